@@ -1,0 +1,53 @@
+"""The errors a user can cause, each naming the value, the rule and the remedy.
+
+Every class derives from :class:`ReCalKVError`, which the command line turns into one clear message
+and exit code 1. Programming mistakes stay ordinary Python exceptions.
+"""
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "DataError",
+    "ModelUnavailableError",
+    "NonFiniteError",
+    "ParameterError",
+    "ReCalKVError",
+    "StoreError",
+    "UnsupportedModelError",
+]
+
+
+class ReCalKVError(ValueError):
+    """Base of all errors that bad input can cause; the message says what to change."""
+
+
+class ParameterError(ReCalKVError):
+    """A parameter is unknown, missing or out of its range."""
+
+
+class BudgetError(ParameterError):
+    """The byte budget cannot hold the smallest legal ranks."""
+
+
+class UnsupportedModelError(ReCalKVError):
+    """The model's architecture, or a feature of it, is not one this library handles exactly."""
+
+
+class ModelUnavailableError(ReCalKVError):
+    """A model id or folder cannot be reached or holds no loadable weights."""
+
+
+class DataError(ReCalKVError):
+    """A data set cannot be reached, has the wrong schema, or is too small for what is asked of it."""
+
+
+class NonFiniteError(ReCalKVError):
+    """NaN or infinity appeared in activations, gradients or weights; the message names the layer."""
+
+
+class StoreError(ReCalKVError):
+    """A store is unfinished, missing, or was written from another model or other parameters."""
+
+
+class CheckpointError(ReCalKVError):
+    """An exported checkpoint's configuration and tensors do not fit together."""

@@ -1,0 +1,115 @@
+"""Which architectures are handled, and the attention geometry read from their configs.
+
+The config decides, never the name of a path. Anything that would make the compressed model differ
+from the dense one (length-dependent RoPE scalings, partial rotary embeddings) is refused here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from recalkv.errors import UnsupportedModelError
+
+__all__ = [
+    "SUPPORTED_FAMILIES",
+    "SUPPORTED_ROPE_TYPES",
+    "AttentionGeometry",
+    "check_supported",
+    "layer_attention_types",
+]
+
+SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Frequencies of these are fixed at load time, so a rotation depends on distance alone and cache-slot
+# positions are exact. "dynamic" and "longrope" change the frequencies with the sequence's length.
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """Sizes of one model's attention, in the notation of the paper.
+
+    Attributes
+    ----------
+    hidden
+        Hidden size ``m``.
+    heads, kv_heads
+        Query heads ``h`` and key/value heads ``h_kv``.
+    head_dim
+        Head dimension ``d_h``.
+    layers
+        Number of decoder layers.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+
+    @property
+    def kv_width(self) -> int:
+        """Width ``n = h_kv * d_h`` of the key (and of the value) projection."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def queries_per_kv(self) -> int:
+        """Query heads served by one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def dense_elements_per_token(self) -> int:
+        """Elements that the dense model caches per token: keys and values of every layer."""
+        return 2 * self.layers * self.kv_width
+
+    @classmethod
+    def from_config(cls, config: Any) -> "AttentionGeometry":
+        """Read the sizes from a Hugging Face config."""
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            hidden=config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
+            layers=config.num_hidden_layers,
+        )
+
+
+def check_supported(config: Any) -> AttentionGeometry:
+    """Return the geometry of a supported dense model's config, or say why it is not supported.
+
+    Raises
+    ------
+    UnsupportedModelError
+        For another family, a RoPE scaling whose frequencies depend on the length, or a rotation of
+        only a part of each head.
+    """
+    family = getattr(config, "model_type", None)
+    if str(family).startswith("recalkv_"):
+        raise UnsupportedModelError(
+            f"model_type={family!r} is already a ReCalKV checkpoint; compress the dense model it came from."
+        )
+    if family not in SUPPORTED_FAMILIES:
+        raise UnsupportedModelError(
+            f"model_type={family!r} is not supported; use a model of one of: {', '.join(SUPPORTED_FAMILIES)}."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"rope_type={rope_type!r} changes its frequencies with the length of the sequence, so keys "
+            f"cannot be rotated after they are cached; supported: {', '.join(SUPPORTED_ROPE_TYPES)}."
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; it must be 1."
+        )
+    return AttentionGeometry.from_config(config)
+
+
+def layer_attention_types(config: Any) -> list[str]:
+    """Name each layer's attention, ``full_attention`` or ``sliding_attention``, in transformers' terms."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return list(types)
+    sliding = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers

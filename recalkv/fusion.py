@@ -1,0 +1,180 @@
+"""Step 8, fold everything that is fixed into the weights (paper, "Matrix Fusion" and HSR's reordering).
+
+* The head permutation goes into W_q, W_k, W_v and W_o: query heads and output rows move with their
+  key/value head, so nothing is permuted at run time.
+* The value bias passes through the softmax unchanged (its weights sum to 1) and joins the output bias.
+* ``R_v`` is fused into ``W_o`` where that is cheaper than applying both.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from recalkv.factorize import LowRank
+from recalkv.families import AttentionGeometry
+
+__all__ = [
+    "VALUE_MODES",
+    "absorbed_output",
+    "choose_value_layout",
+    "decode_query_limit",
+    "fuse_output",
+    "fused_attention_tensors",
+    "head_columns",
+    "query_order",
+]
+
+VALUE_MODES = ("auto", "fused", "absorbed", "reconstructed")
+
+
+def fusion_rank_limit(geometry: AttentionGeometry) -> float:
+    """Rank up to which fusing costs no more multiplications per token than R_v, then W_o.
+
+    ``h r m <= h r d_h + h d_h m``, so ``r <= d_h m / (m - d_h)``: about ``1.03 d_h`` for m = 4096.
+    """
+    m, d_h = geometry.hidden, geometry.head_dim
+    return float("inf") if m <= d_h else d_h * m / (m - d_h)
+
+
+def choose_value_layout(geometry: AttentionGeometry, value_ranks: Sequence[int], mode: str) -> str:
+    """``fused`` or ``separate``: how one layer's value reconstruction is stored.
+
+    ``auto`` fuses where every group's rank is within :func:`fusion_rank_limit`; ``fused`` always does.
+    """
+    if mode == "auto":
+        return "fused" if max(value_ranks) <= fusion_rank_limit(geometry) else "separate"
+    return "fused" if mode == "fused" else "separate"
+
+
+def decode_query_limit(geometry: AttentionGeometry, value_rank: int) -> float:
+    """Queries up to which attention over latents costs less per cached token than rebuilding values.
+
+    Absorbed: ``q h r``; reconstructed: ``r n + q h d_h`` multiplications per cached token. The limit is
+    ``r n / (h (r - d_h))`` and infinite for ``r <= d_h``.
+    """
+    excess = value_rank - geometry.head_dim
+    if excess <= 0:
+        return float("inf")
+    return value_rank * geometry.kv_width / (geometry.heads * excess)
+
+
+def head_columns(order: Sequence[int], head_dim: int) -> Tensor:
+    """Columns of a projection when its heads are put in this order, (len(order) * d_h,) int64."""
+    return (torch.tensor(order)[:, None] * head_dim + torch.arange(head_dim)).reshape(-1)
+
+
+def query_order(permutation: Sequence[int], queries_per_kv: int) -> list[int]:
+    """Order of the query heads when each moves with its key/value head."""
+    return [head * queries_per_kv + offset for head in permutation for offset in range(queries_per_kv)]
+
+
+def fuse_output(value_up: Sequence[Tensor], output: Tensor, geometry: AttentionGeometry) -> Tensor:
+    """Fused output projection ``W~_o`` (paper eq. for W~_o, one block per query head).
+
+    Parameters
+    ----------
+    value_up : list of (r_g, w_g)
+        ``R_v`` of each group, columns in the order of the (permuted) heads.
+    output : (h * d_h, m)
+        ``W_o`` with rows in the same order.
+
+    Returns
+    -------
+    (sum over query heads of r_g, m)
+        Rows of query head i are ``R_v,g[:, kv(i)] W_o[i]``.
+    """
+    blocks = []
+    rows = output.reshape(geometry.heads, geometry.head_dim, -1)
+    for query, (group, offset) in enumerate(_group_of_query(value_up, geometry)):
+        part = value_up[group][:, offset * geometry.head_dim : (offset + 1) * geometry.head_dim]
+        blocks.append(part.double() @ rows[query].double())
+    return torch.cat(blocks)
+
+
+def absorbed_output(context: Tensor, value_up: Tensor, queries_per_kv: int, head_dim: int) -> Tensor:
+    """Apply ``R_v`` after attention: contexts over one group's latents to head outputs.
+
+    Parameters
+    ----------
+    context : (batch, group query heads, queries, r_g)
+    value_up : (r_g, w_g)
+
+    Returns
+    -------
+    (batch, group query heads, queries, d_h)
+    """
+    batch, heads, queries, rank = context.shape
+    per_kv = context.reshape(batch, heads // queries_per_kv, queries_per_kv * queries, rank)
+    up = value_up.reshape(rank, -1, head_dim).transpose(0, 1)  # [group kv heads, rank, head_dim]
+    return (per_kv @ up).reshape(batch, heads, queries, head_dim)
+
+
+def fused_attention_tensors(
+    dense: Mapping[str, Tensor],
+    geometry: AttentionGeometry,
+    permutation: Sequence[int],
+    keys: LowRank,
+    values: LowRank,
+    value_layout: str,
+) -> dict[str, Tensor]:
+    """Build all tensors of one :class:`recalkv.attention.LatentAttention`.
+
+    Parameters
+    ----------
+    dense
+        The dense attention's tensors by their Hugging Face names (``q_proj.weight``, ...).
+    permutation
+        Original key/value head at each new position (HSR).
+    keys, values
+        Factors whose groups follow the permuted heads.
+    value_layout
+        ``fused`` or ``separate``.
+
+    Returns
+    -------
+    dict
+        Float64 for what was computed, the dense type for what was only moved.
+    """
+    d_h = geometry.head_dim
+    queries = head_columns(query_order(permutation, geometry.queries_per_kv), d_h)
+    heads = head_columns(permutation, d_h)
+    output = dense["o_proj.weight"][:, queries].T  # [h * d_h, m]
+    tensors = {
+        "q_proj.weight": dense["q_proj.weight"][queries],
+        "k_proj.weight": torch.cat(keys.down, dim=1).T,
+        "v_proj.weight": torch.cat(values.down, dim=1).T,
+    }
+    for number, up in enumerate(keys.up):
+        tensors[f"key_up.{number}"] = up
+    if value_layout == "fused":
+        tensors["o_proj.weight"] = fuse_output(values.up, output, geometry).T
+    else:
+        tensors["o_proj.weight"] = output.T
+        for number, up in enumerate(values.up):
+            tensors[f"value_up.{number}"] = up
+    if "q_proj.bias" in dense:
+        tensors["q_proj.bias"] = dense["q_proj.bias"][queries]
+    if "k_proj.bias" in dense:
+        tensors["key_bias"] = dense["k_proj.bias"][heads]
+    bias = dense.get("o_proj.bias")
+    if "v_proj.bias" in dense:
+        per_head = dense["v_proj.bias"][heads].double().reshape(geometry.kv_heads, d_h)
+        through = per_head.repeat_interleave(geometry.queries_per_kv, dim=0).reshape(-1) @ output.double()
+        bias = through if bias is None else bias.double() + through
+    if bias is not None:
+        tensors["o_proj.bias"] = bias
+    for norm in ("q_norm.weight", "k_norm.weight"):
+        if norm in dense:
+            tensors[norm] = dense[norm]
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _group_of_query(value_up: Sequence[Tensor], geometry: AttentionGeometry) -> list[tuple[int, int]]:
+    """For each (permuted) query head: its value group and its key/value head's place in that group."""
+    places = [
+        (group, offset)
+        for group, up in enumerate(value_up)
+        for offset in range(up.shape[1] // geometry.head_dim)
+    ]
+    return [place for place in places for _ in range(geometry.queries_per_kv)]

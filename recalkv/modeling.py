@@ -1,0 +1,161 @@
+"""Hugging Face model and config classes of compressed checkpoints.
+
+``import recalkv`` registers them, after which ``AutoModelForCausalLM.from_pretrained(folder)`` is all
+it takes. Without the import the unknown ``model_type`` makes transformers refuse the folder.
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from recalkv.attention import LatentAttention, SlotRotary
+from recalkv.errors import CheckpointError, ParameterError
+from recalkv.fusion import VALUE_MODES
+
+__all__ = ["CONFIG_CLASSES", "FORMAT_VERSION", "MODEL_CLASSES", "LatentModelMixin", "register", "set_value_mode"]
+
+FORMAT_VERSION = 1
+
+
+class _LatentConfigMixin:
+    """Adds ``recalkv``: format version, group sizes, ranks and value layout of each layer, provenance."""
+
+    recalkv: dict[str, Any] | None = None
+    base_model_tp_plan: Any = None
+    base_model_pp_plan: Any = None
+
+
+class ReCalKVLlamaConfig(_LatentConfigMixin, LlamaConfig):
+    """Config of a compressed LLaMA."""
+
+    model_type = "recalkv_llama"
+
+
+class ReCalKVMistralConfig(_LatentConfigMixin, MistralConfig):
+    """Config of a compressed Mistral."""
+
+    model_type = "recalkv_mistral"
+
+
+class ReCalKVQwen2Config(_LatentConfigMixin, Qwen2Config):
+    """Config of a compressed Qwen2."""
+
+    model_type = "recalkv_qwen2"
+
+
+class ReCalKVQwen3Config(_LatentConfigMixin, Qwen3Config):
+    """Config of a compressed Qwen3."""
+
+    model_type = "recalkv_qwen3"
+
+
+class LatentModelMixin:
+    """Swaps every layer's attention for :class:`LatentAttention` while the model is built."""
+
+    _can_record_outputs = {"attentions": LatentAttention}
+
+    def __init__(self, config: Any) -> None:
+        _check_config(config)
+        super().__init__(config)  # type: ignore[call-arg]
+        model: nn.Module = self.model  # type: ignore[attr-defined]
+        slots = SlotRotary(model.rotary_emb)  # type: ignore[arg-type]
+        for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
+            layer.self_attn = LatentAttention(config, index)
+            layer.self_attn.slots = slots
+        self.post_init()  # type: ignore[attr-defined]
+
+
+class ReCalKVLlamaForCausalLM(LatentModelMixin, LlamaForCausalLM):
+    """LLaMA with a latent cache."""
+
+    config_class = ReCalKVLlamaConfig
+
+
+class ReCalKVMistralForCausalLM(LatentModelMixin, MistralForCausalLM):
+    """Mistral with a latent cache."""
+
+    config_class = ReCalKVMistralConfig
+
+
+class ReCalKVQwen2ForCausalLM(LatentModelMixin, Qwen2ForCausalLM):
+    """Qwen2 with a latent cache."""
+
+    config_class = ReCalKVQwen2Config
+
+
+class ReCalKVQwen3ForCausalLM(LatentModelMixin, Qwen3ForCausalLM):
+    """Qwen3 with a latent cache."""
+
+    config_class = ReCalKVQwen3Config
+
+
+CONFIG_CLASSES: dict[str, Any] = {
+    "llama": ReCalKVLlamaConfig,
+    "mistral": ReCalKVMistralConfig,
+    "qwen2": ReCalKVQwen2Config,
+    "qwen3": ReCalKVQwen3Config,
+}
+MODEL_CLASSES: dict[str, Any] = {
+    "llama": ReCalKVLlamaForCausalLM,
+    "mistral": ReCalKVMistralForCausalLM,
+    "qwen2": ReCalKVQwen2ForCausalLM,
+    "qwen3": ReCalKVQwen3ForCausalLM,
+}
+
+
+def register() -> None:
+    """Make the auto classes know the compressed families; harmless when repeated."""
+    for family, config in CONFIG_CLASSES.items():
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        AutoModelForCausalLM.register(config, MODEL_CLASSES[family], exist_ok=True)
+
+
+def set_value_mode(model: nn.Module, mode: str) -> None:
+    """Force the value path of every layer: ``auto``, ``absorbed`` or ``reconstructed``.
+
+    Layers whose R_v is fused into W_o have only the fused path; export with
+    ``compression.value_mode`` set to the wanted mode instead.
+    """
+    if mode not in VALUE_MODES:
+        raise ParameterError(f"value_mode={mode!r} must be one of: {', '.join(VALUE_MODES)}.")
+    layers = [module for module in model.modules() if isinstance(module, LatentAttention)]
+    stuck = [layer.layer_idx for layer in layers if layer.fused != (mode == "fused") and mode != "auto"]
+    if stuck:
+        state = "not fused" if mode == "fused" else "fused"
+        raise ParameterError(
+            f"value_mode={mode!r} cannot be set: layers {stuck} are stored {state}; export the checkpoint "
+            f"again with compression.value_mode={mode}."
+        )
+    for layer in layers:
+        layer.value_mode = mode
+
+
+def _check_config(config: Any) -> None:
+    """Refuse a config that the layers could not be built from, before any weight is read."""
+    spec = config.recalkv
+    if not spec:
+        raise CheckpointError(
+            f"{type(config).__name__} has no `recalkv` section; make the checkpoint with `recalkv compress`."
+        )
+    if spec.get("version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"checkpoint format version {spec.get('version')!r} is not {FORMAT_VERSION}; load it with the "
+            f"release of recalkv that wrote it, or export it again."
+        )
+    if len(spec["layers"]) != config.num_hidden_layers:
+        raise CheckpointError(
+            f"the `recalkv` section describes {len(spec['layers'])} layers, the model has "
+            f"{config.num_hidden_layers}; config.json was edited or mixed up."
+        )

@@ -1,0 +1,151 @@
+"""``params.yaml``: every parameter with its meaning, unit and range. Unknown and missing keys are errors.
+
+The defaults here are those of the Python interface; the file must spell every key out, so that it
+is a complete record of the run.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from recalkv.errors import ParameterError
+
+__all__ = [
+    "CalibrationParams",
+    "CompressionParams",
+    "EvaluationParams",
+    "ModelParams",
+    "Params",
+    "RuntimeParams",
+    "load_params",
+    "parse_params",
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelParams(_Section):
+    """Which dense model to compress."""
+
+    id: str = Field("embedded", description="`embedded` (SmolLM2-135M), a Hugging Face id, or a local folder")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub; null for the default")
+
+
+class _TextParams(_Section):
+    text: str = Field("embedded", description="`embedded`, wikitext2, ptb, c4, a hub id, or a local .txt/.jsonl file")
+    split: str = Field("train", description="split of the data set; ignored for local files")
+    subset: str | None = Field(None, description="configuration name of a hub data set")
+    field: str = Field("text", description="column that holds the text")
+    revision: str | None = Field(None, description="revision of a hub data set")
+    max_documents: int | None = Field(None, ge=1, description="use at most this many documents; null for all")
+
+
+class CalibrationParams(_TextParams):
+    """Calibration sampling (paper: 256 windows of 2048 tokens of WikiText-2)."""
+
+    samples: int = Field(32, ge=1, description="token windows")
+    length: int = Field(1024, ge=2, description="tokens per window")
+    seed: int = Field(0, ge=0, description="seed of the choice of windows")
+    batch_size: int = Field(4, ge=1, description="windows per step: changes memory, not results")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="type of the matrix products of the calibration passes; statistics are float32/64"
+    )
+
+
+class CompressionParams(_Section):
+    """The method and its budget."""
+
+    method: Literal["recalkv", "palu", "svd"] = Field("recalkv", description="see recalkv.methods")
+    ratio: float = Field(0.5, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
+    group_size: int = Field(2, ge=1, description="key/value heads per group, 1 to the model's number of them")
+    hsr: bool = Field(True, description="recalkv: reorder key heads by CKA before grouping")
+    ovc: bool = Field(True, description="recalkv: calibrate values on inputs behind the compressed prefix")
+    ovc_target: Literal["same-input", "dense-output"] = Field("same-input", description="what OVC regresses to")
+    ovc_iterations: int = Field(1, ge=1, description="sweeps of the two closed forms (paper: 1)")
+    allocation: Literal["fisher", "uniform"] = Field("fisher", description="how ranks share the budget")
+    rank_multiple: int = Field(1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs")
+    damping: float = Field(1e-6, ge=0, description="ridge on Gram matrices, relative to their mean diagonal")
+    value_mode: Literal["auto", "fused", "absorbed", "reconstructed"] = Field(
+        "auto", description="value path; auto fuses R_v into W_o only where that saves work"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="type of the exported weights; auto is the dense checkpoint's"
+    )
+
+
+class EvaluationParams(_TextParams):
+    """Perplexity, cache, and generation, dense beside compressed."""
+
+    split: str = Field("test", description="split of the data set; ignored for local files")
+    window: int = Field(2048, ge=2, description="tokens per perplexity window (joined texts, no overlap)")
+    max_windows: int | None = Field(None, ge=1, description="use at most this many windows; null for all")
+    generation_prompt_tokens: int = Field(512, ge=1, description="prompt length of the timed generation, tokens")
+    generation_new_tokens: int = Field(128, ge=2, description="length of the timed generation, tokens")
+    generation_repeats: int = Field(3, ge=1, description="timed repeats; the median is reported")
+    prompts: list[str] = Field(default_factory=list, description="prompts of the side-by-side samples")
+    sample_tokens: int = Field(48, ge=1, description="length of each side-by-side sample, tokens")
+
+
+class RuntimeParams(_Section):
+    """Where things run; changes no result beyond rounding."""
+
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
+
+
+class Params(_Section):
+    """The whole of ``params.yaml``."""
+
+    model: ModelParams
+    calibration: CalibrationParams
+    compression: CompressionParams
+    evaluation: EvaluationParams
+    runtime: RuntimeParams
+
+
+def load_params(path: str | Path) -> Params:
+    """Read and check a parameter file; every key of every section must be there."""
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except FileNotFoundError as error:
+        raise ParameterError(f"parameter file {path} does not exist; run from the project's folder.") from error
+    except yaml.YAMLError as error:
+        raise ParameterError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(raw, Mapping):
+        raise ParameterError(f"{path} must hold the sections {', '.join(Params.model_fields)}.")
+    return parse_params(raw, str(path))
+
+
+def parse_params(raw: Mapping[str, Any], where: str) -> Params:
+    """Check a nested mapping; see :func:`load_params`."""
+    for name, field in Params.model_fields.items():
+        section = raw.get(name)
+        known = field.annotation
+        assert isinstance(known, type) and issubclass(known, BaseModel)
+        if not isinstance(section, Mapping):
+            raise ParameterError(f"{where}: section `{name}` is missing; it needs {', '.join(known.model_fields)}.")
+        missing = [key for key in known.model_fields if key not in section]
+        if missing:
+            defaults = known.model_construct().model_dump()
+            remedy = ", ".join(f"{name}.{key}: {defaults[key]!r}" for key in missing)
+            raise ParameterError(f"{where}: missing parameter(s); add {remedy} (the defaults).")
+    try:
+        return Params.model_validate(raw)
+    except ValidationError as error:
+        raise ParameterError("\n".join(_explain(item, where) for item in error.errors())) from error
+
+
+def _explain(item: Any, where: str) -> str:
+    """One line for one pydantic error: the key, the value, the rule."""
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        model: Any = Params
+        for part in item["loc"][:-1]:
+            model = model.model_fields[part].annotation
+        return f"{where}: unknown parameter `{key}`; known here: {', '.join(model.model_fields)}."
+    return f"{where}: {key}={item['input']!r} is not allowed: {item['msg']}."

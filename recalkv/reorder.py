@@ -1,0 +1,106 @@
+"""Step 5b, head-wise similarity-aware reordering (HSR; paper, section 3.2 and Fig. 2).
+
+The grouping becomes a permutation of the key/value heads that is folded into the weights offline
+(:mod:`recalkv.fusion`), so decoding pays nothing for it. The paper permutes every token instead.
+"""
+
+from torch import Tensor
+
+from recalkv.errors import ParameterError
+
+__all__ = ["check_group_size", "greedy_groups", "group_sizes", "neighbour_groups", "permutation_of"]
+
+
+def check_group_size(group_size: int, kv_heads: int) -> None:
+    """Raise :class:`ParameterError` unless 1 <= s <= h_kv."""
+    if not 1 <= group_size <= kv_heads:
+        raise ParameterError(
+            f"compression.group_size={group_size} must be between 1 and the model's {kv_heads} key/value "
+            f"heads; set it to {max(1, min(group_size, kv_heads))}."
+        )
+
+
+def group_sizes(kv_heads: int, group_size: int) -> list[int]:
+    """Heads per group: ``s`` each, the last one smaller where ``s`` does not divide ``h_kv``."""
+    check_group_size(group_size, kv_heads)
+    full, rest = divmod(kv_heads, group_size)
+    return [group_size] * full + ([rest] if rest else [])
+
+
+def neighbour_groups(kv_heads: int, group_size: int) -> list[list[int]]:
+    """Consecutive heads, in the model's order (Palu's G-LRD; HSR switched off)."""
+    groups, start = [], 0
+    for size in group_sizes(kv_heads, group_size):
+        groups.append(list(range(start, start + size)))
+        start += size
+    return groups
+
+
+def greedy_groups(similarity: Tensor, group_size: int) -> list[list[int]]:
+    """Greedy grouping by descending pairwise similarity (paper, "Head Reordering").
+
+    Pairs are visited from the most similar down. Two unassigned heads open a new group while groups
+    are left; an unassigned head joins its partner's group while that has room. What is left goes to
+    the group with room that it is most similar to on average. Ties go to the lower head index.
+
+    Parameters
+    ----------
+    similarity : (h_kv, h_kv)
+        CKA matrix.
+    group_size
+        ``s``; where it does not divide ``h_kv``, one group is smaller and comes last.
+
+    Returns
+    -------
+    list of groups
+        Heads ascending within a group, groups by their first head, the smaller group last.
+    """
+    scores: list[list[float]] = similarity.tolist()
+    heads = len(scores)
+    sizes = group_sizes(heads, group_size)
+    smallest, full_groups = sizes[-1], sum(size == group_size for size in sizes)
+    groups: list[list[int]] = []
+    home: dict[int, list[int]] = {}
+
+    def has_room(group: list[int]) -> bool:
+        if len(group) == group_size:
+            return False
+        # Growing past the smaller size makes this one of the full groups: only so many may be.
+        if len(group) == smallest < group_size:
+            return sum(len(other) > smallest for other in groups) < full_groups
+        return True
+
+    def place(head: int, group: list[int]) -> None:
+        group.append(head)
+        home[head] = group
+
+    pairs = sorted(
+        ((a, b) for a in range(heads) for b in range(a + 1, heads)), key=lambda p: (-scores[p[0]][p[1]], p)
+    )
+    for a, b in pairs if group_size > 1 else []:
+        if a not in home and b not in home:
+            group: list[int] = [a]
+            if len(groups) < len(sizes) and has_room(group):
+                groups.append(group)
+                home[a] = group
+                place(b, group)
+        elif (a in home) != (b in home):
+            settled, free = (a, b) if a in home else (b, a)
+            if has_room(home[settled]):
+                place(free, home[settled])
+    for head in range(heads):
+        if head not in home:
+            if len(groups) < len(sizes):
+                groups.append([])
+            open_groups = [group for group in groups if has_room(group)]
+            best = max(open_groups, key=lambda g: sum(scores[head][o] for o in g) / len(g) if g else 0.0)
+            place(head, best)
+    ordered = sorted((sorted(group) for group in groups), key=lambda group: (-len(group), group))
+    if [len(group) for group in ordered] != sizes:
+        raise AssertionError(f"grouping {ordered} does not have the sizes {sizes}")
+    return ordered
+
+
+def permutation_of(groups: list[list[int]]) -> list[int]:
+    """Original head at each new position: the groups one after the other."""
+    return [head for group in groups for head in group]

@@ -1,0 +1,173 @@
+"""The one way to write and read stage outputs: zarr stores that are whole or refused.
+
+A store is written under a partial name and moved to its own in one rename after its ``complete`` mark
+is set, so a killed stage leaves nothing that could be mistaken for a result. Each array is one chunk:
+tensors are read whole, and DVC likes few files. Floats that were never written read as NaN, not 0.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+from torch import Tensor
+
+from recalkv.errors import StoreError
+from recalkv.factorize import LowRank
+
+__all__ = ["SCHEMA_VERSION", "StoreReader", "StoreWriter", "open_store", "partial_path", "writing_folder", "writing_store"]
+
+SCHEMA_VERSION = 1
+
+
+class StoreWriter:
+    """Write access to an unfinished store."""
+
+    def __init__(self, group: zarr.Group) -> None:
+        self._group = group
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write one array; ``name`` may contain ``/`` for nested groups. bfloat16 is not a zarr type."""
+        array = np.ascontiguousarray(tensor.detach().cpu().numpy())
+        fill = float("nan") if array.dtype.kind == "f" else 0
+        target = self._group.create_array(
+            name,
+            shape=array.shape,
+            dtype=array.dtype,
+            chunks=array.shape or "auto",
+            fill_value=fill,
+            compressors=None,
+            config={"write_empty_chunks": True},
+        )
+        target[...] = array
+
+    def put_factors(self, name: str, factors: LowRank) -> None:
+        """Write one projection's factors as float32: ``down`` side by side, ``up`` per group."""
+        self.put(f"{name}/down", torch.cat(factors.down, dim=1).float())
+        for number, up in enumerate(factors.up):
+            self.put(f"{name}/up_{number}", up.float())
+
+
+class StoreReader:
+    """Read access to a complete store."""
+
+    def __init__(self, group: zarr.Group, path: Path) -> None:
+        self._group = group
+        self._path = path
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Root attributes: schema version, stage, model fingerprint, parameters."""
+        return dict(self._group.attrs)
+
+    def get(self, name: str) -> Tensor:
+        """Read one array whole."""
+        if name not in self._group:
+            raise StoreError(f"{self._path} has no array {name!r}; it was written by another version: rerun its stage.")
+        node = self._group[name]
+        assert isinstance(node, zarr.Array)
+        return torch.from_numpy(np.asarray(node[...]).copy())
+
+    def get_factors(self, name: str) -> LowRank:
+        """Read what :meth:`StoreWriter.put_factors` wrote."""
+        down = self.get(f"{name}/down")
+        up = []
+        while f"{name}/up_{len(up)}" in self._group:
+            up.append(self.get(f"{name}/up_{len(up)}"))
+        return LowRank(list(down.split([part.shape[0] for part in up], dim=1)), up)
+
+
+def partial_path(path: Path) -> Path:
+    """Name under which an output is written until it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
+@contextlib.contextmanager
+def writing_folder(path: Path) -> Iterator[Path]:
+    """Fill a new folder under a partial name; replace ``path`` by it if the block succeeds.
+
+    Leftovers of a killed run are removed first. On any error nothing stays behind; a full disk
+    becomes a :class:`StoreError` that says so.
+    """
+    partial = partial_path(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(partial, path)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if error.errno == errno.ENOSPC:
+            raise StoreError(
+                f"no space left on the disk of {path.parent}; free some space or move the project, then run "
+                f"`dvc repro` again. Nothing half-written was kept."
+            ) from error
+        raise
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def writing_store(path: str | Path, stage: str, model: str, parameters: Mapping[str, Any]) -> Iterator[StoreWriter]:
+    """Create the store ``path`` (a folder ending in .zarr) for the duration of the block.
+
+    Parameters
+    ----------
+    stage
+        Name of the stage that writes it.
+    model
+        Fingerprint of the source model (:func:`recalkv.source.fingerprint`).
+    parameters
+        Parameters that determine the content; plain JSON values.
+    """
+    with writing_folder(Path(path)) as partial:
+        group = zarr.open_group(partial, mode="w", zarr_format=3)
+        group.attrs.update(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "stage": stage,
+                "model": model,
+                "parameters": dict(parameters),
+                "complete": False,
+            }
+        )
+        yield StoreWriter(group)
+        group.attrs["complete"] = True
+
+
+def open_store(path: str | Path, stage: str, model: str | None = None) -> StoreReader:
+    """Open a complete store written by ``stage``, from ``model`` if that is given.
+
+    Raises
+    ------
+    StoreError
+        If it is missing, unfinished, of another stage or schema, or from another model.
+    """
+    path = Path(path)
+    remedy = f"run `dvc repro {stage}`"
+    if not path.exists():
+        unfinished = partial_path(path).exists()
+        state = "is unfinished (its stage was interrupted)" if unfinished else "does not exist"
+        raise StoreError(f"{path} {state}; {remedy}.")
+    try:
+        group = zarr.open_group(path, mode="r")
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        raise StoreError(f"{path} is not a zarr store; remove it and {remedy}.") from error
+    attributes = dict(group.attrs)
+    if attributes.get("complete") is not True:
+        raise StoreError(f"{path} is unfinished (its stage was interrupted); remove it and {remedy}.")
+    for key, expected in (("schema_version", SCHEMA_VERSION), ("stage", stage), ("model", model)):
+        if expected is not None and attributes.get(key) != expected:
+            raise StoreError(
+                f"{path} has {key}={attributes.get(key)!r}, expected {expected!r}; it belongs to another model "
+                f"or version: {remedy}."
+            )
+    return StoreReader(group, path)
