@@ -32,6 +32,7 @@ __all__ = [
     "factorize_keys",
     "fuse_layer",
     "group_heads",
+    "in_model_order",
     "layer_record",
     "plain_values",
     "value_group_size",
@@ -216,7 +217,7 @@ def compressed_values(
                     (attention.k_proj, keys(index)),
                     (attention.v_proj, calibrated.factors),
                 ):
-                    projection.weight.data = _in_model_order(factors, order).T.to(projection.weight)
+                    projection.weight.data = in_model_order(factors, order).T.to(projection.weight)
                 hidden = [run_layer(source, layer, index, states) for states in hidden]
         yield LayerValues(calibrated.factors, calibrated.error_before, calibrated.error_after)
 
@@ -274,7 +275,7 @@ def _value_groups(permutation: Sequence[int], parameters: CompressionParams) -> 
     return [[permutation[position] for position in group] for group in neighbours]
 
 
-def _in_model_order(factors: LowRank, order: Tensor) -> Tensor:
+def in_model_order(factors: LowRank, order: Tensor) -> Tensor:
     """The dense m x n product with its columns back in the model's head order."""
     dense = factors.dense()
     restored = torch.empty_like(dense)

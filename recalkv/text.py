@@ -10,7 +10,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class _HubSet:
     subset: str | None = None
     revision: str | None = None
     data_files: Mapping[str, str] | None = None
-    splits: Mapping[str, str] = field(default_factory=dict)
+    test_split: str = "test"
 
 
 _SHORT_NAMES = {
@@ -49,7 +49,7 @@ _SHORT_NAMES = {
             "train": "en/c4-train.00000-of-01024.json.gz",
             "validation": "en/c4-validation.00000-of-00008.json.gz",
         },
-        splits={"test": "validation"},
+        test_split="validation",
     ),
 }
 
@@ -164,7 +164,7 @@ def _hub_documents(
     subset = subset or known.subset
     revision = revision or known.revision
     field = known.field if field == "text" else field
-    split = known.splits.get(split, split)
+    split = known.test_split if split == "test" else split
     extra: dict[str, Any] = {}
     if known.data_files is not None:
         if split not in known.data_files:
@@ -228,8 +228,73 @@ def _articles(path: Path) -> Iterator[str]:
 # Templates that stand inside sentences, and which of their arguments the reader sees.
 _INLINE_TEMPLATES = {"convert": (1, 2), "cvt": (1, 2), "lang": (2,), "transl": (2,), "nihongo": (1,), "angbr": (1,)}
 _INLINE_TEMPLATES |= dict.fromkeys(("nowrap", "small", "smaller", "quote", "blockquote", "sc", "vanchor", "vr"), (1,))
-_HIDDEN_TAGS = {"ref", "references", "table", "gallery", "timeline", "imagemap", "math", "score", "style", "script"}
+_HIDDEN_TAGS = {"ref", "references", "table", "gallery", "timeline", "imagemap", "score", "style", "script"}
 _HIDDEN_LINK = re.compile(r"\s*(?:file|image|category|media|[a-z]{2,3}(?:-[a-z]+)*)\s*:", re.IGNORECASE)
 # Sections of citations and links, which are no prose.
 _HIDDEN_SECTIONS = {"see also", "references", "external links", "further reading", "notes", "footnotes"}
 _HIDDEN_SECTIONS |= {"citations", "sources", "bibliography", "notes and references", "references and notes"}
+_LEFTOVERS = re.compile(r"'{2,}|\[\[|\]\]|\{\{|\}\}|__[A-Z]+__|</?[a-zA-Z][^<>]*>")
+_MARKUP_LINE = re.compile(r"^(?:\{\||\|\}|[|!])")
+_EMPTY_BRACKETS = re.compile(r" ?\([\s,;:]*\)")
+
+
+def _plain_text(wikitext: str) -> str:
+    """Prose and headings of an article, one paragraph, heading or list item a line."""
+    import mwparserfromhell
+
+    # Bottom-up over the parsed nodes: removing nodes from the tree searches it again for each one.
+    lines: list[str] = []
+    headings: list[tuple[int, str]] = []  # those above the next line that are not yet in `lines`
+    hidden = 0  # level of the hidden section that encloses the line, 0 outside
+    for line in _render(mwparserfromhell.parse(wikitext)).split("\n"):
+        level = len(line) - len(line.lstrip("\0"))
+        text = _tidy(line[level:])
+        if level:
+            if not hidden or level <= hidden:
+                hidden = level if text.lower() in _HIDDEN_SECTIONS else 0
+            headings = [heading for heading in headings if heading[0] < level] + [(level, text)]
+        elif text and not hidden:
+            lines += ["", *(heading for _, heading in headings), text] if headings else [text]
+            headings = []
+    return "\n".join(lines).strip()
+
+
+def _render(code: Any) -> str:
+    """Visible text of parsed wikitext; headings become lines that start with their level in NUL characters."""
+    return "".join(_RENDERERS.get(type(node).__name__, str)(node) for node in code.nodes) if code else ""
+
+
+def _tag(node: Any) -> str:
+    name = str(node.tag).strip().lower()
+    if name in _HIDDEN_TAGS:
+        return ""
+    if name == "math":  # LaTeX stays; the space keeps its braces apart from those of broken templates
+        return re.sub(r"(?<=[{}])(?=[{}])", " ", " ".join(str(node.contents).split()))
+    return "\n" if name in ("br", "p", "div", "blockquote") and not node.contents else _render(node.contents)
+
+
+def _link(node: Any) -> str:
+    return "" if _HIDDEN_LINK.match(str(node.title)) else _render(node.title if node.text is None else node.text)
+
+
+def _template(node: Any) -> str:
+    shown = _INLINE_TEMPLATES.get(str(node.name).strip().lower(), ())
+    return " ".join(_render(node.get(index).value).strip() for index in shown if node.has(index))
+
+
+_RENDERERS = {
+    "Argument": lambda node: "",
+    "Comment": lambda node: "",
+    "ExternalLink": lambda node: _render(node.title) if node.brackets else str(node.url),
+    "HTMLEntity": lambda node: node.normalize(),
+    "Heading": lambda node: "\n" + "\0" * node.level + _render(node.title).replace("\n", " ") + "\n",
+    "Tag": _tag,
+    "Template": _template,
+    "Wikilink": _link,
+}
+
+
+def _tidy(line: str) -> str:
+    line = _EMPTY_BRACKETS.sub("", _LEFTOVERS.sub("", " ".join(line.split())))
+    line = re.sub(r"\(\s*[,;]\s*", "(", re.sub(r" +(?=[,.;:)])", "", line))
+    return "" if _MARKUP_LINE.match(line) or not any(map(str.isalnum, line)) else " ".join(line.split())

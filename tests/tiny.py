@@ -1,0 +1,133 @@
+"""Tiny models of every supported family, and the dense model that a compressed one must equal."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from recalkv import algorithm
+from recalkv.export import build_model, compressed_config, dense_features, other_tensors
+from recalkv.factorize import group_columns
+from recalkv.oneshot import CompressedLayers, compress_layers
+from recalkv.params import CompressionParams
+from recalkv.streaming import ModuleSource
+
+VOCABULARY = 128
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    # The library's 0.02 makes tiny models almost linear, and their logits almost equal.
+    "initializer_range": 0.3,
+}
+
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama-mha": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 6}),
+    "llama-gqa": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "llama-linear-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR}),
+    "llama3-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3}),
+    "llama-yarn": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
+    "llama-bias": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True}),
+    "mistral-sliding": (MistralConfig, MistralForCausalLM, {"sliding_window": 16}),
+    "mistral-full": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2-bias": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2-mixed-sliding": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "qwen3-qk-norm": (Qwen3Config, Qwen3ForCausalLM, {}),
+}
+
+
+def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
+    """Random float32 model; biases and norms are random too, so that dropping one shows."""
+    config_class, model_class, special = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**(SIZES | special | overrides))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def windows(samples: int = 8, length: int = 48, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (samples, length), generator=generator)
+
+
+def assemble(dense: Any, result: CompressedLayers, parameters: CompressionParams) -> Any:
+    """Build the compressed model of some factors, as export does."""
+    source = ModuleSource(dense)
+    biases, qk_norm = dense_features(source)
+    geometry = source.geometry
+    records = [
+        algorithm.layer_record(geometry, permutation, ranks, parameters)
+        for permutation, ranks in zip(result.permutations, result.ranks, strict=True)
+    ]
+    config = compressed_config(
+        dense.config, records, algorithm.value_group_size(parameters, geometry.kv_heads), parameters,
+        {"name": "tiny", "revision": None, "fingerprint": "0"}, biases, qk_norm,
+    )  # fmt: skip
+    layers = (
+        algorithm.fuse_layer(source, i, result.permutations[i], result.keys[i], result.values[i], parameters)
+        for i in range(geometry.layers)
+    )
+    return build_model(config, other_tensors(source), layers, torch.float32)
+
+
+def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
+    """The dense model with its key and value weights replaced by ``L R``."""
+    twin = copy.deepcopy(dense)
+    head_dim = ModuleSource(dense).geometry.head_dim
+    for layer, permutation, keys, values in zip(
+        twin.model.layers, result.permutations, result.keys, result.values, strict=True
+    ):
+        order = torch.cat(group_columns([permutation], head_dim))
+        for projection, factors in ((layer.self_attn.k_proj, keys), (layer.self_attn.v_proj, values)):
+            projection.weight.data = algorithm.in_model_order(factors, order).T.float().contiguous()
+    return twin
+
+
+def compressed_pair(family: str, **compression: Any) -> tuple[Any, Any, Any]:
+    """Compress a tiny model: (dense, compressed, dense twin with the reconstructed weights).
+
+    Keyword arguments are fields of CompressionParams; defaults: ratio 0.5, group_size 2.
+    """
+    dense = dense_model(family)
+    parameters = CompressionParams(**({"ratio": 0.5, "group_size": 2} | compression))
+    result = compress_layers(ModuleSource(dense), windows(), 4, parameters)
+    return dense, assemble(dense, result, parameters), reconstructed_twin(dense, result)
