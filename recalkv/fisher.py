@@ -1,18 +1,18 @@
 """Step 3, empirical Fisher information of each key and value projection (paper's Algorithm 1; Palu).
 
-One forward and one backward pass over the calibration windows, streamed layer by layer: the forward
-pass leaves each layer's input in a scratch folder, the backward pass takes the layers from the last to
-the first, recomputes the layer's inside from that input and back-propagates through it alone. Only
-the gradients at the outputs of the two projections are kept, and only as long as one batch lasts.
+The backward half of one forward and backward pass. The whitening pass left each layer's input on
+disk; here the layers are taken from the last to the first, the layer's inside is recomputed from that
+input, and the gradient goes back through it alone. Only the gradients at the outputs of the two
+projections are kept, and only as long as one batch lasts.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from recalkv.activations import LayerInputs
 from recalkv.errors import NonFiniteError
 from recalkv.streaming import LayerSource, autocast, run_layer
 
@@ -44,8 +44,8 @@ def collect_fisher_scores(
     source: LayerSource,
     windows: Tensor,
     batch_size: int,
-    scratch: Path,
-    progress: Callable[[str, int], None] = lambda what, index: None,
+    inputs: LayerInputs,
+    progress: Callable[[int], None] = lambda index: None,
 ) -> FisherScores:
     """Score all key and value projections.
 
@@ -54,33 +54,29 @@ def collect_fisher_scores(
     source
         The dense model, one layer at a time.
     windows : (samples, length) int64
-        Calibration token windows.
+        Token windows whose layer inputs are in ``inputs``, in the same order.
     batch_size
         Windows per step; it changes memory, not the result.
-    scratch
-        Existing folder for the layers' inputs: samples x length x m values a layer, in the source's
-        precision. Files are removed as they are used.
+    inputs
+        Each layer's inputs, from :func:`recalkv.whitening.collect_input_moments`.
     progress
-        Called with the direction (``forward``, ``backward``) and the layer after each layer.
+        Called with the layer after each layer, from the last to the first.
 
     Raises
     ------
     NonFiniteError
         Where a gradient or the loss is NaN or infinite; the message names the layer.
     """
-    hidden = _forward(source, windows, batch_size, scratch, progress)
-    gradients, losses = _loss_gradients(source, hidden, windows.split(batch_size))
-    del hidden
+    batches = [(first, min(first + batch_size, len(windows))) for first in range(0, len(windows), batch_size)]
+    gradients, losses = _loss_gradients(source, windows, batches, inputs)
     scores = torch.zeros(2, source.num_layers, dtype=torch.float64)
     for index in reversed(range(source.num_layers)):
         with source.layer(index) as layer:
             geometry = source.geometry
             squared = torch.zeros(2, geometry.hidden, geometry.kv_width, device=source.device)
-            for batch, gradient in enumerate(gradients):
-                path = scratch / f"{index}-{batch}.pt"
-                states = torch.load(path, map_location=source.device, weights_only=True).float()
-                path.unlink()
-                gradients[batch], per_window = _projection_gradients(source, layer, index, states, gradient)
+            for batch, span in enumerate(batches):
+                states = inputs.get(index, *span).to(source.device)
+                gradients[batch], per_window = _projection_gradients(source, layer, index, states, gradients[batch])
                 squared += per_window.square().sum(dim=1)
             if not bool(torch.isfinite(squared).all()):
                 raise NonFiniteError(
@@ -88,57 +84,53 @@ def collect_fisher_scores(
                     f"(calibration.precision) and check the model's weights."
                 )
             scores[:, index] = (squared / len(windows)).sqrt().double().mean(dim=(1, 2)).cpu()
-        progress("backward", index)
+        progress(index)
     return FisherScores(scores[0], scores[1], losses)
 
 
-@torch.no_grad()
-def _forward(
-    source: LayerSource,
-    windows: Tensor,
-    batch_size: int,
-    scratch: Path,
-    progress: Callable[[str, int], None],
-) -> list[Tensor]:
-    """Run all layers, leaving the input of each in ``scratch``; return the last layer's outputs."""
-    hidden = source.embed(windows, batch_size)
-    for index in range(source.num_layers):
-        with source.layer(index) as layer:
-            for batch, states in enumerate(hidden):
-                torch.save(states.to(source.precision), scratch / f"{index}-{batch}.pt")
-                hidden[batch] = run_layer(source, layer, index, states)
-        progress("forward", index)
-    return hidden
-
-
 def _loss_gradients(
-    source: LayerSource, hidden: list[Tensor], batches: tuple[Tensor, ...]
+    source: LayerSource, windows: Tensor, batches: list[tuple[int, int]], inputs: LayerInputs
 ) -> tuple[list[Tensor], Tensor]:
     """Gradient of each window's mean loss at the last layer's output, and the losses; logits in chunks."""
-    norm, head = source.final_norm(), source.head_weight()
-    gradients, losses = [], []
-    for states, ids in zip(hidden, batches, strict=True):
-        ids = ids.to(source.device)
-        predicted = ids.shape[1] - 1
-        gradient = torch.zeros_like(states)
-        loss = torch.zeros(len(ids), dtype=torch.float64)
-        for row, start in ((r, s) for r in range(len(ids)) for s in range(0, predicted, _HEAD_TOKENS)):
-            stop = min(start + _HEAD_TOKENS, predicted)
-            part = states[row, start:stop].detach().requires_grad_(True)
-            with autocast(source):
-                logits = nn.functional.linear(norm(part), head)
-            total = nn.functional.cross_entropy(
-                logits.float(), ids[row, start + 1 : stop + 1], reduction="sum"
-            )
-            (gradient[row, start:stop],) = torch.autograd.grad(total / predicted, part)
-            loss[row] += total.item() / predicted
-        if not bool(torch.isfinite(loss).all()):
-            raise NonFiniteError(
-                "NaN or infinity in the calibration loss; the model's weights or its output head are not finite."
-            )
-        gradients.append(gradient)
-        losses.append(loss)
-    return gradients, torch.cat(losses)
+    last = source.num_layers - 1
+    norm, head = source.final_norm(), source.head_weight().to(source.precision)
+    predicted = windows.shape[1] - 1
+    gradients, losses = [], torch.zeros(len(windows), dtype=torch.float64)
+    with source.layer(last) as layer:
+        for first, stop in batches:
+            with torch.no_grad():
+                states = run_layer(source, layer, last, inputs.get(last, first, stop).to(source.device))
+            gradient = torch.zeros_like(states)
+            for row, window in enumerate(range(first, stop)):
+                targets = windows[window, 1:].to(source.device)
+                for start in range(0, predicted, _HEAD_TOKENS):
+                    span = slice(start, min(start + _HEAD_TOKENS, predicted))
+                    loss, gradient[row, span] = _token_losses(states[row, span], targets[span], norm, head)
+                    losses[window] += loss / predicted
+            gradients.append(gradient / predicted)
+    if not bool(torch.isfinite(losses).all()):
+        raise NonFiniteError(
+            "NaN or infinity in the calibration loss; the model's weights or its output head are not finite."
+        )
+    return gradients, losses
+
+
+def _token_losses(states: Tensor, targets: Tensor, norm: nn.Module, head: Tensor) -> tuple[float, Tensor]:
+    """Summed cross-entropy of (tokens, m) states before the final norm, and its gradient at them.
+
+    The gradient at the logits is ``softmax - onehot``; written out, the logits exist once instead of
+    four times.
+    """
+    states = states.detach().requires_grad_(True)
+    normed = norm(states)
+    with torch.no_grad():
+        probabilities = (normed.to(head.dtype) @ head.T).float().log_softmax(dim=-1)
+        loss = -probabilities.gather(1, targets[:, None]).sum()
+        at_logits = probabilities.exp_()
+        at_logits[torch.arange(len(targets), device=targets.device), targets] -= 1
+        at_normed = (at_logits.to(head.dtype) @ head).float()
+    (gradient,) = torch.autograd.grad(normed, states, at_normed)
+    return float(loss), gradient
 
 
 def _projection_gradients(

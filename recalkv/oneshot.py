@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recalkv import algorithm
+from recalkv.activations import LayerInputs
 from recalkv.calibration import joined_tokens, sample_windows
 from recalkv.errors import ParameterError
 from recalkv.export import build_model, compressed_config, dense_features, other_tensors
@@ -61,7 +62,7 @@ def compress(
     samples: int = 32,
     length: int = 1024,
     seed: int = 0,
-    batch_size: int = 4,
+    batch_size: int = 2,
     precision: str = "bfloat16",
     progress: Progress = lambda step, done, total: None,
     **compression: Any,
@@ -146,19 +147,20 @@ def compress_layers(
     check_group_size(parameters.group_size, source.geometry.kv_heads)
     total, d_h = source.num_layers, source.geometry.head_dim
     method = resolve_method(parameters)
-    moments = []
-    for index, layer_moments in enumerate(collect_input_moments(source, windows, batch_size)):
-        moments.append(layer_moments)
-        progress("whiten", index + 1, total)
-    scores = None
-    if parameters.allocation == "fisher":
-        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+    moments, scores = [], None
+    with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+        inputs = None
+        if parameters.allocation == "fisher":
+            samples, length = windows.shape
+            inputs = LayerInputs(
+                Path(scratch) / "inputs", samples, length, source.geometry.hidden, batch_size, source.precision
+            )
+        for index, layer_moments in enumerate(collect_input_moments(source, windows, batch_size, inputs)):
+            moments.append(layer_moments)
+            progress("whiten", index + 1, total)
+        if inputs is not None:
             scores = collect_fisher_scores(
-                source,
-                windows,
-                batch_size,
-                Path(scratch),
-                lambda direction, index: progress(f"fisher {direction}", index + 1, total),
+                source, windows, batch_size, inputs, lambda index: progress("fisher", total - index, total)
             )
     result = CompressedLayers()
     result.ranks, _ = algorithm.allocate(source.geometry, scores, parameters)

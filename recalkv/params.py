@@ -15,6 +15,7 @@ from recalkv.errors import ParameterError
 
 __all__ = [
     "CalibrationParams",
+    "CompareParams",
     "CompressionParams",
     "EvaluationParams",
     "ModelParams",
@@ -51,7 +52,11 @@ class CalibrationParams(_TextParams):
     samples: int = Field(32, ge=1, description="token windows")
     length: int = Field(1024, ge=2, description="tokens per window")
     seed: int = Field(0, ge=0, description="seed of the choice of windows")
-    batch_size: int = Field(4, ge=1, description="windows per step: changes memory, not results")
+    fisher_samples: int | None = Field(
+        None, ge=1, description="use the first so many windows for the Fisher scores; null for all. Their layer "
+        "inputs take fisher_samples * length * hidden size * layers * 2 or 4 bytes of disk",
+    )  # fmt: skip
+    batch_size: int = Field(2, ge=1, description="windows per step: changes memory, not results")
     precision: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="type of the matrix products of the calibration passes; statistics are float32/64"
     )
@@ -87,8 +92,18 @@ class EvaluationParams(_TextParams):
     generation_prompt_tokens: int = Field(512, ge=1, description="prompt length of the timed generation, tokens")
     generation_new_tokens: int = Field(128, ge=2, description="length of the timed generation, tokens")
     generation_repeats: int = Field(3, ge=1, description="timed repeats; the median is reported")
+    latency_contexts: list[int] = Field(
+        default_factory=lambda: [1024, 4096], description="cached tokens at which one attention module is timed"
+    )
     prompts: list[str] = Field(default_factory=list, description="prompts of the side-by-side samples")
     sample_tokens: int = Field(48, ge=1, description="length of each side-by-side sample, tokens")
+
+
+class CompareParams(_Section):
+    """All methods side by side at one budget."""
+
+    ratio: float = Field(0.5, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
+    group_sizes: list[int] = Field(default_factory=lambda: [2], description="group sizes to compare at")
 
 
 class RuntimeParams(_Section):
@@ -104,6 +119,7 @@ class Params(_Section):
     calibration: CalibrationParams
     compression: CompressionParams
     evaluation: EvaluationParams
+    compare: CompareParams
     runtime: RuntimeParams
 
 

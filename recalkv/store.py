@@ -21,7 +21,15 @@ from torch import Tensor
 from recalkv.errors import StoreError
 from recalkv.factorize import LowRank
 
-__all__ = ["SCHEMA_VERSION", "StoreReader", "StoreWriter", "open_store", "partial_path", "writing_folder", "writing_store"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "StoreReader",
+    "StoreWriter",
+    "open_store",
+    "partial_path",
+    "writing_folder",
+    "writing_store",
+]
 
 SCHEMA_VERSION = 1
 
@@ -31,6 +39,11 @@ class StoreWriter:
 
     def __init__(self, group: zarr.Group) -> None:
         self._group = group
+
+    @property
+    def group(self) -> zarr.Group:
+        """The zarr group itself, for arrays that are written in parts."""
+        return self._group
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write one array; ``name`` may contain ``/`` for nested groups. bfloat16 is not a zarr type."""
@@ -60,6 +73,11 @@ class StoreReader:
     def __init__(self, group: zarr.Group, path: Path) -> None:
         self._group = group
         self._path = path
+
+    @property
+    def group(self) -> zarr.Group:
+        """The zarr group itself, for arrays that are read in parts."""
+        return self._group
 
     @property
     def attributes(self) -> dict[str, Any]:

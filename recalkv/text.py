@@ -1,15 +1,15 @@
 """Text for calibration and evaluation: the embedded Wikipedia articles, local files, or the hub.
 
-The embedded set needs no network: it lies inside the PyPI package gensim, of which only that one file
-is read. Hub access goes through ``datasets``; without a network its own retries take about 25 seconds
-to fail, and at once with ``HF_HUB_OFFLINE=1`` in the environment (cached data sets still load then).
+The embedded set needs no network: it is one file of the PyPI package gensim, which is not imported.
+Hub access goes through ``datasets``: without a network it retries for about 25 seconds before it fails,
+and fails at once with ``HF_HUB_OFFLINE=1`` in the environment (cached data sets load either way).
 """
 
 import bz2
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,9 +21,7 @@ from recalkv.errors import DataError
 __all__ = ["load_documents"]
 
 _EMBEDDED_FILE = "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
-_EMBEDDED_SPLITS = ("train", "test")
-_TEST_EVERY = 6
-_LOCAL_SUFFIXES = (".txt", ".raw", ".json", ".jsonl")
+_LOCAL = (".txt", ".raw", ".json", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -71,15 +69,13 @@ def load_documents(
         ``embedded`` (Wikipedia articles of the package gensim), ``wikitext2``, ``ptb``, ``c4``, a local
         .txt, .raw, .json or .jsonl file, or a data set id of the hub.
     split
-        ``train`` or ``test`` of the embedded set, or the hub's name of the split; ignored for local files.
-    subset
-        Configuration of a hub data set.
+        ``train`` or ``test`` of the embedded set, or a split on the hub; ignored for local files.
+    subset, revision
+        Configuration, and branch, tag or commit, of a hub data set.
     field
-        Column that holds the text; at its default, ``ptb`` reads its own column ``sentence``.
+        Column that holds the text; for ``ptb`` the default stands for its column ``sentence``.
     max_documents
         Use only this many documents, the first ones; None for all.
-    revision
-        Branch, tag or commit of a hub data set.
 
     Returns
     -------
@@ -89,14 +85,13 @@ def load_documents(
     Raises
     ------
     DataError
-        If the data cannot be reached or hold no text, or if ``split``, ``field`` or ``max_documents`` is wrong.
+        If the data cannot be reached, hold no text, or do not fit the arguments.
     """
     if max_documents is not None and max_documents < 1:
         raise DataError(f"max_documents={max_documents} must be at least 1, or null for all documents.")
-    documents: Iterable[str]
     if name == "embedded":
-        documents = _embedded_documents(split)
-    elif name not in _SHORT_NAMES and (name.lower().endswith(_LOCAL_SUFFIXES) or Path(name).exists()):
+        documents: Iterable[str] = _embedded_documents(split)
+    elif name not in _SHORT_NAMES and (name.lower().endswith(_LOCAL) or Path(name).exists()):
         documents = _local_documents(Path(name), field)
     else:
         documents = _hub_documents(name, split, subset, field, revision, max_documents)
@@ -106,195 +101,150 @@ def load_documents(
     return chosen
 
 
-# --- local files ---------------------------------------------------------------------------------------
-
-
 def _local_documents(path: Path, field: str) -> Iterator[str]:
     if not path.is_file():
-        problem = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(f"the text file {str(path)!r} {problem}; name an existing .txt, .raw, .json or .jsonl file.")
+        raise DataError(f"{path}: no such file; name an existing .txt, .raw, .json or .jsonl file.")
+    kind, where = path.suffix.lower(), str(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"the text file {str(path)!r} is not UTF-8 (byte {error.start}); convert it first.") from error
-    if path.suffix.lower() == ".jsonl":
-        # Not splitlines(): JSON strings may hold U+2028 and its like.
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
+        if kind == ".jsonl":
+            for number, line in enumerate(text.split("\n"), start=1):  # splitlines() splits more
                 where = f"{path}, line {number}"
-                yield _column(_parse_json(line, where), field, where)
-    elif path.suffix.lower() == ".json":
-        rows = _parse_json(text, str(path)) if text.strip() else []
-        if not isinstance(rows, list):
-            raise DataError(f"{path}: holds a JSON {type(rows).__name__}; give a list of objects or of strings.")
-        for number, row in enumerate(rows, start=1):
-            yield row if isinstance(row, str) else _column(row, field, f"{path}, item {number}")
-    else:
-        yield text
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON ({error}); .jsonl takes one object per line.") from error
+                if line.strip():
+                    yield _column(json.loads(line), field, where)
+        elif kind == ".json" and text.strip():
+            rows = json.loads(text)
+            if not isinstance(rows, list):
+                raise DataError(f"{path}: a JSON {type(rows).__name__}, not a list of objects or strings.")
+            for number, row in enumerate(rows, start=1):
+                yield row if isinstance(row, str) else _column(row, field, f"{path}, item {number}")
+        else:
+            yield text
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        need = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"JSON with the column {field!r}"
+        raise DataError(f"{where}: not {need}: {error}.") from error
 
 
 def _column(row: Any, field: str, where: str) -> str:
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: holds a JSON {type(row).__name__}; give an object with the column {field!r}.")
-    if field not in row:
-        raise DataError(_missing_column(where, field, row))
-    if not isinstance(row[field], str):
-        raise DataError(f"{where}: column {field!r} holds {type(row[field]).__name__}, not text; set `field` to another.")
-    return str(row[field])
+    columns = row if isinstance(row, dict) else {}
+    _check_column(field, columns, [columns.get(field)], where)
+    return str(columns[field])
 
 
-def _missing_column(where: str, field: str, columns: Iterable[str]) -> str:
-    return f"{where}: no column {field!r}; set `field` to one of the columns present: {', '.join(columns) or 'none'}."
-
-
-# --- the hub -------------------------------------------------------------------------------------------
+def _check_column(field: str, columns: Collection[str], values: Iterable[Any], where: str) -> None:
+    types = {type(value).__name__ for value in values} - {"str"}
+    if types or field not in columns:
+        wrong = f"holds {', '.join(sorted(types))} instead of text" if field in columns else "does not exist"
+        present = ", ".join(columns) or "none"
+        raise DataError(f"{where}: column {field!r} {wrong}; columns present: {present}; set `field`.")
 
 
 def _hub_documents(
     name: str, split: str, subset: str | None, field: str, revision: str | None, limit: int | None
 ) -> list[str]:
     known = _SHORT_NAMES.get(name, _HubSet(name))
-    subset = subset or known.subset
-    revision = revision or known.revision
+    subset, revision = subset or known.subset, revision or known.revision
     field = known.field if field == "text" else field
     split = known.test_split if split == "test" else split
-    extra: dict[str, Any] = {}
-    if known.data_files is not None:
-        if split not in known.data_files:
-            raise DataError(f"{name!r} has no split {split!r}; choose one of {', '.join(known.data_files)}.")
-        extra["data_files"] = {split: known.data_files[split]}  # the other shard is not downloaded
+    files = known.data_files
+    if files and split not in files:
+        raise DataError(f"{name!r} has no split {split!r}; choose one of {', '.join(files)}.")
+    only: dict[str, Any] = {"data_files": {split: files[split]}} if files else {}  # not the other shard
     try:
         from datasets import load_dataset
 
-        rows = load_dataset(known.id, subset, split=split, revision=revision, **extra)
+        rows = load_dataset(known.id, subset, split=split, revision=revision, **only)
     except Exception as error:  # `datasets` raises many unrelated types for "not reachable" and "not found"
-        raise DataError(
-            f"cannot load the data set {known.id!r} (subset {subset or 'default'}, split {split!r}, revision "
-            f"{revision or 'default'}) from the hub: {type(error).__name__}: {error}. Check these names and the "
-            "network, or set it to `embedded`, or to a local .txt/.jsonl file."
-        ) from error
-    if field not in rows.column_names:
-        raise DataError(_missing_column(known.id, field, rows.column_names))
-    if limit is not None:
-        rows = rows.select(range(min(limit, len(rows))))
-    documents = list(rows[field])
-    if wrong := {type(text).__name__ for text in documents if not isinstance(text, str)}:
-        raise DataError(f"{known.id}: column {field!r} holds {', '.join(wrong)}, not text; set `field` to another.")
+        what = f"{known.id!r} (subset {subset!r}, split {split!r}, revision {revision!r})"
+        remedy = "check these names and the network, or set it to `embedded`, or to a local .txt/.jsonl file."
+        raise DataError(f"hub data set {what}: {type(error).__name__}: {error}; {remedy}") from error
+    documents = list(rows[field][:limit]) if field in rows.column_names else []
+    _check_column(field, rows.column_names, documents, known.id)
     return documents
 
 
-# --- the embedded set ----------------------------------------------------------------------------------
-
-
 def _embedded_documents(split: str) -> Iterator[str]:
-    if split not in _EMBEDDED_SPLITS:
+    if split not in ("train", "test"):
         raise DataError(f"the embedded text has no split {split!r}; choose train or test.")
-    path = _embedded_path()
-    if path is None:
-        raise DataError(
-            "the embedded text needs a file of the package gensim: `pip install --no-deps gensim==4.4.0`, "
-            "or name a local .txt/.jsonl file or a hub data set."
-        )
-    for index, wikitext in enumerate(_articles(path)):
-        if (index % _TEST_EVERY == _TEST_EVERY - 1) == (split == "test"):
-            yield _plain_text(wikitext)
-
-
-def _embedded_path() -> Path | None:
-    spec = importlib.util.find_spec("gensim")  # gensim itself is not imported: its dependencies may be absent
+    spec = importlib.util.find_spec("gensim")  # not imported: its dependencies may be absent
     path = Path(spec.origin).parent / _EMBEDDED_FILE if spec and spec.origin else None
-    return path if path and path.is_file() else None
-
-
-def _articles(path: Path) -> Iterator[str]:
-    """Wikitext of each article of a compressed MediaWiki dump, without redirects."""
+    if path is None or not path.is_file():
+        raise DataError("the embedded text is a file of gensim: run `pip install --no-deps gensim==4.4.0`.")
+    index = 0
     with bz2.open(path) as stream:
-        for _, page in iterparse(stream, events=("end",)):
-            if page.tag.rpartition("}")[2] != "page":
-                continue
-            parts = {part.tag.rpartition("}")[2]: part.text or "" for part in page.iter()}
-            page.clear()
-            if parts.get("ns", "0") == "0" and "redirect" not in parts:
-                yield parts.get("text", "")
+        for _, page in iterparse(stream):
+            if page.tag.rpartition("}")[2] == "page":
+                parts = {part.tag.rpartition("}")[2]: part.text or "" for part in page.iter()}
+                page.clear()
+                if parts.get("ns", "0") == "0" and "redirect" not in parts:
+                    if (index % 6 == 5) == (split == "test"):
+                        yield _plain_text(parts.get("text", ""))
+                    index += 1
 
 
 # Templates that stand inside sentences, and which of their arguments the reader sees.
-_INLINE_TEMPLATES = {"convert": (1, 2), "cvt": (1, 2), "lang": (2,), "transl": (2,), "nihongo": (1,), "angbr": (1,)}
-_INLINE_TEMPLATES |= dict.fromkeys(("nowrap", "small", "smaller", "quote", "blockquote", "sc", "vanchor", "vr"), (1,))
+_INLINE_TEMPLATES: dict[str, Sequence[int]] = {"convert": (1, 2), "cvt": (1, 2), "lang": (2,), "transl": (2,)}
+_INLINE_TEMPLATES |= dict.fromkeys("angbr nihongo nowrap quote small smaller vanchor".split(), (1,))
 _HIDDEN_TAGS = {"ref", "references", "table", "gallery", "timeline", "imagemap", "score", "style", "script"}
 _HIDDEN_LINK = re.compile(r"\s*(?:file|image|category|media|[a-z]{2,3}(?:-[a-z]+)*)\s*:", re.IGNORECASE)
-# Sections of citations and links, which are no prose.
 _HIDDEN_SECTIONS = {"see also", "references", "external links", "further reading", "notes", "footnotes"}
 _HIDDEN_SECTIONS |= {"citations", "sources", "bibliography", "notes and references", "references and notes"}
-_LEFTOVERS = re.compile(r"'{2,}|\[\[|\]\]|\{\{|\}\}|__[A-Z]+__|</?[a-zA-Z][^<>]*>")
-_MARKUP_LINE = re.compile(r"^(?:\{\||\|\}|[|!])")
-_EMPTY_BRACKETS = re.compile(r" ?\([\s,;:]*\)")
+_LEFTOVERS = re.compile(r"'{2,}|\[\[|\]\]|\{\{|\}\}|__[A-Z]+__|</?[a-zA-Z][^<>]*>|\[?https?://\S+")
+_MARKUP_LINE = re.compile(r"\{\||[|!]|(?:File|Image):")
+# What hidden templates leave behind: punctuation next to nothing, empty brackets, loose spaces.
+_HOLES = re.compile(r" ?\([\s,;]*\)|(?<=\()[\s,;]+|\s*[,;](?=\s*[,;)])| +(?=[,.;:)](?:\s|$))")
 
 
 def _plain_text(wikitext: str) -> str:
     """Prose and headings of an article, one paragraph, heading or list item a line."""
     import mwparserfromhell
 
-    # Bottom-up over the parsed nodes: removing nodes from the tree searches it again for each one.
     lines: list[str] = []
-    headings: list[tuple[int, str]] = []  # those above the next line that are not yet in `lines`
-    hidden = 0  # level of the hidden section that encloses the line, 0 outside
+    headings: list[tuple[int, str]] = []  # levels and titles not yet in `lines`: they may stay without text
+    hidden = 0  # level of the hidden section around the line, 0 outside
     for line in _render(mwparserfromhell.parse(wikitext)).split("\n"):
         level = len(line) - len(line.lstrip("\0"))
         text = _tidy(line[level:])
-        if level:
-            if not hidden or level <= hidden:
-                hidden = level if text.lower() in _HIDDEN_SECTIONS else 0
+        if level and (not hidden or level <= hidden):
+            hidden = level if text.lower() in _HIDDEN_SECTIONS else 0
             headings = [heading for heading in headings if heading[0] < level] + [(level, text)]
-        elif text and not hidden:
-            lines += ["", *(heading for _, heading in headings), text] if headings else [text]
+        elif text and not level and not hidden:
+            lines += ["", *(title for _, title in headings), text] if headings else [text]
             headings = []
     return "\n".join(lines).strip()
 
 
 def _render(code: Any) -> str:
-    """Visible text of parsed wikitext; headings become lines that start with their level in NUL characters."""
+    """Visible text, built bottom-up; headings become lines that start with one NUL per level."""
     return "".join(_RENDERERS.get(type(node).__name__, str)(node) for node in code.nodes) if code else ""
 
 
 def _tag(node: Any) -> str:
     name = str(node.tag).strip().lower()
-    if name in _HIDDEN_TAGS:
-        return ""
     if name == "math":  # LaTeX stays; the space keeps its braces apart from those of broken templates
         return re.sub(r"(?<=[{}])(?=[{}])", " ", " ".join(str(node.contents).split()))
-    return "\n" if name in ("br", "p", "div", "blockquote") and not node.contents else _render(node.contents)
-
-
-def _link(node: Any) -> str:
-    return "" if _HIDDEN_LINK.match(str(node.title)) else _render(node.title if node.text is None else node.text)
+    contents = "" if name in _HIDDEN_TAGS else _render(node.contents)
+    return f"\n{contents}\n" if name in ("br", "p", "div", "blockquote") else contents
 
 
 def _template(node: Any) -> str:
     shown = _INLINE_TEMPLATES.get(str(node.name).strip().lower(), ())
+    if shown == (1, 2) and node.has(4) and re.match(r"(to|by|and|-|–)(?!\w)", str(node.get(2).value)):
+        shown = (1, 2, 3, 4)  # a range: {{convert|10|to|30|km}}
     return " ".join(_render(node.get(index).value).strip() for index in shown if node.has(index))
 
 
-_RENDERERS = {
-    "Argument": lambda node: "",
-    "Comment": lambda node: "",
-    "ExternalLink": lambda node: _render(node.title) if node.brackets else str(node.url),
+_RENDERERS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("Argument", "Comment"), lambda node: ""),
+    "ExternalLink": lambda node: _render(node.title),
     "HTMLEntity": lambda node: node.normalize(),
     "Heading": lambda node: "\n" + "\0" * node.level + _render(node.title).replace("\n", " ") + "\n",
     "Tag": _tag,
     "Template": _template,
-    "Wikilink": _link,
+    "Wikilink": lambda node: "" if _HIDDEN_LINK.match(str(node.title)) else _render(node.text or node.title),
 }
 
 
 def _tidy(line: str) -> str:
-    line = _EMPTY_BRACKETS.sub("", _LEFTOVERS.sub("", " ".join(line.split())))
-    line = re.sub(r"\(\s*[,;]\s*", "(", re.sub(r" +(?=[,.;:)])", "", line))
-    return "" if _MARKUP_LINE.match(line) or not any(map(str.isalnum, line)) else " ".join(line.split())
+    line = _HOLES.sub("", " ".join(_LEFTOVERS.sub("", line).lstrip(" :;*#").split()))
+    return "" if _MARKUP_LINE.match(line) or not any(map(str.isalnum, line)) else line

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recalkv.activations import LayerInputs
 from recalkv.errors import NonFiniteError
 from recalkv.streaming import LayerSource, attention_input, run_layer
 
@@ -67,7 +68,9 @@ class MomentAccumulator:
 
 
 @torch.no_grad()
-def collect_input_moments(source: LayerSource, windows: Tensor, batch_size: int) -> Iterator[InputMoments]:
+def collect_input_moments(
+    source: LayerSource, windows: Tensor, batch_size: int, keep: LayerInputs | None = None
+) -> Iterator[InputMoments]:
     """Yield each layer's input moments, in order, from one forward pass, layer by layer.
 
     Parameters
@@ -78,6 +81,8 @@ def collect_input_moments(source: LayerSource, windows: Tensor, batch_size: int)
         Calibration token windows.
     batch_size
         Windows per step; it changes memory, not the result.
+    keep
+        Receives the inputs of every layer, for the Fisher pass.
     """
     hidden = source.embed(windows, batch_size)
     for index in range(source.num_layers):
@@ -85,6 +90,8 @@ def collect_input_moments(source: LayerSource, windows: Tensor, batch_size: int)
             moments = MomentAccumulator(source.geometry.hidden, source.device)
             for position, states in enumerate(hidden):
                 moments.add(attention_input(layer, states))
+                if keep is not None:
+                    keep.put(index, position * batch_size, states)
                 # Nothing reads the output of the last layer.
                 if index + 1 < source.num_layers:
                     hidden[position] = run_layer(source, layer, index, states)

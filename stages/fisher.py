@@ -1,0 +1,32 @@
+"""Stage 3: empirical Fisher information of every key and value projection."""
+
+import sys
+from pathlib import Path
+
+import typer
+from tqdm import tqdm
+
+from recalkv.activations import LayerInputs
+from recalkv.fisher import collect_fisher_scores
+from stages.common import DataOption, ParamsOption, running
+
+
+def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
+    """Score all projections in one backward pass over the calibration windows."""
+    with running("fisher", params, data) as stage:
+        wanted = stage.params.calibration
+        windows = stage.read("sample").get("windows")[: wanted.fisher_samples]
+        source = stage.source()
+        samples, length = windows.shape
+        group = stage.read("activations").group
+        inputs = LayerInputs(group, samples, length, source.geometry.hidden, wanted.batch_size, source.precision)
+        with tqdm(desc="fisher", total=source.num_layers, unit="layer", mininterval=1.0, file=sys.stderr) as bar:
+            scores = collect_fisher_scores(source, windows, wanted.batch_size, inputs, lambda _: bar.update() and None)
+        with stage.write({"precision": wanted.precision, "tokens": windows.numel()}) as store:
+            store.put("key", scores.key)
+            store.put("value", scores.value)
+            store.put("window_loss", scores.window_loss)
+
+
+if __name__ == "__main__":
+    typer.run(main)

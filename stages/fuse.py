@@ -1,0 +1,62 @@
+"""Stage 8: fold permutation, biases and value reconstruction into the weights and write the checkpoint."""
+
+from pathlib import Path
+
+import torch
+import typer
+
+from recalkv.algorithm import fuse_layer, layer_record, value_group_size
+from recalkv.export import compressed_config, dense_features, other_tensors, save_checkpoint
+from recalkv.source import checkpoint_dtype
+from recalkv.store import writing_folder
+from stages.common import DataOption, ParamsOption, running
+from stages.inputs import Inputs
+
+
+def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
+    """Write DATA/compressed, a Hugging Face folder that loads after `import recalkv`."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    with running("fuse", params, data) as stage:
+        wanted, reference = stage.params.compression, stage.model()
+        source, inputs = stage.source(), Inputs(stage)
+        geometry = source.geometry
+        keys, values = stage.read("factorize"), stage.read("calibrate")
+        permutations = [inputs.permutation(index) for index in range(source.num_layers)]
+        biases, qk_norm = dense_features(source)
+        config = compressed_config(
+            source.config,
+            [layer_record(geometry, permutation, inputs.ranks(i), wanted) for i, permutation in enumerate(permutations)],
+            value_group_size(wanted, geometry.kv_heads),
+            wanted,
+            {
+                "name": reference.name,
+                "revision": reference.revision,
+                "fingerprint": reference.fingerprint,
+            },
+            biases,
+            qk_norm,
+        )
+        dtype = checkpoint_dtype(reference.folder) if wanted.dtype == "auto" else getattr(torch, wanted.dtype)
+        layers = (
+            fuse_layer(
+                source,
+                index,
+                permutation,
+                keys.get_factors(f"layers/{index:03d}"),
+                values.get_factors(f"layers/{index:03d}"),
+                wanted,
+            )
+            for index, permutation in enumerate(permutations)
+        )
+        with writing_folder(data / "compressed") as folder:
+            save_checkpoint(
+                folder, config, other_tensors(source), stage.progress(layers, source.num_layers), dtype
+            )
+            AutoTokenizer.from_pretrained(reference.folder).save_pretrained(folder)
+            if (reference.folder / "generation_config.json").exists():
+                GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    typer.run(main)

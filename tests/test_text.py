@@ -1,0 +1,336 @@
+"""Text sources: the embedded articles, local files and, with a stand-in for the network, the hub."""
+
+import bz2
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recalkv import text
+from recalkv.errors import DataError
+from recalkv.text import load_documents
+
+WIKITEXT = """{{Infobox|name={{nested|x}}}}
+[[File:Cat.jpg|thumb|A [[cat]] on a ''mat''.]]
+The '''cat''' ({{IPAc-en|k|æ|t}}, ''[[Felis|Felis catus]]'') is an [[animal]].<ref>A {{cite book}}.</ref> It
+weighs {{convert|4|to|5|kg|lb}}&nbsp;and <!-- hidden --> eats H<sub>2</sub>O.
+{| class="wikitable"
+| cell
+|}
+== Empty ==
+{{main|Nothing}}
+== Life ==
+=== Food ===
+* [[Mouse|mice]]
+* [http://example.org fish]{{clear}}
+It obeys <math>\\frac{{a}}{b}</math>.
+==References==
+{{reflist}}
+* Smith, 1999.
+=== Web ===
+Shown nowhere.
+== After ==
+Last line.
+[[Category:Cats]]
+[[de:Katze]]
+"""
+
+
+def write(folder: Path, name: str, content: str) -> str:
+    path = folder / name
+    path.write_text(content, encoding="utf-8")
+    return str(path)
+
+
+def fails(message: str, name: str, **arguments: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        load_documents(name, **({"split": "train"} | arguments))
+
+
+# Wikitext ------------------------------------------------------------------------------------------------
+
+
+def test_wikitext_becomes_prose() -> None:
+    assert text._plain_text(WIKITEXT).split("\n") == [
+        "The cat (Felis catus) is an animal. It",
+        "weighs 4 to 5 kg and eats H2O.",
+        "",
+        "Life",
+        "Food",
+        "mice",
+        "fish",
+        "It obeys \\frac{ {a} } {b}.",
+        "",
+        "After",
+        "Last line.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wikitext", "expected"),
+    [
+        ("a {{convert|5|km|1}} walk", "a 5 km walk"),
+        ("the {{lang|fr|''ville''}} of X ({{lang-fr|y}}; {{z}}) and Y", "the ville of X and Y"),
+        ("one<br/>two", "one\ntwo"),
+        ("[[File:Broken caption.jpg|thumb|open\nkept }} text", "kept text"),
+        ("[[:Category:Cats]] and [[Talk:Cats|talk]]", "Category:Cats and talk"),
+        ("N (; , ''n'', {{x}}; ) and M ( ; ), O", "N (n) and M, O"),
+        ("see http://example.org/x and <gallery>\nA.jpg\n</gallery> more", "see and more"),
+        ("{{lang}} only", "only"),
+    ],
+)
+def test_wikitext_details(wikitext: str, expected: str) -> None:
+    assert text._plain_text(wikitext) == expected
+
+
+# The embedded set ----------------------------------------------------------------------------------------
+
+
+def gensim_at(folder: Path) -> Callable[[str], importlib.machinery.ModuleSpec]:
+    return lambda name: importlib.machinery.ModuleSpec(name, None, origin=str(folder / "__init__.py"))
+
+
+@pytest.fixture
+def small_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [
+        f"<page><title>T</title><ns>0</ns><revision><text>''Article'' {i}.</text></revision></page>"
+        for i in range(13)
+    ]
+    pages.insert(
+        2, "<page><ns>0</ns><redirect title='x'/><revision><text>#REDIRECT [[x]]</text></revision></page>"
+    )
+    pages.insert(5, "<page><ns>4</ns><revision><text>Project page.</text></revision></page>")
+    path = tmp_path / text._EMBEDDED_FILE
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bz2.compress(f"<mediawiki xmlns='urn:any'>{''.join(pages)}</mediawiki>".encode()))
+    monkeypatch.setattr(importlib.util, "find_spec", gensim_at(tmp_path))
+
+
+@pytest.mark.usefixtures("small_dump")
+def test_embedded_splits_are_disjoint_and_skip_redirects_and_other_namespaces() -> None:
+    assert load_documents("embedded", split="test") == ["Article 5.", "Article 11."]
+    assert load_documents("embedded", split="train") == [
+        f"Article {i}." for i in range(13) if i not in (5, 11)
+    ]
+    assert load_documents("embedded", split="train", max_documents=2) == ["Article 0.", "Article 1."]
+
+
+def test_embedded_split_names() -> None:
+    fails("no split 'validation'; choose train or test", "embedded", split="validation")
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_embedded_without_the_file(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", gensim_at(tmp_path) if installed else lambda name: None)
+    fails(re.escape("`pip install --no-deps gensim==4.4.0`"), "embedded")
+
+
+def test_embedded_articles() -> None:
+    spec = importlib.util.find_spec("gensim")
+    if spec is None or spec.origin is None or not (Path(spec.origin).parent / text._EMBEDDED_FILE).is_file():
+        pytest.skip("gensim 4.4.0, whose files hold the embedded text, is not installed")
+    documents = load_documents("embedded", split="test")
+    assert "gensim" not in sys.modules
+    assert len(documents) == 17
+    assert sum(map(len, documents)) > 250_000
+    assert documents[0].startswith("In Greek mythology, Achilles")
+    assert documents == load_documents("embedded", split="test")
+    for document in documents:
+        assert not re.search(r"\[\[|\]\]|\{\{|\}\}|\{\||''|</?ref|\n\n\n|&nbsp;|\(\s*\)|\0", document)
+    first = load_documents("embedded", split="train", max_documents=1)[0]
+    assert first.startswith("Anarchism is a political philosophy that advocates self-governed societies")
+
+
+# Local files ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.raw", "notes.md"])
+def test_text_file_is_one_document(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, name, "One.\n\nTwo.\n")
+    assert load_documents(path, split="ignored") == ["One.\n\nTwo.\n"]
+
+
+def test_jsonl_and_json(tmp_path: Path) -> None:
+    lines = write(tmp_path, "a.jsonl", '{"body": "one\u2028x", "n": 1}\n\n{"body": "two"}\r\n{"body": ""}\n')
+    assert load_documents(lines, split="train", field="body") == ["one\u2028x", "two", ""]
+    assert load_documents(lines, split="train", field="body", max_documents=1) == ["one\u2028x"]
+    listed = write(tmp_path, "a.json", '["one", {"text": "two"}]')
+    assert load_documents(listed, split="train") == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            '{"text": "x"}\n{"body": "y", "id": 1}',
+            r"a\.jsonl, line 2: column 'text' does not exist; .*: body, id; set `field`",
+        ),
+        ("a.jsonl", '{"text": "x"}\n\n{"text": ', r"a\.jsonl, line 3: not JSON with the column 'text': "),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n["y"]',
+            r"a\.jsonl, line 2: column 'text' does not exist; .* present: none",
+        ),
+        (
+            "a.jsonl",
+            '{"text": 3}',
+            r"a\.jsonl, line 1: column 'text' holds int instead of text; .* present: text;",
+        ),
+        (
+            "a.json",
+            '["x", {"body": "y"}]',
+            r"a\.json, item 2: column 'text' does not exist; .* present: body;",
+        ),
+        ("a.json", '{"text": "x"}', r"a\.json: a JSON dict, not a list of objects or strings"),
+        ("a.json", "[", r"a\.json: not JSON with the column 'text': "),
+        ("a.txt", "", r"a\.txt' holds no text"),
+        ("a.txt", " \n\n", r"a\.txt' holds no text"),
+        ("a.jsonl", "", r"a\.jsonl' holds no text"),
+        ("a.json", "", r"a\.json' holds no text"),
+        ("a.json", "[]", r"a\.json' holds no text"),
+    ],
+)
+def test_bad_local_files(name: str, content: str, message: str, tmp_path: Path) -> None:
+    fails(message, write(tmp_path, name, content))
+
+
+def test_local_file_that_cannot_be_read(tmp_path: Path) -> None:
+    fails(r"absent\.txt: no such file; name an existing .txt", str(tmp_path / "absent.txt"))
+    fails("no such file", str(tmp_path))
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    fails(r"latin\.txt: not UTF-8 text", str(tmp_path / "latin.txt"))
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_max_documents_is_positive(count: int) -> None:
+    fails(f"max_documents={count} must be at least 1", "embedded", max_documents=count)
+
+
+# The hub -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stand-in for ``datasets.load_dataset``: records its calls, and returns or raises its ``answer``."""
+    datasets = pytest.importorskip("datasets")
+
+    class Hub:
+        def __init__(self) -> None:
+            self.answer: Any = None
+            self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def rows(self, **columns: list[Any]) -> None:
+            self.answer = datasets.Dataset.from_dict(columns)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append((args, kwargs))
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
+
+    stand_in = Hub()
+    monkeypatch.setattr(datasets, "load_dataset", stand_in)
+    return stand_in
+
+
+def test_hub_rows_are_verbatim(hub: Any) -> None:
+    hub.rows(text=["", "one\n", "two"], other=[1, 2, 3])
+    assert load_documents("org/set", split="train", subset="en", revision="abc") == ["", "one\n", "two"]
+    assert hub.calls == [(("org/set", "en"), {"split": "train", "revision": "abc"})]
+    assert load_documents("org/set", split="train", max_documents=2) == ["", "one\n"]
+    assert load_documents("org/set", split="train", max_documents=9) == ["", "one\n", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "column", "args", "kwargs"),
+    [
+        (
+            "wikitext2",
+            "test",
+            "text",
+            ("Salesforce/wikitext", "wikitext-2-raw-v1"),
+            {"split": "test", "revision": None},
+        ),
+        (
+            "ptb",
+            "test",
+            "sentence",
+            ("ptb-text-only/ptb_text_only", None),
+            {"split": "test", "revision": "refs/convert/parquet"},
+        ),
+        (
+            "c4",
+            "train",
+            "text",
+            ("allenai/c4", None),
+            {
+                "split": "train",
+                "revision": None,
+                "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"},
+            },
+        ),
+        (
+            "c4",
+            "test",
+            "text",
+            ("allenai/c4", None),
+            {
+                "split": "validation",
+                "revision": None,
+                "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"},
+            },
+        ),
+    ],
+)
+def test_short_names(
+    name: str, split: str, column: str, args: tuple[Any, ...], kwargs: dict[str, Any], hub: Any
+) -> None:
+    hub.rows(**{column: ["words"]})
+    assert load_documents(name, split=split) == ["words"]
+    assert hub.calls == [(args, kwargs)]
+
+
+def test_short_name_is_not_shadowed_by_a_folder(
+    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ptb").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hub.rows(sentence=["words"])
+    assert load_documents("ptb", split="train", revision="mine") == ["words"]
+    assert hub.calls[0][1]["revision"] == "mine"
+
+
+def test_unknown_split_of_c4(hub: Any) -> None:
+    fails("'c4' has no split 'dev'; choose one of train, validation", "c4", split="dev")
+    assert not hub.calls
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no route"), FileNotFoundError("no route"), ValueError("no route")]
+)
+def test_unreachable_hub(error: Exception, hub: Any) -> None:
+    hub.answer = error
+    message = (
+        f"'org/set' .*{type(error).__name__}: no route; .* set it to `embedded`, or to a local .txt/.jsonl"
+    )
+    fails(message, "org/set")
+
+
+def test_bad_hub_columns(hub: Any) -> None:
+    hub.rows(body=["x"], id=[1])
+    fails("org/set: column 'text' does not exist; .* present: body, id", "org/set")
+    fails("org/set: column 'id' holds int instead of text; .* present: body, id", "org/set", field="id")
+    hub.rows(text=["", "  "])
+    fails("'org/set' holds no text", "org/set")
+
+
+def test_offline_hub_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)  # what the environment variable of that name sets
+    fails("'recalkv-tests/absent' .* set it to `embedded`", "recalkv-tests/absent")
