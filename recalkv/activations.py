@@ -59,7 +59,7 @@ class LayerInputs:
     def _array(self, layer: int) -> Any:
         name = f"{layer:03d}"
         if name not in self._group:
-            samples, length, width = self._shape
+            _, length, width = self._shape
             bits = self._dtype is torch.bfloat16
             self._group.create_array(
                 name,

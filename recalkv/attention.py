@@ -46,8 +46,10 @@ class SlotRotary:
         cos, sin = self._cos, self._sin
         if cos is None or sin is None or cos.shape[0] < length or cos.device != like.device or cos.dtype != like.dtype:
             size = max(256, 1 << (length - 1).bit_length())
-            cos, sin = self._rotary(like, torch.arange(size, device=like.device)[None])
-            self._cos, self._sin = cos, sin = cos[0], sin[0]
+            # The tables outlive the call: made in inference mode, they could not serve a backward pass later.
+            with torch.inference_mode(False):
+                cos, sin = self._rotary(like, torch.arange(size, device=like.device)[None])
+                self._cos, self._sin = cos, sin = cos[0], sin[0]
         return cos, sin
 
 
@@ -86,9 +88,7 @@ class LatentAttention(nn.Module):
         self.value_ranks: list[int] = list(spec["value_ranks"])
         self.fused = spec["value_layout"] == "fused"
         self.value_mode: str = config.recalkv["value_mode"]
-        self.query_limit = min(
-            MAX_EXPLICIT_QUERIES, decode_query_limit(geometry, max(self.value_ranks))
-        )
+        self.query_limit = min(MAX_EXPLICIT_QUERIES, decode_query_limit(geometry, max(self.value_ranks)))
         m, d_h, n_rep = geometry.hidden, geometry.head_dim, geometry.queries_per_kv
         biases = config.recalkv["biases"]
         self.q_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases)
@@ -126,10 +126,12 @@ class LatentAttention(nn.Module):
         z_k, z_v = self.k_proj(hidden_states)[:, None], self.v_proj(hidden_states)[:, None]
 
         query_rope = key_rope = position_embeddings
+        first: int | Tensor = 0
         if past_key_values is not None:
             # Both must be read before the update: static layers count in place.
             slots, offset = past_key_values.get_mask_sizes(length, self.layer_idx)
             start = past_key_values.get_seq_length(self.layer_idx)
+            first = start - offset
             fresh = isinstance(start, int) and start == 0 and slots == length
             if not fresh:
                 query_rope, key_rope = self._slot_rope(query, start, offset, slots)
@@ -137,9 +139,9 @@ class LatentAttention(nn.Module):
         query = _rotate(query, query_rope)
         key = _rotate(self._rebuild_keys(z_k), key_rope)
 
-        mode = self._mode(length, attention_mask)
+        mode = self._mode(length, key.shape[2], attention_mask)
         if mode == "latent":
-            output, weights = self._attend_latents(query, key, z_v, attention_mask), None
+            output, weights = self._attend_latents(query, key, z_v, attention_mask, first), None
         elif self.fused:
             output, weights = self._attend_fused_prefill(query, key, z_v, attention_mask, kwargs)
         else:
@@ -147,10 +149,14 @@ class LatentAttention(nn.Module):
             output = output.flatten(2)
         return self.o_proj(output), weights
 
-    def _mode(self, queries: int, mask: Tensor | None) -> str:
+    def _mode(self, queries: int, slots: int, mask: Any) -> str:
         """``latent`` to attend over ``z_v`` with explicit scores, else ``sdpa``; the cost rule of ``auto``."""
-        explicit = queries <= MAX_EXPLICIT_QUERIES and (mask is None or mask.dim() == 4)
-        if not explicit or self.config._attn_implementation == "eager":
+        if mask is None:
+            # Kernels that take no mask tensor apply the window themselves.
+            readable = self.sliding_window is None or slots <= self.sliding_window
+        else:
+            readable = isinstance(mask, Tensor) and mask.dim() == 4
+        if not readable or queries > MAX_EXPLICIT_QUERIES or self.config._attn_implementation == "eager":
             return "sdpa"
         if self.fused:
             return "latent"
@@ -201,9 +207,11 @@ class LatentAttention(nn.Module):
             dropout=0.0, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs,
         )  # fmt: skip
 
-    def _attend_latents(self, query: Tensor, key: Tensor, z_v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_latents(
+        self, query: Tensor, key: Tensor, z_v: Tensor, mask: Tensor | None, first: int | Tensor
+    ) -> Tensor:
         """Few queries: softmax weights times latents, then R_v per head unless it is fused into W_o."""
-        contexts = latent_context(query, key, z_v[:, 0], mask, self.scaling, self.value_ranks, self.value_heads)
+        contexts = latent_context(query, key, z_v[:, 0], mask, self.scaling, self.value_ranks, self.value_heads, first)
         if not self.fused:
             assert self.value_up is not None
             contexts = [
@@ -246,6 +254,7 @@ def latent_context(
     scaling: float,
     ranks: Sequence[int],
     heads: Sequence[int],
+    first: int | Tensor,
 ) -> list[Tensor]:
     """Attention weights times value latents, for few queries; nothing is expanded over heads.
 
@@ -256,10 +265,12 @@ def latent_context(
     z_v : (batch, slots, sum of ranks)
         Value latents of all groups.
     mask : (batch or 1, 1 or h, queries, slots) or None
-        Boolean (True attends) or additive. None means causal among as many queries as slots, or no
-        mask at all for one query, as in transformers.
+        Boolean (True attends) or additive. None means causal, and no mask at all for one query, as
+        in transformers.
     ranks, heads
         Latent rank and key/value heads of each value group.
+    first
+        Place of the first query among the slots. A static cache has empty slots behind the last query.
 
     Returns
     -------
@@ -270,7 +281,8 @@ def latent_context(
     n_rep = h // h_kv
     scores = (query.reshape(batch, h_kv, n_rep * queries, d_h) @ key.mT).view(batch, h, queries, slots) * scaling
     if mask is None and queries > 1:
-        mask = torch.ones(queries, slots, dtype=torch.bool, device=query.device).tril(slots - queries)
+        places = torch.arange(queries, device=query.device) + first
+        mask = torch.arange(slots, device=query.device) <= places[:, None]
     if mask is not None:
         if mask.dtype == torch.bool:
             # A finite minimum keeps rows of padding, which attend to nothing, from becoming NaN.

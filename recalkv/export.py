@@ -9,66 +9,64 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from recalkv.families import AttentionGeometry
+from recalkv.fusion import choose_value_layout
 from recalkv.modeling import CONFIG_CLASSES, FORMAT_VERSION, MODEL_CLASSES
 from recalkv.params import CompressionParams
+from recalkv.steps.allocation import LayerRanks
+from recalkv.steps.groups import value_group_size
 from recalkv.streaming import LayerSource
 
 __all__ = ["build_model", "compressed_config", "other_tensors", "save_checkpoint"]
 
 
 def compressed_config(
-    dense_config: Any,
-    layers: Sequence[dict[str, object]],
-    value_group_size: int,
+    source: LayerSource,
+    permutations: Sequence[Sequence[int]],
+    ranks: Sequence[LayerRanks],
     parameters: CompressionParams,
-    source: dict[str, str | None],
-    bias_names: Sequence[str],
-    qk_norm: bool,
+    provenance: dict[str, str | None],
 ) -> Any:
     """Config of the compressed model: the dense one plus a ``recalkv`` section.
 
     Parameters
     ----------
-    layers
-        :func:`recalkv.algorithm.layer_record` of each layer.
-    source
+    permutations
+        Permutation of each layer's key/value heads.
+    ranks
+        Ranks of each layer.
+    provenance
         ``name``, ``revision`` and ``fingerprint`` of the dense model.
-    bias_names
-        Which of q, k, v, o have a bias in the dense model.
-    qk_norm
-        Whether queries and keys are normalised per head.
     """
-    family = dense_config.model_type
-    content = dense_config.to_dict()
+    content = source.config.to_dict()
     for key in ("model_type", "architectures", "_name_or_path", "quantization_config"):
         content.pop(key, None)
-    geometry = AttentionGeometry.from_config(dense_config)
-    used = sum(sum(layer["key_ranks"]) + sum(layer["value_ranks"]) for layer in layers)  # type: ignore[call-overload]
+    family, geometry = source.config.model_type, source.geometry
+    names = source.layer_tensor_names(0)
     config = CONFIG_CLASSES[family](**content)
     config.architectures = [MODEL_CLASSES[family].__name__]
     config.recalkv = {
         "version": FORMAT_VERSION,
         "method": parameters.method,
         "parameters": parameters.model_dump(mode="json"),
-        "source": source,
+        "source": provenance,
         "key_group_size": parameters.group_size,
-        "value_group_size": value_group_size,
+        "value_group_size": value_group_size(parameters, geometry.kv_heads),
         "value_mode": parameters.value_mode if parameters.value_mode != "fused" else "auto",
-        "biases": list(bias_names),
-        "qk_norm": qk_norm,
-        "cached_elements_per_token": used,
+        "biases": [letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
+        "qk_norm": "self_attn.k_norm.weight" in names,
+        "cached_elements_per_token": sum(sum(layer.key) + sum(layer.value) for layer in ranks),
         "dense_elements_per_token": geometry.dense_elements_per_token,
-        "layers": list(layers),
+        "layers": [
+            {
+                "key_ranks": layer.key,
+                "value_ranks": layer.value,
+                "value_layout": choose_value_layout(geometry, layer.value, parameters.value_mode),
+                "head_permutation": list(permutation),
+            }
+            for permutation, layer in zip(permutations, ranks, strict=True)
+        ],
     }
     return config
-
-
-def dense_features(source: LayerSource) -> tuple[list[str], bool]:
-    """Which of q, k, v, o have biases, and whether there is a qk-norm, from the dense layer's tensors."""
-    names = source.layer_tensor_names(0)
-    biases = [letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names]
-    return biases, "self_attn.k_norm.weight" in names
 
 
 def other_tensors(source: LayerSource) -> dict[str, Tensor]:

@@ -7,10 +7,11 @@ the m x n matrix ``S^T W``. Its right singular vectors are the eigenvectors of t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from recalkv.lowrank import LowRank
 
 __all__ = [
     "LowRank",
@@ -20,31 +21,6 @@ __all__ = [
     "relative_error",
     "truncated_factors",
 ]
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """One projection's factors, a pair per head group, in the order of the (permuted) heads.
-
-    Attributes
-    ----------
-    down : list of (m, r_g) float64
-        ``L`` of each group: the latent is ``z_g = x L_g``.
-    up : list of (r_g, w_g) float64
-        ``R`` of each group, over the group's ``w_g`` columns.
-    """
-
-    down: list[Tensor]
-    up: list[Tensor]
-
-    @property
-    def ranks(self) -> list[int]:
-        """Rank of each group."""
-        return [factor.shape[1] for factor in self.down]
-
-    def dense(self) -> Tensor:
-        """The m x n projection ``[L_1 R_1, L_2 R_2, ...]`` that the factors stand for."""
-        return torch.cat([left @ right for left, right in zip(self.down, self.up, strict=True)], dim=1)
 
 
 def group_columns(groups: Sequence[Sequence[int]], head_dim: int) -> list[Tensor]:
@@ -84,9 +60,7 @@ def truncated_factors(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor
     return weight @ right, right.T.contiguous()
 
 
-def factorize_groups(
-    weight: Tensor, gram: Tensor | None, columns: Sequence[Tensor], ranks: Sequence[int]
-) -> LowRank:
+def factorize_groups(weight: Tensor, gram: Tensor | None, columns: Sequence[Tensor], ranks: Sequence[int]) -> LowRank:
     """Grouped SVD of one projection (paper, section 3.2).
 
     Parameters

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recalkv.activations import LayerInputs
 from recalkv.errors import NonFiniteError
-from recalkv.streaming import LayerSource, autocast, run_layer
+from recalkv.streaming import LayerSource, run_layer
 
 __all__ = ["FisherScores", "collect_fisher_scores"]
 
@@ -110,7 +110,8 @@ def _loss_gradients(
             gradients.append(gradient / predicted)
     if not bool(torch.isfinite(losses).all()):
         raise NonFiniteError(
-            "NaN or infinity in the calibration loss; the model's weights or its output head are not finite."
+            f"NaN or infinity in the calibration loss: layer {last}'s output, the final norm or the output head is "
+            f"not finite; check the model's weights, or run the calibration in float32 (calibration.precision)."
         )
     return gradients, losses
 
@@ -162,7 +163,5 @@ def _projection_gradients(
         for hook in hooks:
             hook.remove()
     with torch.no_grad():
-        per_window = torch.stack(
-            [x.float().mT @ g.float() for x, g in zip(inputs, at_outputs, strict=True)]
-        )
+        per_window = torch.stack([x.float().mT @ g.float() for x, g in zip(inputs, at_outputs, strict=True)])
     return below, per_window

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recalkv.factorize import LowRank
 from recalkv.families import AttentionGeometry
+from recalkv.lowrank import LowRank
 
 __all__ = [
     "VALUE_MODES",
@@ -173,8 +173,6 @@ def fused_attention_tensors(
 def _group_of_query(value_up: Sequence[Tensor], geometry: AttentionGeometry) -> list[tuple[int, int]]:
     """For each (permuted) query head: its value group and its key/value head's place in that group."""
     places = [
-        (group, offset)
-        for group, up in enumerate(value_up)
-        for offset in range(up.shape[1] // geometry.head_dim)
+        (group, offset) for group, up in enumerate(value_up) for offset in range(up.shape[1] // geometry.head_dim)
     ]
     return [place for place in places for _ in range(geometry.queries_per_kv)]

@@ -4,7 +4,7 @@
 it takes. Without the import the unknown ``model_type`` makes transformers refuse the folder.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import (
@@ -64,7 +64,7 @@ class ReCalKVQwen3Config(_LatentConfigMixin, Qwen3Config):
 class LatentModelMixin:
     """Swaps every layer's attention for :class:`LatentAttention` while the model is built."""
 
-    _can_record_outputs = {"attentions": LatentAttention}
+    _can_record_outputs: ClassVar = {"attentions": LatentAttention}
 
     def __init__(self, config: Any) -> None:
         _check_config(config)
@@ -75,6 +75,9 @@ class LatentModelMixin:
             layer.self_attn = LatentAttention(config, index)
             layer.self_attn.slots = slots
         self.post_init()  # type: ignore[attr-defined]
+
+    def _get_static_cache_init_shape(self) -> None:
+        """Leave static caches to take their sizes from the first latents; transformers would assume dense keys."""
 
 
 class ReCalKVLlamaForCausalLM(LatentModelMixin, LlamaForCausalLM):

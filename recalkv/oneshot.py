@@ -12,16 +12,16 @@ from recalkv import algorithm
 from recalkv.activations import LayerInputs
 from recalkv.calibration import joined_tokens, sample_windows
 from recalkv.errors import ParameterError
-from recalkv.export import build_model, compressed_config, dense_features, other_tensors
-from recalkv.factorize import LowRank
-from recalkv.fisher import collect_fisher_scores
+from recalkv.export import build_model, compressed_config, other_tensors
+from recalkv.fisher import FisherScores, collect_fisher_scores
+from recalkv.lowrank import LowRank
 from recalkv.methods import resolve_method
 from recalkv.params import CalibrationParams, CompressionParams
 from recalkv.reorder import check_group_size
 from recalkv.streaming import LayerSource, ModuleSource
-from recalkv.whitening import collect_input_moments
+from recalkv.whitening import InputMoments, collect_input_moments
 
-__all__ = ["CompressedLayers", "compress", "compress_layers", "default_group_size"]
+__all__ = ["CompressedLayers", "assemble", "compress", "compress_layers", "default_group_size", "factorize_layers"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -105,33 +105,20 @@ def compress(
             **compression,
         )
         calibration = CalibrationParams(
-            samples=samples, length=length, seed=seed, batch_size=batch_size, precision=precision  # type: ignore[arg-type]
+            samples=samples,
+            length=length,
+            seed=seed,
+            batch_size=batch_size,
+            precision=precision,  # type: ignore[arg-type]
         )
     except ValueError as error:
         raise ParameterError(str(error)) from error
     source = ModuleSource(model, precision=calibration.precision)
     windows = sample_windows(joined_tokens(tokenizer, texts), samples, length, seed)
     result = compress_layers(source, windows, calibration.batch_size, parameters, progress)
-    biases, qk_norm = dense_features(source)
-    geometry = source.geometry
-    config = compressed_config(
-        model.config,
-        [
-            algorithm.layer_record(geometry, permutation, ranks, parameters)
-            for permutation, ranks in zip(result.permutations, result.ranks, strict=True)
-        ],
-        algorithm.value_group_size(parameters, geometry.kv_heads),
-        parameters,
-        {"name": getattr(model.config, "_name_or_path", None), "revision": None, "fingerprint": None},
-        biases,
-        qk_norm,
-    )
     dtype = next(model.parameters()).dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
-    layers = (
-        algorithm.fuse_layer(source, i, result.permutations[i], result.keys[i], result.values[i], parameters)
-        for i in range(geometry.layers)
-    )
-    compressed = build_model(config, other_tensors(source), layers, dtype)
+    name = getattr(model.config, "_name_or_path", None)
+    compressed = assemble(source, result, parameters, dtype, {"name": name, "revision": None, "fingerprint": None})
     compressed.generation_config = getattr(model, "generation_config", compressed.generation_config)
     return compressed
 
@@ -145,8 +132,7 @@ def compress_layers(
 ) -> CompressedLayers:
     """Run Algorithm 1 on token windows; the factors are those of the pipeline's stages."""
     check_group_size(parameters.group_size, source.geometry.kv_heads)
-    total, d_h = source.num_layers, source.geometry.head_dim
-    method = resolve_method(parameters)
+    total = source.num_layers
     moments, scores = [], None
     with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
         inputs = None
@@ -162,28 +148,43 @@ def compress_layers(
             scores = collect_fisher_scores(
                 source, windows, batch_size, inputs, lambda index: progress("fisher", total - index, total)
             )
+    return factorize_layers(source, windows, batch_size, moments.__getitem__, scores, parameters, progress)
+
+
+def factorize_layers(
+    source: LayerSource,
+    windows: Tensor,
+    batch_size: int,
+    moments: Callable[[int], InputMoments],
+    scores: FisherScores | None,
+    parameters: CompressionParams,
+    progress: Progress = lambda step, done, total: None,
+) -> CompressedLayers:
+    """Run everything of Algorithm 1 that follows the statistics; they may come from a store.
+
+    Parameters
+    ----------
+    moments
+        Whitening statistics of a layer.
+    scores
+        Fisher scores, or None for a uniform allocation.
+    """
+    check_group_size(parameters.group_size, source.geometry.kv_heads)
+    total, d_h = source.num_layers, source.geometry.head_dim
     result = CompressedLayers()
     result.ranks, _ = algorithm.allocate(source.geometry, scores, parameters)
     starts = []
     for index in range(total):
-        weight = algorithm.key_weight(source, index)
-        grouping = algorithm.group_heads(weight, moments[index], d_h, parameters)
+        weight, layer, ranks = algorithm.key_weight(source, index), moments(index), result.ranks[index]
+        grouping = algorithm.group_heads(weight, layer, d_h, parameters)
         result.permutations.append(grouping.permutation)
-        keys, _ = algorithm.factorize_keys(
-            weight, moments[index], grouping, result.ranks[index].key, d_h, parameters
-        )
+        keys, _ = algorithm.factorize_keys(weight, layer, grouping, ranks.key, d_h, parameters)
         result.keys.append(rounded(keys))
-        values, _ = algorithm.plain_values(
-            algorithm.value_weight(source, index),
-            moments[index],
-            grouping.permutation,
-            result.ranks[index].value,
-            d_h,
-            parameters,
-        )
+        weight = algorithm.value_weight(source, index)
+        values, _ = algorithm.plain_values(weight, layer, grouping.permutation, ranks.value, d_h, parameters)
         starts.append(values)
         progress("factorize", index + 1, total)
-    if not method.calibrate:
+    if not resolve_method(parameters).calibrate:
         result.values = [rounded(values) for values in starts]
         return result
     calibrated = algorithm.compressed_values(
@@ -193,6 +194,22 @@ def compress_layers(
         result.values.append(rounded(layer_values.factors))
         progress("calibrate", index + 1, total)
     return result
+
+
+def assemble(
+    source: LayerSource,
+    result: CompressedLayers,
+    parameters: CompressionParams,
+    dtype: torch.dtype,
+    provenance: dict[str, str | None],
+) -> Any:
+    """Build the compressed model in memory from its factors."""
+    config = compressed_config(source, result.permutations, result.ranks, parameters, provenance)
+    layers = (
+        algorithm.fuse_layer(source, i, result.permutations[i], result.keys[i], result.values[i], parameters)
+        for i in range(source.num_layers)
+    )
+    return build_model(config, other_tensors(source), layers, dtype)
 
 
 def rounded(factors: LowRank) -> LowRank:

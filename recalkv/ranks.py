@@ -137,26 +137,21 @@ def allocate_ranks(projections: Sequence[Projection], ratio: float, multiple: in
     return Allocation(ranks, budget, used, dense)
 
 
-def proportional_shares(
-    scores: Sequence[float], low: Sequence[int], high: Sequence[int], total: int
-) -> list[float]:
+def proportional_shares(scores: Sequence[float], low: Sequence[int], high: Sequence[int], total: float) -> list[float]:
     """Real-valued shares ``clip(t * score, low, high)`` that sum to ``total``.
 
     What clipping takes away from one projection is thereby given to the others in proportion to
     their scores. ``t`` is found exactly, from the sorted breakpoints' piecewise linear sum.
     """
-    if sum(scores) <= 0:
-        scores = [1.0] * len(scores)
+    largest = max(scores)
     # A score of zero would never grow; the smallest positive weight lets it take what nobody else can.
-    floor = max(scores) * 1e-12
-    weights = [max(score, floor) for score in scores]
+    weights = [max(score / largest, 1e-12) if largest > 0 else 1.0 for score in scores]
 
     def shares_at(t: float) -> list[float]:
         return [min(max(t * w, lo), hi) for w, lo, hi in zip(weights, low, high, strict=True)]
 
     breakpoints = sorted(
-        {lo / w for w, lo in zip(weights, low, strict=True)}
-        | {hi / w for w, hi in zip(weights, high, strict=True)}
+        {lo / w for w, lo in zip(weights, low, strict=True)} | {hi / w for w, hi in zip(weights, high, strict=True)}
     )
     before = 0.0
     for after in breakpoints:
@@ -168,21 +163,17 @@ def proportional_shares(
     return shares_at(breakpoints[-1])
 
 
-def _split_over_groups(
-    widths: Sequence[int], minima: Sequence[int], share: float, multiple: int
-) -> tuple[int, ...]:
+def _split_over_groups(widths: Sequence[int], minima: Sequence[int], share: float, multiple: int) -> tuple[int, ...]:
     """Round one projection's share down to whole steps per group, in proportion to the widths."""
-    full = sum(widths)
-    ranks = []
-    for width, low in zip(widths, minima, strict=True):
-        part = share * width / full
-        ranks.append(width if part >= width else max(low, math.floor(part / multiple + 1e-9) * multiple))
-    return tuple(ranks)
+    # Clipped like the shares themselves: a small group raised to its minimum takes from the others.
+    parts = proportional_shares(widths, minima, widths, share)
+    return tuple(
+        width if part >= width else max(low, math.floor(part / multiple + 1e-9) * multiple)
+        for width, low, part in zip(widths, minima, parts, strict=True)
+    )
 
 
-def _neediest_group(
-    widths: Sequence[int], ranks: Sequence[int], multiple: int, left: int
-) -> int | None:
+def _neediest_group(widths: Sequence[int], ranks: Sequence[int], multiple: int, left: int) -> int | None:
     """Group with the smallest kept fraction that can still grow by one step within ``left`` elements."""
     able = [g for g, (w, r) in enumerate(zip(widths, ranks, strict=True)) if 0 < min(multiple, w - r) <= left]
     return min(able, key=lambda g: (ranks[g] / widths[g], g)) if able else None

@@ -74,9 +74,7 @@ def greedy_groups(similarity: Tensor, group_size: int) -> list[list[int]]:
         group.append(head)
         home[head] = group
 
-    pairs = sorted(
-        ((a, b) for a in range(heads) for b in range(a + 1, heads)), key=lambda p: (-scores[p[0]][p[1]], p)
-    )
+    pairs = sorted(((a, b) for a in range(heads) for b in range(a + 1, heads)), key=lambda p: (-scores[p[0]][p[1]], p))
     for a, b in pairs if group_size > 1 else []:
         if a not in home and b not in home:
             group: list[int] = [a]

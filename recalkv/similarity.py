@@ -41,7 +41,5 @@ def head_cka(weight: Tensor, centred_gram: Tensor, head_dim: int) -> Tensor:
 
 def within_group_similarity(similarity: Tensor, groups: list[list[int]]) -> float:
     """Mean similarity over all pairs of heads that share a group; NaN where every group is one head."""
-    pairs = [
-        float(similarity[a, b]) for group in groups for i, a in enumerate(group) for b in group[i + 1 :]
-    ]
+    pairs = [float(similarity[a, b]) for group in groups for i, a in enumerate(group) for b in group[i + 1 :]]
     return sum(pairs) / len(pairs) if pairs else float("nan")

@@ -8,13 +8,14 @@ import hashlib
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from recalkv.errors import ModelUnavailableError, StoreError
-from recalkv.families import check_supported
+from recalkv.families import SUPPORTED_FAMILIES, check_supported
 
 __all__ = [
     "EMBEDDED",
@@ -90,16 +91,7 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path) -> Mod
     config = folder / "config.json"
     if not config.exists():
         raise ModelUnavailableError(f"model.id={name!r}: {folder} has no config.json; it is no Hugging Face model.")
-    from transformers import AutoConfig
-
-    try:
-        parsed = AutoConfig.from_pretrained(folder)
-    except ValueError:
-        # An unknown model_type: report it as unsupported, with the list of what is.
-        from types import SimpleNamespace
-
-        parsed = SimpleNamespace(model_type=json.loads(config.read_text()).get("model_type"))
-    check_supported(parsed)
+    check_supported(_parsed_config(config, name))
     if not any(folder.glob("*.safetensors")):
         raise ModelUnavailableError(
             f"model.id={name!r} has no safetensors weights; convert it first (load it with transformers and "
@@ -159,6 +151,27 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
     first = sorted(folder.glob("*.safetensors"))[0]
     with safe_open(first, framework="pt") as shard:
         return shard.get_tensor(next(iter(shard.keys()))).dtype
+
+
+def _parsed_config(path: Path, name: str) -> Any:
+    """Parse a config.json; of an unsupported family only its ``model_type``, for the error message."""
+    from transformers import AutoConfig
+
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ModelUnavailableError(f"model.id={name!r}: {path} is not a JSON object; download or export it again.")
+    family = content.get("model_type")
+    if family not in SUPPORTED_FAMILIES:
+        return SimpleNamespace(model_type=family)
+    try:
+        return AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+    except Exception as error:  # transformers raises many unrelated types for values that it refuses
+        raise ModelUnavailableError(
+            f"model.id={name!r}: {path} is not a valid {family} config ({error}); correct it."
+        ) from error
 
 
 def _package_version(package: str) -> str:

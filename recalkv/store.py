@@ -7,7 +7,6 @@ tensors are read whole, and DVC likes few files. Floats that were never written 
 
 import contextlib
 import errno
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ import zarr
 from torch import Tensor
 
 from recalkv.errors import StoreError
-from recalkv.factorize import LowRank
+from recalkv.lowrank import LowRank
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -47,7 +46,7 @@ class StoreWriter:
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write one array; ``name`` may contain ``/`` for nested groups. bfloat16 is not a zarr type."""
-        array = np.ascontiguousarray(tensor.detach().cpu().numpy())
+        array = tensor.detach().cpu().contiguous().numpy()
         fill = float("nan") if array.dtype.kind == "f" else 0
         target = self._group.create_array(
             name,
@@ -90,7 +89,14 @@ class StoreReader:
             raise StoreError(f"{self._path} has no array {name!r}; it was written by another version: rerun its stage.")
         node = self._group[name]
         assert isinstance(node, zarr.Array)
-        return torch.from_numpy(np.asarray(node[...]).copy())
+        if node.nchunks_initialized < node.nchunks:
+            raise StoreError(f"{self._path}: array {name!r} has lost its data; remove the store and rerun its stage.")
+        try:
+            return torch.from_numpy(np.array(node[...]))
+        except ValueError as error:
+            raise StoreError(
+                f"{self._path}: array {name!r} is damaged; remove the store and rerun its stage."
+            ) from error
 
     def get_factors(self, name: str) -> LowRank:
         """Read what :meth:`StoreWriter.put_factors` wrote."""
@@ -115,11 +121,11 @@ def writing_folder(path: Path) -> Iterator[Path]:
     """
     partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         yield partial
         shutil.rmtree(path, ignore_errors=True)
-        os.replace(partial, path)
+        partial.replace(path)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         if error.errno == errno.ENOSPC:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from recalkv.errors import ModelUnavailableError
+from recalkv.errors import ModelUnavailableError, NonFiniteError
 from recalkv.families import AttentionGeometry, check_supported, layer_attention_types
 
 __all__ = [
@@ -55,7 +55,8 @@ class LayerSource(ABC):
         self.precision = PRECISIONS[precision]
         self.attention_types = layer_attention_types(config)
         with torch.device("meta"):
-            self._skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            # A copy: from_config would write the attention implementation into the caller's config.
+            self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
         rotary = type(self._skeleton.model.rotary_emb)
         self._rotary = rotary(config=config).to(self.device)
         self._context_for = torch.Size()
@@ -75,9 +76,16 @@ class LayerSource(ABC):
         """Whether the checkpoint holds this name."""
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
-        """All weights of one decoder layer, by their names within it, float32."""
+        """All weights of one decoder layer, by their names within it, float32; all finite."""
         prefix = f"model.layers.{index}."
-        return {name: self.tensor(prefix + name) for name in self.layer_tensor_names(index)}
+        tensors = {name: self.tensor(prefix + name) for name in self.layer_tensor_names(index)}
+        bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+        if bad:
+            raise NonFiniteError(
+                f"NaN or infinity in the weights of layer {index} ({', '.join(bad)}); the checkpoint is damaged: "
+                f"download or export it again."
+            )
+        return tensors
 
     def layer_tensor_names(self, index: int) -> list[str]:
         """Names of one decoder layer's weights, within the layer."""
@@ -134,12 +142,10 @@ class LayerSource(ABC):
 class CheckpointSource(LayerSource):
     """Layers read lazily from a Hugging Face folder with safetensors weights."""
 
-    def __init__(
-        self, folder: str | Path, device: str | torch.device = "cpu", precision: str = "float32"
-    ) -> None:
+    def __init__(self, folder: str | Path, device: str | torch.device = "cpu", precision: str = "float32") -> None:
         self.folder = Path(folder)
         self._files = _weight_files(self.folder)
-        super().__init__(AutoConfig.from_pretrained(folder), device, precision)
+        super().__init__(AutoConfig.from_pretrained(folder, trust_remote_code=False), device, precision)
 
     def has_tensor(self, name: str) -> bool:  # noqa: D102
         return name in self._files
@@ -155,9 +161,7 @@ class CheckpointSource(LayerSource):
 class ModuleSource(LayerSource):
     """Layers copied from a model in memory, which is left as it is."""
 
-    def __init__(
-        self, model: nn.Module, device: str | torch.device | None = None, precision: str = "float32"
-    ) -> None:
+    def __init__(self, model: nn.Module, device: str | torch.device | None = None, precision: str = "float32") -> None:
         self._tensors = model.state_dict()
         where = device if device is not None else next(model.parameters()).device
         super().__init__(model.config, where, precision)
@@ -198,6 +202,11 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = json.loads(index.read_text())["weight_map"]
+        absent = sorted(file for file in set(weight_map.values()) if not (folder / file).exists())
+        if absent:
+            raise ModelUnavailableError(
+                f"{folder} lacks the weight file(s) {', '.join(absent)}; finish the download or copy them there."
+            )
         return {name: folder / file for name, file in weight_map.items()}
     single = folder / "model.safetensors"
     if not single.exists():

@@ -184,7 +184,7 @@ def _embedded_documents(split: str) -> Iterator[str]:
 
 # Templates that stand inside sentences, and which of their arguments the reader sees.
 _INLINE_TEMPLATES: dict[str, Sequence[int]] = {"convert": (1, 2), "cvt": (1, 2), "lang": (2,), "transl": (2,)}
-_INLINE_TEMPLATES |= dict.fromkeys("angbr nihongo nowrap quote small smaller vanchor".split(), (1,))
+_INLINE_TEMPLATES |= dict.fromkeys(["angbr", "nihongo", "nowrap", "quote", "small", "smaller", "vanchor"], (1,))
 _HIDDEN_TAGS = {"ref", "references", "table", "gallery", "timeline", "imagemap", "score", "style", "script"}
 _HIDDEN_LINK = re.compile(r"\s*(?:file|image|category|media|[a-z]{2,3}(?:-[a-z]+)*)\s*:", re.IGNORECASE)
 _HIDDEN_SECTIONS = {"see also", "references", "external links", "further reading", "notes", "footnotes"}
@@ -229,7 +229,7 @@ def _tag(node: Any) -> str:
 
 def _template(node: Any) -> str:
     shown = _INLINE_TEMPLATES.get(str(node.name).strip().lower(), ())
-    if shown == (1, 2) and node.has(4) and re.match(r"(to|by|and|-|–)(?!\w)", str(node.get(2).value)):
+    if shown == (1, 2) and node.has(4) and re.match(r"(to|by|and|-|\u2013)(?!\w)", str(node.get(2).value)):
         shown = (1, 2, 3, 4)  # a range: {{convert|10|to|30|km}}
     return " ".join(_render(node.get(index).value).strip() for index in shown if node.has(index))
 

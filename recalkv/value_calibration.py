@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import ParameterError
-from recalkv.factorize import LowRank, relative_error
+from recalkv.factorize import relative_error
+from recalkv.lowrank import LowRank
 from recalkv.whitening import damped
 
 __all__ = ["OVC_TARGETS", "CalibratedValues", "calibrate_values", "dense_output_target", "solve_psd"]
@@ -97,7 +98,8 @@ def dense_output_target(gram: Tensor, cross: Tensor, weight: Tensor, damping: fl
     """
     gram, cross, weight = gram.double(), cross.double(), weight.double()
     ridge = damped(gram, damping) - gram
-    return torch.linalg.solve(gram + ridge, (cross + ridge) @ weight)
+    # Equals (C_c + ridge)^-1 (C_cd + ridge) W; written this way, a singular C_c without a ridge leaves W as it is.
+    return weight + solve_psd(gram + ridge, (cross - gram) @ weight)
 
 
 def solve_psd(matrix: Tensor, right: Tensor) -> Tensor:
@@ -109,6 +111,9 @@ def solve_psd(matrix: Tensor, right: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     keep = values > values[-1].clamp_min(0) * 1e-13
     if not bool(keep.any()):
-        raise ParameterError("value calibration met an all-zero system: the value projection or its inputs are zero.")
+        raise ParameterError(
+            "value calibration met an all-zero system: a value projection or its inputs are zero; check the "
+            "model's weights, or set compression.ovc to false."
+        )
     inverse = torch.where(keep, 1 / torch.where(keep, values, 1.0), 0.0)
     return vectors @ (inverse[:, None] * (vectors.T @ right))

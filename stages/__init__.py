@@ -1,0 +1,1 @@
+"""The pipeline's stages, one typer command each; `dvc.yaml` connects them."""

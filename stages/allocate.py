@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 import typer
 
-from recalkv.algorithm import allocate
 from recalkv.families import AttentionGeometry
 from recalkv.fisher import FisherScores
 from recalkv.methods import resolve_method
 from recalkv.reorder import check_group_size
+from recalkv.steps.allocation import allocate
 from stages.common import DataOption, ParamsOption, running
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 import typer
 
-from recalkv.algorithm import LayerValues, compressed_values, plain_values, value_weight
-from recalkv.factorize import LowRank
+from recalkv.lowrank import LowRank
 from recalkv.methods import resolve_method
+from recalkv.steps.calibration import LayerValues, compressed_values
+from recalkv.steps.factors import plain_values, value_weight
 from recalkv.streaming import CheckpointSource
 from stages.common import DataOption, ParamsOption, Stage, running
 from stages.inputs import Inputs

@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
-import resource
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,11 +14,12 @@ from tqdm import tqdm
 
 from recalkv.errors import ParameterError, ReCalKVError
 from recalkv.params import Params, load_params
+from recalkv.resources import peak_resident_mib
 from recalkv.source import ModelReference, read_reference
 from recalkv.store import StoreReader, StoreWriter, open_store, writing_store
 from recalkv.streaming import CheckpointSource
 
-__all__ = ["DataOption", "ParamsOption", "Stage", "running", "user_errors", "write_json"]
+__all__ = ["DataOption", "ParamsOption", "ReportsOption", "Stage", "device_of", "running", "user_errors", "write_json"]
 
 ParamsOption = Annotated[Path, typer.Option("--params", help="Parameter file (YAML).")]
 DataOption = Annotated[Path, typer.Option("--data", help="Folder of the stages' stores.")]
@@ -35,7 +33,7 @@ class Stage:
 
     def __init__(self, name: str, params: Params, data: Path) -> None:
         self.name, self.params, self.data = name, params, data
-        self.device = _device(params.runtime.device)
+        self.device = device_of(params.runtime.device)
 
     def model(self) -> ModelReference:
         """Return the dense model that the model stage resolved."""
@@ -68,11 +66,10 @@ def running(name: str, params: Path, data: Path) -> Iterator[Stage]:
     with user_errors():
         started, cpu_started = time.perf_counter(), time.process_time()
         stage = Stage(name, load_params(params), data)
-        with _peak_memory() as peak:
-            yield stage
+        yield stage
         timing = {
             "cpu_seconds": time.process_time() - cpu_started,
-            "peak_resident_mib": peak() / 2**20,
+            "peak_resident_mib": peak_resident_mib(),
             "wall_seconds": time.perf_counter() - started,
         }
         write_json(data / "timings" / f"{name}.json", timing)
@@ -94,10 +91,11 @@ def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
-    os.replace(partial, path)
+    partial.replace(path)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Return the device of this name; ``auto`` is the accelerator, where there is one, else the CPU."""
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator if accelerator is not None else torch.device("cpu")
@@ -107,34 +105,3 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ParameterError(f"runtime.device={name!r} cannot be used here; set it to auto or cpu.") from error
     return device
-
-
-@contextlib.contextmanager
-def _peak_memory() -> Iterator[Any]:
-    """Watch the resident memory of this process; yields a function that returns the peak so far, bytes.
-
-    The kernel's own high-water mark is used where it can be read; where not (a sandbox that does not
-    account it), a thread samples the current value.
-    """
-    page = os.sysconf("SC_PAGE_SIZE")
-    statm = Path("/proc/self/statm")
-    seen = [0]
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.02):
-            seen[0] = max(seen[0], int(statm.read_text().split()[1]) * page)
-
-    def peak() -> int:
-        scale = 1 if sys.platform == "darwin" else 1024
-        return max(seen[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
-
-    thread = threading.Thread(target=watch, daemon=True) if statm.exists() else None
-    if thread:
-        thread.start()
-    try:
-        yield peak
-    finally:
-        stop.set()
-        if thread:
-            thread.join()

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import typer
 
-from recalkv.algorithm import factorize_keys, key_weight
+from recalkv.steps.factors import factorize_keys, key_weight
 from stages.common import DataOption, ParamsOption, running
 from stages.inputs import Inputs
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 import typer
 
-from recalkv.algorithm import fuse_layer, layer_record, value_group_size
-from recalkv.export import compressed_config, dense_features, other_tensors, save_checkpoint
+from recalkv.export import compressed_config, other_tensors, save_checkpoint
 from recalkv.source import checkpoint_dtype
+from recalkv.steps.fuse import fuse_layer
 from recalkv.store import writing_folder
 from stages.common import DataOption, ParamsOption, running
 from stages.inputs import Inputs
@@ -20,23 +20,15 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
     with running("fuse", params, data) as stage:
         wanted, reference = stage.params.compression, stage.model()
         source, inputs = stage.source(), Inputs(stage)
-        geometry = source.geometry
         keys, values = stage.read("factorize"), stage.read("calibrate")
         permutations = [inputs.permutation(index) for index in range(source.num_layers)]
-        biases, qk_norm = dense_features(source)
-        config = compressed_config(
-            source.config,
-            [layer_record(geometry, permutation, inputs.ranks(i), wanted) for i, permutation in enumerate(permutations)],
-            value_group_size(wanted, geometry.kv_heads),
-            wanted,
-            {
-                "name": reference.name,
-                "revision": reference.revision,
-                "fingerprint": reference.fingerprint,
-            },
-            biases,
-            qk_norm,
-        )
+        ranks = [inputs.ranks(index) for index in range(source.num_layers)]
+        provenance = {
+            "name": reference.name,
+            "revision": reference.revision,
+            "fingerprint": reference.fingerprint,
+        }
+        config = compressed_config(source, permutations, ranks, wanted, provenance)
         dtype = checkpoint_dtype(reference.folder) if wanted.dtype == "auto" else getattr(torch, wanted.dtype)
         layers = (
             fuse_layer(
@@ -50,9 +42,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
             for index, permutation in enumerate(permutations)
         )
         with writing_folder(data / "compressed") as folder:
-            save_checkpoint(
-                folder, config, other_tensors(source), stage.progress(layers, source.num_layers), dtype
-            )
+            save_checkpoint(folder, config, other_tensors(source), stage.progress(layers, source.num_layers), dtype)
             AutoTokenizer.from_pretrained(reference.folder).save_pretrained(folder)
             if (reference.folder / "generation_config.json").exists():
                 GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from recalkv.algorithm import HeadGrouping, LayerRanks
 from recalkv.reorder import group_sizes
+from recalkv.steps.allocation import LayerRanks
+from recalkv.steps.groups import HeadGrouping
 from recalkv.whitening import InputMoments
 from stages.common import Stage
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 import typer
 
-from recalkv.algorithm import group_heads, key_weight
 from recalkv.reorder import check_group_size
+from recalkv.steps.factors import key_weight
+from recalkv.steps.groups import group_heads
 from recalkv.whitening import InputMoments
 from stages.common import DataOption, ParamsOption, running
 

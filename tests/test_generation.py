@@ -59,9 +59,10 @@ def left_padded(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return windows(len(lengths), max(lengths)) * mask, mask.long()
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_in_every_family(family: str) -> None:
-    assert_same(pair(family), windows(2, 30))
+def test_greedy_in_every_family(family: str, cache: str) -> None:
+    assert_same(pair(family), windows(2, 9), tokens=32, cache_implementation=cache)
 
 
 @pytest.mark.parametrize("method", ["recalkv", "palu"])
@@ -70,15 +71,15 @@ def test_greedy_in_every_family(family: str) -> None:
 def test_greedy_in_every_value_mode(family: str, mode: str, method: str) -> None:
     # The second prompt is beyond the limit of explicit scores.
     for length in (30, 90):
-        assert_same(pair(family, value_mode=mode, method=method), windows(2, length))
+        assert_same(pair(family, value_mode=mode, method=method), windows(2, length), tokens=20)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("family", ["llama-gqa", *SLIDING])
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-mixed-sliding"])
 def test_strategies(family: str, strategy: str, cache: str) -> None:
     ids, mask = left_padded((20, 9))
-    assert_same(pair(family), ids, attention_mask=mask, cache_implementation=cache, **STRATEGIES[strategy])
+    assert_same(pair(family), ids, 32, attention_mask=mask, cache_implementation=cache, **STRATEGIES[strategy])
 
 
 @pytest.mark.parametrize("mode", ["auto", "reconstructed"])
@@ -103,25 +104,24 @@ def test_long_generation_grows_the_rotary_tables(family: str) -> None:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("beams", [1, 4])
-@pytest.mark.parametrize("prompt", [4, WINDOW - 1, WINDOW, WINDOW + 1, 40, 80])
+@pytest.mark.parametrize(("prompt", "beams"), [(4, 1), (WINDOW - 1, 1), (WINDOW, 1), (40, 1), (4, 4), (40, 4)])
 @pytest.mark.parametrize("family", SLIDING)
 def test_sliding_window(family: str, prompt: int, beams: int, cache: str) -> None:
-    assert_same(pair(family), windows(1, prompt), 3 * WINDOW, num_beams=beams, cache_implementation=cache)
+    assert_same(pair(family), windows(1, prompt), 2 * WINDOW, num_beams=beams, cache_implementation=cache)
 
 
 def test_the_window_matters() -> None:
-    """Otherwise the tests above would pass without one."""
+    """Otherwise the test above would pass without one."""
     compressed, _ = pair("mistral-sliding")
-    ids = windows(1, 2 * WINDOW)
-    changed = ids.clone()
-    changed[0, 0] = (changed[0, 0] + 1) % VOCABULARY
+    ids = windows(1, 4 * WINDOW)
     with torch.no_grad():
-        shift = (compressed(ids).logits - compressed(changed).logits)[0].abs().amax(-1)
-    # Three layers see three windows back in total, so only the first layer's reach is told from one position.
-    assert (shift[:WINDOW] > 1e-3).all()
-    layer = compressed.model.layers[0].self_attn
-    assert layer.sliding_window == WINDOW
+        windowed = compressed(ids).logits
+        changed = compressed(torch.cat([(ids[:, :1] + 1) % VOCABULARY, ids[:, 1:]], dim=1)).logits
+    shift = (windowed - changed)[0].abs().amax(-1)
+    # Each of the three layers reaches WINDOW - 1 tokens back.
+    reach = 3 * (WINDOW - 1)
+    assert shift[: reach + 1].min() > 0
+    assert shift[reach + 1 :].max() < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3-qk-norm", *SLIDING])
@@ -168,30 +168,31 @@ def test_several_turns_with_one_cache(family: str, cache: type) -> None:
         state, ids = cache(config=model.config, **size), torch.zeros(2, 0, dtype=torch.int64)
         for seed, length in enumerate((12, 1, 9, 80)):
             ids = torch.cat([ids, windows(2, length, seed)], dim=1)
-            ids = generate(model, ids, 20, past_key_values=state)
+            # Without a mask, generate would take a generated token 0 for padding.
+            ids = generate(model, ids, 20, past_key_values=state, attention_mask=torch.ones_like(ids))
         outputs.append(ids.tolist())
     assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("mode", VALUE_MODES)
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3-qk-norm", *SLIDING])
-@torch.no_grad()
 def test_crop_then_continue_equals_recomputation(family: str, mode: str) -> None:
     compressed, _ = pair(family, value_mode=mode)
     first, wrong, right = windows(2, 30).split([18, 12], dim=1) + (windows(2, 7, seed=3),)
     cache = DynamicCache(config=compressed.config)
     cache.activate_past_recording()
-    compressed(torch.cat([first, wrong[:, :5]], dim=1), past_key_values=cache)
-    compressed(wrong[:, 5:], past_key_values=cache)
-    cache.crop(-wrong.shape[1])
-    continued = compressed(right, past_key_values=cache).logits
-    expected = compressed(torch.cat([first, right], dim=1)).logits[:, first.shape[1] :]
+    with torch.no_grad():
+        compressed(torch.cat([first, wrong[:, :5]], dim=1), past_key_values=cache)
+        compressed(wrong[:, 5:], past_key_values=cache)
+        cache.crop(-wrong.shape[1])
+        continued = compressed(right, past_key_values=cache).logits
+        expected = compressed(torch.cat([first, right], dim=1)).logits[:, first.shape[1] :]
     torch.testing.assert_close(continued, expected, atol=1e-4, rtol=1e-4)
 
 
 def opaque_kernel(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, sliding_window: int | None = None,
-    **_: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
+    *, scaling: float, sliding_window: int | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Like the flash and flex kernels: causality and window come from arguments, not from a mask tensor."""
     queries, slots = query.shape[2], key.shape[2]

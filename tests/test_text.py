@@ -98,12 +98,9 @@ def gensim_at(folder: Path) -> Callable[[str], importlib.machinery.ModuleSpec]:
 @pytest.fixture
 def small_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = [
-        f"<page><title>T</title><ns>0</ns><revision><text>''Article'' {i}.</text></revision></page>"
-        for i in range(13)
+        f"<page><title>T</title><ns>0</ns><revision><text>''Article'' {i}.</text></revision></page>" for i in range(13)
     ]
-    pages.insert(
-        2, "<page><ns>0</ns><redirect title='x'/><revision><text>#REDIRECT [[x]]</text></revision></page>"
-    )
+    pages.insert(2, "<page><ns>0</ns><redirect title='x'/><revision><text>#REDIRECT [[x]]</text></revision></page>")
     pages.insert(5, "<page><ns>4</ns><revision><text>Project page.</text></revision></page>")
     path = tmp_path / text._EMBEDDED_FILE
     path.parent.mkdir(parents=True)
@@ -114,9 +111,7 @@ def small_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_dump")
 def test_embedded_splits_are_disjoint_and_skip_redirects_and_other_namespaces() -> None:
     assert load_documents("embedded", split="test") == ["Article 5.", "Article 11."]
-    assert load_documents("embedded", split="train") == [
-        f"Article {i}." for i in range(13) if i not in (5, 11)
-    ]
+    assert load_documents("embedded", split="train") == [f"Article {i}." for i in range(13) if i not in (5, 11)]
     assert load_documents("embedded", split="train", max_documents=2) == ["Article 0.", "Article 1."]
 
 
@@ -296,9 +291,7 @@ def test_short_names(
     assert hub.calls == [(args, kwargs)]
 
 
-def test_short_name_is_not_shadowed_by_a_folder(
-    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_name_is_not_shadowed_by_a_folder(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ptb").mkdir()
     monkeypatch.chdir(tmp_path)
     hub.rows(sentence=["words"])
@@ -311,14 +304,10 @@ def test_unknown_split_of_c4(hub: Any) -> None:
     assert not hub.calls
 
 
-@pytest.mark.parametrize(
-    "error", [ConnectionError("no route"), FileNotFoundError("no route"), ValueError("no route")]
-)
+@pytest.mark.parametrize("error", [ConnectionError("no route"), FileNotFoundError("no route"), ValueError("no route")])
 def test_unreachable_hub(error: Exception, hub: Any) -> None:
     hub.answer = error
-    message = (
-        f"'org/set' .*{type(error).__name__}: no route; .* set it to `embedded`, or to a local .txt/.jsonl"
-    )
+    message = f"'org/set' .*{type(error).__name__}: no route; .* set it to `embedded`, or to a local .txt/.jsonl"
     fails(message, "org/set")
 
 

@@ -15,8 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from recalkv import algorithm
-from recalkv.export import build_model, compressed_config, dense_features, other_tensors
+from recalkv import algorithm, oneshot
 from recalkv.factorize import group_columns
 from recalkv.oneshot import CompressedLayers, compress_layers
 from recalkv.params import CompressionParams
@@ -91,22 +90,8 @@ def windows(samples: int = 8, length: int = 48, seed: int = 1) -> torch.Tensor:
 
 def assemble(dense: Any, result: CompressedLayers, parameters: CompressionParams) -> Any:
     """Build the compressed model of some factors, as export does."""
-    source = ModuleSource(dense)
-    biases, qk_norm = dense_features(source)
-    geometry = source.geometry
-    records = [
-        algorithm.layer_record(geometry, permutation, ranks, parameters)
-        for permutation, ranks in zip(result.permutations, result.ranks, strict=True)
-    ]
-    config = compressed_config(
-        dense.config, records, algorithm.value_group_size(parameters, geometry.kv_heads), parameters,
-        {"name": "tiny", "revision": None, "fingerprint": "0"}, biases, qk_norm,
-    )  # fmt: skip
-    layers = (
-        algorithm.fuse_layer(source, i, result.permutations[i], result.keys[i], result.values[i], parameters)
-        for i in range(geometry.layers)
-    )
-    return build_model(config, other_tensors(source), layers, torch.float32)
+    provenance = {"name": "tiny", "revision": None, "fingerprint": "0"}
+    return oneshot.assemble(ModuleSource(dense), result, parameters, torch.float32, provenance)
 
 
 def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:

@@ -1,0 +1,34 @@
+# `make reproduce` and `make test` do all set-up on a fresh machine with Python 3.11 and git.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: reproduce test test-all lint setup clean
+
+setup: $(INSTALLED)
+
+# pip reads constraints.txt for every package, so an installation is the same everywhere.
+$(INSTALLED): pyproject.toml constraints.txt requirements-embedded.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-embedded.txt
+	touch $@
+
+reproduce: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro
+	PATH="$(CURDIR)/$(BIN):$$PATH" dvc metrics show
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+test-all: setup lint
+	$(BIN)/python -m pytest -m ""
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf data/*.zarr data/*.partial data/model data/compressed data/timings

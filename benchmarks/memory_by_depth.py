@@ -1,0 +1,75 @@
+"""Peak resident memory of the streamed steps (whitening, Fisher, calibration) over the depth of the model.
+
+Random LLaMA models of one width and growing depth are written to disk layer by layer and compressed in
+a process of their own; the peak should follow the layer, not the model.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import typer
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from recalkv.oneshot import compress_layers
+from recalkv.params import CompressionParams
+from recalkv.resources import peak_resident_mib, resident_mib
+from recalkv.streaming import CheckpointSource
+
+
+def write_model(folder: Path, layers: int, width: int) -> float:
+    """Write random weights, a shard a layer; returns their size in MiB."""
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        vocab_size=256,
+    )
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(config).state_dict()
+    config.save_pretrained(folder)
+    weight_map, total = {}, 0
+    groups: dict[str, list[str]] = {}
+    for name in state:
+        groups.setdefault(".".join(name.split(".")[:3]) if ".layers." in name else "other", []).append(name)
+    for group, names in groups.items():
+        shard = {name: torch.randn(state[name].shape) * 0.02 for name in names}
+        save_file(shard, folder / f"{group}.safetensors", metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, f"{group}.safetensors")
+        total += sum(tensor.nbytes for tensor in shard.values())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return total / 2**20
+
+
+def child(folder: str) -> None:
+    """Run all statistics and factors of one model; prints the growth of memory over the start, MiB."""
+    base = resident_mib()
+    windows = torch.randint(0, 256, (4, 256), generator=torch.Generator().manual_seed(0))
+    compress_layers(CheckpointSource(folder), windows, 1, CompressionParams(ratio=0.5, group_size=2))
+    print(json.dumps({"base": base, "peak": peak_resident_mib()}))
+
+
+def main(width: int = 768, depths: str = "4,8,16,32") -> None:
+    """Print peak memory over depth."""
+    print(f"{'layers':>7}{'weights MiB':>13}{'peak MiB':>10}{'above the libraries MiB':>25}")
+    for layers in map(int, depths.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            size = write_model(Path(folder), layers, width)
+            done = subprocess.run(
+                [sys.executable, __file__, "--child", folder], capture_output=True, text=True, check=True
+            )
+        result = json.loads(done.stdout.splitlines()[-1])
+        print(f"{layers:>7}{size:>13.0f}{result['peak']:>10.0f}{result['peak'] - result['base']:>25.0f}")
+
+
+if __name__ == "__main__":
+    if "--child" in sys.argv:
+        child(sys.argv[-1])
+    else:
+        typer.run(main)

@@ -1,0 +1,189 @@
+"""Step 9, measurements: perplexity, live cache size, generation and attention latency.
+
+Everything is measured on the model that a user loads: perplexity through the compressed forward
+pass, cache bytes from the cache object that ``generate()`` filled.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from recalkv.errors import DataError, NonFiniteError
+
+__all__ = [
+    "attention_step_seconds",
+    "cache_bytes_per_token",
+    "evaluation_windows",
+    "fill_cache",
+    "parameter_count",
+    "perplexity",
+    "time_generation",
+    "window_losses",
+]
+
+_HEAD_TOKENS = 512
+
+
+def evaluation_windows(tokens: Tensor, window: int, max_windows: int | None) -> Tensor:
+    """Cut joined texts into consecutive windows without overlap, dropping the rest (GPTQ's protocol).
+
+    Returns
+    -------
+    (windows, window) int64
+
+    Raises
+    ------
+    DataError
+        If the text is shorter than one window.
+    """
+    count = len(tokens) // window
+    if count == 0:
+        raise DataError(
+            f"the evaluation text has {len(tokens)} tokens, fewer than one window of evaluation.window={window}; "
+            f"use a longer text or a shorter window."
+        )
+    count = min(count, max_windows or count)
+    return tokens[: count * window].view(count, window)
+
+
+@torch.inference_mode()
+def window_losses(model: nn.Module, windows: Tensor, progress: Callable[[], None] = lambda: None) -> Tensor:
+    """Mean next-token loss of each window, nats, (windows,) float64; logits exist for 512 tokens at a time."""
+    device = next(model.parameters()).device
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    losses = []
+    for ids in windows.to(device):
+        states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]  # type: ignore[operator]
+        parts = zip(states.split(_HEAD_TOKENS), ids[1:].split(_HEAD_TOKENS), strict=True)
+        sums = [nn.functional.cross_entropy(head(part).float(), ids_, reduction="sum") for part, ids_ in parts]
+        losses.append(torch.stack(sums).double().sum() / (len(ids) - 1))
+        progress()
+    result = torch.stack(losses).cpu()
+    if not bool(torch.isfinite(result).all()):
+        raise NonFiniteError(
+            "NaN or infinity in the evaluation loss; export in bfloat16 or float32 (compression.dtype)"
+        )
+    return result
+
+
+def perplexity(losses: Tensor) -> float:
+    """``exp`` of the mean of the windows' mean losses."""
+    return float(losses.mean().exp())
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.inference_mode()
+def fill_cache(model: nn.Module, ids: Tensor, steps: int = 4) -> Any:
+    """Cache of a prefill and a few decoding steps, as ``generate()`` builds it, for (batch, tokens) ids."""
+    output = model.generate(  # type: ignore[operator]
+        ids.to(next(model.parameters()).device),
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=steps,
+        min_new_tokens=steps,
+        do_sample=False,
+        return_dict_in_generate=True,
+        pad_token_id=model.config.eos_token_id if isinstance(model.config.eos_token_id, int) else 0,
+    )
+    return output.past_key_values
+
+
+def cache_bytes_per_token(cache: Any) -> float:
+    """Bytes that a live cache holds per sequence and cached token, over all layers, from its tensors."""
+    total = 0.0
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            batch, _, tokens, _ = tensor.shape
+            total += tensor.numel() * tensor.element_size() / (batch * tokens)
+    return total
+
+
+@torch.inference_mode()
+def time_generation(model: nn.Module, prompt: Tensor, new_tokens: int, repeats: int) -> dict[str, float]:
+    """Time greedy generation of one sequence; medians over repeats, after one warm-up.
+
+    Parameters
+    ----------
+    prompt : (tokens,) int64
+        Prompt.
+    new_tokens
+        Tokens generated after it; each after the first is one decoding step.
+
+    Returns
+    -------
+    dict
+        ``prefill_seconds``, ``decode_tokens_per_second`` and ``cache_mib`` at the end.
+    """
+    device = next(model.parameters()).device
+    ids = prompt[None].to(device)
+    prefill, decode, cache_bytes = [], [], 0.0
+    for repeat in range(repeats + 1):
+        cache = DynamicCache(config=model.config)
+        start = _now(device)
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        token = logits[:, -1].argmax(dim=-1, keepdim=True)
+        between = _now(device)
+        for _ in range(new_tokens - 1):
+            token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)
+        end = _now(device)
+        if repeat:
+            prefill.append(between - start)
+            decode.append((new_tokens - 1) / (end - between))
+        tokens = cache.layers[0].keys.shape[-2]
+        cache_bytes = cache_bytes_per_token(cache) * tokens
+    return {
+        "prefill_seconds": statistics.median(prefill),
+        "decode_tokens_per_second": statistics.median(decode),
+        "cache_mib": cache_bytes / 2**20,
+    }
+
+
+@torch.inference_mode()
+def attention_step_seconds(model: nn.Module, context: int, repeats: int) -> float:
+    """Median time of one decoding step of the first layer's attention module, seconds.
+
+    The cache holds ``context`` tokens of random states in a growing ``DynamicCache``, which copies
+    itself every step, for both models alike (transformers' default; no better baseline is claimed).
+    """
+    attention = model.model.layers[0].self_attn  # type: ignore[union-attr,index]
+    parameter = next(model.parameters())
+    device, dtype, width = parameter.device, parameter.dtype, model.config.hidden_size
+    generator = torch.Generator().manual_seed(0)
+
+    def states(tokens: int) -> Tensor:
+        return torch.randn(1, tokens, width, generator=generator).to(device, dtype)
+
+    cache = DynamicCache()
+    for first in range(0, context, 1024):
+        tokens = min(1024, context - first)
+        positions = torch.arange(first, first + tokens, device=device)[None]
+        chunk = states(tokens)
+        rope = model.model.rotary_emb(chunk, positions)  # type: ignore[union-attr,operator]
+        # What the chunk attends to is of no interest here; only what it leaves in the cache.
+        mask = torch.ones(1, 1, tokens, first + tokens, dtype=torch.bool, device=device)
+        attention(chunk, position_embeddings=rope, attention_mask=mask, past_key_values=cache)
+    token = states(1)
+    rope = model.model.rotary_emb(token, torch.tensor([[context]], device=device))  # type: ignore[union-attr,operator]
+    times = []
+    for repeat in range(repeats + 3):
+        start = _now(device)
+        attention(token, position_embeddings=rope, attention_mask=None, past_key_values=cache)
+        if repeat >= 3:
+            times.append(_now(device) - start)
+        cache.crop(-1)
+    return statistics.median(times)
+
+
+def _now(device: torch.device) -> float:
+    """Read the clock once the device has finished what was asked of it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

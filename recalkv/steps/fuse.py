@@ -1,0 +1,29 @@
+"""Fold one layer's factors, permutation and biases into the tensors of the compressed layer."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from recalkv.fusion import choose_value_layout, fused_attention_tensors
+from recalkv.lowrank import LowRank
+from recalkv.params import CompressionParams
+from recalkv.streaming import LayerSource
+
+__all__ = ["fuse_layer"]
+
+
+def fuse_layer(
+    source: LayerSource,
+    index: int,
+    permutation: Sequence[int],
+    keys: LowRank,
+    values: LowRank,
+    parameters: CompressionParams,
+) -> dict[str, Tensor]:
+    """All tensors of one compressed decoder layer, by their names within it (Algorithm 1, Matrix_Fusion)."""
+    prefix = "self_attn."
+    tensors = source.layer_tensors(index)
+    dense = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    layout = choose_value_layout(source.geometry, values.ranks, parameters.value_mode)
+    fused = fused_attention_tensors(dense, source.geometry, permutation, keys, values, layout)
+    return tensors | {prefix + name: tensor for name, tensor in fused.items()}

@@ -1,0 +1,112 @@
+"""The console script `recalkv`: every stage, and the tools that need no pipeline."""
+
+import sys
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from recalkv.errors import ParameterError
+from recalkv.params import parse_params
+from stages.common import ParamsOption, user_errors
+
+STAGES = (
+    "model", "sample", "whiten", "fisher", "reorder", "allocate", "factorize", "calibrate", "fuse", "baseline",
+    "evaluate", "compare", "report",
+)  # fmt: skip
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+for _name in STAGES:
+    app.command(_name, rich_help_panel="Stages, in order")(import_module(f"stages.{_name}").main)
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that come with the package."""
+    return sorted(p.name.removesuffix(".yaml") for p in files("recalkv.presets").iterdir() if p.name.endswith(".yaml"))
+
+
+def apply_preset(base: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a full parameter mapping: ``base`` with the preset's values in place of its own."""
+    if name not in preset_names():
+        raise ParameterError(f"preset {name!r} does not exist; choose one of: {', '.join(preset_names())}.")
+    overlay = yaml.safe_load((files("recalkv.presets") / f"{name}.yaml").read_text())
+    merged = {section: {**base[section], **overlay.get(section, {})} for section in base}
+    parse_params(merged, f"preset {name}")
+    return merged
+
+
+@app.command(rich_help_panel="Tools")
+def preset(
+    name: Annotated[str, typer.Argument(help="Name of the preset; `list` shows them.")],
+    params: ParamsOption = Path("params.yaml"),
+    ratio: Annotated[float | None, typer.Option(help="Fraction of the cache's bytes to remove.")] = None,
+) -> None:
+    """Rewrite the parameter file with the settings of a known model; then run `dvc repro`."""
+    with user_errors():
+        if name == "list":
+            print("\n".join(preset_names()))
+            return
+        merged = apply_preset(yaml.safe_load(params.read_text()), name)
+        if ratio is not None:
+            merged["compression"]["ratio"] = merged["compare"]["ratio"] = ratio
+            parse_params(merged, f"preset {name}")
+        params.write_text(yaml.safe_dump(merged, sort_keys=False))
+        print(f"{params} now holds preset {name}; run `dvc repro`.")
+
+
+@app.command(rich_help_panel="Tools")
+def compress(
+    model: Annotated[str, typer.Argument(help="`embedded`, a Hugging Face id, or a local folder.")],
+    out: Annotated[Path, typer.Option(help="Folder for the compressed checkpoint.")],
+    ratio: Annotated[float, typer.Option(help="Fraction of the dense cache's bytes to remove, in [0, 1).")] = 0.5,
+    method: Annotated[str, typer.Option(help="recalkv, palu or svd.")] = "recalkv",
+    group_size: Annotated[int | None, typer.Option(help="Heads per group; default 4, or all if fewer.")] = None,
+    text: Annotated[str, typer.Option(help="Calibration text, as calibration.text in params.yaml.")] = "embedded",
+    samples: Annotated[int, typer.Option(help="Calibration windows.")] = 32,
+    length: Annotated[int, typer.Option(help="Tokens per window.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of windows.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+) -> None:  # fmt: skip
+    """Compress a model in one call, without the pipeline, and save the checkpoint."""
+    import tempfile
+
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from recalkv.oneshot import compress as run
+    from recalkv.source import resolve_model
+    from recalkv.store import writing_folder
+    from recalkv.text import load_documents
+    from stages.common import device_of
+
+    with user_errors(), tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+        where = device_of(device)
+        reference = resolve_model(model, None, Path(scratch))
+        dense = AutoModelForCausalLM.from_pretrained(reference.folder, dtype="auto").to(where)
+        tokenizer = AutoTokenizer.from_pretrained(reference.folder)
+        bar: Any = tqdm(unit="layer", file=sys.stderr, mininterval=1.0)
+
+        def advance(step: str, done: int, total: int) -> None:
+            if done == 1:
+                bar.reset(total)
+                bar.set_description(step)
+            bar.update()
+
+        with bar:
+            compressed = run(
+                dense, tokenizer, load_documents(text, split="train"), ratio=ratio, method=method,
+                group_size=group_size, samples=samples, length=length, seed=seed, progress=advance,
+            )  # fmt: skip
+        with writing_folder(out) as folder:
+            compressed.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        spec = compressed.config.recalkv
+        kept = spec["cached_elements_per_token"] / spec["dense_elements_per_token"]
+        print(f"{out}: caches {kept:.2%} of the dense model's bytes per token")
+
+
+if __name__ == "__main__":
+    app()

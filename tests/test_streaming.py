@@ -1,0 +1,204 @@
+"""Layer streaming: every layer's activations are those of the whole model, from memory and from files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recalkv.errors import ModelUnavailableError, NonFiniteError, UnsupportedModelError
+from recalkv.streaming import CheckpointSource, LayerSource, ModuleSource, attention_input, autocast, run_layer
+from tests.tiny import FAMILIES, dense_model, windows
+
+
+@torch.no_grad()
+def streamed_states(source: LayerSource, ids: Tensor, batch_size: int) -> list[Tensor]:
+    """Input of each layer, and the output of the last after the final norm, as Hugging Face numbers them."""
+    hidden = source.embed(ids, batch_size)
+    states = [torch.cat(hidden)]
+    for index in range(source.num_layers):
+        with source.layer(index) as layer:
+            hidden = [run_layer(source, layer, index, batch) for batch in hidden]
+        states.append(torch.cat(hidden))
+    states[-1] = source.final_norm()(states[-1])
+    return states
+
+
+@torch.no_grad()
+def assert_equals_model(source: LayerSource, model: Any, ids: Tensor, batch_size: int = 2) -> None:
+    output = model(ids, output_hidden_states=True)
+    states = streamed_states(source, ids, batch_size)
+    assert len(states) == len(output.hidden_states)
+    for actual, expected in zip(states, output.hidden_states, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(states[-1] @ source.head_weight().T, output.logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_equal_the_hidden_states(family: str) -> None:
+    model = dense_model(family)
+    # 40 tokens are longer than the sliding windows of 16; three windows leave an uneven last batch.
+    assert_equals_model(ModuleSource(model), model, windows(samples=3, length=40))
+
+
+@pytest.mark.parametrize("family", ["mistral-sliding", "qwen2-mixed-sliding"])
+def test_sliding_windows_matter_in_these_tests(family: str) -> None:
+    ids = windows(samples=1, length=40)
+    sliding, full = dense_model(family), dense_model(family, sliding_window=4096)
+    with torch.no_grad():
+        assert (sliding(ids).logits - full(ids).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoint_folder_gives_the_same_layers(family: str, tmp_path: Path) -> None:
+    model = dense_model(family)
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert_equals_model(CheckpointSource(tmp_path), model, windows(samples=2, length=24))
+
+
+def test_single_file_checkpoint_in_half_precision_is_read_as_float32(tmp_path: Path) -> None:
+    model = dense_model("llama-gqa").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    source = CheckpointSource(tmp_path)
+    tensors = source.layer_tensors(1)
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    expected = model.model.layers[1].state_dict()
+    assert set(tensors) == set(expected)
+    assert all(torch.equal(tensors[name], expected[name].float()) for name in expected)
+    assert source.embed(windows(), 4)[0].dtype == torch.float32
+    # Not model.float(): its rotary frequencies were rounded to bfloat16 with the rest.
+    widened = dense_model("llama-gqa")
+    widened.load_state_dict(model.state_dict())
+    assert_equals_model(source, widened, windows(samples=2, length=24))
+
+
+def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
+    model = dense_model("llama-gqa")
+    model.save_pretrained(tmp_path)
+    source = CheckpointSource(tmp_path)
+    assert not source.has_tensor("lm_head.weight")
+    assert torch.equal(source.head_weight(), model.model.embed_tokens.weight)
+    untied = dense_model("llama-mha")
+    assert torch.equal(ModuleSource(untied).head_weight(), untied.lm_head.weight)
+
+
+def test_embeddings_come_in_batches() -> None:
+    model = dense_model("llama-gqa")
+    batches = ModuleSource(model).embed(windows(samples=5, length=8), 2)
+    assert [tuple(batch.shape) for batch in batches] == [(2, 8, 48), (2, 8, 48), (1, 8, 48)]
+    assert torch.equal(torch.cat(batches), model.model.embed_tokens(windows(samples=5, length=8)))
+
+
+def test_attention_input_is_what_the_key_projection_reads() -> None:
+    source = ModuleSource(dense_model("llama-gqa"))
+    states, seen = source.embed(windows(samples=2, length=8), 2)[0], []
+    with source.layer(0) as layer:
+        layer.self_attn.k_proj.register_forward_hook(lambda _, args, out: seen.append(args[0]))
+        run_layer(source, layer, 0, states)
+        assert torch.equal(attention_input(layer, states), seen[0])
+
+
+def test_layers_do_not_alias_the_model() -> None:
+    model = dense_model("llama-gqa")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    source = ModuleSource(model)
+    with source.layer(0) as layer:
+        for parameter in layer.parameters():
+            assert not parameter.requires_grad
+            parameter.data.fill_(7.0)
+    source.final_norm().weight.data.fill_(7.0)
+    source.head_weight().fill_(7.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with source.layer(0) as layer:
+        assert torch.equal(layer.self_attn.k_proj.weight, model.model.layers[0].self_attn.k_proj.weight)
+
+
+def test_running_a_layer_leaves_its_input_as_it_is() -> None:
+    source = ModuleSource(dense_model("llama-gqa"))
+    states = source.embed(windows(samples=2, length=8), 2)[0]
+    before = states.clone()
+    with source.layer(0) as layer:
+        run_layer(source, layer, 0, states)
+    assert torch.equal(states, before)
+
+
+def test_config_of_the_model_is_left_as_it_is() -> None:
+    model = dense_model("llama-gqa")
+    model.set_attn_implementation("eager")
+    before = model.config.to_dict()
+    source = ModuleSource(model)
+    assert model.config._attn_implementation == "eager"
+    assert model.config.to_dict() == before
+    assert_equals_model(source, model, windows(samples=2, length=24))
+
+
+def test_batches_of_different_shapes_get_their_own_masks() -> None:
+    model = dense_model("mistral-sliding")
+    source = ModuleSource(model)
+    for samples, length in ((2, 40), (1, 40), (2, 12), (2, 40)):
+        assert_equals_model(source, model, windows(samples, length))
+
+
+def test_bfloat16_keeps_the_residual_stream_in_float32() -> None:
+    model, ids = dense_model("llama-gqa"), windows(samples=2, length=16)
+    exact, rounded = (streamed_states(ModuleSource(model, precision=p), ids, 2) for p in ("float32", "bfloat16"))
+    for a, b in zip(exact[1:], rounded[1:], strict=True):
+        assert b.dtype == torch.float32
+        assert not torch.equal(a, b)
+        assert (a - b).norm() < 0.05 * a.norm()
+    with autocast(ModuleSource(model, precision="bfloat16")):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    with autocast(ModuleSource(model)):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_two_runs_agree_bit_for_bit() -> None:
+    model, ids = dense_model("qwen3-qk-norm"), windows(samples=3, length=24)
+    first, second = (streamed_states(ModuleSource(model), ids, 2) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_unsupported_family_is_refused() -> None:
+    model = dense_model("llama-gqa")
+    model.config.model_type = "gemma"
+    with pytest.raises(UnsupportedModelError, match=r"model_type='gemma' is not supported; use .*llama, mistral"):
+        ModuleSource(model)
+
+
+def test_damaged_weight_names_layer_and_tensor() -> None:
+    model = dense_model("llama-gqa")
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[0, 0] = float("inf")
+    source = ModuleSource(model)
+    source.layer_tensors(1)
+    with pytest.raises(NonFiniteError, match=r"weights of layer 2 \(mlp\.up_proj\.weight\); .*download or export"):
+        source.layer_tensors(2)
+
+
+def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    dense_model("llama-gqa").config.save_pretrained(tmp_path)
+    with pytest.raises(ModelUnavailableError, match=r"holds neither model\.safetensors nor .*convert the model"):
+        CheckpointSource(tmp_path)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    dense_model("llama-gqa").save_pretrained(tmp_path, max_shard_size="60KB")
+    shard = min(tmp_path.glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ModelUnavailableError, match=rf"lacks the weight file\(s\) {shard.name}; finish the download"):
+        CheckpointSource(tmp_path)
+
+
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
+    dense_model("llama-gqa").save_pretrained(tmp_path, max_shard_size="60KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["model.layers.1.self_attn.v_proj.weight"]
+    index.write_text(json.dumps(content))
+    source = CheckpointSource(tmp_path)
+    message = r"has no tensor 'model\.layers\.1\.self_attn\.v_proj\.weight'; the checkpoint is incomplete"
+    with pytest.raises(ModelUnavailableError, match=message):
+        source.layer_tensors(1)

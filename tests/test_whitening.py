@@ -1,0 +1,142 @@
+"""Whitening statistics: moments against stacked activations of a plain forward pass, damping, the factor S."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from recalkv.activations import LayerInputs
+from recalkv.errors import NonFiniteError
+from recalkv.streaming import ModuleSource
+from recalkv.whitening import InputMoments, MomentAccumulator, collect_input_moments, damped, whitening_factor
+from tests.tiny import FAMILIES, dense_model, windows
+
+
+def attention_inputs(model: torch.nn.Module, ids: Tensor) -> list[Tensor]:
+    """What k_proj of each layer read in a plain forward pass, (tokens, m) float64 each."""
+    seen: list[Tensor] = []
+    hooks = [
+        layer.self_attn.k_proj.register_forward_hook(lambda _, args, out: seen.append(args[0].flatten(0, 1).double()))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def moments_of(model: torch.nn.Module, ids: Tensor, batch_size: int) -> list[InputMoments]:
+    return list(collect_input_moments(ModuleSource(model), ids, batch_size))
+
+
+def test_moments_of_two_tokens_by_hand() -> None:
+    accumulator = MomentAccumulator(2)
+    accumulator.add(torch.tensor([[1.0, 2.0]]))
+    accumulator.add(torch.tensor([[[3.0, -2.0]]]))
+    moments = accumulator.finish("layer 0")
+    assert moments.tokens == 2
+    assert moments.gram.tolist() == [[5.0, -2.0], [-2.0, 4.0]]
+    assert moments.mean.tolist() == [2.0, 0.0]
+    assert moments.centred_gram().tolist() == [[1.0, -2.0], [-2.0, 4.0]]
+    assert moments.gram.dtype == moments.mean.dtype == torch.float64
+
+
+def test_half_precision_inputs_are_summed_in_float32() -> None:
+    accumulator = MomentAccumulator(1)
+    accumulator.add(torch.full((1000, 1), 300.0, dtype=torch.float16))  # 300^2 overflows float16
+    assert accumulator.finish("layer 0").gram.item() == 90000.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moments_are_those_of_the_stacked_activations(family: str) -> None:
+    model, ids = dense_model(family), windows(samples=3, length=40)
+    for moments, inputs in zip(moments_of(model, ids, 2), attention_inputs(model, ids), strict=True):
+        assert moments.tokens == len(inputs) == 120
+        torch.testing.assert_close(moments.gram, inputs.T @ inputs / len(inputs), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moments.mean, inputs.mean(0), rtol=1e-4, atol=1e-5)
+        covariance = torch.cov(inputs.T, correction=0)
+        torch.testing.assert_close(moments.centred_gram(), covariance, rtol=1e-4, atol=1e-4)
+        assert torch.equal(moments.gram, moments.gram.T)
+
+
+def test_batch_size_changes_nothing() -> None:
+    model, ids = dense_model("qwen3-qk-norm"), windows(samples=7, length=32)
+    whole = moments_of(model, ids, 7)
+    for batch_size in (1, 3, 100):
+        for moments, expected in zip(moments_of(model, ids, batch_size), whole, strict=True):
+            torch.testing.assert_close(moments.gram, expected.gram, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(moments.mean, expected.mean, rtol=1e-5, atol=1e-6)
+
+
+def test_two_runs_agree_bit_for_bit() -> None:
+    model, ids = dense_model("llama-gqa"), windows()
+    for first, second in zip(moments_of(model, ids, 4), moments_of(model, ids, 4), strict=True):
+        assert torch.equal(first.gram, second.gram)
+        assert torch.equal(first.mean, second.mean)
+
+
+def test_inputs_are_kept_for_the_first_windows_only(tmp_path: Path) -> None:
+    model, ids = dense_model("mistral-sliding"), windows(samples=5, length=24)
+    source = ModuleSource(model)
+    keep = LayerInputs(tmp_path / "inputs", 3, 24, source.geometry.hidden, 2, torch.float32)
+    list(collect_input_moments(source, ids, 2, keep))
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+    for index in range(source.num_layers):
+        torch.testing.assert_close(keep.get(index, 0, 3), states[index][:3], rtol=1e-4, atol=1e-4)
+
+
+def test_fewer_tokens_than_hidden_size_are_legal() -> None:
+    model, ids = dense_model("llama-gqa"), windows(samples=1, length=12)  # 12 tokens, m = 48
+    for moments in moments_of(model, ids, 1):
+        values = torch.linalg.eigvalsh(moments.gram)
+        assert int((values > values[-1] * 1e-5).sum()) <= 12
+        assert torch.linalg.eigvalsh(damped(moments.gram, 1e-6))[0] > 0
+        factor = whitening_factor(moments.gram)
+        torch.testing.assert_close(factor @ factor.T, moments.gram, rtol=1e-6, atol=1e-6)
+
+
+def test_damping_by_hand() -> None:
+    gram = torch.tensor([[3.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    assert damped(gram, 0.5).tolist() == [[4.0, 1.0], [1.0, 2.0]]  # mean diagonal 2
+    assert torch.equal(damped(gram, 0.0), gram)
+
+
+def test_damping_is_relative_to_the_scale() -> None:
+    gram = whitening_factor(torch.eye(5, dtype=torch.float64)) + 0.1
+    torch.testing.assert_close(damped(gram * 1e6, 1e-3), damped(gram, 1e-3) * 1e6)
+
+
+def test_whitening_factor_reproduces_the_gram_matrix() -> None:
+    inputs = torch.randn(30, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gram = inputs.T @ inputs
+    factor = whitening_factor(gram)
+    torch.testing.assert_close(factor @ factor.T, gram)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_activations_name_the_layer(bad: float) -> None:
+    accumulator = MomentAccumulator(2)
+    accumulator.add(torch.tensor([[1.0, bad]]))
+    with pytest.raises(NonFiniteError, match=r"(?s)NaN or infinity.*layer 7.*calibration\.precision"):
+        accumulator.finish("layer 7")
+
+
+def test_overflow_in_a_layer_names_the_layer_that_reads_it() -> None:
+    model = dense_model("llama-gqa")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(1e38)  # finite, but its output is not
+    with pytest.raises(NonFiniteError, match="activations of layer 1"):
+        moments_of(model, windows(), 4)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj"])
+def test_nan_in_a_weight_names_the_layer_and_the_weight(layer: int, name: str) -> None:
+    model = dense_model("llama-gqa")
+    with torch.no_grad():
+        model.model.layers[layer].get_submodule(name).weight[3, 5] = float("nan")
+    with pytest.raises(NonFiniteError, match=rf"weights of layer {layer} \({name}\.weight\).*download or export"):
+        moments_of(model, windows(), 4)
