@@ -34,7 +34,8 @@ def write_model(folder: Path, layers: int, width: int) -> float:
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(config).state_dict()
     config.save_pretrained(folder)
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     groups: dict[str, list[str]] = {}
     for name in state:
         groups.setdefault(".".join(name.split(".")[:3]) if ".layers." in name else "other", []).append(name)

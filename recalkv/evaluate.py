@@ -52,13 +52,13 @@ def evaluation_windows(tokens: Tensor, window: int, max_windows: int | None) -> 
 
 
 @torch.inference_mode()
-def window_losses(model: nn.Module, windows: Tensor, progress: Callable[[], None] = lambda: None) -> Tensor:
+def window_losses(model: Any, windows: Tensor, progress: Callable[[], object] = lambda: None) -> Tensor:
     """Mean next-token loss of each window, nats, (windows,) float64; logits exist for 512 tokens at a time."""
     device = next(model.parameters()).device
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     losses = []
     for ids in windows.to(device):
-        states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]  # type: ignore[operator]
+        states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
         parts = zip(states.split(_HEAD_TOKENS), ids[1:].split(_HEAD_TOKENS), strict=True)
         sums = [nn.functional.cross_entropy(head(part).float(), ids_, reduction="sum") for part, ids_ in parts]
         losses.append(torch.stack(sums).double().sum() / (len(ids) - 1))
@@ -76,15 +76,15 @@ def perplexity(losses: Tensor) -> float:
     return float(losses.mean().exp())
 
 
-def parameter_count(model: nn.Module) -> int:
+def parameter_count(model: Any) -> int:
     """Number of parameters, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @torch.inference_mode()
-def fill_cache(model: nn.Module, ids: Tensor, steps: int = 4) -> Any:
+def fill_cache(model: Any, ids: Tensor, steps: int = 4) -> Any:
     """Cache of a prefill and a few decoding steps, as ``generate()`` builds it, for (batch, tokens) ids."""
-    output = model.generate(  # type: ignore[operator]
+    output = model.generate(
         ids.to(next(model.parameters()).device),
         attention_mask=torch.ones_like(ids),
         max_new_tokens=steps,
@@ -107,7 +107,7 @@ def cache_bytes_per_token(cache: Any) -> float:
 
 
 @torch.inference_mode()
-def time_generation(model: nn.Module, prompt: Tensor, new_tokens: int, repeats: int) -> dict[str, float]:
+def time_generation(model: Any, prompt: Tensor, new_tokens: int, repeats: int) -> dict[str, float]:
     """Time greedy generation of one sequence; medians over repeats, after one warm-up.
 
     Parameters
@@ -147,13 +147,13 @@ def time_generation(model: nn.Module, prompt: Tensor, new_tokens: int, repeats: 
 
 
 @torch.inference_mode()
-def attention_step_seconds(model: nn.Module, context: int, repeats: int) -> float:
+def attention_step_seconds(model: Any, context: int, repeats: int) -> float:
     """Median time of one decoding step of the first layer's attention module, seconds.
 
     The cache holds ``context`` tokens of random states in a growing ``DynamicCache``, which copies
     itself every step, for both models alike (transformers' default; no better baseline is claimed).
     """
-    attention = model.model.layers[0].self_attn  # type: ignore[union-attr,index]
+    attention = model.model.layers[0].self_attn
     parameter = next(model.parameters())
     device, dtype, width = parameter.device, parameter.dtype, model.config.hidden_size
     generator = torch.Generator().manual_seed(0)
@@ -166,12 +166,12 @@ def attention_step_seconds(model: nn.Module, context: int, repeats: int) -> floa
         tokens = min(1024, context - first)
         positions = torch.arange(first, first + tokens, device=device)[None]
         chunk = states(tokens)
-        rope = model.model.rotary_emb(chunk, positions)  # type: ignore[union-attr,operator]
+        rope = model.model.rotary_emb(chunk, positions)
         # What the chunk attends to is of no interest here; only what it leaves in the cache.
         mask = torch.ones(1, 1, tokens, first + tokens, dtype=torch.bool, device=device)
         attention(chunk, position_embeddings=rope, attention_mask=mask, past_key_values=cache)
     token = states(1)
-    rope = model.model.rotary_emb(token, torch.tensor([[context]], device=device))  # type: ignore[union-attr,operator]
+    rope = model.model.rotary_emb(token, torch.tensor([[context]], device=device))
     times = []
     for repeat in range(repeats + 3):
         start = _now(device)

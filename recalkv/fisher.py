@@ -8,6 +8,7 @@ projections are kept, and only as long as one batch lasts.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def collect_fisher_scores(
     windows: Tensor,
     batch_size: int,
     inputs: LayerInputs,
-    progress: Callable[[int], None] = lambda index: None,
+    progress: Callable[[int], object] = lambda index: None,
 ) -> FisherScores:
     """Score all key and value projections.
 
@@ -135,7 +136,7 @@ def _token_losses(states: Tensor, targets: Tensor, norm: nn.Module, head: Tensor
 
 
 def _projection_gradients(
-    source: LayerSource, layer: nn.Module, index: int, states: Tensor, upstream: Tensor
+    source: LayerSource, layer: Any, index: int, states: Tensor, upstream: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Back-propagate through one layer.
 

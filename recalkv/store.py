@@ -101,7 +101,7 @@ class StoreReader:
     def get_factors(self, name: str) -> LowRank:
         """Read what :meth:`StoreWriter.put_factors` wrote."""
         down = self.get(f"{name}/down")
-        up = []
+        up: list[Tensor] = []
         while f"{name}/up_{len(up)}" in self._group:
             up.append(self.get(f"{name}/up_{len(up)}"))
         return LowRank(list(down.split([part.shape[0] for part in up], dim=1)), up)

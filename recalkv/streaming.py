@@ -92,7 +92,7 @@ class LayerSource(ABC):
         return list(self._skeleton.model.layers[index].state_dict())
 
     @contextlib.contextmanager
-    def layer(self, index: int) -> Iterator[nn.Module]:
+    def layer(self, index: int) -> Iterator[Any]:
         """Materialise one decoder layer; its weights are freed on exit and never alias the source's."""
         layer = copy.deepcopy(self._skeleton.model.layers[index])
         layer.load_state_dict(self.layer_tensors(index), assign=True)
@@ -173,9 +173,9 @@ class ModuleSource(LayerSource):
         return self._tensors[name].detach().to(self.device, torch.float32, copy=True)
 
 
-def attention_input(layer: nn.Module, hidden: Tensor) -> Tensor:
+def attention_input(layer: Any, hidden: Tensor) -> Tensor:
     """What the layer's key and value projections read: the normalised residual stream, same shape."""
-    return layer.input_layernorm(hidden)  # type: ignore[operator]
+    return layer.input_layernorm(hidden)
 
 
 def autocast(source: LayerSource) -> contextlib.AbstractContextManager:
@@ -184,7 +184,7 @@ def autocast(source: LayerSource) -> contextlib.AbstractContextManager:
     return torch.autocast(source.device.type, dtype=source.precision, enabled=enabled)
 
 
-def run_layer(source: LayerSource, layer: nn.Module, index: int, hidden: Tensor) -> Tensor:
+def run_layer(source: LayerSource, layer: Any, index: int, hidden: Tensor) -> Tensor:
     """Apply one decoder layer to (batch, length, m) hidden states; returns a new float32 tensor."""
     context = source.context(hidden)
     with autocast(source):

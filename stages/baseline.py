@@ -32,7 +32,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         windows = evaluation_windows(joined_tokens(tokenizer, documents), wanted.window, wanted.max_windows)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
         with tqdm(desc="baseline", total=len(windows), unit="window", file=sys.stderr, mininterval=1.0) as bar:
-            losses = window_losses(model, windows, lambda: bar.update() and None)
+            losses = window_losses(model, windows, bar.update)
         record = {"text": wanted.text, "split": wanted.split, "window": wanted.window, "windows": len(windows)}
         with stage.write(record) as store:
             store.put("windows", windows)

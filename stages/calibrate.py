@@ -21,7 +21,8 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         wanted = stage.params.compression
         source = stage.source()
         keys = {"method", "ovc", "ovc_target", "ovc_iterations", "damping"}
-        svd, before, after = [], [], []
+        svd: list[float] = []
+        before, after = [], []
         with stage.write(wanted.model_dump(mode="json", include=keys)) as store:
             layers = _layers(stage, source, svd)
             for index, values in enumerate(stage.progress(layers, source.num_layers)):

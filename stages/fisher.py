@@ -21,7 +21,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         group = stage.read("activations").group
         inputs = LayerInputs(group, samples, length, source.geometry.hidden, wanted.batch_size, source.precision)
         with tqdm(desc="fisher", total=source.num_layers, unit="layer", mininterval=1.0, file=sys.stderr) as bar:
-            scores = collect_fisher_scores(source, windows, wanted.batch_size, inputs, lambda _: bar.update() and None)
+            scores = collect_fisher_scores(source, windows, wanted.batch_size, inputs, lambda _: bar.update())
         with stage.write({"precision": wanted.precision, "tokens": windows.numel()}) as store:
             store.put("key", scores.key)
             store.put("value", scores.value)

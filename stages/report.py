@@ -152,8 +152,8 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         f"Method `{compression.method}` (HSR {_switch(compression.hsr)}, OVC {_switch(compression.ovc)}, target "
         f"{compression.ovc_target}), group size {compression.group_size}, {compression.allocation} ranks, "
         f"calibrated on {calibration.samples} x {calibration.length} tokens of `{calibration.text}` "
-        f"({calibration.split}), {calibration.precision} matrix products. Evaluated on {ppl['windows']} windows of {ppl['tokens_per_window']} "
-        f"tokens of `{evaluation.text}` ({evaluation.split}): texts joined, no overlap.",
+        f"({calibration.split}), {calibration.precision} matrix products. Evaluated on {ppl['windows']} windows of "
+        f"{ppl['tokens_per_window']} tokens of `{evaluation.text}` ({evaluation.split}): texts joined, no overlap.",
         "",
         f"Asked to remove {cache['requested_ratio']:.1%} of the cache's bytes, removed "
         f"**{cache['compression_ratio']:.2%}**, measured from the live cache. "

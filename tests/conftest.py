@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerFast
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = ["the", "cache", "holds", "what", "the", "model", "has", "read", "so", "far", "and", "every", "token", "adds", "its", "keys", "and", "its", "values", "to", "it"]
+SENTENCE = "the cache holds what the model has read so far and every token adds its keys and its values to it"
 
 
 def _text(words: int, seed: int) -> str:
-    state, picked = seed, []
+    state, picked, words_of = seed, [], SENTENCE.split()
     for _ in range(words):
         state = (state * 1103515245 + 12345) % 2**31
-        picked.append(WORDS[state // 65536 % len(WORDS)])
+        picked.append(words_of[state // 65536 % len(words_of)])
     return " ".join(picked)
 
 
