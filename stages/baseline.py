@@ -20,7 +20,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
 
     with running("baseline", params, data) as stage:
         wanted, folder = stage.params.evaluation, stage.model().folder
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         documents = load_documents(
             wanted.text,
             split=wanted.split,

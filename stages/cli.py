@@ -86,7 +86,7 @@ def compress(
         where = device_of(device)
         reference = resolve_model(model, None, Path(scratch))
         dense = AutoModelForCausalLM.from_pretrained(reference.folder, dtype="auto").to(where)
-        tokenizer = AutoTokenizer.from_pretrained(reference.folder)
+        tokenizer = AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False)
         bar: Any = tqdm(unit="layer", file=sys.stderr, mininterval=1.0)
 
         def advance(step: str, done: int, total: int) -> None:

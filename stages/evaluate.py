@@ -37,7 +37,7 @@ def main(
         with tqdm(desc="evaluate", total=len(windows), unit="window", file=sys.stderr, mininterval=1.0) as bar:
             losses = window_losses(model, windows, bar.update)
         del model
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         prompts = [tokenizer(prompt)["input_ids"] for prompt in wanted.prompts]
         request = {
             "device": str(stage.device),

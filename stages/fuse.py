@@ -43,7 +43,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         )
         with writing_folder(data / "compressed") as folder:
             save_checkpoint(folder, config, other_tensors(source), stage.progress(layers, source.num_layers), dtype)
-            AutoTokenizer.from_pretrained(reference.folder).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False).save_pretrained(folder)
             if (reference.folder / "generation_config.json").exists():
                 GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)
 

@@ -15,7 +15,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
 
     with running("sample", params, data) as stage:
         wanted = stage.params.calibration
-        tokenizer = AutoTokenizer.from_pretrained(stage.model().folder)
+        tokenizer = AutoTokenizer.from_pretrained(stage.model().folder, trust_remote_code=False)
         documents = load_documents(
             wanted.text,
             split=wanted.split,

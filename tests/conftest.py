@@ -5,12 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import os
+
 import pytest
+import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
+
+# Tiny tensors: a second thread costs more than it helps, here and in the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
 SENTENCE = "the cache holds what the model has read so far and every token adds its keys and its values to it"

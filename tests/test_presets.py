@@ -59,7 +59,7 @@ def test_preset_has_the_papers_settings(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_preset_compresses_its_architecture_scaled_down(name: str) -> None:
     config_class, model_class, special = ARCHITECTURES[name]
-    sizes = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 128}
+    sizes = {"hidden_size": 160, "head_dim": 16, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 128}
     torch.manual_seed(0)
     dense = model_class(config_class(**sizes, **special, initializer_range=0.2)).eval()
     base = yaml.safe_load((ROOT / "params.yaml").read_text())

@@ -170,7 +170,8 @@ def test_missing_record_says_what_to_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["config", "start", "end", "size", "more"])
-def test_changed_model_is_detected(folder: Path, tmp_path: Path, change: str) -> None:
+def test_changed_model_is_detected(folder: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_SAMPLE_BYTES", 64)  # far less than the file holds
     record = tmp_path / "model"
     record.mkdir()
     write_reference(resolve_model(str(folder), None, tmp_path), record)
