@@ -1,11 +1,10 @@
 """Fixtures of several test files: a tiny model folder with a tokenizer, and a copy of the pipeline around it."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import os
 
 import pytest
 import torch

@@ -47,9 +47,15 @@ def generate(model: Any, ids: Tensor, tokens: int = 40, **options: Any) -> Tenso
     return output
 
 
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    """Without pytest's comparison of long lists, which can take minutes."""
+    where = (actual != expected).nonzero()
+    assert not len(where), f"{len(where)} tokens differ, the first at {where[0].tolist()}"
+
+
 def assert_same(models: tuple[Any, Any], ids: Tensor, tokens: int = 40, **options: Any) -> None:
     compressed, twin = (generate(model, ids, tokens, **options) for model in models)
-    assert compressed.tolist() == twin.tolist()
+    assert_equal(compressed, twin)
     assert compressed[:, ids.shape[1] :].unique().numel() > 8, "a text this monotonous compares nothing"
 
 
@@ -89,10 +95,10 @@ def test_left_padding_equals_generation_alone(family: str, mode: str) -> None:
     lengths = (70, 5, 24)
     ids, mask = left_padded(lengths)
     batch = generate(compressed, ids, attention_mask=mask)
-    assert batch.tolist() == generate(twin, ids, attention_mask=mask).tolist()
+    assert_equal(batch, generate(twin, ids, attention_mask=mask))
     for row, length in enumerate(lengths):
         alone = generate(compressed, ids[row : row + 1, -length:])
-        assert batch[row, -length - 40 :].tolist() == alone[0].tolist()
+        assert_equal(batch[row, -length - 40 :], alone[0])
 
 
 @pytest.mark.parametrize("family", ["llama3-rope", "llama-yarn", "mistral-sliding"])
@@ -130,14 +136,14 @@ def test_assisted_decoding(family: str) -> None:
     models = pair(family)
     assert_same(models, windows(1, 12), assistant_model=assistant)
     assisted = generate(models[0], windows(1, 12), assistant_model=assistant)
-    assert assisted.tolist() == generate(models[0], windows(1, 12)).tolist()
+    assert_equal(assisted, generate(models[0], windows(1, 12)))
 
 
 def test_the_compressed_model_assists_the_dense_one() -> None:
     dense, compressed, _ = compressed_pair("llama-gqa", ratio=0.2)
     dense, compressed = endless(dense), endless(compressed)
     assisted = generate(dense, windows(1, 12), assistant_model=compressed)
-    assert assisted.tolist() == generate(dense, windows(1, 12)).tolist()
+    assert_equal(assisted, generate(dense, windows(1, 12)))
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-bias", *SLIDING])
@@ -145,7 +151,7 @@ def test_prompt_lookup_decoding(family: str) -> None:
     ids = windows(1, 10).repeat(1, 3)
     assert_same(pair(family), ids, prompt_lookup_num_tokens=4)
     looked_up = generate(pair(family)[0], ids, prompt_lookup_num_tokens=4)
-    assert looked_up.tolist() == generate(pair(family)[0], ids).tolist()
+    assert_equal(looked_up, generate(pair(family)[0], ids))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -155,7 +161,7 @@ def test_chunked_prefill(family: str, chunk: int, cache: str) -> None:
     ids = windows(2, 90)
     options = {"prefill_chunk_size": chunk, "cache_implementation": cache}
     assert_same(pair(family), ids, **options)
-    assert generate(pair(family)[0], ids, **options).tolist() == generate(pair(family)[0], ids).tolist()
+    assert_equal(generate(pair(family)[0], ids, **options), generate(pair(family)[0], ids))
 
 
 @pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
@@ -170,8 +176,8 @@ def test_several_turns_with_one_cache(family: str, cache: type) -> None:
             ids = torch.cat([ids, windows(2, length, seed)], dim=1)
             # Without a mask, generate would take a generated token 0 for padding.
             ids = generate(model, ids, 20, past_key_values=state, attention_mask=torch.ones_like(ids))
-        outputs.append(ids.tolist())
-    assert outputs[0] == outputs[1]
+        outputs.append(ids)
+    assert_equal(*outputs)
 
 
 @pytest.mark.parametrize("mode", VALUE_MODES)
@@ -216,8 +222,8 @@ def test_kernels_without_a_mask_tensor(family: str, mask: Any) -> None:
     expected = generate(compressed, ids)
     compressed.set_attn_implementation("opaque")
     try:
-        assert generate(compressed, ids, past_key_values=DynamicCache()).tolist() == expected.tolist()
-        assert generate(compressed, ids).tolist() == expected.tolist()
+        assert_equal(generate(compressed, ids, past_key_values=DynamicCache()), expected)
+        assert_equal(generate(compressed, ids), expected)
     finally:
         compressed.set_attn_implementation("sdpa")
 
