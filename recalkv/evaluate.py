@@ -131,7 +131,7 @@ def time_generation(model: Any, prompt: Tensor, new_tokens: int, repeats: int) -
         logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
         token = logits[:, -1].argmax(dim=-1, keepdim=True)
         between = _now(device)
-        for _ in range(new_tokens - 1):
+        for _ in range(new_tokens - 1 if repeat else 3):
             token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)
         end = _now(device)
         if repeat:

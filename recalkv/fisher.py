@@ -41,6 +41,8 @@ class FisherScores:
     window_loss: Tensor
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def collect_fisher_scores(
     source: LayerSource,
     windows: Tensor,

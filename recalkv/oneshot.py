@@ -1,5 +1,6 @@
 """One call for those who want no pipeline: dense model in, compressed model out."""
 
+import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -119,7 +120,7 @@ def compress(
     dtype = next(model.parameters()).dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
     name = getattr(model.config, "_name_or_path", None)
     compressed = assemble(source, result, parameters, dtype, {"name": name, "revision": None, "fingerprint": None})
-    compressed.generation_config = getattr(model, "generation_config", compressed.generation_config)
+    compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
     return compressed
 
 

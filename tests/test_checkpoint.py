@@ -173,6 +173,14 @@ def test_set_value_mode_refuses_what_is_not_stored(stored: str, mode: str, messa
     assert [layer.self_attn.value_mode for layer in compressed.model.layers] == before
 
 
+@pytest.mark.parametrize("stored", ["auto", "fused"])
+def test_auto_is_possible_whatever_is_stored(stored: str) -> None:
+    _, compressed, _ = compressed_pair("llama-gqa", value_mode=stored)
+    before = logits(compressed)
+    recalkv.set_value_mode(compressed, "auto")
+    assert torch.equal(logits(compressed), before)
+
+
 def rope(**parameters: Any) -> Any:
     return SimpleNamespace(model_type="llama", rope_parameters={"rope_theta": 10000.0} | parameters)
 
