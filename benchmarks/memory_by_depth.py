@@ -15,10 +15,16 @@ import typer
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from recalkv.oneshot import compress_layers
+from recalkv.activations import LayerInputs
+from recalkv.factorize import factorize_groups, group_columns
+from recalkv.fisher import collect_fisher_scores
+from recalkv.lowrank import LowRank
 from recalkv.params import CompressionParams
 from recalkv.resources import peak_resident_mib, resident_mib
+from recalkv.steps.calibration import compressed_values
+from recalkv.steps.factors import key_weight, value_weight
 from recalkv.streaming import CheckpointSource
+from recalkv.whitening import collect_input_moments
 
 
 def write_model(folder: Path, layers: int, width: int) -> float:
@@ -49,10 +55,33 @@ def write_model(folder: Path, layers: int, width: int) -> float:
 
 
 def child(folder: str) -> None:
-    """Run all statistics and factors of one model; prints the growth of memory over the start, MiB."""
+    """Run the three streamed passes of one model, as the stages do; prints start and peak memory, MiB."""
     base = resident_mib()
+    source = CheckpointSource(folder)
+    geometry = source.geometry
     windows = torch.randint(0, 256, (4, 256), generator=torch.Generator().manual_seed(0))
-    compress_layers(CheckpointSource(folder), windows, 1, CompressionParams(ratio=0.5, group_size=2))
+    heads = list(range(geometry.kv_heads))
+    columns = group_columns([heads], geometry.head_dim)
+    with tempfile.TemporaryDirectory() as scratch:
+        samples, length = windows.shape
+        inputs = LayerInputs(Path(scratch) / "inputs", samples, length, geometry.hidden, 1, torch.float32)
+        for _ in collect_input_moments(source, windows, 1, inputs):
+            pass
+        collect_fisher_scores(source, windows, 1, inputs)
+
+    def plain(weight: torch.Tensor) -> LowRank:
+        return factorize_groups(weight, None, columns, [geometry.kv_width // 2])
+
+    for _ in compressed_values(
+        source,
+        windows,
+        1,
+        lambda index: plain(value_weight(source, index)),
+        lambda index: plain(key_weight(source, index)),
+        [heads] * geometry.layers,
+        CompressionParams(ratio=0.5, group_size=geometry.kv_heads),
+    ):
+        pass
     print(json.dumps({"base": base, "peak": peak_resident_mib()}))
 
 
