@@ -10,16 +10,24 @@ from recalkv.fisher import FisherScores, collect_fisher_scores
 # Allocate_Compression_Ratio
 from recalkv.steps.allocation import LayerRanks, allocate
 
-# Offline_Calibration
-from recalkv.steps.calibration import LayerValues, compressed_values, in_model_order
+# Offline_Calibration, and what goes beyond it
+from recalkv.steps.calibration import LayerRefit, in_model_order, install, refit_layers
 
 # Group_SVD (keys), SVD (values)
-from recalkv.steps.factors import factorize_keys, key_weight, plain_values, value_weight
+from recalkv.steps.factors import (
+    LayerFactors,
+    LayerStatistics,
+    factorize_layer,
+    key_weight,
+    latent_parts,
+    value_weight,
+)
 
 # Matrix_Fusion, Update_Layer
 from recalkv.steps.fuse import fuse_layer
 
 # Calculate_CKA_Similarity, Head_Reorder
+from recalkv.steps.grouping import group_layers, layer_energies
 from recalkv.steps.groups import HeadGrouping, group_heads, value_group_size, value_groups
 
 # Whitening (section 4.1)
@@ -29,18 +37,23 @@ __all__ = [
     "FisherScores",
     "HeadGrouping",
     "InputMoments",
+    "LayerFactors",
     "LayerRanks",
-    "LayerValues",
+    "LayerRefit",
+    "LayerStatistics",
     "allocate",
     "collect_fisher_scores",
     "collect_input_moments",
-    "compressed_values",
-    "factorize_keys",
+    "factorize_layer",
     "fuse_layer",
     "group_heads",
+    "group_layers",
     "in_model_order",
+    "install",
     "key_weight",
-    "plain_values",
+    "latent_parts",
+    "layer_energies",
+    "refit_layers",
     "value_group_size",
     "value_groups",
     "value_weight",

@@ -1,8 +1,9 @@
 """Attention over a latent cache: the run-time half of the method.
 
 The cache holds ``z_k`` and ``z_v`` of each token, before RoPE, as one "head" each, in transformers' own
-cache classes. Keys are rebuilt (``z_k R_k``, bias, qk-norm) and rotated where attention needs them;
-values take one of three equal paths (see :mod:`recalkv.fusion`).
+cache classes; where keys and values share one latent, it stands in the place of the keys, and the
+values' place is zero columns wide. Keys are rebuilt (``z_k R_k``, bias, qk-norm) and rotated where
+attention needs them; values take one of three equal paths (see :mod:`recalkv.fusion`).
 """
 
 from collections.abc import Callable, Sequence
@@ -87,13 +88,14 @@ class LatentAttention(nn.Module):
         self.key_ranks: list[int] = list(spec["key_ranks"])
         self.value_ranks: list[int] = list(spec["value_ranks"])
         self.fused = spec["value_layout"] == "fused"
+        self.joint: bool = config.recalkv["joint"]
         self.value_mode: str = config.recalkv["value_mode"]
         self.query_limit = min(MAX_EXPLICIT_QUERIES, decode_query_limit(geometry, max(self.value_ranks)))
         m, d_h, n_rep = geometry.hidden, geometry.head_dim, geometry.queries_per_kv
         biases = config.recalkv["biases"]
         self.q_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases)
         self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=False)
-        self.v_proj = nn.Linear(m, sum(self.value_ranks), bias=False)
+        self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=False)
         self.key_up = _up_factors(self.key_ranks, self.key_heads, d_h)
         self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if "k" in biases else None
         if self.fused:
@@ -123,7 +125,8 @@ class LatentAttention(nn.Module):
         if self.q_norm is not None:
             query = self.q_norm(query)
         query = query.transpose(1, 2)
-        z_k, z_v = self.k_proj(hidden_states)[:, None], self.v_proj(hidden_states)[:, None]
+        z_k = self.k_proj(hidden_states)[:, None]
+        z_v = z_k[..., :0] if self.v_proj is None else self.v_proj(hidden_states)[:, None]
 
         query_rope = key_rope = position_embeddings
         first: int | Tensor = 0
@@ -136,6 +139,8 @@ class LatentAttention(nn.Module):
             if not fresh:
                 query_rope, key_rope = self._slot_rope(query, start, offset, slots)
             z_k, z_v = past_key_values.update(z_k, z_v, self.layer_idx)
+        if self.joint:
+            z_v = z_k
         query = _rotate(query, query_rope)
         key = _rotate(self._rebuild_keys(z_k), key_rope)
 

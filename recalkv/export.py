@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from recalkv.fusion import choose_value_layout
+from recalkv.methods import resolve_method
 from recalkv.modeling import CONFIG_CLASSES, FORMAT_VERSION, MODEL_CLASSES
 from recalkv.params import CompressionParams
 from recalkv.steps.allocation import LayerRanks
@@ -51,10 +52,11 @@ def compressed_config(
         "source": provenance,
         "key_group_size": parameters.group_size,
         "value_group_size": value_group_size(parameters, geometry.kv_heads),
+        "joint": resolve_method(parameters).joint,
         "value_mode": parameters.value_mode if parameters.value_mode != "fused" else "auto",
         "biases": [letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
         "qk_norm": "self_attn.k_norm.weight" in names,
-        "cached_elements_per_token": sum(sum(layer.key) + sum(layer.value) for layer in ranks),
+        "cached_elements_per_token": sum(layer.cached_elements for layer in ranks),
         "dense_elements_per_token": geometry.dense_elements_per_token,
         "layers": [
             {

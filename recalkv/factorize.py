@@ -4,21 +4,31 @@ The rank-r minimiser of ``|| S^T (W - L R) ||_F`` with ``S S^T = C`` is usually 
 the m x n matrix ``S^T W``. Its right singular vectors are the eigenvectors of the small n x n matrix
 ``W^T C W``, the second moment of the projection's outputs, and the minimiser is ``L = W V_r``,
 ``R = V_r^T``. That needs no factor S, no inverse and no positive definiteness.
+
+With an output metric G (:mod:`recalkv.loss_metric`) the same holds of ``G^1/2 W^T C W G^1/2``. Keys and
+values that share one latent are one matrix, ``[W_k, W_v]`` of the group's heads, with a
+block-diagonal G.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from recalkv.lowrank import LowRank
+from recalkv.whitening import damped
 
 __all__ = [
+    "GroupPart",
     "LowRank",
     "factorize_groups",
     "group_columns",
+    "group_parts",
     "output_moment",
     "relative_error",
+    "spectrum",
+    "symmetric_roots",
     "truncated_factors",
 ]
 
@@ -35,8 +45,26 @@ def output_moment(weight: Tensor, gram: Tensor | None) -> Tensor:
     return (moment + moment.T) / 2
 
 
-def truncated_factors(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Best rank-r factors of one group (paper eq. 1, whitened).
+def spectrum(moment: Tensor, gradient: Tensor | None = None) -> Tensor:
+    """Squared singular values of ``C^1/2 W G^1/2``, descending, (w,) float64.
+
+    Parameters
+    ----------
+    moment : (w, w)
+        ``W^T C W``.
+    gradient : (w, w) or None
+        Output metric ``G``; None for the identity.
+    """
+    if gradient is not None:
+        root, _ = symmetric_roots(gradient)
+        moment = root @ moment @ root
+    return torch.linalg.eigvalsh((moment + moment.T) / 2).flip(0).clamp_min(0)
+
+
+def truncated_factors(
+    weight: Tensor, moment: Tensor, rank: int, gradient: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Best rank-r factors of one group: the minimiser of ``tr(C D G D^T)`` (paper eq. 1 for G = I).
 
     Parameters
     ----------
@@ -46,21 +74,49 @@ def truncated_factors(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor
         ``W_g^T C W_g``.
     rank
         ``r``, 1 to ``w``.
+    gradient : (w, w) float64 or None
+        Output metric ``G``; None, or a zero matrix, for the identity.
 
     Returns
     -------
     L : (m, r), R : (r, w) float64
-        ``R`` has orthonormal rows. The sign of each is fixed (largest component positive), so the
-        same input gives the same factors.
+        ``R`` has orthonormal rows, so latents are of the outputs' own magnitude whatever that of G.
+        The sign of each row is fixed (largest component positive): the same input gives the same
+        factors.
     """
-    _, vectors = torch.linalg.eigh(moment)
-    right = vectors[:, -rank:].flip(1)  # eigh sorts ascending
+    if gradient is None or not bool(gradient.any()):
+        _, vectors = torch.linalg.eigh(moment)
+        right = vectors[:, -rank:].flip(1)  # eigh sorts ascending
+        left = weight @ right
+    else:
+        root, inverse = symmetric_roots(gradient)
+        weighted = root @ moment @ root
+        _, vectors = torch.linalg.eigh((weighted + weighted.T) / 2)
+        kept = vectors[:, -rank:].flip(1)
+        right, change = torch.linalg.qr(inverse @ kept)
+        left = weight @ (root @ kept) @ change.T
     peak = right.abs().argmax(dim=0)
-    right = right * torch.sign(right[peak, torch.arange(rank, device=right.device)])
-    return weight @ right, right.T.contiguous()
+    sign = torch.sign(right[peak, torch.arange(rank, device=right.device)])
+    return left * sign, (right * sign).T.contiguous()
 
 
-def factorize_groups(weight: Tensor, gram: Tensor | None, columns: Sequence[Tensor], ranks: Sequence[int]) -> LowRank:
+def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric square root of a positive semi-definite matrix, and that root's pseudo-inverse."""
+    values, vectors = torch.linalg.eigh(matrix)
+    keep = values > values[-1].clamp_min(0) * 1e-13
+    root = torch.where(keep, values, 0.0).sqrt()
+    inverse = torch.where(keep, 1 / torch.where(keep, root, 1.0), 0.0)
+    return (vectors * root) @ vectors.T, (vectors * inverse) @ vectors.T
+
+
+def factorize_groups(
+    weight: Tensor,
+    gram: Tensor | None,
+    columns: Sequence[Tensor],
+    ranks: Sequence[int],
+    gradient: Tensor | None = None,
+    gradient_damping: float = 0.0,
+) -> LowRank:
     """Grouped SVD of one projection (paper, section 3.2).
 
     Parameters
@@ -74,18 +130,62 @@ def factorize_groups(weight: Tensor, gram: Tensor | None, columns: Sequence[Tens
         treatment of values.
     ranks
         Rank of each group.
+    gradient : (n, n) or None
+        ``G`` of the loss-aware metric; each group uses its own block.
+    gradient_damping
+        Ridge on each block, relative to its mean diagonal.
     """
+    parts = group_parts(weight, gram, columns, gradient, gradient_damping)
+    factors = [
+        truncated_factors(part.weight, part.moment, rank, part.gradient)
+        for part, rank in zip(parts, ranks, strict=True)
+    ]
+    return LowRank([left for left, _ in factors], [right for _, right in factors])
+
+
+@dataclass(frozen=True)
+class GroupPart:
+    """What the factors of one group follow from.
+
+    Attributes
+    ----------
+    weight : (m, w) float64
+        Columns ``W_g`` of the group.
+    moment : (w, w) float64
+        ``W_g^T C W_g``.
+    gradient : (w, w) float64 or None
+        ``G`` of the group's outputs.
+    """
+
+    weight: Tensor
+    moment: Tensor
+    gradient: Tensor | None
+
+    def energies(self) -> Tensor:
+        """Loss (or error) that each further rank saves, descending, (w,)."""
+        return spectrum(self.moment, self.gradient)
+
+
+def group_parts(
+    weight: Tensor,
+    gram: Tensor | None,
+    columns: Sequence[Tensor],
+    gradient: Tensor | None = None,
+    gradient_damping: float = 0.0,
+) -> list[GroupPart]:
+    """Cut one projection into its groups; see :func:`factorize_groups`."""
     weight = weight.double()
     # One m x m x n product serves all groups.
     weighted = weight if gram is None else gram.double() @ weight
-    down, up = [], []
-    for index, rank in zip(columns, ranks, strict=True):
+    parts = []
+    for index in columns:
         part = weight[:, index]
         moment = part.T @ weighted[:, index]
-        left, right = truncated_factors(part, (moment + moment.T) / 2, rank)
-        down.append(left)
-        up.append(right)
-    return LowRank(down, up)
+        metric = None
+        if gradient is not None:
+            metric = damped(gradient.double()[index][:, index], gradient_damping)
+        parts.append(GroupPart(part, (moment + moment.T) / 2, metric))
+    return parts
 
 
 def relative_error(weight: Tensor, approximation: Tensor, gram: Tensor) -> float:

@@ -3,7 +3,8 @@
 The backward half of one forward and backward pass. The whitening pass left each layer's input on
 disk; here the layers are taken from the last to the first, the layer's inside is recomputed from that
 input, and the gradient goes back through it alone. Only the gradients at the outputs of the two
-projections are kept, and only as long as one batch lasts.
+projections are kept, and only as long as one batch lasts. The same pass yields the second moments of
+the loss-aware metric (:mod:`recalkv.loss_metric`).
 """
 
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from recalkv.activations import LayerInputs
 from recalkv.errors import NonFiniteError
+from recalkv.loss_metric import LossMoments, LossMomentsAccumulator
+from recalkv.params import CalibrationParams
 from recalkv.streaming import LayerSource, run_layer
 
 __all__ = ["FisherScores", "collect_fisher_scores"]
@@ -46,11 +49,11 @@ class FisherScores:
 def collect_fisher_scores(
     source: LayerSource,
     windows: Tensor,
-    batch_size: int,
+    parameters: CalibrationParams,
     inputs: LayerInputs,
-    progress: Callable[[int], object] = lambda index: None,
+    keep: Callable[[int, LossMoments], object] = lambda index, moments: None,
 ) -> FisherScores:
-    """Score all key and value projections.
+    """Score all key and value projections, and take the moments of the loss-aware metric.
 
     Parameters
     ----------
@@ -58,41 +61,64 @@ def collect_fisher_scores(
         The dense model, one layer at a time.
     windows : (samples, length) int64
         Token windows whose layer inputs are in ``inputs``, in the same order.
-    batch_size
-        Windows per step; it changes memory, not the result.
+    parameters
+        ``batch_size`` changes memory, not the result; ``labels``, ``seed``, ``gradients``,
+        ``sink_tokens`` and ``sink_weight`` define the moments.
     inputs
         Each layer's inputs, from :func:`recalkv.whitening.collect_input_moments`.
-    progress
-        Called with the layer after each layer, from the last to the first.
+    keep
+        Called with each layer's index and moments, from the last layer to the first.
 
     Raises
     ------
     NonFiniteError
         Where a gradient or the loss is NaN or infinite; the message names the layer.
     """
-    batches = [(first, min(first + batch_size, len(windows))) for first in range(0, len(windows), batch_size)]
-    gradients, losses = _loss_gradients(source, windows, batches, inputs)
+    size = parameters.batch_size
+    batches = [(first, min(first + size, len(windows))) for first in range(0, len(windows), size)]
+    sampler = None
+    if parameters.labels == "model":
+        sampler = torch.Generator(source.device).manual_seed(parameters.seed)
+    gradients, losses = _loss_gradients(source, windows, batches, inputs, sampler)
+    # Gradients below are those of a window's mean loss; the metric counts nats of the whole window.
+    predicted = windows.shape[1] - 1
     scores = torch.zeros(2, source.num_layers, dtype=torch.float64)
     for index in reversed(range(source.num_layers)):
         with source.layer(index) as layer:
             geometry = source.geometry
             squared = torch.zeros(2, geometry.hidden, geometry.kv_width, device=source.device)
+            moments = LossMomentsAccumulator(
+                geometry.hidden,
+                geometry.kv_width,
+                parameters.sink_tokens,
+                parameters.sink_weight,
+                parameters.gradients,
+                source.device,
+            )
             for batch, span in enumerate(batches):
                 states = inputs.get(index, *span).to(source.device)
-                gradients[batch], per_window = _projection_gradients(source, layer, index, states, gradients[batch])
-                squared += per_window.square().sum(dim=1)
+                read, at_outputs, gradients[batch] = _projection_gradients(
+                    source, layer, index, states, gradients[batch]
+                )
+                for total, gradient in zip(squared, at_outputs, strict=True):
+                    total += (read.mT @ gradient).square().sum(dim=0)
+                moments.add(read, *(gradient * predicted for gradient in at_outputs))
             if not bool(torch.isfinite(squared).all()):
                 raise NonFiniteError(
                     f"NaN or infinity in the gradients of layer {index}; run the calibration in float32 "
                     f"(calibration.precision) and check the model's weights."
                 )
             scores[:, index] = (squared / len(windows)).sqrt().double().mean(dim=(1, 2)).cpu()
-        progress(index)
+            keep(index, moments.finish(f"layer {index}"))
     return FisherScores(scores[0], scores[1], losses)
 
 
 def _loss_gradients(
-    source: LayerSource, windows: Tensor, batches: list[tuple[int, int]], inputs: LayerInputs
+    source: LayerSource,
+    windows: Tensor,
+    batches: list[tuple[int, int]],
+    inputs: LayerInputs,
+    sampler: torch.Generator | None,
 ) -> tuple[list[Tensor], Tensor]:
     """Gradient of each window's mean loss at the last layer's output, and the losses; logits in chunks."""
     last = source.num_layers - 1
@@ -108,7 +134,7 @@ def _loss_gradients(
                 targets = windows[window, 1:].to(source.device)
                 for start in range(0, predicted, _HEAD_TOKENS):
                     span = slice(start, min(start + _HEAD_TOKENS, predicted))
-                    loss, gradient[row, span] = _token_losses(states[row, span], targets[span], norm, head)
+                    loss, gradient[row, span] = _token_losses(states[row, span], targets[span], norm, head, sampler)
                     losses[window] += loss / predicted
             gradients.append(gradient / predicted)
     if not bool(torch.isfinite(losses).all()):
@@ -119,11 +145,14 @@ def _loss_gradients(
     return gradients, losses
 
 
-def _token_losses(states: Tensor, targets: Tensor, norm: nn.Module, head: Tensor) -> tuple[float, Tensor]:
+def _token_losses(
+    states: Tensor, targets: Tensor, norm: nn.Module, head: Tensor, sampler: torch.Generator | None
+) -> tuple[float, Tensor]:
     """Summed cross-entropy of (tokens, m) states before the final norm, and its gradient at them.
 
     The gradient at the logits is ``softmax - onehot``; written out, the logits exist once instead of
-    four times.
+    four times. With a ``sampler`` the gradient's labels are drawn from the model (the true Fisher
+    information instead of the empirical one); the loss is that of the targets all the same.
     """
     states = states.detach().requires_grad_(True)
     normed = norm(states)
@@ -131,7 +160,8 @@ def _token_losses(states: Tensor, targets: Tensor, norm: nn.Module, head: Tensor
         probabilities = (normed.to(head.dtype) @ head.T).float().log_softmax(dim=-1)
         loss = -probabilities.gather(1, targets[:, None]).sum()
         at_logits = probabilities.exp_()
-        at_logits[torch.arange(len(targets), device=targets.device), targets] -= 1
+        labels = targets if sampler is None else torch.multinomial(at_logits, 1, generator=sampler)[:, 0]
+        at_logits[torch.arange(len(labels), device=labels.device), labels] -= 1
         at_normed = (at_logits.to(head.dtype) @ head).float()
     (gradient,) = torch.autograd.grad(normed, states, at_normed)
     return float(loss), gradient
@@ -139,15 +169,17 @@ def _token_losses(states: Tensor, targets: Tensor, norm: nn.Module, head: Tensor
 
 def _projection_gradients(
     source: LayerSource, layer: Any, index: int, states: Tensor, upstream: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor], Tensor]:
     """Back-propagate through one layer.
 
     Returns
     -------
-    gradient : (batch, length, m)
-        At the layer's input.
-    per_window : (2, batch, m, n)
-        Gradient of each window's loss at the key and the value projection.
+    read : (batch, length, m)
+        What the key and value projections read.
+    at_outputs : two of (batch, length, n)
+        Gradients at the outputs of the key and the value projection.
+    below : (batch, length, m)
+        Gradient at the layer's input.
     """
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -165,6 +197,4 @@ def _projection_gradients(
     finally:
         for hook in hooks:
             hook.remove()
-    with torch.no_grad():
-        per_window = torch.stack([x.float().mT @ g.float() for x, g in zip(inputs, at_outputs, strict=True)])
-    return below, per_window
+    return inputs[0].float(), [gradient.float() for gradient in at_outputs], below

@@ -117,6 +117,8 @@ def fused_attention_tensors(
     keys: LowRank,
     values: LowRank,
     value_layout: str,
+    joint: bool = False,
+    fitted_output: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Build all tensors of one :class:`recalkv.attention.LatentAttention`.
 
@@ -130,6 +132,10 @@ def fused_attention_tensors(
         Factors whose groups follow the permuted heads.
     value_layout
         ``fused`` or ``separate``.
+    joint
+        Keys and values share their latents, so ``keys.down`` serves both.
+    fitted_output : (h * d_h, m) or None
+        Takes the place of the dense W_o (:mod:`recalkv.output_calibration`); rows in the model's order.
 
     Returns
     -------
@@ -139,12 +145,13 @@ def fused_attention_tensors(
     d_h = geometry.head_dim
     queries = head_columns(query_order(permutation, geometry.queries_per_kv), d_h)
     heads = head_columns(permutation, d_h)
-    output = dense["o_proj.weight"][:, queries].T  # [h * d_h, m]
+    output = (dense["o_proj.weight"].T if fitted_output is None else fitted_output)[queries]  # [h * d_h, m]
     tensors = {
         "q_proj.weight": dense["q_proj.weight"][queries],
         "k_proj.weight": torch.cat(keys.down, dim=1).T,
-        "v_proj.weight": torch.cat(values.down, dim=1).T,
     }
+    if not joint:
+        tensors["v_proj.weight"] = torch.cat(values.down, dim=1).T
     for number, up in enumerate(keys.up):
         tensors[f"key_up.{number}"] = up
     if value_layout == "fused":

@@ -1,6 +1,7 @@
 """One call for those who want no pipeline: dense model in, compressed model out."""
 
 import copy
+import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from recalkv.calibration import joined_tokens, sample_windows
 from recalkv.errors import ParameterError
 from recalkv.export import build_model, compressed_config, other_tensors
 from recalkv.fisher import FisherScores, collect_fisher_scores
+from recalkv.loss_metric import LossMoments
 from recalkv.lowrank import LowRank
 from recalkv.methods import resolve_method
 from recalkv.params import CalibrationParams, CompressionParams
@@ -22,7 +24,15 @@ from recalkv.reorder import check_group_size
 from recalkv.streaming import LayerSource, ModuleSource
 from recalkv.whitening import InputMoments, collect_input_moments
 
-__all__ = ["CompressedLayers", "assemble", "compress", "compress_layers", "default_group_size", "factorize_layers"]
+__all__ = [
+    "CompressedLayers",
+    "assemble",
+    "collect_statistics",
+    "compress",
+    "compress_layers",
+    "default_group_size",
+    "factorize_layers",
+]
 
 Progress = Callable[[str, int, int], None]
 
@@ -38,6 +48,10 @@ class CompressedLayers:
         Permutation of each layer's key/value heads.
     keys, values
         :class:`recalkv.factorize.LowRank` of each layer.
+    outputs
+        Refitted output projection of each layer, (h * d_h, m), or None.
+    predicted_rise
+        Half the energy that the factors discard; nats per token under the loss-aware metric.
     """
 
     def __init__(self) -> None:
@@ -45,6 +59,8 @@ class CompressedLayers:
         self.permutations: list[list[int]] = []
         self.keys: list[LowRank] = []
         self.values: list[LowRank] = []
+        self.outputs: list[Tensor | None] = []
+        self.predicted_rise = 0.0
 
 
 def default_group_size(kv_heads: int) -> int:
@@ -58,7 +74,7 @@ def compress(
     texts: Sequence[str],
     *,
     ratio: float = 0.5,
-    method: str = "recalkv",
+    method: str = "loss-aware",
     group_size: int | None = None,
     samples: int = 32,
     length: int = 1024,
@@ -81,7 +97,7 @@ def compress(
     ratio
         Fraction of the dense cache's bytes to remove, in [0, 1).
     method
-        ``recalkv``, ``palu`` or ``svd``.
+        ``loss-aware``, ``recalkv`` (the paper's), ``palu`` or ``svd``.
     group_size
         Key/value heads per group; by default the paper's 4, or all heads where there are fewer.
     samples, length, seed, batch_size, precision
@@ -89,7 +105,7 @@ def compress(
     progress
         Called with the step's name, finished layers and all layers.
     **compression
-        Any other field of :class:`recalkv.params.CompressionParams`, such as ``hsr`` or ``ovc``.
+        Any other field of :class:`recalkv.params.CompressionParams`, such as ``joint`` or ``refit``.
 
     Returns
     -------
@@ -116,7 +132,7 @@ def compress(
         raise ParameterError(str(error)) from error
     source = ModuleSource(model, precision=calibration.precision)
     windows = sample_windows(joined_tokens(tokenizer, texts), samples, length, seed)
-    result = compress_layers(source, windows, calibration.batch_size, parameters, progress)
+    result = compress_layers(source, windows, calibration, parameters, progress)
     dtype = next(model.parameters()).dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
     name = getattr(model.config, "_name_or_path", None)
     compressed = assemble(source, result, parameters, dtype, {"name": name, "revision": None, "fingerprint": None})
@@ -127,36 +143,54 @@ def compress(
 def compress_layers(
     source: LayerSource,
     windows: Tensor,
-    batch_size: int,
+    calibration: CalibrationParams,
     parameters: CompressionParams,
     progress: Progress = lambda step, done, total: None,
 ) -> CompressedLayers:
     """Run Algorithm 1 on token windows; the factors are those of the pipeline's stages."""
     check_group_size(parameters.group_size, source.geometry.kv_heads)
-    total = source.num_layers
-    moments, scores = [], None
+    statistics, scores = collect_statistics(source, windows, calibration, parameters, progress)
+    return factorize_layers(source, windows, calibration, statistics.__getitem__, scores, parameters, progress)
+
+
+def collect_statistics(
+    source: LayerSource,
+    windows: Tensor,
+    calibration: CalibrationParams,
+    parameters: CompressionParams,
+    progress: Progress = lambda step, done, total: None,
+) -> tuple[list[algorithm.LayerStatistics], FisherScores | None]:
+    """Statistics of every layer; the gradients' half is left out where the method does not need it."""
+    total, method = source.num_layers, resolve_method(parameters)
+    needs_gradients = method.metric == "loss" or method.allocation == "fisher"
+    moments: list[InputMoments] = []
+    loss: dict[int, LossMoments] = {}
+    scores = None
     with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
         inputs = None
-        if parameters.allocation == "fisher":
-            samples, length = windows.shape
+        used = windows[: calibration.fisher_samples]
+        if needs_gradients:
             inputs = LayerInputs(
-                Path(scratch) / "inputs", samples, length, source.geometry.hidden, batch_size, source.precision
+                Path(scratch) / "inputs", *used.shape, source.geometry.hidden, calibration.batch_size, source.precision
             )
-        for index, layer_moments in enumerate(collect_input_moments(source, windows, batch_size, inputs)):
+        for index, layer_moments in enumerate(collect_input_moments(source, windows, calibration.batch_size, inputs)):
             moments.append(layer_moments)
             progress("whiten", index + 1, total)
         if inputs is not None:
-            scores = collect_fisher_scores(
-                source, windows, batch_size, inputs, lambda index: progress("fisher", total - index, total)
-            )
-    return factorize_layers(source, windows, batch_size, moments.__getitem__, scores, parameters, progress)
+
+            def keep(index: int, layer_loss: LossMoments) -> None:
+                loss[index] = layer_loss
+                progress("fisher", total - index, total)
+
+            scores = collect_fisher_scores(source, used, calibration, inputs, keep)
+    return [algorithm.LayerStatistics(plain, loss.get(index)) for index, plain in enumerate(moments)], scores
 
 
 def factorize_layers(
     source: LayerSource,
     windows: Tensor,
-    batch_size: int,
-    moments: Callable[[int], InputMoments],
+    calibration: CalibrationParams,
+    statistics: Callable[[int], algorithm.LayerStatistics],
     scores: FisherScores | None,
     parameters: CompressionParams,
     progress: Progress = lambda step, done, total: None,
@@ -165,34 +199,41 @@ def factorize_layers(
 
     Parameters
     ----------
-    moments
-        Whitening statistics of a layer.
+    statistics
+        Statistics of a layer.
     scores
-        Fisher scores, or None for a uniform allocation.
+        Fisher scores, where the allocation uses them.
     """
-    check_group_size(parameters.group_size, source.geometry.kv_heads)
     total, d_h = source.num_layers, source.geometry.head_dim
+
+    def weights(index: int) -> tuple[Tensor, Tensor]:
+        return algorithm.key_weight(source, index), algorithm.value_weight(source, index)
+
     result = CompressedLayers()
-    result.ranks, _ = algorithm.allocate(source.geometry, scores, parameters)
+    groupings = algorithm.group_layers(
+        source.geometry, weights, statistics, scores, parameters, lambda i: progress("reorder", i + 1, total)
+    )
+    groups = [grouping.groups for grouping in groupings]
+    result.permutations = [grouping.permutation for grouping in groupings]
+    energies = None
+    if resolve_method(parameters).allocation == "water-filling":
+        energies = algorithm.layer_energies(weights, statistics, groups, d_h, parameters)
+    result.ranks, _ = algorithm.allocate(source.geometry, scores, parameters, energies)
     starts = []
     for index in range(total):
-        weight, layer, ranks = algorithm.key_weight(source, index), moments(index), result.ranks[index]
-        grouping = algorithm.group_heads(weight, layer, d_h, parameters)
-        result.permutations.append(grouping.permutation)
-        keys, _ = algorithm.factorize_keys(weight, layer, grouping, ranks.key, d_h, parameters)
-        result.keys.append(rounded(keys))
-        weight = algorithm.value_weight(source, index)
-        values, _ = algorithm.plain_values(weight, layer, grouping.permutation, ranks.value, d_h, parameters)
-        starts.append(values)
+        start = algorithm.factorize_layer(
+            weights(index), statistics(index), groups[index], result.ranks[index], d_h, parameters
+        )
+        starts.append(dataclasses.replace(start, keys=rounded(start.keys), values=rounded(start.values)))
+        result.predicted_rise += start.predicted_rise
         progress("factorize", index + 1, total)
-    if not resolve_method(parameters).calibrate:
-        result.values = [rounded(values) for values in starts]
-        return result
-    calibrated = algorithm.compressed_values(
-        source, windows, batch_size, starts.__getitem__, result.keys.__getitem__, result.permutations, parameters
+    refits = algorithm.refit_layers(
+        source, windows, calibration, starts.__getitem__, statistics, groups, result.ranks, parameters
     )
-    for index, layer_values in enumerate(calibrated):
-        result.values.append(rounded(layer_values.factors))
+    for index, refit in enumerate(refits):
+        result.keys.append(rounded(refit.keys))
+        result.values.append(rounded(refit.values))
+        result.outputs.append(None if refit.output is None else refit.output.float())
         progress("calibrate", index + 1, total)
     return result
 
@@ -207,7 +248,9 @@ def assemble(
     """Build the compressed model in memory from its factors."""
     config = compressed_config(source, result.permutations, result.ranks, parameters, provenance)
     layers = (
-        algorithm.fuse_layer(source, i, result.permutations[i], result.keys[i], result.values[i], parameters)
+        algorithm.fuse_layer(
+            source, i, result.permutations[i], result.keys[i], result.values[i], result.outputs[i], parameters
+        )
         for i in range(source.num_layers)
     )
     return build_model(config, other_tensors(source), layers, dtype)

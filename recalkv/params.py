@@ -56,6 +56,17 @@ class CalibrationParams(_TextParams):
         None, ge=1, description="use the first so many windows for the Fisher scores; null for all. Their layer "
         "inputs take fisher_samples * length * hidden size * layers * 2 or 4 bytes of disk",
     )  # fmt: skip
+    labels: Literal["data", "model"] = Field(
+        "data",
+        description="labels of the gradients: the text's next tokens (empirical Fisher), or drawn from the model",
+    )
+    gradients: Literal["token", "window"] = Field(
+        "token", description="unit of the gradients' second moment: single tokens, or sums over a window"
+    )
+    sink_tokens: int = Field(
+        1, ge=0, description="tokens at the start of each window kept out of the loss-aware moments as attention sinks"
+    )
+    sink_weight: float = Field(1.0, ge=0, description="weight of the sinks' inputs in the loss-aware input moment")
     batch_size: int = Field(2, ge=1, description="windows per step: changes memory, not results")
     precision: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="type of the matrix products of the calibration passes; statistics are float32/64"
@@ -65,16 +76,38 @@ class CalibrationParams(_TextParams):
 class CompressionParams(_Section):
     """The method and its budget."""
 
-    method: Literal["recalkv", "palu", "svd"] = Field("recalkv", description="see recalkv.methods")
+    method: Literal["loss-aware", "recalkv", "palu", "svd"] = Field("loss-aware", description="see recalkv.methods")
     ratio: float = Field(0.5, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
     group_size: int = Field(2, ge=1, description="key/value heads per group, 1 to the model's number of them")
-    hsr: bool = Field(True, description="recalkv: reorder key heads by CKA before grouping")
-    ovc: bool = Field(True, description="recalkv: calibrate values on inputs behind the compressed prefix")
-    ovc_target: Literal["same-input", "dense-output"] = Field("same-input", description="what OVC regresses to")
-    ovc_iterations: int = Field(1, ge=1, description="sweeps of the two closed forms (paper: 1)")
-    allocation: Literal["fisher", "uniform"] = Field("fisher", description="how ranks share the budget")
+    metric: Literal["auto", "weight", "activation", "loss"] = Field(
+        "auto", description="error that the factors minimise: of the weight, of its outputs, or of the loss"
+    )
+    joint: Literal["auto"] | bool = Field("auto", description="keys and values of a group share one latent")
+    grouping: Literal["auto", "neighbours", "cka", "tail-energy"] = Field(
+        "auto", description="which heads share a latent; cka is the paper's HSR"
+    )
+    allocation: Literal["auto", "water-filling", "fisher", "uniform"] = Field(
+        "auto", description="how ranks share the budget"
+    )
+    refit: Literal["auto", "none", "values", "factors", "output"] = Field(
+        "auto",
+        description="what is fitted again on inputs behind the compressed prefix: value factors (the paper's OVC), "
+        "key and value factors, or the output projection",
+    )
+    refit_target: Literal["auto", "same-input", "dense-output", "residual"] = Field(
+        "auto",
+        description="what the fit aims at: the dense layer on the same inputs, on the dense model's inputs, or (output "
+        "only) the dense model's residual stream",
+    )
+    refit_blend: float = Field(1.0, ge=0, le=1, description="step from the same-input target to refit_target")
+    refit_ridge: float = Field(0.01, ge=0, description="ridge of the output's fit, relative to the mean diagonal")
+    refit_samples: int | None = Field(None, ge=1, description="calibration windows of the fit; null for all")
+    ovc_iterations: int = Field(1, ge=1, description="sweeps of OVC's two closed forms (paper: 1)")
     rank_multiple: int = Field(1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs")
     damping: float = Field(1e-6, ge=0, description="ridge on Gram matrices, relative to their mean diagonal")
+    gradient_damping: float = Field(
+        1e-3, ge=0, description="ridge on the gradients' second moments, relative to their mean diagonal"
+    )
     value_mode: Literal["auto", "fused", "absorbed", "reconstructed"] = Field(
         "auto", description="value path; auto fuses R_v into W_o only where that saves work"
     )

@@ -2,15 +2,27 @@
 
 All latents have one type, so bytes are counted as cached elements. The budget is met from below:
 what is left is smaller than one rounding step. Palu rounds last and so misses its own target.
+
+Two rules: in proportion to a score per projection (:func:`allocate_ranks`; the paper, Palu), and by
+the loss that each further rank saves (:func:`water_filling`; ours).
 """
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recalkv.errors import BudgetError, NonFiniteError, ParameterError
 
-__all__ = ["Allocation", "Projection", "allocate_ranks", "check_ratio", "proportional_shares"]
+__all__ = [
+    "Allocation",
+    "Projection",
+    "allocate_ranks",
+    "check_ratio",
+    "proportional_shares",
+    "water_filling",
+    "water_level",
+]
 
 
 @dataclass(frozen=True)
@@ -99,16 +111,10 @@ def allocate_ranks(projections: Sequence[Projection], ratio: float, multiple: in
             f"scores of projections {bad} are negative or not finite; rerun the fisher stage in float32."
         )
     dense = sum(p.full for p in projections)
-    # 1e-9 forgives the representation of ratios such as 0.7; it is far below one element.
-    budget = math.floor(dense * (1 - ratio) + 1e-9)
+    budget = _budget(dense, ratio)
     minima = [tuple(min(multiple, width) for width in p.widths) for p in projections]
     least = sum(map(sum, minima))
-    if least > budget:
-        raise BudgetError(
-            f"compression.ratio={ratio} allows {budget} cached elements per token, but the smallest legal "
-            f"ranks need {least}: lower the ratio to {math.floor((1 - least / dense) * 1000) / 1000} or less, "
-            f"or lower compression.rank_multiple ({multiple})."
-        )
+    _check_minimum(least, budget, dense, ratio, multiple)
     shares = proportional_shares(
         [p.score for p in projections], [sum(m) for m in minima], [p.full for p in projections], budget
     )
@@ -177,3 +183,78 @@ def _neediest_group(widths: Sequence[int], ranks: Sequence[int], multiple: int, 
     """Group with the smallest kept fraction that can still grow by one step within ``left`` elements."""
     able = [g for g, (w, r) in enumerate(zip(widths, ranks, strict=True)) if 0 < min(multiple, w - r) <= left]
     return min(able, key=lambda g: (ranks[g] / widths[g], g)) if able else None
+
+
+def water_filling(energies: Sequence[Sequence[float]], ratio: float, multiple: int = 1) -> tuple[list[int], int, int]:
+    """Ranks that keep the largest energies of all units under one budget.
+
+    The energies are losses in one unit (:mod:`recalkv.loss_metric`), each bought at the price of one
+    cached element per token. They descend within a unit, so buying the best remaining step, over and
+    over, is optimal: exactly so where all steps cost the same, and up to one step where the last step
+    of a unit is narrower than ``multiple``.
+
+    Parameters
+    ----------
+    energies
+        Energies of every unit (one latent of one layer), descending; as many as its full rank.
+    ratio
+        Fraction of the dense cache's bytes to remove, in [0, 1).
+    multiple
+        Rounding step, as in :func:`allocate_ranks`.
+
+    Returns
+    -------
+    ranks, budget, used
+        Rank of each unit; elements per token allowed and allocated. What is left is less than a step.
+
+    Raises
+    ------
+    BudgetError
+        If even the smallest legal ranks exceed the budget.
+    """
+    check_ratio(ratio)
+    if not all(math.isfinite(value) for unit in energies for value in unit):
+        raise NonFiniteError("the energies of the allocation are not finite; rerun the fisher stage in float32.")
+    widths = [len(unit) for unit in energies]
+    budget = _budget(sum(widths), ratio)
+    ranks = [min(multiple, width) for width in widths]
+    _check_minimum(sum(ranks), budget, sum(widths), ratio, multiple)
+    left = budget - sum(ranks)
+
+    def offer(unit: int) -> tuple[float, int, int] | None:
+        rank = ranks[unit]
+        step = min(multiple, widths[unit] - rank)
+        return (-sum(energies[unit][rank : rank + step]) / step, unit, step) if step else None
+
+    heap = [step for step in map(offer, range(len(widths))) if step is not None]
+    heapq.heapify(heap)
+    while heap and left:
+        _, unit, step = heapq.heappop(heap)
+        # A step that no longer fits is dropped: what follows it in its unit is worth less.
+        if step > left:
+            continue
+        ranks[unit] += step
+        left -= step
+        following = offer(unit)
+        if following is not None:
+            heapq.heappush(heap, following)
+    return ranks, budget, budget - left
+
+
+def water_level(energies: Sequence[Sequence[float]], ranks: Sequence[int]) -> float:
+    """Energy of the best direction that was left out: the price of one cached element, in nats."""
+    return max((unit[rank] for unit, rank in zip(energies, ranks, strict=True) if rank < len(unit)), default=0.0)
+
+
+def _budget(dense: int, ratio: float) -> int:
+    # 1e-9 forgives the representation of ratios such as 0.7; it is far below one element.
+    return math.floor(dense * (1 - ratio) + 1e-9)
+
+
+def _check_minimum(least: int, budget: int, dense: int, ratio: float, multiple: int) -> None:
+    if least > budget:
+        raise BudgetError(
+            f"compression.ratio={ratio} allows {budget} cached elements per token, but the smallest legal "
+            f"ranks need {least}: lower the ratio to {math.floor((1 - least / dense) * 1000) / 1000} or less, "
+            f"or lower compression.rank_multiple ({multiple})."
+        )

@@ -18,6 +18,7 @@ import zarr
 from torch import Tensor
 
 from recalkv.errors import StoreError
+from recalkv.loss_metric import LossMoments
 from recalkv.lowrank import LowRank
 
 __all__ = [
@@ -65,6 +66,13 @@ class StoreWriter:
         for number, up in enumerate(factors.up):
             self.put(f"{name}/up_{number}", up.float())
 
+    def put_loss_moments(self, name: str, moments: LossMoments) -> None:
+        """Write one layer's moments of the loss-aware metric."""
+        self.put(f"{name}/gram", moments.gram)
+        self.put(f"{name}/key_gradient", moments.key_gradient)
+        self.put(f"{name}/value_gradient", moments.value_gradient)
+        self.put(f"{name}/tokens", torch.tensor(moments.tokens))
+
 
 class StoreReader:
     """Read access to a complete store."""
@@ -98,6 +106,10 @@ class StoreReader:
                 f"{self._path}: array {name!r} is damaged; remove the store and rerun its stage."
             ) from error
 
+    def find(self, name: str) -> Tensor | None:
+        """Read one array, or return None where the stage had no reason to write it."""
+        return self.get(name) if name in self._group else None
+
     def get_factors(self, name: str) -> LowRank:
         """Read what :meth:`StoreWriter.put_factors` wrote."""
         down = self.get(f"{name}/down")
@@ -105,6 +117,15 @@ class StoreReader:
         while f"{name}/up_{len(up)}" in self._group:
             up.append(self.get(f"{name}/up_{len(up)}"))
         return LowRank(list(down.split([part.shape[0] for part in up], dim=1)), up)
+
+    def get_loss_moments(self, name: str) -> LossMoments:
+        """Read what :meth:`StoreWriter.put_loss_moments` wrote."""
+        return LossMoments(
+            self.get(f"{name}/gram"),
+            self.get(f"{name}/key_gradient"),
+            self.get(f"{name}/value_gradient"),
+            int(self.get(f"{name}/tokens")),
+        )
 
 
 def partial_path(path: Path) -> Path:

@@ -66,7 +66,7 @@ def calibrate_values(
     weighted = gram @ target
     down, up = [], []
     for left, right, index in zip(factors.down, factors.up, columns, strict=True):
-        part = target[:, index]
+        part, left, right = target[:, index], left.double(), right.double()
         for _ in range(iterations):
             right = solve_psd(left.T @ gram @ left, left.T @ weighted[:, index])
             left = solve_psd(right @ right.T, right @ part.T).T.contiguous()

@@ -1,32 +1,35 @@
-"""Stage 4: ranks of every head group of every projection under one budget of cached bytes."""
+"""Stage 5: ranks of every latent of every layer under one budget of cached bytes."""
 
 from pathlib import Path
 
 import torch
 import typer
 
-from recalkv.families import AttentionGeometry
-from recalkv.fisher import FisherScores
 from recalkv.methods import resolve_method
-from recalkv.reorder import check_group_size
 from recalkv.steps.allocation import allocate
+from recalkv.steps.grouping import layer_energies
 from stages.common import DataOption, ParamsOption, running
+from stages.inputs import Inputs, Statistics
 
 
 def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
-    """Allocate ranks in proportion to the Fisher scores (or uniformly), on budget from below."""
-    from transformers import AutoConfig
-
+    """Allocate ranks by water-filling, by Fisher score, or uniformly; on budget from below."""
     with running("allocate", params, data) as stage:
         wanted = stage.params.compression
-        geometry = AttentionGeometry.from_config(AutoConfig.from_pretrained(stage.model().folder))
-        check_group_size(wanted.group_size, geometry.kv_heads)
-        fisher = stage.read("fisher")
-        scores = FisherScores(fisher.get("key"), fisher.get("value"), fisher.get("window_loss"))
-        ranks, allocation = allocate(geometry, scores, wanted)
-        keys = {"method", "ratio", "group_size", "allocation", "rank_multiple"}
+        source, inputs, statistics = stage.source(), Inputs(stage), Statistics(stage)
+        geometry, method = source.geometry, resolve_method(wanted)
+        energies = None
+        if method.allocation == "water-filling":
+            groups = [inputs.grouping(index, wanted.group_size).groups for index in range(source.num_layers)]
+            energies = layer_energies(
+                lambda index: inputs.weights(source, index), statistics, groups, geometry.head_dim, wanted
+            )
+        ranks, allocation = allocate(geometry, statistics.scores, wanted, energies)
+        keys = {"method", "ratio", "group_size", "rank_multiple"}
         record = wanted.model_dump(mode="json", include=keys) | {
-            "whole_values": resolve_method(wanted).whole_values,
+            "allocation": method.allocation,
+            "joint": method.joint,
+            "whole_values": method.whole_values,
             "budget_elements_per_token": allocation.budget,
             "used_elements_per_token": allocation.used,
             "dense_elements_per_token": allocation.dense,
@@ -35,6 +38,8 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         with stage.write(record) as store:
             store.put("key", torch.tensor([layer.key for layer in ranks]))
             store.put("value", torch.tensor([layer.value for layer in ranks]))
+            for index, units in enumerate(energies or []):
+                store.put(f"layers/{index:03d}/energies", torch.cat(units))
 
 
 if __name__ == "__main__":

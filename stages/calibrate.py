@@ -1,69 +1,44 @@
-"""Stage 7: SVD of the value projections and their offline calibration (OVC)."""
+"""Stage 7: calibration under error; OVC of the values (the paper's), of the factors, or of the output."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import typer
 
-from recalkv.lowrank import LowRank
-from recalkv.methods import resolve_method
-from recalkv.steps.calibration import LayerValues, compressed_values
-from recalkv.steps.factors import plain_values, value_weight
-from recalkv.streaming import CheckpointSource
-from stages.common import DataOption, ParamsOption, Stage, running
-from stages.inputs import Inputs
+from recalkv.steps.calibration import refit_layers
+from stages.common import DataOption, ParamsOption, running
+from stages.inputs import Inputs, Statistics
 
 
 def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
-    """Factor every layer's values; with OVC, calibrate them behind the compressed prefix, layer by layer."""
+    """Fit each layer again behind the compressed prefix, as the method asks; write the final factors."""
     with running("calibrate", params, data) as stage:
         wanted = stage.params.compression
-        source = stage.source()
-        keys = {"method", "ovc", "ovc_target", "ovc_iterations", "damping"}
-        svd: list[float] = []
+        source, inputs, statistics = stage.source(), Inputs(stage), Statistics(stage)
+        keys = {"method", "refit", "refit_target", "refit_blend", "refit_ridge", "refit_samples", "ovc_iterations"}
         before, after = [], []
+        layers = range(source.num_layers)
         with stage.write(wanted.model_dump(mode="json", include=keys)) as store:
-            layers = _layers(stage, source, svd)
-            for index, values in enumerate(stage.progress(layers, source.num_layers)):
-                store.put_factors(f"layers/{index:03d}", values.factors)
-                before.append(values.error_before)
-                after.append(values.error_after)
-            for name, errors in (("error_svd", svd), ("error_before", before), ("error_after", after)):
-                store.put(name, torch.tensor(errors, dtype=torch.float64))
-
-
-def _layers(stage: Stage, source: CheckpointSource, svd_errors: list[float]) -> Iterator[LayerValues]:
-    """Value factors layer by layer; appends each plain SVD's error on dense inputs to ``svd_errors``."""
-    wanted, inputs = stage.params.compression, Inputs(stage)
-
-    def start(index: int) -> LowRank:
-        factors, error = plain_values(
-            value_weight(source, index).cpu(),
-            inputs.moments(index),
-            inputs.permutation(index),
-            inputs.ranks(index).value,
-            source.geometry.head_dim,
-            wanted,
-        )
-        svd_errors.append(error)
-        return factors
-
-    if not resolve_method(wanted).calibrate:
-        for index in range(source.num_layers):
-            factors = start(index)
-            yield LayerValues(factors, svd_errors[-1], svd_errors[-1])
-        return
-    key_store = stage.read("factorize")
-    yield from compressed_values(
-        source,
-        stage.read("sample").get("windows"),
-        stage.params.calibration.batch_size,
-        start,
-        lambda index: key_store.get_factors(f"layers/{index:03d}"),
-        [inputs.permutation(index) for index in range(source.num_layers)],
-        wanted,
-    )
+            refits = refit_layers(
+                source,
+                stage.read("sample").get("windows"),
+                stage.params.calibration,
+                inputs.factors,
+                statistics,
+                [inputs.grouping(index, wanted.group_size).groups for index in layers],
+                inputs.ranks(),
+                wanted,
+            )
+            for index, refit in enumerate(stage.progress(refits, source.num_layers)):
+                name = f"layers/{index:03d}"
+                store.put_factors(f"{name}/key", refit.keys)
+                store.put_factors(f"{name}/value", refit.values)
+                if refit.output is not None:
+                    store.put(f"{name}/output", refit.output.float())
+                before.append(refit.error_before)
+                after.append(refit.error_after)
+            for part, errors in (("error_before", before), ("error_after", after)):
+                store.put(part, torch.tensor(errors, dtype=torch.float64))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Stage 3: empirical Fisher information of every key and value projection."""
+"""Stage 3: Fisher information of every key and value projection, and the moments of the loss-aware metric."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from recalkv.activations import LayerInputs
 from recalkv.fisher import collect_fisher_scores
+from recalkv.loss_metric import LossMoments
 from stages.common import DataOption, ParamsOption, running
 
 
@@ -20,9 +21,16 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         samples, length = windows.shape
         group = stage.read("activations").group
         inputs = LayerInputs(group, samples, length, source.geometry.hidden, wanted.batch_size, source.precision)
-        with tqdm(desc="fisher", total=source.num_layers, unit="layer", mininterval=1.0, file=sys.stderr) as bar:
-            scores = collect_fisher_scores(source, windows, wanted.batch_size, inputs, lambda _: bar.update())
-        with stage.write({"precision": wanted.precision, "tokens": windows.numel()}) as store:
+        keys = {"precision", "labels", "gradients", "sink_tokens", "sink_weight", "seed"}
+        record = wanted.model_dump(mode="json", include=keys) | {"tokens": windows.numel()}
+        bar = tqdm(desc="fisher", total=source.num_layers, unit="layer", mininterval=1.0, file=sys.stderr)
+        with bar, stage.write(record) as store:
+
+            def keep(index: int, moments: LossMoments) -> None:
+                store.put_loss_moments(f"layers/{index:03d}", moments)
+                bar.update()
+
+            scores = collect_fisher_scores(source, windows, wanted, inputs, keep)
             store.put("key", scores.key)
             store.put("value", scores.value)
             store.put("window_loss", scores.window_loss)

@@ -20,9 +20,9 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
     with running("fuse", params, data) as stage:
         wanted, reference = stage.params.compression, stage.model()
         source, inputs = stage.source(), Inputs(stage)
-        keys, values = stage.read("factorize"), stage.read("calibrate")
+        refitted = stage.read("calibrate")
         permutations = [inputs.permutation(index) for index in range(source.num_layers)]
-        ranks = [inputs.ranks(index) for index in range(source.num_layers)]
+        ranks = inputs.ranks()
         provenance = {
             "name": reference.name,
             "revision": reference.revision,
@@ -35,8 +35,9 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
                 source,
                 index,
                 permutation,
-                keys.get_factors(f"layers/{index:03d}"),
-                values.get_factors(f"layers/{index:03d}"),
+                refitted.get_factors(f"layers/{index:03d}/key"),
+                refitted.get_factors(f"layers/{index:03d}/value"),
+                refitted.find(f"layers/{index:03d}/output"),
                 wanted,
             )
             for index, permutation in enumerate(permutations)

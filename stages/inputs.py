@@ -2,33 +2,58 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
+from recalkv.fisher import FisherScores
+from recalkv.methods import resolve_method
 from recalkv.reorder import group_sizes
 from recalkv.steps.allocation import LayerRanks
+from recalkv.steps.factors import LayerFactors, LayerStatistics, key_weight, value_weight
 from recalkv.steps.groups import HeadGrouping
+from recalkv.streaming import CheckpointSource
 from recalkv.whitening import InputMoments
 from stages.common import Stage
 
-__all__ = ["Inputs"]
+__all__ = ["Inputs", "Statistics"]
+
+
+class Statistics:
+    """Lazy, layer by layer access to the stores of whiten and fisher."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._whiten, self._fisher = stage.read("whiten"), stage.read("fisher")
+        self._tokens: int = self._whiten.attributes["parameters"]["tokens"]
+
+    def __call__(self, index: int) -> LayerStatistics:
+        """Statistics of one layer."""
+        name = f"layers/{index:03d}"
+        moments = InputMoments(self._whiten.get(f"{name}/gram"), self._whiten.get(f"{name}/mean"), self._tokens)
+        return LayerStatistics(moments, self._fisher.get_loss_moments(name))
+
+    @property
+    def scores(self) -> FisherScores:
+        """Fisher scores of all layers."""
+        return FisherScores(self._fisher.get("key"), self._fisher.get("value"), self._fisher.get("window_loss"))
 
 
 class Inputs:
-    """Lazy, layer by layer access to the stores of whiten, allocate and reorder."""
+    """Lazy, layer by layer access to the groups, ranks and factors."""
 
     def __init__(self, stage: Stage) -> None:
-        self._moments = stage.read("whiten")
+        self._stage = stage
         self._reorder = stage.read("reorder")
-        ranks = stage.read("allocate")
-        self._key_ranks, self._value_ranks = ranks.get("key").tolist(), ranks.get("value").tolist()
 
-    def moments(self, index: int) -> InputMoments:
-        """Whitening statistics of one layer."""
-        prefix = f"layers/{index:03d}"
-        tokens = self._moments.attributes["parameters"]["tokens"]
-        return InputMoments(self._moments.get(f"{prefix}/gram"), self._moments.get(f"{prefix}/mean"), tokens)
+    @staticmethod
+    def weights(source: CheckpointSource, index: int) -> tuple[Tensor, Tensor]:
+        """``W_k`` and ``W_v`` of one layer, (m, n) each."""
+        return key_weight(source, index).cpu(), value_weight(source, index).cpu()
 
-    def ranks(self, index: int) -> LayerRanks:
-        """Allocated ranks of one layer."""
-        return LayerRanks(self._key_ranks[index], self._value_ranks[index])
+    def ranks(self) -> list[LayerRanks]:
+        """Allocated ranks of all layers."""
+        store = self._stage.read("allocate")
+        joint = resolve_method(self._stage.params.compression).joint
+        pairs = zip(store.get("key").tolist(), store.get("value").tolist(), strict=True)
+        return [LayerRanks(key, value, joint) for key, value in pairs]
 
     def permutation(self, index: int) -> list[int]:
         """Permutation of one layer's key/value heads."""
@@ -41,6 +66,14 @@ class Inputs:
             self._reorder.get(f"layers/{index:03d}/similarity"),
             _cut(permutation, group_sizes(len(permutation), group_size)),
         )
+
+    def factors(self, index: int) -> LayerFactors:
+        """Factors of one layer as the factorize stage left them."""
+        store = self._stage.read("factorize")
+        name = f"layers/{index:03d}"
+        keys, values = store.get_factors(f"{name}/key"), store.get_factors(f"{name}/value")
+        errors = (float(store.get(part)[index]) for part in ("error_key", "error_value", "predicted_rise"))
+        return LayerFactors(keys, values, *errors)
 
 
 def _cut(items: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

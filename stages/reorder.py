@@ -1,29 +1,32 @@
-"""Stage 5: CKA similarity of the key heads and their grouping (HSR)."""
+"""Stage 4: CKA similarity of key heads, and which heads share a latent (HSR, or least tail energy)."""
 
 from pathlib import Path
 
 import torch
 import typer
 
-from recalkv.reorder import check_group_size
-from recalkv.steps.factors import key_weight
-from recalkv.steps.groups import group_heads
-from recalkv.whitening import InputMoments
+from recalkv.methods import resolve_method
+from recalkv.steps.factors import key_weight, value_weight
+from recalkv.steps.grouping import group_layers
 from stages.common import DataOption, ParamsOption, running
+from stages.inputs import Statistics
 
 
 def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
-    """Compute each layer's CKA matrix from the Gram matrix and group its key heads."""
+    """Measure CKA similarity and group the heads of every layer."""
     with running("reorder", params, data) as stage:
         wanted = stage.params.compression
-        source = stage.source()
-        check_group_size(wanted.group_size, source.geometry.kv_heads)
-        moments = stage.read("whiten")
-        with stage.write(wanted.model_dump(mode="json", include={"method", "group_size", "hsr"})) as store:
-            for index in stage.progress(range(source.num_layers), source.num_layers):
-                gram, mean = moments.get(f"layers/{index:03d}/gram"), moments.get(f"layers/{index:03d}/mean")
-                layer = InputMoments(gram, mean, moments.attributes["parameters"]["tokens"])
-                grouping = group_heads(key_weight(source, index).cpu(), layer, source.geometry.head_dim, wanted)
+        source, statistics = stage.source(), Statistics(stage)
+        record = {"group_size": wanted.group_size, "grouping": resolve_method(wanted).grouping}
+        groupings = group_layers(
+            source.geometry,
+            lambda index: (key_weight(source, index).cpu(), value_weight(source, index).cpu()),
+            statistics,
+            statistics.scores,
+            wanted,
+        )
+        with stage.write(record) as store:
+            for index, grouping in enumerate(stage.progress(groupings, source.num_layers)):
                 store.put(f"layers/{index:03d}/similarity", grouping.similarity)
                 store.put(f"layers/{index:03d}/permutation", torch.tensor(grouping.permutation))
 

@@ -1,99 +1,236 @@
-"""Offline value calibration of all layers, each behind the compressed ones before it."""
+"""Calibration under error: each layer is fitted again on inputs that passed through the compressed ones."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from recalkv.factorize import group_columns
+from recalkv.factorize import group_columns, relative_error
+from recalkv.loss_metric import LossMoments
 from recalkv.lowrank import LowRank
-from recalkv.params import CompressionParams
+from recalkv.methods import resolve_method
+from recalkv.output_calibration import OutputMoments, fit_output, output_error
+from recalkv.params import CalibrationParams, CompressionParams
+from recalkv.steps.allocation import LayerRanks
+from recalkv.steps.factors import LayerFactors, LayerStatistics, factorize_layer
 from recalkv.steps.groups import value_groups
-from recalkv.streaming import LayerSource, attention_input, run_layer
+from recalkv.streaming import LayerSource, attention_input, autocast, run_layer
 from recalkv.value_calibration import calibrate_values, dense_output_target
-from recalkv.whitening import MomentAccumulator
+from recalkv.whitening import InputMoments, MomentAccumulator, damped
 
-__all__ = ["LayerValues", "compressed_values", "in_model_order"]
+__all__ = ["LayerRefit", "in_model_order", "install", "refit_layers"]
 
 
 @dataclass(frozen=True)
-class LayerValues:
-    """Value factors of one layer and their relative errors behind the compressed prefix.
+class LayerRefit:
+    """One layer after calibration.
 
-    Without calibration the two errors are equal and taken on the dense model's inputs.
+    Attributes
+    ----------
+    keys, values
+        Factors, refitted or as they were.
+    output : (h * d_h, m) float64 or None
+        Refitted output projection, rows in the model's head order.
+    error_before, error_after : float
+        Relative squared error of what was refitted (value outputs, key and value outputs together, or
+        the attention's output), against the target, behind the compressed prefix. Without a refit both
+        are that of the values on the dense model's inputs.
     """
 
-    factors: LowRank
+    keys: LowRank
+    values: LowRank
+    output: Tensor | None
     error_before: float
     error_after: float
 
 
 @torch.no_grad()
-def compressed_values(
+def refit_layers(
     source: LayerSource,
     windows: Tensor,
-    batch_size: int,
-    starts: Callable[[int], LowRank],
-    keys: Callable[[int], LowRank],
-    permutations: Sequence[Sequence[int]],
+    calibration: CalibrationParams,
+    starts: Callable[[int], LayerFactors],
+    statistics: Callable[[int], LayerStatistics],
+    groups: Sequence[Sequence[Sequence[int]]],
+    ranks: Sequence[LayerRanks],
     parameters: CompressionParams,
-) -> Iterator[LayerValues]:
-    """Offline value calibration, layer by layer (Algorithm 1, Offline_Calibration).
+) -> Iterator[LayerRefit]:
+    """Yield every layer after the method's refit (Algorithm 1, Offline_Calibration, for ``values``).
 
-    One forward pass: each layer's statistics come from inputs that passed through the layers
-    compressed so far, keys and values both. The dense-output target runs the dense layers beside.
+    One pass, in order: a layer's statistics come from inputs that passed through the layers compressed
+    and refitted so far. Targets of the dense model run it beside.
 
     Parameters
     ----------
-    starts, keys
-        Uncalibrated value factors, and key factors, of a layer.
-    permutations
-        Permutation of each layer's key/value heads (HSR).
+    starts
+        Factors of a layer.
+    statistics
+        Statistics of a layer on the dense model; ``factors`` takes the output gradients from there.
+    groups
+        Heads of each layer's key groups.
+    ranks
+        Ranks of each layer.
     """
-    width, d_h = source.geometry.hidden, source.geometry.head_dim
-    hidden = source.embed(windows, batch_size)
-    follow_dense = parameters.ovc_target == "dense-output"
-    dense_hidden = list(hidden) if follow_dense else []
+    method = resolve_method(parameters)
+    if method.refit == "none":
+        for index in range(source.num_layers):
+            start = starts(index)
+            yield LayerRefit(start.keys, start.values, None, start.value_error, start.value_error)
+        return
+    used = windows[: parameters.refit_samples]
+    hidden = source.embed(used, calibration.batch_size)
+    follow_dense = method.refit_target != "same-input"
+    dense_hidden = list(hidden) if follow_dense else None
     for index in range(source.num_layers):
-        last = index + 1 == source.num_layers
+        order = torch.cat(group_columns(groups[index], source.geometry.head_dim))
         with source.layer(index) as layer:
-            moments = MomentAccumulator(width, source.device)
-            cross = torch.zeros(width, width, dtype=torch.float64, device=source.device)
-            for batch, states in enumerate(hidden):
-                inputs = attention_input(layer, states)
-                moments.add(inputs)
-                if follow_dense:
-                    dense_inputs = attention_input(layer, dense_hidden[batch])
-                    cross += inputs.flatten(0, 1).T @ dense_inputs.flatten(0, 1)
-                    if not last:
-                        dense_hidden[batch] = run_layer(source, layer, index, dense_hidden[batch])
-            collected = moments.finish(f"layer {index} (behind the compressed prefix)")
-            attention = layer.self_attn
-            weight = attention.v_proj.weight.T.double()
-            target = (
-                dense_output_target(collected.gram, cross / collected.tokens, weight, parameters.damping)
-                if follow_dense
-                else weight
-            )
-            groups = value_groups(permutations[index], parameters)
-            calibrated = calibrate_values(
-                starts(index),
-                group_columns(groups, d_h),
-                target,
-                collected.gram,
-                parameters.damping,
-                parameters.ovc_iterations,
-            )
-            if not last:
-                order = torch.cat(group_columns([list(permutations[index])], d_h))
-                for projection, factors in (
-                    (attention.k_proj, keys(index)),
-                    (attention.v_proj, calibrated.factors),
-                ):
-                    projection.weight.data = in_model_order(factors, order).T.to(projection.weight)
+            if method.refit == "output":
+                refit = _refit_output(source, layer, index, hidden, dense_hidden, starts(index), order, parameters)
+            else:
+                refit = _refit_factors(
+                    source, layer, index, hidden, dense_hidden, starts(index), statistics(index), groups[index],
+                    ranks[index], calibration, parameters,
+                )  # fmt: skip
+            if index + 1 < source.num_layers:
+                if dense_hidden is not None and method.refit != "output":
+                    dense_hidden = [run_layer(source, layer, index, states) for states in dense_hidden]
+                install(layer, refit.keys, refit.values, refit.output, order)
                 hidden = [run_layer(source, layer, index, states) for states in hidden]
-        yield LayerValues(calibrated.factors, calibrated.error_before, calibrated.error_after)
+        yield refit
+
+
+def _refit_factors(
+    source: LayerSource,
+    layer: Any,
+    index: int,
+    hidden: list[Tensor],
+    dense_hidden: list[Tensor] | None,
+    start: LayerFactors,
+    statistics: LayerStatistics,
+    groups: Sequence[Sequence[int]],
+    ranks: LayerRanks,
+    calibration: CalibrationParams,
+    parameters: CompressionParams,
+) -> LayerRefit:
+    """Fit value factors (OVC), or key and value factors, to inputs behind the compressed prefix."""
+    width, d_h = source.geometry.hidden, source.geometry.head_dim
+    moments = MomentAccumulator(width, source.device)
+    sinks = torch.zeros(width, width, dtype=torch.float64, device=source.device)
+    cross = torch.zeros_like(sinks)
+    skip = calibration.sink_tokens
+    for batch, states in enumerate(hidden):
+        inputs = attention_input(layer, states)
+        moments.add(inputs)
+        first = inputs[:, :skip].flatten(0, 1)
+        sinks += first.T @ first
+        if dense_hidden is not None:
+            dense_inputs = attention_input(layer, dense_hidden[batch])
+            cross += inputs.flatten(0, 1).T @ dense_inputs.flatten(0, 1)
+    collected = moments.finish(f"layer {index} (behind the compressed prefix)")
+    gram = collected.gram
+    attention = layer.self_attn
+    weights = (attention.k_proj.weight.T.double(), attention.v_proj.weight.T.double())
+    targets = list(weights)
+    if dense_hidden is not None:
+        aimed = [dense_output_target(gram, cross / collected.tokens, w, parameters.damping) for w in weights]
+        targets = [w + parameters.refit_blend * (aim - w) for w, aim in zip(weights, aimed, strict=True)]
+    order = torch.cat(group_columns(groups, d_h))
+    if resolve_method(parameters).refit == "values":
+        columns = group_columns(value_groups([head for group in groups for head in group], parameters), d_h)
+        fitted = calibrate_values(
+            start.values, columns, targets[1], gram, parameters.damping, parameters.ovc_iterations
+        )
+        return LayerRefit(start.keys, fitted.factors, None, fitted.error_before, fitted.error_after)
+    loss = statistics.loss
+    if loss is not None:
+        # Gradients are not at hand here: tokens count alike, the sinks as in the fisher stage.
+        weighted = gram + calibration.sink_weight * sinks / max(1, skip * sum(len(states) for states in hidden))
+        loss = LossMoments(weighted, loss.key_gradient, loss.value_gradient, loss.tokens)
+    behind = LayerStatistics(InputMoments(gram, collected.mean, collected.tokens), loss)
+    fitted_factors = factorize_layer((targets[0], targets[1]), behind, groups, ranks, d_h, parameters)
+
+    def error(factors: LayerFactors) -> float:
+        both = torch.cat([factors.keys.dense(), factors.values.dense()], dim=1)
+        return relative_error(
+            torch.cat([target[:, order] for target in targets], dim=1), both, damped(gram, parameters.damping)
+        )
+
+    return LayerRefit(fitted_factors.keys, fitted_factors.values, None, error(start), error(fitted_factors))
+
+
+def _refit_output(
+    source: LayerSource,
+    layer: Any,
+    index: int,
+    hidden: list[Tensor],
+    dense_hidden: list[Tensor] | None,
+    start: LayerFactors,
+    order: Tensor,
+    parameters: CompressionParams,
+) -> LayerRefit:
+    """Fit W_o to the contexts of compressed keys and values; advances ``dense_hidden`` by this layer."""
+    method = resolve_method(parameters)
+    attention = layer.self_attn
+    blend = parameters.refit_blend if dense_hidden is not None else 0.0
+    targets = [torch.zeros_like(states) for states in hidden]
+    for batch, states in enumerate(hidden):
+        if blend < 1:
+            targets[batch] += (1 - blend) * _attend(source, layer, index, states)[1]
+        if dense_hidden is not None:
+            dense = dense_hidden[batch]
+            aim = _attend(source, layer, index, dense)[1]
+            if method.refit_target == "residual":
+                aim = aim + (dense - states)
+            targets[batch] += blend * aim
+            dense_hidden[batch] = run_layer(source, layer, index, dense)
+    weight = attention.o_proj.weight.T.double()
+    install(layer, start.keys, start.values, None, order)
+    moments = OutputMoments.zeros(weight.shape[0], weight.shape[1], source.device)
+    for states, target in zip(hidden, targets, strict=True):
+        moments.add(_attend(source, layer, index, states)[0], target)
+    fitted = fit_output(moments, weight, parameters.refit_ridge)
+    return LayerRefit(start.keys, start.values, fitted, output_error(moments, weight), output_error(moments, fitted))
+
+
+def _attend(source: LayerSource, layer: Any, index: int, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Contexts before the output projection, and the attention's output without its bias, float32."""
+    seen: list[Tensor] = []
+    attention = layer.self_attn
+    hook = attention.o_proj.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    context = source.context(states)
+    try:
+        with autocast(source):
+            output, _ = attention(
+                hidden_states=attention_input(layer, states),
+                attention_mask=context["masks"][source.attention_types[index]],
+                position_ids=context["positions"],
+                position_embeddings=context["rotary"],
+            )
+    finally:
+        hook.remove()
+    output = output.float()
+    if attention.o_proj.bias is not None:
+        output = output - attention.o_proj.bias
+    return seen[0].float(), output
+
+
+def install(layer: Any, keys: LowRank, values: LowRank, output: Tensor | None, order: Tensor) -> None:
+    """Put the reconstructed key and value weights, and a refitted output projection, into a dense layer.
+
+    Parameters
+    ----------
+    output : (h * d_h, m) or None
+        Rows in the model's head order.
+    order : (n,)
+        Columns of the projections in the order of the factors.
+    """
+    attention = layer.self_attn
+    for projection, factors in ((attention.k_proj, keys), (attention.v_proj, values)):
+        projection.weight.data = in_model_order(factors, order).T.to(projection.weight)
+    if output is not None:
+        attention.o_proj.weight.data = output.T.to(attention.o_proj.weight)
 
 
 def in_model_order(factors: LowRank, order: Tensor) -> Tensor:

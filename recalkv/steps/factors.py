@@ -1,19 +1,59 @@
-"""Grouped SVD of one layer's keys, and of its values before calibration."""
+"""Factors of one layer: grouped SVD of its keys, and SVD of its values, or of both as one."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recalkv.factorize import factorize_groups, group_columns, relative_error
+from recalkv.factorize import GroupPart, group_columns, group_parts, relative_error, truncated_factors
+from recalkv.loss_metric import LossMoments, predicted_rise
 from recalkv.lowrank import LowRank
 from recalkv.methods import resolve_method
 from recalkv.params import CompressionParams
-from recalkv.steps.groups import HeadGrouping, value_groups
+from recalkv.steps.allocation import LayerRanks
+from recalkv.steps.groups import value_groups
 from recalkv.streaming import LayerSource
 from recalkv.whitening import InputMoments, damped
 
-__all__ = ["factorize_keys", "key_weight", "plain_values", "value_weight"]
+__all__ = ["LayerFactors", "LayerStatistics", "factorize_layer", "key_weight", "latent_parts", "value_weight"]
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """What calibration knows of one layer.
+
+    Attributes
+    ----------
+    inputs
+        Plain moments of the attention input.
+    loss
+        Moments of the loss-aware metric; None where nothing needs them.
+    """
+
+    inputs: InputMoments
+    loss: LossMoments | None = None
+
+
+@dataclass(frozen=True)
+class LayerFactors:
+    """Factors of one layer.
+
+    Attributes
+    ----------
+    keys, values
+        Of the same ``down`` where keys and values share their latents.
+    key_error, value_error : float
+        Relative squared errors of the outputs on the dense model's inputs.
+    predicted_rise : float
+        Half the discarded energy; nats per token under the loss-aware metric.
+    """
+
+    keys: LowRank
+    values: LowRank
+    key_error: float
+    value_error: float
+    predicted_rise: float
 
 
 def key_weight(source: LayerSource, index: int) -> Tensor:
@@ -26,41 +66,82 @@ def value_weight(source: LayerSource, index: int) -> Tensor:
     return source.tensor(f"model.layers.{index}.self_attn.v_proj.weight").T
 
 
-def factorize_keys(
-    weight: Tensor,
-    moments: InputMoments,
-    grouping: HeadGrouping,
-    ranks: Sequence[int],
-    head_dim: int,
-    parameters: CompressionParams,
-) -> tuple[LowRank, float]:
-    """Grouped SVD of one layer's keys (Algorithm 1, Group_SVD), and its relative output error."""
-    return _factorize(weight, moments, grouping.groups, ranks, head_dim, parameters)
-
-
-def plain_values(
-    weight: Tensor,
-    moments: InputMoments,
-    permutation: Sequence[int],
-    ranks: Sequence[int],
-    head_dim: int,
-    parameters: CompressionParams,
-) -> tuple[LowRank, float]:
-    """SVD of one layer's values (Algorithm 1, SVD), and its relative output error; no calibration."""
-    groups = value_groups(permutation, parameters)
-    return _factorize(weight, moments, groups, ranks, head_dim, parameters)
-
-
-def _factorize(
-    weight: Tensor,
-    moments: InputMoments,
+def latent_parts(
+    weights: tuple[Tensor, Tensor],
+    statistics: LayerStatistics,
     groups: Sequence[Sequence[int]],
-    ranks: Sequence[int],
     head_dim: int,
     parameters: CompressionParams,
-) -> tuple[LowRank, float]:
-    gram = damped(moments.gram, parameters.damping)
+) -> tuple[list[GroupPart], list[GroupPart]]:
+    """Everything that gets a latent of its own: key groups and value groups, or joint groups and none.
+
+    Parameters
+    ----------
+    weights
+        ``W_k`` and ``W_v`` of the layer, (m, n) each.
+    groups
+        Heads of each key group; the value groups follow from their order.
+    """
+    method = resolve_method(parameters)
+    keys, values = weights
+    key_gradient = value_gradient = None
+    gram: Tensor | None = None
+    if method.metric == "loss":
+        assert statistics.loss is not None, "the loss-aware metric needs the fisher stage's moments"
+        gram = damped(statistics.loss.gram, parameters.damping)
+        key_gradient, value_gradient = statistics.loss.key_gradient, statistics.loss.value_gradient
+    elif method.metric == "activation":
+        gram = damped(statistics.inputs.gram, parameters.damping)
+    ridge = parameters.gradient_damping
     columns = group_columns(groups, head_dim)
-    factors = factorize_groups(weight, gram if resolve_method(parameters).whiten else None, columns, ranks)
-    error = relative_error(weight[:, torch.cat(columns)], factors.dense(), moments.gram)
-    return factors, error
+    if method.joint:
+        both = torch.cat([keys, values], dim=1)
+        gradient = None
+        if key_gradient is not None and value_gradient is not None:
+            gradient = torch.block_diag(key_gradient, value_gradient)
+        joint = [torch.cat([index, index + keys.shape[1]]) for index in columns]
+        return group_parts(both, gram, joint, gradient, ridge), []
+    order = [head for group in groups for head in group]
+    value_columns = group_columns(value_groups(order, parameters), head_dim)
+    return (
+        group_parts(keys, gram, columns, key_gradient, ridge),
+        group_parts(values, gram, value_columns, value_gradient, ridge),
+    )
+
+
+def factorize_layer(
+    weights: tuple[Tensor, Tensor],
+    statistics: LayerStatistics,
+    groups: Sequence[Sequence[int]],
+    ranks: LayerRanks,
+    head_dim: int,
+    parameters: CompressionParams,
+) -> LayerFactors:
+    """Factors of one layer's keys and values at the allocated ranks (Algorithm 1, Group_SVD and SVD)."""
+    key_parts, value_parts = latent_parts(weights, statistics, groups, head_dim, parameters)
+    first = _factors(key_parts, ranks.key)
+    if resolve_method(parameters).joint:
+        halves = [up.shape[1] // 2 for up in first.up]
+        keys = LowRank(first.down, [up[:, :half].contiguous() for up, half in zip(first.up, halves, strict=True)])
+        values = LowRank(first.down, [up[:, half:].contiguous() for up, half in zip(first.up, halves, strict=True)])
+        used = list(ranks.key)
+    else:
+        keys, values = first, _factors(value_parts, ranks.value)
+        used = [*ranks.key, *ranks.value]
+    order = torch.cat(group_columns(groups, head_dim))
+    gram = statistics.inputs.gram
+    return LayerFactors(
+        keys,
+        values,
+        relative_error(weights[0][:, order], keys.dense(), gram),
+        relative_error(weights[1][:, order], values.dense(), gram),
+        predicted_rise([part.energies() for part in key_parts + value_parts], used),
+    )
+
+
+def _factors(parts: Sequence[GroupPart], ranks: Sequence[int]) -> LowRank:
+    pairs = [
+        truncated_factors(part.weight, part.moment, rank, part.gradient)
+        for part, rank in zip(parts, ranks, strict=True)
+    ]
+    return LowRank([left for left, _ in pairs], [right for _, right in pairs])

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from recalkv.fusion import choose_value_layout, fused_attention_tensors
 from recalkv.lowrank import LowRank
+from recalkv.methods import resolve_method
 from recalkv.params import CompressionParams
 from recalkv.streaming import LayerSource
 
@@ -18,12 +19,17 @@ def fuse_layer(
     permutation: Sequence[int],
     keys: LowRank,
     values: LowRank,
+    output: Tensor | None,
     parameters: CompressionParams,
 ) -> dict[str, Tensor]:
-    """All tensors of one compressed decoder layer, by their names within it (Algorithm 1, Matrix_Fusion)."""
+    """All tensors of one compressed decoder layer, by their names within it (Algorithm 1, Matrix_Fusion).
+
+    ``output`` is a refitted output projection, (h * d_h, m), or None for the dense one.
+    """
     prefix = "self_attn."
     tensors = source.layer_tensors(index)
     dense = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
     layout = choose_value_layout(source.geometry, values.ranks, parameters.value_mode)
-    fused = fused_attention_tensors(dense, source.geometry, permutation, keys, values, layout)
+    joint = resolve_method(parameters).joint
+    fused = fused_attention_tensors(dense, source.geometry, permutation, keys, values, layout, joint, output)
     return tensors | {prefix + name: tensor for name, tensor in fused.items()}

@@ -1,4 +1,4 @@
-"""Which heads share a latent: CKA similarity and grouping of one layer's key heads, and the value groups."""
+"""Which heads share a latent: CKA similarity, grouping of one layer's heads, and the value groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,10 +36,14 @@ class HeadGrouping:
 
 
 def group_heads(weight: Tensor, moments: InputMoments, head_dim: int, parameters: CompressionParams) -> HeadGrouping:
-    """CKA of one layer's key heads and the grouping (Algorithm 1, Calculate_CKA_Similarity, Head_Reorder)."""
+    """CKA of one layer's key heads and the grouping (Algorithm 1, Calculate_CKA_Similarity, Head_Reorder).
+
+    Grouping by tail energy needs all layers at once (:func:`recalkv.steps.grouping.regroup`); here it
+    starts from neighbours.
+    """
     similarity = head_cka(weight, moments.centred_gram(), head_dim)
     heads = similarity.shape[0]
-    if resolve_method(parameters).reorder:
+    if resolve_method(parameters).grouping == "cka":
         groups = greedy_groups(similarity, parameters.group_size)
     else:
         groups = neighbour_groups(heads, parameters.group_size)

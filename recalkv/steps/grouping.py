@@ -1,0 +1,121 @@
+"""Groups of all layers: by layer for neighbours and CKA, and under one water level for tail energy."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from recalkv.factorize import group_columns, spectrum
+from recalkv.families import AttentionGeometry
+from recalkv.fisher import FisherScores
+from recalkv.methods import resolve_method
+from recalkv.params import CompressionParams
+from recalkv.ranks import water_level
+from recalkv.reorder import check_group_size, least_cost_groups
+from recalkv.steps.allocation import LayerRanks, allocate
+from recalkv.steps.factors import LayerStatistics, latent_parts
+from recalkv.steps.groups import HeadGrouping, group_heads
+
+__all__ = ["group_layers", "layer_energies"]
+
+Weights = Callable[[int], tuple[Tensor, Tensor]]
+Statistics = Callable[[int], LayerStatistics]
+
+
+def layer_energies(
+    weights: Weights,
+    statistics: Statistics,
+    groups: list[list[list[int]]],
+    head_dim: int,
+    parameters: CompressionParams,
+) -> list[list[Tensor]]:
+    """Energies of every latent of every layer, as :func:`recalkv.steps.allocation.allocate` wants them."""
+    energies = []
+    for index, layer_groups in enumerate(groups):
+        keys, values = latent_parts(weights(index), statistics(index), layer_groups, head_dim, parameters)
+        energies.append([part.energies() for part in keys + values])
+    return energies
+
+
+def group_layers(
+    geometry: AttentionGeometry,
+    weights: Weights,
+    statistics: Statistics,
+    scores: FisherScores | None,
+    parameters: CompressionParams,
+    progress: Callable[[int], object] = lambda index: None,
+) -> list[HeadGrouping]:
+    """Group the heads of every layer (Algorithm 1, Calculate_CKA_Similarity, Head_Reorder).
+
+    Least tail energy: ranks depend on the groups and the groups on the ranks. Ranks are first
+    allocated to neighbours; each layer then takes the groups that leave least at that allocation. By
+    water-filling, a group leaves out each direction below the water level and pays the level for each
+    above, so its cost is ``sum_j min(e_j, level)``; otherwise it is what its rank leaves out.
+
+    Parameters
+    ----------
+    weights, statistics
+        ``(W_k, W_v)`` and statistics of a layer.
+    scores
+        Fisher scores, where the allocation uses them.
+    progress
+        Called with each layer's index.
+    """
+    check_group_size(parameters.group_size, geometry.kv_heads)
+    d_h = geometry.head_dim
+    first = []
+    for index in range(geometry.layers):
+        first.append(group_heads(weights(index)[0], statistics(index).inputs, d_h, parameters))
+        progress(index)
+    free = 1 < parameters.group_size < geometry.kv_heads
+    if resolve_method(parameters).grouping != "tail-energy" or not free:
+        return first
+    groups = [grouping.groups for grouping in first]
+    energies = None
+    if resolve_method(parameters).allocation == "water-filling":
+        energies = layer_energies(weights, statistics, groups, d_h, parameters)
+    ranks, allocation = allocate(geometry, scores, parameters, energies)
+    level = None
+    if energies is not None:
+        flat = [unit.tolist() for layer in energies for unit in layer]
+        level = water_level(flat, [rank for unit in allocation.ranks for rank in unit])
+    result = []
+    for index, grouping in enumerate(first):
+        cost = _group_cost(weights(index), statistics(index), d_h, parameters, level, ranks[index])
+        result.append(
+            HeadGrouping(grouping.similarity, least_cost_groups(geometry.kv_heads, parameters.group_size, cost))
+        )
+    return result
+
+
+def _group_cost(
+    weights: tuple[Tensor, Tensor],
+    statistics: LayerStatistics,
+    head_dim: int,
+    parameters: CompressionParams,
+    level: float | None,
+    ranks: LayerRanks,
+) -> Callable[[tuple[int, ...]], float]:
+    """Cost of one group of heads, from moments that are computed once for the layer."""
+    heads = weights[0].shape[1] // head_dim
+    keys, values = latent_parts(
+        weights, statistics, [list(range(heads))], head_dim, parameters.model_copy(update={"group_size": heads})
+    )
+    kept = [sum(ranks.key), sum(ranks.value)]
+
+    def cost(group: tuple[int, ...]) -> float:
+        total = 0.0
+        columns = group_columns([group], head_dim)[0]
+        # The value latent of a whole matrix does not depend on the groups, and costs every grouping the same.
+        for part, rank in zip(keys + values, kept, strict=False):
+            wide = len(part.moment)
+            index = columns if wide == heads * head_dim else torch.cat([columns, columns + wide // 2])
+            gradient = None if part.gradient is None else part.gradient[index][:, index]
+            energies = spectrum(part.moment[index][:, index], gradient)
+            if level is not None:
+                total += float(energies.clamp_max(level).sum())
+            else:
+                total += float(energies[round(len(index) * rank / wide) :].sum())
+        return total
+
+    return cost
