@@ -16,15 +16,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from recalkv.activations import LayerInputs
-from recalkv.factorize import factorize_groups, group_columns
 from recalkv.fisher import collect_fisher_scores
-from recalkv.lowrank import LowRank
-from recalkv.params import CompressionParams
+from recalkv.params import CalibrationParams, CompressionParams
 from recalkv.resources import peak_resident_mib, resident_mib
-from recalkv.steps.calibration import compressed_values
-from recalkv.steps.factors import key_weight, value_weight
+from recalkv.steps.allocation import LayerRanks
+from recalkv.steps.calibration import refit_layers
+from recalkv.steps.factors import LayerFactors, LayerStatistics, factorize_layer, key_weight, value_weight
 from recalkv.streaming import CheckpointSource
-from recalkv.whitening import collect_input_moments
+from recalkv.whitening import InputMoments, collect_input_moments
 
 
 def write_model(folder: Path, layers: int, width: int) -> float:
@@ -55,31 +54,41 @@ def write_model(folder: Path, layers: int, width: int) -> float:
 
 
 def child(folder: str) -> None:
-    """Run the three streamed passes of one model, as the stages do; prints start and peak memory, MiB."""
+    """Run the streamed passes of one model as the stages do (moments, gradients, refit); prints memory, MiB."""
     base = resident_mib()
     source = CheckpointSource(folder)
     geometry = source.geometry
     windows = torch.randint(0, 256, (4, 256), generator=torch.Generator().manual_seed(0))
     heads = list(range(geometry.kv_heads))
-    columns = group_columns([heads], geometry.head_dim)
+    parameters = CompressionParams(ratio=0.5, group_size=geometry.kv_heads, metric="activation", allocation="uniform")
+    calibration = CalibrationParams(samples=4, length=256, batch_size=1, precision="float32")
+    ranks = LayerRanks([geometry.kv_width], [geometry.kv_width], joint=True)
     with tempfile.TemporaryDirectory() as scratch:
         samples, length = windows.shape
         inputs = LayerInputs(Path(scratch) / "inputs", samples, length, geometry.hidden, 1, torch.float32)
         for _ in collect_input_moments(source, windows, 1, inputs):
             pass
-        collect_fisher_scores(source, windows, 1, inputs)
+        collect_fisher_scores(source, windows, calibration, inputs)
 
-    def plain(weight: torch.Tensor) -> LowRank:
-        return factorize_groups(weight, None, columns, [geometry.kv_width // 2])
+    def statistics(index: int) -> LayerStatistics:
+        # What the store would hand out; values do not matter to memory.
+        eye = torch.eye(geometry.hidden, dtype=torch.float64)
+        return LayerStatistics(InputMoments(eye, eye[0], 1024))
 
-    for _ in compressed_values(
+    def start(index: int) -> LayerFactors:
+        weights = key_weight(source, index), value_weight(source, index)
+        return factorize_layer(weights, statistics(index), [heads], ranks, geometry.head_dim, parameters)
+
+    layers = range(geometry.layers)
+    for _ in refit_layers(
         source,
         windows,
-        1,
-        lambda index: plain(value_weight(source, index)),
-        lambda index: plain(key_weight(source, index)),
-        [heads] * geometry.layers,
-        CompressionParams(ratio=0.5, group_size=geometry.kv_heads),
+        calibration,
+        start,
+        statistics,
+        [[heads] for _ in layers],
+        [ranks for _ in layers],
+        parameters,
     ):
         pass
     print(json.dumps({"base": base, "peak": peak_resident_mib()}))

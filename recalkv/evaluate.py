@@ -29,8 +29,10 @@ __all__ = [
 _HEAD_TOKENS = 512
 
 
-def evaluation_windows(tokens: Tensor, window: int, max_windows: int | None) -> Tensor:
+def evaluation_windows(tokens: Tensor, window: int, max_windows: int | None, every: int = 1) -> Tensor:
     """Cut joined texts into consecutive windows without overlap, dropping the rest (GPTQ's protocol).
+
+    ``every`` takes one window of so many, which spreads a small sample over the whole text.
 
     Returns
     -------
@@ -47,20 +49,26 @@ def evaluation_windows(tokens: Tensor, window: int, max_windows: int | None) -> 
             f"the evaluation text has {len(tokens)} tokens, fewer than one window of evaluation.window={window}; "
             f"use a longer text or a shorter window."
         )
-    count = min(count, max_windows or count)
-    return tokens[: count * window].view(count, window)
+    return tokens[: count * window].view(count, window)[::every][:max_windows].clone()
 
 
 @torch.inference_mode()
-def window_losses(model: Any, windows: Tensor, progress: Callable[[], object] = lambda: None) -> Tensor:
-    """Mean next-token loss of each window, nats, (windows,) float64; logits exist for 512 tokens at a time."""
+def window_losses(
+    model: Any, windows: Tensor, progress: Callable[[], object] = lambda: None, precision: str = "float32"
+) -> Tensor:
+    """Mean next-token loss of each window, nats, (windows,) float64; logits exist for 512 tokens at a time.
+
+    With ``precision="bfloat16"`` matrix products run in bfloat16 under autocast, whatever the weights' type.
+    """
     device = next(model.parameters()).device
+    mixed = torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
     head = model.get_output_embeddings()
     losses = []
     for ids in windows.to(device):
-        states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
-        parts = zip(states.split(_HEAD_TOKENS), ids[1:].split(_HEAD_TOKENS), strict=True)
-        sums = [nn.functional.cross_entropy(head(part).float(), ids_, reduction="sum") for part, ids_ in parts]
+        with mixed:
+            states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+            parts = zip(states.split(_HEAD_TOKENS), ids[1:].split(_HEAD_TOKENS), strict=True)
+            sums = [nn.functional.cross_entropy(head(part).float(), ids_, reduction="sum") for part, ids_ in parts]
         losses.append(torch.stack(sums).double().sum() / (len(ids) - 1))
         progress()
     result = torch.stack(losses).cpu()

@@ -50,8 +50,8 @@ class CompressedLayers:
         :class:`recalkv.factorize.LowRank` of each layer.
     outputs
         Refitted output projection of each layer, (h * d_h, m), or None.
-    predicted_rise
-        Half the energy that the factors discard; nats per token under the loss-aware metric.
+    predicted_rises
+        Half the energy that each layer's factors discard; nats per token under the loss-aware metric.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class CompressedLayers:
         self.keys: list[LowRank] = []
         self.values: list[LowRank] = []
         self.outputs: list[Tensor | None] = []
-        self.predicted_rise = 0.0
+        self.predicted_rises: list[float] = []
 
 
 def default_group_size(kv_heads: int) -> int:
@@ -171,7 +171,12 @@ def collect_statistics(
         used = windows[: calibration.fisher_samples]
         if needs_gradients:
             inputs = LayerInputs(
-                Path(scratch) / "inputs", *used.shape, source.geometry.hidden, calibration.batch_size, source.precision
+                Path(scratch) / "inputs",
+                used.shape[0],
+                used.shape[1],
+                source.geometry.hidden,
+                calibration.batch_size,
+                source.precision,
             )
         for index, layer_moments in enumerate(collect_input_moments(source, windows, calibration.batch_size, inputs)):
             moments.append(layer_moments)
@@ -225,7 +230,7 @@ def factorize_layers(
             weights(index), statistics(index), groups[index], result.ranks[index], d_h, parameters
         )
         starts.append(dataclasses.replace(start, keys=rounded(start.keys), values=rounded(start.values)))
-        result.predicted_rise += start.predicted_rise
+        result.predicted_rises.append(start.predicted_rise)
         progress("factorize", index + 1, total)
     refits = algorithm.refit_layers(
         source, windows, calibration, starts.__getitem__, statistics, groups, result.ranks, parameters

@@ -6,7 +6,7 @@ is a complete record of the run.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -121,7 +121,11 @@ class EvaluationParams(_TextParams):
 
     split: str = Field("test", description="split of the data set; ignored for local files")
     window: int = Field(2048, ge=2, description="tokens per perplexity window (joined texts, no overlap)")
+    every: int = Field(1, ge=1, description="use one window of so many, spread over the text")
     max_windows: int | None = Field(None, ge=1, description="use at most this many windows; null for all")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="type of the matrix products where perplexity is measured, dense and compressed alike"
+    )
     generation_prompt_tokens: int = Field(512, ge=1, description="prompt length of the timed generation, tokens")
     generation_new_tokens: int = Field(128, ge=2, description="length of the timed generation, tokens")
     generation_repeats: int = Field(3, ge=1, description="timed repeats; the median is reported")
@@ -133,10 +137,12 @@ class EvaluationParams(_TextParams):
 
 
 class CompareParams(_Section):
-    """All methods side by side at one budget."""
+    """All methods side by side at equal budgets."""
 
-    ratio: float = Field(0.5, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
-    group_sizes: list[int] = Field(default_factory=lambda: [2], description="group sizes to compare at")
+    ratios: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default_factory=lambda: [0.5], min_length=1, description="fractions of the dense cache's bytes to remove"
+    )
+    group_sizes: list[int] = Field(default_factory=lambda: [2], min_length=1, description="group sizes to compare at")
 
 
 class RuntimeParams(_Section):

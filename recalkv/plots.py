@@ -10,7 +10,7 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-__all__ = ["bar_chart", "cka_heat_maps", "layer_lines", "stage_costs"]
+__all__ = ["bar_chart", "cka_heat_maps", "layer_lines", "perplexity_against_bytes", "stage_costs"]
 
 _DPI = 120
 
@@ -84,6 +84,36 @@ def bar_chart(path: Path, labels: Sequence[str], values: Sequence[float], xlabel
     axis.set_title(title, fontsize=10)
     axis.margins(x=0.12)
     axis.invert_yaxis()
+    _save(figure, path)
+
+
+def perplexity_against_bytes(path: Path, result: dict[str, Any]) -> None:
+    """Perplexity of every method against the bytes that its live cache holds per token, one panel a group size."""
+    rows = result["rows"]
+    sizes = sorted({row["group_size"] for row in rows})
+    figure, axes = plt.subplots(
+        1, len(sizes), figsize=(4.6 * len(sizes) + 0.6, 4.2), squeeze=False, sharey=True, layout="constrained"
+    )
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    for axis, size in zip(axes[0], sizes, strict=True):
+        for number, method in enumerate(methods):
+            points = sorted(
+                (row["cache_bytes_per_token"], row["perplexity"])
+                for row in rows
+                if row["method"] == method and row["group_size"] == size
+            )
+            axis.plot(*zip(*points, strict=True), marker="osd^vP*Xh"[number % 9], markersize=5, label=method)
+        dense = rows[0]["dense_cache_bytes_per_token"]
+        axis.plot([dense], [result["perplexity_dense"]], "k*", markersize=10, label="dense")
+        axis.axhline(result["perplexity_dense"], color="black", linewidth=0.8, linestyle=":")
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:.0f}")
+        axis.yaxis.set_minor_formatter("{x:.0f}")
+        axis.set_xlabel("cache (bytes per token)")
+        axis.set_title(f"groups of {size} key/value head{'s' if size > 1 else ''}", fontsize=10)
+        axis.grid(alpha=0.3, which="both")
+    axes[0][0].set_ylabel("perplexity (log scale; lower is better)")
+    axes[0][-1].legend(fontsize=8)
     _save(figure, path)
 
 

@@ -113,7 +113,7 @@ def solve_psd(matrix: Tensor, right: Tensor) -> Tensor:
     if not bool(keep.any()):
         raise ParameterError(
             "value calibration met an all-zero system: a value projection or its inputs are zero; check the "
-            "model's weights, or set compression.ovc to false."
+            "model's weights, or set compression.refit to none."
         )
     inverse = torch.where(keep, 1 / torch.where(keep, values, 1.0), 0.0)
     return vectors @ (inverse[:, None] * (vectors.T @ right))

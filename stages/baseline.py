@@ -29,10 +29,11 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
             max_documents=wanted.max_documents,
             revision=wanted.revision,
         )
-        windows = evaluation_windows(joined_tokens(tokenizer, documents), wanted.window, wanted.max_windows)
+        tokens = joined_tokens(tokenizer, documents)
+        windows = evaluation_windows(tokens, wanted.window, wanted.max_windows, wanted.every)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
         with tqdm(desc="baseline", total=len(windows), unit="window", file=sys.stderr, mininterval=1.0) as bar:
-            losses = window_losses(model, windows, bar.update)
+            losses = window_losses(model, windows, bar.update, wanted.precision)
         record = {"text": wanted.text, "split": wanted.split, "window": wanted.window, "windows": len(windows)}
         with stage.write(record) as store:
             store.put("windows", windows)

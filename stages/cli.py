@@ -51,7 +51,7 @@ def preset(
             return
         merged = apply_preset(yaml.safe_load(params.read_text()), name)
         if ratio is not None:
-            merged["compression"]["ratio"] = merged["compare"]["ratio"] = ratio
+            merged["compression"]["ratio"], merged["compare"]["ratios"] = ratio, [ratio]
             parse_params(merged, f"preset {name}")
         params.write_text(yaml.safe_dump(merged, sort_keys=False))
         print(f"{params} now holds preset {name}; run `dvc repro`.")
@@ -62,7 +62,7 @@ def compress(
     model: Annotated[str, typer.Argument(help="`embedded`, a Hugging Face id, or a local folder.")],
     out: Annotated[Path, typer.Option(help="Folder for the compressed checkpoint.")],
     ratio: Annotated[float, typer.Option(help="Fraction of the dense cache's bytes to remove, in [0, 1).")] = 0.5,
-    method: Annotated[str, typer.Option(help="recalkv, palu or svd.")] = "recalkv",
+    method: Annotated[str, typer.Option(help="loss-aware, recalkv, palu or svd.")] = "loss-aware",
     group_size: Annotated[int | None, typer.Option(help="Heads per group; default 4, or all if fewer.")] = None,
     text: Annotated[str, typer.Option(help="Calibration text, as calibration.text in params.yaml.")] = "embedded",
     samples: Annotated[int, typer.Option(help="Calibration windows.")] = 32,

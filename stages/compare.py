@@ -1,27 +1,43 @@
-"""Stage 9c: every method side by side at one budget, from the same statistics and windows."""
+"""Stage 9c: every method side by side at equal bytes, from the same statistics and windows.
 
+Cells that are done are kept in DATA/cells and not measured again, as long as neither the code nor
+anything that they depend on has changed: an interrupted sweep goes on where it stopped.
+"""
+
+import copy
+import hashlib
+import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
-from recalkv.evaluate import perplexity, window_losses
-from recalkv.fisher import FisherScores
+import recalkv
+from recalkv.evaluate import cache_bytes_per_token, fill_cache, perplexity, window_losses
+from recalkv.factorize import group_columns
 from recalkv.oneshot import assemble, factorize_layers
+from recalkv.plots import perplexity_against_bytes
 from recalkv.source import checkpoint_dtype
-from recalkv.whitening import InputMoments
+from recalkv.steps.calibration import install
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
+from stages.inputs import Statistics
 
-# The paper's ablation (its Table 3) and the two baselines.
+# The baselines, the paper's ablation (its Table 3), and ours with one choice taken back at a time.
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("svd", {"method": "svd"}),
     ("palu", {"method": "palu"}),
-    ("recalkv (neither)", {"method": "recalkv", "hsr": False, "ovc": False}),
-    ("recalkv (HSR)", {"method": "recalkv", "hsr": True, "ovc": False}),
-    ("recalkv (OVC)", {"method": "recalkv", "hsr": False, "ovc": True}),
-    ("recalkv (HSR + OVC)", {"method": "recalkv", "hsr": True, "ovc": True}),
+    ("recalkv (neither)", {"method": "recalkv", "grouping": "neighbours", "refit": "none"}),
+    ("recalkv (HSR)", {"method": "recalkv", "refit": "none"}),
+    ("recalkv (OVC)", {"method": "recalkv", "grouping": "neighbours"}),
+    ("recalkv (HSR + OVC)", {"method": "recalkv"}),
+    ("loss-aware (separate latents)", {"method": "loss-aware", "joint": False}),
+    ("loss-aware (no refit)", {"method": "loss-aware", "refit": "none"}),
+    ("loss-aware", {"method": "loss-aware"}),
 )
 
 
@@ -30,77 +46,137 @@ def main(
     data: DataOption = Path("data"),
     reports: ReportsOption = Path("reports"),
 ) -> None:
-    """Compress with each method at compare.ratio and measure perplexity; write REPORTS/comparison.json."""
+    """Compress with each method at compare.ratios and measure perplexity; write REPORTS/comparison.json."""
     with running("compare", params, data) as stage:
-        comparison = _Comparison(stage)
-        cells = [(size, name, fields) for size in stage.params.compare.group_sizes for name, fields in VARIANTS]
-        rows = []
-        for size, name, fields in tqdm(cells, desc="compare", unit="method", file=sys.stderr):
-            rows.append({"method": name, "group_size": size, **comparison.measure(size, fields)})
-        write_json(
-            reports / "comparison.json",
-            {
-                "ratio": stage.params.compare.ratio,
-                "perplexity_dense": perplexity(comparison.dense_losses),
-                "windows": len(comparison.windows),
-                "tokens_per_window": comparison.windows.shape[1],
-                "rows": rows,
-            },
-        )
-        print(_table(rows, perplexity(comparison.dense_losses), stage.params.compare.ratio))
+        comparison, wanted = Comparison(stage), stage.params.compare
+        cells = [
+            (name, {**fields, "ratio": ratio, "group_size": size})
+            for ratio in wanted.ratios
+            for size in wanted.group_sizes
+            for name, fields in VARIANTS
+        ]
+        result = comparison.run(cells)
+        write_json(reports / "comparison.json", result)
+        perplexity_against_bytes(reports / "comparison.png", result)
+        print(table(result))
 
 
-class _Comparison:
-    """Statistics shared by all variants."""
+class Comparison:
+    """Statistics and evaluation windows that all cells share."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._source = stage.source()
-        fisher, whiten, baseline = stage.read("fisher"), stage.read("whiten"), stage.read("baseline")
-        self._scores = FisherScores(fisher.get("key"), fisher.get("value"), fisher.get("window_loss"))
-        self._whiten = whiten
-        self._tokens = whiten.attributes["parameters"]["tokens"]
+        self._statistics, baseline = Statistics(stage), stage.read("baseline")
         self._calibration = stage.read("sample").get("windows")
         self.windows, self.dense_losses = baseline.get("windows"), baseline.get("losses")
         self._dtype = checkpoint_dtype(stage.model().folder)
+        params = stage.params
+        self._shared = {
+            "code": code_fingerprint(),
+            "model": stage.model().fingerprint,
+            "calibration": params.calibration.model_dump(mode="json"),
+            "evaluation": params.evaluation.model_dump(mode="json"),
+        }
 
-    def measure(self, group_size: int, fields: dict[str, Any]) -> dict[str, float]:
-        """Compress with one variant and measure it."""
-        ratio = self._stage.params.compare.ratio
-        base = self._stage.params.compression
-        parameters = base.model_copy(update={**fields, "ratio": ratio, "group_size": group_size})
+    def run(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+        """Measure every (name, compression fields) cell that has not been measured; all rows, and the dense model's."""
+        rows = []
+        for name, fields in tqdm(list(cells), desc="compare", unit="cell", file=sys.stderr):
+            parameters = self._stage.params.compression.model_copy(update=fields)
+            content = {**self._shared, "compression": parameters.model_dump(mode="json")}
+            key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+            path = self._stage.data / "cells" / f"{key}.json"
+            if not path.exists():
+                write_json(path, self.measure(fields))
+            row = json.loads(path.read_text())
+            rows.append({"method": name, "ratio": parameters.ratio, "group_size": parameters.group_size, **row})
+        return {
+            "perplexity_dense": perplexity(self.dense_losses),
+            "windows": len(self.windows),
+            "tokens_per_window": self.windows.shape[1],
+            "rows": rows,
+        }
+
+    def by_layer(self, fields: dict[str, Any]) -> list[dict[str, float]]:
+        """Compress one layer at a time, the others dense: predicted and measured rise of the loss, nats per token.
+
+        The dense model takes the layer's reconstructed weights; ranks are those of the whole model's budget.
+        """
+        params = self._stage.params
+        parameters = params.compression.model_copy(update=fields)
         result = factorize_layers(
-            self._source,
-            self._calibration,
-            self._stage.params.calibration.batch_size,
-            self._moments,
-            self._scores,
-            parameters,
+            self._source, self._calibration, params.calibration, self._statistics, self._statistics.scores, parameters
+        )
+        folder = self._stage.model().folder
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype).to(self._stage.device).eval()
+        rows = []
+        d_h = self._source.geometry.head_dim
+        for index, layer in enumerate(tqdm(model.model.layers, desc="layers", unit="layer", file=sys.stderr)):
+            dense = copy.deepcopy(layer.self_attn.state_dict())
+            order = torch.cat(group_columns([result.permutations[index]], d_h))
+            install(layer, result.keys[index], result.values[index], result.outputs[index], order)
+            losses = window_losses(model, self.windows, precision=params.evaluation.precision)
+            layer.self_attn.load_state_dict(dense)
+            rows.append(
+                {
+                    "layer": index,
+                    "predicted_rise_nats": result.predicted_rises[index],
+                    "excess_nats": float((losses - self.dense_losses).mean()),
+                    "elements_per_token": result.ranks[index].cached_elements,
+                }
+            )
+        return rows
+
+    def measure(self, fields: dict[str, Any]) -> dict[str, float]:
+        """Compress with one set of fields and measure it."""
+        params = self._stage.params
+        parameters = params.compression.model_copy(update=fields)
+        result = factorize_layers(
+            self._source, self._calibration, params.calibration, self._statistics, self._statistics.scores, parameters
         )
         provenance: dict[str, str | None] = {"name": None, "revision": None, "fingerprint": None}
         model = assemble(self._source, result, parameters, self._dtype, provenance).to(self._stage.device)
-        losses = window_losses(model, self.windows)
+        losses = window_losses(model, self.windows, precision=params.evaluation.precision)
         spec = model.config.recalkv
+        cache = fill_cache(model, self.windows[:1, :16])
+        excess = losses - self.dense_losses
+        spread = float(excess.std() / len(excess) ** 0.5) if len(excess) > 1 else 0.0
         return {
             "perplexity": perplexity(losses),
-            "excess_nats": float((losses - self.dense_losses).mean()),
+            "excess_nats": float(excess.mean()),
+            "excess_standard_error_nats": spread,
+            "predicted_rise_nats": sum(result.predicted_rises),
+            "cache_bytes_per_token": cache_bytes_per_token(cache),
+            "dense_cache_bytes_per_token": spec["dense_elements_per_token"] * _element_size(model),
             "compression_ratio": 1 - spec["cached_elements_per_token"] / spec["dense_elements_per_token"],
         }
 
-    def _moments(self, index: int) -> InputMoments:
-        prefix = f"layers/{index:03d}"
-        return InputMoments(self._whiten.get(f"{prefix}/gram"), self._whiten.get(f"{prefix}/mean"), self._tokens)
 
-
-def _table(rows: list[dict[str, Any]], dense: float, ratio: float) -> str:
-    lines = [f"{'method':<22}{'group':>6}{'ratio':>9}{'perplexity':>12}{'excess (nats)':>15}"]
-    lines.append(f"{'dense':<22}{'':>6}{0.0:>9.4f}{dense:>12.2f}{0.0:>15.3f}")
-    for row in rows:
+def table(result: dict[str, Any]) -> str:
+    """All cells as one table for a terminal."""
+    width = max(len(row["method"]) for row in result["rows"]) + 2
+    lines = [f"{'method':<{width}}{'group':>6}{'removed':>9}{'bytes/token':>13}{'perplexity':>12}{'excess (nats)':>15}"]
+    lines.append(f"{'dense':<{width}}{'':>6}{0:>9.2%}{'':>13}{result['perplexity_dense']:>12.2f}{0:>15.3f}")
+    for row in result["rows"]:
         lines.append(
-            f"{row['method']:<22}{row['group_size']:>6}{row['compression_ratio']:>9.4f}"
-            f"{row['perplexity']:>12.2f}{row['excess_nats']:>15.3f}"
+            f"{row['method']:<{width}}{row['group_size']:>6}{row['compression_ratio']:>9.2%}"
+            f"{row['cache_bytes_per_token']:>13,.0f}{row['perplexity']:>12.2f}{row['excess_nats']:>15.3f}"
         )
-    return f"all methods at {ratio:.0%} compression\n" + "\n".join(lines)
+    return "\n".join(lines)
+
+
+def _element_size(model: Any) -> int:
+    return torch.empty(0, dtype=next(model.parameters()).dtype).element_size()
+
+
+def code_fingerprint() -> str:
+    """Digest of the library's source: cells measured by other code are not taken for this one's."""
+    digest = hashlib.sha256()
+    folder = Path(recalkv.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 if __name__ == "__main__":

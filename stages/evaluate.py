@@ -35,7 +35,7 @@ def main(
         model = AutoModelForCausalLM.from_pretrained(folder).to(stage.device).eval()
         spec, dtype = model.config.recalkv, model.dtype
         with tqdm(desc="evaluate", total=len(windows), unit="window", file=sys.stderr, mininterval=1.0) as bar:
-            losses = window_losses(model, windows, bar.update)
+            losses = window_losses(model, windows, bar.update, wanted.precision)
         del model
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         prompts = [tokenizer(prompt)["input_ids"] for prompt in wanted.prompts]

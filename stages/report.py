@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from recalkv import plots
+from recalkv.methods import resolve_method
 from recalkv.similarity import within_group_similarity
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.inputs import Inputs
@@ -36,25 +37,28 @@ def main(
 def _gather(stage: Stage, reports: Path) -> dict[str, Any]:
     """Read everything the report shows."""
     inputs, wanted = Inputs(stage), stage.params.compression
-    fisher, keys, values = stage.read("fisher"), stage.read("factorize"), stage.read("calibrate")
-    fisher_key, fisher_value = fisher.get("key").tolist(), fisher.get("value").tolist()
-    key_errors = keys.get("error").tolist()
-    svd, before, after = (values.get(f"error_{name}").tolist() for name in ("svd", "before", "after"))
-    groupings = [inputs.grouping(index, wanted.group_size) for index in range(len(key_errors))]
+    fisher, factors, refit = stage.read("fisher"), stage.read("factorize"), stage.read("calibrate")
+    columns = {
+        "fisher_key": fisher.get("key"),
+        "fisher_value": fisher.get("value"),
+        "error_key": factors.get("error_key"),
+        "error_value": factors.get("error_value"),
+        "predicted_rise": factors.get("predicted_rise"),
+        "error_before_refit": refit.get("error_before"),
+        "error_after_refit": refit.get("error_after"),
+    }
+    ranks = inputs.ranks()
     layers = [
         {
             "layer": index,
-            "fisher_key": fisher_key[index],
-            "fisher_value": fisher_value[index],
-            "rank_key": sum(inputs.ranks(index).key),
-            "rank_value": sum(inputs.ranks(index).value),
-            "error_key": key_errors[index],
-            "error_value_svd": svd[index],
-            "error_value_before_ovc": before[index],
-            "error_value_after_ovc": after[index],
+            "rank_key": sum(ranks[index].key),
+            "rank_value": sum(ranks[index].value),
+            "cached_elements": ranks[index].cached_elements,
+            **{name: float(column[index]) for name, column in columns.items()},
         }
-        for index in range(len(key_errors))
+        for index in range(len(ranks))
     ]
+    groupings = [inputs.grouping(index, wanted.group_size) for index in range(len(ranks))]
     return {
         "layers": layers,
         "groupings": groupings,
@@ -81,7 +85,7 @@ def _draw(facts: dict[str, Any], figures: Path) -> None:
     )
     plots.layer_lines(
         figures / "ranks.png",
-        {"keys": column("rank_key"), "values": column("rank_value")},
+        {"keys": column("rank_key"), "values": column("rank_value"), "cached": column("cached_elements")},
         "rank (cached elements per token)",
         "Allocated rank per layer",
     )
@@ -96,8 +100,9 @@ def _draw(facts: dict[str, Any], figures: Path) -> None:
         figures / "errors.png",
         {
             "keys, dense inputs": column("error_key"),
-            "values, behind compressed prefix, before OVC": column("error_value_before_ovc"),
-            "values, behind compressed prefix, after OVC": column("error_value_after_ovc"),
+            "values, dense inputs": column("error_value"),
+            "behind compressed prefix, before refit": column("error_before_refit"),
+            "behind compressed prefix, after refit": column("error_after_refit"),
         },
         "relative squared output error",
         "Error per layer",
@@ -106,11 +111,10 @@ def _draw(facts: dict[str, Any], figures: Path) -> None:
     rows = facts["comparison"]["rows"]
     plots.bar_chart(
         figures / "methods.png",
-        [f"{row['method']}, group {row['group_size']}" for row in rows],
+        [f"{row['method']}, group {row['group_size']}, {row['ratio']:.0%} removed" for row in rows],
         [row["perplexity"] for row in rows],
         "perplexity (lower is better)",
-        f"All methods at {facts['comparison']['ratio']:.0%} compression; "
-        f"dense {facts['comparison']['perplexity_dense']:.2f}",
+        f"All methods at equal bytes; dense {facts['comparison']['perplexity_dense']:.2f}",
     )
 
 
@@ -140,6 +144,8 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
             for context, pair in latency["attention_ms_per_step"].items()
         ),
     ]
+    method = resolve_method(wanted.compression)
+    refit = method.refit if method.refit == "none" else f"{method.refit} ({method.refit_target})"
     evaluation, calibration, compression = wanted.evaluation, wanted.calibration, wanted.compression
     lines = [
         "# Report",
@@ -149,9 +155,10 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         f"Model `{environment['model']}` on {environment['device']}, {environment['threads']} threads, "
         f"torch {environment['torch']}, transformers {environment['transformers']}.",
         "",
-        f"Method `{compression.method}` (HSR {_switch(compression.hsr)}, OVC {_switch(compression.ovc)}, target "
-        f"{compression.ovc_target}), group size {compression.group_size}, {compression.allocation} ranks, "
-        f"calibrated on {calibration.samples} x {calibration.length} tokens of `{calibration.text}` "
+        f"Method `{compression.method}`: {method.metric} metric, {'joint' if method.joint else 'separate'} latents, "
+        f"{method.grouping} groups of {compression.group_size}, {method.allocation} ranks, refit: {refit}.",
+        "",
+        f"Calibrated on {calibration.samples} x {calibration.length} tokens of `{calibration.text}` "
         f"({calibration.split}), {calibration.precision} matrix products. Evaluated on {ppl['windows']} windows of "
         f"{ppl['tokens_per_window']} tokens of `{evaluation.text}` ({evaluation.split}): texts joined, no overlap.",
         "",
@@ -177,14 +184,17 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         "",
         "## All methods at the same bytes",
         "",
+        "![Perplexity against cached bytes](comparison.png)",
         "![Perplexity of all methods](figures/methods.png)",
         "",
-        "| method | group size | removed | perplexity | excess loss (nats/token) |",
-        "|---|---:|---:|---:|---:|",
-        f"| dense | | 0 % | {comparison['perplexity_dense']:.2f} | 0 |",
+        "| method | group size | removed | bytes per token | perplexity | excess loss (nats/token) |",
+        "|---|---:|---:|---:|---:|---:|",
+        f"| dense | | 0 % | {comparison['rows'][0]['dense_cache_bytes_per_token']:,.0f} "
+        f"| {comparison['perplexity_dense']:.2f} | 0 |",
         *(
-            f"| {row['method']} | {row['group_size']} | {row['compression_ratio']:.2%} | {row['perplexity']:.2f} "
-            f"| {row['excess_nats']:.3f} |"
+            f"| {row['method']} | {row['group_size']} | {row['compression_ratio']:.2%} "
+            f"| {row['cache_bytes_per_token']:,.0f} | {row['perplexity']:.2f} "
+            f"| {row['excess_nats']:.3f} ± {row['excess_standard_error_nats']:.3f} |"
             for row in comparison["rows"]
         ),
         "",
@@ -201,21 +211,23 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         "",
         "![Errors](figures/errors.png)",
         "",
-        "| layer | key rank | value rank | key error | value error (SVD, dense inputs) | before OVC | after OVC |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
+        "| layer | key rank | value rank | cached | key error | value error | predicted rise | before refit | after |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         *(
-            f"| {row['layer']} | {row['rank_key']} | {row['rank_value']} | {row['error_key']:.4f} "
-            f"| {row['error_value_svd']:.4f} | {row['error_value_before_ovc']:.4f} "
-            f"| {row['error_value_after_ovc']:.4f} |"
+            f"| {row['layer']} | {row['rank_key']} | {row['rank_value']} | {row['cached_elements']} "
+            f"| {row['error_key']:.4f} | {row['error_value']:.4f} | {row['predicted_rise']:.3g} "
+            f"| {row['error_before_refit']:.4f} | {row['error_after_refit']:.4f} |"
             for row in facts["layers"]
         ),
         "",
-        "Relative squared error of the projection's outputs. *Before* and *after OVC* are on the inputs behind the "
-        "compressed prefix, against OVC's target; without OVC they equal the SVD's error.",
+        "Errors are relative and squared: of the projections' outputs on the dense model's inputs; *before refit* and "
+        "*after*, of what the method fits again (value outputs, or the attention's output) behind the compressed "
+        "prefix, against its target. *Predicted rise*: half the energy that the factors discard, in nats per token "
+        "under the loss-aware metric. *Cached*: elements per token; a shared latent counts once.",
         "",
         "## Head similarity and reordering",
         "",
-        f"HSR moved heads in {moved} of {len(similarity)} layers; mean CKA within groups "
+        f"Grouping moved heads in {moved} of {len(similarity)} layers; mean CKA within groups "
         f"{_mean(pair[0] for pair in similarity)} before and {_mean(pair[1] for pair in similarity)} after.",
         "",
         "![CKA before and after](figures/cka.png)",
@@ -266,10 +278,6 @@ def _neighbours(grouping: Any) -> list[list[int]]:
 def _mean(values: Any) -> str:
     finite = [value for value in values if value == value]
     return f"{sum(finite) / len(finite):.3f}" if finite else "undefined (groups of one head)"
-
-
-def _switch(on: bool) -> str:
-    return "on" if on else "off"
 
 
 def _read(path: Path) -> Any:

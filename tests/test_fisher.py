@@ -13,7 +13,7 @@ from recalkv.errors import NonFiniteError
 from recalkv.fisher import FisherScores, collect_fisher_scores
 from recalkv.streaming import ModuleSource
 from recalkv.whitening import collect_input_moments
-from tests.tiny import FAMILIES, dense_model, windows
+from tests.tiny import FAMILIES, calibration, dense_model, windows
 
 
 def scores_of(
@@ -24,7 +24,7 @@ def scores_of(
     inputs = LayerInputs(folder / "inputs", *ids.shape, source.geometry.hidden, kept_by, source.precision)
     for _ in collect_input_moments(source, ids, kept_by, inputs):
         pass
-    return collect_fisher_scores(source, ids, batch_size, inputs)
+    return collect_fisher_scores(source, ids, calibration(batch_size=batch_size), inputs)
 
 
 def reference(model: Any, ids: Tensor) -> FisherScores:
@@ -107,7 +107,7 @@ def test_progress_counts_the_layers_down(tmp_path: Path) -> None:
     inputs = LayerInputs(tmp_path / "inputs", 2, 16, source.geometry.hidden, 2, torch.float32)
     list(collect_input_moments(source, ids, 2, inputs))
     seen: list[int] = []
-    collect_fisher_scores(source, ids, 2, inputs, seen.append)
+    collect_fisher_scores(source, ids, calibration(), inputs, lambda index, _: seen.append(index))
     assert seen == [2, 1, 0]
 
 
@@ -120,7 +120,7 @@ def test_nan_in_a_weight_names_the_layer(layer: int, tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[layer].self_attn.v_proj.weight[0, 0] = float("nan")
     with pytest.raises(NonFiniteError, match=rf"weights of layer {layer} \(self_attn\.v_proj\.weight\)"):
-        collect_fisher_scores(source, ids, 2, inputs)
+        collect_fisher_scores(source, ids, calibration(), inputs)
 
 
 def test_non_finite_gradients_name_the_layer(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_non_finite_gradients_name_the_layer(tmp_path: Path) -> None:
     list(collect_input_moments(source, ids, 2, inputs))
     inputs.put(1, 0, torch.full((2, 16, source.geometry.hidden), float("nan")))
     with pytest.raises(NonFiniteError, match=r"gradients of layer 1;.*calibration\.precision.*weights"):
-        collect_fisher_scores(source, ids, 2, inputs)
+        collect_fisher_scores(source, ids, calibration(), inputs)
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])

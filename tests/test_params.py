@@ -95,8 +95,8 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("compression.group_size", 0, "greater than or equal to 1"),
         ("compression.group_size", 1.5, "valid integer"),
         ("compression.method", "magic", "'recalkv', 'palu' or 'svd'"),
-        ("compression.hsr", "perhaps", "valid boolean"),
-        ("compression.ovc_target", "x", "'same-input' or 'dense-output'"),
+        ("compression.grouping", "perhaps", "'auto', 'neighbours', 'cka' or 'tail-energy'"),
+        ("compression.refit_target", "x", "'auto', 'same-input', 'dense-output' or 'residual'"),
         ("compression.ovc_iterations", 0, "greater than or equal to 1"),
         ("compression.rank_multiple", 0, "greater than or equal to 1"),
         ("compression.damping", -1e-9, "greater than or equal to 0"),
@@ -109,7 +109,7 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("calibration.max_documents", 0, "greater than or equal to 1"),
         ("evaluation.window", 1, "greater than or equal to 2"),
         ("evaluation.prompts", "one", "valid list"),
-        ("compare.ratio", 1.0, "less than 1"),
+        ("compare.ratios", [], "at least 1 item"),
         ("model.id", None, "valid string"),
         ("runtime.device", 0, "valid string"),
     ],
@@ -173,3 +173,9 @@ def test_file_that_is_no_mapping_lists_the_sections(tmp_path: Path, content: str
 
 def test_python_defaults_need_no_file() -> None:
     assert CompressionParams().ratio == 0.5  # type: ignore[call-arg]
+
+
+def test_illegal_item_of_a_list_is_named(raw: dict[str, Any]) -> None:
+    raw["compare"]["ratios"] = [0.5, 1.0]
+    with pytest.raises(ParameterError, match=r"compare\.ratios\.1=1\.0 is not allowed: .*less than 1"):
+        parse_params(raw, "params.yaml")

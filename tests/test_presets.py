@@ -65,7 +65,7 @@ def test_preset_compresses_its_architecture_scaled_down(name: str) -> None:
     base = yaml.safe_load((ROOT / "params.yaml").read_text())
     parameters = parse_params(apply_preset(base, name), name).compression
     windows = tiny.windows(4, 32)
-    result = compress_layers(ModuleSource(dense), windows, 2, parameters)
+    result = compress_layers(ModuleSource(dense), windows, tiny.calibration(), parameters)
     compressed, twin = tiny.assemble(dense, result, parameters), tiny.reconstructed_twin(dense, result)
     with torch.no_grad():
         torch.testing.assert_close(compressed(windows).logits, twin(windows).logits, rtol=1e-3, atol=1e-3)

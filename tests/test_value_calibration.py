@@ -206,5 +206,5 @@ def test_solver_inverts_the_whitening_factor() -> None:
 def test_zero_weight_is_refused_with_a_remedy() -> None:
     columns = [torch.arange(4)]
     zero = LowRank([torch.zeros(6, 2).double()], [torch.zeros(2, 4).double()])
-    with pytest.raises(ParameterError, match=r"all-zero system.*check the model's weights, or set compression\.ovc"):
+    with pytest.raises(ParameterError, match=r"all-zero system.*check the model's weights, or set compression\.refit"):
         calibrate_values(zero, columns, torch.zeros(6, 4), torch.eye(6), 1e-6, 1)

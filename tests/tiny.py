@@ -18,7 +18,7 @@ from transformers import (
 from recalkv import algorithm, oneshot
 from recalkv.factorize import group_columns
 from recalkv.oneshot import CompressedLayers, compress_layers
-from recalkv.params import CompressionParams
+from recalkv.params import CalibrationParams, CompressionParams
 from recalkv.streaming import ModuleSource
 
 VOCABULARY = 128
@@ -95,24 +95,28 @@ def assemble(dense: Any, result: CompressedLayers, parameters: CompressionParams
 
 
 def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
-    """The dense model with its key and value weights replaced by ``L R``."""
+    """The dense model with its key and value weights replaced by ``L R``, and its refitted output projections."""
     twin = copy.deepcopy(dense)
     head_dim = ModuleSource(dense).geometry.head_dim
-    for layer, permutation, keys, values in zip(
-        twin.model.layers, result.permutations, result.keys, result.values, strict=True
+    for layer, permutation, keys, values, output in zip(
+        twin.model.layers, result.permutations, result.keys, result.values, result.outputs, strict=True
     ):
         order = torch.cat(group_columns([permutation], head_dim))
-        for projection, factors in ((layer.self_attn.k_proj, keys), (layer.self_attn.v_proj, values)):
-            projection.weight.data = algorithm.in_model_order(factors, order).T.float().contiguous()
+        algorithm.install(layer, keys, values, output, order)
     return twin
+
+
+def calibration(**changes: Any) -> CalibrationParams:
+    """Calibration parameters of the tests: float32, windows of :func:`windows`."""
+    return CalibrationParams(**({"batch_size": 4, "precision": "float32"} | changes))
 
 
 def compressed_pair(family: str, **compression: Any) -> tuple[Any, Any, Any]:
     """Compress a tiny model: (dense, compressed, dense twin with the reconstructed weights).
 
-    Keyword arguments are fields of CompressionParams; defaults: ratio 0.5, group_size 2.
+    Keyword arguments are fields of CompressionParams; defaults: recalkv, ratio 0.5, group_size 2.
     """
     dense = dense_model(family)
-    parameters = CompressionParams(**({"ratio": 0.5, "group_size": 2} | compression))
-    result = compress_layers(ModuleSource(dense), windows(), 4, parameters)
+    parameters = CompressionParams(**({"method": "recalkv", "ratio": 0.5, "group_size": 2} | compression))
+    result = compress_layers(ModuleSource(dense), windows(), calibration(), parameters)
     return dense, assemble(dense, result, parameters), reconstructed_twin(dense, result)

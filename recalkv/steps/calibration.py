@@ -1,5 +1,6 @@
 """Calibration under error: each layer is fitted again on inputs that passed through the compressed ones."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from recalkv.params import CalibrationParams, CompressionParams
 from recalkv.steps.allocation import LayerRanks
 from recalkv.steps.factors import LayerFactors, LayerStatistics, factorize_layer
 from recalkv.steps.groups import value_groups
-from recalkv.streaming import LayerSource, attention_input, autocast, run_layer
+from recalkv.streaming import LayerSource, attention_input, run_layer
 from recalkv.value_calibration import calibrate_values, dense_output_target
 from recalkv.whitening import InputMoments, MomentAccumulator, damped
 
@@ -80,7 +81,7 @@ def refit_layers(
             yield LayerRefit(start.keys, start.values, None, start.value_error, start.value_error)
         return
     used = windows[: parameters.refit_samples]
-    hidden = source.embed(used, calibration.batch_size)
+    hidden = list(source.embed(used, calibration.batch_size))
     follow_dense = method.refit_target != "same-input"
     dense_hidden = list(hidden) if follow_dense else None
     for index in range(source.num_layers):
@@ -93,8 +94,9 @@ def refit_layers(
                     source, layer, index, hidden, dense_hidden, starts(index), statistics(index), groups[index],
                     ranks[index], calibration, parameters,
                 )  # fmt: skip
-            if index + 1 < source.num_layers:
-                if dense_hidden is not None and method.refit != "output":
+            # The output's fit advances both streams itself.
+            if index + 1 < source.num_layers and method.refit != "output":
+                if dense_hidden is not None:
                     dense_hidden = [run_layer(source, layer, index, states) for states in dense_hidden]
                 install(layer, refit.keys, refit.values, refit.output, order)
                 hidden = [run_layer(source, layer, index, states) for states in hidden]
@@ -170,50 +172,77 @@ def _refit_output(
     order: Tensor,
     parameters: CompressionParams,
 ) -> LayerRefit:
-    """Fit W_o to the contexts of compressed keys and values; advances ``dense_hidden`` by this layer."""
+    """Fit W_o to the contexts of compressed keys and values, and advance both streams by this layer."""
     method = resolve_method(parameters)
     attention = layer.self_attn
     blend = parameters.refit_blend if dense_hidden is not None else 0.0
     targets = [torch.zeros_like(states) for states in hidden]
     for batch, states in enumerate(hidden):
         if blend < 1:
-            targets[batch] += (1 - blend) * _attend(source, layer, index, states)[1]
+            targets[batch] += (1 - blend) * _run_and_watch(source, layer, index, states)[1]
         if dense_hidden is not None:
             dense = dense_hidden[batch]
-            aim = _attend(source, layer, index, dense)[1]
+            _, aim, dense_hidden[batch] = _run_and_watch(source, layer, index, dense)
             if method.refit_target == "residual":
                 aim = aim + (dense - states)
             targets[batch] += blend * aim
-            dense_hidden[batch] = run_layer(source, layer, index, dense)
     weight = attention.o_proj.weight.T.double()
     install(layer, start.keys, start.values, None, order)
     moments = OutputMoments.zeros(weight.shape[0], weight.shape[1], source.device)
+    contexts = []
     for states, target in zip(hidden, targets, strict=True):
-        moments.add(_attend(source, layer, index, states)[0], target)
+        contexts.append(_contexts(source, layer, index, states))
+        moments.add(contexts[-1], target)
     fitted = fit_output(moments, weight, parameters.refit_ridge)
+    install(layer, start.keys, start.values, fitted, order)
+    if index + 1 < source.num_layers:
+        for batch, states in enumerate(hidden):
+            hidden[batch] = _run_from_contexts(source, layer, index, states, contexts[batch])
     return LayerRefit(start.keys, start.values, fitted, output_error(moments, weight), output_error(moments, fitted))
 
 
-def _attend(source: LayerSource, layer: Any, index: int, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Contexts before the output projection, and the attention's output without its bias, float32."""
-    seen: list[Tensor] = []
-    attention = layer.self_attn
-    hook = attention.o_proj.register_forward_hook(lambda module, args, output: seen.append(args[0]))
-    context = source.context(states)
+def _run_and_watch(source: LayerSource, layer: Any, index: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a layer: contexts before its output projection, what that adds without its bias, the layer's output."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    projection = layer.self_attn.o_proj
+    hook = projection.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
     try:
-        with autocast(source):
-            output, _ = attention(
-                hidden_states=attention_input(layer, states),
-                attention_mask=context["masks"][source.attention_types[index]],
-                position_ids=context["positions"],
-                position_embeddings=context["rotary"],
-            )
+        result = run_layer(source, layer, index, states)
     finally:
         hook.remove()
-    output = output.float()
-    if attention.o_proj.bias is not None:
-        output = output - attention.o_proj.bias
-    return seen[0].float(), output
+    contexts, output = (part.float() for part in seen[0])
+    return contexts, output if projection.bias is None else output - projection.bias, result
+
+
+def _contexts(source: LayerSource, layer: Any, index: int, states: Tensor) -> Tensor:
+    """The heads' outputs side by side, (batch, length, h * d_h) float32; nothing after them is computed."""
+    seen: list[Tensor] = []
+
+    def stop(module: Any, args: tuple[Tensor, ...]) -> None:
+        seen.append(args[0])
+        raise _Reached
+
+    hook = layer.self_attn.o_proj.register_forward_pre_hook(stop)
+    try:
+        with contextlib.suppress(_Reached):
+            run_layer(source, layer, index, states)
+    finally:
+        hook.remove()
+    return seen[0].float()
+
+
+def _run_from_contexts(source: LayerSource, layer: Any, index: int, states: Tensor, contexts: Tensor) -> Tensor:
+    """Run a layer whose attention has already been done up to the output projection."""
+    attention = layer.self_attn
+    attention.forward = lambda *args, **kwargs: (attention.o_proj(contexts), None)
+    try:
+        return run_layer(source, layer, index, states)
+    finally:
+        del attention.forward
+
+
+class _Reached(Exception):  # noqa: N818
+    """Ends a forward pass where the rest is not wanted."""
 
 
 def install(layer: Any, keys: LowRank, values: LowRank, output: Tensor | None, order: Tensor) -> None:

@@ -1,0 +1,246 @@
+"""The accuracy study: which method loses how much at which bytes, and what the result depends on.
+
+    python -m benchmarks.study comparison  --calibration-text wiki.valid.raw --evaluation-text wiki.test.raw
+    python -m benchmarks.study ablation    --calibration-text ... --evaluation-text ...
+    python -m benchmarks.study robustness  --calibration-text ... --evaluation-text ...
+    python -m benchmarks.study prediction  --calibration-text ... --evaluation-text ...
+    python -m benchmarks.study page
+
+Each writes reports/study/NAME.json; `page` makes reports/study/README.md and the pictures of all of them.
+Statistics are shared between the cells of one calibration set, finished cells are kept in --work, and an
+interrupted run goes on where it stopped.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from recalkv.params import load_params
+from stages.common import Stage, write_json
+from stages.compare import Comparison, code_fingerprint, table
+
+REPORTS = Path("reports/study")
+STATISTICS = ("sample", "whiten", "fisher", "baseline")
+
+Calibration = Annotated[str, typer.Option(help="Calibration text: as calibration.text in params.yaml.")]
+Evaluation = Annotated[str, typer.Option(help="Evaluation text: as evaluation.text in params.yaml.")]
+Samples = Annotated[int, typer.Option(help="Calibration windows of 1024 tokens.")]
+Every = Annotated[int, typer.Option(help="Use one evaluation window of 2048 tokens of so many.")]
+MaxWindows = Annotated[int | None, typer.Option(help="Use at most so many evaluation windows.")]
+Work = Annotated[Path, typer.Option(help="Folder for statistics and finished cells.")]
+Name = Annotated[str, typer.Option(help="Name of the result file.")]
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+METHODS: dict[str, dict[str, Any]] = {
+    "palu": {"method": "palu"},
+    "recalkv": {"method": "recalkv"},
+    "loss-aware": {"method": "loss-aware"},
+}
+
+# The loss-aware method with one choice changed, and the way to it from Palu's.
+ABLATION: dict[str, dict[str, Any]] = {
+    "palu": {"method": "palu"},
+    "palu, water-filling": {"method": "palu", "allocation": "water-filling"},
+    "loss metric, fisher ranks, separate": {
+        "allocation": "fisher", "joint": False, "grouping": "neighbours", "refit": "none",
+    },
+    "loss metric, uniform ranks, separate": {
+        "allocation": "uniform", "joint": False, "grouping": "neighbours", "refit": "none",
+    },
+    "loss metric, water-filling, separate": {"joint": False, "grouping": "neighbours", "refit": "none"},
+    "the same, joint latents": {"grouping": "neighbours", "refit": "none"},
+    "the same, joint, fisher ranks": {"grouping": "neighbours", "refit": "none", "allocation": "fisher"},
+    "the same, joint, activation metric": {
+        "grouping": "neighbours", "refit": "none", "metric": "activation", "allocation": "fisher",
+    },
+    "the same, joint, cka groups": {"grouping": "cka", "refit": "none"},
+    "the same, joint, tail-energy groups": {"grouping": "tail-energy", "refit": "none"},
+    "factors refit, same input": {"refit": "factors", "refit_target": "same-input"},
+    "factors refit, dense output": {"refit": "factors", "refit_target": "dense-output"},
+    "factors refit, half way to dense output": {
+        "refit": "factors", "refit_target": "dense-output", "refit_blend": 0.5,
+    },
+    "output refit, same input": {"refit": "output", "refit_target": "same-input"},
+    "output refit, dense output": {"refit": "output", "refit_target": "dense-output"},
+    "output refit, residual (default)": {"refit": "output", "refit_target": "residual"},
+    "output refit, residual, ridge 0.1": {"refit_ridge": 0.1},
+    "separate latents, output refit": {"joint": False},
+}  # fmt: skip
+
+# Other ways to take the statistics.
+STATISTICS_ABLATION: dict[str, dict[str, Any]] = {
+    "sinks not set apart": {"sink_tokens": 0},
+    "4 sink tokens": {"sink_tokens": 4},
+    "labels drawn by the model": {"labels": "model"},
+    "gradients summed over a window": {"gradients": "window"},
+}
+
+
+@app.command()
+def comparison(
+    calibration_text: Calibration,
+    evaluation_text: Evaluation,
+    samples: Samples = 32,
+    every: Every = 14,
+    max_windows: MaxWindows = 10,
+    ratios: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.5,0.6,0.7,0.8",
+    group_sizes: Annotated[str, typer.Option(help="Group sizes, separated by commas.")] = "1,2,3",
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "palu,recalkv,loss-aware",
+    work: Work = Path("data/study"),
+    name: Name = "comparison",
+) -> None:
+    """Methods x ratios x group sizes, from one set of statistics."""
+    calibration = {"text": calibration_text, "samples": samples}
+    study = Study(work, calibration, evaluation(evaluation_text, every, max_windows))
+    cells = [
+        (method, {**METHODS[method], "ratio": float(ratio), "group_size": int(size)})
+        for size in group_sizes.split(",")
+        for ratio in ratios.split(",")
+        for method in methods.split(",")
+    ]
+    _finish(name, study.run(cells))
+
+
+@app.command()
+def ablation(
+    calibration_text: Calibration,
+    evaluation_text: Evaluation,
+    samples: Samples = 32,
+    every: Every = 14,
+    max_windows: MaxWindows = 10,
+    ratio: float = 0.7,
+    group_sizes: Annotated[str, typer.Option(help="Group sizes, separated by commas.")] = "3,2",
+    work: Work = Path("data/study"),
+    name: Name = "ablation",
+) -> None:
+    """The loss-aware method with one choice changed at a time."""
+    windows = evaluation(evaluation_text, every, max_windows)
+    calibration = {"text": calibration_text, "samples": samples}
+    sizes = [int(size) for size in group_sizes.split(",")]
+    shared = {"method": "loss-aware", "ratio": ratio}
+    cells = [(key, {**shared, "group_size": size, **fields}) for size in sizes for key, fields in ABLATION.items()]
+    result = Study(work, calibration, windows).run(cells)
+    for key, changes in STATISTICS_ABLATION.items():
+        other = Study(work, {**calibration, **changes}, windows)
+        cell = {**shared, "group_size": sizes[0], "grouping": "neighbours", "refit": "none"}
+        result["rows"] += other.run([(f"the same, joint, {key}", cell)])["rows"]
+    _finish(name, result)
+
+
+@app.command()
+def robustness(
+    calibration_text: Calibration,
+    evaluation_text: Evaluation,
+    other_text: Annotated[str, typer.Option(help="Calibration text of another kind.")] = "embedded",
+    sizes: Annotated[str, typer.Option(help="Calibration windows, separated by commas.")] = "8,16,32,64",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
+    every: Every = 14,
+    max_windows: MaxWindows = 10,
+    ratio: float = 0.7,
+    group_size: int = 3,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "palu,recalkv,loss-aware",
+    work: Work = Path("data/study"),
+    name: Name = "robustness",
+) -> None:
+    """Calibration size x seed x kind of text."""
+    windows = evaluation(evaluation_text, every, max_windows)
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
+    for text, label in ((calibration_text, "own"), (other_text, "other")):
+        for samples in (int(size) for size in sizes.split(",")):
+            for seed in (int(part) for part in seeds.split(",")):
+                study = Study(work, {"text": text, "samples": samples, "seed": seed}, windows)
+                cells = [
+                    (method, {**METHODS[method], "ratio": ratio, "group_size": group_size})
+                    for method in methods.split(",")
+                ]
+                result = study.run(cells)
+                setting = {"calibration": label, "samples": samples, "seed": seed}
+                rows += [{**row, **setting} for row in result["rows"]]
+                _finish(name, {**result, "rows": rows})
+
+
+@app.command()
+def prediction(
+    calibration_text: Calibration,
+    evaluation_text: Evaluation,
+    samples: Samples = 32,
+    every: Every = 14,
+    max_windows: MaxWindows = 4,
+    group_size: int = 3,
+    ratios: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.3,0.4,0.5,0.6,0.7,0.8,0.9",
+    layer_ratio: Annotated[float, typer.Option(help="Ratio at which layers are compressed one by one.")] = 0.7,
+    work: Work = Path("data/study"),
+    name: Name = "prediction",
+) -> None:
+    """Predicted rise of the loss against the measured one: in total by ratio, and layer by layer."""
+    calibration = {"text": calibration_text, "samples": samples}
+    study = Study(work, calibration, evaluation(evaluation_text, every, max_windows))
+    fields = {"method": "loss-aware", "group_size": group_size, "refit": "none"}
+    result = study.run([("loss-aware", {**fields, "ratio": float(ratio)}) for ratio in ratios.split(",")])
+    comparison = study.comparison()
+    result["layer_ratio"] = layer_ratio
+    result["layers"] = comparison.by_layer({**fields, "ratio": layer_ratio})
+    _finish(name, result)
+
+
+def evaluation(text: str, every: int, max_windows: int | None) -> dict[str, Any]:
+    """Return the evaluation settings of the study: windows of 2048 tokens."""
+    return {"text": text, "split": "test", "window": 2048, "every": every, "max_windows": max_windows}
+
+
+class Study:
+    """One calibration set and one evaluation set: their statistics, and the cells measured with them."""
+
+    def __init__(self, work: Path, calibration: dict[str, Any], windows: dict[str, Any]) -> None:
+        parameters = yaml.safe_load(Path("params.yaml").read_text())
+        parameters["calibration"] |= {"length": 1024, **calibration}
+        parameters["evaluation"] |= windows
+        described = json.dumps([parameters["model"], parameters["calibration"], parameters["evaluation"]])
+        self._folder = work / "-".join(f"{key}={Path(str(value)).name}" for key, value in calibration.items())
+        self._params = self._folder / "params.yaml"
+        mark, state = self._folder / "statistics.json", {"settings": described, "code": code_fingerprint()}
+        if not mark.exists() or json.loads(mark.read_text()) != state:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._params.write_text(yaml.safe_dump(parameters, sort_keys=False))
+            self._share_model(work)
+            for stage in STATISTICS:
+                self._stage(stage)
+            shutil.rmtree(self._folder / "activations.zarr", ignore_errors=True)
+            write_json(mark, state)
+
+    def run(self, cells: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+        """Measure the cells; see :class:`stages.compare.Comparison`."""
+        return self.comparison().run(cells)
+
+    def comparison(self) -> Comparison:
+        """Open the statistics."""
+        return Comparison(Stage("compare", load_params(self._params), self._folder))
+
+    def _share_model(self, work: Path) -> None:
+        model, link = work / "model", self._folder / "model"
+        if not model.exists():
+            self._stage("model")
+            link.rename(model)
+        if not link.exists():
+            link.symlink_to(model.resolve(), target_is_directory=True)
+
+    def _stage(self, name: str) -> None:
+        options = ["--params", str(self._params), "--data", str(self._folder)]
+        subprocess.run([sys.executable, "-m", f"stages.{name}", *options], check=True, stdout=subprocess.DEVNULL)
+
+
+def _finish(name: str, result: dict[str, Any]) -> None:
+    write_json(REPORTS / f"{name}.json", result)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    app()
