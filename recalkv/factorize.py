@@ -23,6 +23,7 @@ __all__ = [
     "GroupPart",
     "LowRank",
     "factorize_groups",
+    "factorize_parts",
     "group_columns",
     "group_parts",
     "output_moment",
@@ -135,12 +136,7 @@ def factorize_groups(
     gradient_damping
         Ridge on each block, relative to its mean diagonal.
     """
-    parts = group_parts(weight, gram, columns, gradient, gradient_damping)
-    factors = [
-        truncated_factors(part.weight, part.moment, rank, part.gradient)
-        for part, rank in zip(parts, ranks, strict=True)
-    ]
-    return LowRank([left for left, _ in factors], [right for _, right in factors])
+    return factorize_parts(group_parts(weight, gram, columns, gradient, gradient_damping), ranks)
 
 
 @dataclass(frozen=True)
@@ -164,6 +160,15 @@ class GroupPart:
     def energies(self) -> Tensor:
         """Loss (or error) that each further rank saves, descending, (w,)."""
         return spectrum(self.moment, self.gradient)
+
+
+def factorize_parts(parts: Sequence[GroupPart], ranks: Sequence[int]) -> LowRank:
+    """Best factors of every group at its rank."""
+    pairs = [
+        truncated_factors(part.weight, part.moment, rank, part.gradient)
+        for part, rank in zip(parts, ranks, strict=True)
+    ]
+    return LowRank([left for left, _ in pairs], [right for _, right in pairs])
 
 
 def group_parts(

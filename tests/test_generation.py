@@ -71,7 +71,7 @@ def test_greedy_in_every_family(family: str, cache: str) -> None:
     assert_same(pair(family), windows(2, 9), tokens=32, cache_implementation=cache)
 
 
-@pytest.mark.parametrize("method", ["recalkv", "palu"])
+@pytest.mark.parametrize("method", ["loss-aware", "recalkv", "palu"])
 @pytest.mark.parametrize("mode", VALUE_MODES)
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen2-mixed-sliding"])
 def test_greedy_in_every_value_mode(family: str, mode: str, method: str) -> None:

@@ -7,7 +7,15 @@ import random
 import pytest
 
 from recalkv.errors import BudgetError, NonFiniteError, ParameterError
-from recalkv.ranks import Allocation, Projection, allocate_ranks, check_ratio, proportional_shares
+from recalkv.ranks import (
+    Allocation,
+    Projection,
+    allocate_ranks,
+    check_ratio,
+    proportional_shares,
+    water_filling,
+    water_level,
+)
 from recalkv.reorder import group_sizes
 
 RATIOS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95)
@@ -203,3 +211,69 @@ def test_remedy_of_an_impossible_budget_always_works() -> None:
         except BudgetError as error:
             remedy = float(str(error).split("lower the ratio to ")[1].split(" ")[0])
             allocate_ranks(projections, remedy, 16)
+
+
+# --- water-filling ---
+
+
+def descending(widths: list[int], seed: int) -> list[list[float]]:
+    generator = random.Random(seed)
+    return [sorted((generator.random() ** 4 for _ in range(width)), reverse=True) for width in widths]
+
+
+def best_by_search(energies: list[list[float]], budget: int, multiple: int) -> float:
+    """Largest kept energy over all legal ranks."""
+    choices = [[r for r in range(1, len(unit) + 1) if r % multiple == 0 or r == len(unit)] for unit in energies]
+    return max(
+        sum(sum(unit[:rank]) for unit, rank in zip(energies, ranks, strict=True))
+        for ranks in itertools.product(*choices)
+        if sum(ranks) <= budget
+    )
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5, 0.7])
+@pytest.mark.parametrize(("widths", "multiple"), [([4, 4, 4], 1), ([6, 3, 5], 1), ([16, 16, 8], 4), ([12, 10, 12], 2)])
+@pytest.mark.parametrize("seed", range(4))
+def test_water_filling_equals_exhaustive_search(widths: list[int], multiple: int, ratio: float, seed: int) -> None:
+    energies = descending(widths, seed)
+    ranks, budget, used = water_filling(energies, ratio, multiple)
+    assert budget == math.floor(sum(widths) * (1 - ratio) + 1e-9)
+    assert sum(ranks) == used <= budget
+    assert budget - used < multiple
+    kept = sum(sum(unit[:rank]) for unit, rank in zip(energies, ranks, strict=True))
+    assert kept == pytest.approx(best_by_search(energies, budget, multiple))
+
+
+@pytest.mark.parametrize("multiple", [1, 3, 16])
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
+def test_water_filling_respects_steps_minima_and_widths(multiple: int, ratio: float) -> None:
+    widths = [40, 100, 7, 64] * 5
+    energies = descending(widths, 1)
+    if ratio == 0.9 and multiple == 16:
+        with pytest.raises(BudgetError, match=r"compression\.ratio=0\.9 allows 105 .*need 275.*rank_multiple \(16\)"):
+            water_filling(energies, ratio, multiple)
+        return
+    ranks, budget, used = water_filling(energies, ratio, multiple)
+    assert used == sum(ranks) <= budget
+    for rank, width in zip(ranks, widths, strict=True):
+        assert min(multiple, width) <= rank <= width
+        assert rank % multiple == 0 or rank == width
+
+
+def test_water_level_is_the_price_of_the_next_element() -> None:
+    energies = [[5.0, 2.0, 0.5], [4.0, 3.0]]
+    ranks, _, _ = water_filling(energies, 0.4)
+    assert ranks == [1, 2]
+    assert water_level(energies, ranks) == 2.0
+    assert water_level(energies, [3, 2]) == 0.0
+
+
+def test_units_without_energy_get_the_minimum() -> None:
+    ranks, _, used = water_filling([[0.0] * 8, [3.0] * 8, [2.0] * 8], 0.5)
+    assert ranks == [1, 8, 3]
+    assert used == 12
+
+
+def test_energies_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(NonFiniteError, match="rerun the fisher stage in float32"):
+        water_filling([[1.0, float("nan")]], 0.5)

@@ -1,11 +1,22 @@
 """Head grouping: legal sizes for every geometry, planted groups found, ties decided the same way each time."""
 
+import itertools
+import random
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from recalkv.errors import ParameterError
-from recalkv.reorder import check_group_size, greedy_groups, group_sizes, neighbour_groups, permutation_of
+from recalkv.reorder import (
+    check_group_size,
+    greedy_groups,
+    group_sizes,
+    least_cost_groups,
+    neighbour_groups,
+    permutation_of,
+)
 
 GEOMETRIES = [(heads, size) for heads in range(1, 13) for size in range(1, heads + 1)]
 
@@ -112,3 +123,62 @@ def test_illegal_group_size_names_value_rule_and_remedy(size: int, remedy: int) 
     ):
         with pytest.raises(ParameterError, match=message):
             call()
+
+
+# --- least cost ---
+
+
+def random_cost(seed: int) -> Callable[[tuple[int, ...]], float]:
+    prices: dict[tuple[int, ...], float] = {}
+    generator = random.Random(seed)
+
+    def cost(group: tuple[int, ...]) -> float:
+        assert list(group) == sorted(group)
+        return prices.setdefault(group, generator.random() * len(group))
+
+    return cost
+
+
+def all_partitions(heads: int, sizes: list[int]) -> set[frozenset[tuple[int, ...]]]:
+    """Every partition, from all orders of the heads."""
+    found = set()
+    for order in itertools.permutations(range(heads)):
+        places = iter(order)
+        found.add(frozenset(tuple(sorted(next(places) for _ in range(size))) for size in sizes))
+    return found
+
+
+@pytest.mark.parametrize(("heads", "size"), [(h, s) for h in (4, 5, 6) for s in range(1, h + 1)])
+def test_least_cost_groups_equal_exhaustive_search(heads: int, size: int) -> None:
+    for seed in range(3):
+        cost = random_cost(seed)
+        groups = least_cost_groups(heads, size, cost)
+        assert [len(group) for group in groups] == group_sizes(heads, size)
+        assert sorted(head for group in groups for head in group) == list(range(heads))
+        best = min(sum(map(cost, partition)) for partition in all_partitions(heads, group_sizes(heads, size)))
+        assert sum(cost(tuple(group)) for group in groups) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(6, 2), (6, 4), (7, 3), (12, 4)])
+def test_search_by_swaps_ends_where_no_swap_helps(heads: int, size: int) -> None:
+    cost = random_cost(1)
+    groups = least_cost_groups(heads, size, cost, exhaustive=0)
+    assert [len(group) for group in groups] == group_sizes(heads, size)
+    assert sorted(head for group in groups for head in group) == list(range(heads))
+    total = sum(cost(tuple(group)) for group in groups)
+    for i, j in itertools.combinations(range(len(groups)), 2):
+        for a, b in itertools.product(groups[i], groups[j]):
+            one = tuple(sorted([*(h for h in groups[i] if h != a), b]))
+            other = tuple(sorted([*(h for h in groups[j] if h != b), a]))
+            change = cost(one) + cost(other) - cost(tuple(groups[i])) - cost(tuple(groups[j]))
+            assert change >= -1e-9 * total
+
+
+def test_planted_groups_are_found_by_both_searches() -> None:
+    together = [{0, 5}, {1, 3}, {2, 4}]
+
+    def cost(group: tuple[int, ...]) -> float:
+        return 0.0 if any(set(group) <= pair for pair in together) else float(len(group))
+
+    for exhaustive in (0, 1000):
+        assert least_cost_groups(6, 2, cost, exhaustive) == [[0, 5], [1, 3], [2, 4]]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.factorize import GroupPart, group_columns, group_parts, relative_error, truncated_factors
+from recalkv.factorize import GroupPart, factorize_parts, group_columns, group_parts, relative_error
 from recalkv.loss_metric import LossMoments, predicted_rise
 from recalkv.lowrank import LowRank
 from recalkv.methods import resolve_method
@@ -119,14 +119,14 @@ def factorize_layer(
 ) -> LayerFactors:
     """Factors of one layer's keys and values at the allocated ranks (Algorithm 1, Group_SVD and SVD)."""
     key_parts, value_parts = latent_parts(weights, statistics, groups, head_dim, parameters)
-    first = _factors(key_parts, ranks.key)
+    first = factorize_parts(key_parts, ranks.key)
     if resolve_method(parameters).joint:
         halves = [up.shape[1] // 2 for up in first.up]
         keys = LowRank(first.down, [up[:, :half].contiguous() for up, half in zip(first.up, halves, strict=True)])
         values = LowRank(first.down, [up[:, half:].contiguous() for up, half in zip(first.up, halves, strict=True)])
         used = list(ranks.key)
     else:
-        keys, values = first, _factors(value_parts, ranks.value)
+        keys, values = first, factorize_parts(value_parts, ranks.value)
         used = [*ranks.key, *ranks.value]
     order = torch.cat(group_columns(groups, head_dim))
     gram = statistics.inputs.gram
@@ -137,11 +137,3 @@ def factorize_layer(
         relative_error(weights[1][:, order], values.dense(), gram),
         predicted_rise([part.energies() for part in key_parts + value_parts], used),
     )
-
-
-def _factors(parts: Sequence[GroupPart], ranks: Sequence[int]) -> LowRank:
-    pairs = [
-        truncated_factors(part.weight, part.moment, rank, part.gradient)
-        for part, rank in zip(parts, ranks, strict=True)
-    ]
-    return LowRank([left for left, _ in pairs], [right for _, right in pairs])

@@ -1,0 +1,260 @@
+"""The loss-aware metric: its moments against plain autograd, its factors against other ways to the optimum."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recalkv.activations import LayerInputs
+from recalkv.errors import NonFiniteError, ParameterError
+from recalkv.factorize import factorize_groups, group_columns, spectrum, symmetric_roots, truncated_factors
+from recalkv.fisher import FisherScores, collect_fisher_scores
+from recalkv.loss_metric import LossMoments, LossMomentsAccumulator, predicted_rise
+from recalkv.streaming import ModuleSource
+from recalkv.whitening import collect_input_moments
+from tests.tiny import calibration, dense_model, windows
+
+# --- moments ---
+
+
+def collected(model: Any, ids: Tensor, folder: Path, **changes: Any) -> tuple[list[LossMoments], FisherScores]:
+    source, parameters = ModuleSource(model), calibration(**changes)
+    inputs = LayerInputs(folder / "inputs", *ids.shape, source.geometry.hidden, parameters.batch_size, torch.float32)
+    list(collect_input_moments(source, ids, parameters.batch_size, inputs))
+    kept: dict[int, LossMoments] = {}
+    scores = collect_fisher_scores(source, ids, parameters, inputs, kept.__setitem__)
+    return [kept[index] for index in range(source.num_layers)], scores
+
+
+def tokens_of(model: Any, ids: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs and gradients of each window's summed loss at the keys and values: (windows, length, .) float64."""
+    rows: list[list[Tensor]] = [[], [], []]
+    outputs: list[Tensor] = []
+    attention = model.model.layers[index].self_attn
+
+    def keep(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+        outputs.append(output)
+        if module is attention.k_proj:
+            rows[0].append(args[0].detach())
+
+    hooks = [projection.register_forward_hook(keep) for projection in (attention.k_proj, attention.v_proj)]
+    for window in ids:
+        outputs.clear()
+        loss = model(window[None], labels=window[None]).loss * (len(window) - 1)
+        for row, gradient in zip(rows[1:], torch.autograd.grad(loss, outputs), strict=True):
+            row.append(gradient)
+    for hook in hooks:
+        hook.remove()
+    x, k, v = (torch.cat(part).double() for part in rows)
+    return x, k, v
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 3])
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-bias", "qwen3-qk-norm", "mistral-sliding"])
+def test_moments_are_those_of_plain_autograd(family: str, sinks: int, tmp_path: Path) -> None:
+    model, ids = dense_model(family), windows(samples=3, length=24)
+    moments, _ = collected(model, ids, tmp_path, sink_tokens=sinks, sink_weight=0.5, batch_size=2)
+    for index in (0, 2):
+        x, k, v = tokens_of(model, ids, index)
+        gram, weight = torch.zeros(48, 48, dtype=torch.float64), 0.0
+        key, value = torch.zeros(2, *k.shape[-1:], k.shape[-1], dtype=torch.float64)
+        for window in range(3):
+            for t in range(sinks, 24):
+                squared = float(k[window, t].square().sum() + v[window, t].square().sum())
+                gram += squared * torch.outer(x[window, t], x[window, t])
+                weight += squared
+                key += torch.outer(k[window, t], k[window, t])
+                value += torch.outer(v[window, t], v[window, t])
+        gram /= weight
+        if sinks:
+            gram += 0.5 * sum(torch.outer(x[w, t], x[w, t]) for w in range(3) for t in range(sinks)) / (3 * sinks)
+        count = 3 * (24 - sinks)
+        for actual, expected in (
+            (moments[index].gram, gram),
+            (moments[index].key_gradient, key / count),
+            (moments[index].value_gradient, value / count),
+        ):
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+        assert moments[index].tokens == count
+
+
+def test_gradients_summed_over_a_window(tmp_path: Path) -> None:
+    model, ids = dense_model("llama-gqa"), windows(samples=3, length=24)
+    moments, _ = collected(model, ids, tmp_path, gradients="window")
+    x, k, _ = tokens_of(model, ids, 1)
+    summed = [x[w, 1:].T @ k[w, 1:] for w in range(3)]
+    expected = sum(m.T @ m for m in summed) / (3 * 48)
+    torch.testing.assert_close(
+        moments[1].key_gradient, expected, rtol=1e-3, atol=1e-4 * float(torch.as_tensor(expected).abs().max())
+    )
+
+
+def test_batch_size_changes_nothing(tmp_path: Path) -> None:
+    model, ids = dense_model("llama-bias"), windows(samples=5, length=24)
+    whole, _ = collected(model, ids, tmp_path / "a", batch_size=5)
+    split, _ = collected(model, ids, tmp_path / "b", batch_size=2)
+    for a, b in zip(whole, split, strict=True):
+        for name in ("gram", "key_gradient", "value_gradient"):
+            expected = getattr(a, name)
+            torch.testing.assert_close(getattr(b, name), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_labels_drawn_by_the_model(tmp_path: Path) -> None:
+    model, ids = dense_model("llama-gqa"), windows(samples=2, length=24)
+    runs = {
+        name: collected(model, ids, tmp_path / name, labels=labels, seed=seed)
+        for name, labels, seed in (("data", "data", 0), ("a", "model", 0), ("b", "model", 0), ("c", "model", 1))
+    }
+    assert torch.equal(runs["a"][0][0].key_gradient, runs["b"][0][0].key_gradient)
+    assert not torch.equal(runs["a"][0][0].key_gradient, runs["c"][0][0].key_gradient)
+    # The reported loss is that of the text, whatever the labels.
+    assert torch.equal(runs["a"][1].window_loss, runs["data"][1].window_loss)
+
+
+def test_drawn_labels_have_no_mean_gradient() -> None:
+    """The score's expectation is zero under the model's own distribution: the draw is from it."""
+    from recalkv.fisher import _token_losses
+
+    generator = torch.Generator().manual_seed(0)
+    states, head = torch.randn(1, 6, generator=generator).repeat(20000, 1), torch.randn(9, 6, generator=generator)
+    _, gradient = _token_losses(states, torch.zeros(20000, dtype=torch.int64), torch.nn.Identity(), head, generator)
+    error = gradient.std(dim=0) / 20000**0.5
+    assert (gradient.mean(dim=0).abs() < 5 * error).all()
+
+
+def test_zero_gradients_are_defined() -> None:
+    sums = LossMomentsAccumulator(6, 4, 1, 1.0)
+    inputs, nothing = torch.randn(2, 5, 6), torch.zeros(2, 5, 4)
+    sums.add(inputs, nothing, nothing)
+    moments = sums.finish("layer 0")
+    rows = inputs[:, 1:].flatten(0, 1).double()
+    expected = rows.T @ rows / 8 + inputs[:, 0].double().T @ inputs[:, 0].double() / 2
+    torch.testing.assert_close(moments.gram, expected, rtol=1e-5, atol=1e-6)
+    assert not moments.key_gradient.any()
+    weight = torch.randn(6, 4)
+    factors = factorize_groups(weight, moments.gram, group_columns([[0, 1]], 2), [2], moments.key_gradient, 1e-3)
+    assert all(torch.isfinite(part).all() for part in (*factors.down, *factors.up))
+    expected_factors = factorize_groups(weight, moments.gram, group_columns([[0, 1]], 2), [2])
+    torch.testing.assert_close(factors.dense(), expected_factors.dense())
+
+
+def test_windows_of_nothing_but_sinks_are_refused() -> None:
+    sums = LossMomentsAccumulator(6, 4, 5, 1.0)
+    sums.add(torch.randn(2, 5, 6), torch.randn(2, 5, 4), torch.randn(2, 5, 4))
+    with pytest.raises(ParameterError, match=r"calibration\.sink_tokens=5 leaves no token .*calibration\.length"):
+        sums.finish("layer 0")
+
+
+def test_non_finite_gradients_name_the_layer() -> None:
+    sums = LossMomentsAccumulator(6, 4, 1, 1.0)
+    sums.add(torch.randn(1, 5, 6), torch.full((1, 5, 4), float("inf")), torch.zeros(1, 5, 4))
+    with pytest.raises(NonFiniteError, match=r"gradients of layer 7;.*calibration\.precision"):
+        sums.finish("layer 7")
+
+
+def test_one_window_and_one_token_work(tmp_path: Path) -> None:
+    moments, _ = collected(dense_model("llama-gqa"), windows(samples=1, length=2), tmp_path)
+    assert all(torch.isfinite(layer.gram).all() and layer.tokens == 1 for layer in moments)
+
+
+# --- factors ---
+
+
+def problem(
+    seed: int = 0, m: int = 10, w: int = 6, inputs: int = 30, outputs: int = 20
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x = draw(inputs, m) * torch.logspace(0, -1, m, dtype=torch.float64)
+    g = draw(outputs, w) * torch.logspace(0, -2, w, dtype=torch.float64)
+    return draw(m, w), x.T @ x, g.T @ g
+
+
+def objective(weight: Tensor, product: Tensor, gram: Tensor, gradient: Tensor) -> float:
+    difference = product - weight
+    return float(torch.trace(gram @ difference @ gradient @ difference.T))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_factors_beat_random_and_alternating_solutions(seed: int, rank: int) -> None:
+    weight, gram, gradient = problem(seed)
+    left, right = truncated_factors(weight, weight.T @ gram @ weight, rank, gradient)
+    ours = objective(weight, left @ right, gram, gradient)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(5):
+        l = torch.randn(10, rank, generator=generator, dtype=torch.float64)  # noqa: E741
+        r = torch.randn(rank, 6, generator=generator, dtype=torch.float64)
+        assert ours < objective(weight, l @ r, gram, gradient)
+        for _ in range(200):
+            r = torch.linalg.solve(l.T @ gram @ l, l.T @ gram @ weight)
+            l = weight @ gradient @ r.T @ torch.linalg.inv(r @ gradient @ r.T)  # noqa: E741
+        assert ours <= objective(weight, l @ r, gram, gradient) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 6])
+def test_discarded_energy_is_the_objective(rank: int) -> None:
+    weight, gram, gradient = problem()
+    moment = weight.T @ gram @ weight
+    left, right = truncated_factors(weight, moment, rank, gradient)
+    energies = spectrum(moment, gradient)
+    assert (energies.diff() <= 0).all()
+    lost = objective(weight, left @ right, gram, gradient)
+    total = float(energies.sum())
+    assert lost == pytest.approx(float(energies[rank:].sum()), rel=1e-6, abs=1e-9 * total)
+    assert predicted_rise([energies, energies], [rank, 6]) == pytest.approx(lost / 2, rel=1e-6, abs=1e-9 * total)
+
+
+def test_identity_gradient_is_the_whitened_method() -> None:
+    weight, gram, _ = problem()
+    columns = group_columns([[0, 2], [1]], 2)
+    whitened = factorize_groups(weight, gram, columns, [2, 1])
+    for scale in (1.0, 1e-9, 1e6):
+        identity = scale * torch.eye(6, dtype=torch.float64)
+        factors = factorize_groups(weight, gram, columns, [2, 1], identity, 1e-3)
+        torch.testing.assert_close(factors.dense(), whitened.dense(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("inputs", [1, 3, 30])
+@pytest.mark.parametrize("outputs", [1, 3, 20])
+@pytest.mark.parametrize("damping", [0.0, 1e-3])
+def test_singular_metrics_give_finite_factors(inputs: int, outputs: int, damping: float) -> None:
+    weight, gram, gradient = problem(inputs=inputs, outputs=outputs)
+    for rank in (1, 4, 6):
+        factors = factorize_groups(weight, gram, group_columns([[0]], 6), [rank], gradient, damping)
+        assert torch.isfinite(factors.dense()).all()
+        error = objective(weight, factors.dense(), gram, gradient)
+        assert error <= objective(weight, torch.zeros_like(weight), gram, gradient) * (1 + 1e-9)
+        if rank >= min(inputs, outputs) or rank == 6:
+            assert error <= 1e-2 * objective(weight, torch.zeros_like(weight), gram, gradient)
+        # Latents have the outputs' magnitude, whatever that of the gradients.
+        up = factors.up[0]
+        gauge = up @ up.T
+        torch.testing.assert_close(gauge, torch.eye(len(gauge), dtype=torch.float64), rtol=1e-6, atol=1e-8)
+
+
+def test_factors_have_a_fixed_sign() -> None:
+    weight, gram, gradient = problem()
+    moment = weight.T @ gram @ weight
+    first = truncated_factors(weight, moment, 3, gradient)
+    again = truncated_factors(-weight, moment, 3, gradient)
+    torch.testing.assert_close(again[1], first[1])
+    torch.testing.assert_close(again[0], -first[0])
+
+
+def test_roots() -> None:
+    _, _, gradient = problem(outputs=3)
+    root, inverse = symmetric_roots(gradient)
+    torch.testing.assert_close(root @ root, gradient, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(gradient @ inverse @ inverse, symmetric_projector(gradient), rtol=1e-6, atol=1e-6)
+
+
+def symmetric_projector(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    kept = vectors[:, values > 1e-10 * values[-1]]
+    return kept @ kept.T
