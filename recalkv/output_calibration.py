@@ -71,9 +71,7 @@ def fit_output(moments: OutputMoments, weight: Tensor, ridge: float) -> Tensor:
     penalty = ridge * float(moments.gram.diagonal().mean())
     if penalty <= 0:
         # No ridge: the least-squares solution nearest to the dense weight; the sums are float32 within a batch.
-        return weight + torch.linalg.pinv(moments.gram, rtol=1e-6, hermitian=True) @ (
-            moments.cross - moments.gram @ weight
-        )
+        return weight + torch.linalg.pinv(moments.gram, rtol=1e-6, hermitian=True) @ missing
     system = moments.gram + penalty * torch.eye(len(weight), dtype=torch.float64, device=weight.device)
     return weight + torch.linalg.solve(system, missing)
 

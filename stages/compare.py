@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import recalkv
 from recalkv.evaluate import cache_bytes_per_token, fill_cache, perplexity, window_losses
 from recalkv.factorize import group_columns
+from recalkv.methods import resolve_method
 from recalkv.oneshot import assemble, factorize_layers
 from recalkv.plots import perplexity_against_bytes
 from recalkv.source import checkpoint_dtype
@@ -128,7 +129,7 @@ class Comparison:
             )
         return rows
 
-    def measure(self, fields: dict[str, Any]) -> dict[str, float]:
+    def measure(self, fields: dict[str, Any]) -> dict[str, float | None]:
         """Compress with one set of fields and measure it."""
         params = self._stage.params
         parameters = params.compression.model_copy(update=fields)
@@ -146,7 +147,8 @@ class Comparison:
             "perplexity": perplexity(losses),
             "excess_nats": float(excess.mean()),
             "excess_standard_error_nats": spread,
-            "predicted_rise_nats": sum(result.predicted_rises),
+            # Other metrics do not count in nats.
+            "predicted_rise_nats": sum(result.predicted_rises) if resolve_method(parameters).metric == "loss" else None,
             "cache_bytes_per_token": cache_bytes_per_token(cache),
             "dense_cache_bytes_per_token": spec["dense_elements_per_token"] * _element_size(model),
             "compression_ratio": 1 - spec["cached_elements_per_token"] / spec["dense_elements_per_token"],
