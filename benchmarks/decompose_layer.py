@@ -11,7 +11,7 @@ import torch
 import typer
 from torch import Tensor
 
-from recalkv.factorize import factorize_groups, group_columns, relative_error
+from recalkv.factorize import factorize_groups, group_columns, group_parts, relative_error
 from recalkv.lowrank import LowRank
 from recalkv.reorder import neighbour_groups
 from recalkv.resources import peak_resident_mib, resident_mib
@@ -66,6 +66,20 @@ def main(hidden: int = 4096, heads: int = 32, group_size: int = 4, ratio: float 
             error = relative_error(weight, factors.dense(), gram)
             print(f"{name:<20}{route:<14}{cost[0]:>9.1f}{cost[1]:>9.1f}{cost[2]:>10.0f}{error:>11.6f}")
         print(f"{name:<20}{'ratio':<14}{svd_cost[0] / our_cost[0]:>8.1f}x{svd_cost[1] / our_cost[1]:>8.1f}x")
+    # Loss-aware: keys and values of a group share a latent, and the outputs have a metric of their own.
+    values = torch.randn(hidden, hidden, generator=generator).double() / hidden**0.5
+    gradients = torch.randn(tokens, 2 * hidden, generator=generator) * torch.logspace(0, -1, 2 * hidden)
+    metric = (gradients.T @ gradients).double() / tokens
+    columns = [torch.cat([index, index + hidden]) for index in group_columns(cases["keys (grouped)"], head_dim)]
+    ranks = [int(len(index) * (1 - ratio)) for index in columns]
+    both = torch.cat([weight, values], dim=1)
+    _, *cost = timed(lambda: factorize_groups(both, gram, columns, ranks, metric, 1e-3))
+    print(f"{'keys and values':<20}{'loss-aware':<14}{cost[0]:>9.1f}{cost[1]:>9.1f}{cost[2]:>10.0f}")
+    parts = group_parts(both, gram, columns, metric, 1e-3)
+    start = time.perf_counter()
+    for part in parts:
+        part.energies()
+    print(f"{'':<20}{'energies only':<14}{time.perf_counter() - start:>9.1f}")
 
 
 if __name__ == "__main__":

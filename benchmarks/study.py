@@ -12,15 +12,19 @@ interrupted run goes on where it stopped.
 """
 
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 import yaml
 
+from benchmarks.study_page import write_page
 from recalkv.params import load_params
 from stages.common import Stage, write_json
 from stages.compare import Comparison, code_fingerprint, table
@@ -105,7 +109,7 @@ def comparison(
         for ratio in ratios.split(",")
         for method in methods.split(",")
     ]
-    _finish(name, study.run(cells))
+    _finish("comparison", name, study, study.run(cells))
 
 
 @app.command()
@@ -126,12 +130,13 @@ def ablation(
     sizes = [int(size) for size in group_sizes.split(",")]
     shared = {"method": "loss-aware", "ratio": ratio}
     cells = [(key, {**shared, "group_size": size, **fields}) for size in sizes for key, fields in ABLATION.items()]
-    result = Study(work, calibration, windows).run(cells)
+    study = Study(work, calibration, windows)
+    result = study.run(cells)
     for key, changes in STATISTICS_ABLATION.items():
         other = Study(work, {**calibration, **changes}, windows)
         cell = {**shared, "group_size": sizes[0], "grouping": "neighbours", "refit": "none"}
         result["rows"] += other.run([(f"the same, joint, {key}", cell)])["rows"]
-    _finish(name, result)
+    _finish("ablation", name, study, result)
 
 
 @app.command()
@@ -164,7 +169,7 @@ def robustness(
                 result = study.run(cells)
                 setting = {"calibration": label, "samples": samples, "seed": seed}
                 rows += [{**row, **setting} for row in result["rows"]]
-                _finish(name, {**result, "rows": rows})
+                _finish("robustness", name, study, {**result, "rows": rows})
 
 
 @app.command()
@@ -188,7 +193,7 @@ def prediction(
     comparison = study.comparison()
     result["layer_ratio"] = layer_ratio
     result["layers"] = comparison.by_layer({**fields, "ratio": layer_ratio})
-    _finish(name, result)
+    _finish("prediction", name, study, result)
 
 
 def evaluation(text: str, every: int, max_windows: int | None) -> dict[str, Any]:
@@ -216,6 +221,20 @@ class Study:
             shutil.rmtree(self._folder / "activations.zarr", ignore_errors=True)
             write_json(mark, state)
 
+    def setting(self) -> dict[str, Any]:
+        """What the results hold for; texts by the name of their file."""
+        params = load_params(self._params)
+        return {
+            "model": json.loads((self._folder / "model" / "source.json").read_text())["name"],
+            "calibration": Path(params.calibration.text).name,
+            "samples": params.calibration.samples,
+            "length": params.calibration.length,
+            "seed": params.calibration.seed,
+            "evaluation": Path(params.evaluation.text).name,
+            "every": params.evaluation.every,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__.split('+')[0]}",
+        }
+
     def run(self, cells: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
         """Measure the cells; see :class:`stages.compare.Comparison`."""
         return self.comparison().run(cells)
@@ -237,8 +256,14 @@ class Study:
         subprocess.run([sys.executable, "-m", f"stages.{name}", *options], check=True, stdout=subprocess.DEVNULL)
 
 
-def _finish(name: str, result: dict[str, Any]) -> None:
-    write_json(REPORTS / f"{name}.json", result)
+@app.command()
+def page() -> None:
+    """Write reports/study/README.md and its pictures from all results."""
+    write_page(REPORTS)
+
+
+def _finish(kind: str, name: str, study: Study, result: dict[str, Any]) -> None:
+    write_json(REPORTS / f"{name}.json", {**result, "kind": kind, "setting": study.setting()})
     print(table(result))
 
 

@@ -10,7 +10,14 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-__all__ = ["bar_chart", "cka_heat_maps", "layer_lines", "perplexity_against_bytes", "stage_costs"]
+__all__ = [
+    "bar_chart",
+    "cka_heat_maps",
+    "layer_lines",
+    "perplexity_against_bytes",
+    "predicted_against_measured",
+    "stage_costs",
+]
 
 _DPI = 120
 
@@ -114,6 +121,34 @@ def perplexity_against_bytes(path: Path, result: dict[str, Any]) -> None:
         axis.grid(alpha=0.3, which="both")
     axes[0][0].set_ylabel("perplexity (log scale; lower is better)")
     axes[0][-1].legend(fontsize=8)
+    _save(figure, path)
+
+
+def predicted_against_measured(path: Path, result: dict[str, Any]) -> None:
+    """Rise of the loss, predicted and measured: by ratio (left) and layer by layer (right)."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.0), layout="constrained")
+    ratios = [100 * row["ratio"] for row in result["rows"]]
+    left.plot(ratios, [row["excess_nats"] for row in result["rows"]], "o-", label="measured")
+    left.plot(ratios, [row["predicted_rise_nats"] for row in result["rows"]], "s--", label="predicted")
+    left.set_yscale("log")
+    left.set_xlabel("cache removed (%)")
+    left.set_ylabel("rise of the loss (nats per token)")
+    left.set_title("whole model", fontsize=10)
+    left.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    predicted = [layer["predicted_rise_nats"] for layer in result["layers"]]
+    measured = [layer["excess_nats"] for layer in result["layers"]]
+    bound = max(*predicted, *measured) * 1.1
+    right.axline((0, 0), slope=1, color="black", linewidth=0.8, linestyle=":")
+    right.scatter(predicted, measured, s=16)
+    for number, point in enumerate(zip(predicted, measured, strict=True)):
+        right.annotate(str(number), point, fontsize=7, xytext=(3, 3), textcoords="offset points")
+    right.set_xlim(0, bound)
+    right.set_ylim(min(0.0, *measured) - 0.02 * bound, bound)
+    right.set_xlabel("predicted rise (nats per token)")
+    right.set_ylabel("measured rise (nats per token)")
+    right.set_title(f"one layer at a time, {result['layer_ratio']:.0%} removed", fontsize=10)
+    right.grid(alpha=0.3)
     _save(figure, path)
 
 

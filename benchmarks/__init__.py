@@ -1,0 +1,1 @@
+"""Measurements apart from the tests; README.md says what each is for."""

@@ -1,0 +1,135 @@
+"""The page of the accuracy study: tables and pictures from reports/study/*.json."""
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from recalkv.plots import perplexity_against_bytes, predicted_against_measured
+
+__all__ = ["write_page"]
+
+
+def write_page(folder: Path) -> None:
+    """Write README.md and pictures into the folder, from the results that are there."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    lines = [
+        "# Accuracy study",
+        "",
+        "Written by `python -m benchmarks.study page` from the results in this folder; do not edit. *Excess* is the",
+        "rise of the mean loss over the dense model, `ln(perplexity / dense perplexity)`, in nats per token, with its",
+        "standard error over windows (paired). Bytes are those of the live cache.",
+        "",
+    ]
+    for name, result in results.items():
+        kind = result.get("kind", name)
+        if kind == "comparison":
+            lines += _comparison(name, result, folder)
+        elif kind == "ablation":
+            lines += _ablation(name, result)
+        elif kind == "robustness":
+            lines += _robustness(name, result)
+        elif kind == "prediction":
+            lines += _prediction(name, result, folder)
+    (folder / "README.md").write_text("\n".join(lines))
+
+
+def _setting(result: dict[str, Any]) -> str:
+    setting = result["setting"]
+    return (
+        f"{setting['model']}, calibrated on {setting['samples']} x {setting['length']} tokens of "
+        f"`{setting['calibration']}`, tested on {result['windows']} windows of {result['tokens_per_window']} tokens of "
+        f"`{setting['evaluation']}` (one of every {setting['every']}); dense perplexity "
+        f"{result['perplexity_dense']:.2f}; {setting['machine']}."
+    )
+
+
+def _excess(row: dict[str, Any]) -> str:
+    return f"{row['excess_nats']:.3f} ± {row['excess_standard_error_nats']:.3f}"
+
+
+def _comparison(name: str, result: dict[str, Any], folder: Path) -> list[str]:
+    perplexity_against_bytes(folder / f"{name}.png", result)
+    methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
+    cells: dict[tuple[int, float], dict[str, Any]] = defaultdict(dict)
+    for row in result["rows"]:
+        cells[row["group_size"], row["ratio"]][row["method"]] = row
+    lines = [
+        f"## Methods at equal bytes ({name})",
+        "",
+        _setting(result),
+        "",
+        f"![Perplexity against bytes]({name}.png)",
+    ]
+    head = "".join(f" {method}: perplexity | excess |" for method in methods)
+    lines += ["", f"| group size | removed | bytes per token |{head} loss-aware / recalkv |"]
+    lines += ["|---:|---:|---:|" + "---:|---:|" * len(methods) + "---:|"]
+    for (size, ratio), row in sorted(cells.items()):
+        used = next(iter(row.values()))["cache_bytes_per_token"]
+        line = f"| {size} | {ratio:.0%} | {used:,.0f} |"
+        for method in methods:
+            line += f" {row[method]['perplexity']:.2f} | {_excess(row[method])} |" if method in row else " | |"
+        both = "loss-aware" in row and "recalkv" in row
+        line += f" {row['loss-aware']['excess_nats'] / row['recalkv']['excess_nats']:.2f} |" if both else " |"
+        lines.append(line)
+    return [*lines, ""]
+
+
+def _ablation(name: str, result: dict[str, Any]) -> list[str]:
+    lines = [f"## One choice at a time ({name})", "", _setting(result), ""]
+    lines += ["| choice | group size | removed | perplexity | excess |", "|---|---:|---:|---:|---:|"]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['method']} | {row['group_size']} | {row['ratio']:.0%} | {row['perplexity']:.2f} | {_excess(row)} |"
+        )
+    return [*lines, ""]
+
+
+def _robustness(name: str, result: dict[str, Any]) -> list[str]:
+    cells: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for row in result["rows"]:
+        cells[row["calibration"], row["samples"], row["method"]].append(row["excess_nats"])
+    methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
+    first = result["rows"][0]
+    lines = [f"## Size, kind and draw of the calibration text ({name})", "", _setting(result), ""]
+    lines += [
+        f"{first['ratio']:.0%} removed, groups of {first['group_size']}; mean and sample standard deviation of the "
+        f"excess over seeds.",
+        "",
+        "| calibration text | windows | seeds |" + "".join(f" {method} |" for method in methods),
+        "|---|---:|---:|" + "---:|" * len(methods),
+    ]
+    for text, samples in dict.fromkeys((text, samples) for text, samples, _ in cells):
+        values = [cells[text, samples, method] for method in methods]
+        line = f"| {text} | {samples} | {len(values[0])} |"
+        for value in values:
+            spread = f" ± {statistics.stdev(value):.3f}" if len(value) > 1 else ""
+            line += f" {statistics.mean(value):.3f}{spread} |" if value else " |"
+        lines.append(line)
+    return [*lines, ""]
+
+
+def _prediction(name: str, result: dict[str, Any], folder: Path) -> list[str]:
+    predicted_against_measured(folder / f"{name}.png", result)
+    lines = [f"## Predicted and measured rise of the loss ({name})", "", _setting(result), ""]
+    lines += [
+        "Without a refit. *Predicted*: half the energy that the factors discard.",
+        "",
+        f"![Predicted against measured]({name}.png)",
+        "",
+        "| removed | predicted | measured | measured / predicted |",
+        "|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        predicted, measured = row["predicted_rise_nats"], row["excess_nats"]
+        lines.append(f"| {row['ratio']:.0%} | {predicted:.4f} | {_excess(row)} | {measured / predicted:.2f} |")
+    predicted = sum(layer["predicted_rise_nats"] for layer in result["layers"])
+    measured = sum(layer["excess_nats"] for layer in result["layers"])
+    lines += [
+        "",
+        f"Layers compressed one at a time, at the ranks of {result['layer_ratio']:.0%}: predicted rises add up to "
+        f"{predicted:.4f}, measured ones to {measured:.4f} nats per token.",
+        "",
+    ]
+    return lines
