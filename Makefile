@@ -31,4 +31,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/model data/compressed data/timings
+	rm -rf data/*.zarr data/*.partial data/model data/compressed data/timings data/cells data/study

@@ -109,6 +109,8 @@ def perplexity_against_bytes(path: Path, result: dict[str, Any]) -> None:
                 for row in rows
                 if row["method"] == method and row["group_size"] == size
             )
+            if not points:
+                continue
             axis.plot(*zip(*points, strict=True), marker="osd^vP*Xh"[number % 9], markersize=5, label=method)
         dense = rows[0]["dense_cache_bytes_per_token"]
         axis.plot([dense], [result["perplexity_dense"]], "k*", markersize=10, label="dense")
