@@ -15,7 +15,7 @@ from pathlib import Path
 import typer
 import yaml
 
-STEPS = ("model", "sample", "whiten", "fisher", "reorder", "allocate", "factorize", "calibrate")
+STEPS = ("model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate")
 COUNTED = STEPS[2:]
 RELEASE_CPU_SECONDS, RELEASE_PEAK_MIB = 850.0, 4.2e9 / 2**20
 

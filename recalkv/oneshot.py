@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,11 +16,13 @@ from recalkv.activations import LayerInputs
 from recalkv.calibration import joined_tokens, sample_windows
 from recalkv.errors import ParameterError
 from recalkv.export import build_model, compressed_config, other_tensors
+from recalkv.factorize import group_columns
 from recalkv.fisher import FisherScores, collect_fisher_scores
 from recalkv.loss_metric import LossMoments
 from recalkv.lowrank import LowRank
 from recalkv.methods import resolve_method
 from recalkv.params import CalibrationParams, CompressionParams
+from recalkv.reestimation import ReconstructedSource, check_schedule
 from recalkv.reorder import check_group_size
 from recalkv.streaming import LayerSource, ModuleSource
 from recalkv.whitening import InputMoments, collect_input_moments
@@ -32,6 +35,7 @@ __all__ = [
     "compress_layers",
     "default_group_size",
     "factorize_layers",
+    "reestimate",
 ]
 
 Progress = Callable[[str, int, int], None]
@@ -149,8 +153,11 @@ def compress_layers(
 ) -> CompressedLayers:
     """Run Algorithm 1 on token windows; the factors are those of the pipeline's stages."""
     check_group_size(parameters.group_size, source.geometry.kv_heads)
-    statistics, scores = collect_statistics(source, windows, calibration, parameters, progress)
-    return factorize_layers(source, windows, calibration, statistics.__getitem__, scores, parameters, progress)
+    collected, scores = collect_statistics(source, windows, calibration, parameters, progress)
+    statistics, scores = reestimate(
+        source, windows, calibration, collected.__getitem__, scores, parameters, progress=progress
+    )
+    return factorize_layers(source, windows, calibration, statistics, scores, parameters, progress)
 
 
 def collect_statistics(
@@ -161,34 +168,106 @@ def collect_statistics(
     progress: Progress = lambda step, done, total: None,
 ) -> tuple[list[algorithm.LayerStatistics], FisherScores | None]:
     """Statistics of every layer; the gradients' half is left out where the method does not need it."""
-    total, method = source.num_layers, resolve_method(parameters)
-    needs_gradients = method.metric == "loss" or method.allocation == "fisher"
+    method, loss = resolve_method(parameters), dict[int, LossMoments]()
     moments: list[InputMoments] = []
-    loss: dict[int, LossMoments] = {}
-    scores = None
+    keep = loss.__setitem__ if method.metric == "loss" or method.allocation == "fisher" else None
+    scores = _two_passes(source, windows, calibration, moments.append, keep, progress)
+    return [algorithm.LayerStatistics(plain, loss.get(index)) for index, plain in enumerate(moments)], scores
+
+
+def reestimate(
+    source: LayerSource,
+    windows: Tensor,
+    calibration: CalibrationParams,
+    statistics: Callable[[int], algorithm.LayerStatistics],
+    scores: FisherScores | None,
+    parameters: CompressionParams,
+    put: Callable[[int, int, LossMoments], object] | None = None,
+    get: Callable[[int, int], LossMoments] | None = None,
+    progress: Progress = lambda step, done, total: None,
+) -> tuple[Callable[[int], algorithm.LayerStatistics], FisherScores | None]:
+    """Take the gradients' statistics again at each ratio of ``compression.reestimate``.
+
+    Factors are those of the dense weights all along, and so are the plain input moments; only the
+    loss-aware moments and the Fisher scores are those of the model compressed so far, without refit.
+
+    Parameters
+    ----------
+    statistics, scores
+        Of the dense model.
+    put, get
+        Keep and return the moments of a (step, layer); in memory, where they are not given.
+
+    Returns
+    -------
+    statistics, scores
+        Of the last step; those given, where the schedule is empty.
+    """
+    check_schedule(parameters.reestimate, parameters.ratio)
+    if put is None or get is None:
+        shelf: dict[tuple[int, int], LossMoments] = {}
+
+        def put(step: int, index: int, moments: LossMoments) -> None:
+            shelf[step, index] = moments
+
+        def get(step: int, index: int) -> LossMoments:
+            return shelf[step, index]
+
+    dense_statistics, d_h = statistics, source.geometry.head_dim
+    for step, ratio in enumerate(parameters.reestimate):
+        # A method's own refit may not go with every choice; none is wanted here.
+        settings = {"ratio": ratio, "reestimate": [], "refit": "none", "refit_target": "auto"}
+        stop = parameters.model_copy(update=settings)
+        result = factorize_layers(source, windows, calibration, statistics, scores, stop, progress)
+
+        def factors(index: int, result: CompressedLayers = result) -> tuple[LowRank, LowRank, Tensor]:
+            order = torch.cat(group_columns([result.permutations[index]], d_h))
+            return result.keys[index], result.values[index], order
+
+        def latest(index: int, step: int = step) -> algorithm.LayerStatistics:
+            return algorithm.LayerStatistics(dense_statistics(index).inputs, get(step, index))
+
+        compressed = ReconstructedSource(source, factors)
+        scores = _two_passes(
+            compressed,
+            windows,
+            calibration,
+            lambda moments: None,
+            functools.partial(put, step),
+            progress,
+        )
+        statistics = latest
+    return statistics, scores
+
+
+def _two_passes(
+    source: LayerSource,
+    windows: Tensor,
+    calibration: CalibrationParams,
+    keep_inputs: Callable[[InputMoments], object],
+    keep_loss: Callable[[int, LossMoments], object] | None,
+    progress: Progress,
+) -> FisherScores | None:
+    """Forward pass for the input moments, and backward pass unless ``keep_loss`` is None."""
+    total, used = source.num_layers, windows[: calibration.fisher_samples]
     with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
         inputs = None
-        used = windows[: calibration.fisher_samples]
-        if needs_gradients:
-            inputs = LayerInputs(
-                Path(scratch) / "inputs",
-                used.shape[0],
-                used.shape[1],
-                source.geometry.hidden,
-                calibration.batch_size,
-                source.precision,
-            )
-        for index, layer_moments in enumerate(collect_input_moments(source, windows, calibration.batch_size, inputs)):
-            moments.append(layer_moments)
+        if keep_loss is not None:
+            samples, length = used.shape
+            folder = Path(scratch) / "inputs"
+            width = source.geometry.hidden
+            inputs = LayerInputs(folder, samples, length, width, calibration.batch_size, source.precision)
+        for index, moments in enumerate(collect_input_moments(source, windows, calibration.batch_size, inputs)):
+            keep_inputs(moments)
             progress("whiten", index + 1, total)
-        if inputs is not None:
+        if inputs is None or keep_loss is None:
+            return None
 
-            def keep(index: int, layer_loss: LossMoments) -> None:
-                loss[index] = layer_loss
-                progress("fisher", total - index, total)
+        def keep(index: int, moments: LossMoments) -> None:
+            keep_loss(index, moments)
+            progress("fisher", total - index, total)
 
-            scores = collect_fisher_scores(source, used, calibration, inputs, keep)
-    return [algorithm.LayerStatistics(plain, loss.get(index)) for index, plain in enumerate(moments)], scores
+        return collect_fisher_scores(source, used, calibration, inputs, keep)
 
 
 def factorize_layers(

@@ -89,6 +89,10 @@ class CompressionParams(_Section):
     allocation: Literal["auto", "water-filling", "fisher", "uniform"] = Field(
         "auto", description="how ranks share the budget"
     )
+    reestimate: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+        default_factory=list,
+        description="ratios at which the gradients' statistics are taken again, on the model compressed so far",
+    )
     refit: Literal["auto", "none", "values", "factors", "output"] = Field(
         "auto",
         description="what is fitted again on inputs behind the compressed prefix: value factors (the paper's OVC), "

@@ -1,4 +1,4 @@
-"""Stage 5: ranks of every latent of every layer under one budget of cached bytes."""
+"""Stage 6: ranks of every latent of every layer under one budget of cached bytes."""
 
 from pathlib import Path
 

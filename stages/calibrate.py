@@ -1,4 +1,4 @@
-"""Stage 7: calibration under error; OVC of the values (the paper's), of the factors, or of the output."""
+"""Stage 8: calibration under error; OVC of the values (the paper's), of the factors, or of the output."""
 
 from pathlib import Path
 

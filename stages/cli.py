@@ -14,8 +14,8 @@ from recalkv.params import parse_params
 from stages.common import ParamsOption, user_errors
 
 STAGES = (
-    "model", "sample", "whiten", "fisher", "reorder", "allocate", "factorize", "calibrate", "fuse", "baseline",
-    "evaluate", "compare", "report",
+    "model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse",
+    "baseline", "evaluate", "compare", "report",
 )  # fmt: skip
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -21,7 +21,8 @@ import recalkv
 from recalkv.evaluate import cache_bytes_per_token, fill_cache, perplexity, window_losses
 from recalkv.factorize import group_columns
 from recalkv.methods import resolve_method
-from recalkv.oneshot import assemble, factorize_layers
+from recalkv.oneshot import CompressedLayers, assemble, factorize_layers, reestimate
+from recalkv.params import CompressionParams
 from recalkv.plots import perplexity_against_bytes
 from recalkv.source import checkpoint_dtype
 from recalkv.steps.calibration import install
@@ -68,7 +69,8 @@ class Comparison:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._source = stage.source()
-        self._statistics, baseline = Statistics(stage), stage.read("baseline")
+        # The dense model's: a cell with a schedule of its own takes its statistics again.
+        self._statistics, baseline = Statistics(stage, reestimated=False), stage.read("baseline")
         self._calibration = stage.read("sample").get("windows")
         self.windows, self.dense_losses = baseline.get("windows"), baseline.get("losses")
         self._dtype = checkpoint_dtype(stage.model().folder)
@@ -99,6 +101,11 @@ class Comparison:
             "rows": rows,
         }
 
+    def _compress(self, parameters: CompressionParams) -> CompressedLayers:
+        shared = (self._source, self._calibration, self._stage.params.calibration)
+        statistics, scores = reestimate(*shared, self._statistics, self._statistics.scores, parameters)
+        return factorize_layers(*shared, statistics, scores, parameters)
+
     def by_layer(self, fields: dict[str, Any]) -> list[dict[str, float]]:
         """Compress one layer at a time, the others dense: predicted and measured rise of the loss, nats per token.
 
@@ -106,9 +113,7 @@ class Comparison:
         """
         params = self._stage.params
         parameters = params.compression.model_copy(update=fields)
-        result = factorize_layers(
-            self._source, self._calibration, params.calibration, self._statistics, self._statistics.scores, parameters
-        )
+        result = self._compress(parameters)
         folder = self._stage.model().folder
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype).to(self._stage.device).eval()
         rows = []
@@ -133,9 +138,7 @@ class Comparison:
         """Compress with one set of fields and measure it."""
         params = self._stage.params
         parameters = params.compression.model_copy(update=fields)
-        result = factorize_layers(
-            self._source, self._calibration, params.calibration, self._statistics, self._statistics.scores, parameters
-        )
+        result = self._compress(parameters)
         provenance: dict[str, str | None] = {"name": None, "revision": None, "fingerprint": None}
         model = assemble(self._source, result, parameters, self._dtype, provenance).to(self._stage.device)
         losses = window_losses(model, self.windows, precision=params.evaluation.precision)

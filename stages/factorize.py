@@ -1,4 +1,4 @@
-"""Stage 6: grouped SVD of the keys, and of the values, or of both as one."""
+"""Stage 7: grouped SVD of the keys, and of the values, or of both as one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Stage 8: fold permutation, biases and value reconstruction into the weights and write the checkpoint."""
+"""Stage 9: fold permutation, biases and value reconstruction into the weights and write the checkpoint."""
 
 from pathlib import Path
 

@@ -18,10 +18,21 @@ __all__ = ["Inputs", "Statistics"]
 
 
 class Statistics:
-    """Lazy, layer by layer access to the stores of whiten and fisher."""
+    """Lazy, layer by layer access to the stores of whiten and fisher (or reestimate, where its schedule is not empty).
 
-    def __init__(self, stage: Stage) -> None:
+    Parameters
+    ----------
+    stage
+        The running stage.
+    reestimated
+        Whether to look at reestimate's store at all; otherwise the statistics are the dense model's.
+    """
+
+    def __init__(self, stage: Stage, reestimated: bool = True) -> None:
         self._whiten, self._fisher = stage.read("whiten"), stage.read("fisher")
+        if reestimated:
+            again = stage.read("reestimate")
+            self._fisher = again if again.attributes["parameters"]["reestimate"] else self._fisher
         self._tokens: int = self._whiten.attributes["parameters"]["tokens"]
 
     def __call__(self, index: int) -> LayerStatistics:

@@ -1,4 +1,4 @@
-"""Stage 4: CKA similarity of key heads, and which heads share a latent (HSR, or least tail energy)."""
+"""Stage 5: CKA similarity of key heads, and which heads share a latent (HSR, or least tail energy)."""
 
 from pathlib import Path
 

@@ -13,8 +13,8 @@ from stages.common import DataOption, ParamsOption, ReportsOption, Stage, runnin
 from stages.inputs import Inputs
 
 STAGES = (
-    "model", "sample", "whiten", "fisher", "reorder", "allocate", "factorize", "calibrate", "fuse", "baseline",
-    "evaluate", "compare",
+    "model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse",
+    "baseline", "evaluate", "compare",
 )  # fmt: skip
 
 

@@ -14,7 +14,19 @@ import pytest
 
 from tests.test_pipeline import folder_hash
 
-CHAIN = ("model", "sample", "whiten", "fisher", "reorder", "allocate", "factorize", "calibrate", "fuse", "baseline")
+CHAIN = (
+    "model",
+    "sample",
+    "whiten",
+    "fisher",
+    "reestimate",
+    "reorder",
+    "allocate",
+    "factorize",
+    "calibrate",
+    "fuse",
+    "baseline",
+)
 OUTPUTS = {stage: (f"{stage}.zarr",) for stage in CHAIN} | {
     "model": ("model",),
     "fuse": ("compressed",),

@@ -16,7 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import recalkv
 from stages.cli import STAGES
 
-STORES = ("sample", "whiten", "activations", "fisher", "reorder", "allocate", "factorize", "calibrate", "baseline")
+STORES = (
+    "sample",
+    "whiten",
+    "activations",
+    "fisher",
+    "reestimate",
+    "reorder",
+    "allocate",
+    "factorize",
+    "calibrate",
+    "baseline",
+)
 
 
 def folder_hash(folder: Path) -> str:
@@ -94,7 +105,7 @@ def test_whole_pipeline(
     change_parameters(project, "compression.ratio", 0.7)
     rerun = dvc(project, "repro")
     ran = {stage for stage in STAGES if f"Running stage '{stage}'" in rerun}
-    assert ran == {"reorder", "allocate", "factorize", "calibrate", "fuse", "evaluate", "report"}
+    assert ran == {"reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "evaluate", "report"}
     changed = json.loads((project / "reports/metrics.json").read_text())
     assert changed["cache"]["compression_ratio"] == pytest.approx(0.7, abs=1 / 144)
     assert changed["perplexity"]["dense"] == metrics["perplexity"]["dense"]
@@ -171,7 +182,7 @@ def _unreachable(*_: Any, **__: Any) -> None:
 
 def _inputs_of(stage: str) -> list[str]:
     order = {"model": [], "sample": ["model"], "baseline": ["model"], "whiten": ["model", "sample"]}
-    order["reorder"] = [*order["whiten"], "whiten", "fisher"]
+    order["reorder"] = [*order["whiten"], "whiten", "fisher", "reestimate"]
     order["allocate"] = [*order["reorder"], "reorder"]
     return order[stage]
 
