@@ -30,6 +30,8 @@ def write_page(folder: Path) -> None:
             lines += _ablation(name, result)
         elif kind == "robustness":
             lines += _robustness(name, result)
+        elif kind == "head_groups":
+            lines += _head_groups(result)
         elif kind == "prediction":
             lines += _prediction(name, result, folder)
     (folder / "README.md").write_text("\n".join(lines))
@@ -106,6 +108,28 @@ def _robustness(name: str, result: dict[str, Any]) -> list[str]:
         for value in values:
             spread = f" ± {statistics.stdev(value):.3f}" if len(value) > 1 else ""
             line += f" {statistics.mean(value):.3f}{spread} |" if value else " |"
+        lines.append(line)
+    return [*lines, ""]
+
+
+def _head_groups(result: dict[str, Any]) -> list[str]:
+    columns = list(dict.fromkeys((row["group_size"], row["grouping"]) for row in result["rows"]))
+    lines = [
+        "## Which heads share a latent (head_groups)",
+        "",
+        f"stories260K (5 layers, 8 query and 4 key/value heads), {result['samples']} x {result['length']} tokens drawn "
+        f"from the model for calibration and as many for the test; mean excess and sample standard deviation over "
+        f"{result['draws']} draws; no refit.",
+        "",
+        "| method | removed |" + "".join(f" {size} heads, {grouping} |" for size, grouping in columns),
+        "|---|---:|" + "---:|" * len(columns),
+    ]
+    cells = {(r["method"], r["ratio"], r["group_size"], r["grouping"]): r for r in result["rows"]}
+    for method, ratio in dict.fromkeys((row["method"], row["ratio"]) for row in result["rows"]):
+        line = f"| {method} | {ratio:.0%} |"
+        for size, grouping in columns:
+            row = cells[method, ratio, size, grouping]
+            line += f" {row['excess_nats']:.3f} ± {row['excess_deviation_nats']:.3f} |"
         lines.append(line)
     return [*lines, ""]
 

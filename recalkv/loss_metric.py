@@ -100,9 +100,13 @@ class LossMomentsAccumulator:
                 flat = used.flatten(0, 1)
                 total += flat.T @ flat
             weights += used.flatten(0, 1).square().sum(dim=1)
-        self._gram += rows.T @ (rows * weights[:, None])
-        self._plain += rows.T @ rows
-        self._weight += float(weights.sum(dtype=torch.float64))
+        weight = float(weights.sum(dtype=torch.float64))
+        if weight:
+            self._gram += rows.T @ (rows * weights[:, None])
+            self._weight += weight
+        else:
+            # Only ever used if no token of any batch has a gradient.
+            self._plain += rows.T @ rows
         self._tokens += len(rows)
         self._windows += len(inputs)
 
