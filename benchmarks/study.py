@@ -74,7 +74,7 @@ ABLATION: dict[str, dict[str, Any]] = {
     "output refit, same input": {"refit": "output", "refit_target": "same-input"},
     "output refit, dense output": {"refit": "output", "refit_target": "dense-output"},
     "output refit, residual (default)": {"refit": "output", "refit_target": "residual"},
-    "output refit, residual, ridge 0.1": {"refit_ridge": 0.1},
+    "output refit, residual, ridge 0.01": {"refit_ridge": 0.01},
     "separate latents, output refit": {"joint": False},
 }  # fmt: skip
 

@@ -104,7 +104,7 @@ class CompressionParams(_Section):
         "only) the dense model's residual stream",
     )
     refit_blend: float = Field(1.0, ge=0, le=1, description="step from the same-input target to refit_target")
-    refit_ridge: float = Field(0.01, ge=0, description="ridge of the output's fit, relative to the mean diagonal")
+    refit_ridge: float = Field(0.3, ge=0, description="ridge of the output's fit, relative to the mean diagonal")
     refit_samples: int | None = Field(None, ge=1, description="calibration windows of the fit; null for all")
     ovc_iterations: int = Field(1, ge=1, description="sweeps of OVC's two closed forms (paper: 1)")
     rank_multiple: int = Field(1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs")
