@@ -97,19 +97,23 @@ def comparison(
     ratios: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.5,0.6,0.7,0.8",
     group_sizes: Annotated[str, typer.Option(help="Group sizes, separated by commas.")] = "1,2,3",
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "palu,recalkv,loss-aware",
+    refit_ridge: Annotated[
+        float | None, typer.Option(help="compression.refit_ridge; default as in params.yaml.")
+    ] = None,
     work: Work = Path("data/study"),
     name: Name = "comparison",
 ) -> None:
     """Methods x ratios x group sizes, from one set of statistics."""
     calibration = {"text": calibration_text, "samples": samples}
     study = Study(work, calibration, evaluation(evaluation_text, every, max_windows))
+    shared = {} if refit_ridge is None else {"refit_ridge": refit_ridge}
     cells = [
-        (method, {**METHODS[method], "ratio": float(ratio), "group_size": int(size)})
+        (method, {**METHODS[method], **shared, "ratio": float(ratio), "group_size": int(size)})
         for size in group_sizes.split(",")
         for ratio in ratios.split(",")
         for method in methods.split(",")
     ]
-    _finish("comparison", name, study, study.run(cells))
+    _finish("comparison", name, study, study.run(cells), shared)
 
 
 @app.command()
@@ -232,6 +236,7 @@ class Study:
             "seed": params.calibration.seed,
             "evaluation": Path(params.evaluation.text).name,
             "every": params.evaluation.every,
+            "refit_ridge": params.compression.refit_ridge,
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__.split('+')[0]}",
         }
 
@@ -262,8 +267,8 @@ def page() -> None:
     write_page(REPORTS)
 
 
-def _finish(kind: str, name: str, study: Study, result: dict[str, Any]) -> None:
-    write_json(REPORTS / f"{name}.json", {**result, "kind": kind, "setting": study.setting()})
+def _finish(kind: str, name: str, study: Study, result: dict[str, Any], changed: dict[str, Any] | None = None) -> None:
+    write_json(REPORTS / f"{name}.json", {**result, "kind": kind, "setting": study.setting() | (changed or {})})
     print(table(result))
 
 

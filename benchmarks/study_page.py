@@ -43,7 +43,7 @@ def _setting(result: dict[str, Any]) -> str:
         f"{setting['model']}, calibrated on {setting['samples']} x {setting['length']} tokens of "
         f"`{setting['calibration']}`, tested on {result['windows']} windows of {result['tokens_per_window']} tokens of "
         f"`{setting['evaluation']}` (one of every {setting['every']}); dense perplexity "
-        f"{result['perplexity_dense']:.2f}; {setting['machine']}."
+        f"{result['perplexity_dense']:.2f}; ridge of the output's fit {setting['refit_ridge']}; {setting['machine']}."
     )
 
 
