@@ -30,7 +30,7 @@ from stages.common import Stage, write_json
 from stages.compare import Comparison, code_fingerprint, table
 
 REPORTS = Path("reports/study")
-STATISTICS = ("sample", "whiten", "fisher", "baseline")
+STATISTICS = ("sample", "whiten", "fisher")
 
 Calibration = Annotated[str, typer.Option(help="Calibration text: as calibration.text in params.yaml.")]
 Evaluation = Annotated[str, typer.Option(help="Evaluation text: as evaluation.text in params.yaml.")]
@@ -212,18 +212,25 @@ class Study:
         parameters = yaml.safe_load(Path("params.yaml").read_text())
         parameters["calibration"] |= {"length": 1024, **calibration}
         parameters["evaluation"] |= windows
-        described = json.dumps([parameters["model"], parameters["calibration"], parameters["evaluation"]])
         self._folder = work / "-".join(f"{key}={Path(str(value)).name}" for key, value in calibration.items())
         self._params = self._folder / "params.yaml"
-        mark, state = self._folder / "statistics.json", {"settings": described, "code": code_fingerprint()}
-        if not mark.exists() or json.loads(mark.read_text()) != state:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._params.write_text(yaml.safe_dump(parameters, sort_keys=False))
-            self._share_model(work)
-            for stage in STATISTICS:
-                self._stage(stage)
-            shutil.rmtree(self._folder / "activations.zarr", ignore_errors=True)
-            write_json(mark, state)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._params.write_text(yaml.safe_dump(parameters, sort_keys=False))
+        self._share_model(work)
+        # Other evaluation windows need no new statistics.
+        self._ensure("statistics", STATISTICS, [parameters["model"], parameters["calibration"]])
+        shutil.rmtree(self._folder / "activations.zarr", ignore_errors=True)
+        self._ensure("baseline", ("baseline",), [parameters["model"], parameters["evaluation"]])
+
+    def _ensure(self, name: str, stages: tuple[str, ...], settings: list[Any]) -> None:
+        """Run the stages, unless the folder holds what they make of these settings with this code."""
+        mark, state = self._folder / f"{name}.json", {"settings": settings, "code": code_fingerprint()}
+        if mark.exists() and json.loads(mark.read_text()) == state:
+            return
+        mark.unlink(missing_ok=True)
+        for stage in stages:
+            self._stage(stage)
+        write_json(mark, state)
 
     def setting(self) -> dict[str, Any]:
         """What the results hold for; texts by the name of their file."""
