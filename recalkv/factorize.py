@@ -10,6 +10,7 @@ values that share one latent are one matrix, ``[W_k, W_v]`` of the group's heads
 block-diagonal G.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,10 +57,7 @@ def spectrum(moment: Tensor, gradient: Tensor | None = None) -> Tensor:
     gradient : (w, w) or None
         Output metric ``G``; None for the identity.
     """
-    if gradient is not None:
-        root, _ = symmetric_roots(gradient)
-        moment = root @ moment @ root
-    return torch.linalg.eigvalsh((moment + moment.T) / 2).flip(0).clamp_min(0)
+    return _decompose(moment, gradient)[0]
 
 
 def truncated_factors(
@@ -85,15 +83,30 @@ def truncated_factors(
         The sign of each row is fixed (largest component positive): the same input gives the same
         factors.
     """
+    return _factors(weight, _decompose(moment, gradient), rank)
+
+
+def _decompose(moment: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Energies (descending), eigenvectors, and the roots of G (None for the identity or a zero matrix)."""
     if gradient is None or not bool(gradient.any()):
-        _, vectors = torch.linalg.eigh(moment)
-        right = vectors[:, -rank:].flip(1)  # eigh sorts ascending
-        left = weight @ right
+        values, vectors = torch.linalg.eigh(moment)
+        energies = values.flip(0).clamp_min(0)
+        return (energies if gradient is None else torch.zeros_like(energies)), vectors.flip(1), None
+    roots = symmetric_roots(gradient)
+    weighted = roots[0] @ moment @ roots[0]
+    values, vectors = torch.linalg.eigh((weighted + weighted.T) / 2)
+    return values.flip(0).clamp_min(0), vectors.flip(1), roots
+
+
+def _factors(
+    weight: Tensor, decomposition: tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None], rank: int
+) -> tuple[Tensor, Tensor]:
+    _, vectors, roots = decomposition
+    kept = vectors[:, :rank]
+    if roots is None:
+        right, left = kept, weight @ kept
     else:
-        root, inverse = symmetric_roots(gradient)
-        weighted = root @ moment @ root
-        _, vectors = torch.linalg.eigh((weighted + weighted.T) / 2)
-        kept = vectors[:, -rank:].flip(1)
+        root, inverse = roots
         right, change = torch.linalg.qr(inverse @ kept)
         left = weight @ (root @ kept) @ change.T
     peak = right.abs().argmax(dim=0)
@@ -157,17 +170,22 @@ class GroupPart:
     moment: Tensor
     gradient: Tensor | None
 
+    @functools.cached_property
+    def _decomposition(self) -> "tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]":
+        return _decompose(self.moment, self.gradient)
+
     def energies(self) -> Tensor:
         """Loss (or error) that each further rank saves, descending, (w,)."""
-        return spectrum(self.moment, self.gradient)
+        return self._decomposition[0]
+
+    def factors(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Best factors of this rank; see :func:`truncated_factors`. Shares its eigenvectors with the energies."""
+        return _factors(self.weight, self._decomposition, rank)
 
 
 def factorize_parts(parts: Sequence[GroupPart], ranks: Sequence[int]) -> LowRank:
     """Best factors of every group at its rank."""
-    pairs = [
-        truncated_factors(part.weight, part.moment, rank, part.gradient)
-        for part, rank in zip(parts, ranks, strict=True)
-    ]
+    pairs = [part.factors(rank) for part, rank in zip(parts, ranks, strict=True)]
     return LowRank([left for left, _ in pairs], [right for _, right in pairs])
 
 

@@ -29,7 +29,7 @@ class Method:
         What is fitted again behind the compressed prefix: ``none``, ``values`` (OVC), ``factors`` or
         ``output``.
     refit_target
-        ``same-input``, ``dense-output`` or ``residual``.
+        ``same-input``, ``dense-output`` or ``residual``; ``auto`` until it is resolved from ``refit``.
     """
 
     metric: str
@@ -38,12 +38,12 @@ class Method:
     whole_values: bool
     allocation: str
     refit: str
-    refit_target: str = "same-input"
+    refit_target: str = "auto"
 
 
 METHODS = {
     # Beyond the paper: one metric for factors, ranks and groups; the output projection takes up the rest.
-    "loss-aware": Method("loss", True, "tail-energy", False, "water-filling", "output", "residual"),
+    "loss-aware": Method("loss", True, "tail-energy", False, "water-filling", "output"),
     # The paper: HSR for keys, whole-matrix SVD and OVC for values.
     "recalkv": Method("activation", False, "cka", True, "fisher", "values"),
     # Palu's G-LRD: grouped whitened SVD of both, neighbouring heads.
@@ -52,7 +52,7 @@ METHODS = {
     "svd": Method("weight", False, "neighbours", False, "fisher", "none"),
 }
 
-# What a fit aims at where neither the method nor the user says so.
+# What a fit aims at where the user does not say.
 _TARGETS = {"none": "same-input", "values": "same-input", "factors": "same-input", "output": "residual"}
 
 
@@ -69,7 +69,7 @@ def resolve_method(parameters: CompressionParams) -> Method:
     refit = method.refit if parameters.refit == "auto" else parameters.refit
     target: str = parameters.refit_target
     if target == "auto":
-        target = method.refit_target if refit == method.refit else _TARGETS[refit]
+        target = _TARGETS[refit]
     resolved = Method(
         metric=method.metric if parameters.metric == "auto" else parameters.metric,
         joint=joint,

@@ -101,12 +101,14 @@ def _group_cost(
     keys, values = latent_parts(
         weights, statistics, [list(range(heads))], head_dim, parameters.model_copy(update={"group_size": heads})
     )
+    if resolve_method(parameters).whole_values:
+        # One latent for all values: the groups do not change it.
+        values = []
     kept = [sum(ranks.key), sum(ranks.value)]
 
     def cost(group: tuple[int, ...]) -> float:
         total = 0.0
         columns = group_columns([group], head_dim)[0]
-        # The value latent of a whole matrix does not depend on the groups, and costs every grouping the same.
         for part, rank in zip(keys + values, kept, strict=False):
             wide = len(part.moment)
             index = columns if wide == heads * head_dim else torch.cat([columns, columns + wide // 2])
