@@ -4,6 +4,7 @@
     python -m benchmarks.study ablation    --calibration-text ... --evaluation-text ...
     python -m benchmarks.study robustness  --calibration-text ... --evaluation-text ...
     python -m benchmarks.study prediction  --calibration-text ... --evaluation-text ...
+    python -m benchmarks.study zeroshot    --calibration-text ... --evaluation-text ... --items FOLDER
     python -m benchmarks.study page
 
 Each writes reports/study/NAME.json; `page` makes reports/study/README.md and the pictures of all of them.
@@ -23,9 +24,11 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
+from transformers import AutoTokenizer
 
 from benchmarks.study_page import write_page
 from recalkv.params import load_params
+from recalkv.zeroshot import TaskScore, average, local_data, zero_shot
 from stages.common import Stage, write_json
 from stages.compare import Comparison, code_fingerprint, table
 
@@ -200,6 +203,56 @@ def prediction(
     _finish("prediction", name, study, result)
 
 
+@app.command()
+def zeroshot(
+    calibration_text: Calibration,
+    evaluation_text: Evaluation,
+    tasks: Annotated[str, typer.Option(help="lm-eval tasks, separated by commas.")] = "arc_easy,piqa,openbookqa",
+    items: Annotated[
+        Path | None, typer.Option(help="Folder with TASK.SPLIT.jsonl in the hub's schema; default the hub.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Use the first so many items of each task.")] = None,
+    samples: Samples = 32,
+    every: Every = 14,
+    max_windows: MaxWindows = 10,
+    ratios: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.5,0.7",
+    group_size: int = 2,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "palu,recalkv,loss-aware",
+    work: Work = Path("data/study"),
+    name: Name = "zeroshot",
+) -> None:
+    """Zero-shot accuracy of the dense model and of every method at equal bytes, on the same items."""
+    study = Study(work, {"text": calibration_text, "samples": samples}, evaluation(evaluation_text, every, max_windows))
+    names = tasks.split(",")
+    found: dict[str, Path | None] = dict.fromkeys(names)
+    if items is not None:
+        found |= local_data(items, names)
+    rows = [{"method": "dense", "ratio": 0.0, "scores": study.zero_shot(None, found, limit)}]
+    for ratio in (float(part) for part in ratios.split(",")):
+        for method in methods.split(","):
+            fields = {**METHODS[method], "ratio": ratio, "group_size": group_size}
+            rows.append({"method": method, "ratio": ratio, "scores": study.zero_shot(fields, found, limit)})
+    for row in rows:
+        differences = [score.against(dense) for score, dense in zip(row["scores"], rows[0]["scores"], strict=True)]
+        row["tasks"] = {
+            score.task: {
+                "accuracy": score.accuracy,
+                "standard_error": score.standard_error,
+                "against_dense": difference,
+                "against_dense_standard_error": error,
+                "items": len(score.correct),
+                "version": score.version,
+            }
+            for score, (difference, error) in zip(row["scores"], differences, strict=True)
+        }
+        row["average"] = average(row["scores"])
+    result = {"rows": [{key: value for key, value in row.items() if key != "scores"} for row in rows]}
+    setting = study.setting() | {"group_size": group_size, "limit": limit}
+    write_json(REPORTS / f"{name}.json", {**result, "kind": "zeroshot", "setting": setting})
+    for row in result["rows"]:
+        print(f"{row['method']:<12}{row['ratio']:>6.0%}{row['average']:>8.3f}")
+
+
 def evaluation(text: str, every: int, max_windows: int | None) -> dict[str, Any]:
     """Return the evaluation settings of the study: windows of 2048 tokens."""
     return {"text": text, "split": "test", "window": 2048, "every": every, "max_windows": max_windows}
@@ -254,6 +307,26 @@ class Study:
     def comparison(self) -> Comparison:
         """Open the statistics."""
         return Comparison(Stage("compare", load_params(self._params), self._folder))
+
+    def zero_shot(
+        self, fields: dict[str, Any] | None, tasks: dict[str, Path | None], limit: int | None
+    ) -> list[TaskScore]:
+        """Score the model compressed with these fields, or the dense one; finished tasks are kept."""
+        comparison, loaded = self.comparison(), list[Any]()
+        tokenizer = AutoTokenizer.from_pretrained(self._folder / "model")
+
+        def score(task: str) -> dict[str, Any]:
+            if not loaded:
+                loaded.append(comparison.dense() if fields is None else comparison.compressed(fields)[0])
+            result = zero_shot(loaded[0], tokenizer, {task: tasks[task]}, limit=limit, precision="bfloat16")[0]
+            return {"version": result.version, "correct": "".join(str(int(hit)) for hit in result.correct)}
+
+        scores = []
+        for task, path in tasks.items():
+            what = {"task": task, "items": "hub" if path is None else path.name, "limit": limit}
+            kept = comparison.kept(fields, lambda task=task: score(task), **what)
+            scores.append(TaskScore(task, kept["version"], tuple(hit == "1" for hit in kept["correct"])))
+        return scores
 
     def _share_model(self, work: Path) -> None:
         model, link = work / "model", self._folder / "model"

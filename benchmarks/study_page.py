@@ -34,6 +34,8 @@ def write_page(folder: Path) -> None:
             lines += _head_groups(result)
         elif kind == "prediction":
             lines += _prediction(name, result, folder)
+        elif kind == "zeroshot":
+            lines += _zeroshot(name, result)
     (folder / "README.md").write_text("\n".join(lines))
 
 
@@ -157,3 +159,28 @@ def _prediction(name: str, result: dict[str, Any], folder: Path) -> list[str]:
         "",
     ]
     return lines
+
+
+def _zeroshot(name: str, result: dict[str, Any]) -> list[str]:
+    setting, rows = result["setting"], result["rows"]
+    tasks = rows[0]["tasks"]
+    items = ", ".join(f"{task} (version {cell['version']}) {cell['items']}" for task, cell in tasks.items())
+    lines = [
+        f"## Zero-shot accuracy ({name})",
+        "",
+        f"{setting['model']}, calibrated on {setting['samples']} x {setting['length']} tokens of "
+        f"`{setting['calibration']}`, groups of {setting['group_size']}; lm-eval's tasks, items used: {items}; "
+        f"accuracy and, in brackets, its difference to the dense model with the paired standard error, in points; "
+        f"{setting['machine']}.",
+        "",
+        "| method | removed |" + "".join(f" {task} |" for task in tasks) + " average |",
+        "|---|---:|" + "---:|" * len(tasks) + "---:|",
+    ]
+    for row in rows:
+        line = f"| {row['method']} | {row['ratio']:.0%} |"
+        for cell in row["tasks"].values():
+            difference, error = cell["against_dense"] * 100, cell["against_dense_standard_error"] * 100
+            against = "" if row["method"] == "dense" else f" ({difference:+.1f} ± {error:.1f})"
+            line += f" {cell['accuracy'] * 100:.1f}{against} |"
+        lines.append(f"{line} {row['average'] * 100:.1f} |")
+    return [*lines, ""]

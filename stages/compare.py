@@ -8,7 +8,7 @@ import copy
 import hashlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +86,8 @@ class Comparison:
         """Measure every (name, compression fields) cell that has not been measured; all rows, and the dense model's."""
         rows = []
         for name, fields in tqdm(list(cells), desc="compare", unit="cell", file=sys.stderr):
+            row = self.kept(fields, lambda fields=fields: self.measure(fields))
             parameters = self._stage.params.compression.model_copy(update=fields)
-            content = {**self._shared, "compression": parameters.model_dump(mode="json")}
-            key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
-            path = self._stage.data / "cells" / f"{key}.json"
-            if not path.exists():
-                write_json(path, self.measure(fields))
-            row = json.loads(path.read_text())
             rows.append({"method": name, "ratio": parameters.ratio, "group_size": parameters.group_size, **row})
         return {
             "perplexity_dense": perplexity(self.dense_losses),
@@ -100,6 +95,34 @@ class Comparison:
             "tokens_per_window": self.windows.shape[1],
             "rows": rows,
         }
+
+    def kept(self, fields: dict[str, Any] | None, compute: Callable[[], dict[str, Any]], **what: Any) -> dict[str, Any]:
+        """Return a finished cell, or compute and keep it.
+
+        ``fields`` are those of the compression, None for the dense model; ``what`` is measured, where that
+        is not the perplexity.
+        """
+        content = {**self._shared, **what}
+        if fields is not None:
+            content["compression"] = self._stage.params.compression.model_copy(update=fields).model_dump(mode="json")
+        key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+        path = self._stage.data / "cells" / f"{key}.json"
+        if not path.exists():
+            write_json(path, compute())
+        result: dict[str, Any] = json.loads(path.read_text())
+        return result
+
+    def dense(self) -> Any:
+        """Load the dense model."""
+        folder = self._stage.model().folder
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype).to(self._stage.device).eval()
+
+    def compressed(self, fields: dict[str, Any]) -> tuple[Any, CompressedLayers]:
+        """Compress with one set of fields; the model, and its layers."""
+        parameters = self._stage.params.compression.model_copy(update=fields)
+        result = self._compress(parameters)
+        provenance: dict[str, str | None] = {"name": None, "revision": None, "fingerprint": None}
+        return assemble(self._source, result, parameters, self._dtype, provenance).to(self._stage.device), result
 
     def _compress(self, parameters: CompressionParams) -> CompressedLayers:
         shared = (self._source, self._calibration, self._stage.params.calibration)
@@ -114,9 +137,7 @@ class Comparison:
         params = self._stage.params
         parameters = params.compression.model_copy(update=fields)
         result = self._compress(parameters)
-        folder = self._stage.model().folder
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype).to(self._stage.device).eval()
-        rows = []
+        model, rows = self.dense(), []
         d_h = self._source.geometry.head_dim
         for index, layer in enumerate(tqdm(model.model.layers, desc="layers", unit="layer", file=sys.stderr)):
             dense = copy.deepcopy(layer.self_attn.state_dict())
@@ -138,9 +159,7 @@ class Comparison:
         """Compress with one set of fields and measure it."""
         params = self._stage.params
         parameters = params.compression.model_copy(update=fields)
-        result = self._compress(parameters)
-        provenance: dict[str, str | None] = {"name": None, "revision": None, "fingerprint": None}
-        model = assemble(self._source, result, parameters, self._dtype, provenance).to(self._stage.device)
+        model, result = self.compressed(fields)
         losses = window_losses(model, self.windows, precision=params.evaluation.precision)
         spec = model.config.recalkv
         cache = fill_cache(model, self.windows[:1, :16])

@@ -1,0 +1,188 @@
+"""Step 9, zero-shot accuracy: lm-eval's own tasks and its Hugging Face adapter around a model.
+
+lm-eval is imported where it is used, so that the rest of the package works without it.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recalkv.errors import DataError, ParameterError
+
+__all__ = ["PAPER_TASKS", "TaskScore", "average", "local_data", "zero_shot"]
+
+PAPER_TASKS = ("openbookqa", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
+"""The six sets of the paper's Table 2, by their names in lm-eval."""
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """Accuracy on one task.
+
+    Attributes
+    ----------
+    task, version
+        Name and version in lm-eval.
+    correct
+        Whether each item was answered rightly, in the task's order; the same items for every model.
+    """
+
+    task: str
+    version: str
+    correct: tuple[bool, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of items answered rightly (lm-eval's ``acc``, which the paper reports)."""
+        return sum(self.correct) / len(self.correct)
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the accuracy over items."""
+        return _standard_error([float(hit) for hit in self.correct])
+
+    def against(self, other: "TaskScore") -> tuple[float, float]:
+        """Difference to another model's accuracy on the same items, and its (paired) standard error."""
+        if (self.task, len(self.correct)) != (other.task, len(other.correct)):
+            raise ParameterError(
+                f"{self.task} with {len(self.correct)} items cannot be compared with {other.task} with "
+                f"{len(other.correct)}; evaluate both with the same limit."
+            )
+        differences = [float(a) - float(b) for a, b in zip(self.correct, other.correct, strict=True)]
+        return sum(differences) / len(differences), _standard_error(differences)
+
+
+def average(scores: Sequence[TaskScore]) -> float:
+    """Mean accuracy over tasks, each counting alike, as in the paper."""
+    return sum(score.accuracy for score in scores) / len(scores)
+
+
+def local_data(folder: Path, tasks: Sequence[str]) -> dict[str, Path]:
+    """Find each task's items in a folder, as ``TASK.SPLIT.jsonl`` in the schema of the hub's set.
+
+    Raises
+    ------
+    DataError
+        If a task has no file, or more than one.
+    """
+    found = {}
+    for task in tasks:
+        matches = sorted(folder.glob(f"{task}.*.jsonl"))
+        if len(matches) != 1:
+            names = ", ".join(path.name for path in matches) or "none"
+            raise DataError(
+                f"{folder} must hold one file {task}.SPLIT.jsonl, found {names}; add it, or leave the task out."
+            )
+        found[task] = matches[0]
+    return found
+
+
+def zero_shot(
+    model: Any,
+    tokenizer: Any,
+    tasks: Mapping[str, Path | None],
+    *,
+    limit: int | None = None,
+    batch_size: int = 16,
+    precision: str = "float32",
+) -> list[TaskScore]:
+    """Score a model on multiple-choice tasks without examples in the prompt.
+
+    Parameters
+    ----------
+    model, tokenizer
+        A causal Hugging Face model, dense or compressed, and its tokenizer.
+    tasks
+        Names of lm-eval tasks, each with a local .jsonl file in the schema of the hub's set, or None
+        for the hub.
+    limit
+        Use the first so many items of each task; None for all.
+    batch_size
+        Continuations per forward pass: memory, not results.
+    precision
+        ``bfloat16`` runs matrix products under autocast.
+
+    Raises
+    ------
+    ParameterError
+        If lm-eval does not know a task, or it has no accuracy.
+    DataError
+        If a local file does not exist.
+    """
+    with _quiet("lm_eval"):
+        try:
+            from lm_eval import simple_evaluate
+            from lm_eval.models.huggingface import HFLM
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise ParameterError("zero-shot accuracy needs lm-eval; install it with `pip install lm-eval`.") from error
+        manager = TaskManager()
+        unknown = [name for name in tasks if name not in manager.all_tasks]
+        if unknown:
+            raise ParameterError(f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists all.")
+        adapter = HFLM(
+            pretrained=model,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            mixed_precision_dtype=torch.bfloat16 if precision == "bfloat16" else None,
+        )
+        result = simple_evaluate(
+            adapter,
+            tasks=[_task(name, path) for name, path in tasks.items()],
+            num_fewshot=0,
+            limit=limit,
+            bootstrap_iters=0,
+            task_manager=manager,
+        )
+    scores = []
+    for name in tasks:
+        # Sorted, because lm-eval returns the items in the order in which it ran them.
+        samples = sorted(result["samples"][name], key=lambda sample: sample["doc_id"])
+        if any("acc" not in sample for sample in samples):
+            raise ParameterError(f"the task {name} has no accuracy; choose a multiple-choice task.")
+        scores.append(TaskScore(name, str(result["versions"][name]), tuple(bool(s["acc"]) for s in samples)))
+    return scores
+
+
+def _task(name: str, path: Path | None) -> Any:
+    """Return lm-eval's task as it is, or with the data of a local file."""
+    if path is None:
+        return name
+    if not path.exists():
+        raise DataError(f"{path} does not exist; give a .jsonl file in the schema of {name}'s set on the hub.")
+    local = {
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "training_split": None,
+        "validation_split": None,
+        "fewshot_split": None,
+        "test_split": "test",
+    }
+    # In a group of its own: changes to a task that lm-eval knows are read in a group's list only.
+    return {"group": f"{name} (local)", "task": [{"task": name, **local}]}
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Only errors of a logger, for a while."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    count = len(values)
+    if count < 2:
+        return float("nan")
+    mean = sum(values) / count
+    return (sum((value - mean) ** 2 for value in values) / (count - 1) / count) ** 0.5
