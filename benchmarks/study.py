@@ -12,6 +12,7 @@ Statistics are shared between the cells of one calibration set, finished cells a
 interrupted run goes on where it stopped.
 """
 
+import functools
 import json
 import os
 import platform
@@ -227,30 +228,31 @@ def zeroshot(
     found: dict[str, Path | None] = dict.fromkeys(names)
     if items is not None:
         found |= local_data(items, names)
-    rows = [{"method": "dense", "ratio": 0.0, "scores": study.zero_shot(None, found, limit)}]
+    dense = study.zero_shot(None, found, limit)
+    rows = [_zero_shot_row("dense", 0.0, dense, dense)]
     for ratio in (float(part) for part in ratios.split(",")):
         for method in methods.split(","):
             fields = {**METHODS[method], "ratio": ratio, "group_size": group_size}
-            rows.append({"method": method, "ratio": ratio, "scores": study.zero_shot(fields, found, limit)})
-    for row in rows:
-        differences = [score.against(dense) for score, dense in zip(row["scores"], rows[0]["scores"], strict=True)]
-        row["tasks"] = {
-            score.task: {
-                "accuracy": score.accuracy,
-                "standard_error": score.standard_error,
-                "against_dense": difference,
-                "against_dense_standard_error": error,
-                "items": len(score.correct),
-                "version": score.version,
-            }
-            for score, (difference, error) in zip(row["scores"], differences, strict=True)
-        }
-        row["average"] = average(row["scores"])
-    result = {"rows": [{key: value for key, value in row.items() if key != "scores"} for row in rows]}
+            rows.append(_zero_shot_row(method, ratio, study.zero_shot(fields, found, limit), dense))
     setting = study.setting() | {"group_size": group_size, "limit": limit}
-    write_json(REPORTS / f"{name}.json", {**result, "kind": "zeroshot", "setting": setting})
-    for row in result["rows"]:
+    write_json(REPORTS / f"{name}.json", {"rows": rows, "kind": "zeroshot", "setting": setting})
+    for row in rows:
         print(f"{row['method']:<12}{row['ratio']:>6.0%}{row['average']:>8.3f}")
+
+
+def _zero_shot_row(method: str, ratio: float, scores: list[TaskScore], dense: list[TaskScore]) -> dict[str, Any]:
+    cells = {}
+    for score, reference in zip(scores, dense, strict=True):
+        difference, error = score.against(reference)
+        cells[score.task] = {
+            "accuracy": score.accuracy,
+            "standard_error": score.standard_error,
+            "against_dense": difference,
+            "against_dense_standard_error": error,
+            "items": len(score.correct),
+            "version": score.version,
+        }
+    return {"method": method, "ratio": ratio, "tasks": cells, "average": average(scores)}
 
 
 def evaluation(text: str, every: int, max_windows: int | None) -> dict[str, Any]:
@@ -324,7 +326,7 @@ class Study:
         scores = []
         for task, path in tasks.items():
             what = {"task": task, "items": "hub" if path is None else path.name, "limit": limit}
-            kept = comparison.kept(fields, lambda task=task: score(task), **what)
+            kept = comparison.kept(fields, functools.partial(score, task), **what)
             scores.append(TaskScore(task, kept["version"], tuple(hit == "1" for hit in kept["correct"])))
         return scores
 

@@ -5,6 +5,7 @@ anything that they depend on has changed: an interrupted sweep goes on where it 
 """
 
 import copy
+import functools
 import hashlib
 import json
 import sys
@@ -86,7 +87,7 @@ class Comparison:
         """Measure every (name, compression fields) cell that has not been measured; all rows, and the dense model's."""
         rows = []
         for name, fields in tqdm(list(cells), desc="compare", unit="cell", file=sys.stderr):
-            row = self.kept(fields, lambda fields=fields: self.measure(fields))
+            row = self.kept(fields, functools.partial(self.measure, fields))
             parameters = self._stage.params.compression.model_copy(update=fields)
             rows.append({"method": name, "ratio": parameters.ratio, "group_size": parameters.group_size, **row})
         return {
