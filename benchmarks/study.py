@@ -152,8 +152,8 @@ def robustness(
     calibration_text: Calibration,
     evaluation_text: Evaluation,
     other_text: Annotated[str, typer.Option(help="Calibration text of another kind.")] = "embedded",
-    sizes: Annotated[str, typer.Option(help="Calibration windows, separated by commas.")] = "8,16,32,64",
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
+    sizes: Annotated[str, typer.Option(help="WINDOWS:SEEDS, separated by commas.")] = "8:3,16:3,32:3,64:3,128:1",
+    other_sizes: Annotated[str, typer.Option(help="The same for the other text.")] = "8:3,32:3",
     every: Every = 14,
     max_windows: MaxWindows = 10,
     ratio: float = 0.7,
@@ -166,9 +166,9 @@ def robustness(
     windows = evaluation(evaluation_text, every, max_windows)
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
-    for text, label in ((calibration_text, "own"), (other_text, "other")):
-        for samples in (int(size) for size in sizes.split(",")):
-            for seed in (int(part) for part in seeds.split(",")):
+    for text, label, grid in ((calibration_text, "own", sizes), (other_text, "other", other_sizes)):
+        for samples, seeds in (map(int, cell.split(":")) for cell in grid.split(",")):
+            for seed in range(seeds):
                 study = Study(work, {"text": text, "samples": samples, "seed": seed}, windows)
                 cells = [
                     (method, {**METHODS[method], "ratio": ratio, "group_size": group_size})
@@ -267,7 +267,8 @@ class Study:
         parameters = yaml.safe_load(Path("params.yaml").read_text())
         parameters["calibration"] |= {"length": 1024, **calibration}
         parameters["evaluation"] |= windows
-        self._folder = work / "-".join(f"{key}={Path(str(value)).name}" for key, value in calibration.items())
+        named = {key: value for key, value in calibration.items() if (key, value) != ("seed", 0)}
+        self._folder = work / "-".join(f"{key}={Path(str(value)).name}" for key, value in named.items())
         self._params = self._folder / "params.yaml"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._params.write_text(yaml.safe_dump(parameters, sort_keys=False))
