@@ -20,8 +20,10 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
+from recalkv.errors import CheckpointError
 from recalkv.families import AttentionGeometry, layer_attention_types
 from recalkv.fusion import absorbed_output, decode_query_limit
+from recalkv.quantization import RowLayout
 from recalkv.reorder import group_sizes
 
 __all__ = ["LatentAttention", "SlotRotary", "latent_context"]
@@ -87,24 +89,28 @@ class LatentAttention(nn.Module):
         self.value_heads = group_sizes(geometry.kv_heads, config.recalkv["value_group_size"])
         self.key_ranks: list[int] = list(spec["key_ranks"])
         self.value_ranks: list[int] = list(spec["value_ranks"])
+        self.key_rows = _row_layout(spec["key_segments"], self.key_ranks)
+        self.value_rows = None if config.recalkv["joint"] else _row_layout(spec["value_segments"], self.value_ranks)
         self.fused = spec["value_layout"] == "fused"
         self.joint: bool = config.recalkv["joint"]
         self.value_mode: str = config.recalkv["value_mode"]
         self.query_limit = min(MAX_EXPLICIT_QUERIES, decode_query_limit(geometry, max(self.value_ranks)))
         m, d_h, n_rep = geometry.hidden, geometry.head_dim, geometry.queries_per_kv
         biases = config.recalkv["biases"]
+        # Latents cached without their mean: the mean's keys are in the key bias, its values in the output's.
+        centred: bool = config.recalkv["centred"]
         self.q_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases)
-        self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=False)
-        self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=False)
+        self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=centred)
+        self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=centred)
         self.key_up = _up_factors(self.key_ranks, self.key_heads, d_h)
-        self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if "k" in biases else None
+        self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if "k" in biases or centred else None
         if self.fused:
             self.value_up = None
             inner = sum(rank * size * n_rep for rank, size in zip(self.value_ranks, self.value_heads, strict=True))
         else:
             self.value_up = _up_factors(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
-        self.o_proj = nn.Linear(inner, m, bias="o" in biases or "v" in biases)
+        self.o_proj = nn.Linear(inner, m, bias=centred or "o" in biases or "v" in biases)
         norm = config.recalkv["qk_norm"]
         self.q_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if norm else None
         self.k_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if norm else None
@@ -127,6 +133,10 @@ class LatentAttention(nn.Module):
         query = query.transpose(1, 2)
         z_k = self.k_proj(hidden_states)[:, None]
         z_v = z_k[..., :0] if self.v_proj is None else self.v_proj(hidden_states)[:, None]
+        if self.key_rows is not None:
+            # Packed before the cache, read back from it: new tokens see themselves as later ones will.
+            z_k = self.key_rows.pack(z_k)
+            z_v = z_k[..., :0] if self.value_rows is None else self.value_rows.pack(z_v)
 
         query_rope = key_rope = position_embeddings
         first: int | Tensor = 0
@@ -139,6 +149,10 @@ class LatentAttention(nn.Module):
             if not fresh:
                 query_rope, key_rope = self._slot_rope(query, start, offset, slots)
             z_k, z_v = past_key_values.update(z_k, z_v, self.layer_idx)
+        if self.key_rows is not None:
+            z_k = self.key_rows.unpack(z_k, query.dtype)
+            if self.value_rows is not None:
+                z_v = self.value_rows.unpack(z_v, query.dtype)
         if self.joint:
             z_v = z_k
         query = _rotate(query, query_rope)
@@ -301,6 +315,18 @@ def latent_context(
         flat = part.reshape(batch, -1, slots) @ z
         contexts.append(flat.view(batch, part.shape[1], queries, z.shape[-1]))
     return contexts
+
+
+def _row_layout(segments: Sequence[Sequence[tuple[int, int]]] | None, ranks: Sequence[int]) -> RowLayout | None:
+    """Rows of quantised latents, or None; refuses segments that do not add up to the ranks."""
+    if segments is None:
+        return None
+    widths = [sum(width for width, _ in group) for group in segments]
+    if widths != list(ranks):
+        raise CheckpointError(
+            f"segments of {widths} latents do not fit groups of rank {list(ranks)}; config.json was edited or mixed up."
+        )
+    return RowLayout(segments)
 
 
 def _up_factors(ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> nn.ParameterList:

@@ -55,13 +55,17 @@ def compressed_config(
         "joint": resolve_method(parameters).joint,
         "value_mode": parameters.value_mode if parameters.value_mode != "fused" else "auto",
         "biases": [letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
+        "centred": parameters.bits != 16,
         "qk_norm": "self_attn.k_norm.weight" in names,
+        "cached_bits_per_token": sum(layer.cached_bits for layer in ranks),
         "cached_elements_per_token": sum(layer.cached_elements for layer in ranks),
         "dense_elements_per_token": geometry.dense_elements_per_token,
         "layers": [
             {
                 "key_ranks": layer.key,
                 "value_ranks": layer.value,
+                "key_segments": layer.key_segments,
+                "value_segments": layer.value_segments,
                 "value_layout": choose_value_layout(geometry, layer.value, parameters.value_mode),
                 "head_permutation": list(permutation),
             }

@@ -119,6 +119,7 @@ def fused_attention_tensors(
     value_layout: str,
     joint: bool = False,
     fitted_output: Tensor | None = None,
+    input_mean: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Build all tensors of one :class:`recalkv.attention.LatentAttention`.
 
@@ -136,6 +137,9 @@ def fused_attention_tensors(
         Keys and values share their latents, so ``keys.down`` serves both.
     fitted_output : (h * d_h, m) or None
         Takes the place of the dense W_o (:mod:`recalkv.output_calibration`); rows in the model's order.
+    input_mean : (m,) or None
+        Mean attention input. Its latents are taken off what is cached (quantised latents should carry no
+        constant), and what they stand for is added to the keys and, through the softmax, to the output.
 
     Returns
     -------
@@ -165,8 +169,16 @@ def fused_attention_tensors(
     if "k_proj.bias" in dense:
         tensors["key_bias"] = dense["k_proj.bias"][heads]
     bias = dense.get("o_proj.bias")
-    if "v_proj.bias" in dense:
-        per_head = dense["v_proj.bias"][heads].double().reshape(geometry.kv_heads, d_h)
+    constant = dense["v_proj.bias"][heads].double() if "v_proj.bias" in dense else None
+    if input_mean is not None:
+        tensors["k_proj.bias"], key_constant = _centred(input_mean, keys)
+        tensors["key_bias"] = tensors.get("key_bias", torch.zeros_like(key_constant)).double() + key_constant
+        value_centre, value_constant = _centred(input_mean, values)
+        if not joint:
+            tensors["v_proj.bias"] = value_centre
+        constant = value_constant if constant is None else constant + value_constant
+    if constant is not None:
+        per_head = constant.reshape(geometry.kv_heads, d_h)
         through = per_head.repeat_interleave(geometry.queries_per_kv, dim=0).reshape(-1) @ output.double()
         bias = through if bias is None else bias.double() + through
     if bias is not None:
@@ -175,6 +187,13 @@ def fused_attention_tensors(
         if norm in dense:
             tensors[norm] = dense[norm]
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _centred(input_mean: Tensor, factors: LowRank) -> tuple[Tensor, Tensor]:
+    """Bias that takes the mean off the latents, and what the mean stands for in the outputs."""
+    means = [input_mean.double() @ left.double() for left in factors.down]
+    constants = [mean @ right.double() for mean, right in zip(means, factors.up, strict=True)]
+    return -torch.cat(means), torch.cat(constants)
 
 
 def _group_of_query(value_up: Sequence[Tensor], geometry: AttentionGeometry) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ from recalkv.fusion import VALUE_MODES
 
 __all__ = ["CONFIG_CLASSES", "FORMAT_VERSION", "MODEL_CLASSES", "LatentModelMixin", "register", "set_value_mode"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 class _LatentConfigMixin:

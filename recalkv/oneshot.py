@@ -54,6 +54,8 @@ class CompressedLayers:
         :class:`recalkv.factorize.LowRank` of each layer.
     outputs
         Refitted output projection of each layer, (h * d_h, m), or None.
+    input_means
+        Mean attention input of each layer, (m,), where latents are quantised; otherwise None.
     predicted_rises
         Half the energy that each layer's factors discard; nats per token under the loss-aware metric.
     """
@@ -64,6 +66,7 @@ class CompressedLayers:
         self.keys: list[LowRank] = []
         self.values: list[LowRank] = []
         self.outputs: list[Tensor | None] = []
+        self.input_means: list[Tensor | None] = []
         self.predicted_rises: list[float] = []
 
 
@@ -216,7 +219,7 @@ def reestimate(
     dense_statistics, d_h = statistics, source.geometry.head_dim
     for step, ratio in enumerate(parameters.reestimate):
         # A method's own refit may not go with every choice; none is wanted here.
-        settings = {"ratio": ratio, "reestimate": [], "refit": "none", "refit_target": "auto"}
+        settings = {"ratio": ratio, "reestimate": [], "refit": "none", "refit_target": "auto", "bits": 16}
         stop = parameters.model_copy(update=settings)
         result = factorize_layers(source, windows, calibration, statistics, scores, stop, progress)
 
@@ -318,6 +321,7 @@ def factorize_layers(
         result.keys.append(rounded(refit.keys))
         result.values.append(rounded(refit.values))
         result.outputs.append(None if refit.output is None else refit.output.float())
+        result.input_means.append(None if refit.input_mean is None else refit.input_mean.float())
         progress("calibrate", index + 1, total)
     return result
 
@@ -333,7 +337,14 @@ def assemble(
     config = compressed_config(source, result.permutations, result.ranks, parameters, provenance)
     layers = (
         algorithm.fuse_layer(
-            source, i, result.permutations[i], result.keys[i], result.values[i], result.outputs[i], parameters
+            source,
+            i,
+            result.permutations[i],
+            result.keys[i],
+            result.values[i],
+            result.outputs[i],
+            parameters,
+            result.input_means[i],
         )
         for i in range(source.num_layers)
     )

@@ -107,6 +107,12 @@ class CompressionParams(_Section):
     refit_ridge: float = Field(0.3, ge=0, description="ridge of the output's fit, relative to the mean diagonal")
     refit_samples: int | None = Field(None, ge=1, description="calibration windows of the fit; null for all")
     ovc_iterations: int = Field(1, ge=1, description="sweeps of OVC's two closed forms (paper: 1)")
+    bits: Literal[16, 8, 4, 3, 2, "mixed"] = Field(
+        16,
+        description="bits per cached element; 16 leaves latents in the model's type, mixed gives every direction 0, 2, "
+        "4 or 8 under the one budget. Below 16, `ratio` counts bytes against a dense 16-bit cache",
+    )  # fmt: skip
+    rotation_seed: int = Field(0, ge=0, description="seed of the rotations of quantised latents")
     rank_multiple: int = Field(1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs")
     damping: float = Field(1e-6, ge=0, description="ridge on Gram matrices, relative to their mean diagonal")
     gradient_damping: float = Field(

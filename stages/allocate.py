@@ -5,11 +5,12 @@ from pathlib import Path
 import torch
 import typer
 
+from recalkv.bits import DENSE_BITS
 from recalkv.methods import resolve_method
 from recalkv.steps.allocation import allocate
 from recalkv.steps.grouping import layer_energies
 from stages.common import DataOption, ParamsOption, running
-from stages.inputs import Inputs, Statistics
+from stages.inputs import Inputs, Statistics, segment_widths
 
 
 def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
@@ -25,7 +26,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
                 lambda index: inputs.weights(source, index), statistics, groups, geometry.head_dim, wanted
             )
         ranks, allocation = allocate(geometry, statistics.scores, wanted, energies)
-        keys = {"method", "ratio", "group_size", "rank_multiple"}
+        keys = {"method", "ratio", "group_size", "rank_multiple", "bits"}
         record = wanted.model_dump(mode="json", include=keys) | {
             "allocation": method.allocation,
             "joint": method.joint,
@@ -33,11 +34,16 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
             "budget_elements_per_token": allocation.budget,
             "used_elements_per_token": allocation.used,
             "dense_elements_per_token": allocation.dense,
-            "achieved_ratio": allocation.compression_ratio,
+            "cached_bits_per_token": sum(layer.cached_bits for layer in ranks),
+            "achieved_ratio": 1 - sum(layer.cached_bits for layer in ranks) / (DENSE_BITS * allocation.dense),
         }
         with stage.write(record) as store:
             store.put("key", torch.tensor([layer.key for layer in ranks]))
             store.put("value", torch.tensor([layer.value for layer in ranks]))
+            if wanted.bits != 16:
+                sides = [("key", [r.key_segments for r in ranks]), ("value", [r.value_segments for r in ranks])]
+                for side, segments in sides:
+                    store.put(f"{side}_widths", torch.stack([segment_widths(layer or []) for layer in segments]))
             for index, units in enumerate(energies or []):
                 store.put(f"layers/{index:03d}/energies", torch.cat(units))
 

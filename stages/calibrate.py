@@ -35,6 +35,8 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
                 store.put_factors(f"{name}/value", refit.values)
                 if refit.output is not None:
                     store.put(f"{name}/output", refit.output.float())
+                if refit.input_mean is not None:
+                    store.put(f"{name}/input_mean", refit.input_mean.float())
                 before.append(refit.error_before)
                 after.append(refit.error_after)
             for part, errors in (("error_before", before), ("error_after", after)):

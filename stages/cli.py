@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from recalkv.bits import DENSE_BITS
 from recalkv.errors import ParameterError
 from recalkv.params import parse_params
 from stages.common import ParamsOption, user_errors
@@ -104,7 +105,7 @@ def compress(
             compressed.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         spec = compressed.config.recalkv
-        kept = spec["cached_elements_per_token"] / spec["dense_elements_per_token"]
+        kept = spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"]
         print(f"{out}: caches {kept:.2%} of the dense model's bytes per token")
 
 

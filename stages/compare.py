@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import recalkv
+from recalkv.bits import DENSE_BITS
 from recalkv.evaluate import cache_bytes_per_token, fill_cache, perplexity, window_losses
 from recalkv.factorize import group_columns
 from recalkv.methods import resolve_method
@@ -174,7 +175,7 @@ class Comparison:
             "predicted_rise_nats": sum(result.predicted_rises) if resolve_method(parameters).metric == "loss" else None,
             "cache_bytes_per_token": cache_bytes_per_token(cache),
             "dense_cache_bytes_per_token": spec["dense_elements_per_token"] * _element_size(model),
-            "compression_ratio": 1 - spec["cached_elements_per_token"] / spec["dense_elements_per_token"],
+            "compression_ratio": 1 - spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"],
         }
 
 

@@ -11,6 +11,7 @@ import typer
 from tqdm import tqdm
 
 import recalkv  # noqa: F401  (registers the compressed classes)
+from recalkv.bits import DENSE_BITS
 from recalkv.evaluate import perplexity, window_losses
 from recalkv.measure import measure_apart
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
@@ -87,8 +88,12 @@ def _metrics(
 ) -> dict[str, Any]:
     """Reproducible figures, dense beside compressed, units in the keys."""
     excess = losses - dense_losses
-    allocated = spec["cached_elements_per_token"] * dtype.itemsize
-    live = compressed["cache_bytes_per_token"]
+    # What is not quantised has the model's type; quantised latents are compared with a 16-bit cache.
+    quantised = spec["parameters"]["bits"] != 16
+    allocated = spec["cached_bits_per_token"] / 8 if quantised else spec["cached_elements_per_token"] * dtype.itemsize
+    live, reference = compressed["cache_bytes_per_token"], dense["cache_bytes_per_token"]
+    if quantised:
+        reference = spec["dense_elements_per_token"] * DENSE_BITS / 8
     return {
         "perplexity": {
             "dense": perplexity(dense_losses),
@@ -102,7 +107,8 @@ def _metrics(
             "dense_bytes_per_token": dense["cache_bytes_per_token"],
             "compressed_bytes_per_token": live,
             "allocated_bytes_per_token": allocated,
-            "compression_ratio": 1 - live / dense["cache_bytes_per_token"],
+            "reference_bytes_per_token": reference,
+            "compression_ratio": 1 - live / reference,
             "requested_ratio": spec["parameters"]["ratio"],
         },
         "parameters": {

@@ -39,6 +39,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
                 refitted.get_factors(f"layers/{index:03d}/value"),
                 refitted.find(f"layers/{index:03d}/output"),
                 wanted,
+                refitted.find(f"layers/{index:03d}/input_mean"),
             )
             for index, permutation in enumerate(permutations)
         )

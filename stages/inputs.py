@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from recalkv.fisher import FisherScores
 from recalkv.methods import resolve_method
+from recalkv.quantization import BITS
 from recalkv.reorder import group_sizes
 from recalkv.steps.allocation import LayerRanks
 from recalkv.steps.factors import LayerFactors, LayerStatistics, key_weight, value_weight
@@ -14,7 +16,7 @@ from recalkv.streaming import CheckpointSource
 from recalkv.whitening import InputMoments
 from stages.common import Stage
 
-__all__ = ["Inputs", "Statistics"]
+__all__ = ["Inputs", "Statistics", "segment_widths"]
 
 
 class Statistics:
@@ -63,8 +65,14 @@ class Inputs:
         """Allocated ranks of all layers."""
         store = self._stage.read("allocate")
         joint = resolve_method(self._stage.params.compression).joint
-        pairs = zip(store.get("key").tolist(), store.get("value").tolist(), strict=True)
-        return [LayerRanks(key, value, joint) for key, value in pairs]
+        pairs = list(zip(store.get("key").tolist(), store.get("value").tolist(), strict=True))
+        if store.attributes["parameters"]["bits"] == 16:
+            return [LayerRanks(key, value, joint) for key, value in pairs]
+        widths = {side: store.get(f"{side}_widths").tolist() for side in ("key", "value")}
+        return [
+            LayerRanks(key, value, joint, _segments(key_widths), [] if joint else _segments(value_widths))
+            for (key, value), key_widths, value_widths in zip(pairs, widths["key"], widths["value"], strict=True)
+        ]
 
     def permutation(self, index: int) -> list[int]:
         """Permutation of one layer's key/value heads."""
@@ -85,6 +93,17 @@ class Inputs:
         keys, values = store.get_factors(f"{name}/key"), store.get_factors(f"{name}/value")
         errors = (float(store.get(part)[index]) for part in ("error_key", "error_value", "predicted_rise"))
         return LayerFactors(keys, values, *errors)
+
+
+def _segments(widths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """Segments of each group, from its latents of each of :data:`recalkv.quantization.BITS`."""
+    return [[(width, bits) for width, bits in zip(group, BITS, strict=True) if width] for group in widths]
+
+
+def segment_widths(segments: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """Undo :func:`_segments`: (groups, len(BITS)) int64."""
+    widths = [[sum(width for width, own in group if own == bits) for bits in BITS] for group in segments]
+    return torch.tensor(widths).reshape(-1, len(BITS))
 
 
 def _cut(items: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

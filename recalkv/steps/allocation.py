@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from recalkv.bits import DENSE_BITS, equal_bits_elements, mixed_bits
+from recalkv.errors import BudgetError, ParameterError
 from recalkv.families import AttentionGeometry
 from recalkv.fisher import FisherScores
-from recalkv.methods import resolve_method
+from recalkv.methods import Method, resolve_method
 from recalkv.params import CompressionParams
+from recalkv.quantization import RowLayout
 from recalkv.ranks import Allocation, Projection, allocate_ranks, water_filling
 from recalkv.reorder import group_sizes
 from recalkv.steps.groups import value_group_size
@@ -18,16 +21,34 @@ __all__ = ["LayerRanks", "allocate"]
 
 @dataclass(frozen=True)
 class LayerRanks:
-    """Ranks of one layer, per key group and per value group; equal and cached once where ``joint``."""
+    """Ranks of one layer, per key group and per value group; equal and cached once where ``joint``.
+
+    Attributes
+    ----------
+    key, value
+        Rank of each group.
+    key_segments, value_segments
+        Where latents are quantised: width and bits of each group's segments; None otherwise. Values have
+        none where ``joint``.
+    """
 
     key: list[int]
     value: list[int]
     joint: bool = False
+    key_segments: list[list[tuple[int, int]]] | None = None
+    value_segments: list[list[tuple[int, int]]] | None = None
 
     @property
     def cached_elements(self) -> int:
         """Elements that the layer caches per token."""
         return sum(self.key) + (0 if self.joint else sum(self.value))
+
+    @property
+    def cached_bits(self) -> int:
+        """Bits that the layer caches per token, scales included; an element that is not quantised counts 16."""
+        if self.key_segments is None:
+            return self.cached_elements * DENSE_BITS
+        return 8 * RowLayout(self.key_segments + (self.value_segments or [])).row_bytes
 
 
 def allocate(
@@ -53,13 +74,16 @@ def allocate(
     values = tuple(size * d_h for size in sizes)
     # The latents of a layer, projection by projection: keys and values, or both at once.
     per_layer = [tuple(2 * width for width in keys)] if method.joint else [keys, values]
+    if parameters.bits == "mixed":
+        return _allocate_mixed(per_layer, layers, method, parameters, energies)
+    ratio = parameters.ratio
+    if parameters.bits != 16:
+        ratio = _element_ratio(per_layer, layers, parameters)
     if method.allocation == "water-filling":
         assert energies is not None, "water-filling needs the energies of all latents"
         flat = [unit.tolist() for layer in energies for unit in layer]
-        ranks, budget, used = water_filling(flat, parameters.ratio, parameters.rank_multiple)
-        split = iter(ranks)
-        taken = [tuple(next(split) for _ in widths) for _ in range(layers) for widths in per_layer]
-        allocation = Allocation(taken, budget, used, sum(map(len, flat)))
+        ranks, budget, used = water_filling(flat, ratio, parameters.rank_multiple)
+        allocation = Allocation(_per_projection(ranks, per_layer, layers), budget, used, sum(map(len, flat)))
     else:
         projections = []
         for index in range(layers):
@@ -69,9 +93,69 @@ def allocate(
                 pair = [float(scores.key[index]), float(scores.value[index])]
                 weights = [sum(pair)] if method.joint else pair
             projections += [Projection(widths, score) for widths, score in zip(per_layer, weights, strict=True)]
-        allocation = allocate_ranks(projections, parameters.ratio, parameters.rank_multiple)
-    step = len(per_layer)
-    return [
-        LayerRanks(list(allocation.ranks[i]), list(allocation.ranks[i + step - 1]), method.joint)
-        for i in range(0, layers * step, step)
-    ], allocation
+        allocation = allocate_ranks(projections, ratio, parameters.rank_multiple)
+    segments = None
+    if parameters.bits != 16:
+        bits: int = parameters.bits
+        segments = [[[(rank, bits)] for rank in ranks] for ranks in allocation.ranks]
+    return _layers(allocation, segments, len(per_layer), method.joint), allocation
+
+
+def _element_ratio(per_layer: Sequence[tuple[int, ...]], layers: int, parameters: CompressionParams) -> float:
+    """Fraction of the elements to remove, so that the rest fits the budget of bytes with these bits."""
+    assert isinstance(parameters.bits, int)
+    dense, units = layers * sum(map(sum, per_layer)), layers * sum(map(len, per_layer))
+    elements = equal_bits_elements(dense, units, parameters.ratio, parameters.bits)
+    if elements < units:
+        raise BudgetError(
+            f"compression.ratio={parameters.ratio} leaves {elements} latents of {parameters.bits} bits to {units} "
+            f"groups; lower the ratio, or compression.bits."
+        )
+    return 1 - elements / dense
+
+
+def _allocate_mixed(
+    per_layer: Sequence[tuple[int, ...]],
+    layers: int,
+    method: Method,
+    parameters: CompressionParams,
+    energies: Sequence[Sequence[Tensor]] | None,
+) -> tuple[list[LayerRanks], Allocation]:
+    """Rank and bits of every direction at once; elements are counted as in any allocation."""
+    if method.allocation != "water-filling":
+        raise ParameterError(
+            f"compression.bits=mixed decides ranks and bits by energies, which compression.allocation="
+            f"{method.allocation} does not use; set allocation to water-filling, or bits to a number."
+        )
+    if parameters.rank_multiple != 1:
+        raise ParameterError(
+            f"compression.rank_multiple={parameters.rank_multiple} must be 1 with compression.bits=mixed, whose "
+            f"segments are multiples of four latents."
+        )
+    assert energies is not None, "water-filling needs the energies of all latents"
+    flat = [unit.tolist() for layer in energies for unit in layer]
+    units = iter(mixed_bits(flat, parameters.ratio))
+    segments = [[next(units) for _ in widths] for _ in range(layers) for widths in per_layer]
+    ranks = [tuple(sum(width for width, _ in group) for group in projection) for projection in segments]
+    used = sum(map(sum, ranks))
+    allocation = Allocation(ranks, used, used, sum(map(len, flat)))
+    return _layers(allocation, segments, len(per_layer), method.joint), allocation
+
+
+def _per_projection(ranks: Sequence[int], per_layer: Sequence[tuple[int, ...]], layers: int) -> list[tuple[int, ...]]:
+    split = iter(ranks)
+    return [tuple(next(split) for _ in widths) for _ in range(layers) for widths in per_layer]
+
+
+def _layers(
+    allocation: Allocation, segments: Sequence[list[list[tuple[int, int]]]] | None, step: int, joint: bool
+) -> list[LayerRanks]:
+    """Ranks by projection as ranks by layer."""
+    result = []
+    for i in range(0, len(allocation.ranks), step):
+        key, value = list(allocation.ranks[i]), list(allocation.ranks[i + step - 1])
+        if segments is None:
+            result.append(LayerRanks(key, value, joint))
+        else:
+            result.append(LayerRanks(key, value, joint, segments[i], [] if joint else segments[i + 1]))
+    return result

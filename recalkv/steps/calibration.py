@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from recalkv.methods import resolve_method
 from recalkv.output_calibration import OutputMoments, fit_output, output_error
 from recalkv.params import CalibrationParams, CompressionParams
 from recalkv.steps.allocation import LayerRanks
-from recalkv.steps.factors import LayerFactors, LayerStatistics, factorize_layer
+from recalkv.steps.factors import LayerFactors, LayerStatistics, factorize_layer, key_weight, value_weight
 from recalkv.steps.groups import value_groups
+from recalkv.steps.quantize import quantizable_factors
 from recalkv.streaming import LayerSource, attention_input, run_layer
 from recalkv.value_calibration import calibrate_values, dense_output_target
 from recalkv.whitening import InputMoments, MomentAccumulator, damped
@@ -45,6 +46,7 @@ class LayerRefit:
     output: Tensor | None
     error_before: float
     error_after: float
+    input_mean: Tensor | None = None
 
 
 @torch.no_grad()
@@ -72,8 +74,31 @@ def refit_layers(
     groups
         Heads of each layer's key groups.
     ranks
-        Ranks of each layer.
+        Ranks of each layer; where they say that latents are quantised, the factors are in the basis for it.
     """
+    refits = _refit_layers(source, windows, calibration, starts, statistics, groups, ranks, parameters)
+    for index, refit in enumerate(refits):
+        if ranks[index].key_segments is None:
+            yield refit
+            continue
+        weights = key_weight(source, index), value_weight(source, index)
+        keys, values = quantizable_factors(
+            refit.keys, refit.values, weights, statistics(index), groups[index], ranks[index],
+            source.geometry.head_dim, parameters, index,
+        )  # fmt: skip
+        yield replace(refit, keys=keys, values=values, input_mean=statistics(index).inputs.mean)
+
+
+def _refit_layers(
+    source: LayerSource,
+    windows: Tensor,
+    calibration: CalibrationParams,
+    starts: Callable[[int], LayerFactors],
+    statistics: Callable[[int], LayerStatistics],
+    groups: Sequence[Sequence[Sequence[int]]],
+    ranks: Sequence[LayerRanks],
+    parameters: CompressionParams,
+) -> Iterator[LayerRefit]:
     method = resolve_method(parameters)
     if method.refit == "none":
         for index in range(source.num_layers):

@@ -16,7 +16,15 @@ from recalkv.steps.groups import value_groups
 from recalkv.streaming import LayerSource
 from recalkv.whitening import InputMoments, damped
 
-__all__ = ["LayerFactors", "LayerStatistics", "factorize_layer", "key_weight", "latent_parts", "value_weight"]
+__all__ = [
+    "LayerFactors",
+    "LayerStatistics",
+    "factorize_layer",
+    "input_metric",
+    "key_weight",
+    "latent_parts",
+    "value_weight",
+]
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,17 @@ def value_weight(source: LayerSource, index: int) -> Tensor:
     return source.tensor(f"model.layers.{index}.self_attn.v_proj.weight").T
 
 
+def input_metric(statistics: LayerStatistics, parameters: CompressionParams) -> Tensor | None:
+    """``C`` of the method's metric, damped, (m, m); None stands for the identity."""
+    metric = resolve_method(parameters).metric
+    if metric == "weight":
+        return None
+    if metric == "activation":
+        return damped(statistics.inputs.gram, parameters.damping)
+    assert statistics.loss is not None, "the loss-aware metric needs the fisher stage's moments"
+    return damped(statistics.loss.gram, parameters.damping)
+
+
 def latent_parts(
     weights: tuple[Tensor, Tensor],
     statistics: LayerStatistics,
@@ -85,13 +104,10 @@ def latent_parts(
     method = resolve_method(parameters)
     keys, values = weights
     key_gradient = value_gradient = None
-    gram: Tensor | None = None
+    gram = input_metric(statistics, parameters)
     if method.metric == "loss":
-        assert statistics.loss is not None, "the loss-aware metric needs the fisher stage's moments"
-        gram = damped(statistics.loss.gram, parameters.damping)
+        assert statistics.loss is not None
         key_gradient, value_gradient = statistics.loss.key_gradient, statistics.loss.value_gradient
-    elif method.metric == "activation":
-        gram = damped(statistics.inputs.gram, parameters.damping)
     ridge = parameters.gradient_damping
     columns = group_columns(groups, head_dim)
     if method.joint:
