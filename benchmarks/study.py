@@ -85,7 +85,6 @@ ABLATION: dict[str, dict[str, Any]] = {
 # Other ways to take the statistics.
 STATISTICS_ABLATION: dict[str, dict[str, Any]] = {
     "sinks not set apart": {"sink_tokens": 0},
-    "4 sink tokens": {"sink_tokens": 4},
     "labels drawn by the model": {"labels": "model"},
     "gradients summed over a window": {"gradients": "window"},
 }
