@@ -5,6 +5,7 @@
     python -m benchmarks.study robustness  --calibration-text ... --evaluation-text ...
     python -m benchmarks.study prediction  --calibration-text ... --evaluation-text ...
     python -m benchmarks.study zeroshot    --calibration-text ... --evaluation-text ... --items FOLDER
+    python -m benchmarks.study bits        --calibration-text ... --evaluation-text ...
     python -m benchmarks.study page
 
 Each writes reports/study/NAME.json; `page` makes reports/study/README.md and the pictures of all of them.
@@ -237,6 +238,34 @@ def zeroshot(
     write_json(REPORTS / f"{name}.json", {"rows": rows, "kind": "zeroshot", "setting": setting})
     for row in rows:
         print(f"{row['method']:<12}{row['ratio']:>6.0%}{row['average']:>8.3f}")
+
+
+@app.command()
+def bits(
+    calibration_text: Calibration,
+    evaluation_text: Evaluation,
+    samples: Samples = 32,
+    every: Every = 14,
+    max_windows: MaxWindows = 10,
+    ratios: Annotated[str, typer.Option(help="Fractions of a 16-bit cache's bytes to remove.")] = "0.75,0.875,0.9375",
+    choices: Annotated[str, typer.Option(help="compression.bits, separated by commas.")] = "16,8,4,3,2,mixed",
+    methods: Annotated[str, typer.Option(help="Methods; mixed bits are for loss-aware only.")] = "palu,loss-aware",
+    group_size: int = 2,
+    work: Work = Path("data/study"),
+    name: Name = "bits",
+) -> None:
+    """Bits per latent at equal bytes: how to split one budget between rank and precision."""
+    study = Study(work, {"text": calibration_text, "samples": samples}, evaluation(evaluation_text, every, max_windows))
+    cells = []
+    for ratio in (float(part) for part in ratios.split(",")):
+        for method in methods.split(","):
+            for choice in choices.split(","):
+                if choice == "mixed" and method != "loss-aware":
+                    continue
+                wanted = choice if choice == "mixed" else int(choice)
+                fields = {**METHODS[method], "ratio": ratio, "group_size": group_size, "bits": wanted}
+                cells.append((f"{method}, {choice} bits", fields))
+    _finish("bits", name, study, study.run(cells))
 
 
 def _zero_shot_row(method: str, ratio: float, scores: list[TaskScore], dense: list[TaskScore]) -> dict[str, Any]:

@@ -34,6 +34,8 @@ def write_page(folder: Path) -> None:
             lines += _head_groups(result)
         elif kind == "prediction":
             lines += _prediction(name, result, folder)
+        elif kind == "bits":
+            lines += _bits(name, result)
         elif kind == "zeroshot":
             lines += _zeroshot(name, result)
     (folder / "README.md").write_text("\n".join(lines))
@@ -183,4 +185,25 @@ def _zeroshot(name: str, result: dict[str, Any]) -> list[str]:
             against = "" if row["method"] == "dense" else f" ({difference:+.1f} ± {error:.1f})"
             line += f" {cell['accuracy'] * 100:.1f}{against} |"
         lines.append(f"{line} {row['average'] * 100:.1f} |")
+    return [*lines, ""]
+
+
+def _bits(name: str, result: dict[str, Any]) -> list[str]:
+    rows = result["rows"]
+    lines = [
+        f"## Rank and bits at equal bytes ({name})",
+        "",
+        _setting(result),
+        "",
+        f"Groups of {rows[0]['group_size']}. *Removed*: of a dense 16-bit cache's bytes; *bytes*: per token, scales "
+        f"and padding included (live cache where quantised).",
+        "",
+        "| method | removed | bytes per token | perplexity | excess |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['method']} | {row['ratio']:.2%} | {row['bytes_per_token_16bit']:,.0f} | {row['perplexity']:.2f} | "
+            f"{_excess(row)} |"
+        )
     return [*lines, ""]

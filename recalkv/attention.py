@@ -97,20 +97,21 @@ class LatentAttention(nn.Module):
         self.query_limit = min(MAX_EXPLICIT_QUERIES, decode_query_limit(geometry, max(self.value_ranks)))
         m, d_h, n_rep = geometry.hidden, geometry.head_dim, geometry.queries_per_kv
         biases = config.recalkv["biases"]
-        # Latents cached without their mean: the mean's keys are in the key bias, its values in the output's.
-        centred: bool = config.recalkv["centred"]
+        # Quantised latents are cached without their mean. Constant keys are in the key bias, values in the output's.
+        centred: bool = config.recalkv["latents_centred"]
+        constants: bool = config.recalkv["constants"]
         self.q_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases)
         self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=centred)
         self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=centred)
         self.key_up = _up_factors(self.key_ranks, self.key_heads, d_h)
-        self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if "k" in biases or centred else None
+        self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if "k" in biases or constants else None
         if self.fused:
             self.value_up = None
             inner = sum(rank * size * n_rep for rank, size in zip(self.value_ranks, self.value_heads, strict=True))
         else:
             self.value_up = _up_factors(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
-        self.o_proj = nn.Linear(inner, m, bias=centred or "o" in biases or "v" in biases)
+        self.o_proj = nn.Linear(inner, m, bias=constants or "o" in biases or "v" in biases)
         norm = config.recalkv["qk_norm"]
         self.q_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if norm else None
         self.k_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if norm else None

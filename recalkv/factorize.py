@@ -211,10 +211,13 @@ def group_parts(
     return parts
 
 
-def relative_error(weight: Tensor, approximation: Tensor, gram: Tensor) -> float:
-    """Relative squared output error ``|| X (W' - W) ||^2 / || X W ||^2``, from ``C`` alone."""
+def relative_error(weight: Tensor, approximation: Tensor, gram: Tensor, error_gram: Tensor | None = None) -> float:
+    """Relative squared output error ``|| X (W' - W) ||^2 / || X W ||^2``, from ``C`` alone.
+
+    ``error_gram`` is that of the inputs which meet the difference, where they are centred.
+    """
     difference = (approximation - weight).double()
     gram = gram.double()
-    error = (difference * (gram @ difference)).sum()
+    error = (difference * ((gram if error_gram is None else error_gram.double()) @ difference)).sum()
     reference = (weight.double() * (gram @ weight.double())).sum()
     return float(error / reference)

@@ -170,13 +170,17 @@ def fused_attention_tensors(
         tensors["key_bias"] = dense["k_proj.bias"][heads]
     bias = dense.get("o_proj.bias")
     constant = dense["v_proj.bias"][heads].double() if "v_proj.bias" in dense else None
+    added = {"key": keys.constant, "value": values.constant}
     if input_mean is not None:
-        tensors["k_proj.bias"], key_constant = _centred(input_mean, keys)
-        tensors["key_bias"] = tensors.get("key_bias", torch.zeros_like(key_constant)).double() + key_constant
-        value_centre, value_constant = _centred(input_mean, values)
-        if not joint:
-            tensors["v_proj.bias"] = value_centre
-        constant = value_constant if constant is None else constant + value_constant
+        for side, name, factors in (("key", "k_proj", keys), ("value", "v_proj", values)):
+            centre, through = _centred(input_mean, factors)
+            added[side] = _sum(added[side], through)
+            if side == "key" or not joint:
+                tensors[f"{name}.bias"] = centre
+    if added["key"] is not None:
+        own = [tensors["key_bias"]] if "key_bias" in tensors else []
+        tensors["key_bias"] = torch.stack([part.double() for part in [*own, added["key"]]]).sum(dim=0)
+    constant = _sum(constant, added["value"])
     if constant is not None:
         per_head = constant.reshape(geometry.kv_heads, d_h)
         through = per_head.repeat_interleave(geometry.queries_per_kv, dim=0).reshape(-1) @ output.double()
@@ -187,6 +191,12 @@ def fused_attention_tensors(
         if norm in dense:
             tensors[norm] = dense[norm]
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _sum(*parts: Tensor | None) -> Tensor | None:
+    """Float64 sum of those that are there; None if none is."""
+    there = [part.double() for part in parts if part is not None]
+    return torch.stack(there).sum(dim=0) if there else None
 
 
 def _centred(input_mean: Tensor, factors: LowRank) -> tuple[Tensor, Tensor]:

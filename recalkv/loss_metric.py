@@ -41,12 +41,23 @@ class LossMoments:
         ``G``: mean outer product of the gradient of a window's summed loss at the outputs.
     tokens : int
         Tokens (windows, for gradients summed over a window) that the expectations were taken over.
+    mean : (m,) float64
+        Mean of the inputs, weighted like ``C`` and without the sinks.
+    offset : (m,) float64
+        ``w s + (1 - w) mean / 2`` with the sinks' mean s and weight w, for :meth:`centred_gram`.
     """
 
     gram: Tensor
     key_gradient: Tensor
     value_gradient: Tensor
     tokens: int
+    mean: Tensor
+    offset: Tensor
+
+    def centred_gram(self) -> Tensor:
+        """``C`` of the inputs less their mean, the sinks' as well, (m, m)."""
+        product = torch.outer(self.mean, self.offset)
+        return self.gram - product - product.T
 
 
 class LossMomentsAccumulator:
@@ -79,6 +90,8 @@ class LossMomentsAccumulator:
 
         self._gram, self._plain, self._sinks = zeros(width), zeros(width), zeros(width)
         self._gradients = (zeros(outputs), zeros(outputs))
+        # Sums of the inputs: weighted, plain, and of the sinks.
+        self._sums = torch.zeros(3, width, dtype=torch.float64, device=device)
         self._weight = 0.0
         self._tokens = self._windows = self._sink_count = 0
         self._sink_tokens, self._sink_weight, self._unit = sink_tokens, sink_weight, unit
@@ -88,6 +101,7 @@ class LossMomentsAccumulator:
         skip = self._sink_tokens
         sinks = inputs[:, :skip].flatten(0, 1).float()
         self._sinks += sinks.T @ sinks
+        self._sums[2] += sinks.sum(dim=0, dtype=torch.float64)
         self._sink_count += len(sinks)
         rows = inputs[:, skip:].flatten(0, 1).float()
         weights = torch.zeros(len(rows), device=rows.device)
@@ -102,11 +116,14 @@ class LossMomentsAccumulator:
             weights += used.flatten(0, 1).square().sum(dim=1)
         weight = float(weights.sum(dtype=torch.float64))
         if weight:
-            self._gram += rows.T @ (rows * weights[:, None])
+            weighted = rows * weights[:, None]
+            self._gram += rows.T @ weighted
+            self._sums[0] += weighted.sum(dim=0, dtype=torch.float64)
             self._weight += weight
         else:
             # Only ever used if no token of any batch has a gradient.
             self._plain += rows.T @ rows
+            self._sums[1] += rows.sum(dim=0, dtype=torch.float64)
         self._tokens += len(rows)
         self._windows += len(inputs)
 
@@ -126,12 +143,17 @@ class LossMomentsAccumulator:
                 f"calibration.sink_tokens={self._sink_tokens} leaves no token of a window; set it below "
                 f"calibration.length."
             )
-        gram = self._gram / self._weight if self._weight > 0 else self._plain / self._tokens
+        if self._weight > 0:
+            gram, mean = self._gram / self._weight, self._sums[0] / self._weight
+        else:
+            gram, mean = self._plain / self._tokens, self._sums[1] / self._tokens
+        offset = mean / 2
         if self._sink_count:
             gram = gram + self._sink_weight * self._sinks / self._sink_count
+            offset = offset + self._sink_weight * (self._sums[2] / self._sink_count - offset)
         count = self._windows if self._unit == "window" else self._tokens
         key, value = ((total + total.T) / (2 * count) for total in self._gradients)
-        return LossMoments((gram + gram.T) / 2, key, value, self._tokens)
+        return LossMoments((gram + gram.T) / 2, key, value, self._tokens, mean, offset)
 
 
 def predicted_rise(energies: Sequence[Tensor], ranks: Sequence[int]) -> float:

@@ -18,10 +18,23 @@ class LowRank:
         ``L`` of each group: the latent is ``z_g = x L_g``.
     up : list of (r_g, w_g) float64
         ``R`` of each group, over the group's ``w_g`` columns.
+    constant : (n,) or None
+        Added to ``x L R``: what the factors miss of the mean input's keys or values, ``mu (W - L R)``.
     """
 
     down: list[Tensor]
     up: list[Tensor]
+    constant: Tensor | None = None
+
+    def about(self, mean: Tensor | None, weight: Tensor) -> "LowRank":
+        """The same factors, exact at the mean input (m,); ``weight`` (m, n) has its columns in their order."""
+        if mean is None:
+            return self
+        mean = mean.double()
+        constant = mean @ weight.double() - torch.cat(
+            [mean @ left.double() @ right.double() for left, right in zip(self.down, self.up, strict=True)]
+        )
+        return LowRank(self.down, self.up, constant)
 
     @property
     def ranks(self) -> list[int]:

@@ -30,6 +30,8 @@ class Method:
         ``output``.
     refit_target
         ``same-input``, ``dense-output`` or ``residual``; ``auto`` until it is resolved from ``refit``.
+    centre
+        Keys and values of the mean input are constants, which cost no rank; factors are those of the rest.
     """
 
     metric: str
@@ -39,6 +41,7 @@ class Method:
     allocation: str
     refit: str
     refit_target: str = "auto"
+    centre: bool = False
 
 
 METHODS = {
@@ -78,6 +81,7 @@ def resolve_method(parameters: CompressionParams) -> Method:
         allocation=method.allocation if parameters.allocation == "auto" else parameters.allocation,
         refit=refit,
         refit_target=target,
+        centre=method.centre if parameters.centre == "auto" else parameters.centre,
     )
     if resolved.refit == "values" and joint:
         raise ParameterError(

@@ -353,4 +353,5 @@ def assemble(
 
 def rounded(factors: LowRank) -> LowRank:
     """Return the factors as the stores keep them, float32."""
-    return LowRank([part.float() for part in factors.down], [part.float() for part in factors.up])
+    constant = None if factors.constant is None else factors.constant.float()
+    return LowRank([part.float() for part in factors.down], [part.float() for part in factors.up], constant)

@@ -83,6 +83,9 @@ class CompressionParams(_Section):
         "auto", description="error that the factors minimise: of the weight, of its outputs, or of the loss"
     )
     joint: Literal["auto"] | bool = Field("auto", description="keys and values of a group share one latent")
+    centre: Literal["auto"] | bool = Field(
+        "auto", description="keys and values of the mean input become biases, so that they cost no rank"
+    )
     grouping: Literal["auto", "neighbours", "cka", "tail-energy"] = Field(
         "auto", description="which heads share a latent; cka is the paper's HSR"
     )

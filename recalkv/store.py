@@ -65,6 +65,8 @@ class StoreWriter:
         self.put(f"{name}/down", torch.cat(factors.down, dim=1).float())
         for number, up in enumerate(factors.up):
             self.put(f"{name}/up_{number}", up.float())
+        if factors.constant is not None:
+            self.put(f"{name}/constant", factors.constant.float())
 
     def put_loss_moments(self, name: str, moments: LossMoments) -> None:
         """Write one layer's moments of the loss-aware metric."""
@@ -72,6 +74,8 @@ class StoreWriter:
         self.put(f"{name}/key_gradient", moments.key_gradient)
         self.put(f"{name}/value_gradient", moments.value_gradient)
         self.put(f"{name}/tokens", torch.tensor(moments.tokens))
+        self.put(f"{name}/mean", moments.mean)
+        self.put(f"{name}/offset", moments.offset)
 
 
 class StoreReader:
@@ -116,7 +120,8 @@ class StoreReader:
         up: list[Tensor] = []
         while f"{name}/up_{len(up)}" in self._group:
             up.append(self.get(f"{name}/up_{len(up)}"))
-        return LowRank(list(down.split([part.shape[0] for part in up], dim=1)), up)
+        down_parts = list(down.split([part.shape[0] for part in up], dim=1))
+        return LowRank(down_parts, up, self.find(f"{name}/constant"))
 
     def get_loss_moments(self, name: str) -> LossMoments:
         """Read what :meth:`StoreWriter.put_loss_moments` wrote."""
@@ -125,6 +130,8 @@ class StoreReader:
             self.get(f"{name}/key_gradient"),
             self.get(f"{name}/value_gradient"),
             int(self.get(f"{name}/tokens")),
+            self.get(f"{name}/mean"),
+            self.get(f"{name}/offset"),
         )
 
 

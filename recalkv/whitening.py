@@ -39,6 +39,13 @@ class InputMoments:
         """Covariance ``C / N - mu^T mu``, (m, m) float64 (what CKA needs)."""
         return self.gram - torch.outer(self.mean, self.mean)
 
+    def about(self, centre: Tensor | None) -> Tensor:
+        """Second moment of the inputs less a constant (m,), which need not be their mean."""
+        if centre is None:
+            return self.gram
+        product = torch.outer(centre, self.mean)
+        return self.gram - product - product.T + torch.outer(centre, centre)
+
 
 class MomentAccumulator:
     """Sum outer products batch by batch: float32 (or better) within a batch, float64 across batches."""

@@ -15,7 +15,16 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
     with running("calibrate", params, data) as stage:
         wanted = stage.params.compression
         source, inputs, statistics = stage.source(), Inputs(stage), Statistics(stage)
-        keys = {"method", "refit", "refit_target", "refit_blend", "refit_ridge", "refit_samples", "ovc_iterations"}
+        keys = {
+            "method",
+            "centre",
+            "refit",
+            "refit_target",
+            "refit_blend",
+            "refit_ridge",
+            "refit_samples",
+            "ovc_iterations",
+        }
         before, after = [], []
         layers = range(source.num_layers)
         with stage.write(wanted.model_dump(mode="json", include=keys)) as store:

@@ -142,11 +142,11 @@ class Comparison:
         model, rows = self.dense(), []
         d_h = self._source.geometry.head_dim
         for index, layer in enumerate(tqdm(model.model.layers, desc="layers", unit="layer", file=sys.stderr)):
-            dense = copy.deepcopy(layer.self_attn.state_dict())
+            dense, layer.self_attn = layer.self_attn, copy.deepcopy(layer.self_attn)
             order = torch.cat(group_columns([result.permutations[index]], d_h))
             install(layer, result.keys[index], result.values[index], result.outputs[index], order)
             losses = window_losses(model, self.windows, precision=params.evaluation.precision)
-            layer.self_attn.load_state_dict(dense)
+            layer.self_attn = dense
             rows.append(
                 {
                     "layer": index,
@@ -174,6 +174,7 @@ class Comparison:
             # Other metrics do not count in nats.
             "predicted_rise_nats": sum(result.predicted_rises) if resolve_method(parameters).metric == "loss" else None,
             "cache_bytes_per_token": cache_bytes_per_token(cache),
+            "bytes_per_token_16bit": spec["cached_bits_per_token"] / 8,
             "dense_cache_bytes_per_token": spec["dense_elements_per_token"] * _element_size(model),
             "compression_ratio": 1 - spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"],
         }

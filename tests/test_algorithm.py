@@ -170,7 +170,7 @@ def test_reported_errors_are_those_of_the_outputs(method: str) -> None:
     both = algorithm.factorize_layer(weights, LayerStatistics(moments), grouping.groups, ranks, 8, settings)
     cases = ((weights[0], both.keys, both.key_error), (weights[1], both.values, both.value_error))
     for dense, factors, error in cases:
-        approximation = in_model_order(factors, head_order(grouping.permutation))
+        approximation = in_model_order(factors.dense(), head_order(grouping.permutation))
         expected = (inputs @ (approximation - dense)).norm() ** 2 / (inputs @ dense.double()).norm() ** 2
         assert error == pytest.approx(float(expected), rel=1e-3)
 
@@ -191,7 +191,7 @@ def test_columns_return_to_the_models_order() -> None:
     weight = torch.randn(5, 6, dtype=torch.float64)
     order = head_order([2, 0, 1], 2)
     factors = LowRank([weight[:, order]], [torch.eye(6, dtype=torch.float64)])
-    assert torch.equal(in_model_order(factors, order), weight)
+    assert torch.equal(in_model_order(factors.dense(), order), weight)
 
 
 # --- value calibration behind the compressed prefix ---

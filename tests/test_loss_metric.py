@@ -124,6 +124,24 @@ def test_drawn_labels_have_no_mean_gradient() -> None:
     assert (gradient.mean(dim=0).abs() < 5 * error).all()
 
 
+@pytest.mark.parametrize("sinks", [0, 1, 2])
+def test_centred_moment_is_that_of_centred_inputs(sinks: int) -> None:
+    inputs, keys, values = torch.randn(3, 6, 5) + 2, torch.randn(3, 6, 4), torch.randn(3, 6, 4)
+    sums = LossMomentsAccumulator(5, 4, sinks, 0.5)
+    sums.add(inputs, keys, values)
+    moments = sums.finish("layer 0")
+    rows = inputs[:, sinks:].flatten(0, 1).double()
+    weights = torch.cat([keys, values], dim=-1)[:, sinks:].flatten(0, 1).double().square().sum(dim=1)
+    mean = weights @ rows / weights.sum()
+    torch.testing.assert_close(moments.mean, mean, rtol=1e-5, atol=1e-6)
+    centred = rows - mean
+    expected = centred.T @ (centred * weights[:, None]) / weights.sum()
+    if sinks:
+        first = inputs[:, :sinks].flatten(0, 1).double() - mean
+        expected += 0.5 * first.T @ first / len(first)
+    torch.testing.assert_close(moments.centred_gram(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_zero_gradients_are_defined() -> None:
     sums = LossMomentsAccumulator(6, 4, 1, 1.0)
     inputs, nothing = torch.randn(2, 5, 6), torch.zeros(2, 5, 4)

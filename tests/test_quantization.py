@@ -307,11 +307,16 @@ def test_checkpoint_round_trip_and_broken_segments(tmp_path: Path) -> None:
             AutoModelForCausalLM.from_pretrained(broken)
 
 
-@pytest.mark.parametrize("bits", [3, "mixed"])
+@pytest.mark.parametrize(("bits", "centre"), [(3, "auto"), ("mixed", True)])
 def test_pipeline_agrees_with_the_one_call_interface(
-    project: Path, monkeypatch: pytest.MonkeyPatch, change_parameters: Callable[[Path, str, Any], None], bits: Any
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change_parameters: Callable[[Path, str, Any], None],
+    bits: Any,
+    centre: Any,
 ) -> None:
     monkeypatch.chdir(project)
+    change_parameters(project, "compression.centre", centre)
     change_parameters(project, "compression.bits", bits)
     change_parameters(project, "compression.ratio", 0.85)
     stages = "model sample whiten fisher reestimate reorder allocate factorize calibrate fuse baseline evaluate"
@@ -323,7 +328,7 @@ def test_pipeline_agrees_with_the_one_call_interface(
     model = AutoModelForCausalLM.from_pretrained(project / "data" / "compressed")
     windows = open_store(project / "data" / "sample.zarr", "sample").get("windows")
     dense = tiny.dense_model("llama-gqa")
-    parameters = CompressionParams(bits=bits, ratio=0.85, group_size=2)
+    parameters = CompressionParams(bits=bits, ratio=0.85, group_size=2, centre=centre)
     calibration = tiny.calibration(samples=6, length=32, batch_size=2)
     result = compress_layers(ModuleSource(dense), windows, calibration, parameters)
     same = tiny.assemble(dense, result, parameters)

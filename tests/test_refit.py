@@ -1,6 +1,7 @@
 """Calibration under error beyond the paper's OVC: factors and output projections, each against its definition."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -155,7 +156,7 @@ def test_factors_are_those_of_the_statistics_behind_the_prefix(target: str) -> N
         statistics = prepared.statistics[index]
         loss = statistics.loss
         assert loss is not None
-        moments = type(loss)(gram + sinks, loss.key_gradient, loss.value_gradient, loss.tokens)
+        moments = dataclasses.replace(loss, gram=gram + sinks)
         inside = type(statistics.inputs)(gram, rows.mean(0), len(rows))
         expected = algorithm.factorize_layer(
             (weights[0], weights[1]), LayerStatistics(inside, moments), prepared.groups[index],

@@ -15,7 +15,7 @@ from recalkv.methods import resolve_method
 from recalkv.output_calibration import OutputMoments, fit_output, output_error
 from recalkv.params import CalibrationParams, CompressionParams
 from recalkv.steps.allocation import LayerRanks
-from recalkv.steps.factors import LayerFactors, LayerStatistics, factorize_layer, key_weight, value_weight
+from recalkv.steps.factors import LayerFactors, LayerStatistics, factorize_layer, input_mean, key_weight, value_weight
 from recalkv.steps.groups import value_groups
 from recalkv.steps.quantize import quantizable_factors
 from recalkv.streaming import LayerSource, attention_input, run_layer
@@ -86,7 +86,7 @@ def refit_layers(
             refit.keys, refit.values, weights, statistics(index), groups[index], ranks[index],
             source.geometry.head_dim, parameters, index,
         )  # fmt: skip
-        yield replace(refit, keys=keys, values=values, input_mean=statistics(index).inputs.mean)
+        yield replace(refit, keys=keys, values=values, input_mean=input_mean(statistics(index), parameters))
 
 
 def _refit_layers(
@@ -145,13 +145,14 @@ def _refit_factors(
     width, d_h = source.geometry.hidden, source.geometry.head_dim
     moments = MomentAccumulator(width, source.device)
     sinks = torch.zeros(width, width, dtype=torch.float64, device=source.device)
-    cross = torch.zeros_like(sinks)
+    cross, sink_sum = torch.zeros_like(sinks), torch.zeros_like(sinks[0])
     skip = calibration.sink_tokens
     for batch, states in enumerate(hidden):
         inputs = attention_input(layer, states)
         moments.add(inputs)
         first = inputs[:, :skip].flatten(0, 1)
         sinks += first.T @ first
+        sink_sum += first.sum(dim=0, dtype=torch.float64)
         if dense_hidden is not None:
             dense_inputs = attention_input(layer, dense_hidden[batch])
             cross += inputs.flatten(0, 1).T @ dense_inputs.flatten(0, 1)
@@ -166,15 +167,22 @@ def _refit_factors(
     order = torch.cat(group_columns(groups, d_h))
     if resolve_method(parameters).refit == "values":
         columns = group_columns(value_groups([head for group in groups for head in group], parameters), d_h)
+        moment = collected.centred_gram() if resolve_method(parameters).centre else gram
         fitted = calibrate_values(
-            start.values, columns, targets[1], gram, parameters.damping, parameters.ovc_iterations
+            start.values, columns, targets[1], moment, parameters.damping, parameters.ovc_iterations
         )
-        return LayerRefit(start.keys, fitted.factors, None, fitted.error_before, fitted.error_after)
+        mean = collected.mean if resolve_method(parameters).centre else None
+        values = fitted.factors.about(mean, targets[1][:, torch.cat(columns)])
+        return LayerRefit(start.keys, values, None, fitted.error_before, fitted.error_after)
     loss = statistics.loss
     if loss is not None:
         # Gradients are not at hand here: tokens count alike, the sinks as in the fisher stage.
-        weighted = gram + calibration.sink_weight * sinks / max(1, skip * sum(len(states) for states in hidden))
-        loss = LossMoments(weighted, loss.key_gradient, loss.value_gradient, loss.tokens)
+        count = max(1, skip * sum(len(states) for states in hidden))
+        share = calibration.sink_weight if skip else 0.0
+        weighted = gram + share * sinks / count
+        offset = collected.mean / 2
+        offset = offset + share * (sink_sum / count - offset)
+        loss = LossMoments(weighted, loss.key_gradient, loss.value_gradient, loss.tokens, collected.mean, offset)
     behind = LayerStatistics(InputMoments(gram, collected.mean, collected.tokens), loss)
     fitted_factors = factorize_layer((targets[0], targets[1]), behind, groups, ranks, d_h, parameters)
 
@@ -273,6 +281,8 @@ class _Reached(Exception):  # noqa: N818
 def install(layer: Any, keys: LowRank, values: LowRank, output: Tensor | None, order: Tensor) -> None:
     """Put the reconstructed key and value weights, and a refitted output projection, into a dense layer.
 
+    Again into the same layer, it starts from the layer's own biases.
+
     Parameters
     ----------
     output : (h * d_h, m) or None
@@ -282,14 +292,19 @@ def install(layer: Any, keys: LowRank, values: LowRank, output: Tensor | None, o
     """
     attention = layer.self_attn
     for projection, factors in ((attention.k_proj, keys), (attention.v_proj, values)):
-        projection.weight.data = in_model_order(factors, order).T.to(projection.weight)
+        projection.weight.data = in_model_order(factors.dense(), order).T.to(projection.weight)
+        if factors.constant is not None:
+            if not hasattr(projection, "dense_bias"):
+                projection.dense_bias = projection.bias
+            bias = in_model_order(factors.constant, order).to(projection.weight)
+            own = projection.dense_bias
+            projection.bias = torch.nn.Parameter(bias if own is None else bias + own, requires_grad=False)
     if output is not None:
         attention.o_proj.weight.data = output.T.to(attention.o_proj.weight)
 
 
-def in_model_order(factors: LowRank, order: Tensor) -> Tensor:
-    """The dense m x n product with its columns back in the model's head order."""
-    dense = factors.dense()
-    restored = torch.empty_like(dense)
-    restored[:, order] = dense
+def in_model_order(columns: Tensor, order: Tensor) -> Tensor:
+    """Columns (..., n) in the order of the factors, back in the model's head order."""
+    restored = torch.empty_like(columns)
+    restored[..., order] = columns
     return restored

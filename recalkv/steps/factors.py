@@ -20,6 +20,7 @@ __all__ = [
     "LayerFactors",
     "LayerStatistics",
     "factorize_layer",
+    "input_mean",
     "input_metric",
     "key_weight",
     "latent_parts",
@@ -75,14 +76,24 @@ def value_weight(source: LayerSource, index: int) -> Tensor:
 
 
 def input_metric(statistics: LayerStatistics, parameters: CompressionParams) -> Tensor | None:
-    """``C`` of the method's metric, damped, (m, m); None stands for the identity."""
-    metric = resolve_method(parameters).metric
-    if metric == "weight":
+    """``C`` of the method's metric, damped, (m, m), of centred inputs where asked; None stands for the identity."""
+    method = resolve_method(parameters)
+    if method.metric == "weight":
         return None
-    if metric == "activation":
-        return damped(statistics.inputs.gram, parameters.damping)
-    assert statistics.loss is not None, "the loss-aware metric needs the fisher stage's moments"
-    return damped(statistics.loss.gram, parameters.damping)
+    moments: InputMoments | LossMoments = statistics.inputs
+    if method.metric == "loss":
+        assert statistics.loss is not None, "the loss-aware metric needs the fisher stage's moments"
+        moments = statistics.loss
+    # As long as the ridge is that of the whole, centring changes nothing else.
+    ridge = damped(moments.gram, parameters.damping) - moments.gram
+    return (moments.centred_gram() if method.centre else moments.gram) + ridge
+
+
+def input_mean(statistics: LayerStatistics, parameters: CompressionParams) -> Tensor:
+    """Mean attention input that goes with the method's metric, (m,)."""
+    if resolve_method(parameters).metric == "loss" and statistics.loss is not None:
+        return statistics.loss.mean
+    return statistics.inputs.mean
 
 
 def latent_parts(
@@ -145,11 +156,13 @@ def factorize_layer(
         keys, values = first, factorize_parts(value_parts, ranks.value)
         used = [*ranks.key, *ranks.value]
     order = torch.cat(group_columns(groups, head_dim))
-    gram = statistics.inputs.gram
-    return LayerFactors(
-        keys,
-        values,
-        relative_error(weights[0][:, order], keys.dense(), gram),
-        relative_error(weights[1][:, order], values.dense(), gram),
-        predicted_rise([part.energies() for part in key_parts + value_parts], used),
-    )
+    in_order = [weight[:, order] for weight in weights]
+    mean = input_mean(statistics, parameters) if resolve_method(parameters).centre else None
+    keys, values = (part.about(mean, weight) for part, weight in zip((keys, values), in_order, strict=True))
+    plain = statistics.inputs
+    errors = [
+        relative_error(weight, part.dense(), plain.gram, plain.about(mean))
+        for weight, part in zip(in_order, (keys, values), strict=True)
+    ]
+    rise = predicted_rise([part.energies() for part in key_parts + value_parts], used)
+    return LayerFactors(keys, values, errors[0], errors[1], rise)

@@ -49,7 +49,7 @@ def quantizable_factors(
             new_left, new_right = _turn(left.double(), right.double(), gram, gradient, pieces, seed)
             down.append(new_left)
             up.append(new_right)
-        return LowRank(down, up)
+        return LowRank(down, up, factors.constant)
 
     key_gradients = [part.gradient for part in key_parts]
     if ranks.joint:
@@ -57,8 +57,8 @@ def quantizable_factors(
         both = turned(both, key_gradients, ranks.key_segments, 0)
         halves = [up.split(up.shape[1] // 2, dim=1) for up in both.up]
         return (
-            LowRank(both.down, [key.contiguous() for key, _ in halves]),
-            LowRank(both.down, [value.contiguous() for _, value in halves]),
+            LowRank(both.down, [key.contiguous() for key, _ in halves], keys.constant),
+            LowRank(both.down, [value.contiguous() for _, value in halves], values.constant),
         )
     value_gradients = [part.gradient for part in value_parts]
     return (
