@@ -81,6 +81,8 @@ ABLATION: dict[str, dict[str, Any]] = {
     "output refit, residual (default)": {"refit": "output", "refit_target": "residual"},
     "output refit, residual, ridge 0.01": {"refit_ridge": 0.01},
     "separate latents, output refit": {"joint": False},
+    "centred inputs, output refit": {"centre": True},
+    "the same, joint, tail-energy groups, centred inputs": {"refit": "none", "centre": True},
 }  # fmt: skip
 
 # Other ways to take the statistics.

@@ -65,6 +65,7 @@ def compress(
     ratio: Annotated[float, typer.Option(help="Fraction of the dense cache's bytes to remove, in [0, 1).")] = 0.5,
     method: Annotated[str, typer.Option(help="loss-aware, recalkv, palu or svd.")] = "loss-aware",
     group_size: Annotated[int | None, typer.Option(help="Heads per group; default 4, or all if fewer.")] = None,
+    bits: Annotated[str, typer.Option(help="Per cached element: 16, 8, 4, 3, 2 or mixed.")] = "16",
     text: Annotated[str, typer.Option(help="Calibration text, as calibration.text in params.yaml.")] = "embedded",
     samples: Annotated[int, typer.Option(help="Calibration windows.")] = 32,
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 1024,
@@ -100,13 +101,14 @@ def compress(
             compressed = run(
                 dense, tokenizer, load_documents(text, split="train"), ratio=ratio, method=method,
                 group_size=group_size, samples=samples, length=length, seed=seed, progress=advance,
+                bits=int(bits) if bits.isdigit() else bits,
             )  # fmt: skip
         with writing_folder(out) as folder:
             compressed.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         spec = compressed.config.recalkv
         kept = spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"]
-        print(f"{out}: caches {kept:.2%} of the dense model's bytes per token")
+        print(f"{out}: caches {kept:.2%} of the bytes per token of the dense model in 16 bits")
 
 
 if __name__ == "__main__":
