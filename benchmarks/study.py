@@ -251,8 +251,9 @@ def bits(
     max_windows: MaxWindows = 10,
     ratios: Annotated[str, typer.Option(help="Fractions of a 16-bit cache's bytes to remove.")] = "0.75,0.875,0.9375",
     choices: Annotated[str, typer.Option(help="compression.bits, separated by commas.")] = "16,8,4,3,2,mixed",
-    methods: Annotated[str, typer.Option(help="Methods; mixed bits are for loss-aware only.")] = "palu,loss-aware",
+    methods: Annotated[str, typer.Option(help="Methods; mixed bits are for loss-aware only.")] = "loss-aware",
     group_size: int = 2,
+    refit: Annotated[str, typer.Option(help="compression.refit; none leaves the effect of the bits alone.")] = "none",
     work: Work = Path("data/study"),
     name: Name = "bits",
 ) -> None:
@@ -265,7 +266,7 @@ def bits(
                 if choice == "mixed" and method != "loss-aware":
                     continue
                 wanted = choice if choice == "mixed" else int(choice)
-                fields = {**METHODS[method], "ratio": ratio, "group_size": group_size, "bits": wanted}
+                fields = {**METHODS[method], "ratio": ratio, "group_size": group_size, "bits": wanted, "refit": refit}
                 cells.append((f"{method}, {choice} bits", fields))
     _finish("bits", name, study, study.run(cells))
 
@@ -315,7 +316,7 @@ class Study:
             return
         mark.unlink(missing_ok=True)
         for stage in stages:
-            self._stage(stage)
+            self._run_stage(stage)
         write_json(mark, state)
 
     def setting(self) -> dict[str, Any]:
@@ -339,14 +340,17 @@ class Study:
 
     def comparison(self) -> Comparison:
         """Open the statistics."""
-        return Comparison(Stage("compare", load_params(self._params), self._folder))
+        return Comparison(self._stage())
+
+    def _stage(self) -> Stage:
+        return Stage("compare", load_params(self._params), self._folder)
 
     def zero_shot(
         self, fields: dict[str, Any] | None, tasks: dict[str, Path | None], limit: int | None
     ) -> list[TaskScore]:
         """Score the model compressed with these fields, or the dense one; finished tasks are kept."""
         comparison, loaded = self.comparison(), list[Any]()
-        tokenizer = AutoTokenizer.from_pretrained(self._folder / "model")
+        tokenizer = AutoTokenizer.from_pretrained(self._stage().model().folder)
 
         def score(task: str) -> dict[str, Any]:
             if not loaded:
@@ -364,12 +368,12 @@ class Study:
     def _share_model(self, work: Path) -> None:
         model, link = work / "model", self._folder / "model"
         if not model.exists():
-            self._stage("model")
+            self._run_stage("model")
             link.rename(model)
         if not link.exists():
             link.symlink_to(model.resolve(), target_is_directory=True)
 
-    def _stage(self, name: str) -> None:
+    def _run_stage(self, name: str) -> None:
         options = ["--params", str(self._params), "--data", str(self._folder)]
         subprocess.run([sys.executable, "-m", f"stages.{name}", *options], check=True, stdout=subprocess.DEVNULL)
 

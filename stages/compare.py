@@ -44,6 +44,12 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("loss-aware", {"method": "loss-aware"}),
 )
 
+# What the pipeline's own checkpoint may have changed; here every method is as it is meant.
+AS_MEANT: dict[str, Any] = {
+    **dict.fromkeys(("metric", "joint", "centre", "grouping", "allocation", "refit", "refit_target"), "auto"),
+    "bits": 16,
+}
+
 
 def main(
     params: ParamsOption = Path("params.yaml"),
@@ -54,7 +60,7 @@ def main(
     with running("compare", params, data) as stage:
         comparison, wanted = Comparison(stage), stage.params.compare
         cells = [
-            (name, {**fields, "ratio": ratio, "group_size": size})
+            (name, {**AS_MEANT, **fields, "ratio": ratio, "group_size": size})
             for ratio in wanted.ratios
             for size in wanted.group_sizes
             for name, fields in VARIANTS

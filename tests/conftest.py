@@ -104,3 +104,14 @@ def change_parameters() -> Callable[[Path, str, Any], None]:
         path.write_text(yaml.safe_dump(parameters))
 
     return change
+
+
+@pytest.fixture
+def prepared(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The pipeline's copy with its statistics and dense losses; the current folder."""
+    from tests.test_pipeline import _invoke
+
+    monkeypatch.chdir(project)
+    for stage in ("model", "sample", "whiten", "fisher", "baseline"):
+        assert _invoke(stage) == 0
+    return project

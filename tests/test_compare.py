@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from recalkv.params import load_params
+from recalkv.methods import resolve_method
+from recalkv.params import CompressionParams, load_params
 from recalkv.plots import perplexity_against_bytes, predicted_against_measured
 from stages import compare
 from stages.common import Stage
@@ -19,14 +20,6 @@ CELLS = [
     ("loss-aware", {"method": "loss-aware", "ratio": 0.5, "group_size": 2}),
     ("loss-aware", {"method": "loss-aware", "ratio": 0.7, "group_size": 1}),
 ]
-
-
-@pytest.fixture
-def prepared(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(project)
-    for stage in ("model", "sample", "whiten", "fisher", "baseline"):
-        assert _invoke(stage) == 0
-    return project
 
 
 def comparison_of(project: Path) -> Comparison:
@@ -92,3 +85,25 @@ def test_layer_by_layer(prepared: Path, tmp_path: Path) -> None:
     assert all(abs(row["excess_nats"]) < 1e-4 for row in whole)
     predicted_against_measured(tmp_path / "picture.png", {**result, "layers": layers, "layer_ratio": 0.7})
     assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_methods_are_compared_as_meant_whatever_the_checkpoint(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, change_parameters: Any
+) -> None:
+    """A pipeline that exports mixed bits and separate latents still compares the methods themselves."""
+    for name, value in (("bits", "mixed"), ("joint", False), ("refit", "none"), ("centre", True)):
+        change_parameters(prepared, f"compression.{name}", value)
+    wanted: list[CompressionParams] = []
+
+    def measured(self: Comparison, fields: dict[str, Any]) -> dict[str, Any]:
+        wanted.append(self._stage.params.compression.model_copy(update=fields))
+        return {"perplexity": 1.0, "cache_bytes_per_token": 1.0, "compression_ratio": 0.5, "excess_nats": 0.0}
+
+    monkeypatch.setattr(Comparison, "measure", measured)
+    monkeypatch.setattr(compare, "perplexity_against_bytes", lambda path, result: None)
+    assert _invoke("compare") == 0
+    assert len(wanted) == len(compare.VARIANTS)
+    assert {parameters.bits for parameters in wanted} == {16}
+    methods = dict(zip((name for name, _ in compare.VARIANTS), map(resolve_method, wanted), strict=True))
+    assert methods["loss-aware"].joint and methods["loss-aware"].refit == "output"
+    assert not methods["loss-aware"].centre and not methods["loss-aware (separate latents)"].joint

@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import study
 from benchmarks.study import Study, evaluation
 from benchmarks.study_page import write_page
+from recalkv.params import load_params
+from recalkv.zeroshot import TaskScore
+from stages.common import Stage
+from tests.test_compare import comparison_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -15,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_statistics_are_taken_once_for_all_evaluation_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(Study, "_stage", lambda self, name: ran.append(name))
+    monkeypatch.setattr(Study, "_run_stage", lambda self, name: ran.append(name))
     monkeypatch.setattr(Study, "_share_model", lambda self, work: None)
     calibration = {"text": "a.txt", "samples": 4}
     for windows in (2, 2, 3):
@@ -42,3 +47,37 @@ def test_readme_shows_the_results_of_the_study() -> None:
     rows = json.loads((ROOT / "reports/study/comparison.json").read_text())["rows"]
     for row in rows:
         assert f"{row['perplexity']:.2f}" in readme, row
+
+
+def test_zero_shot_rows_pair_the_items() -> None:
+    dense = [TaskScore("piqa", "1.0", (True, True, False, True)), TaskScore("arc_easy", "1.0", (True, False))]
+    ours = [TaskScore("piqa", "1.0", (True, False, False, True)), TaskScore("arc_easy", "1.0", (True, True))]
+    row = study._zero_shot_row("loss-aware", 0.7, ours, dense)
+    assert (row["method"], row["ratio"], row["average"]) == ("loss-aware", 0.7, 0.75)
+    assert row["tasks"]["piqa"]["against_dense"] == -0.25
+    assert row["tasks"]["arc_easy"]["against_dense"] == 0.5
+    assert row["tasks"]["piqa"]["items"] == 4
+
+
+def test_zero_shot_cells_are_kept_by_task_and_limit(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished task is not run again; another limit is another cell."""
+    comparison = comparison_of(prepared)
+    monkeypatch.setattr(Study, "__init__", lambda self: None)
+    stage = Stage("compare", load_params(prepared / "params.yaml"), prepared / "data")
+    monkeypatch.setattr(Study, "_stage", lambda self: stage)
+    monkeypatch.setattr(Study, "comparison", lambda self: comparison)
+    ran: list[tuple[str, int | None, str]] = []
+
+    def scored(model: Any, tokenizer: Any, tasks: Any, limit: int | None, precision: str) -> list[TaskScore]:
+        ran.append((next(iter(tasks)), limit, type(model).__name__))
+        return [TaskScore(next(iter(tasks)), "1.0", (True, False, True))]
+
+    monkeypatch.setattr(study, "zero_shot", scored)
+    fields = {"method": "palu", "ratio": 0.5, "group_size": 2}
+    for _ in range(2):
+        assert [score.correct for score in Study().zero_shot(fields, {"piqa": None}, 3)] == [(True, False, True)]
+    Study().zero_shot(fields, {"piqa": None, "arc_easy": None}, 3)
+    Study().zero_shot(None, {"piqa": None}, 3)
+    Study().zero_shot(None, {"piqa": None}, None)
+    compressed, dense = "ReCalKVLlamaForCausalLM", "LlamaForCausalLM"
+    assert ran == [("piqa", 3, compressed), ("arc_easy", 3, compressed), ("piqa", 3, dense), ("piqa", None, dense)]
