@@ -21,6 +21,7 @@ __all__ = [
     "ModelParams",
     "Params",
     "RuntimeParams",
+    "ZeroShotParams",
     "load_params",
     "parse_params",
 ]
@@ -149,6 +150,23 @@ class EvaluationParams(_TextParams):
     sample_tokens: int = Field(48, ge=1, description="length of each side-by-side sample, tokens")
 
 
+class ZeroShotParams(_Section):
+    """Multiple-choice accuracy by lm-eval (paper, Table 2), dense beside compressed."""
+
+    tasks: list[str] = Field(
+        default_factory=lambda: ["continuation"],
+        min_length=1,
+        description="lm-eval's names (the paper's: openbookqa, hellaswag, piqa, arc_easy, arc_challenge, winogrande), "
+        "or `continuation`, which is built from evaluation.text",
+    )
+    items: str | None = Field(
+        None, description="folder with TASK.SPLIT.jsonl in the schema of the hub's sets; null for the hub"
+    )
+    limit: int | None = Field(50, ge=2, description="first items of each task; null for all")
+    batch_size: int = Field(16, ge=1, description="continuations per forward pass: memory, not results")
+    seed: int = Field(0, ge=0, description="seed of the items of `continuation`")
+
+
 class CompareParams(_Section):
     """All methods side by side at equal budgets."""
 
@@ -171,6 +189,7 @@ class Params(_Section):
     calibration: CalibrationParams
     compression: CompressionParams
     evaluation: EvaluationParams
+    zeroshot: ZeroShotParams
     compare: CompareParams
     runtime: RuntimeParams
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from recalkv.continuation import TASK as CONTINUATION
 from recalkv.errors import DataError, ParameterError
 
 __all__ = ["PAPER_TASKS", "TaskScore", "average", "local_data", "zero_shot"]
@@ -99,7 +100,7 @@ def zero_shot(
         A causal Hugging Face model, dense or compressed, and its tokenizer.
     tasks
         Names of lm-eval tasks, each with a local .jsonl file in the schema of the hub's set, or None
-        for the hub.
+        for the hub; or ``continuation`` with a file of :func:`recalkv.continuation.continuation_items`.
     limit
         Use the first so many items of each task; None for all.
     batch_size
@@ -122,9 +123,12 @@ def zero_shot(
         except ImportError as error:
             raise ParameterError("zero-shot accuracy needs lm-eval; install it with `pip install lm-eval`.") from error
         manager = TaskManager()
-        unknown = [name for name in tasks if name not in manager.all_tasks]
+        unknown = [name for name in tasks if name != CONTINUATION and name not in manager.all_tasks]
         if unknown:
-            raise ParameterError(f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists all.")
+            raise ParameterError(
+                f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists all, the paper's are "
+                f"{', '.join(PAPER_TASKS)}, and {CONTINUATION} is built from evaluation.text."
+            )
         adapter = HFLM(
             pretrained=model,
             tokenizer=tokenizer,
@@ -152,6 +156,8 @@ def zero_shot(
 def _task(name: str, path: Path | None) -> Any:
     """Return lm-eval's task as it is, or with the data of a local file."""
     if path is None:
+        if name == CONTINUATION:
+            raise ParameterError(f"the task {CONTINUATION} needs a file of its items.")
         return name
     if not path.exists():
         raise DataError(f"{path} does not exist; give a .jsonl file in the schema of {name}'s set on the hub.")
@@ -164,8 +170,21 @@ def _task(name: str, path: Path | None) -> Any:
         "fewshot_split": None,
         "test_split": "test",
     }
+    if name == CONTINUATION:
+        return {**local, **_CONTINUATION}
     # In a group of its own: changes to a task that lm-eval knows are read in a group's list only.
     return {"group": f"{name} (local)", "task": [{"task": name, **local}]}
+
+
+_CONTINUATION = {
+    "task": CONTINUATION,
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{context}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{label}}",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    "metadata": {"version": 1.0},
+}
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from stages.common import ParamsOption, user_errors
 
 STAGES = (
     "model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse",
-    "baseline", "evaluate", "compare", "report",
+    "baseline", "evaluate", "zeroshot", "compare", "report",
 )  # fmt: skip
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

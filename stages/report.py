@@ -14,7 +14,7 @@ from stages.inputs import Inputs
 
 STAGES = (
     "model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse",
-    "baseline", "evaluate", "compare",
+    "baseline", "evaluate", "zeroshot", "compare",
 )  # fmt: skip
 
 
@@ -67,6 +67,7 @@ def _gather(stage: Stage, reports: Path) -> dict[str, Any]:
         "latency": _read(reports / "latency.json"),
         "environment": _read(reports / "environment.json"),
         "samples": _read(reports / "samples.json"),
+        "zeroshot": _read(reports / "zeroshot.json"),
         "comparison": _read(reports / "comparison.json"),
         "allocation": stage.read("allocate").attributes["parameters"],
         "window_loss": fisher.get("window_loss").mean().item(),
@@ -181,6 +182,20 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         f"{evaluation.generation_new_tokens} new ones, greedy; medians of {evaluation.generation_repeats}. Both models "
         f"use transformers' growing `DynamicCache` and SDPA. {parameters['layers_with_fused_values']} of "
         f"{len(facts['layers'])} layers have R_v fused into W_o by the cost rule.",
+        "",
+        "## Zero-shot accuracy",
+        "",
+        "| task | items | dense | compressed | difference | same verdict |",
+        "|---|---:|---:|---:|---:|---:|",
+        *(
+            f"| {task} | {score['items']} | {score['dense']['accuracy']:.1%} ± {score['dense']['standard_error']:.1%} "
+            f"| {score['compressed']['accuracy']:.1%} ± {score['compressed']['standard_error']:.1%} "
+            f"| {score['difference']:+.1%} ± {score['difference_standard_error']:.1%} | {score['agreement']:.0%} |"
+            for task, score in facts["zeroshot"]["tasks"].items()
+        ),
+        "",
+        "By lm-eval, no examples in the prompt; standard errors over items, paired for the difference. `continuation` "
+        "asks which of four passages of 12 words goes on where 64 words stop; the wrong ones are of the same document.",
         "",
         "## All methods at the same bytes",
         "",

@@ -74,6 +74,7 @@ def tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[st
         "latency_contexts": [16],
         "sample_tokens": 4,
     }
+    parameters["zeroshot"]["limit"] = 6
     parameters["compare"]["ratios"] = [0.5]
     parameters["runtime"]["device"] = "cpu"
     return parameters

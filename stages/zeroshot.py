@@ -1,0 +1,86 @@
+"""Stage 9d: zero-shot accuracy by lm-eval, dense beside compressed, on the same items."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import recalkv  # noqa: F401  (registers the compressed classes)
+from recalkv.continuation import TASK as CONTINUATION
+from recalkv.continuation import continuation_items
+from recalkv.source import checkpoint_dtype
+from recalkv.text import load_documents
+from recalkv.zeroshot import TaskScore, average, local_data, zero_shot
+from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
+
+
+def main(
+    params: ParamsOption = Path("params.yaml"),
+    data: DataOption = Path("data"),
+    reports: ReportsOption = Path("reports"),
+) -> None:
+    """Score both models on zeroshot.tasks; write REPORTS/zeroshot.json."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with running("zeroshot", params, data) as stage:
+        wanted, dense_folder = stage.params.zeroshot, stage.model().folder
+        tasks = _items(stage)
+        scores: dict[str, list[TaskScore]] = {}
+        for side, folder in (("dense", dense_folder), ("compressed", data / "compressed")):
+            dtype = checkpoint_dtype(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(stage.device).eval()
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            scores[side] = zero_shot(
+                model,
+                tokenizer,
+                tasks,
+                limit=wanted.limit,
+                batch_size=wanted.batch_size,
+                precision=stage.params.evaluation.precision,
+            )
+            del model
+        write_json(reports / "zeroshot.json", _metrics(scores["dense"], scores["compressed"]))
+
+
+def _items(stage: Stage) -> dict[str, Path | None]:
+    """Where the items of each task are; those of the continuation task are made here."""
+    wanted, texts = stage.params.zeroshot, stage.params.evaluation
+    tasks: dict[str, Path | None] = dict.fromkeys(wanted.tasks)
+    if wanted.items is not None:
+        tasks |= local_data(Path(wanted.items), [task for task in wanted.tasks if task != CONTINUATION])
+    if CONTINUATION in tasks:
+        documents = load_documents(
+            texts.text,
+            split=texts.split,
+            subset=texts.subset,
+            field=texts.field,
+            max_documents=texts.max_documents,
+            revision=texts.revision,
+        )
+        items = continuation_items(documents, wanted.limit or len(documents), wanted.seed)
+        path = stage.data / "continuation.jsonl"
+        path.write_text("".join(json.dumps(item) + "\n" for item in items))
+        tasks[CONTINUATION] = path
+    return tasks
+
+
+def _metrics(dense: list[TaskScore], compressed: list[TaskScore]) -> dict[str, Any]:
+    """Reproducible figures: fractions of the items, standard errors over items, paired for the difference."""
+    tasks = {}
+    for reference, score in zip(dense, compressed, strict=True):
+        difference, error = score.against(reference)
+        tasks[score.task] = {
+            "items": len(score.correct),
+            "dense": {"accuracy": reference.accuracy, "standard_error": reference.standard_error},
+            "compressed": {"accuracy": score.accuracy, "standard_error": score.standard_error},
+            "difference": difference,
+            "difference_standard_error": error,
+            "agreement": sum(a == b for a, b in zip(score.correct, reference.correct, strict=True))
+            / len(score.correct),
+        }
+    return {"average": {"dense": average(dense), "compressed": average(compressed)}, "tasks": tasks}
+
+
+if __name__ == "__main__":
+    typer.run(main)
