@@ -41,13 +41,15 @@ def write_page(folder: Path) -> None:
     (folder / "README.md").write_text("\n".join(lines))
 
 
-def _setting(result: dict[str, Any]) -> str:
+def _setting(result: dict[str, Any], calibration: str | None = None) -> str:
     setting = result["setting"]
+    if calibration is None:
+        calibration = f"calibrated on {setting['samples']} x {setting['length']} tokens of `{setting['calibration']}`, "
+    every = "all of them" if setting["every"] == 1 else f"one of every {setting['every']}"
     return (
-        f"{setting['model']}, calibrated on {setting['samples']} x {setting['length']} tokens of "
-        f"`{setting['calibration']}`, tested on {result['windows']} windows of {result['tokens_per_window']} tokens of "
-        f"`{setting['evaluation']}` (one of every {setting['every']}); dense perplexity "
-        f"{result['perplexity_dense']:.2f}; ridge of the output's fit {setting['refit_ridge']}; {setting['machine']}."
+        f"{setting['model']}, {calibration}tested on {result['windows']} windows of {result['tokens_per_window']} "
+        f"tokens of `{setting['evaluation']}` ({every}); dense perplexity {result['perplexity_dense']:.2f}; ridge of "
+        f"the output's fit {setting['refit_ridge']}; {setting['machine']}."
     )
 
 
@@ -98,9 +100,10 @@ def _robustness(name: str, result: dict[str, Any]) -> list[str]:
         cells[row["calibration"], row["samples"], row["method"]].append(row["excess_nats"])
     methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
     first = result["rows"][0]
-    lines = [f"## Size, kind and draw of the calibration text ({name})", "", _setting(result), ""]
+    lines = [f"## Size, kind and draw of the calibration text ({name})", "", _setting(result, ""), ""]
     lines += [
-        f"{first['ratio']:.0%} removed, groups of {first['group_size']}; mean and sample standard deviation of the "
+        f"Calibrated on windows of {result['setting']['length']} tokens of the same kind of text (own) or of another "
+        f"(other); {first['ratio']:.0%} removed, groups of {first['group_size']}; mean and sample standard deviation of the "
         f"excess over seeds.",
         "",
         "| calibration text | windows | seeds |" + "".join(f" {method} |" for method in methods),
