@@ -103,8 +103,8 @@ def _robustness(name: str, result: dict[str, Any]) -> list[str]:
     lines = [f"## Size, kind and draw of the calibration text ({name})", "", _setting(result, ""), ""]
     lines += [
         f"Calibrated on windows of {result['setting']['length']} tokens of the same kind of text (own) or of another "
-        f"(other); {first['ratio']:.0%} removed, groups of {first['group_size']}; mean and sample standard deviation of the "
-        f"excess over seeds.",
+        f"(other); {first['ratio']:.0%} removed, groups of {first['group_size']}; mean and sample standard "
+        f"deviation of the excess over seeds.",
         "",
         "| calibration text | windows | seeds |" + "".join(f" {method} |" for method in methods),
         "|---|---:|---:|" + "---:|" * len(methods),

@@ -7,7 +7,7 @@ pass, cache bytes from the cache object that ``generate()`` filled.
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ __all__ = [
     "attention_step_seconds",
     "cache_bytes_per_token",
     "evaluation_windows",
+    "excess_loss",
     "fill_cache",
     "parameter_count",
     "perplexity",
@@ -54,23 +55,53 @@ def evaluation_windows(tokens: Tensor, window: int, max_windows: int | None, eve
 
 @torch.inference_mode()
 def window_losses(
-    model: Any, windows: Tensor, progress: Callable[[], object] = lambda: None, precision: str = "float32"
+    model: Any,
+    windows: Tensor,
+    progress: Callable[[], object] = lambda: None,
+    precision: str = "float32",
+    *,
+    batch_size: int = 1,
+    prefill: int | None = None,
 ) -> Tensor:
-    """Mean next-token loss of each window, nats, (windows,) float64; logits exist for 512 tokens at a time.
+    """Mean next-token loss of each window; logits exist for 512 tokens of one window at a time.
 
-    With ``precision="bfloat16"`` matrix products run in bfloat16 under autocast, whatever the weights' type.
+    Parameters
+    ----------
+    model
+        A causal Hugging Face model, dense or compressed.
+    windows : (windows, tokens) int64
+        Token ids.
+    progress
+        Called after each window.
+    precision
+        With ``bfloat16`` matrix products run in bfloat16 under autocast, whatever the weights' type.
+    batch_size
+        Windows per forward pass: memory and speed, not results beyond rounding.
+    prefill
+        Tokens of a window that go through the model in one pass; the others are decoded one by one from
+        the cache. None for all in one pass, without a cache.
+
+    Returns
+    -------
+    (windows,) float64, nats per token
+
+    Raises
+    ------
+    NonFiniteError
+        If a loss is NaN or infinite.
     """
     device = next(model.parameters()).device
     mixed = torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
     head = model.get_output_embeddings()
     losses = []
-    for ids in windows.to(device):
+    for batch in windows.to(device).split(batch_size):
         with mixed:
-            states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
-            parts = zip(states.split(_HEAD_TOKENS), ids[1:].split(_HEAD_TOKENS), strict=True)
-            sums = [nn.functional.cross_entropy(head(part).float(), ids_, reduction="sum") for part, ids_ in parts]
-        losses.append(torch.stack(sums).double().sum() / (len(ids) - 1))
-        progress()
+            states = _last_states(model, batch, prefill)
+            for window, ids in zip(states, batch, strict=True):
+                parts = zip(window[:-1].split(_HEAD_TOKENS), ids[1:].split(_HEAD_TOKENS), strict=True)
+                sums = [nn.functional.cross_entropy(head(part).float(), ids_, reduction="sum") for part, ids_ in parts]
+                losses.append(torch.stack(sums).double().sum() / (len(ids) - 1))
+                progress()
     result = torch.stack(losses).cpu()
     if not bool(torch.isfinite(result).all()):
         raise NonFiniteError(
@@ -79,9 +110,25 @@ def window_losses(
     return result
 
 
+def _last_states(model: Any, ids: Tensor, prefill: int | None) -> Tensor:
+    """Last hidden states, (batch, tokens, hidden), of one pass or of a prefill and single steps."""
+    if prefill is None:
+        return cast(Tensor, model.model(input_ids=ids, use_cache=False).last_hidden_state)
+    cache = DynamicCache(config=model.config)
+    first, *steps = [ids[:, :prefill], *ids[:, prefill:].split(1, dim=1)] if prefill < ids.shape[1] else [ids]
+    parts = [model.model(input_ids=part, past_key_values=cache).last_hidden_state for part in (first, *steps)]
+    return torch.cat(parts, dim=1)
+
+
 def perplexity(losses: Tensor) -> float:
     """``exp`` of the mean of the windows' mean losses."""
     return float(losses.mean().exp())
+
+
+def excess_loss(losses: Tensor, dense_losses: Tensor) -> tuple[float, float]:
+    """Mean rise of the loss over the dense model's, same windows, and its paired standard error, nats per token."""
+    rise = losses - dense_losses
+    return float(rise.mean()), float(rise.std() / len(rise) ** 0.5) if len(rise) > 1 else 0.0
 
 
 def parameter_count(model: Any) -> int:

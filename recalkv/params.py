@@ -137,6 +137,17 @@ class EvaluationParams(_TextParams):
     window: int = Field(2048, ge=2, description="tokens per perplexity window (joined texts, no overlap)")
     every: int = Field(1, ge=1, description="use one window of so many, spread over the text")
     max_windows: int | None = Field(None, ge=1, description="use at most this many windows; null for all")
+    further_texts: list[str] = Field(
+        default_factory=list,
+        description="more texts to measure perplexity on: wikitext2, ptb or c4 as the paper uses them, or local files",
+    )
+    batch_size: int = Field(1, ge=1, description="perplexity windows per forward pass: memory, not results")
+    prefill: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of a perplexity window that are read in one pass, the others being decoded one by one "
+        "through the cache; null for all in one pass",
+    )
     precision: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="type of the matrix products where perplexity is measured, dense and compressed alike"
     )
@@ -167,6 +178,21 @@ class ZeroShotParams(_Section):
     seed: int = Field(0, ge=0, description="seed of the items of `continuation`")
 
 
+class NeedleParams(_Section):
+    """Retrieval from long contexts: a number hidden in evaluation.text and asked for at the end."""
+
+    lengths: list[Annotated[int, Field(ge=64)]] = Field(
+        default_factory=lambda: [512, 1024, 2048], min_length=1, description="prompt lengths, tokens"
+    )
+    depths: list[Annotated[float, Field(ge=0, le=1)]] = Field(
+        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0],
+        min_length=1,
+        description="places of the number, fractions of the prompt",
+    )
+    trials: int = Field(1, ge=1, description="prompts of each length and depth, which share a batch")
+    seed: int = Field(0, ge=0, description="seed of the prompts")
+
+
 class CompareParams(_Section):
     """All methods side by side at equal budgets."""
 
@@ -190,6 +216,7 @@ class Params(_Section):
     compression: CompressionParams
     evaluation: EvaluationParams
     zeroshot: ZeroShotParams
+    needle: NeedleParams
     compare: CompareParams
     runtime: RuntimeParams
 

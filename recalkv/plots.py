@@ -14,6 +14,7 @@ __all__ = [
     "bar_chart",
     "cka_heat_maps",
     "layer_lines",
+    "needle_heat_maps",
     "perplexity_against_bytes",
     "predicted_against_measured",
     "stage_costs",
@@ -63,6 +64,30 @@ def layer_lines(path: Path, series: dict[str, Sequence[float]], ylabel: str, tit
         axis.set_yscale("log")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
+    _save(figure, path)
+
+
+def needle_heat_maps(path: Path, grids: dict[str, np.ndarray], lengths: Sequence[int], depths: Sequence[float]) -> None:
+    """Retrieval by prompt length and depth, one panel a model; grids are (lengths, depths), 0 to 1."""
+    width = 1.0 + 0.75 * len(lengths)
+    figure, axes = plt.subplots(
+        1,
+        len(grids),
+        figsize=(width * len(grids) + 1.4, 0.5 * len(depths) + 1.8),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+    )
+    for axis, (name, grid) in zip(axes[0], grids.items(), strict=True):
+        image = axis.imshow(grid.T, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
+        axis.set_xlabel("prompt (tokens)")
+        axis.set_title(f"{name}: {grid.mean():.0%}", fontsize=10)
+        for (column, row), value in np.ndenumerate(grid):
+            axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8)
+    axes[0][0].set_ylabel("place of the number (depth)")
+    figure.colorbar(image, ax=axes, label="digits retrieved (fraction)", shrink=0.9)
     _save(figure, path)
 
 

@@ -5,39 +5,38 @@ from pathlib import Path
 
 import torch
 import typer
+from torch import Tensor
 from tqdm import tqdm
 
-from recalkv.calibration import joined_tokens
-from recalkv.evaluate import evaluation_windows, parameter_count, window_losses
+from recalkv.corpora import further_windows, main_windows, text_names
+from recalkv.evaluate import parameter_count
 from recalkv.source import checkpoint_dtype
-from recalkv.text import load_documents
 from stages.common import DataOption, ParamsOption, running
+from stages.texts import MeasuredText, measured_losses, write_text
 
 
 def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
-    """Freeze the evaluation windows and measure the dense model's loss on each."""
+    """Freeze the evaluation windows of all texts and measure the dense model's loss on each."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with running("baseline", params, data) as stage:
         wanted, folder = stage.params.evaluation, stage.model().folder
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        documents = load_documents(
-            wanted.text,
-            split=wanted.split,
-            subset=wanted.subset,
-            field=wanted.field,
-            max_documents=wanted.max_documents,
-            revision=wanted.revision,
-        )
-        tokens = joined_tokens(tokenizer, documents)
-        windows = evaluation_windows(tokens, wanted.window, wanted.max_windows, wanted.every)
+        names = text_names(wanted.further_texts)
+        texts: dict[str | None, Tensor] = {None: main_windows(tokenizer, wanted)}
+        texts |= {
+            name: further_windows(tokenizer, wanted, text)
+            for name, text in zip(names, wanted.further_texts, strict=True)
+        }
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
-        with tqdm(desc="baseline", total=len(windows), unit="window", file=sys.stderr, mininterval=1.0) as bar:
-            losses = window_losses(model, windows, bar.update, wanted.precision)
-        record = {"text": wanted.text, "split": wanted.split, "window": wanted.window, "windows": len(windows)}
-        with stage.write(record) as store:
-            store.put("windows", windows)
-            store.put("losses", losses)
+        total = sum(len(windows) for windows in texts.values())
+        record = {"text": wanted.text, "split": wanted.split, "window": wanted.window, "further_texts": names}
+        with (
+            tqdm(desc="baseline", total=total, unit="window", file=sys.stderr, mininterval=1.0) as bar,
+            stage.write(record) as store,
+        ):
+            for name, windows in texts.items():
+                write_text(store, name, MeasuredText(windows, measured_losses(stage, model, windows, bar.update)))
             store.put("parameters", torch.tensor(parameter_count(model)))
 
 

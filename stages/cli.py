@@ -12,12 +12,7 @@ import yaml
 from recalkv.bits import DENSE_BITS
 from recalkv.errors import ParameterError
 from recalkv.params import parse_params
-from stages.common import ParamsOption, user_errors
-
-STAGES = (
-    "model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse",
-    "baseline", "evaluate", "zeroshot", "compare", "report",
-)  # fmt: skip
+from stages.common import STAGES, ParamsOption, user_errors
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 for _name in STAGES:

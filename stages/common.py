@@ -20,11 +20,27 @@ from recalkv.source import ModelReference, read_reference
 from recalkv.store import StoreReader, StoreWriter, open_store, writing_store
 from recalkv.streaming import CheckpointSource
 
-__all__ = ["DataOption", "ParamsOption", "ReportsOption", "Stage", "device_of", "running", "user_errors", "write_json"]
+__all__ = [
+    "STAGES",
+    "DataOption",
+    "ParamsOption",
+    "ReportsOption",
+    "Stage",
+    "device_of",
+    "running",
+    "user_errors",
+    "write_json",
+]
 
 ParamsOption = Annotated[Path, typer.Option("--params", help="Parameter file (YAML).")]
 DataOption = Annotated[Path, typer.Option("--data", help="Folder of the stages' stores.")]
 ReportsOption = Annotated[Path, typer.Option("--reports", help="Folder of metrics, plots and the report.")]
+
+STAGES = (
+    "model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse",
+    "baseline", "evaluate", "zeroshot", "needle", "compare", "report",
+)  # fmt: skip
+"""All stages, in order."""
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import recalkv
 from recalkv.bits import DENSE_BITS
-from recalkv.evaluate import cache_bytes_per_token, fill_cache, perplexity, window_losses
+from recalkv.evaluate import cache_bytes_per_token, excess_loss, fill_cache, perplexity
 from recalkv.factorize import group_columns
 from recalkv.methods import resolve_method
 from recalkv.oneshot import CompressedLayers, assemble, factorize_layers, reestimate
@@ -30,6 +30,7 @@ from recalkv.source import checkpoint_dtype
 from recalkv.steps.calibration import install
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.inputs import Statistics
+from stages.texts import further_texts, main_text, measured_losses
 
 # The baselines, the paper's ablation (its Table 3), and ours with one choice taken back at a time.
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -80,14 +81,15 @@ class Comparison:
         # The dense model's: a cell with a schedule of its own takes its statistics again.
         self._statistics, baseline = Statistics(stage, reestimated=False), stage.read("baseline")
         self._calibration = stage.read("sample").get("windows")
-        self.windows, self.dense_losses = baseline.get("windows"), baseline.get("losses")
+        self._text, self._further = main_text(baseline), further_texts(baseline)
+        self.windows, self.dense_losses = self._text.windows, self._text.dense_losses
         self._dtype = checkpoint_dtype(stage.model().folder)
         params = stage.params
         self._shared = {
             "code": code_fingerprint(),
             "model": stage.model().fingerprint,
             "calibration": params.calibration.model_dump(mode="json"),
-            "evaluation": params.evaluation.model_dump(mode="json"),
+            "evaluation": params.evaluation.model_dump(mode="json", exclude={"batch_size"}),
         }
 
     def run(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -142,8 +144,7 @@ class Comparison:
 
         The dense model takes the layer's reconstructed weights; ranks are those of the whole model's budget.
         """
-        params = self._stage.params
-        parameters = params.compression.model_copy(update=fields)
+        parameters = self._stage.params.compression.model_copy(update=fields)
         result = self._compress(parameters)
         model, rows = self.dense(), []
         d_h = self._source.geometry.head_dim
@@ -151,7 +152,7 @@ class Comparison:
             dense, layer.self_attn = layer.self_attn, copy.deepcopy(layer.self_attn)
             order = torch.cat(group_columns([result.permutations[index]], d_h))
             install(layer, result.keys[index], result.values[index], result.outputs[index], order)
-            losses = window_losses(model, self.windows, precision=params.evaluation.precision)
+            losses = measured_losses(self._stage, model, self.windows)
             layer.self_attn = dense
             rows.append(
                 {
@@ -163,20 +164,23 @@ class Comparison:
             )
         return rows
 
-    def measure(self, fields: dict[str, Any]) -> dict[str, float | None]:
+    def measure(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Compress with one set of fields and measure it."""
-        params = self._stage.params
-        parameters = params.compression.model_copy(update=fields)
+        parameters = self._stage.params.compression.model_copy(update=fields)
         model, result = self.compressed(fields)
-        losses = window_losses(model, self.windows, precision=params.evaluation.precision)
+        losses = measured_losses(self._stage, model, self.windows)
         spec = model.config.recalkv
         cache = fill_cache(model, self.windows[:1, :16])
-        excess = losses - self.dense_losses
-        spread = float(excess.std() / len(excess) ** 0.5) if len(excess) > 1 else 0.0
+        rise, error = excess_loss(losses, self.dense_losses)
+        further = {
+            name: text.against_dense(measured_losses(self._stage, model, text.windows))
+            for name, text in self._further.items()
+        }
         return {
+            **({"further_texts": further} if further else {}),
             "perplexity": perplexity(losses),
-            "excess_nats": float(excess.mean()),
-            "excess_standard_error_nats": spread,
+            "excess_nats": rise,
+            "excess_standard_error_nats": error,
             # Other metrics do not count in nats.
             "predicted_rise_nats": sum(result.predicted_rises) if resolve_method(parameters).metric == "loss" else None,
             "cache_bytes_per_token": cache_bytes_per_token(cache),

@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.bits import DENSE_BITS
-from recalkv.evaluate import perplexity, window_losses
 from recalkv.measure import measure_apart
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
+from stages.texts import further_texts, main_text, measured_losses
 
 ATTENTION_REPEATS = 30
 
@@ -32,18 +32,23 @@ def main(
         wanted = stage.params.evaluation
         folder = Path(checkpoint) if checkpoint else data / "compressed"
         baseline = stage.read("baseline")
-        windows, dense_losses = baseline.get("windows"), baseline.get("losses")
+        text, further = main_text(baseline), further_texts(baseline)
         model = AutoModelForCausalLM.from_pretrained(folder).to(stage.device).eval()
         spec, dtype = model.config.recalkv, model.dtype
-        with tqdm(desc="evaluate", total=len(windows), unit="window", file=sys.stderr, mininterval=1.0) as bar:
-            losses = window_losses(model, windows, bar.update, wanted.precision)
+        total = sum(len(each.windows) for each in (text, *further.values()))
+        with tqdm(desc="evaluate", total=total, unit="window", file=sys.stderr, mininterval=1.0) as bar:
+            losses = measured_losses(stage, model, text.windows, bar.update)
+            others = {
+                name: each.against_dense(measured_losses(stage, model, each.windows, bar.update))
+                for name, each in further.items()
+            }
         del model
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         prompts = [tokenizer(prompt)["input_ids"] for prompt in wanted.prompts]
         request = {
             "device": str(stage.device),
             "dtype": str(dtype).removeprefix("torch."),
-            "prompt": _prompt(windows, wanted.generation_prompt_tokens),
+            "prompt": _prompt(text.windows, wanted.generation_prompt_tokens),
             "new_tokens": wanted.generation_new_tokens,
             "repeats": wanted.generation_repeats,
             "contexts": wanted.latency_contexts,
@@ -53,9 +58,9 @@ def main(
         }
         dense = measure_apart(stage.model().folder, request)
         compressed = measure_apart(folder, request)
-        write_json(
-            reports / "metrics.json", _metrics(spec, dtype, wanted.window, dense_losses, losses, dense, compressed)
-        )
+        ppl = {**text.against_dense(losses), "tokens_per_window": wanted.window}
+        metrics = {**_metrics(spec, dtype, dense, compressed), "perplexity": ppl, "further_texts": others}
+        write_json(reports / "metrics.json", metrics)
         write_json(reports / "latency.json", _latency(dense, compressed))
         write_json(reports / "environment.json", _environment(stage))
         texts = [
@@ -80,14 +85,10 @@ def _prompt(windows: torch.Tensor, tokens: int) -> list[int]:
 def _metrics(
     spec: dict[str, Any],
     dtype: torch.dtype,
-    window: int,
-    dense_losses: torch.Tensor,
-    losses: torch.Tensor,
     dense: dict[str, Any],
     compressed: dict[str, Any],
 ) -> dict[str, Any]:
     """Reproducible figures, dense beside compressed, units in the keys."""
-    excess = losses - dense_losses
     # What is not quantised has the model's type; quantised latents are compared with a 16-bit cache.
     quantised = spec["parameters"]["bits"] != 16
     allocated = spec["cached_bits_per_token"] / 8 if quantised else spec["cached_elements_per_token"] * dtype.itemsize
@@ -95,14 +96,6 @@ def _metrics(
     if quantised:
         reference = spec["dense_elements_per_token"] * DENSE_BITS / 8
     return {
-        "perplexity": {
-            "dense": perplexity(dense_losses),
-            "compressed": perplexity(losses),
-            "excess_nats": float(excess.mean()),
-            "excess_standard_error_nats": float(excess.std() / len(excess) ** 0.5) if len(excess) > 1 else 0.0,
-            "tokens_per_window": window,
-            "windows": len(losses),
-        },
         "cache": {
             "dense_bytes_per_token": dense["cache_bytes_per_token"],
             "compressed_bytes_per_token": live,

@@ -8,14 +8,11 @@ import typer
 
 from recalkv import plots
 from recalkv.methods import resolve_method
+from recalkv.paper import Measured, beside_paper, paper_rows
 from recalkv.similarity import within_group_similarity
-from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
+from recalkv.zeroshot import PAPER_TASKS
+from stages.common import STAGES, DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.inputs import Inputs
-
-STAGES = (
-    "model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse",
-    "baseline", "evaluate", "zeroshot", "compare",
-)  # fmt: skip
 
 
 def main(
@@ -62,13 +59,15 @@ def _gather(stage: Stage, reports: Path) -> dict[str, Any]:
     return {
         "layers": layers,
         "groupings": groupings,
-        "timings": {name: _read(stage.data / "timings" / f"{name}.json") for name in STAGES},
+        "timings": {name: _read(stage.data / "timings" / f"{name}.json") for name in STAGES[:-1]},
         "metrics": _read(reports / "metrics.json"),
         "latency": _read(reports / "latency.json"),
         "environment": _read(reports / "environment.json"),
         "samples": _read(reports / "samples.json"),
         "zeroshot": _read(reports / "zeroshot.json"),
+        "needle": _read(reports / "needle.json"),
         "comparison": _read(reports / "comparison.json"),
+        "paper": paper_rows(reports / "paper.json", stage.params.model.id),
         "allocation": stage.read("allocate").attributes["parameters"],
         "window_loss": fisher.get("window_loss").mean().item(),
     }
@@ -183,6 +182,7 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         f"use transformers' growing `DynamicCache` and SDPA. {parameters['layers_with_fused_values']} of "
         f"{len(facts['layers'])} layers have R_v fused into W_o by the cost rule.",
         "",
+        *_further(metrics["further_texts"]),
         "## Zero-shot accuracy",
         "",
         "| task | items | dense | compressed | difference | same verdict |",
@@ -197,6 +197,16 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         "By lm-eval, no examples in the prompt; standard errors over items, paired for the difference. `continuation` "
         "asks which of four passages of 12 words goes on where 64 words stop; the wrong ones are of the same document.",
         "",
+        "## Numbers hidden in long texts",
+        "",
+        "![Retrieval by prompt length and depth](needle.png)",
+        "",
+        f"Digits of a number that come out right when it is asked for at the end of the prompt, read from the cache by "
+        f"`generate()`: dense {facts['needle']['dense']['average']:.0%}, compressed "
+        f"{facts['needle']['compressed']['average']:.0%} over {len(wanted.needle.lengths)} lengths, "
+        f"{len(wanted.needle.depths)} depths and {wanted.needle.trials} prompts each.",
+        "",
+        *_paper(stage, facts),
         "## All methods at the same bytes",
         "",
         "![Perplexity against cached bytes](comparison.png)",
@@ -265,6 +275,74 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _further(texts: dict[str, Any]) -> list[str]:
+    """Perplexity on evaluation.further_texts."""
+    if not texts:
+        return []
+    lines = [
+        "## Other texts",
+        "",
+        "| text | windows | dense | compressed | excess (nats/token) |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, text in texts.items():
+        lines.append(
+            f"| {name} | {text['windows']} | {text['dense']:.2f} | {text['compressed']:.2f} "
+            f"| {text['excess_nats']:.3f} ± {text['excess_standard_error_nats']:.3f} |"
+        )
+    return [*lines, ""]
+
+
+def _paper(stage: Stage, facts: dict[str, Any]) -> list[str]:
+    """Our figures beside the paper's, for a model that the paper has."""
+    found = beside_paper(facts["paper"], _measured(stage, facts))
+    if not found:
+        return []
+
+    def cell(value: float | None, form: str = ".2f") -> str:
+        return "" if value is None else f"{value:{form}}"
+
+    lines = [
+        "## Beside the paper",
+        "",
+        "| score | method | removed by rank | bits | ours | paper: Palu | paper: ReCalKV | ours less ReCalKV |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found:
+        ours = row.ours
+        lines.append(
+            f"| {ours.score} | {ours.method} | {ours.ratio:.0%} | {ours.bits} | {ours.value:.2f} | {cell(row.palu)} "
+            f"| {cell(row.recalkv)} | {cell(row.difference, '+.2f')} |"
+        )
+    return [*lines, "", "Perplexity, or accuracy in per cent; the paper's figures are in `reports/paper.json`.", ""]
+
+
+def _measured(stage: Stage, facts: dict[str, Any]) -> list[Measured]:
+    """Our figures by the names of the paper's scores."""
+    params, compression = stage.params, stage.params.compression
+    bits = compression.bits
+    # The paper's ratio counts ranks; ours counts bytes, bits included.
+    by_rank = compression.ratio if isinstance(bits, str) else round(1 - (1 - compression.ratio) * 16 / bits, 3)
+    ours = (compression.method, by_rank, bits)
+    texts = {params.evaluation.text: facts["metrics"]["perplexity"], **facts["metrics"]["further_texts"]}
+    measured = []
+    for name, text in texts.items():
+        measured.append(Measured("dense", 0.0, 16, name, text["dense"]))
+        measured.append(Measured(*ours, name, text["compressed"]))
+    tasks = facts["zeroshot"]["tasks"]
+    scores = {task: (score["dense"]["accuracy"], score["compressed"]["accuracy"]) for task, score in tasks.items()}
+    if set(tasks) == set(PAPER_TASKS):
+        average = facts["zeroshot"]["average"]
+        scores["zero_shot_average"] = (average["dense"], average["compressed"])
+    for task, (dense, compressed) in scores.items():
+        measured.append(Measured("dense", 0.0, 16, task, 100 * dense))
+        measured.append(Measured(*ours, task, 100 * compressed))
+    for row in facts["comparison"]["rows"]:
+        if row["method"] != ours[0]:
+            measured.append(Measured(row["method"], row["ratio"], 16, params.evaluation.text, row["perplexity"]))
+    return measured
 
 
 def _sample(sample: dict[str, str]) -> list[str]:

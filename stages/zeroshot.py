@@ -9,8 +9,8 @@ import typer
 import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.continuation import TASK as CONTINUATION
 from recalkv.continuation import continuation_items
+from recalkv.corpora import main_documents
 from recalkv.source import checkpoint_dtype
-from recalkv.text import load_documents
 from recalkv.zeroshot import TaskScore, average, local_data, zero_shot
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 
@@ -45,19 +45,12 @@ def main(
 
 def _items(stage: Stage) -> dict[str, Path | None]:
     """Where the items of each task are; those of the continuation task are made here."""
-    wanted, texts = stage.params.zeroshot, stage.params.evaluation
+    wanted = stage.params.zeroshot
     tasks: dict[str, Path | None] = dict.fromkeys(wanted.tasks)
     if wanted.items is not None:
         tasks |= local_data(Path(wanted.items), [task for task in wanted.tasks if task != CONTINUATION])
     if CONTINUATION in tasks:
-        documents = load_documents(
-            texts.text,
-            split=texts.split,
-            subset=texts.subset,
-            field=texts.field,
-            max_documents=texts.max_documents,
-            revision=texts.revision,
-        )
+        documents = main_documents(stage.params.evaluation)
         items = continuation_items(documents, wanted.limit or len(documents), wanted.seed)
         path = stage.data / "continuation.jsonl"
         path.write_text("".join(json.dumps(item) + "\n" for item in items))

@@ -75,6 +75,7 @@ def tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[st
         "sample_tokens": 4,
     }
     parameters["zeroshot"]["limit"] = 6
+    parameters["needle"] |= {"lengths": [64], "depths": [0.0, 1.0]}
     parameters["compare"]["ratios"] = [0.5]
     parameters["runtime"]["device"] = "cpu"
     return parameters
@@ -83,7 +84,8 @@ def tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[st
 @pytest.fixture
 def project(tmp_path: Path, tiny_parameters: dict[str, Any]) -> Path:
     """A copy of the pipeline's files in an empty folder, with the tiny parameters."""
-    for name in ("dvc.yaml", "recalkv", "stages"):
+    (tmp_path / "reports").mkdir()
+    for name in ("dvc.yaml", "recalkv", "stages", "reports/paper.json"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

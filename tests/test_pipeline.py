@@ -105,7 +105,18 @@ def test_whole_pipeline(
     change_parameters(project, "compression.ratio", 0.7)
     rerun = dvc(project, "repro")
     ran = {stage for stage in STAGES if f"Running stage '{stage}'" in rerun}
-    after = {"reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "evaluate", "zeroshot", "report"}
+    after = {
+        "reestimate",
+        "reorder",
+        "allocate",
+        "factorize",
+        "calibrate",
+        "fuse",
+        "evaluate",
+        "zeroshot",
+        "needle",
+        "report",
+    }
     assert ran == after
     changed = json.loads((project / "reports/metrics.json").read_text())
     assert changed["cache"]["compression_ratio"] == pytest.approx(0.7, abs=1 / 144)

@@ -1,5 +1,6 @@
 """Presets: complete, with the paper's settings, and runnable on the same architectures scaled down."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from recalkv.oneshot import compress_layers
 from recalkv.params import parse_params
 from recalkv.streaming import ModuleSource
+from recalkv.zeroshot import PAPER_TASKS
 from stages.cli import app, apply_preset, preset_names
 from tests import tiny
 
@@ -53,6 +55,8 @@ def test_preset_has_the_papers_settings(name: str) -> None:
     parameters = parse_params(apply_preset(base, name), name)
     calibration, compression = parameters.calibration, parameters.compression
     assert (calibration.text, calibration.samples, calibration.length) == ("wikitext2", 256, 2048)
+    assert parameters.evaluation.further_texts == ["ptb", "c4"]
+    assert set(parameters.zeroshot.tasks) == set(PAPER_TASKS)
     assert (compression.method, compression.group_size, compression.ratio) == ("recalkv", 4, 0.5)
 
 
@@ -72,6 +76,11 @@ def test_preset_compresses_its_architecture_scaled_down(name: str) -> None:
     spec = compressed.config.recalkv
     assert spec["cached_elements_per_token"] <= 0.5 * spec["dense_elements_per_token"]
     assert all(rank % 16 == 0 for layer in spec["layers"] for rank in layer["key_ranks"] + layer["value_ranks"])
+
+
+def test_every_model_of_the_papers_tables_has_a_preset() -> None:
+    rows = json.loads((ROOT / "reports/paper.json").read_text())["rows"]
+    assert {row["model"] for row in rows} <= set(preset_names())
 
 
 def test_preset_command_rewrites_the_file_and_takes_a_ratio(tmp_path: Path) -> None:

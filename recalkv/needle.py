@@ -1,0 +1,150 @@
+"""Step 9, long contexts: a number hidden in a long text and asked for at its end (needle in a haystack).
+
+The answer is generated, so it comes out of the cache: dense rows, latents, or quantised latents.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recalkv.errors import DataError, ParameterError
+
+__all__ = ["DIGITS", "answer_score", "find_needles", "needle_prompt"]
+
+DIGITS = 6
+_SUBJECTS = ("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Cairo", "Quito", "Riga", "Dakar", "Perth")
+
+
+def needle_prompt(
+    tokenizer: Any, haystack: Tensor, length: int, depth: float, generator: random.Random
+) -> tuple[Tensor, str]:
+    """Hide a sentence in consecutive tokens of a text, and ask for its number.
+
+    Parameters
+    ----------
+    tokenizer
+        The model's.
+    haystack : (tokens,) int64
+        Text to hide it in; a stretch of it is drawn.
+    length
+        Tokens of the prompt, question included.
+    depth
+        Where the sentence stands: 0 at the start of the text, 1 right before the question.
+    generator
+        Draws the stretch, the subject and the number.
+
+    Returns
+    -------
+    (length,) int64, str
+        The prompt, and the number that should follow it.
+
+    Raises
+    ------
+    ParameterError
+        If the prompt is too short for the sentence and the question.
+    DataError
+        If the text is shorter than the prompt.
+    """
+    subject = generator.choice(_SUBJECTS)
+    number = "".join(generator.choices("0123456789", k=DIGITS))
+
+    def encode(text: str) -> Tensor:
+        return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+
+    fact, question = (
+        encode(f"\n\nThe special number of {subject} is {number}.\n\n"),
+        encode(f"\n\nThe special number of {subject} is"),
+    )
+    filler = length - len(fact) - len(question)
+    if filler < 0:
+        raise ParameterError(
+            f"needle.lengths: {length} tokens do not hold the sentence and the question, which take "
+            f"{length - filler}; use longer prompts."
+        )
+    if len(haystack) < filler:
+        raise DataError(
+            f"the evaluation text has {len(haystack)} tokens, fewer than a prompt of needle.lengths={length}; use a "
+            f"longer evaluation.text or shorter prompts."
+        )
+    start = generator.randint(0, len(haystack) - filler)
+    stretch = haystack[start : start + filler]
+    place = round(depth * filler)
+    return torch.cat([stretch[:place], fact, stretch[place:], question]), number
+
+
+def answer_score(answer: str, number: str) -> float:
+    """Fraction of the number's digits that come out right before the first wrong one."""
+    digits = answer.strip()[: len(number)]
+    right = 0
+    while right < len(digits) and digits[right] == number[right]:
+        right += 1
+    return right / len(number)
+
+
+@torch.inference_mode()
+def find_needles(
+    model: Any,
+    tokenizer: Any,
+    haystack: Tensor,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    trials: int,
+    seed: int,
+    progress: Callable[[], object] = lambda: None,
+) -> Tensor:
+    """Ask a model for numbers hidden at every depth of prompts of every length.
+
+    Parameters
+    ----------
+    model, tokenizer
+        A causal Hugging Face model, dense or compressed, and its tokenizer.
+    haystack : (tokens,) int64
+        Text to hide them in.
+    lengths, depths
+        Prompt lengths in tokens, and places as fractions of the text.
+    trials
+        Prompts of each length and depth; they share a batch.
+    seed
+        Same seed: same prompts for every model.
+    progress
+        Called after each length and depth.
+
+    Returns
+    -------
+    (lengths, depths, trials) float64
+        Score of each answer; see :func:`answer_score`.
+
+    Raises
+    ------
+    ParameterError
+        If a prompt is longer than the model's positions.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and max(lengths) + DIGITS * 2 > positions:
+        raise ParameterError(
+            f"needle.lengths={max(lengths)} and {DIGITS * 2} tokens of answer exceed the model's {positions} "
+            f"positions; use at most {positions - DIGITS * 2}."
+        )
+    device = next(model.parameters()).device
+    end = model.config.eos_token_id
+    scores = torch.zeros(len(lengths), len(depths), trials, dtype=torch.float64)
+    for i, length in enumerate(lengths):
+        for j, depth in enumerate(depths):
+            generator = random.Random(f"{seed} {length} {depth}")
+            prompts = [needle_prompt(tokenizer, haystack, length, depth, generator) for _ in range(trials)]
+            ids = torch.stack([prompt for prompt, _ in prompts]).to(device)
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=DIGITS * 2,
+                do_sample=False,
+                pad_token_id=end if isinstance(end, int) else 0,
+            )
+            answers = tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
+            for k, (answer, (_, number)) in enumerate(zip(answers, prompts, strict=True)):
+                scores[i, j, k] = answer_score(answer, number)
+            progress()
+    return scores

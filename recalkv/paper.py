@@ -1,0 +1,86 @@
+"""The paper's own figures (``reports/paper.json``) beside those measured here, on the models of the paper."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["Beside", "Measured", "beside_paper", "paper_rows"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One figure of ours.
+
+    Attributes
+    ----------
+    method, bits
+        As in ``params.yaml``; ``dense`` and 16 for the dense model.
+    ratio
+        Fraction of the cache removed by rank, bits apart, as the paper counts.
+    score
+        ``wikitext2``, ``ptb``, ``c4`` (perplexity), or a task's name (per cent).
+    value
+        The figure.
+    """
+
+    method: str
+    ratio: float
+    bits: int | str
+    score: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One figure of ours with the paper's for the same model, ratio and bits; None where the paper has none."""
+
+    ours: Measured
+    palu: float | None
+    recalkv: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the paper's ReCalKV."""
+        return None if self.recalkv is None else self.ours.value - self.recalkv
+
+
+def paper_rows(path: Path, model_id: str) -> list[dict[str, Any]]:
+    """Rows of the paper's tables for a model by its id on the hub; none for a model that it does not have."""
+    known = {
+        yaml.safe_load(preset.read_text())["model"]["id"]: preset.name.removesuffix(".yaml")
+        for preset in files("recalkv.presets").iterdir()
+        if preset.name.endswith(".yaml")
+    }
+    if model_id not in known or not path.exists():
+        return []
+    rows = json.loads(path.read_text())["rows"]
+    return [row for row in rows if row["model"] == known[model_id]]
+
+
+def beside_paper(rows: Iterable[dict[str, Any]], measured: Sequence[Measured]) -> list[Beside]:
+    """Pair our figures with the paper's: same score, ratio and bits.
+
+    The dense model's figure stands in both columns.
+    """
+    printed: dict[tuple[str, float, str, str], float] = {}
+    for row in rows:
+        for score, value in row["scores"].items():
+            printed.setdefault((row["method"], row["ratio"], str(row.get("bits", 16)), score), value)
+    found = []
+    for figure in measured:
+        where = (figure.ratio, str(figure.bits), figure.score)
+        if figure.method == "dense":
+            palu = recalkv = printed.get(("dense", *where))
+        else:
+            palu = printed.get(("palu", *where))
+            # A variant, such as `recalkv (HSR)`, stands beside itself.
+            recalkv = printed.get((figure.method, *where)) if figure.method != "palu" else None
+            recalkv = recalkv if recalkv is not None else printed.get(("recalkv", *where))
+        if palu is not None or recalkv is not None:
+            found.append(Beside(figure, palu, recalkv))
+    return found

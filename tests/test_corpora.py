@@ -1,0 +1,113 @@
+"""Evaluation texts: the paper's protocols, more than one text, and losses through the cache."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recalkv import corpora
+from recalkv.corpora import PROTOCOLS, further_windows, text_names
+from recalkv.errors import ParameterError
+from recalkv.evaluate import excess_loss, window_losses
+from recalkv.params import EvaluationParams
+from tests import tiny
+from tests.test_pipeline import _invoke
+
+
+@pytest.fixture(params=["dense", "16", "4", "mixed"])
+def model(request: pytest.FixtureRequest) -> Any:
+    """Dense, or compressed with latents in so many bits."""
+    if request.param == "dense":
+        return tiny.dense_model("llama-gqa")
+    bits = request.param if request.param == "mixed" else int(request.param)
+    ratio = 0.4 if bits == 16 else 0.7
+    return tiny.compressed_pair("llama-gqa", method="loss-aware", ratio=ratio, bits=bits, group_size=3)[1]
+
+
+def test_losses_through_the_cache_are_those_of_one_pass(model: Any) -> None:
+    windows = tiny.windows(3, 40, seed=5)
+    whole = window_losses(model, windows)
+    for prefill in (1, 17, 39, 40, 100):
+        torch.testing.assert_close(window_losses(model, windows, prefill=prefill), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_decoding_reads_the_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # If the cache lost what it holds, the losses would show it.
+    from transformers import DynamicCache
+
+    windows = tiny.windows(2, 24, seed=5)
+    whole = window_losses(model, windows)
+    update = DynamicCache.update
+
+    def forgetful(self: Any, keys: Any, values: Any, *rest: Any, **options: Any) -> Any:
+        return update(self, torch.zeros_like(keys), torch.zeros_like(values), *rest, **options)
+
+    monkeypatch.setattr(DynamicCache, "update", forgetful)
+    assert not torch.allclose(window_losses(model, windows, prefill=4), whole, atol=1e-2)
+
+
+def test_batches_change_nothing() -> None:
+    model, windows = tiny.dense_model("qwen3-qk-norm"), tiny.windows(5, 24)
+    calls: list[None] = []
+    one = window_losses(model, windows)
+    two = window_losses(model, windows, lambda: calls.append(None), batch_size=2)
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+    assert len(calls) == 5
+    torch.testing.assert_close(one, window_losses(model, windows, batch_size=3, prefill=7), rtol=1e-5, atol=1e-5)
+
+
+def test_excess_is_paired() -> None:
+    dense, other = torch.tensor([1.0, 3.0, 5.0]).double(), torch.tensor([1.5, 3.5, 5.5]).double()
+    assert excess_loss(other, dense) == (0.5, 0.0)
+    assert excess_loss(other[:1], dense[:1]) == (0.5, 0.0)
+
+
+def test_c4_is_cut_as_in_the_papers(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
+    asked: dict[str, Any] = {}
+
+    def load(name: str, **options: Any) -> list[str]:
+        asked.update(options, name=name)
+        return ["the cache holds keys and values " * 500]
+
+    monkeypatch.setattr(corpora, "load_documents", load)
+    wanted = EvaluationParams.model_construct(field="text", window=4, max_windows=None, every=1)
+    assert further_windows(tiny_tokenizer, wanted, "c4").shape == (256, 4)
+    assert (asked["name"], asked["split"], asked["max_documents"]) == ("c4", "validation", 1100)
+    few = EvaluationParams.model_construct(field="text", window=4, max_windows=5, every=2)
+    assert further_windows(tiny_tokenizer, few, "c4").shape == (5, 4)
+    assert further_windows(tiny_tokenizer, few, "ptb").shape == (5, 4)
+    assert asked["max_documents"] is None
+
+
+def test_names_of_texts(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for path in (tmp_path / "news.txt", tmp_path / "a" / "news.txt"):
+        path.write_text("text")
+    assert text_names(["ptb", str(tmp_path / "news.txt")]) == ["ptb", "news.txt"]
+    with pytest.raises(ParameterError, match=r"'pbt' is neither a file nor one of embedded, wikitext2, ptb, c4"):
+        text_names(["pbt"])
+    with pytest.raises(ParameterError, match=r"two texts are called 'news.txt'"):
+        text_names([str(tmp_path / "news.txt"), str(tmp_path / "a" / "news.txt")])
+    assert set(PROTOCOLS) == {"embedded", "wikitext2", "ptb", "c4"}
+
+
+def test_further_texts_are_measured_by_all_stages(
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None], tmp_path: Path
+) -> None:
+    text = tmp_path / "other.txt"
+    text.write_text("every token adds its keys and the values of it so far . " * 40)
+    change_parameters(prepared, "evaluation.further_texts", [str(text)])
+    stages = ["baseline", "reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "evaluate"]
+    for stage in [*stages, "compare"]:
+        assert _invoke(stage) == 0
+    metrics = json.loads((prepared / "reports/metrics.json").read_text())
+    other, main = metrics["further_texts"]["other.txt"], metrics["perplexity"]
+    assert other["windows"] == 3
+    assert other["dense"] != main["dense"]
+    rows = json.loads((prepared / "reports/comparison.json").read_text())["rows"]
+    ours = next(row for row in rows if row["method"] == "loss-aware")["further_texts"]["other.txt"]
+    assert ours["dense"] == other["dense"]
+    assert ours["compressed"] == pytest.approx(other["compressed"], rel=1e-4)
