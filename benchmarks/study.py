@@ -13,29 +13,25 @@ Statistics are shared between the cells of one calibration set, finished cells a
 interrupted run goes on where it stopped.
 """
 
-import functools
 import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 import yaml
-from transformers import AutoTokenizer
 
 from benchmarks.study_page import write_page
 from recalkv.params import load_params
-from recalkv.zeroshot import TaskScore, average, local_data, zero_shot
+from recalkv.zeroshot import TaskScore, average, local_data
 from stages.common import Stage, write_json
-from stages.compare import Comparison, code_fingerprint, table
+from stages.compare import Comparison, table
+from stages.sweep import STATISTICS, ensure_stages, run_stage, setting_name, zero_shot_scores
 
 REPORTS = Path("reports/study")
-STATISTICS = ("sample", "whiten", "fisher")
 
 Calibration = Annotated[str, typer.Option(help="Calibration text: as calibration.text in params.yaml.")]
 Evaluation = Annotated[str, typer.Option(help="Evaluation text: as evaluation.text in params.yaml.")]
@@ -299,25 +295,17 @@ class Study:
         parameters["calibration"] |= {"length": 1024, **calibration}
         parameters["evaluation"] |= windows
         named = {key: value for key, value in calibration.items() if (key, value) != ("seed", 0)}
-        self._folder = work / "-".join(f"{key}={Path(str(value)).name}" for key, value in named.items())
+        self._folder = work / setting_name(named)
         self._params = self._folder / "params.yaml"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._params.write_text(yaml.safe_dump(parameters, sort_keys=False))
         self._share_model(work)
         # Other evaluation windows need no new statistics.
-        self._ensure("statistics", STATISTICS, [parameters["model"], parameters["calibration"]])
+        settings = [parameters["model"], parameters["calibration"]]
+        ensure_stages(self._folder, self._params, "statistics", STATISTICS, settings)
         shutil.rmtree(self._folder / "activations.zarr", ignore_errors=True)
-        self._ensure("baseline", ("baseline",), [parameters["model"], parameters["evaluation"]])
-
-    def _ensure(self, name: str, stages: tuple[str, ...], settings: list[Any]) -> None:
-        """Run the stages, unless the folder holds what they make of these settings with this code."""
-        mark, state = self._folder / f"{name}.json", {"settings": settings, "code": code_fingerprint()}
-        if mark.exists() and json.loads(mark.read_text()) == state:
-            return
-        mark.unlink(missing_ok=True)
-        for stage in stages:
-            self._run_stage(stage)
-        write_json(mark, state)
+        settings = [parameters["model"], parameters["evaluation"]]
+        ensure_stages(self._folder, self._params, "baseline", ("baseline",), settings)
 
     def setting(self) -> dict[str, Any]:
         """What the results hold for; texts by the name of their file."""
@@ -349,33 +337,15 @@ class Study:
         self, fields: dict[str, Any] | None, tasks: dict[str, Path | None], limit: int | None
     ) -> list[TaskScore]:
         """Score the model compressed with these fields, or the dense one; finished tasks are kept."""
-        comparison, loaded = self.comparison(), list[Any]()
-        tokenizer = AutoTokenizer.from_pretrained(self._stage().model().folder)
-
-        def score(task: str) -> dict[str, Any]:
-            if not loaded:
-                loaded.append(comparison.dense() if fields is None else comparison.compressed(fields)[0])
-            result = zero_shot(loaded[0], tokenizer, {task: tasks[task]}, limit=limit, precision="bfloat16")[0]
-            return {"version": result.version, "correct": "".join(str(int(hit)) for hit in result.correct)}
-
-        scores = []
-        for task, path in tasks.items():
-            what = {"task": task, "items": "hub" if path is None else path.name, "limit": limit}
-            kept = comparison.kept(fields, functools.partial(score, task), **what)
-            scores.append(TaskScore(task, kept["version"], tuple(hit == "1" for hit in kept["correct"])))
-        return scores
+        return zero_shot_scores(self._stage(), self.comparison(), fields, tasks, limit)
 
     def _share_model(self, work: Path) -> None:
         model, link = work / "model", self._folder / "model"
         if not model.exists():
-            self._run_stage("model")
+            run_stage(self._folder, self._params, "model")
             link.rename(model)
         if not link.exists():
             link.symlink_to(model.resolve(), target_is_directory=True)
-
-    def _run_stage(self, name: str) -> None:
-        options = ["--params", str(self._params), "--data", str(self._folder)]
-        subprocess.run([sys.executable, "-m", f"stages.{name}", *options], check=True, stdout=subprocess.DEVNULL)
 
 
 @app.command()

@@ -73,15 +73,24 @@ def main(
 
 
 class Comparison:
-    """Statistics and evaluation windows that all cells share."""
+    """Statistics and evaluation windows that all cells share.
 
-    def __init__(self, stage: Stage) -> None:
+    Parameters
+    ----------
+    stage
+        The running stage.
+    windows
+        Use the first so many windows of each text; None for all.
+    """
+
+    def __init__(self, stage: Stage, windows: int | None = None) -> None:
         self._stage = stage
         self._source = stage.source()
         # The dense model's: a cell with a schedule of its own takes its statistics again.
         self._statistics, baseline = Statistics(stage, reestimated=False), stage.read("baseline")
         self._calibration = stage.read("sample").get("windows")
-        self._text, self._further = main_text(baseline), further_texts(baseline)
+        self._text = main_text(baseline).first(windows)
+        self._further = {name: text.first(windows) for name, text in further_texts(baseline).items()}
         self.windows, self.dense_losses = self._text.windows, self._text.dense_losses
         self._dtype = checkpoint_dtype(stage.model().folder)
         params = stage.params
@@ -90,6 +99,7 @@ class Comparison:
             "model": stage.model().fingerprint,
             "calibration": params.calibration.model_dump(mode="json"),
             "evaluation": params.evaluation.model_dump(mode="json", exclude={"batch_size"}),
+            **({} if windows is None else {"windows": windows}),
         }
 
     def run(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -126,6 +136,19 @@ class Comparison:
         """Load the dense model."""
         folder = self._stage.model().folder
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype).to(self._stage.device).eval()
+
+    def dense_figures(self) -> dict[str, Any]:
+        """Figures of the dense model, in the form of the cells' in a grid."""
+        geometry = self._source.geometry
+        texts = {name: perplexity(text.dense_losses) for name, text in self._further.items()}
+        main = Path(self._stage.params.evaluation.text).name
+        return {
+            "perplexity": {main: perplexity(self.dense_losses), **texts},
+            "excess_nats": 0.0,
+            "excess_standard_error_nats": 0.0,
+            "bytes_per_token": 2 * geometry.layers * geometry.kv_width * DENSE_BITS / 8,
+            "removed": 0.0,
+        }
 
     def compressed(self, fields: dict[str, Any]) -> tuple[Any, CompressedLayers]:
         """Compress with one set of fields; the model, and its layers."""

@@ -28,6 +28,10 @@ class MeasuredText:
     windows: Tensor
     dense_losses: Tensor
 
+    def first(self, windows: int | None) -> "MeasuredText":
+        """The first so many windows; None for all."""
+        return MeasuredText(self.windows[:windows], self.dense_losses[:windows])
+
     def against_dense(self, losses: Tensor) -> dict[str, float]:
         """Perplexities and the rise of the loss, from another model's losses."""
         rise, error = excess_loss(losses, self.dense_losses)

@@ -25,7 +25,7 @@ def main(
 
     with running("zeroshot", params, data) as stage:
         wanted, dense_folder = stage.params.zeroshot, stage.model().folder
-        tasks = _items(stage)
+        tasks = task_items(stage)
         scores: dict[str, list[TaskScore]] = {}
         for side, folder in (("dense", dense_folder), ("compressed", data / "compressed")):
             dtype = checkpoint_dtype(folder)
@@ -43,7 +43,7 @@ def main(
         write_json(reports / "zeroshot.json", _metrics(scores["dense"], scores["compressed"]))
 
 
-def _items(stage: Stage) -> dict[str, Path | None]:
+def task_items(stage: Stage) -> dict[str, Path | None]:
     """Where the items of each task are; those of the continuation task are made here."""
     wanted = stage.params.zeroshot
     tasks: dict[str, Path | None] = dict.fromkeys(wanted.tasks)

@@ -11,6 +11,7 @@ from benchmarks.study import Study, evaluation
 from benchmarks.study_page import write_page
 from recalkv.params import load_params
 from recalkv.zeroshot import TaskScore
+from stages import sweep
 from stages.common import Stage
 from tests.test_compare import comparison_of
 
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_statistics_are_taken_once_for_all_evaluation_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(Study, "_run_stage", lambda self, name: ran.append(name))
+    monkeypatch.setattr(sweep, "run_stage", lambda folder, params, name: ran.append(name))
     monkeypatch.setattr(Study, "_share_model", lambda self, work: None)
     calibration = {"text": "a.txt", "samples": 4}
     for windows in (2, 2, 3):
@@ -29,7 +30,7 @@ def test_statistics_are_taken_once_for_all_evaluation_sets(tmp_path: Path, monke
     assert ran == [*statistics, "baseline", "baseline"]
     Study(tmp_path, {**calibration, "seed": 1}, evaluation("b.txt", 1, 3))
     assert ran[5:] == [*statistics, "baseline"]
-    monkeypatch.setattr(study, "code_fingerprint", lambda: "other")
+    monkeypatch.setattr(sweep, "code_fingerprint", lambda: "other")
     Study(tmp_path, calibration, evaluation("b.txt", 1, 3))
     assert ran[9:] == [*statistics, "baseline"]
 
@@ -72,7 +73,7 @@ def test_zero_shot_cells_are_kept_by_task_and_limit(prepared: Path, monkeypatch:
         ran.append((next(iter(tasks)), limit, type(model).__name__))
         return [TaskScore(next(iter(tasks)), "1.0", (True, False, True))]
 
-    monkeypatch.setattr(study, "zero_shot", scored)
+    monkeypatch.setattr(sweep, "zero_shot", scored)
     fields = {"method": "palu", "ratio": 0.5, "group_size": 2}
     for _ in range(2):
         assert [score.correct for score in Study().zero_shot(fields, {"piqa": None}, 3)] == [(True, False, True)]
