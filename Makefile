@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: reproduce test test-all lint setup clean
+.PHONY: reproduce grid grids test test-all lint setup clean
 
 setup: $(INSTALLED)
 
@@ -18,6 +18,15 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-embedded.txt
 reproduce: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro
 	@sed -n '/^## Dense beside/,/^## Ranks/p' reports/README.md | sed '/^## Ranks/d; /^!/d'
+
+# One table of grids/grids.yaml: make grid NAME=methods
+grid: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro grids/dvc.yaml:grid@$(NAME)
+	@cat reports/grids/$(NAME).md
+
+# All of them.
+grids: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro grids/dvc.yaml
 
 test: setup lint
 	$(BIN)/python -m pytest
