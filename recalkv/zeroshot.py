@@ -4,6 +4,7 @@ lm-eval is imported where it is used, so that the rest of the package works with
 """
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,16 @@ import torch
 from recalkv.continuation import TASK as CONTINUATION
 from recalkv.errors import DataError, ParameterError
 
-__all__ = ["PAPER_TASKS", "TaskScore", "average", "local_data", "zero_shot"]
+__all__ = [
+    "PAPER_TASKS",
+    "TaskScore",
+    "average",
+    "first_columns",
+    "local_data",
+    "local_override",
+    "quiet",
+    "zero_shot",
+]
 
 PAPER_TASKS = ("openbookqa", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
 """The six sets of the paper's Table 2, by their names in lm-eval."""
@@ -115,7 +125,7 @@ def zero_shot(
     DataError
         If a local file does not exist.
     """
-    with _quiet("lm_eval"):
+    with quiet("lm_eval"):
         try:
             from lm_eval import simple_evaluate
             from lm_eval.models.huggingface import HFLM
@@ -161,7 +171,16 @@ def _task(name: str, path: Path | None) -> Any:
         return name
     if not path.exists():
         raise DataError(f"{path} does not exist; give a .jsonl file in the schema of {name}'s set on the hub.")
-    local = {
+    if name == CONTINUATION:
+        return {**local_override(path), **_CONTINUATION}
+    _check_columns(name, path)
+    # In a group of its own: changes to a task that lm-eval knows are read in a group's list only.
+    return {"group": f"{name} (local)", "task": [{"task": name, **local_override(path)}]}
+
+
+def local_override(path: Path) -> dict[str, Any]:
+    """Changes of a task of lm-eval that turn it to a local .jsonl file."""
+    return {
         "dataset_path": "json",
         "dataset_name": None,
         "dataset_kwargs": {"data_files": {"test": str(path)}},
@@ -170,12 +189,46 @@ def _task(name: str, path: Path | None) -> Any:
         "fewshot_split": None,
         "test_split": "test",
     }
-    if name == CONTINUATION:
-        return {**local, **_CONTINUATION}
-    # In a group of its own: changes to a task that lm-eval knows are read in a group's list only.
-    return {"group": f"{name} (local)", "task": [{"task": name, **local}]}
 
 
+def first_columns(path: Path) -> set[str]:
+    """Columns of a .jsonl file's first line."""
+    return set(_row(path, 1, path.open(encoding="utf-8").readline()))
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: not JSON: {error}.") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}, not an object.")
+    return row
+
+
+def _check_columns(task: str, path: Path) -> None:
+    """Refuse a file with another schema than the task's set on the hub; tasks not known here pass."""
+    needed = _COLUMNS.get(task, ())
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                row = _row(path, number, line)
+                for column in needed:
+                    if column not in row:
+                        raise DataError(
+                            f"{path}, line {number}: column {column!r} does not exist; {task} needs "
+                            f"{', '.join(needed)}, as its set on the hub has them."
+                        )
+
+
+_COLUMNS = {
+    "openbookqa": ("question_stem", "choices", "answerKey"),
+    "hellaswag": ("ctx_a", "ctx_b", "activity_label", "endings", "label"),
+    "piqa": ("goal", "sol1", "sol2", "label"),
+    "arc_easy": ("question", "choices", "answerKey"),
+    "arc_challenge": ("question", "choices", "answerKey"),
+    "winogrande": ("sentence", "option1", "option2", "answer"),
+}
 _CONTINUATION = {
     "task": CONTINUATION,
     "output_type": "multiple_choice",
@@ -188,7 +241,7 @@ _CONTINUATION = {
 
 
 @contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def quiet(name: str) -> Iterator[None]:
     """Only errors of a logger, for a while."""
     logger = logging.getLogger(name)
     before = logger.level
