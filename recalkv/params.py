@@ -193,6 +193,23 @@ class NeedleParams(_Section):
     seed: int = Field(0, ge=0, description="seed of the prompts")
 
 
+class LongBenchParams(_Section):
+    """LongBench (paper, Table 2 of scores), dense beside compressed; without tasks nothing is run."""
+
+    tasks: list[str] = Field(
+        default_factory=list,
+        description="of qasper, qmsum, multi_news, trec, triviaqa, samsum, lcc, repobench-p",
+    )
+    items: str | None = Field(
+        None, description="folder with TASK.SPLIT.jsonl in the schema of the hub's set; null for the hub"
+    )
+    limit: int | None = Field(None, ge=1, description="first items of each task; null for all")
+    max_length: int | None = Field(
+        None, ge=16, description="tokens of a prompt, longer ones lose their middle; null for what the positions leave"
+    )
+    chat: bool = Field(False, description="use the chat template where LongBench does so for chat models")
+
+
 class CompareParams(_Section):
     """All methods side by side at equal budgets."""
 
@@ -217,6 +234,7 @@ class Params(_Section):
     evaluation: EvaluationParams
     zeroshot: ZeroShotParams
     needle: NeedleParams
+    longbench: LongBenchParams
     compare: CompareParams
     runtime: RuntimeParams
 

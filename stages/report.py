@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from recalkv import plots
+from recalkv.longbench import TASKS as LONGBENCH_TASKS
 from recalkv.methods import resolve_method
 from recalkv.paper import Measured, beside_paper, paper_rows
 from recalkv.similarity import within_group_similarity
@@ -66,6 +67,7 @@ def _gather(stage: Stage, reports: Path) -> dict[str, Any]:
         "samples": _read(reports / "samples.json"),
         "zeroshot": _read(reports / "zeroshot.json"),
         "needle": _read(reports / "needle.json"),
+        "longbench": _read(reports / "longbench.json"),
         "comparison": _read(reports / "comparison.json"),
         "paper": paper_rows(reports / "paper.json", stage.params.model.id),
         "allocation": stage.read("allocate").attributes["parameters"],
@@ -206,6 +208,7 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         f"{facts['needle']['compressed']['average']:.0%} over {len(wanted.needle.lengths)} lengths, "
         f"{len(wanted.needle.depths)} depths and {wanted.needle.trials} prompts each.",
         "",
+        *_longbench(facts["longbench"]),
         *_paper(stage, facts),
         "## All methods at the same bytes",
         "",
@@ -295,6 +298,17 @@ def _further(texts: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def _longbench(scores: dict[str, Any]) -> list[str]:
+    """LongBench, if any of it was run."""
+    if not scores["tasks"]:
+        return []
+    lines = ["## LongBench", "", "| set | items | dense | compressed |", "|---|---:|---:|---:|"]
+    for task, score in scores["tasks"].items():
+        lines.append(f"| {task} | {score['items']} | {score['dense']:.2f} | {score['compressed']:.2f} |")
+    mean = scores["average"]
+    return [*lines, f"| average | | {mean['dense']:.2f} | {mean['compressed']:.2f} |", ""]
+
+
 def _paper(stage: Stage, facts: dict[str, Any]) -> list[str]:
     """Our figures beside the paper's, for a model that the paper has."""
     found = beside_paper(facts["paper"], _measured(stage, facts))
@@ -339,6 +353,13 @@ def _measured(stage: Stage, facts: dict[str, Any]) -> list[Measured]:
     for task, (dense, compressed) in scores.items():
         measured.append(Measured("dense", 0.0, 16, task, 100 * dense))
         measured.append(Measured(*ours, task, 100 * compressed))
+    sets = facts["longbench"]["tasks"]
+    answers = {task: (score["dense"], score["compressed"]) for task, score in sets.items()}
+    if set(sets) == set(LONGBENCH_TASKS):
+        answers["longbench_average"] = tuple(facts["longbench"]["average"][side] for side in ("dense", "compressed"))
+    for task, (dense, compressed) in answers.items():
+        measured.append(Measured("dense", 0.0, 16, task, dense))
+        measured.append(Measured(*ours, task, compressed))
     for row in facts["comparison"]["rows"]:
         if row["method"] != ours[0]:
             measured.append(Measured(row["method"], row["ratio"], 16, params.evaluation.text, row["perplexity"]))

@@ -115,6 +115,7 @@ def test_whole_pipeline(
         "evaluate",
         "zeroshot",
         "needle",
+        "longbench",
         "report",
     }
     assert ran == after

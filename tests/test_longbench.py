@@ -1,0 +1,173 @@
+"""LongBench: official prompts and truncation, lm-eval's metrics, and nothing run twice."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recalkv.errors import DataError, ParameterError
+from recalkv.longbench import TASKS, LongBenchScore, cut_middle, longbench
+from tests import tiny
+from tests.test_pipeline import _invoke
+
+pytest.importorskip("jieba", reason="the packages of LongBench's metrics are not installed")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+
+
+class Characters:
+    """A tokenizer of single characters, with a chat template."""
+
+    chat_template: str | None = "yes"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text]}
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, torch.as_tensor(ids).tolist()))
+
+    def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
+        return f"<user>{messages[0]['content']}<assistant>"
+
+
+class Scripted:
+    """A model that gives one answer and remembers what it was asked."""
+
+    def __init__(self, answer: str) -> None:
+        self.config = tiny.dense_model("llama-gqa").config
+        self.config.max_position_embeddings = 4000
+        self._parameter, self._answer = torch.zeros(1), answer
+        self.prompts: list[str] = []
+        self.options: list[dict[str, Any]] = []
+
+    def parameters(self) -> Any:
+        return iter([self._parameter])
+
+    def generate(self, ids: Tensor, **options: Any) -> Tensor:
+        self.prompts.append("".join(map(chr, ids[0].tolist())))
+        self.options.append(options)
+        answer = [ord(c) for c in self._answer[: options["max_new_tokens"]]]
+        return torch.cat([ids, torch.tensor([answer])], dim=1)
+
+
+def write(folder: Path, task: str, question: str = "question", **fields: Any) -> Path:
+    path = folder / f"{task}.test.jsonl"
+    row = {question: "Who is it?", "context": "It is a cache.", "answers": ["a cache"], "all_classes": None} | fields
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"context": "Another."}) + "\n")
+    return path
+
+
+# The prompts of LongBench's own code (config/dataset2prompt.json), for this item.
+ENDS = {
+    "qasper": "Question: Who is it?\n\nAnswer:",
+    "qmsum": "Query: Who is it?\nAnswer:",
+    "multi_news": "Now, write a one-page summary of all the news.\n\nSummary:",
+    "trec": "It is a cache.\nWho is it?",
+    "triviaqa": "It is a cache.\n\nWho is it?",
+    "samsum": "It is a cache.\n\nWho is it?",
+    "lcc": "It is a cache.Next line of code:\n",
+    "repobench-p": "It is a cache.Who is it?Next line of code:\n",
+}
+NEW_TOKENS = {"qasper": 128, "qmsum": 512, "multi_news": 512, "trec": 64, "triviaqa": 32, "samsum": 128}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("question", ["question", "input"])
+def test_prompts_are_the_official_ones(tmp_path: Path, task: str, question: str) -> None:
+    model = Scripted("a cache")
+    classes = ["a cache", "no cache"] if task == "trec" else None
+    calls: list[None] = []
+    file = write(tmp_path, task, question, all_classes=classes)
+    score = longbench(model, Characters(), task, file, progress=lambda: calls.append(None))
+    assert model.prompts[0].endswith(ENDS[task])
+    assert "{" not in model.prompts[0]
+    assert len(score.scores) == len(calls) == 2
+    assert score.mean == pytest.approx(100)
+    options = model.options[0]
+    assert (options["max_new_tokens"], options["do_sample"]) == (NEW_TOKENS.get(task, 64), False)
+    if task == "samsum":
+        assert options["eos_token_id"][-1] == ord("\n")
+        assert options["min_new_tokens"] == 1
+
+
+@pytest.mark.parametrize(("answer", "score"), [("\n\na cache\nmore text", 1.0), ("no\na cache", 0.0)])
+def test_first_line_counts_where_it_does_officially(tmp_path: Path, answer: str, score: float) -> None:
+    file = write(tmp_path, "triviaqa")
+    assert longbench(Scripted(answer), Characters(), "triviaqa", file, limit=1).scores == (score,)
+    # Elsewhere the whole answer counts: one of five words is right once.
+    whole = longbench(Scripted("cache of two or three"), Characters(), "qasper", write(tmp_path, "qasper"), limit=1)
+    assert whole.scores == (pytest.approx(2 * 0.2 * 1 / 1.2),)
+
+
+def test_long_prompts_lose_their_middle(tmp_path: Path) -> None:
+    assert cut_middle(list(range(10)), 10) == list(range(10))
+    assert cut_middle(list(range(10)), 4) == [0, 1, 8, 9]
+    assert cut_middle(list(range(10)), 5) == [0, 1, 8, 9]
+    context = "".join(f"{number:05d} " for number in range(2000))
+    file = write(tmp_path, "trec", context=context, all_classes=["a"])
+    model = Scripted("a")
+    longbench(model, Characters(), "trec", file, limit=1)
+    # 4000 positions less 64 of the answer.
+    assert len(model.prompts[0]) == 3936
+    assert model.prompts[0].startswith("Please determine")
+    assert model.prompts[0].endswith("01999 \nWho is it?")
+    longbench(model, Characters(), "trec", file, limit=1, max_length=100)
+    assert len(model.prompts[1]) == 100
+
+
+def test_chat_template_where_officially_used(tmp_path: Path) -> None:
+    for task, wrapped in (("qasper", True), ("trec", False), ("lcc", False)):
+        model = Scripted("a")
+        longbench(model, Characters(), task, write(tmp_path, task, all_classes=["a"]), limit=1, chat=True)
+        assert model.prompts[0].startswith("<user>") is wrapped
+    plain = Characters()
+    plain.chat_template = None
+    with pytest.raises(ParameterError, match="chat=true needs a tokenizer with a chat template"):
+        longbench(Scripted("a"), plain, "qasper", write(tmp_path, "qasper"), chat=True)
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=r"'narrativeqa' is not one of qasper, qmsum"):
+        longbench(Scripted("a"), Characters(), "narrativeqa", None)
+    path = tmp_path / "qasper.test.jsonl"
+    path.write_text(json.dumps({"question": "Who?", "answers": ["a"]}) + "\n")
+    with pytest.raises(DataError, match=r"line 1: column 'context' does not exist"):
+        longbench(Scripted("a"), Characters(), "qasper", path)
+
+
+def test_stage_keeps_finished_sets(
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from stages import longbench as stage
+
+    ran: list[tuple[str, str]] = []
+
+    def counted(model: Any, tokenizer: Any, task: str, *arguments: Any, **options: Any) -> LongBenchScore:
+        ran.append((task, type(model).__name__))
+        return longbench(model, tokenizer, task, *arguments, **options)
+
+    monkeypatch.setattr(stage, "longbench", counted)
+    folder = tmp_path / "items"
+    folder.mkdir()
+    for task in ("qasper", "trec"):
+        write(folder, task, all_classes=["a cache"])
+    for name in ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "longbench"):
+        assert _invoke(name) == 0
+    # Without tasks nothing is run.
+    assert json.loads((prepared / "reports/longbench.json").read_text()) == {"tasks": {}}
+    assert ran == []
+    change_parameters(prepared, "longbench.items", str(folder))
+    change_parameters(prepared, "longbench.max_length", 64)
+    change_parameters(prepared, "longbench.limit", 1)
+    for tasks in (["qasper"], ["qasper", "trec"], ["qasper", "trec"]):
+        change_parameters(prepared, "longbench.tasks", tasks)
+        assert _invoke("longbench") == 0
+    dense, compressed = "LlamaForCausalLM", "ReCalKVLlamaForCausalLM"
+    assert ran == [("qasper", dense), ("qasper", compressed), ("trec", dense), ("trec", compressed)]
+    metrics = json.loads((prepared / "reports/longbench.json").read_text())
+    assert set(metrics["tasks"]) == {"qasper", "trec"}
+    assert metrics["tasks"]["trec"]["items"] == 1
+    assert 0 <= metrics["average"]["compressed"] <= 100
