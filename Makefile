@@ -17,7 +17,7 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-embedded.txt
 
 reproduce: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro
-	@sed -n '/^## Dense beside/,/^## Ranks/p' reports/README.md | sed '/^## Ranks/d; /^!/d'
+	@sed -n '/^## Dense beside/,/^## Ranks/p' reports/README.md | sed '/^## Ranks/d; /^!/d' | cat -s
 
 # One table of grids/grids.yaml: make grid NAME=methods
 grid: setup
