@@ -57,9 +57,13 @@ def _excess(row: dict[str, Any]) -> str:
     return f"{row['excess_nats']:.3f} ± {row['excess_standard_error_nats']:.3f}"
 
 
+_METHODS = ("palu", "recalkv", "loss-aware")
+
+
 def _comparison(name: str, result: dict[str, Any], folder: Path) -> list[str]:
     perplexity_against_bytes(folder / f"{name}.png", result)
-    methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
+    # The rows of the first group size may lack a method.
+    methods = sorted({row["method"] for row in result["rows"]}, key=_METHODS.index)
     cells: dict[tuple[int, float], dict[str, Any]] = defaultdict(dict)
     for row in result["rows"]:
         cells[row["group_size"], row["ratio"]][row["method"]] = row

@@ -4,6 +4,7 @@ lm-eval is imported where it is used, so that the rest of the package works with
 """
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ __all__ = [
     "PAPER_TASKS",
     "TaskScore",
     "average",
+    "check_tasks",
     "first_columns",
     "local_data",
     "local_override",
@@ -93,6 +95,34 @@ def local_data(folder: Path, tasks: Sequence[str]) -> dict[str, Path]:
     return found
 
 
+def check_tasks(tasks: Mapping[str, Path | None]) -> None:
+    """Refuse tasks that lm-eval does not know, and local items that do not fit them.
+
+    Raises
+    ------
+    ParameterError
+        If a task is unknown, or lm-eval is not installed.
+    DataError
+        If a file is missing, or lacks a column of the task's set on the hub.
+    """
+    with quiet("lm_eval"):
+        try:
+            known = _task_manager().all_tasks
+        except ImportError as error:
+            raise ParameterError("zero-shot accuracy needs lm-eval; install it with `pip install lm-eval`.") from error
+    unknown = [name for name in tasks if name != CONTINUATION and name not in known]
+    if unknown:
+        raise ParameterError(
+            f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists all, the paper's are "
+            f"{', '.join(PAPER_TASKS)}, and {CONTINUATION} is built from evaluation.text."
+        )
+    for name, path in tasks.items():
+        if path is not None:
+            if not path.exists():
+                raise DataError(f"{path} does not exist; give a .jsonl file in the schema of {name}'s set on the hub.")
+            _check_columns(name, path)
+
+
 def zero_shot(
     model: Any,
     tokenizer: Any,
@@ -125,20 +155,11 @@ def zero_shot(
     DataError
         If a local file does not exist.
     """
+    check_tasks(tasks)
     with quiet("lm_eval"):
-        try:
-            from lm_eval import simple_evaluate
-            from lm_eval.models.huggingface import HFLM
-            from lm_eval.tasks import TaskManager
-        except ImportError as error:
-            raise ParameterError("zero-shot accuracy needs lm-eval; install it with `pip install lm-eval`.") from error
-        manager = TaskManager()
-        unknown = [name for name in tasks if name != CONTINUATION and name not in manager.all_tasks]
-        if unknown:
-            raise ParameterError(
-                f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists all, the paper's are "
-                f"{', '.join(PAPER_TASKS)}, and {CONTINUATION} is built from evaluation.text."
-            )
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+
         adapter = HFLM(
             pretrained=model,
             tokenizer=tokenizer,
@@ -151,7 +172,7 @@ def zero_shot(
             num_fewshot=0,
             limit=limit,
             bootstrap_iters=0,
-            task_manager=manager,
+            task_manager=_task_manager(),
         )
     scores = []
     for name in tasks:
@@ -163,17 +184,22 @@ def zero_shot(
     return scores
 
 
+@functools.cache
+def _task_manager() -> Any:
+    """lm-eval's index of its tasks, which takes seconds to build."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
 def _task(name: str, path: Path | None) -> Any:
     """Return lm-eval's task as it is, or with the data of a local file."""
     if path is None:
         if name == CONTINUATION:
             raise ParameterError(f"the task {CONTINUATION} needs a file of its items.")
         return name
-    if not path.exists():
-        raise DataError(f"{path} does not exist; give a .jsonl file in the schema of {name}'s set on the hub.")
     if name == CONTINUATION:
         return {**local_override(path), **_CONTINUATION}
-    _check_columns(name, path)
     # In a group of its own: changes to a task that lm-eval knows are read in a group's list only.
     return {"group": f"{name} (local)", "task": [{"task": name, **local_override(path)}]}
 

@@ -1,7 +1,5 @@
 """Stage 9f: LongBench, dense beside compressed. Finished sets are kept: an interrupted run goes on where it stopped."""
 
-import hashlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from recalkv.longbench import LongBenchScore, longbench
 from recalkv.source import checkpoint_dtype
 from recalkv.zeroshot import local_data
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
+from stages.finished import checkpoint_digest, file_digest, kept
 
 
 def main(
@@ -37,10 +36,8 @@ def main(
 def _score(stage: Stage, side: str, folder: Path, task: str, items: Path | None) -> LongBenchScore:
     """Scores of one set, from where they are kept if nothing has changed."""
     wanted = stage.params.longbench
-    setting = {**wanted.model_dump(), "tasks": task, "items": _digest(items), "model": _checkpoint_digest(folder)}
-    key = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:24]
-    path = stage.data / "longbench" / f"{key}.json"
-    if not path.exists():
+
+    def compute() -> dict[str, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
@@ -50,21 +47,16 @@ def _score(stage: Stage, side: str, folder: Path, task: str, items: Path | None)
                 model, tokenizer, task, items,
                 limit=wanted.limit, max_length=wanted.max_length, chat=wanted.chat, progress=bar.update,
             )  # fmt: skip
-        write_json(path, {"version": score.version, "scores": score.scores})
-    kept = json.loads(path.read_text())
-    return LongBenchScore(task, kept["version"], tuple(kept["scores"]))
+        return {"version": score.version, "scores": score.scores}
 
-
-def _digest(path: Path | None) -> str | None:
-    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _checkpoint_digest(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in [*sorted(folder.glob("*.safetensors")), folder / "config.json"]:
-        with path.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
+    setting = {
+        "model": checkpoint_digest(folder),
+        "task": task,
+        "items": file_digest(items),
+        **wanted.model_dump(include={"limit", "max_length", "chat"}),
+    }
+    result = kept(stage, setting, compute)
+    return LongBenchScore(task, result["version"], tuple(result["scores"]))
 
 
 def _metrics(scores: dict[str, list[LongBenchScore]]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Stage 9d: zero-shot accuracy by lm-eval, dense beside compressed, on the same items."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from recalkv.continuation import TASK as CONTINUATION
 from recalkv.continuation import continuation_items
 from recalkv.corpora import main_documents
 from recalkv.source import checkpoint_dtype
-from recalkv.zeroshot import TaskScore, average, local_data, zero_shot
+from recalkv.zeroshot import TaskScore, average, check_tasks, local_data, zero_shot
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
+from stages.finished import checkpoint_digest, file_digest, kept
 
 
 def main(
@@ -21,26 +23,43 @@ def main(
     reports: ReportsOption = Path("reports"),
 ) -> None:
     """Score both models on zeroshot.tasks; write REPORTS/zeroshot.json."""
+    with running("zeroshot", params, data) as stage:
+        tasks = task_items(stage)
+        check_tasks(tasks)  # all of them, before the first is run
+        folders = {"dense": stage.model().folder, "compressed": data / "compressed"}
+        scores = {side: _scores(stage, folder, tasks) for side, folder in folders.items()}
+        write_json(reports / "zeroshot.json", _metrics(scores["dense"], scores["compressed"]))
+
+
+def _scores(stage: Stage, folder: Path, tasks: dict[str, Path | None]) -> list[TaskScore]:
+    """Scores of one model, task by task; finished tasks are kept, and the model is loaded if one is not."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with running("zeroshot", params, data) as stage:
-        wanted, dense_folder = stage.params.zeroshot, stage.model().folder
-        tasks = task_items(stage)
-        scores: dict[str, list[TaskScore]] = {}
-        for side, folder in (("dense", dense_folder), ("compressed", data / "compressed")):
-            dtype = checkpoint_dtype(folder)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(stage.device).eval()
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            scores[side] = zero_shot(
-                model,
-                tokenizer,
-                tasks,
-                limit=wanted.limit,
-                batch_size=wanted.batch_size,
-                precision=stage.params.evaluation.precision,
-            )
-            del model
-        write_json(reports / "zeroshot.json", _metrics(scores["dense"], scores["compressed"]))
+    wanted, precision = stage.params.zeroshot, stage.params.evaluation.precision
+
+    @functools.cache
+    def loaded() -> tuple[Any, Any]:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
+        return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+    def compute(task: str) -> dict[str, Any]:
+        score = zero_shot(
+            *loaded(), {task: tasks[task]}, limit=wanted.limit, batch_size=wanted.batch_size, precision=precision
+        )[0]
+        return {"version": score.version, "correct": score.correct}
+
+    digest, scores = checkpoint_digest(folder), []
+    for task, path in tasks.items():
+        setting = {
+            "model": digest,
+            "task": task,
+            "items": file_digest(path),
+            "limit": wanted.limit,
+            "precision": precision,
+        }
+        result = kept(stage, setting, functools.partial(compute, task))
+        scores.append(TaskScore(task, result["version"], tuple(result["correct"])))
+    return scores
 
 
 def task_items(stage: Stage) -> dict[str, Path | None]:

@@ -12,7 +12,7 @@ import torch
 from recalkv import compress
 from recalkv.continuation import continuation_items
 from recalkv.errors import DataError, ParameterError
-from recalkv.zeroshot import PAPER_TASKS, TaskScore, average, local_data, zero_shot
+from recalkv.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, local_data, zero_shot
 from tests import tiny
 from tests.conftest import SENTENCE
 from tests.test_pipeline import _invoke
@@ -171,6 +171,57 @@ def test_stage_names_an_unknown_task(
     assert _invoke("zeroshot") == 1
     assert "lm-eval has no task continuations; `lm-eval ls tasks`" in capfd.readouterr().err
     assert not (prepared / "reports" / "zeroshot.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "Who?", "choices": {}}', r"line 3: column 'answerKey' does not exist; arc_easy needs question"),
+        ("[1]", r"line 3: a JSON list, not an object"),
+        ("{", r"line 3: not JSON"),
+    ],
+)
+def test_a_file_of_another_schema_is_refused_by_line(arc_file: Path, line: str, message: str) -> None:
+    rows = arc_file.read_text().splitlines()
+    arc_file.write_text("\n".join([*rows[:2], line, *rows[2:]]))
+    with pytest.raises(DataError, match=message):
+        check_tasks({"arc_easy": arc_file})
+
+
+def test_finished_tasks_are_not_run_again(
+    prepared: Path,
+    arc_file: Path,
+    change_parameters: Callable[[Path, str, Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from stages import zeroshot as stage
+
+    ran: list[tuple[str, str]] = []
+
+    def counted(model: Any, tokenizer: Any, tasks: dict[str, Any], **options: Any) -> list[TaskScore]:
+        ran.append((next(iter(tasks)), type(model).__name__))
+        return zero_shot(model, tokenizer, tasks, **options)
+
+    monkeypatch.setattr(stage, "zero_shot", counted)
+    change_parameters(prepared, "zeroshot.items", str(arc_file.parent))
+    change_parameters(prepared, "zeroshot.limit", 3)
+    chain = ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "zeroshot")
+    for tasks in (["arc_easy"], ["arc_easy", "continuation"]):
+        change_parameters(prepared, "zeroshot.tasks", tasks)
+        for name in chain:
+            assert _invoke(name) == 0
+    dense, compressed = "LlamaForCausalLM", "ReCalKVLlamaForCausalLM"
+    assert ran == [
+        ("arc_easy", dense),
+        ("arc_easy", compressed),
+        ("continuation", dense),
+        ("continuation", compressed),
+    ]
+    # Another ratio is another compressed model; the dense one stays as it was.
+    change_parameters(prepared, "compression.ratio", 0.7)
+    for name in chain:
+        assert _invoke(name) == 0
+    assert ran[4:] == [("arc_easy", compressed), ("continuation", compressed)]
 
 
 def test_the_papers_tasks_are_known_to_lm_eval() -> None:
