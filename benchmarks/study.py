@@ -157,6 +157,9 @@ def robustness(
     ratio: float = 0.7,
     group_size: int = 3,
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "palu,recalkv,loss-aware",
+    refit_samples: Annotated[
+        int | None, typer.Option(help="Windows of the fit behind the prefix, where there are more; default all.")
+    ] = None,
     work: Work = Path("data/study"),
     name: Name = "robustness",
 ) -> None:
@@ -168,12 +171,11 @@ def robustness(
         for samples, seeds in (map(int, cell.split(":")) for cell in grid.split(",")):
             for seed in range(seeds):
                 study = Study(work, {"text": text, "samples": samples, "seed": seed}, windows)
-                cells = [
-                    (method, {**METHODS[method], "ratio": ratio, "group_size": group_size})
-                    for method in methods.split(",")
-                ]
-                result = study.run(cells)
+                fewer = refit_samples is not None and refit_samples < samples
+                shared = {"ratio": ratio, "group_size": group_size, "refit_samples": refit_samples if fewer else None}
+                result = study.run([(method, {**METHODS[method], **shared}) for method in methods.split(",")])
                 setting = {"calibration": label, "samples": samples, "seed": seed}
+                setting |= {"refit_samples": refit_samples} if fewer else {}
                 rows += [{**row, **setting} for row in result["rows"]]
                 _finish("robustness", name, study, {**result, "rows": rows})
 

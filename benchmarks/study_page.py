@@ -99,9 +99,10 @@ def _ablation(name: str, result: dict[str, Any]) -> list[str]:
 
 
 def _robustness(name: str, result: dict[str, Any]) -> list[str]:
-    cells: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    cells: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for row in result["rows"]:
-        cells[row["calibration"], row["samples"], row["method"]].append(row["excess_nats"])
+        windows = str(row["samples"]) + (f" (fit on {row['refit_samples']})" if row.get("refit_samples") else "")
+        cells[row["calibration"], windows, row["method"]].append(row["excess_nats"])
     methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
     first = result["rows"][0]
     lines = [f"## Size, kind and draw of the calibration text ({name})", "", _setting(result, ""), ""]
