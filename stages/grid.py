@@ -3,12 +3,16 @@
 Finished cells are kept, so an interrupted grid goes on where it stopped, and grids share their cells.
 """
 
+import shutil
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
 
+from recalkv.grid_plots import against_bytes
 from recalkv.grids import Cell, load_grid
 from recalkv.paper import Measured, beside_paper, paper_rows
 from recalkv.params import load_params
@@ -34,8 +38,11 @@ def main(
         for cell in stage.progress(grid.cells(), len(grid.cells()), "cell"):
             metrics[cell.key] = measure.cell(cell)
         write_json(reports / "grids" / f"{name}.json", metrics)
+        folder = reports / "grids" / name
+        shutil.rmtree(folder, ignore_errors=True)
+        pictures = _draw(grid.cells(), metrics, folder)
         page = _page(stage, grid.title, grid.paper, grid.cells(), metrics, reports / "paper.json")
-        (reports / "grids" / f"{name}.md").write_text(page)
+        (reports / "grids" / f"{name}.md").write_text("\n".join([page, *pictures, ""]))
 
 
 class _Measure:
@@ -94,6 +101,36 @@ class _Measure:
         settings = [self._stage.model().fingerprint, parameters["calibration"]]
         ensure_stages(folder, path, "statistics", STATISTICS, settings)
         return Stage(self._stage.name, load_params(path), folder)
+
+
+def _draw(cells: list[Cell], metrics: dict[str, Any], folder: Path) -> list[str]:
+    """Perplexity of each text and mean accuracy against bytes; the lines of Markdown that show the pictures."""
+    dense = metrics["dense"]
+    figures: dict[str, tuple[str, bool, Callable[[dict[str, Any]], float]]] = {
+        text: (f"perplexity, {text} (log scale; lower is better)", True, lambda row, text=text: row["perplexity"][text])  # type: ignore[misc]
+        for text in dense["perplexity"]
+    }
+    if "zero_shot_average" in dense:
+        label = "mean zero-shot accuracy (%; higher is better)"
+        figures["accuracy"] = (label, False, lambda row: 100 * row["zero_shot_average"])
+    lines = []
+    for name, (label, log, value) in figures.items():
+        series: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for cell in cells:
+            fields = {**cell.calibration, **cell.fields}
+            # Ratios make a line; whatever else tells cells apart names it.
+            parts = [str(fields.get("method", ""))]
+            parts += [f"{k}={v}" for k, v in {**cell.calibration, **cell.varied}.items() if k not in _ALONG]
+            parts += [cell.variant] if cell.variant else []
+            row = metrics[cell.key]
+            series[", ".join(filter(None, parts))].append((row["bytes_per_token"], value(row)))
+        file = f"{name.replace('/', '-')}.png"
+        against_bytes(folder / file, series, (dense["bytes_per_token"], value(dense)), label, log)
+        lines.append(f"![{label}]({folder.name}/{file})")
+    return lines
+
+
+_ALONG = {"method", "ratio", "rank_ratio"}
 
 
 def _accuracy(scores: list[TaskScore]) -> dict[str, Any]:

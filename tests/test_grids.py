@@ -130,6 +130,9 @@ def test_a_grid_is_measured_once_and_shown(prepared: Path, monkeypatch: pytest.M
     assert f"{dense:.2f}" in rows[1]
     assert f"{next(iter(ours['perplexity'].values())):.2f}" in rows[3]
     assert "Beside the paper" not in page
+    pictures = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
+    assert len(pictures) == 1
+    assert (prepared / "reports/grids" / pictures[0]).stat().st_size > 1000
     # More windows are other cells.
     assert run("whole", "--definitions", str(file)).exit_code == 0
     assert len(measured) == 4
@@ -146,6 +149,7 @@ def test_zero_shot_stands_in_the_table(prepared: Path) -> None:
     assert 0 <= score["accuracy"] <= 1
     assert metrics["method=palu"]["zero_shot_average"] == score["accuracy"]
     assert "| continuation | average |" in (prepared / "reports/grids/one.md").read_text()
+    assert (prepared / "reports/grids/one/accuracy.png").stat().st_size > 1000
 
 
 def test_other_calibration_sets_have_statistics_of_their_own(prepared: Path) -> None:
@@ -170,6 +174,7 @@ def test_figures_stand_beside_the_papers(prepared: Path, monkeypatch: pytest.Mon
     file = write(prepared, one={"title": "t", "vary": {"method": ["loss-aware"], "rank_ratio": [0.5], "bits": [4]}})
     result = run("one", "--definitions", str(file))
     assert result.exit_code == 0, result.output
-    line = (prepared / "reports/grids/one.md").read_text().splitlines()[-1]
+    lines = (prepared / "reports/grids/one.md").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("| evaluation.txt"))
     assert line.startswith("| evaluation.txt | loss-aware | 50% | 4 |")
     assert line.endswith("| 6.04 | 5.86 |")
