@@ -7,13 +7,12 @@ from typing import Any
 import typer
 
 from recalkv import plots
-from recalkv.longbench import TASKS as LONGBENCH_TASKS
 from recalkv.methods import resolve_method
-from recalkv.paper import Measured, beside_paper, paper_rows
+from recalkv.paper import paper_rows
 from recalkv.similarity import within_group_similarity
-from recalkv.zeroshot import PAPER_TASKS
 from stages.common import STAGES, DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.inputs import Inputs
+from stages.report_sections import further_section, longbench_section, paper_section, sample_section
 
 
 def main(
@@ -184,7 +183,7 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         f"use transformers' growing `DynamicCache` and SDPA. {parameters['layers_with_fused_values']} of "
         f"{len(facts['layers'])} layers have R_v fused into W_o by the cost rule.",
         "",
-        *_further(metrics["further_texts"]),
+        *further_section(metrics["further_texts"]),
         "## Zero-shot accuracy",
         "",
         "| task | items | dense | compressed | difference | same verdict |",
@@ -208,8 +207,8 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         f"{facts['needle']['compressed']['average']:.0%} over {len(wanted.needle.lengths)} lengths, "
         f"{len(wanted.needle.depths)} depths and {wanted.needle.trials} prompts each.",
         "",
-        *_longbench(facts["longbench"]),
-        *_paper(stage, facts),
+        *longbench_section(facts["longbench"]),
+        *paper_section(stage, facts),
         "## All methods at the same bytes",
         "",
         "![Perplexity against cached bytes](comparison.png)",
@@ -262,7 +261,7 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         "",
         "## Text",
         "",
-        *(line for sample in facts["samples"] for line in _sample(sample)),
+        *(line for sample in facts["samples"] for line in sample_section(sample)),
         "## Cost of each stage",
         "",
         "![Stage costs](figures/stages.png)",
@@ -278,106 +277,6 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _further(texts: dict[str, Any]) -> list[str]:
-    """Perplexity on evaluation.further_texts."""
-    if not texts:
-        return []
-    lines = [
-        "## Other texts",
-        "",
-        "| text | windows | dense | compressed | excess (nats/token) |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for name, text in texts.items():
-        lines.append(
-            f"| {name} | {text['windows']} | {text['dense']:.2f} | {text['compressed']:.2f} "
-            f"| {text['excess_nats']:.3f} ± {text['excess_standard_error_nats']:.3f} |"
-        )
-    return [*lines, ""]
-
-
-def _longbench(scores: dict[str, Any]) -> list[str]:
-    """LongBench, if any of it was run."""
-    if not scores["tasks"]:
-        return []
-    lines = ["## LongBench", "", "| set | items | dense | compressed |", "|---|---:|---:|---:|"]
-    for task, score in scores["tasks"].items():
-        lines.append(f"| {task} | {score['items']} | {score['dense']:.2f} | {score['compressed']:.2f} |")
-    mean = scores["average"]
-    return [*lines, f"| average | | {mean['dense']:.2f} | {mean['compressed']:.2f} |", ""]
-
-
-def _paper(stage: Stage, facts: dict[str, Any]) -> list[str]:
-    """Our figures beside the paper's, for a model that the paper has."""
-    found = beside_paper(facts["paper"], _measured(stage, facts))
-    if not found:
-        return []
-
-    def cell(value: float | None, form: str = ".2f") -> str:
-        return "" if value is None else f"{value:{form}}"
-
-    lines = [
-        "## Beside the paper",
-        "",
-        "| score | method | removed by rank | bits | ours | paper: Palu | paper: ReCalKV | ours less ReCalKV |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in found:
-        ours = row.ours
-        lines.append(
-            f"| {ours.score} | {ours.method} | {ours.ratio:.0%} | {ours.bits} | {ours.value:.2f} | {cell(row.palu)} "
-            f"| {cell(row.recalkv)} | {cell(row.difference, '+.2f')} |"
-        )
-    return [*lines, "", "Perplexity, or accuracy in per cent; the paper's figures are in `reports/paper.json`.", ""]
-
-
-def _measured(stage: Stage, facts: dict[str, Any]) -> list[Measured]:
-    """Our figures by the names of the paper's scores."""
-    params, compression = stage.params, stage.params.compression
-    bits = compression.bits
-    # The paper's ratio counts ranks; ours counts bytes, bits included.
-    by_rank = compression.ratio if isinstance(bits, str) else round(1 - (1 - compression.ratio) * 16 / bits, 3)
-    ours = (compression.method, by_rank, bits)
-    texts = {params.evaluation.text: facts["metrics"]["perplexity"], **facts["metrics"]["further_texts"]}
-    measured = []
-    for name, text in texts.items():
-        measured.append(Measured("dense", 0.0, 16, name, text["dense"]))
-        measured.append(Measured(*ours, name, text["compressed"]))
-    tasks = facts["zeroshot"]["tasks"]
-    scores = {task: (score["dense"]["accuracy"], score["compressed"]["accuracy"]) for task, score in tasks.items()}
-    if set(tasks) == set(PAPER_TASKS):
-        average = facts["zeroshot"]["average"]
-        scores["zero_shot_average"] = (average["dense"], average["compressed"])
-    for task, (dense, compressed) in scores.items():
-        measured.append(Measured("dense", 0.0, 16, task, 100 * dense))
-        measured.append(Measured(*ours, task, 100 * compressed))
-    sets = facts["longbench"]["tasks"]
-    answers = {task: (score["dense"], score["compressed"]) for task, score in sets.items()}
-    if set(sets) == set(LONGBENCH_TASKS):
-        answers["longbench_average"] = tuple(facts["longbench"]["average"][side] for side in ("dense", "compressed"))
-    for task, (dense, compressed) in answers.items():
-        measured.append(Measured("dense", 0.0, 16, task, dense))
-        measured.append(Measured(*ours, task, compressed))
-    for row in facts["comparison"]["rows"]:
-        if row["method"] != ours[0]:
-            measured.append(Measured(row["method"], row["ratio"], 16, params.evaluation.text, row["perplexity"]))
-    return measured
-
-
-def _sample(sample: dict[str, str]) -> list[str]:
-    def quote(text: str) -> str:
-        return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-    return [
-        f"**{quote(sample['prompt'])}** …",
-        "",
-        "| dense | compressed |",
-        "|---|---|",
-        f"| {quote(sample['dense'])} | {quote(sample['compressed'])} |",
-        "",
-    ]
 
 
 def _neighbours(grouping: Any) -> list[list[int]]:
