@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: reproduce grid grids test test-all lint setup clean
+.PHONY: reproduce grid grids quick test test-all lint setup clean
 
 setup: $(INSTALLED)
 
@@ -28,6 +28,11 @@ grid: setup
 grids: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro grids/dvc.yaml
 
+# Every cell of every grid on little data, into data/quick.
+quick: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro baseline
+	for name in methods ablation bits calibration; do $(BIN)/python -m stages.grid $$name --quick || exit 1; done
+
 test: setup lint
 	$(BIN)/python -m pytest
 
@@ -40,4 +45,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/model data/compressed data/timings data/cells data/study
+	rm -rf data/*.zarr data/*.partial data/model data/compressed data/timings data/cells data/grids data/quick data/study

@@ -6,6 +6,7 @@
     python -m benchmarks.study prediction  --calibration-text ... --evaluation-text ...
     python -m benchmarks.study zeroshot    --calibration-text ... --evaluation-text ... --items FOLDER
     python -m benchmarks.study bits        --calibration-text ... --evaluation-text ...
+    python -m benchmarks.study per-channel --calibration-text ... --evaluation-text ...
     python -m benchmarks.study page
 
 Each writes reports/study/NAME.json; `page` makes reports/study/README.md and the pictures of all of them.
@@ -13,6 +14,7 @@ Statistics are shared between the cells of one calibration set, finished cells a
 interrupted run goes on where it stopped.
 """
 
+import functools
 import json
 import os
 import platform
@@ -24,7 +26,10 @@ import torch
 import typer
 import yaml
 
+from benchmarks.per_channel import bits_per_token, use_per_channel
 from benchmarks.study_page import write_page
+from recalkv.bits import DENSE_BITS
+from recalkv.evaluate import excess_loss, perplexity
 from recalkv.params import load_params
 from recalkv.zeroshot import TaskScore, average, local_data
 from stages.common import Stage, write_json
@@ -267,6 +272,64 @@ def bits(
                 fields = {**METHODS[method], "ratio": ratio, "group_size": group_size, "bits": wanted, "refit": refit}
                 cells.append((f"{method}, {choice} bits", fields))
     _finish("bits", name, study, study.run(cells))
+
+
+@app.command("per-channel")
+def per_channel(
+    calibration_text: Calibration,
+    evaluation_text: Evaluation,
+    samples: Samples = 32,
+    every: Every = 14,
+    max_windows: MaxWindows = 10,
+    settings: Annotated[
+        str, typer.Option(help="METHOD:BITS:RATIO, separated by commas; the ratio is that of rows per token.")
+    ] = "palu:4:0.75,palu:3:0.85,recalkv:4:0.75,recalkv:3:0.85,loss-aware:4:0.75,loss-aware:mixed:0.75",
+    blocks: Annotated[str, typer.Option(help="Tokens that share a channel's scale.")] = "32,128",
+    group_size: int = 2,
+    work: Work = Path("data/study"),
+    name: Name = "per_channel",
+) -> None:
+    """Latents rounded with a scale per token, as they are cached, or per channel and block of tokens (KIVI)."""
+    study = Study(work, {"text": calibration_text, "samples": samples}, evaluation(evaluation_text, every, max_windows))
+    comparison, rows = study.comparison(), []
+    rotation_seed = load_params(Path("params.yaml")).compression.rotation_seed
+    for setting in settings.split(","):
+        method, choice, ratio = setting.split(":")
+        wanted = choice if choice == "mixed" else int(choice)
+        fields = {"ratio": float(ratio), "group_size": group_size, "bits": wanted, "refit": "none"}
+        fields |= METHODS[method]
+        for block in (None, *map(int, blocks.split(","))):
+            compute = functools.partial(_per_channel_row, comparison, fields, block, rotation_seed)
+            row = comparison.kept(fields, compute, per_channel=block, benchmark="per_channel")
+            rows.append({"method": method, "bits": wanted, "block": block, **row})
+            print(setting, block, row)
+    result = {
+        "rows": rows,
+        "windows": len(comparison.windows),
+        "tokens_per_window": comparison.windows.shape[1],
+        "perplexity_dense": perplexity(comparison.dense_losses),
+        "group_size": group_size,
+    }
+    write_json(REPORTS / f"{name}.json", {**result, "kind": "per_channel", "setting": study.setting()})
+
+
+def _per_channel_row(
+    comparison: Comparison, fields: dict[str, Any], block: int | None, rotation_seed: int
+) -> dict[str, float]:
+    model = comparison.compressed(fields)[0]
+    spec = model.config.recalkv
+    bits = spec["cached_bits_per_token"]
+    if block is not None:
+        bits = bits_per_token(model.config, block)
+        use_per_channel(model, block, rotation_seed)
+    losses = comparison.losses(model)
+    rise, error = excess_loss(losses, comparison.dense_losses)
+    return {
+        "removed": 1 - bits / (spec["dense_elements_per_token"] * DENSE_BITS),
+        "perplexity": perplexity(losses),
+        "excess_nats": rise,
+        "excess_standard_error_nats": error,
+    }
 
 
 def _zero_shot_row(method: str, ratio: float, scores: list[TaskScore], dense: list[TaskScore]) -> dict[str, Any]:

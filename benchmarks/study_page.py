@@ -36,6 +36,8 @@ def write_page(folder: Path) -> None:
             lines += _prediction(name, result, folder)
         elif kind == "bits":
             lines += _bits(name, result)
+        elif kind == "per_channel":
+            lines += _per_channel(name, result)
         elif kind == "zeroshot":
             lines += _zeroshot(name, result)
     (folder / "README.md").write_text("\n".join(lines))
@@ -212,6 +214,28 @@ def _bits(name: str, result: dict[str, Any]) -> list[str]:
     for row in rows:
         lines.append(
             f"| {row['method']} | {row['ratio']:.2%} | {row['bytes_per_token_16bit']:,.0f} | {row['perplexity']:.2f} | "
+            f"{_excess(row)} |"
+        )
+    return [*lines, ""]
+
+
+def _per_channel(name: str, result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"## A scale per token or per channel ({name})",
+        "",
+        _setting(result),
+        "",
+        f"Groups of {result['group_size']}, nothing refit. *Per token*: rotated latents with one byte of scale per "
+        f"token and segment, as they are cached. *Per channel*: un-rotated latents, with smallest value and step in "
+        f"16 bits each per channel and block of tokens, the last block exact (KIVI).",
+        "",
+        "| method | bits | scales | removed | perplexity | excess |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        scales = "per token" if row["block"] is None else f"per channel and {row['block']} tokens"
+        lines.append(
+            f"| {row['method']} | {row['bits']} | {scales} | {row['removed']:.1%} | {row['perplexity']:.2f} | "
             f"{_excess(row)} |"
         )
     return [*lines, ""]

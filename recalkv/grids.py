@@ -13,7 +13,13 @@ from recalkv.bits import DENSE_BITS
 from recalkv.errors import ParameterError
 from recalkv.params import CalibrationParams, CompressionParams
 
-__all__ = ["Cell", "Grid", "load_grid"]
+__all__ = ["QUICK_REFIT_SAMPLES", "QUICK_ZERO_SHOT_ITEMS", "Cell", "Grid", "load_grid"]
+
+QUICK_REFIT_SAMPLES = 4
+"""Calibration windows of the refit behind the compressed prefix in a quick grid."""
+
+QUICK_ZERO_SHOT_ITEMS = 20
+"""Items of each zero-shot task in a quick grid."""
 
 
 class Grid(BaseModel):
@@ -30,6 +36,11 @@ class Grid(BaseModel):
     calibrations: list[dict[str, Any]] = Field([{}], min_length=1)
     zeroshot: bool = False
     windows: int | None = Field(None, ge=1)
+
+    def quick(self) -> "Grid":
+        """Every cell on little data, to see that a grid runs: one window, and two calibration sets at most."""
+        base = {**self.base, "refit_samples": QUICK_REFIT_SAMPLES}
+        return self.model_copy(update={"windows": 1, "base": base, "calibrations": self.calibrations[:2]})
 
     def cells(self) -> list["Cell"]:
         """All cells, in the order of the file: calibrations, variants, combinations, then ``also``."""

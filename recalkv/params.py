@@ -182,10 +182,10 @@ class NeedleParams(_Section):
     """Retrieval from long contexts: a number hidden in evaluation.text and asked for at the end."""
 
     lengths: list[Annotated[int, Field(ge=64)]] = Field(
-        default_factory=lambda: [512, 1024, 2048], min_length=1, description="prompt lengths, tokens"
+        default_factory=lambda: [2048, 4096, 8000], min_length=1, description="prompt lengths, tokens"
     )
     depths: list[Annotated[float, Field(ge=0, le=1)]] = Field(
-        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0],
+        default_factory=lambda: [0.0, 0.33, 0.67, 1.0],
         min_length=1,
         description="places of the number, fractions of the prompt",
     )

@@ -150,6 +150,10 @@ class Comparison:
             "removed": 0.0,
         }
 
+    def losses(self, model: Any) -> torch.Tensor:
+        """Losses of a model on the shared windows."""
+        return measured_losses(self._stage, model, self.windows)
+
     def compressed(self, fields: dict[str, Any]) -> tuple[Any, CompressedLayers]:
         """Compress with one set of fields; the model, and its layers."""
         parameters = self._stage.params.compression.model_copy(update=fields)
@@ -175,7 +179,7 @@ class Comparison:
             dense, layer.self_attn = layer.self_attn, copy.deepcopy(layer.self_attn)
             order = torch.cat(group_columns([result.permutations[index]], d_h))
             install(layer, result.keys[index], result.values[index], result.outputs[index], order)
-            losses = measured_losses(self._stage, model, self.windows)
+            losses = self.losses(model)
             layer.self_attn = dense
             rows.append(
                 {
@@ -191,7 +195,7 @@ class Comparison:
         """Compress with one set of fields and measure it."""
         parameters = self._stage.params.compression.model_copy(update=fields)
         model, result = self.compressed(fields)
-        losses = measured_losses(self._stage, model, self.windows)
+        losses = self.losses(model)
         spec = model.config.recalkv
         cache = fill_cache(model, self.windows[:1, :16])
         rise, error = excess_loss(losses, self.dense_losses)

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from recalkv.grid_plots import against_bytes
-from recalkv.grids import Cell, load_grid
+from recalkv.grids import QUICK_ZERO_SHOT_ITEMS, Cell, load_grid
 from recalkv.paper import Measured, beside_paper, paper_rows
 from recalkv.params import load_params
 from recalkv.zeroshot import PAPER_TASKS, TaskScore, average
@@ -26,6 +26,9 @@ from stages.zeroshot import task_items
 def main(
     name: Annotated[str, typer.Argument(help="Name of the grid.")],
     definitions: Annotated[Path, typer.Option(help="File of the grids.")] = Path("grids/grids.yaml"),
+    quick: Annotated[
+        bool, typer.Option(help="Every cell on little data; the result goes to DATA/quick instead of REPORTS.")
+    ] = False,
     params: ParamsOption = Path("params.yaml"),
     data: DataOption = Path("data"),
     reports: ReportsOption = Path("reports"),
@@ -33,30 +36,33 @@ def main(
     """Measure every cell of a grid; write REPORTS/grids/NAME.json (flat metrics) and NAME.md (the table)."""
     with running(f"grid-{name}", params, data) as stage:
         grid = load_grid(definitions, name)
-        measure = _Measure(stage, params, grid.zeroshot, grid.windows)
+        grid, limit = (grid.quick(), QUICK_ZERO_SHOT_ITEMS) if quick else (grid, stage.params.zeroshot.limit)
+        measure = _Measure(stage, params, task_items(stage) if grid.zeroshot else {}, limit, grid.windows)
         metrics = {"dense": measure.dense()}
         for cell in stage.progress(grid.cells(), len(grid.cells()), "cell"):
             metrics[cell.key] = measure.cell(cell)
-        write_json(reports / "grids" / f"{name}.json", metrics)
-        folder = reports / "grids" / name
-        shutil.rmtree(folder, ignore_errors=True)
-        pictures = _draw(grid.cells(), metrics, folder)
-        page = _page(stage, grid.title, grid.paper, grid.cells(), metrics, reports / "paper.json")
-        (reports / "grids" / f"{name}.md").write_text("\n".join([page, *pictures, ""]))
+        folder = data / "quick" if quick else reports / "grids"
+        write_json(folder / f"{name}.json", metrics)
+        shutil.rmtree(folder / name, ignore_errors=True)
+        pictures = _draw(grid.cells(), metrics, folder / name)
+        page = _page(stage, grid.title, grid.paper, grid.cells(), metrics, reports / "paper.json", quick)
+        (folder / f"{name}.md").write_text("\n".join([page, *pictures, ""]))
 
 
 class _Measure:
     """What is measured of every cell: perplexity, bytes, and zero-shot accuracy where the grid wants it."""
 
-    def __init__(self, stage: Stage, params: Path, zeroshot: bool, windows: int | None) -> None:
+    def __init__(
+        self, stage: Stage, params: Path, tasks: dict[str, Path | None], limit: int | None, windows: int | None
+    ) -> None:
         self._stage, self._params, self._windows = stage, params, windows
-        self._tasks = task_items(stage) if zeroshot else {}
+        self._tasks, self._limit = tasks, limit
         self._open: dict[str, tuple[Stage, Comparison]] = {}
 
     def dense(self) -> dict[str, Any]:
         """Figures of the dense model."""
         stage, comparison = self._statistics({})
-        scores = zero_shot_scores(stage, comparison, None, self._tasks, stage.params.zeroshot.limit)
+        scores = zero_shot_scores(stage, comparison, None, self._tasks, self._limit)
         return {**comparison.dense_figures(), **_accuracy(scores)}
 
     def cell(self, cell: Cell) -> dict[str, Any]:
@@ -64,7 +70,7 @@ class _Measure:
         stage, comparison = self._statistics(dict(cell.calibration))
         fields = {**AS_MEANT, **cell.fields}
         row = comparison.run([(cell.key, fields)])["rows"][0]
-        scores = zero_shot_scores(stage, comparison, fields, self._tasks, stage.params.zeroshot.limit)
+        scores = zero_shot_scores(stage, comparison, fields, self._tasks, self._limit)
         texts = {name: text["compressed"] for name, text in row.get("further_texts", {}).items()}
         return {
             "perplexity": {_main_name(stage): row["perplexity"], **texts},
@@ -145,7 +151,13 @@ def _main_name(stage: Stage) -> str:
 
 
 def _page(
-    stage: Stage, title: str, paper: str | None, cells: list[Cell], metrics: dict[str, Any], paper_file: Path
+    stage: Stage,
+    title: str,
+    paper: str | None,
+    cells: list[Cell],
+    metrics: dict[str, Any],
+    paper_file: Path,
+    quick: bool,
 ) -> str:
     """Render the table."""
     calibration, evaluation = stage.params.calibration, stage.params.evaluation
@@ -161,6 +173,7 @@ def _page(
         "",
         "Written by `stages.grid`; do not edit. Bytes are counted against a dense 16-bit cache, scales included; "
         "*excess* is the rise of the mean loss over the dense model; accuracy in per cent, with its standard error.",
+        *(["", "**A quick run on little data: these figures show that the grid runs, and no more.**"] if quick else []),
         "",
         f"{stage.model().name}; calibrated, unless said otherwise, on {calibration.samples} x {calibration.length} "
         f"tokens of `{Path(calibration.text).name}`; windows of {evaluation.window} tokens; groups of "

@@ -139,6 +139,27 @@ def test_a_grid_is_measured_once_and_shown(prepared: Path, monkeypatch: pytest.M
     assert json.loads((prepared / "reports/grids/whole.json").read_text())["dense"] != metrics["dense"]
 
 
+def test_quick_grids_have_the_same_cells_on_little_data(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, Any]] = []
+    measure = compare.Comparison.measure
+
+    def recorded(self: Any, fields: Any) -> Any:
+        seen.append((len(self.windows), fields["refit_samples"]))
+        return measure(self, fields)
+
+    monkeypatch.setattr(compare.Comparison, "measure", recorded)
+    file = write(prepared, one={"title": "t", "vary": {"method": ["palu"], "ratio": [0.5, 0.6]}})
+    assert run("one", "--definitions", str(file), "--quick").exit_code == 0
+    assert seen == [(1, 4), (1, 4)]
+    assert not (prepared / "reports/grids").exists()
+    metrics = json.loads((prepared / "data/quick/one.json").read_text())
+    assert set(metrics) == {"dense", "method=palu,ratio=0.5", "method=palu,ratio=0.6"}
+    page = (prepared / "data/quick/one.md").read_text()
+    assert "A quick run on little data" in page
+    picture = next(line for line in page.splitlines() if line.startswith("![")).split("](")[1].rstrip(")")
+    assert (prepared / "data/quick" / picture).exists()
+
+
 def test_zero_shot_stands_in_the_table(prepared: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     file = write(prepared, one={"title": "t", "vary": {"method": ["palu"]}, "zeroshot": True, "windows": 1})

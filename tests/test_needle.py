@@ -116,7 +116,7 @@ def test_stage_names_the_length_that_is_too_long(
     assert _invoke("needle") == 1
     assert "5000" in capsys.readouterr().err
     assert not (prepared / "reports/needle.json").exists()
-    assert NeedleParams().lengths == [512, 1024, 2048]
+    assert NeedleParams().lengths == [2048, 4096, 8000]
 
 
 def test_metrics_have_every_place(

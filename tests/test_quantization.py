@@ -274,6 +274,20 @@ def test_every_way_to_generate_gives_the_same_tokens(method: str, bits: Any) -> 
     assert torch.equal(greedy(model, ids, **beams), greedy(model, ids, use_cache=False, **beams))
 
 
+@pytest.mark.parametrize("bits", [4, "mixed"])
+def test_equal_bits_spread_their_noise_over_the_outputs(bits: Any) -> None:
+    """With one width of bits, noise on any latent costs the same plain error; mixed bits answer to their metric."""
+    dense = tiny.dense_model("llama-gqa")
+    parameters = CompressionParams(bits=bits, ratio=0.85, group_size=2)
+    result = compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters)
+    for keys, values in zip(result.keys, result.values, strict=True):
+        for key_up, value_up in zip(keys.up, values.up, strict=True):
+            cost = torch.cat([key_up, value_up], dim=1).double()
+            cost = cost @ cost.T
+            white = torch.eye(len(cost), dtype=torch.float64) * cost.diagonal().mean()
+            assert torch.allclose(cost, white, rtol=0, atol=1e-4 * float(white[0, 0])) == (bits == 4)
+
+
 def test_same_seed_same_bytes_other_seed_other_rotation() -> None:
     dense = tiny.dense_model("llama-gqa")
 

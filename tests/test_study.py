@@ -1,19 +1,26 @@
 """The accuracy study: statistics are shared between cells and evaluation sets, and its page shows the results."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import study
+from benchmarks.per_channel import PerChannelRows, bits_per_token, use_per_channel
 from benchmarks.study import Study, evaluation
 from benchmarks.study_page import write_page
-from recalkv.params import load_params
+from recalkv.evaluate import window_losses
+from recalkv.params import CompressionParams, load_params
+from recalkv.quantization import random_rotation
 from recalkv.zeroshot import TaskScore
 from stages import sweep
 from stages.common import Stage
+from tests import tiny
 from tests.test_compare import comparison_of
+from tests.test_quantization import quantised
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,6 +55,35 @@ def test_readme_shows_the_results_of_the_study() -> None:
     rows = json.loads((ROOT / "reports/study/comparison.json").read_text())["rows"]
     for row in rows:
         assert f"{row['perplexity']:.2f}" in readme, row
+
+
+def test_per_channel_rows_by_hand() -> None:
+    """Blocks of two tokens: each channel between its own smallest and largest value; the last token is exact."""
+    rows = PerChannelRows([[(3, 2)]], 2, (0, 0, 0))
+    rotation = random_rotation(3, 0, 0, 0, 0, 0).float()
+    plain = torch.tensor([[0.0, -1.0, 10.0], [3.0, 2.0, 10.0], [1.0, -1.0, 4.0], [2.0, 0.25, 1.0], [0.3, 0.4, 0.5]])
+    read = rows.unpack(rows.pack(plain @ rotation), torch.float32) @ rotation.T
+    # Two values of a block are the ends of its range, so two bits lose nothing of them.
+    torch.testing.assert_close(read, plain, atol=2e-3, rtol=0)
+    longer = PerChannelRows([[(3, 2)]], 4, (0, 0, 0)).unpack(plain @ rotation, torch.float32) @ rotation.T
+    torch.testing.assert_close(longer[:, 0], torch.tensor([0.0, 3.0, 1.0, 2.0, 0.3]), atol=2e-3, rtol=0)
+    torch.testing.assert_close(longer[3, 1], torch.tensor(0.0), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["loss-aware", "palu"])
+def test_per_channel_rows_in_a_model(method: str) -> None:
+    """At eight bits per channel the model is that of eight bits per token, nearly; its bits count the scales."""
+    model, ids = copy.deepcopy(quantised("llama-gqa", method, 8, 0.6)), tiny.windows(2, 33, seed=5)
+    before = window_losses(model, ids)
+    use_per_channel(model, 8, CompressionParams().rotation_seed)
+    torch.testing.assert_close(window_losses(model, ids), before, atol=0.05, rtol=0)
+    elements = sum(
+        width
+        for layer in model.config.recalkv["layers"]
+        for group in layer["key_segments"] + (layer["value_segments"] or [])
+        for width, _ in group
+    )
+    assert bits_per_token(model.config, 8) == elements * (8 + 4)
 
 
 def test_zero_shot_rows_pair_the_items() -> None:

@@ -27,6 +27,10 @@ def quantizable_factors(
 ) -> tuple[LowRank, LowRank]:
     """Natural basis by falling variance, unit variance per segment, and a rotation within each segment.
 
+    With mixed bits the basis is that of the method's own metric, in which the bits were allocated. With
+    the same bits everywhere it is that of the plain reconstruction error: nothing answers for what the
+    loss metric takes for free, and noise that is as large there as a coarse grid makes it is not free.
+
     Parameters
     ----------
     keys, values
@@ -46,6 +50,7 @@ def quantizable_factors(
             zip(factors.down, factors.up, gradients, segments, strict=True)
         ):
             seed = (parameters.rotation_seed, index, side, number)
+            gradient = gradient if parameters.bits == "mixed" else None
             new_left, new_right = _turn(left.double(), right.double(), gram, gradient, pieces, seed)
             down.append(new_left)
             up.append(new_right)
