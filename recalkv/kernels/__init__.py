@@ -1,0 +1,6 @@
+"""Fused decode attention over latents, in Triton.
+
+:mod:`recalkv.kernels.decode` has the kernels, :mod:`recalkv.kernels.plan` what they need to know of a layer,
+:mod:`recalkv.kernels.module` the attention module that uses them. Nothing here is imported by the rest of
+the package, so Triton is needed only where it is asked for: ``recalkv.kernels.module.use_kernels(model)``.
+"""

@@ -1,0 +1,216 @@
+"""Compile the shipped configurations for GPUs that need not be here, and check what came out.
+
+``python -m recalkv.kernels.compile_gate`` prints one line per kernel, geometry and architecture: shared
+memory, registers, bytes spilled, and tensor-core instructions. It ends with status 1 if a kernel would
+not launch, spills heavily, or multiplies matrices without tensor cores.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from recalkv.kernels.attention import STAGES
+from recalkv.kernels.decode import combine_kernel, scores_kernel, values_kernel
+from recalkv.kernels.plan import TILE, rank_blocks, scores_launch, value_blocks, value_warps
+
+__all__ = ["CONFIGURATIONS", "Compiled", "Configuration", "compile_all", "faults"]
+
+SHARED_LIMITS = {80: 166_912, 90: 232_448}
+"""Bytes of shared memory that one program can have, by architecture (163 KB on A100, 227 KB on H100 and H200)."""
+
+SPILL_LIMIT = 256
+"""Bytes per thread that may be spilled."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A geometry of one layer: what decides the constants of the kernels."""
+
+    name: str
+    head_dim: int
+    query_heads_per_kv: int
+    key_rank: int
+    value_rank: int
+    value_heads: int
+    queries: int = 1
+    dtype: str = "bf16"
+    packed: bool = False
+    norm: bool = False
+    bias: bool = False
+
+
+CONFIGURATIONS = (
+    # Groups of two heads, keys and values in one latent, 50 % and 70 %; the same for grouped queries.
+    Configuration("llama-2-7b joint s=2 50%", 128, 1, 256, 256, 2),
+    Configuration("llama-2-7b joint s=2 70%", 128, 1, 154, 154, 2),
+    Configuration("llama-2-7b joint s=1 50%", 128, 1, 128, 128, 1, dtype="fp16"),
+    Configuration("mistral-7b joint s=2 50%", 128, 4, 256, 256, 2),
+    Configuration("mistral-7b joint s=2 70%", 128, 4, 154, 154, 2),
+    Configuration("mistral-7b joint s=2 70%, 4 queries", 128, 4, 154, 154, 2, queries=4),
+    # The paper's: keys in groups of four, one latent for all values.
+    Configuration("llama-2-7b s=4 50%", 128, 1, 256, 2048, 32),
+    Configuration("llama-2-7b s=4 70%", 128, 1, 154, 1229, 32),
+    Configuration("llama-2-7b joint s=4 50% (streamed)", 128, 1, 512, 512, 4),
+    Configuration("llama-3.1-8b s=4 70%", 128, 4, 154, 307, 8),
+    Configuration("qwen3 joint s=2 50%", 128, 2, 256, 256, 2, norm=True),
+    Configuration("qwen2 joint s=2 50%", 64, 7, 128, 128, 2, bias=True),
+    Configuration("smollm2-135m joint s=2 50%", 64, 3, 128, 128, 2),
+    Configuration("llama-2-7b joint s=2 packed", 128, 1, 256, 256, 2, packed=True),
+    Configuration("mistral-7b joint s=2 packed", 128, 4, 256, 256, 2, packed=True),
+    Configuration("head dimension 256", 256, 2, 256, 256, 1),
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel of one configuration on one architecture.
+
+    Attributes
+    ----------
+    shared
+        Bytes of shared memory of a program.
+    registers, spilled
+        Registers, and bytes of stack, of a thread.
+    tensor_core
+        Tensor-core instructions.
+    """
+
+    kernel: str
+    configuration: Configuration
+    architecture: int
+    shared: int
+    registers: int
+    spilled: int
+    tensor_core: int
+
+
+def compile_all(architectures: tuple[int, ...] = (80, 90)) -> Iterator[Compiled]:
+    """Compile every kernel of every configuration; kernels of equal constants once."""
+    done: dict[Any, tuple[int, int, int, int]] = {}
+    for configuration in CONFIGURATIONS:
+        for architecture in architectures:
+            for name, kernel, types, constants, warps in _kernels(configuration, architecture):
+                key = (name, architecture, warps, tuple(types.items()), tuple(constants.items()))
+                if key not in done:
+                    done[key] = _compile(kernel, types, constants, architecture, warps)
+                yield Compiled(name, configuration, architecture, *done[key])
+
+
+def faults(compiled: Compiled) -> list[str]:
+    """What is wrong with a compiled kernel."""
+    found = []
+    limit = SHARED_LIMITS[compiled.architecture]
+    if compiled.shared > limit:
+        found.append(f"{compiled.shared} bytes of shared memory, limit {limit}")
+    if compiled.spilled > SPILL_LIMIT:
+        found.append(f"{compiled.spilled} bytes spilled, limit {SPILL_LIMIT}")
+    if compiled.kernel != "combine" and not compiled.tensor_core:
+        found.append("no tensor-core instruction")
+    return found
+
+
+def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
+    """Name, kernel, argument types, constants and warps, as in :func:`recalkv.kernels.attention.latent_attention`."""
+    rows = c.query_heads_per_kv * c.queries
+    half = c.head_dim // 2
+    ranks = rank_blocks(c.key_rank, c.head_dim, c.packed)
+    launch = scores_launch(rows, c.head_dim, ranks.resident, c.packed, architecture)
+    latent = "*u8" if c.packed else f"*{c.dtype}"
+    table = "*i32" if c.packed else "*i64"
+    steps = "*fp32" if c.packed else "*i64"
+    pointers = {
+        "query_ptr": "*fp32", "latent_ptr": latent, "up_ptr": f"*{c.dtype}",
+        "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "norm_ptr": f"*{c.dtype}" if c.norm else "*i64",
+        "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "first_ptr": "*i64", "logits_ptr": "*fp32",
+        "heads_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,
+    }  # fmt: skip
+    numbers = {
+        "latent_batch_stride": "i64", "latent_slot_stride": "i32", "mask_batch_stride": "i32",
+        "mask_query_stride": "i32", "table_width": "i32", "slots": "i32", "scaling": "fp32", "eps": "fp32",
+    }  # fmt: skip
+    constants = {
+        "ROWS": rows, "BLOCK_M": 1 if rows == 1 else max(16, triton.next_power_of_2(rows)), "QUERIES": c.queries,
+        "HALF": half, "BLOCK_H": max(16, triton.next_power_of_2(half)), "RANK_A": ranks.first, "RANK_B": ranks.second,
+        "RESIDENT": ranks.resident, "BLOCK_N": launch.tile, "TILES": 16, "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
+        "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
+    }  # fmt: skip
+    yield "scores", scores_kernel, pointers | numbers, constants, launch.warps
+    _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows)
+    pointers = {
+        "logits_ptr": "*fp32", "latent_ptr": latent, "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32",
+        "blocks_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,
+    }  # fmt: skip
+    numbers = {
+        "latent_batch_stride": "i64", "latent_slot_stride": "i32", "table_width": "i32", "all_rows": "i32",
+        "total": "i32", "slots": "i32",
+    }  # fmt: skip
+    constants = {
+        "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE, "TILES": 16, "PACKED": c.packed,
+        "UPCAST": False, "TYPE": triton.language.bfloat16 if c.dtype == "bf16" else triton.language.float16,
+    }  # fmt: skip
+    yield "values", values_kernel, pointers | numbers, constants, value_warps(c.packed)
+    types = {
+        "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32", "blocks_ptr": "*i32",
+        "context_ptr": f"*{c.dtype}", "all_rows": "i32", "total": "i32", "runs": "i32",
+    }  # fmt: skip
+    yield "combine", combine_kernel, types, {"BLOCK_M": block_rows, "BLOCK_C": block_columns}, 4
+
+
+def _compile(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, warps: int
+) -> tuple[int, int, int, int]:
+    signature = types | dict.fromkeys(constants, "constexpr")
+    # Allocations are aligned; a launch tells the compiler so.
+    pointers = [i for i, name in enumerate(kernel.arg_names) if types.get(name, "").startswith("*")]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
+    options = {"num_warps": warps, "num_stages": STAGES}
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    registers, spilled = _resources(compiled.asm["cubin"])
+    tensor_core = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))
+    return compiled.metadata.shared, registers, spilled, tensor_core
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of a thread, from the compiled binary."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    found = str(tool) if tool.exists() else shutil.which("cuobjdump")
+    if found is None:
+        raise FileNotFoundError("cuobjdump is neither in the triton package nor on the path")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([found, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert match, text
+    return int(match[1]), int(match[2])
+
+
+def main() -> int:
+    """Print the table; 1 if anything is wrong."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("TRITON_INTERPRET=1 interprets kernels; unset it to compile them", file=sys.stderr)
+        return 2
+    wrong = 0
+    print(f"{'configuration':<38}{'kernel':<9}{'sm':>4}{'shared':>9}{'registers':>11}{'spilled':>9}{'mma':>6}")
+    for one in compile_all():
+        line = f"{one.configuration.name:<38}{one.kernel:<9}{one.architecture:>4}{one.shared:>9,}{one.registers:>11}"
+        problems = faults(one)
+        wrong += bool(problems)
+        print(f"{line}{one.spilled:>9}{one.tensor_core:>6}  {'; '.join(problems)}".rstrip(), flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""Triton kernels of decode attention over latents: scores, values, combination (flash decoding).
+
+1. ``scores_kernel``: one program per key/value head and run of tiles rebuilds keys from latents, turns them
+   by RoPE and takes their products with the head's queries. A group's latents are read once per head,
+   from the level-2 cache after the first.
+2. ``values_kernel``: one program per block of latent columns, block of query rows and run of tiles; softmax
+   weights over the run times the value latents. Ranks far wider than a register file are cut in columns.
+3. ``combine_kernel``: sums the runs.
+
+Latents are plain (batch, slots, columns) or rows of packed codes (:mod:`recalkv.quantization`), which are
+read as they are. Everything elementwise is float32; products take the latents' type.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["combine_kernel", "scores_kernel", "values_kernel"]
+
+# The interpreter multiplies bfloat16 wrongly and without a word; UPCAST makes products float32 there.
+
+
+@triton.jit
+def _latents(
+    base, slots_ok, columns, columns_ok, slot_offsets, columns_ptr, steps_ptr, table_width,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Latents (slots, columns) of one sequence: plain, or unpacked from rows of codes."""
+    ok = slots_ok[:, None] & columns_ok[None, :]
+    if PACKED:
+        # Of each column: its first byte, shift and bits, the byte of its scale, and the step of its codes.
+        first = tl.load(columns_ptr + columns, mask=columns_ok, other=0)
+        shift = tl.load(columns_ptr + table_width + columns, mask=columns_ok, other=0)
+        bits = tl.load(columns_ptr + 2 * table_width + columns, mask=columns_ok, other=8)
+        level_at = tl.load(columns_ptr + 3 * table_width + columns, mask=columns_ok, other=0)
+        step = tl.load(steps_ptr + columns, mask=columns_ok, other=0.0)
+        rows = base + slot_offsets[:, None]
+        low = tl.load(rows + first[None, :], mask=ok, other=0).to(tl.int32)
+        astride = (shift + bits) > 8
+        high = tl.load(rows + first[None, :] + 1, mask=ok & astride[None, :], other=0).to(tl.int32)
+        code = ((low | (high << 8)) >> shift[None, :]) & ((1 << bits) - 1)[None, :]
+        level = tl.load(rows + level_at[None, :], mask=ok, other=0).to(tl.float32)
+        centre = ((1 << bits) - 1).to(tl.float32) * 0.5
+        size = tl.exp2((level - 128.0) * 0.125) * step[None, :]
+        latents = ((code.to(tl.float32) - centre[None, :]) * size).to(TYPE)
+        latents = tl.where(ok, latents, 0.0)
+    else:
+        latents = tl.load(base + slot_offsets[:, None] + columns[None, :], mask=ok, other=0.0)
+    if UPCAST:
+        latents = latents.to(tl.float32)
+    return latents
+
+
+@triton.jit
+def _up(up_ptr, start, stride, columns, columns_ok, places, places_ok, UPCAST: tl.constexpr):
+    """A block of one head's R_k, (columns, places)."""
+    offsets = start + columns[:, None] * stride + places[None, :]
+    block = tl.load(up_ptr + offsets, mask=columns_ok[:, None] & places_ok[None, :], other=0.0)
+    if UPCAST:
+        block = block.to(tl.float32)
+    return block
+
+
+@triton.jit
+def scores_kernel(
+    query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, first_ptr, logits_ptr,
+    heads_ptr, columns_ptr, steps_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride,
+    mask_query_stride, table_width, slots, scaling, eps,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    RANK_A: tl.constexpr, RANK_B: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Scores of one key/value head's queries against a run of TILES tiles, in units of log 2.
+
+    Grid: (runs, key/value heads, batch).
+
+    Parameters
+    ----------
+    query_ptr : (batch, kv heads, ROWS, 2 HALF), turned by its slots
+        ROWS = query heads of a key/value head x queries.
+    heads_ptr : (kv heads, 4) int32
+        First latent column, rank, start of the head's block in ``up_ptr`` and the row stride there.
+    mask_ptr
+        Unused with MASK 0 (every slot) and 1 (causal, from slot ``first_ptr`` on); with 2 a boolean
+        (batch, QUERIES, slots).
+    logits_ptr : (batch, kv heads, ROWS, slots) float32
+        Minus infinity where masked.
+    RANK_A, RANK_B
+        Powers of two that cover the ranks. With RESIDENT R_k stays in registers or shared memory for the
+        whole run, in blocks of these sizes; otherwise it is read again for each tile, RANK_A rows at a time.
+    """
+    run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads = tl.num_programs(1)
+    first_column = tl.load(heads_ptr + 4 * head)
+    rank = tl.load(heads_ptr + 4 * head + 1)
+    up_start = tl.load(heads_ptr + 4 * head + 2)
+    up_stride = tl.load(heads_ptr + 4 * head + 3)
+    kind = up_ptr.dtype.element_ty
+    places = tl.arange(0, BLOCK_H)
+    places_ok = places < HALF
+    rows = tl.arange(0, BLOCK_M)
+    rows_ok = rows < ROWS
+    whole_head = (batch * kv_heads + head).to(tl.int64)
+    query_at = query_ptr + (whole_head * ROWS + rows[:, None]) * (2 * HALF) + places[None, :]
+    query_ok = rows_ok[:, None] & places_ok[None, :]
+    query_left = tl.load(query_at, mask=query_ok, other=0.0).to(tl.float32)
+    query_right = tl.load(query_at + HALF, mask=query_ok, other=0.0).to(tl.float32)
+    base = latent_ptr + batch.to(tl.int64) * latent_batch_stride
+    columns_a = tl.arange(0, RANK_A)
+    ok_a = columns_a < rank
+    if RESIDENT:
+        up_left_a = _up(up_ptr, up_start, up_stride, columns_a, ok_a, places, places_ok, UPCAST)
+        up_right_a = _up(up_ptr, up_start + HALF, up_stride, columns_a, ok_a, places, places_ok, UPCAST)
+        if RANK_B > 0:
+            columns_b = RANK_A + tl.arange(0, RANK_B)
+            ok_b = columns_b < rank
+            up_left_b = _up(up_ptr, up_start, up_stride, columns_b, ok_b, places, places_ok, UPCAST)
+            up_right_b = _up(up_ptr, up_start + HALF, up_stride, columns_b, ok_b, places, places_ok, UPCAST)
+    in_tile = tl.arange(0, BLOCK_N)
+    for step in range(TILES):
+        tile = run * TILES + step
+        slot = tile * BLOCK_N + in_tile
+        slot_ok = slot < slots
+        slot_offsets = slot.to(tl.int64) * latent_slot_stride
+        left = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+        right = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+        if RESIDENT:
+            latents = _latents(
+                base, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, steps_ptr, table_width,
+                PACKED, UPCAST, kind,
+            )  # fmt: skip
+            left = tl.dot(latents, up_left_a, left, input_precision="ieee")
+            right = tl.dot(latents, up_right_a, right, input_precision="ieee")
+            if RANK_B > 0:
+                latents = _latents(
+                    base, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, steps_ptr,
+                    table_width, PACKED, UPCAST, kind,
+                )  # fmt: skip
+                left = tl.dot(latents, up_left_b, left, input_precision="ieee")
+                right = tl.dot(latents, up_right_b, right, input_precision="ieee")
+        else:
+            for start in range(0, rank, RANK_A):
+                columns = start + columns_a
+                ok = columns < rank
+                latents = _latents(
+                    base, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, steps_ptr, table_width,
+                    PACKED, UPCAST, kind,
+                )  # fmt: skip
+                block = _up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST)
+                left = tl.dot(latents, block, left, input_precision="ieee")
+                block = _up(up_ptr, up_start + HALF, up_stride, columns, ok, places, places_ok, UPCAST)
+                right = tl.dot(latents, block, right, input_precision="ieee")
+        if HAS_BIAS:
+            at = bias_ptr + head * (2 * HALF) + places
+            left += tl.load(at, mask=places_ok, other=0.0).to(tl.float32)[None, :]
+            right += tl.load(at + HALF, mask=places_ok, other=0.0).to(tl.float32)[None, :]
+        if HAS_NORM:
+            power = (tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / (2 * HALF)
+            inverse = tl.rsqrt(power + eps)[:, None]
+            left *= inverse * tl.load(norm_ptr + places, mask=places_ok, other=0.0).to(tl.float32)[None, :]
+            right *= inverse * tl.load(norm_ptr + HALF + places, mask=places_ok, other=0.0).to(tl.float32)[None, :]
+        # Keys turn by their place in the tile, queries back by the tile's start.
+        at = offset_ptr + in_tile[:, None] * (2 * HALF) + places[None, :]
+        cos = tl.load(at, mask=places_ok[None, :], other=0.0)
+        sin = tl.load(at + HALF, mask=places_ok[None, :], other=0.0)
+        key_left, key_right = left * cos - right * sin, right * cos + left * sin
+        # The last tiles of the last run may lie behind the table; nothing of them is stored.
+        anchored = places_ok & (tile * BLOCK_N + 0 * places < slots)
+        anchor_cos = tl.load(anchor_ptr + tile * (2 * HALF) + places, mask=anchored, other=0.0)[None, :]
+        anchor_sin = tl.load(anchor_ptr + tile * (2 * HALF) + HALF + places, mask=anchored, other=0.0)[None, :]
+        turned_left = query_left * anchor_cos + query_right * anchor_sin
+        turned_right = query_right * anchor_cos - query_left * anchor_sin
+        if BLOCK_M == 1:
+            scores = (tl.sum(turned_left * key_left, axis=1) + tl.sum(turned_right * key_right, axis=1))[None, :]
+        else:
+            if not UPCAST:
+                turned_left, turned_right = turned_left.to(kind), turned_right.to(kind)
+                key_left, key_right = key_left.to(kind), key_right.to(kind)
+            scores = tl.dot(turned_left, tl.trans(key_left), input_precision="ieee")
+            scores = tl.dot(turned_right, tl.trans(key_right), scores, input_precision="ieee")
+        scores *= scaling
+        seen = rows_ok[:, None] & slot_ok[None, :]
+        if MASK == 1:
+            last = tl.load(first_ptr).to(tl.int32) + rows % QUERIES
+            scores = tl.where(slot[None, :] <= last[:, None], scores, float("-inf"))
+        if MASK == 2:
+            at = mask_ptr + batch.to(tl.int64) * mask_batch_stride + (rows % QUERIES)[:, None] * mask_query_stride
+            allowed = tl.load(at + slot[None, :], mask=seen, other=0)
+            scores = tl.where(allowed != 0, scores, float("-inf"))
+        tl.store(logits_ptr + (whole_head * ROWS + rows[:, None]) * slots + slot[None, :], scores, mask=seen)
+
+
+@triton.jit
+def values_kernel(
+    logits_ptr, latent_ptr, partial_ptr, most_ptr, sum_ptr, blocks_ptr, columns_ptr, steps_ptr,
+    latent_batch_stride, latent_slot_stride, table_width, all_rows, total, slots,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Softmax weights of a run of tiles times a block of value latents, not yet normalised.
+
+    Grid: (blocks, runs, batch).
+
+    Parameters
+    ----------
+    logits_ptr : (batch, all_rows, slots) float32
+        From :func:`scores_kernel`.
+    blocks_ptr : (blocks, 6) int32
+        Of each block: first latent column, columns, first row, rows, place of its first element in the
+        context of one sequence, and the row stride there.
+    partial_ptr : (batch, runs, total) float32
+    most_ptr, sum_ptr : (batch, runs, all_rows) float32
+        Largest score of a row, and the sum of its weights; minus infinity and 0 where it attends to nothing.
+    """
+    block, run, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    runs = tl.num_programs(1)
+    first_column = tl.load(blocks_ptr + 6 * block)
+    width = tl.load(blocks_ptr + 6 * block + 1)
+    first_row = tl.load(blocks_ptr + 6 * block + 2)
+    count = tl.load(blocks_ptr + 6 * block + 3)
+    place = tl.load(blocks_ptr + 6 * block + 4)
+    stride = tl.load(blocks_ptr + 6 * block + 5)
+    rows = tl.arange(0, BLOCK_M)
+    rows_ok = rows < count
+    in_block = tl.arange(0, BLOCK_C)
+    columns_ok = in_block < width
+    logits_at = logits_ptr + (batch.to(tl.int64) * all_rows + first_row + rows[:, None]) * slots
+    base = latent_ptr + batch.to(tl.int64) * latent_batch_stride
+    most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    context = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
+    for step in range(TILES):
+        slot = (run * TILES + step) * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot_ok = slot < slots
+        scores = tl.load(logits_at + slot[None, :], mask=rows_ok[:, None] & slot_ok[None, :], other=float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, axis=1))
+        finite = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(scores - finite[:, None])
+        shrink = tl.exp2(most - finite)
+        # Slots that nobody attends to may hold anything, NaN included.
+        used = slot_ok & (tl.max(weights, axis=0) > 0)
+        latents = _latents(
+            base, used, first_column + in_block, columns_ok, slot.to(tl.int64) * latent_slot_stride, columns_ptr,
+            steps_ptr, table_width, PACKED, UPCAST, TYPE,
+        )  # fmt: skip
+        context = tl.dot(weights.to(latents.dtype), latents, context * shrink[:, None], input_precision="ieee")
+        weight = weight * shrink + tl.sum(weights, axis=1)
+        most = larger
+    sequence = (batch * runs + run).to(tl.int64)
+    at = partial_ptr + sequence * total + place + rows[:, None] * stride + in_block[None, :]
+    tl.store(at, context, mask=rows_ok[:, None] & columns_ok[None, :])
+    # Blocks of the same rows have the same sums; whoever writes them last writes the same.
+    at = sequence * all_rows + first_row + rows
+    tl.store(most_ptr + at, most, mask=rows_ok)
+    tl.store(sum_ptr + at, weight, mask=rows_ok)
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr, most_ptr, sum_ptr, blocks_ptr, context_ptr, all_rows, total, runs,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Sum the runs of :func:`values_kernel` and normalise. Grid: (blocks, batch); context (batch, total)."""
+    block, batch = tl.program_id(0), tl.program_id(1)
+    width = tl.load(blocks_ptr + 6 * block + 1)
+    first_row = tl.load(blocks_ptr + 6 * block + 2)
+    count = tl.load(blocks_ptr + 6 * block + 3)
+    place = tl.load(blocks_ptr + 6 * block + 4)
+    stride = tl.load(blocks_ptr + 6 * block + 5)
+    rows = tl.arange(0, BLOCK_M)
+    rows_ok = rows < count
+    in_block = tl.arange(0, BLOCK_C)
+    ok = rows_ok[:, None] & (in_block < width)[None, :]
+    most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    context = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
+    for run in range(runs):
+        sequence = (batch * runs + run).to(tl.int64)
+        own = tl.load(most_ptr + sequence * all_rows + first_row + rows, mask=rows_ok, other=float("-inf"))
+        larger = tl.maximum(most, own)
+        finite = tl.where(larger == float("-inf"), 0.0, larger)
+        shrink, scale = tl.exp2(most - finite), tl.exp2(own - finite)
+        sums = tl.load(sum_ptr + sequence * all_rows + first_row + rows, mask=rows_ok, other=0.0)
+        at = partial_ptr + sequence * total + place + rows[:, None] * stride + in_block[None, :]
+        part = tl.load(at, mask=ok, other=0.0)
+        context = context * shrink[:, None] + part * scale[:, None]
+        weight = weight * shrink + sums * scale
+        most = larger
+    # A row that attends to nothing, as padding does, is zero.
+    context = context / tl.where(weight > 0, weight, 1.0)[:, None]
+    at = context_ptr + batch.to(tl.int64) * total + place + rows[:, None] * stride + in_block[None, :]
+    tl.store(at, context.to(context_ptr.dtype.element_ty), mask=ok)

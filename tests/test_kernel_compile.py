@@ -1,0 +1,44 @@
+"""Every shipped configuration compiles for GPUs that are not here, within their limits."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from recalkv.kernels.compile_gate import CONFIGURATIONS, Compiled, faults
+
+
+def test_all_configurations_compile_within_limits() -> None:
+    """In a process of its own: where kernels are interpreted, they cannot be compiled."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "recalkv.kernels.compile_gate"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()[1:]
+    assert len(lines) == 3 * 2 * len(CONFIGURATIONS)
+
+
+def test_the_gate_does_not_interpret() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "recalkv.kernels.compile_gate"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET=1 interprets kernels; unset it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shared", "spilled", "tensor_core", "message"),
+    [
+        (170_000, 0, 8, "170000 bytes of shared memory, limit 166912"),
+        (100, 300, 8, "300 bytes spilled, limit 256"),
+        (100, 0, 0, "no tensor-core instruction"),
+    ],
+)
+def test_faults_are_named(shared: int, spilled: int, tensor_core: int, message: str) -> None:
+    good = Compiled("scores", CONFIGURATIONS[0], 80, 100, 128, 0, 8)
+    assert faults(good) == []
+    assert faults(Compiled("scores", CONFIGURATIONS[0], 80, shared, 128, spilled, tensor_core)) == [message]
+    assert faults(Compiled("combine", CONFIGURATIONS[0], 80, 100, 128, 0, 0)) == []

@@ -1,0 +1,430 @@
+"""Kernels in Triton's interpreter against a float64 reference; on a GPU the same tests run compiled."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from recalkv.errors import ParameterError
+from recalkv.kernels.plan import rank_blocks, scores_launch, value_blocks
+from recalkv.quantization import RowLayout
+from recalkv.reorder import group_sizes
+from tests import tiny
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from recalkv.kernels import module
+from recalkv.kernels.attention import latent_attention
+from recalkv.kernels.module import KernelAttention, use_kernels
+from recalkv.kernels.plan import LayerPlan
+from recalkv.kernels.rotary import TileRotary
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Rotary:
+    """A rotary module of plain RoPE."""
+
+    def __init__(self, head_dim: int, scaling: float = 1.0) -> None:
+        self.inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+        self.attention_scaling = scaling
+
+
+@dataclass
+class Case:
+    """One layer's attention: queries over latents."""
+
+    head_dim: int = 32
+    kv_heads: int = 4
+    query_heads: int = 4
+    key_group: int = 2
+    value_group: int = 4
+    key_rank: int = 24
+    value_rank: int = 40
+    slots: int = 70
+    queries: int = 1
+    batch: int = 1
+    joint: bool = False
+    bias: bool = False
+    norm: bool = False
+    dtype: torch.dtype = torch.float32
+    padding: list[int] = field(default_factory=list)
+    runs: int | None = None
+    scaling: float = 1.0
+    segments: Any = None
+    spare_slots: int = 0
+    start: int | None = None
+
+
+def rotate(states: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+    """Plain RoPE in float64 on (tokens, d_h)."""
+    angles = positions.double()[:, None] * rotary.inv_freq
+    cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+    left, right = states.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+class Problem:
+    """Random tensors of a case, the kernels' result, and the same by loops over heads in float64."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(case.dtype)
+
+        self.key_heads = group_sizes(case.kv_heads, min(case.key_group, case.kv_heads))
+        value_group = min(case.value_group, case.kv_heads)
+        self.value_heads = self.key_heads if case.joint else group_sizes(case.kv_heads, value_group)
+        # Groups differ in rank.
+        self.key_ranks = [case.key_rank - 3 * number for number in range(len(self.key_heads))]
+        ranks = [case.value_rank - 5 * number for number in range(len(self.value_heads))]
+        self.value_ranks = self.key_ranks if case.joint else ranks
+        self.ups = [
+            normal(rank, heads * case.head_dim, scale=rank**-0.5)
+            for rank, heads in zip(self.key_ranks, self.key_heads, strict=True)
+        ]
+        self.z_k = normal(case.batch, case.slots, sum(self.key_ranks))
+        self.z_v = self.z_k if case.joint else normal(case.batch, case.slots, sum(self.value_ranks))
+        self.query = normal(case.batch, case.query_heads, case.queries, case.head_dim)
+        self.bias = normal(case.kv_heads * case.head_dim) if case.bias else None
+        self.norm = (normal(case.head_dim).abs() + 0.5, 1e-6) if case.norm else None
+        self.rotary = Rotary(case.head_dim, case.scaling)
+        self.first = case.slots - case.queries - case.spare_slots if case.start is None else case.start
+        self.mask: Tensor | None = None
+        if case.padding or case.spare_slots:
+            seen = torch.arange(case.slots) <= self.first + torch.arange(case.queries)[:, None]
+            self.mask = seen.expand(case.batch, 1, -1, -1).clone()
+            for sequence, count in enumerate(case.padding):
+                self.mask[sequence, :, :, :count] = False
+        self.layouts: list[RowLayout | None] = [None, None]
+        self.rows = [self.z_k, self.z_v]
+        if case.segments is not None:
+            layouts = [RowLayout(case.segments([*ranks])) for ranks in (self.key_ranks, self.value_ranks)]
+            self.rows = [layout.pack(z) for layout, z in zip(layouts, self.rows, strict=True)]
+            read = [layout.unpack(z, case.dtype) for layout, z in zip(layouts, self.rows, strict=True)]
+            self.z_k, self.z_v = read
+            self.layouts = [layouts[0], layouts[1]]
+
+    def by_kernels(self) -> list[Tensor]:
+        case = self.case
+        plan = LayerPlan(
+            [up.to(DEVICE) for up in self.ups], self.key_heads, self.value_ranks, self.value_heads, case.head_dim,
+            self.layouts[0], self.layouts[1],
+        )  # fmt: skip
+        rotary = TileRotary(self.rotary)
+        places = torch.arange(case.queries) + self.first
+        turned = rotary.rotate(self.query.to(DEVICE), places.to(DEVICE), case.slots)
+        z_k, z_v = (rows.to(DEVICE) for rows in self.rows)
+        results = latent_attention(
+            turned, z_k, z_k if case.joint else z_v, plan, rotary,
+            None if self.mask is None else self.mask.to(DEVICE), torch.tensor([self.first], device=DEVICE),
+            case.head_dim**-0.5, None if self.bias is None else self.bias.to(DEVICE),
+            None if self.norm is None else (self.norm[0].to(DEVICE), self.norm[1]), case.runs,
+        )  # fmt: skip
+        return [result.cpu() for result in results]
+
+    def by_loops(self) -> list[Tensor]:
+        case, n_rep = self.case, self.case.query_heads // self.case.kv_heads
+        positions = torch.arange(case.slots)
+        places = torch.arange(case.queries) + self.first
+        heads: list[Tensor] = []
+        for sequence in range(case.batch):
+            latents = self.z_k[sequence].double().split(self.key_ranks, dim=-1)
+            keys = torch.cat([z @ up.double() for z, up in zip(latents, self.ups, strict=True)], dim=-1)
+            if self.bias is not None:
+                keys = keys + self.bias.double()
+            values = self.z_v[sequence].double().split(self.value_ranks, dim=-1)
+            group_of = [group for group, count in enumerate(self.value_heads) for _ in range(count)]
+            for head in range(case.query_heads):
+                own = head // n_rep
+                key = keys[:, own * case.head_dim : (own + 1) * case.head_dim]
+                if self.norm is not None:
+                    key = key * (key.square().mean(-1, keepdim=True) + self.norm[1]).rsqrt() * self.norm[0].double()
+                query = rotate(self.query[sequence, head].double(), places, self.rotary)
+                scores = query @ rotate(key, positions, self.rotary).T * case.head_dim**-0.5
+                mask = positions <= places[:, None]
+                if self.mask is not None:
+                    mask = self.mask[sequence, 0]
+                elif case.queries == 1:
+                    mask = torch.ones_like(mask)
+                weights = scores.masked_fill(~mask, -math.inf).softmax(-1).nan_to_num(0.0)
+                heads.append(weights @ values[group_of[own]].masked_fill(~mask.any(0)[:, None], 0.0))
+        results, start = [], 0
+        for rank, count in zip(self.value_ranks, self.value_heads, strict=True):
+            own = range(start * n_rep, (start + count) * n_rep)
+            stacked = [torch.stack([heads[s * case.query_heads + h] for h in own]) for s in range(case.batch)]
+            results.append(torch.stack(stacked))
+            assert results[-1].shape[-1] == rank
+            start += count
+        return results
+
+    def error(self) -> float:
+        """Largest difference relative to the largest value."""
+        pairs = list(zip(self.by_kernels(), self.by_loops(), strict=True))
+        for ours, reference in pairs:
+            assert ours.shape == reference.shape
+        return max(
+            float((ours.double() - reference).abs().max() / reference.abs().max().clamp_min(1e-9))
+            for ours, reference in pairs
+        )
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not written stays NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(math.nan))
+    monkeypatch.setattr(torch, "empty_like", lambda *size, **options: empty_like(*size, **options).fill_(math.nan))
+
+
+GEOMETRIES = {
+    "mha": Case(),
+    "gqa": Case(kv_heads=2, query_heads=6, key_group=1, value_group=2),
+    "uneven last group": Case(kv_heads=3, query_heads=3, key_group=2, value_group=3),
+    "one group of all heads": Case(key_group=4, key_rank=50),
+    "joint latents": Case(joint=True, key_rank=33),
+    "grouped values": Case(value_group=2, value_rank=20),
+    "two blocks of a rank": Case(kv_heads=2, query_heads=2, key_rank=83, key_group=1),
+    "streamed rank": Case(head_dim=256, kv_heads=2, query_heads=2, key_rank=150, slots=65),
+    "wide values": Case(value_rank=150, slots=33),
+    "head dimension 80": Case(head_dim=80, kv_heads=2, query_heads=2, slots=20),
+    "head dimension 128": Case(head_dim=128, kv_heads=2, query_heads=4, slots=130),
+    "bias": Case(bias=True),
+    "norm": Case(norm=True, kv_heads=2, query_heads=4),
+    "yarn": Case(scaling=1.2),
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_geometries(name: str) -> None:
+    assert Problem(GEOMETRIES[name]).error() < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("slots", "runs"), [(1, None), (2, 1), (17, 3), (63, 1), (64, 2), (65, 2), (150, 1), (150, 2), (150, 3), (300, 4)]
+)
+def test_lengths_and_runs(slots: int, runs: int | None) -> None:
+    case = Case(kv_heads=2, query_heads=4, slots=slots, runs=runs)
+    assert Problem(case, seed=slots).error() < 2e-6
+
+
+@pytest.mark.parametrize("queries", [2, 5, 9])
+@pytest.mark.parametrize("query_heads", [2, 6])
+def test_several_queries_see_what_lies_before_them(queries: int, query_heads: int) -> None:
+    """Assisted decoding; with 9 queries of 6 heads the rows of a group take two blocks."""
+    assert Problem(Case(kv_heads=2, query_heads=query_heads, queries=queries, joint=True)).error() < 2e-6
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_left_padding_and_empty_slots_of_a_static_cache(queries: int) -> None:
+    problem = Problem(Case(batch=3, padding=[0, 30, 65], spare_slots=9, queries=queries, slots=90, runs=2))
+    assert problem.mask is not None
+    # What no query may see may hold anything.
+    hidden = ~problem.mask.any(dim=2)[:, 0]
+    problem.z_k[hidden], problem.z_v[hidden] = 0.0, 0.0
+    expected = problem.by_loops()
+    problem.z_k[hidden], problem.z_v[hidden] = math.nan, math.nan
+    for ours, reference in zip(problem.by_kernels(), expected, strict=True):
+        torch.testing.assert_close(ours.double(), reference, atol=2e-6, rtol=2e-5)
+
+
+def test_a_row_that_may_see_nothing_is_zero() -> None:
+    problem = Problem(Case(batch=2, padding=[0, 70]))
+    assert all(bool((part[1] == 0).all()) for part in problem.by_kernels())
+    assert problem.error() < 2e-6
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
+@pytest.mark.parametrize("name", ["mha", "gqa", "joint latents"])
+def test_half_precision(name: str, dtype: torch.dtype, bound: float) -> None:
+    case = Case(**{**GEOMETRIES[name].__dict__, "dtype": dtype})
+    assert Problem(case).error() < bound
+
+
+def _segments(*bits: int) -> Any:
+    def split(ranks: list[int]) -> list[list[tuple[int, int]]]:
+        groups = []
+        for rank in ranks:
+            widths = [rank // len(bits)] * len(bits)
+            widths[0] += rank - sum(widths)
+            groups.append(list(zip(widths, bits, strict=True)))
+        return groups
+
+    return split
+
+
+@pytest.mark.parametrize("bits", [(8,), (4,), (3,), (2,), (8, 4, 2), (8, 3)])
+@pytest.mark.parametrize("joint", [True, False])
+def test_packed_rows_are_read_as_they_are(bits: tuple[int, ...], joint: bool) -> None:
+    case = Case(kv_heads=2, query_heads=4, key_group=1, value_group=2, joint=joint, segments=_segments(*bits))
+    assert Problem(case).error() < 2e-6
+
+
+def test_far_positions_are_exact() -> None:
+    """Slots 100,000 and on, with few of them cached: angles are those of float64, not of a float32 product."""
+    rotary, plain = TileRotary(Rotary(64)), Rotary(64)
+    states = torch.randn(1, 1, 50, 64, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(50) + 100_003
+    exact = rotate(states[0, 0].double(), places, plain)
+    assert float((rotary.rotate(states, places, 100_100)[0, 0].double() - exact).abs().max()) < 2e-6
+    in_float32 = states[0, 0].double()
+    angles = (places.float()[:, None] * plain.inv_freq.float()).double()
+    left, right = in_float32.chunk(2, dim=-1)
+    naive = torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], dim=-1)
+    assert float((naive - exact).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("rank", [1, 15, 16, 17, 31, 33, 64, 87, 96, 97, 128, 154, 160, 250, 256])
+def test_rank_blocks_cover_the_rank(rank: int) -> None:
+    blocks = rank_blocks(rank, 128)
+    assert blocks.resident
+    assert blocks.first + blocks.second >= rank
+    assert all(size == 0 or size >= 16 and size & (size - 1) == 0 for size in (blocks.first, blocks.second))
+    assert blocks.first + blocks.second <= max(32, 1.5 * rank)
+
+
+def test_large_ranks_are_streamed() -> None:
+    assert not rank_blocks(257, 128).resident
+    assert not rank_blocks(160, 256).resident
+    assert not rank_blocks(64, 128, packed=True).resident
+    assert rank_blocks(256, 64).resident
+
+
+@pytest.mark.parametrize(("ranks", "heads", "rows"), [([40], [4], 1), ([150, 7], [2, 1], 3), ([300], [8], 9)])
+def test_value_blocks_tile_the_context(ranks: list[int], heads: list[int], rows: int) -> None:
+    """Every element of every group's context is written once."""
+    blocks, block_rows, block_columns = value_blocks(ranks, heads, rows)
+    total = sum(rank * count * rows for rank, count in zip(ranks, heads, strict=True))
+    written = [0] * total
+    for _, width, _, count, place, stride in blocks:
+        assert width <= block_columns
+        assert count <= block_rows
+        for row, column in itertools.product(range(count), range(width)):
+            written[place + row * stride + column] += 1
+    assert set(written) == {1}
+
+
+def test_launches_fit_the_device() -> None:
+    assert scores_launch(1, 128, True, False, 80).tile == 128
+    assert scores_launch(4, 128, True, False, 80).tile == 64
+    assert scores_launch(4, 128, True, False, 90).tile == 128
+    assert scores_launch(3, 64, True, False, 90).warps == 4
+
+
+# --- in the model ----------------------------------------------------------------------------------------------------
+
+
+def greedy(model: Any, ids: Tensor, tokens: int = 5, **options: Any) -> Tensor:
+    options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None} | options
+    return model.generate(ids.to(DEVICE), **options).cpu()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Queries of each call of the kernels."""
+    calls: list[int] = []
+    from recalkv.kernels import attention
+
+    def call(query: Tensor, *arguments: Any) -> list[Tensor]:
+        calls.append(query.shape[2])
+        return latent_attention(query, *arguments)
+
+    monkeypatch.setattr(attention, "latent_attention", call)
+    return calls
+
+
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_every_family_generates_the_same_tokens(family: str, counted: list[int]) -> None:
+    _, model, _ = tiny.compressed_pair(family, method="loss-aware")
+    model = model.to(DEVICE)
+    ids = tiny.windows(2, 19)
+    expected = greedy(model, ids)
+    assert torch.equal(greedy(use_kernels(model), ids), expected)
+    # Prompts stay with SDPA; then one query a layer and token.
+    assert counted == [1] * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "compression", "options"),
+    [
+        ("separate latents", {"method": "recalkv"}, {}),
+        ("unfused values", {"method": "recalkv", "value_mode": "absorbed"}, {}),
+        ("packed", {"method": "loss-aware", "bits": "mixed", "ratio": 0.8}, {}),
+        ("packed, separate", {"method": "palu", "bits": 4, "ratio": 0.8}, {}),
+        ("static", {"method": "loss-aware"}, {"cache_implementation": "static"}),
+        ("beams", {"method": "loss-aware"}, {"num_beams": 2}),
+        ("lookup", {"method": "loss-aware"}, {"prompt_lookup_num_tokens": 3}),
+    ],
+)
+def test_every_way_to_generate(name: str, compression: Any, options: Any, counted: list[int]) -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", **compression)
+    model = model.to(DEVICE)
+    ids = tiny.windows(1, 8).repeat(1, 2) if name == "lookup" else tiny.windows(2, 15)
+    expected = greedy(model, ids, 8, **options)
+    assert torch.equal(greedy(use_kernels(model), ids, 8, **options), expected)
+    assert counted
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "qwen3-qk-norm"])
+@torch.no_grad()
+def test_some_new_tokens_at_once(family: str, counted: list[int]) -> None:
+    """As assisted decoding and short chunks of a prompt have it; past a sliding window too."""
+    _, model, _ = tiny.compressed_pair(family, method="loss-aware", value_mode="absorbed")
+    model, ids = model.to(DEVICE), tiny.windows(2, 33).to(DEVICE)
+    logits = []
+    for kernel in ("torch", "triton"):
+        cache = DynamicCache(config=use_kernels(model, kernel).config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([20, 4, 1, 8], dim=1)]
+        logits.append(torch.cat(parts, dim=1))
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
+    assert counted == [4] * 3 + [1] * 3 + [8] * 3
+
+
+def test_left_padding_gives_the_same_tokens() -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
+    ids = tiny.windows(2, 12)
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.int64), ids], dim=1)
+    mask = (torch.arange(17) >= torch.tensor([[5], [0]])).long().to(DEVICE)
+    model = model.to(DEVICE)
+    expected = greedy(model, padded, attention_mask=mask)
+    assert torch.equal(greedy(use_kernels(model), padded, attention_mask=mask), expected)
+
+
+def test_new_factors_are_seen() -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
+    model, ids = use_kernels(model.to(DEVICE)), tiny.windows(1, 12)
+    before = greedy(model, ids)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for up in layer.self_attn.key_up:
+                up.mul_(-1.0)
+    changed = greedy(model, ids)
+    use_kernels(model, "torch")
+    assert torch.equal(greedy(model, ids), changed)
+    assert not torch.equal(before, changed)
+
+
+def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
+    model = model.to(DEVICE)
+    with pytest.raises(ParameterError, match=r"kernel='cuda' must be one of: torch, triton, auto"):
+        use_kernels(model, "cuda")
+    with pytest.raises(ParameterError, match=r"kernel=triton cannot be used: the model has no latent attention"):
+        use_kernels(dense)
+    use_kernels(model)
+    assert all(type(layer.self_attn) is KernelAttention for layer in model.model.layers)
+    with pytest.raises(ParameterError, match=r"float64, and the kernels take float16"):
+        use_kernels(model.double())
+    with pytest.warns(UserWarning, match="decoding in plain torch: the weights are torch.float64"):
+        use_kernels(model, "auto")
+    assert not any(isinstance(layer.self_attn, KernelAttention) for layer in model.model.layers)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ParameterError, match="triton is not installed"):
+        use_kernels(model.float())
