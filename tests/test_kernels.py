@@ -1,8 +1,13 @@
 """Kernels in Triton's interpreter against a float64 reference; on a GPU the same tests run compiled."""
 
 import itertools
+import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -428,3 +433,16 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ParameterError, match="triton is not installed"):
         use_kernels(model.float())
+
+
+def test_benchmark_compares_before_it_times(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.decode_attention", "--geometry", "tiny", "--contexts", "20"]
+    command += ["--ratios", "0.5", "--dtype", "float32", "--repeats", "1", "--out", str(tmp_path / "rows.json")]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    result = json.loads((tmp_path / "rows.json").read_text())
+    rows = {row["what"]: row for row in result["rows"]}
+    assert rows["latents, kernels"]["error"] < 1e-5
+    # 3 heads x 2 x 8 elements of 4 bytes and 20 tokens; half of that is latents.
+    assert rows["dense, SDPA, static cache"]["cache_bytes"] == 3 * 2 * 8 * 4 * 20
+    assert rows["latents, torch"]["cache_bytes"] == 3 * 2 * 8 * 4 * 20 / 2
+    assert "dense, eager, growing cache" in rows

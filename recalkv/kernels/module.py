@@ -56,7 +56,7 @@ class KernelAttention(LatentAttention):
         # Both must be read before the update: static layers count in place.
         slots, offset = past_key_values.get_mask_sizes(length, self.layer_idx)
         start = past_key_values.get_seq_length(self.layer_idx)
-        first = torch.as_tensor(start - offset, device=query.device).reshape(1)
+        first = self._first_slot(start - offset, query.device)
         z_k, z_v = past_key_values.update(z_k, z_v, self.layer_idx)
         z_k = z_k[:, 0]
         places = first + torch.arange(length, device=query.device)
@@ -94,6 +94,13 @@ class KernelAttention(LatentAttention):
         fresh = isinstance(start, int) and start == 0 and slots == length
         readable = mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape[1] == 1)
         return not fresh and readable and self._mode(length, slots, mask) == "latent"
+
+    @staticmethod
+    def _first_slot(first: int | Tensor, device: torch.device) -> Tensor:
+        """As a tensor, and a new one, since a static cache counts in place; no copy from the host, for CUDA graphs."""
+        if isinstance(first, Tensor):
+            return first.reshape(1).to(device).clone()
+        return torch.full((1,), first, dtype=torch.int64, device=device)
 
     def _layer_plan(self) -> LayerPlan:
         """Made once, and again when the factors have moved or changed."""

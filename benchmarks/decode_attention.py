@@ -1,0 +1,347 @@
+"""One decoding step of one attention module: latents by the kernels, by plain torch, and dense baselines.
+
+    python -m benchmarks.decode_attention --geometry llama-2-7b --contexts 4096,16384,65536 --ratios 0.5,0.7
+
+Random weights and caches, one new token, caches of a fixed size that are written in place; projections
+are included on all sides. Every row names what it is compared with:
+
+* ``dense, SDPA, static cache``: scaled_dot_product_attention over a cache that is never copied;
+* ``dense, eager, growing cache``: transformers' eager attention and its DynamicCache, which copies itself at
+  every step: what the public releases of this field compare with;
+* ``latents, torch``: plain torch, which rebuilds every key;
+* ``latents, kernels``: the Triton kernels.
+
+On a GPU a step is a CUDA graph (not for the growing cache, whose shapes change), run over several caches
+in turn that together are four times the level-2 cache; on a CPU it is a call, and the kernels are left
+out. The kernels' result is compared with plain torch before anything is timed.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from transformers import DynamicCache, LlamaConfig, MistralConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaForCausalLM,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+import recalkv  # noqa: F401  (registers the compressed classes)
+from recalkv.kernels.module import use_kernels, why_not
+from recalkv.modeling import CONFIG_CLASSES, FORMAT_VERSION, MODEL_CLASSES
+from recalkv.reorder import group_sizes
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What an attention module is made of."""
+
+    family: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+GEOMETRIES = {
+    "llama-2-7b": Geometry("llama", 4096, 32, 32, 128),
+    "mistral-7b": Geometry("mistral", 4096, 32, 8, 128),
+    "smollm2-135m": Geometry("llama", 576, 9, 3, 64),
+    "tiny": Geometry("llama", 48, 6, 3, 8),
+}
+
+
+class FixedCache:
+    """A cache of one layer that is full but for its last slot, which every step writes again."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys, self._values = keys, values
+        self._slots = keys.shape[2]
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write the new token; return everything."""
+        self._keys[:, :, -keys.shape[2] :] = keys
+        if values.shape[-1]:
+            self._values[:, :, -values.shape[2] :] = values
+        return self._keys, self._values
+
+    def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
+        """Slots, and the first one's position."""
+        return self._slots, 0
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Tokens before this step."""
+        return self._slots - 1
+
+
+class DenseStep(nn.Module):
+    """A dense layer's step over a static cache, as lean as torch has it."""
+
+    def __init__(self, attention: LlamaAttention, cache: FixedCache) -> None:
+        super().__init__()
+        self._attention, self._cache = attention, cache
+
+    def forward(self, states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Attend one token."""
+        layer, shape = self._attention, (*states.shape[:2], -1, self._attention.head_dim)
+        query, key, value = (
+            projection(states).view(shape).transpose(1, 2) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rope)
+        keys, values = self._cache.update(key, value, 0)
+        output = F.scaled_dot_product_attention(query, keys, values, enable_gqa=keys.shape[1] != query.shape[1])
+        return layer.o_proj(output.transpose(1, 2).flatten(2))
+
+
+def compressed_model(geometry: Geometry, ratio: float, group_size: int, joint: bool, device: Any, dtype: Any) -> Any:
+    """A model of one layer with random factors of uniform rank."""
+    sizes = group_sizes(geometry.kv_heads, group_size)
+    width = geometry.kv_heads * geometry.head_dim
+    ranks = [max(1, round((2 if joint else 1) * size * geometry.head_dim * (1 - ratio))) for size in sizes]
+    value_ranks = ranks if joint else [max(1, round(width * (1 - ratio)))]
+    config = CONFIG_CLASSES[geometry.family](**_sizes(geometry))
+    config.recalkv = {
+        "version": FORMAT_VERSION,
+        "key_group_size": group_size,
+        "value_group_size": group_size if joint else geometry.kv_heads,
+        "joint": joint,
+        "value_mode": "absorbed",
+        "biases": [],
+        "latents_centred": False,
+        "constants": False,
+        "qk_norm": False,
+        "layers": [
+            {
+                "key_ranks": ranks,
+                "value_ranks": value_ranks,
+                "key_segments": None,
+                "value_segments": None,
+                "value_layout": "separate",
+            }
+        ],
+    }
+    torch.manual_seed(0)
+    model = MODEL_CLASSES[geometry.family](config)
+    for up in itertools.chain(model.model.layers[0].self_attn.key_up, model.model.layers[0].self_attn.value_up):
+        nn.init.normal_(up, std=up.shape[0] ** -0.5)
+    return model.to(device, dtype).eval()
+
+
+def _sizes(geometry: Geometry) -> dict[str, Any]:
+    return {
+        "hidden_size": geometry.hidden,
+        "intermediate_size": geometry.hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": geometry.heads,
+        "num_key_value_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "vocab_size": 16,
+        "max_position_embeddings": 1 << 20,
+    }
+
+
+class Bench:
+    """One geometry on one device."""
+
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype, repeats: int) -> None:
+        self.name, self.geometry, self.device, self.dtype, self._repeats = (
+            name,
+            GEOMETRIES[name],
+            device,
+            dtype,
+            repeats,
+        )
+        config = (MistralConfig if self.geometry.family == "mistral" else LlamaConfig)(**_sizes(self.geometry))
+        config._attn_implementation = "eager"
+        self.rotary = LlamaRotaryEmbedding(config).to(device)
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**_sizes(self.geometry), attn_implementation="eager"))
+        self.dense: LlamaAttention = model.model.layers[0].self_attn.to(device, dtype)
+
+    def states(self, batch: int) -> Tensor:
+        """Hidden states of the new token."""
+        return torch.randn(batch, 1, self.geometry.hidden, device=self.device).to(self.dtype)
+
+    def rope(self, context: int, batch: int) -> tuple[Tensor, Tensor]:
+        """Rotary tables of the new token."""
+        return self.rotary(self.states(batch), torch.full((batch, 1), context - 1, device=self.device))
+
+    def normal(self, *shape: int) -> Tensor:
+        """Random cache content."""
+        return torch.randn(*shape, device=self.device, dtype=torch.float32).to(self.dtype)
+
+    def copies(self, cache_bytes: int) -> int:
+        """Caches that together do not fit the level-2 cache."""
+        if self.device.type != "cuda":
+            return 1
+        return max(2, min(64, -(-4 * torch.cuda.get_device_properties(self.device).L2_cache_size // cache_bytes)))
+
+    def rows(
+        self, context: int, batch: int, ratios: list[float], group_size: int, joint: bool
+    ) -> Iterator[dict[str, Any]]:
+        """Time everything at one context and batch."""
+        geometry, element = self.geometry, torch.empty(0, dtype=self.dtype).element_size()
+        states, rope = self.states(batch), self.rope(context, batch)
+        shape = (batch, geometry.kv_heads, context, geometry.head_dim)
+        dense_bytes = 2 * batch * geometry.kv_heads * context * geometry.head_dim * element
+        count = self.copies(dense_bytes)
+        caches = [FixedCache(self.normal(*shape), self.normal(*shape)) for _ in range(count)]
+        steps = [DenseStep(self.dense, cache) for cache in caches]
+        calls: list[Any] = [functools.partial(step, states, rope) for step in steps]
+        base = {"geometry": self.name, "context": context, "batch": batch, "ratio": 0.0}
+        baseline = self.time(calls)
+        yield base | {"what": "dense, SDPA, static cache", "cache_bytes": dense_bytes, "us": baseline}
+        del steps, calls, caches
+        spent = self.time([self.growing_step(shape, states, rope)], graphed=False)
+        yield base | {"what": "dense, eager, growing cache", "cache_bytes": dense_bytes, "us": spent}
+        for ratio in ratios:
+            yield from self.compressed_rows(context, batch, ratio, group_size, joint, baseline)
+
+    def growing_step(self, shape: tuple[int, ...], states: Tensor, rope: Any) -> Callable[[], Tensor]:
+        """A step of transformers' eager attention over its growing cache, which is cut back each time."""
+        cache = DynamicCache()
+        cache.update(self.normal(*shape)[:, :, 1:], self.normal(*shape)[:, :, 1:], 0)
+
+        def step() -> Tensor:
+            output, _ = self.dense(states, rope, None, past_key_values=cache)
+            cache.crop(-1)
+            return output
+
+        return step
+
+    def compressed_rows(
+        self, context: int, batch: int, ratio: float, group_size: int, joint: bool, baseline: float
+    ) -> Iterator[dict[str, Any]]:
+        """Time one ratio; the kernels' output must be plain torch's."""
+        states, rope = self.states(batch), self.rope(context, batch)
+        model = compressed_model(self.geometry, ratio, group_size, joint, self.device, self.dtype)
+        layer = model.model.layers[0].self_attn
+        widths = (sum(layer.key_ranks), 0 if joint else sum(layer.value_ranks))
+        element = torch.empty(0, dtype=self.dtype).element_size()
+        cache_bytes = batch * context * sum(widths) * element
+        caches: list[Any] = [
+            FixedCache(self.normal(batch, 1, context, widths[0]), self.normal(batch, 1, context, widths[1]))
+            for _ in range(self.copies(cache_bytes))
+        ]
+        base = {"geometry": self.name, "context": context, "batch": batch, "ratio": ratio, "group_size": group_size,
+                "joint": joint, "cache_bytes": cache_bytes}  # fmt: skip
+        outputs = []
+        reason = why_not(model)
+        for kernel in ("torch",) if reason else ("torch", "triton"):
+            use_kernels(model, kernel)
+            calls: list[Any] = [functools.partial(layer, states, rope, None, past_key_values=each) for each in caches]
+            outputs.append(calls[0]()[0])
+            if kernel == "triton":
+                error = float((outputs[1] - outputs[0]).abs().max() / outputs[0].abs().max())
+                if not error < 0.03:
+                    raise AssertionError(f"kernels differ from plain torch by {error:.3g}: {base}")
+                base["error"] = error
+            spent = self.time(calls)
+            what = "latents, kernels" if kernel == "triton" else "latents, torch"
+            widths_up = [rank * heads for rank, heads in zip(layer.key_ranks, layer.key_heads, strict=True)]
+            flops = 2 * batch * context * sum(widths_up) * self.geometry.head_dim
+            rates = {"gb_per_s": cache_bytes / spent / 1e3, "rebuild_tflop_per_s": flops / spent / 1e6}
+            yield base | rates | {"what": what, "us": spent, "against_sdpa_static": baseline / spent}
+
+    def time(self, calls: list[Callable[[], Any]], graphed: bool = True) -> float:
+        """Median microseconds of a call, over rounds of all of them."""
+        for call in calls:
+            call()
+        if self.device.type != "cuda":
+            return self._median(lambda: [call() for call in calls]) / len(calls)
+        torch.cuda.synchronize()
+        if graphed:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for call in calls:
+                    call()
+            graph.replay()
+            return self._events(graph.replay) / len(calls)
+        return self._events(lambda: [call() for call in calls]) / len(calls)
+
+    def _median(self, work: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(self._repeats):
+            start = time.perf_counter()
+            work()
+            times.append(1e6 * (time.perf_counter() - start))
+        return statistics.median(times)
+
+    def _events(self, work: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(self._repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(1e3 * start.elapsed_time(end))
+        return statistics.median(times)
+
+
+def machine(device: torch.device) -> str:
+    """Name of the machine, for the table."""
+    if device.type == "cuda":
+        import triton
+
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
+    return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    """Print the table, and write it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", default="llama-2-7b", help=f"of {', '.join(GEOMETRIES)}; commas separate")
+    parser.add_argument("--contexts", default="4096,16384,65536", help="cached tokens")
+    parser.add_argument("--ratios", default="0.5,0.7", help="fractions removed")
+    parser.add_argument("--batches", default="1")
+    parser.add_argument("--group-size", type=int, default=2)
+    parser.add_argument("--separate", action="store_true", help="keys in groups, values in one latent (the paper's)")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--out", type=Path, help="JSON file")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_grad_enabled(False)
+    rows = []
+    print(machine(device))
+    head = f"{'geometry':<14}{'context':>8}{'batch':>6}{'removed':>8}  {'what':<30}"
+    print(f"{head}{'us':>10}{'x':>7}{'GB/s':>8}{'TFLOP/s':>9}")
+    for name in options.geometry.split(","):
+        bench = Bench(name, device, getattr(torch, options.dtype), options.repeats)
+        for context, batch in itertools.product(*_lists(options.contexts, options.batches)):
+            ratios = [float(part) for part in options.ratios.split(",")]
+            for row in bench.rows(context, batch, ratios, options.group_size, not options.separate):
+                rows.append(row)
+                print(
+                    f"{row['geometry']:<14}{row['context']:>8}{row['batch']:>6}{row['ratio']:>8.0%}  {row['what']:<30}"
+                    f"{row['us']:>10.1f}{row.get('against_sdpa_static', 0):>7.2f}{row.get('gb_per_s', 0):>8.0f}"
+                    f"{row.get('rebuild_tflop_per_s', 0):>9.1f}",
+                    flush=True,
+                )
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        content = {"machine": machine(device), "dtype": options.dtype, "rows": rows}
+        options.out.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    return rows
+
+
+def _lists(*parts: str) -> list[list[int]]:
+    return [[int(each) for each in part.split(",")] for part in parts]
+
+
+if __name__ == "__main__":
+    main()
