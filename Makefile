@@ -30,7 +30,7 @@ grids: setup
 
 # Every cell of every grid on little data, into data/quick.
 quick: setup
-	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro baseline
+	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro baseline fisher
 	for name in methods ablation bits calibration; do $(BIN)/python -m stages.grid $$name --quick || exit 1; done
 
 test: setup lint
@@ -45,4 +45,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/model data/compressed data/timings data/cells data/grids data/quick data/study
+	rm -rf data/*.zarr data/*.partial data/model data/compressed data/timings data/finished data/continuation.jsonl data/cells data/grids data/quick data/study

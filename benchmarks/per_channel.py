@@ -2,8 +2,9 @@
 
 The rows of a quantised model are replaced by ones that round each latent, un-rotated, over blocks of
 tokens, with the smallest value and the step of a block and channel in 16 bits each (Liu et al., KIVI,
-2024). The last, incomplete block stays exact, which is KIVI's residual window. Nothing is packed: this
-measures accuracy and counts bytes, to decide whether packing it would pay.
+2024). A last, incomplete block stays exact; windows of whole blocks have none, so the exact residual window
+in which KIVI keeps the latest tokens is not part of the figure. Nothing is packed: this measures accuracy
+and counts bytes, to decide whether packing it would pay.
 """
 
 from collections.abc import Sequence

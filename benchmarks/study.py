@@ -342,6 +342,7 @@ def _zero_shot_row(method: str, ratio: float, scores: list[TaskScore], dense: li
             "against_dense": difference,
             "against_dense_standard_error": error,
             "items": len(score.correct),
+            "metric": score.metric,
             "version": score.version,
         }
     return {"method": method, "ratio": ratio, "tasks": cells, "average": average(scores)}

@@ -176,6 +176,7 @@ def _prediction(name: str, result: dict[str, Any], folder: Path) -> list[str]:
 def _zeroshot(name: str, result: dict[str, Any]) -> list[str]:
     setting, rows = result["setting"], result["rows"]
     tasks = rows[0]["tasks"]
+    metrics = {task: cell.get("metric", "acc") for task, cell in tasks.items()}
     items = ", ".join(f"{task} (version {cell['version']}) {cell['items']}" for task, cell in tasks.items())
     lines = [
         f"## Zero-shot accuracy ({name})",
@@ -185,7 +186,7 @@ def _zeroshot(name: str, result: dict[str, Any]) -> list[str]:
         f"accuracy and, in brackets, its difference to the dense model with the paired standard error, in points; "
         f"{setting['machine']}.",
         "",
-        "| method | removed |" + "".join(f" {task} |" for task in tasks) + " average |",
+        "| method | removed |" + "".join(f" {task} ({metrics[task]}) |" for task in tasks) + " average |",
         "|---|---:|" + "---:|" * len(tasks) + "---:|",
     ]
     for row in rows:
@@ -227,7 +228,8 @@ def _per_channel(name: str, result: dict[str, Any]) -> list[str]:
         "",
         f"Groups of {result['group_size']}, nothing refit. *Per token*: rotated latents with one byte of scale per "
         f"token and segment, as they are cached. *Per channel*: un-rotated latents, with smallest value and step in "
-        f"16 bits each per channel and block of tokens, the last block exact (KIVI).",
+        f"16 bits each per channel and block of tokens (KIVI). All tokens are rounded: KIVI keeps the latest ones, up "
+        f"to a block, exact, which these windows of whole blocks do not show.",
         "",
         "| method | bits | scales | removed | perplexity | excess |",
         "|---|---|---|---:|---:|---:|",

@@ -12,7 +12,7 @@ __all__ = ["joined_tokens", "sample_windows"]
 
 
 def joined_tokens(tokenizer: Any, documents: Sequence[str]) -> Tensor:
-    """Token ids of all documents joined by blank lines, as in the GPTQ and Palu protocols, (tokens,) int64."""
+    """Token ids of all documents joined by blank lines, (tokens,) int64."""
     # Documents are tokenised one by one: a whole corpus in one string makes tokenizers quadratic or worse.
     separated = [text if last else text + "\n\n" for text, last in _mark_last(documents)]
     ids = tokenizer(separated, add_special_tokens=False, verbose=False)["input_ids"]

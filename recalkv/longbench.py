@@ -7,17 +7,17 @@ prompts lose their beginning, not their middle; answers of TREC, TriviaQA and SA
 newline even if nothing stands before it; and no chat template is left out for few-shot and code tasks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recalkv.errors import DataError, ParameterError
-from recalkv.zeroshot import first_columns, local_override, quiet
+from recalkv.errors import ParameterError
+from recalkv.zeroshot import check_columns, first_columns, local_override, quiet
 
-__all__ = ["TASKS", "LongBenchScore", "longbench"]
+__all__ = ["TASKS", "LongBenchScore", "check_sets", "longbench"]
 
 TASKS = ("qasper", "qmsum", "multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p")
 """The eight sets of the paper."""
@@ -95,10 +95,7 @@ def longbench(
     DataError
         If a local file lacks a column.
     """
-    if task not in TASKS:
-        raise ParameterError(f"longbench.tasks: {task!r} is not one of {', '.join(TASKS)}.")
-    if chat and not getattr(tokenizer, "chat_template", None):
-        raise ParameterError("longbench.chat=true needs a tokenizer with a chat template; set it to false.")
+    check_sets({task: items}, model.config, tokenizer, max_length, chat)
     with quiet("lm_eval"):
         try:
             import jieba  # noqa: F401  (imported by lm-eval's metrics)
@@ -113,14 +110,7 @@ def longbench(
         changes: dict[str, Any] = {"task": name}
         question = "question"
         if items is not None:
-            columns = first_columns(items)
-            # The set as first published calls the question `input`; lm-eval's copy renames it.
-            question = "input" if "input" in columns and "question" not in columns else "question"
-            missing = {"context", "answers", question} - columns
-            if missing:
-                raise DataError(
-                    f"{items}, line 1: column {sorted(missing)[0]!r} does not exist; columns: {', '.join(columns)}."
-                )
+            question = _question_column(first_columns(items))
             changes |= local_override(items)
             if question == "input":
                 changes["process_docs"] = _rename_input
@@ -136,6 +126,40 @@ def longbench(
         )
     samples = sorted(result["samples"][name], key=lambda sample: sample["doc_id"])
     return LongBenchScore(task, str(result["versions"][name]), tuple(float(sample["score"]) for sample in samples))
+
+
+def check_sets(
+    items: Mapping[str, Path | None], config: Any, tokenizer: Any, max_length: int | None, chat: bool
+) -> None:
+    """Refuse what could not be answered or scored, before the first item is.
+
+    Raises
+    ------
+    ParameterError
+        If a task is unknown, prompts may exceed the model's positions, or there is no chat template.
+    DataError
+        If a local file lacks a column.
+    """
+    unknown = [task for task in items if task not in TASKS]
+    if unknown:
+        raise ParameterError(f"longbench.tasks: {unknown[0]!r} is not one of {', '.join(TASKS)}.")
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise ParameterError("longbench.chat=true needs a tokenizer with a chat template; set it to false.")
+    positions = getattr(config, "max_position_embeddings", None)
+    if max_length is not None and positions is not None and max_length >= positions:
+        raise ParameterError(
+            f"longbench.max_length={max_length} leaves no positions for the answer, of which the model has "
+            f"{positions} in all; lower it, or set it to null."
+        )
+    for task, path in items.items():
+        if path is not None:
+            needed = ["context", "answers", _question_column(first_columns(path))]
+            check_columns(task, path, needed + (["all_classes"] if task == "trec" else []))
+
+
+def _question_column(columns: Collection[str]) -> str:
+    """The set as first published calls the question ``input``; lm-eval's copy renames it."""
+    return "input" if "input" in columns and "question" not in columns else "question"
 
 
 def cut_middle(ids: list[int], length: int) -> list[int]:

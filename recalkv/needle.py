@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
 
-__all__ = ["DIGITS", "answer_score", "find_needles", "needle_prompt"]
+__all__ = ["DIGITS", "answer_score", "check_lengths", "find_needles", "needle_prompt"]
 
 DIGITS = 6
 _SUBJECTS = ("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Cairo", "Quito", "Riga", "Dakar", "Perth")
@@ -84,6 +84,22 @@ def answer_score(answer: str, number: str) -> float:
     return right / len(number)
 
 
+def check_lengths(config: Any, lengths: Sequence[int]) -> None:
+    """Refuse prompts that leave a model no positions for the answer.
+
+    Raises
+    ------
+    ParameterError
+        If a prompt and its answer are longer than the model's positions.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max(lengths) + DIGITS * 2 > positions:
+        raise ParameterError(
+            f"needle.lengths={max(lengths)} and {DIGITS * 2} tokens of answer exceed the model's {positions} "
+            f"positions; use at most {positions - DIGITS * 2}."
+        )
+
+
 @torch.inference_mode()
 def find_needles(
     model: Any,
@@ -122,12 +138,7 @@ def find_needles(
     ParameterError
         If a prompt is longer than the model's positions.
     """
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and max(lengths) + DIGITS * 2 > positions:
-        raise ParameterError(
-            f"needle.lengths={max(lengths)} and {DIGITS * 2} tokens of answer exceed the model's {positions} "
-            f"positions; use at most {positions - DIGITS * 2}."
-        )
+    check_lengths(model.config, lengths)
     device = next(model.parameters()).device
     end = model.config.eos_token_id
     scores = torch.zeros(len(lengths), len(depths), trials, dtype=torch.float64)

@@ -156,7 +156,7 @@ def _hub_documents(
         rows = load_dataset(known.id, subset, split=split, revision=revision, **only)
     except Exception as error:  # `datasets` raises many unrelated types for "not reachable" and "not found"
         what = f"{known.id!r} (subset {subset!r}, split {split!r}, revision {revision!r})"
-        remedy = "check these names and the network, or set it to `embedded`, or to a local .txt/.jsonl file."
+        remedy = f"check these names and the network, or use {', '.join(('embedded', *_SHORT_NAMES))}, or a local file."
         raise DataError(f"hub data set {what}: {type(error).__name__}: {error}; {remedy}") from error
     documents = list(rows[field][:limit]) if field in rows.column_names else []
     _check_column(field, rows.column_names, documents, known.id)

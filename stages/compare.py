@@ -18,7 +18,7 @@ import typer
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-import recalkv
+import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.bits import DENSE_BITS
 from recalkv.evaluate import cache_bytes_per_token, excess_loss, fill_cache, perplexity
 from recalkv.factorize import group_columns
@@ -29,6 +29,7 @@ from recalkv.plots import perplexity_against_bytes
 from recalkv.source import checkpoint_dtype
 from recalkv.steps.calibration import install
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
+from stages.finished import code_fingerprint
 from stages.inputs import Statistics
 from stages.texts import further_texts, main_text, measured_losses
 
@@ -100,6 +101,10 @@ class Comparison:
             "calibration": params.calibration.model_dump(mode="json"),
             "evaluation": params.evaluation.model_dump(mode="json", exclude={"batch_size"}),
             **({} if windows is None else {"windows": windows}),
+            # Parameters name texts; their content may change under the same name.
+            "content": _digest(
+                self._calibration, self.windows, self.dense_losses, *(text.windows for text in self._further.values())
+            ),
         }
 
     def run(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -131,6 +136,11 @@ class Comparison:
             write_json(path, compute())
         result: dict[str, Any] = json.loads(path.read_text())
         return result
+
+    def window_counts(self) -> dict[str, int]:
+        """Windows of each text, the main one first."""
+        main = Path(self._stage.params.evaluation.text).name
+        return {main: len(self.windows), **{name: len(text.windows) for name, text in self._further.items()}}
 
     def dense(self) -> Any:
         """Load the dense model."""
@@ -230,17 +240,15 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _digest(*tensors: torch.Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _element_size(model: Any) -> int:
     return torch.empty(0, dtype=next(model.parameters()).dtype).element_size()
-
-
-def code_fingerprint() -> str:
-    """Digest of the library's source: cells measured by other code are not taken for this one's."""
-    digest = hashlib.sha256()
-    folder = Path(recalkv.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 if __name__ == "__main__":

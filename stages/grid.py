@@ -13,9 +13,10 @@ import typer
 import yaml
 
 from recalkv.grid_plots import against_bytes
-from recalkv.grids import QUICK_ZERO_SHOT_ITEMS, Cell, load_grid
+from recalkv.grids import QUICK_ZERO_SHOT_ITEMS, Cell, Grid, load_grid
 from recalkv.paper import Measured, beside_paper, paper_rows
 from recalkv.params import load_params
+from recalkv.steps.allocation import check_bits
 from recalkv.zeroshot import PAPER_TASKS, TaskScore, average
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.compare import AS_MEANT, Comparison
@@ -33,10 +34,12 @@ def main(
     data: DataOption = Path("data"),
     reports: ReportsOption = Path("reports"),
 ) -> None:
-    """Measure every cell of a grid; write REPORTS/grids/NAME.json (flat metrics) and NAME.md (the table)."""
+    """Measure every cell of a grid; write REPORTS/grids/NAME.json (metrics by cell) and NAME.md (the table)."""
     with running(f"grid-{name}", params, data) as stage:
         grid = load_grid(definitions, name)
         grid, limit = (grid.quick(), QUICK_ZERO_SHOT_ITEMS) if quick else (grid, stage.params.zeroshot.limit)
+        for cell in grid.cells():
+            check_bits(stage.params.compression.model_copy(update={**AS_MEANT, **cell.fields}))
         measure = _Measure(stage, params, task_items(stage) if grid.zeroshot else {}, limit, grid.windows)
         metrics = {"dense": measure.dense()}
         for cell in stage.progress(grid.cells(), len(grid.cells()), "cell"):
@@ -45,7 +48,7 @@ def main(
         write_json(folder / f"{name}.json", metrics)
         shutil.rmtree(folder / name, ignore_errors=True)
         pictures = _draw(grid.cells(), metrics, folder / name)
-        page = _page(stage, grid.title, grid.paper, grid.cells(), metrics, reports / "paper.json", quick)
+        page = _page(stage, grid, metrics, reports / "paper.json", measure.windows(), limit, quick)
         (folder / f"{name}.md").write_text("\n".join([page, *pictures, ""]))
 
 
@@ -64,6 +67,10 @@ class _Measure:
         stage, comparison = self._statistics({})
         scores = zero_shot_scores(stage, comparison, None, self._tasks, self._limit)
         return {**comparison.dense_figures(), **_accuracy(scores)}
+
+    def windows(self) -> dict[str, int]:
+        """Windows of each text."""
+        return self._statistics({})[1].window_counts()
 
     def cell(self, cell: Cell) -> dict[str, Any]:
         """Figures of one cell."""
@@ -139,6 +146,18 @@ def _draw(cells: list[Cell], metrics: dict[str, Any], folder: Path) -> list[str]
 _ALONG = {"method", "ratio", "rank_ratio"}
 
 
+_METRICS = (
+    "accuracy by likelihood over length (`acc_norm`) for OpenBookQA, HellaSwag and ARC-Challenge and by likelihood "
+    "(`acc`) for the others, as in the paper."
+)
+
+
+def _windows_line(counts: dict[str, int]) -> str:
+    if len(counts) == 1:
+        return str(next(iter(counts.values())))
+    return " + ".join(f"{count} ({text})" for text, count in counts.items())
+
+
 def _accuracy(scores: list[TaskScore]) -> dict[str, Any]:
     if not scores:
         return {}
@@ -152,14 +171,15 @@ def _main_name(stage: Stage) -> str:
 
 def _page(
     stage: Stage,
-    title: str,
-    paper: str | None,
-    cells: list[Cell],
+    grid: Grid,
     metrics: dict[str, Any],
     paper_file: Path,
+    counts: dict[str, int],
+    limit: int | None,
     quick: bool,
 ) -> str:
-    """Render the table."""
+    """Render the table; ``counts`` are the windows of each text, ``limit`` the items of each task."""
+    cells = grid.cells()
     calibration, evaluation = stage.params.calibration, stage.params.evaluation
     columns = list(dict.fromkeys(key for cell in cells for key in {**cell.calibration, **cell.varied}))
     named = any(cell.variant for cell in cells)
@@ -169,15 +189,16 @@ def _page(
     head += [f"perplexity, {text}" for text in texts] + ["excess (nats/token)", *tasks]
     head += ["average"] if tasks else []
     lines = [
-        f"# {title}{f' (as in {paper} of the paper)' if paper else ''}",
+        f"# {grid.title}{f' (as in {grid.paper} of the paper)' if grid.paper else ''}",
         "",
         "Written by `stages.grid`; do not edit. Bytes are counted against a dense 16-bit cache, scales included; "
         "*excess* is the rise of the mean loss over the dense model; accuracy in per cent, with its standard error.",
         *(["", "**A quick run on little data: these figures show that the grid runs, and no more.**"] if quick else []),
         "",
         f"{stage.model().name}; calibrated, unless said otherwise, on {calibration.samples} x {calibration.length} "
-        f"tokens of `{Path(calibration.text).name}`; windows of {evaluation.window} tokens; groups of "
-        f"{stage.params.compression.group_size} unless said otherwise.",
+        f"tokens of `{Path(calibration.text).name}`; {_windows_line(counts)} windows of {evaluation.window} tokens; "
+        f"groups of {stage.params.compression.group_size} unless said otherwise."
+        + (f" Zero-shot on {limit or 'all'} items of a task; {_METRICS}" if tasks else ""),
         "",
         "| " + " | ".join(head) + " |",
         "|"
@@ -205,7 +226,8 @@ def _beside(stage: Stage, cells: list[Cell], metrics: dict[str, Any], paper_file
     """The paper's figures for the same settings, where the model is the paper's."""
     measured = []
     for cell in cells:
-        row, fields = metrics[cell.key], {**stage.params.compression.model_dump(), **cell.fields}
+        row = metrics[cell.key]
+        fields = {**stage.params.compression.model_dump(), **AS_MEANT, **cell.fields}
         bits = fields["bits"]
         removed = cell.varied.get("rank_ratio", fields["ratio"] if bits == 16 else None)
         method = f"{fields['method']} ({cell.variant})" if cell.variant else str(fields["method"])
@@ -219,6 +241,8 @@ def _beside(stage: Stage, cells: list[Cell], metrics: dict[str, Any], paper_file
         return []
     lines = [
         "## Beside the paper",
+        "",
+        "The paper's figures are of whole sets and windows of 2,048 tokens; ours are of what is said above.",
         "",
         "| score | method | removed by rank | bits | ours | paper: Palu | paper: ReCalKV |",
     ]

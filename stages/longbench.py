@@ -8,7 +8,7 @@ import typer
 from tqdm import tqdm
 
 import recalkv  # noqa: F401  (registers the compressed classes)
-from recalkv.longbench import LongBenchScore, longbench
+from recalkv.longbench import TASKS, LongBenchScore, check_sets, longbench
 from recalkv.source import checkpoint_dtype
 from recalkv.zeroshot import local_data
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
@@ -25,7 +25,13 @@ def main(
         wanted = stage.params.longbench
         items: dict[str, Path | None] = dict.fromkeys(wanted.tasks)
         if wanted.items is not None:
-            items |= local_data(Path(wanted.items), wanted.tasks)
+            items |= local_data(Path(wanted.items), [task for task in wanted.tasks if task in TASKS])
+        if items:
+            from transformers import AutoConfig, AutoTokenizer
+
+            dense = stage.model().folder
+            tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=False)
+            check_sets(items, AutoConfig.from_pretrained(dense), tokenizer, wanted.max_length, wanted.chat)
         scores = {
             side: [_score(stage, side, folder, task, path) for task, path in items.items()]
             for side, folder in (("dense", stage.model().folder), ("compressed", data / "compressed"))

@@ -196,7 +196,8 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         ),
         "",
         "By lm-eval, no examples in the prompt; standard errors over items, paired for the difference. `continuation` "
-        "asks which of four passages of 12 words goes on where 64 words stop; the wrong ones are of the same document.",
+        "asks which of four passages of 12 words goes on where 64 words stop; the wrong ones are of the same document. "
+        "OpenBookQA, HellaSwag and ARC-Challenge count likelihood over length (`acc_norm`), as in the paper.",
         "",
         "## Numbers hidden in long texts",
         "",

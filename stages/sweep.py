@@ -1,6 +1,7 @@
 """What sweeps share: statistics of other calibration sets, kept in folders of their own, and zero-shot cells."""
 
 import functools
+import hashlib
 import json
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from recalkv.errors import ReCalKVError
 from recalkv.zeroshot import TaskScore, zero_shot
 from stages.common import Stage, write_json
-from stages.compare import Comparison, code_fingerprint
+from stages.compare import Comparison
+from stages.finished import code_fingerprint, file_digest
 
 __all__ = ["STATISTICS", "ensure_stages", "run_stage", "setting_name", "zero_shot_scores"]
 
@@ -20,8 +23,13 @@ STATISTICS = ("sample", "whiten", "fisher")
 
 
 def setting_name(setting: Mapping[str, Any]) -> str:
-    """Folder name of a calibration setting: ``samples=8-seed=1``; texts by the name of their file."""
-    return "-".join(f"{key}={Path(str(value)).name}" for key, value in setting.items())
+    """Folder name of a calibration setting: ``samples=8-seed=1``; a file by its name and a digest of its path."""
+    parts = []
+    for key, value in setting.items():
+        path = Path(str(value))
+        digest = "" if path.name == str(value) else "~" + hashlib.sha256(str(value).encode()).hexdigest()[:6]
+        parts.append(f"{key}={path.name}{digest}")
+    return "-".join(parts)
 
 
 def ensure_stages(folder: Path, params: Path, name: str, stages: Sequence[str], settings: Any) -> None:
@@ -38,7 +46,9 @@ def ensure_stages(folder: Path, params: Path, name: str, stages: Sequence[str], 
 def run_stage(folder: Path, params: Path, name: str) -> None:
     """Run one stage in a process of its own."""
     options = ["--params", str(params), "--data", str(folder)]
-    subprocess.run([sys.executable, "-m", f"stages.{name}", *options], check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, "-m", f"stages.{name}", *options], check=False, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        raise ReCalKVError(f"the stage {name} of {folder} failed; its message is above.")
 
 
 def zero_shot_scores(
@@ -62,7 +72,7 @@ def zero_shot_scores(
 
     scores = []
     for task, path in tasks.items():
-        what = {"task": task, "items": "hub" if path is None else path.name, "limit": limit}
+        what = {"task": task, "items": file_digest(path), "limit": limit}
         kept = comparison.kept(fields, functools.partial(score, task), **what)
         scores.append(TaskScore(task, kept["version"], tuple(hit == "1" for hit in kept["correct"])))
     return scores

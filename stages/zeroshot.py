@@ -67,10 +67,11 @@ def task_items(stage: Stage) -> dict[str, Path | None]:
     wanted = stage.params.zeroshot
     tasks: dict[str, Path | None] = dict.fromkeys(wanted.tasks)
     if wanted.items is not None:
+        check_tasks(tasks)
         tasks |= local_data(Path(wanted.items), [task for task in wanted.tasks if task != CONTINUATION])
     if CONTINUATION in tasks:
         documents = main_documents(stage.params.evaluation)
-        items = continuation_items(documents, wanted.limit or len(documents), wanted.seed)
+        items = continuation_items(documents, wanted.limit or max(50, len(documents)), wanted.seed)
         path = stage.data / "continuation.jsonl"
         path.write_text("".join(json.dumps(item) + "\n" for item in items))
         tasks[CONTINUATION] = path

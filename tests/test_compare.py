@@ -13,6 +13,8 @@ from recalkv.plots import perplexity_against_bytes, predicted_against_measured
 from stages import compare
 from stages.common import Stage
 from stages.compare import Comparison, table
+from stages.texts import MeasuredText
+from tests import tiny
 from tests.test_pipeline import _invoke
 
 CELLS = [
@@ -55,7 +57,7 @@ def test_finished_cells_are_kept(prepared: Path, monkeypatch: pytest.MonkeyPatch
     assert measured == [CELLS[2][1]]
 
 
-@pytest.mark.parametrize("changed", ["code", "calibration.seed", "evaluation.window", "compression.damping"])
+@pytest.mark.parametrize("changed", ["code", "calibration.seed", "evaluation.window", "compression.damping", "text"])
 def test_cells_of_other_settings_are_measured_again(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, change_parameters: Any, changed: str
 ) -> None:
@@ -65,6 +67,10 @@ def test_cells_of_other_settings_are_measured_again(
     assert len(measured) == 1
     if changed == "code":
         monkeypatch.setattr(compare, "code_fingerprint", lambda: "other")
+    elif changed == "text":
+        # The same parameters, but the file that they name has changed and the baseline was taken again.
+        other = MeasuredText(tiny.windows(2, 16), torch.ones(2, dtype=torch.float64))
+        monkeypatch.setattr(compare, "main_text", lambda baseline: other)
     else:
         change_parameters(prepared, changed, {"damping": 1e-3}.get(changed.split(".")[1], 16))
     comparison_of(prepared).run(CELLS[:1])

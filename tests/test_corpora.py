@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from recalkv import corpora
-from recalkv.corpora import PROTOCOLS, further_windows, text_names
-from recalkv.errors import ParameterError
+from recalkv.corpora import PROTOCOLS, further_windows, main_windows, text_names
+from recalkv.errors import DataError, ParameterError
 from recalkv.evaluate import excess_loss, window_losses
 from recalkv.params import EvaluationParams
 from tests import tiny
@@ -80,6 +80,33 @@ def test_c4_is_cut_as_in_the_papers(monkeypatch: pytest.MonkeyPatch, tiny_tokeni
     assert further_windows(tiny_tokenizer, few, "c4").shape == (5, 4)
     assert further_windows(tiny_tokenizer, few, "ptb").shape == (5, 4)
     assert asked["max_documents"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "joined"),
+    [("wikitext2", "^a b\n\nc"), ("ptb", "^a b c"), ("c4", "^a b c"), ("embedded", "a b\n\nc")],
+)
+def test_corpora_are_tokenised_as_one_string(monkeypatch: pytest.MonkeyPatch, text: str, joined: str) -> None:
+    """A tokenizer that marks the start of every string, as LLaMA's does, marks the start of a corpus only."""
+
+    def tokenize(texts: Any, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
+        one = [ord(c) for c in ("^" if add_special_tokens else "") + texts] if isinstance(texts, str) else None
+        return {"input_ids": one or [[ord(c) for c in each] for each in texts]}
+
+    monkeypatch.setattr(corpora, "load_documents", lambda name, **options: ["a b", "c"])
+    wanted = EvaluationParams.model_construct(
+        text=text, split="test", subset=None, field="text", max_documents=None, revision=None, window=1,
+        max_windows=None, every=1,
+    )  # fmt: skip
+    for windows in (further_windows(tokenize, wanted, text), main_windows(tokenize, wanted)):
+        assert "".join(map(chr, windows.flatten().tolist())) == joined
+
+
+def test_short_texts_are_named(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
+    monkeypatch.setattr(corpora, "load_documents", lambda name, **options: ["the cache"])
+    wanted = EvaluationParams.model_construct(field="text", window=50, max_windows=None, every=1)
+    with pytest.raises(DataError, match=r"'ptb': the evaluation text has \d+ tokens, fewer than one window"):
+        further_windows(tiny_tokenizer, wanted, "ptb")
 
 
 def test_names_of_texts(tmp_path: Path) -> None:

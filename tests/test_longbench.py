@@ -136,6 +136,21 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({"question": "Who?", "answers": ["a"]}) + "\n")
     with pytest.raises(DataError, match=r"line 1: column 'context' does not exist"):
         longbench(Scripted("a"), Characters(), "qasper", path)
+    path = write(tmp_path, "trec")
+    path.write_text(path.read_text() + json.dumps({"question": "Who?", "context": "It.", "answers": ["a"]}) + "\n")
+    with pytest.raises(DataError, match=r"line 3: column 'all_classes' does not exist"):
+        longbench(Scripted("a"), Characters(), "trec", path)
+    with pytest.raises(ParameterError, match=r"max_length=4000 leaves no positions .* 4000 in all"):
+        longbench(Scripted("a"), Characters(), "lcc", None, max_length=4000)
+
+
+def test_all_sets_are_checked_before_the_first_is_answered(
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    change_parameters(prepared, "longbench.tasks", ["trec", "narrative"])
+    assert _invoke("longbench") == 1
+    assert "'narrative' is not one of qasper" in capfd.readouterr().err
+    assert not (prepared / "data/finished").exists()
 
 
 def test_stage_keeps_finished_sets(

@@ -124,8 +124,11 @@ def test_metrics_have_every_place(
 ) -> None:
     from stages import needle as stage
 
-    def scores(model: Any, *arguments: Any) -> Tensor:
-        return torch.full((1, 2, 2), 0.5 if hasattr(model.config, "recalkv") else 1.0).double()
+    asked: list[Any] = []
+
+    def scores(model: Any, tokenizer: Any, haystack: Any, lengths: Any, depths: Any, *rest: Any) -> Tensor:
+        asked.append((lengths, depths))
+        return torch.full((1, 1, 2), 0.5 if hasattr(model.config, "recalkv") else 1.0).double()
 
     monkeypatch.setattr(stage, "find_needles", scores)
     change_parameters(prepared, "needle.trials", 2)
@@ -135,3 +138,10 @@ def test_metrics_have_every_place(
     assert metrics["dense"]["average"] == 1.0
     assert metrics["compressed"]["by_length"]["64_tokens"] == {"depth_0.00": 0.5, "depth_1.00": 0.5}
     assert (prepared / "reports/needle.png").stat().st_size > 1000
+    # Finished places are kept; only a new one is asked for.
+    assert len(asked) == 4
+    change_parameters(prepared, "needle.depths", [0.0, 1.0, 0.333])
+    assert _invoke("needle") == 0
+    assert asked[4:] == [([64], [0.333])] * 2
+    again = json.loads((prepared / "reports/needle.json").read_text())
+    assert set(again["dense"]["by_length"]["64_tokens"]) == {"depth_0.00", "depth_1.00", "depth_0.333"}

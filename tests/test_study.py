@@ -96,8 +96,8 @@ def test_zero_shot_rows_pair_the_items() -> None:
     assert row["tasks"]["piqa"]["items"] == 4
 
 
-def test_zero_shot_cells_are_kept_by_task_and_limit(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finished task is not run again; another limit is another cell."""
+def test_zero_shot_cells_are_kept_by_task_limit_and_items(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished task is not run again; another limit is another cell, and so are other items in the same file."""
     comparison = comparison_of(prepared)
     monkeypatch.setattr(Study, "__init__", lambda self: None)
     stage = Stage("compare", load_params(prepared / "params.yaml"), prepared / "data")
@@ -116,5 +116,10 @@ def test_zero_shot_cells_are_kept_by_task_and_limit(prepared: Path, monkeypatch:
     Study().zero_shot(fields, {"piqa": None, "arc_easy": None}, 3)
     Study().zero_shot(None, {"piqa": None}, 3)
     Study().zero_shot(None, {"piqa": None}, None)
+    items = prepared / "piqa.test.jsonl"
+    for content in ("one", "one", "two"):
+        items.write_text(content)
+        Study().zero_shot(None, {"piqa": items}, 2)
     compressed, dense = "ReCalKVLlamaForCausalLM", "LlamaForCausalLM"
-    assert ran == [("piqa", 3, compressed), ("arc_easy", 3, compressed), ("piqa", 3, dense), ("piqa", None, dense)]
+    assert ran[4:] == [("piqa", 2, dense)] * 2
+    assert ran[:4] == [("piqa", 3, compressed), ("arc_easy", 3, compressed), ("piqa", 3, dense), ("piqa", None, dense)]

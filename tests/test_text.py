@@ -307,7 +307,7 @@ def test_unknown_split_of_c4(hub: Any) -> None:
 @pytest.mark.parametrize("error", [ConnectionError("no route"), FileNotFoundError("no route"), ValueError("no route")])
 def test_unreachable_hub(error: Exception, hub: Any) -> None:
     hub.answer = error
-    message = f"'org/set' .*{type(error).__name__}: no route; .* set it to `embedded`, or to a local .txt/.jsonl"
+    message = f"'org/set' .*{type(error).__name__}: no route; .* use embedded, wikitext2, ptb, c4, or a local file"
     fails(message, "org/set")
 
 
@@ -322,4 +322,4 @@ def test_bad_hub_columns(hub: Any) -> None:
 def test_offline_hub_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = pytest.importorskip("datasets").config
     monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)  # what the environment variable of that name sets
-    fails("'recalkv-tests/absent' .* set it to `embedded`", "recalkv-tests/absent")
+    fails("'recalkv-tests/absent' .* use embedded, wikitext2", "recalkv-tests/absent")

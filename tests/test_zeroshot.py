@@ -94,7 +94,9 @@ def test_scores_by_hand() -> None:
 
 def test_failures_name_the_remedy(tmp_path: Path, tiny_tokenizer: Any) -> None:
     model = tiny.dense_model("llama-gqa")
-    with pytest.raises(ParameterError, match="no task nonsense; `lm-eval ls tasks`"):
+    with pytest.raises(ParameterError, match="no single task mmlu"):  # a group
+        check_tasks({"mmlu": None})
+    with pytest.raises(ParameterError, match="no single task nonsense; `lm-eval ls subtasks`"):
         zero_shot(model, tiny_tokenizer, {"nonsense": None})
     with pytest.raises(DataError, match=r"missing\.jsonl does not exist"):
         zero_shot(model, tiny_tokenizer, {"piqa": tmp_path / "missing.jsonl"})
@@ -169,7 +171,7 @@ def test_stage_names_an_unknown_task(
 ) -> None:
     change_parameters(prepared, "zeroshot.tasks", ["continuations"])
     assert _invoke("zeroshot") == 1
-    assert "lm-eval has no task continuations; `lm-eval ls tasks`" in capfd.readouterr().err
+    assert "lm-eval has no single task continuations; `lm-eval ls subtasks`" in capfd.readouterr().err
     assert not (prepared / "reports" / "zeroshot.json").exists()
 
 

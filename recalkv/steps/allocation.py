@@ -16,7 +16,7 @@ from recalkv.ranks import Allocation, Projection, allocate_ranks, water_filling
 from recalkv.reorder import group_sizes
 from recalkv.steps.groups import value_group_size
 
-__all__ = ["LayerRanks", "allocate"]
+__all__ = ["LayerRanks", "allocate", "check_bits"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,28 @@ def _allocate_mixed(
     energies: Sequence[Sequence[Tensor]] | None,
 ) -> tuple[list[LayerRanks], Allocation]:
     """Rank and bits of every direction at once; elements are counted as in any allocation."""
+    check_bits(parameters)
+    assert energies is not None, "water-filling needs the energies of all latents"
+    flat = [unit.tolist() for layer in energies for unit in layer]
+    units = iter(mixed_bits(flat, parameters.ratio))
+    segments = [[next(units) for _ in widths] for _ in range(layers) for widths in per_layer]
+    ranks = [tuple(sum(width for width, _ in group) for group in projection) for projection in segments]
+    used = sum(map(sum, ranks))
+    allocation = Allocation(ranks, used, used, sum(map(len, flat)))
+    return _layers(allocation, segments, len(per_layer), method.joint), allocation
+
+
+def check_bits(parameters: CompressionParams) -> None:
+    """Refuse ``bits: mixed`` with choices that leave it nothing to decide.
+
+    Raises
+    ------
+    ParameterError
+        If ranks are not allocated by energies, or must be multiples.
+    """
+    if parameters.bits != "mixed":
+        return
+    method = resolve_method(parameters)
     if method.allocation != "water-filling":
         raise ParameterError(
             f"compression.bits=mixed decides ranks and bits by energies, which compression.allocation="
@@ -132,14 +154,6 @@ def _allocate_mixed(
             f"compression.rank_multiple={parameters.rank_multiple} must be 1 with compression.bits=mixed, whose "
             f"segments are multiples of four latents."
         )
-    assert energies is not None, "water-filling needs the energies of all latents"
-    flat = [unit.tolist() for layer in energies for unit in layer]
-    units = iter(mixed_bits(flat, parameters.ratio))
-    segments = [[next(units) for _ in widths] for _ in range(layers) for widths in per_layer]
-    ranks = [tuple(sum(width for width, _ in group) for group in projection) for projection in segments]
-    used = sum(map(sum, ranks))
-    allocation = Allocation(ranks, used, used, sum(map(len, flat)))
-    return _layers(allocation, segments, len(per_layer), method.joint), allocation
 
 
 def _per_projection(ranks: Sequence[int], per_layer: Sequence[tuple[int, ...]], layers: int) -> list[tuple[int, ...]]:
