@@ -110,8 +110,8 @@ def compressed_model(geometry: Geometry, ratio: float, group_size: int, joint: b
     """A model of one layer with random factors of uniform rank."""
     sizes = group_sizes(geometry.kv_heads, group_size)
     width = geometry.kv_heads * geometry.head_dim
-    ranks = [max(1, round((2 if joint else 1) * size * geometry.head_dim * (1 - ratio))) for size in sizes]
-    value_ranks = ranks if joint else [max(1, round(width * (1 - ratio)))]
+    ranks = [_rank((2 if joint else 1) * size * geometry.head_dim * (1 - ratio)) for size in sizes]
+    value_ranks = ranks if joint else [_rank(width * (1 - ratio))]
     config = CONFIG_CLASSES[geometry.family](**_sizes(geometry))
     config.recalkv = {
         "version": FORMAT_VERSION,
@@ -140,6 +140,11 @@ def compressed_model(geometry: Geometry, ratio: float, group_size: int, joint: b
     return model.to(device, dtype).eval()
 
 
+def _rank(wanted: float) -> int:
+    """A multiple of 16, as compression.rank_multiple gives it; of 1 for tiny geometries."""
+    return max(1, round(wanted)) if wanted < 32 else 16 * round(wanted / 16)
+
+
 def _sizes(geometry: Geometry) -> dict[str, Any]:
     return {
         "hidden_size": geometry.hidden,
@@ -150,6 +155,7 @@ def _sizes(geometry: Geometry) -> dict[str, Any]:
         "head_dim": geometry.head_dim,
         "vocab_size": 16,
         "max_position_embeddings": 1 << 20,
+        **({"sliding_window": None} if geometry.family == "mistral" else {}),
     }
 
 
@@ -244,6 +250,8 @@ class Bench:
             use_kernels(model, kernel)
             calls: list[Any] = [functools.partial(layer, states, rope, None, past_key_values=each) for each in caches]
             outputs.append(calls[0]()[0])
+            if kernel == "triton" and not layer._by_kernel(states, None, caches[0]):
+                raise AssertionError(f"the kernels do not serve {base}")
             if kernel == "triton":
                 error = float((outputs[1] - outputs[0]).abs().max() / outputs[0].abs().max())
                 if not error < 0.03:

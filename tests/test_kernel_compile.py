@@ -30,15 +30,16 @@ def test_the_gate_does_not_interpret() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shared", "spilled", "tensor_core", "message"),
+    ("shared", "spilled", "tensor_core", "copies", "message"),
     [
-        (170_000, 0, 8, "170000 bytes of shared memory, limit 166912"),
-        (100, 300, 8, "300 bytes spilled, limit 256"),
-        (100, 0, 0, "no tensor-core instruction"),
+        (170_000, 0, 8, 4, "170000 bytes of shared memory, limit 166912"),
+        (100, 300, 8, 4, "300 bytes spilled, limit 256"),
+        (100, 0, 0, 4, "no tensor-core instruction"),
+        (100, 0, 8, 0, "latents are read in small pieces"),
     ],
 )
-def test_faults_are_named(shared: int, spilled: int, tensor_core: int, message: str) -> None:
-    good = Compiled("scores", CONFIGURATIONS[0], 80, 100, 128, 0, 8)
+def test_faults_are_named(shared: int, spilled: int, tensor_core: int, copies: int, message: str) -> None:
+    good = Compiled("scores", CONFIGURATIONS[0], 80, 100, 128, 0, 8, 4)
     assert faults(good) == []
-    assert faults(Compiled("scores", CONFIGURATIONS[0], 80, shared, 128, spilled, tensor_core)) == [message]
-    assert faults(Compiled("combine", CONFIGURATIONS[0], 80, 100, 128, 0, 0)) == []
+    assert faults(Compiled("scores", CONFIGURATIONS[0], 80, shared, 128, spilled, tensor_core, copies)) == [message]
+    assert faults(Compiled("combine", CONFIGURATIONS[0], 80, 100, 128, 0, 0, 0)) == []

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from recalkv.errors import ParameterError
-from recalkv.kernels.plan import rank_blocks, scores_launch, value_blocks
+from recalkv.kernels.plan import ScoresLaunch, cover_rank, scores_launch, value_blocks
 from recalkv.quantization import RowLayout
 from recalkv.reorder import group_sizes
 from tests import tiny
@@ -89,6 +89,8 @@ class Problem:
         self.value_heads = self.key_heads if case.joint else group_sizes(case.kv_heads, value_group)
         # Groups differ in rank.
         self.key_ranks = [case.key_rank - 3 * number for number in range(len(self.key_heads))]
+        if case.key_rank == 19:
+            self.key_ranks = [32, 16]
         ranks = [case.value_rank - 5 * number for number in range(len(self.value_heads))]
         self.value_ranks = self.key_ranks if case.joint else ranks
         self.ups = [
@@ -198,6 +200,7 @@ GEOMETRIES = {
     "grouped values": Case(value_group=2, value_rank=20),
     "two blocks of a rank": Case(kv_heads=2, query_heads=2, key_rank=83, key_group=1),
     "streamed rank": Case(head_dim=256, kv_heads=2, query_heads=2, key_rank=150, slots=65),
+    "aligned ranks": Case(kv_heads=2, query_heads=4, key_group=1, key_rank=19, joint=True, slots=130),
     "wide values": Case(value_rank=150, slots=33),
     "head dimension 80": Case(head_dim=80, kv_heads=2, query_heads=2, slots=20),
     "head dimension 128": Case(head_dim=128, kv_heads=2, query_heads=4, slots=130),
@@ -287,19 +290,29 @@ def test_far_positions_are_exact() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 15, 16, 17, 31, 33, 64, 87, 96, 97, 128, 154, 160, 250, 256])
-def test_rank_blocks_cover_the_rank(rank: int) -> None:
-    blocks = rank_blocks(rank, 128)
-    assert blocks.resident
-    assert blocks.first + blocks.second >= rank
-    assert all(size == 0 or size >= 16 and size & (size - 1) == 0 for size in (blocks.first, blocks.second))
-    assert blocks.first + blocks.second <= max(32, 1.5 * rank)
+def test_blocks_cover_the_rank(rank: int) -> None:
+    first, second = cover_rank(rank)
+    assert first + second >= rank
+    assert all(size == 0 or size >= 16 and size & (size - 1) == 0 for size in (first, second))
+    assert first + second <= max(32, 1.5 * rank)
 
 
-def test_large_ranks_are_streamed() -> None:
-    assert not rank_blocks(257, 128).resident
-    assert not rank_blocks(160, 256).resident
-    assert not rank_blocks(64, 128, packed=True).resident
-    assert rank_blocks(256, 64).resident
+def test_factors_stay_where_there_is_room() -> None:
+    h100, a100, desktop = 232_448, 166_912, 101_376
+    assert scores_launch(256, 128, 1, 2, False, h100) == ScoresLaunch(256, 0, True, 128, 8)
+    assert scores_launch(160, 128, 4, 2, False, h100) == ScoresLaunch(128, 32, True, 128, 8)
+    assert scores_launch(256, 128, 4, 2, False, h100) == ScoresLaunch(256, 0, True, 64, 4)
+    assert scores_launch(256, 128, 1, 2, False, a100) == ScoresLaunch(256, 0, True, 64, 4)
+    for rank, head_dim, rows, element, packed, limit in (
+        (256, 128, 4, 2, False, a100),
+        (256, 128, 1, 2, False, desktop),
+        (512, 128, 1, 2, False, h100),
+        (256, 128, 1, 4, False, h100),
+        (64, 128, 1, 2, True, h100),
+        (64, 256, 1, 2, False, h100),
+    ):
+        assert not scores_launch(rank, head_dim, rows, element, packed, limit).resident
+    assert scores_launch(128, 64, 3, 2, False, h100).warps == 4
 
 
 @pytest.mark.parametrize(("ranks", "heads", "rows"), [([40], [4], 1), ([150, 7], [2, 1], 3), ([300], [8], 9)])
@@ -314,13 +327,6 @@ def test_value_blocks_tile_the_context(ranks: list[int], heads: list[int], rows:
         for row, column in itertools.product(range(count), range(width)):
             written[place + row * stride + column] += 1
     assert set(written) == {1}
-
-
-def test_launches_fit_the_device() -> None:
-    assert scores_launch(1, 128, True, False, 80).tile == 128
-    assert scores_launch(4, 128, True, False, 80).tile == 64
-    assert scores_launch(4, 128, True, False, 90).tile == 128
-    assert scores_launch(3, 64, True, False, 90).warps == 4
 
 
 # --- in the model ----------------------------------------------------------------------------------------------------
@@ -354,6 +360,37 @@ def test_every_family_generates_the_same_tokens(family: str, counted: list[int])
     assert torch.equal(greedy(use_kernels(model), ids), expected)
     # Prompts stay with SDPA; then one query a layer and token.
     assert counted == [1] * 3 * 4
+
+
+@torch.no_grad()
+def test_many_queries_stay_with_torch(counted: list[int]) -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", value_mode="absorbed")
+    model, ids = use_kernels(model.to(DEVICE)), tiny.windows(1, 48).to(DEVICE)
+    cache = DynamicCache(config=model.config)
+    for part in ids.split([10, 17, 16, 5], dim=1):
+        model(part, past_key_values=cache)
+    # Two query heads of each key/value head: 34 rows are too many, 32 are not.
+    assert counted == [16] * 3 + [5] * 3
+
+
+def test_gradients_and_autocast_stay_with_torch(counted: list[int]) -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
+    model, ids = use_kernels(model.to(DEVICE)), tiny.windows(1, 12).to(DEVICE)
+
+    def step() -> Tensor:
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids[:, :10], past_key_values=cache)
+        return model(ids[:, 10:11], past_key_values=cache).logits
+
+    step().sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+    with torch.no_grad(), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        step()
+    assert not counted
+    with torch.no_grad():
+        step()
+    assert counted == [1] * 3
 
 
 @pytest.mark.parametrize(

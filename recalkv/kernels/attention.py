@@ -1,21 +1,21 @@
 """Decode attention over latents by the kernels, as one function of tensors."""
 
-import os
+import contextlib
+import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import triton
+import triton.knobs
 import triton.language as tl
 from torch import Tensor
 
 from recalkv.kernels.decode import combine_kernel, scores_kernel, values_kernel
-from recalkv.kernels.plan import TILE, LayerPlan, PackedColumns, scores_launch, value_warps
+from recalkv.kernels.plan import STAGES, TILE, LayerPlan, PackedColumns, scores_launch, value_warps
 from recalkv.kernels.rotary import TileRotary
 
-__all__ = ["STAGES", "latent_attention"]
-
-STAGES = 2
-"""Tiles in flight; a third costs shared memory."""
+__all__ = ["latent_attention", "shared_limit"]
 
 _LOG2_E = 1.4426950408889634
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -55,57 +55,59 @@ def latent_attention(
 
     Returns
     -------
-    list of (batch, group query heads, queries, r_g), in the query's type
+    list of (batch, group query heads, queries, r_g), in the type of ``plan.up``
     """
     batch, h, queries, head_dim = query.shape
-    slots, kv_heads = z_k.shape[1], plan.kv_heads
-    rows = h // kv_heads * queries
+    slots, kv_heads, device = z_k.shape[1], plan.kv_heads, query.device
+    rows, half = h // kv_heads * queries, head_dim // 2
     all_rows = kv_heads * rows
     keys, values = plan.key_columns, plan.value_columns if z_v is not z_k else plan.key_columns
-    launch = scores_launch(rows, head_dim, plan.ranks.resident, keys is not None, _capability(query.device))
-    wanted = runs or _runs(query.device, batch * kv_heads)
-    score_runs, score_tiles = _split(slots, launch.tile, wanted)
-    runs, tiles = _split(slots, TILE, wanted)
-    # tl.dot wants sixteen rows; a single one is a sum of products instead.
-    block_m = 1 if rows == 1 else max(16, triton.next_power_of_2(rows))
-    half = head_dim // 2
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    device, unused = query.device, first
-    logits = torch.empty(batch, all_rows, slots, dtype=torch.float32, device=device)
-    mode = 2 if mask is not None else 1 if queries > 1 else 0
-    # A broadcast mask is read with a stride of zero.
-    mask_batch = mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0
-    scores_kernel[(score_runs, kv_heads, batch)](
-        query.float().contiguous(), z_k, plan.up,
-        unused if key_bias is None else key_bias, unused if key_norm is None else key_norm[0],
-        rotary.anchors(launch.tile, slots, device), rotary.offsets(launch.tile, device),
-        unused if mask is None else mask.view(torch.uint8), first, logits,
-        plan.heads, *_columns(keys, unused), z_k.stride(0), z_k.stride(1), mask_batch,
-        0 if mask is None else mask.stride(2), 0 if keys is None else keys.places.shape[1], slots,
-        scaling * rotary.scaling**2 * _LOG2_E, 0.0 if key_norm is None else key_norm[1],
-        ROWS=rows, BLOCK_M=block_m, QUERIES=queries, HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)),
-        RANK_A=plan.ranks.first, RANK_B=plan.ranks.second, RESIDENT=plan.ranks.resident, BLOCK_N=launch.tile,
-        TILES=score_tiles, HAS_BIAS=key_bias is not None, HAS_NORM=key_norm is not None, MASK=mode,
-        PACKED=keys is not None, UPCAST=interpreted, num_warps=launch.warps, num_stages=STAGES,
-    )  # fmt: skip
-    blocks, block_rows, block_columns = plan.blocks(rows)
-    total = sum(rank * heads * rows for rank, heads in zip(plan.value_ranks, plan.value_heads, strict=True))
-    partial = torch.empty(batch, runs, total, dtype=torch.float32, device=device)
-    most = torch.empty(batch, runs, all_rows, dtype=torch.float32, device=device)
-    sums = torch.empty_like(most)
-    values_kernel[(len(blocks), runs, batch)](
-        logits, z_v, partial, most, sums, blocks, *_columns(values, unused), z_v.stride(0), z_v.stride(1),
-        0 if values is None else values.places.shape[1], all_rows, total, slots,
-        BLOCK_M=block_rows, BLOCK_C=block_columns, BLOCK_N=TILE, TILES=tiles, PACKED=values is not None,
-        UPCAST=interpreted, TYPE=_TYPES[plan.up.dtype],
-        num_warps=value_warps(values is not None), num_stages=STAGES,
-    )  # fmt: skip
-    context = torch.empty(batch, total, dtype=query.dtype, device=device)
-    combine_kernel[(len(blocks), batch)](
-        partial, most, sums, blocks, context, all_rows, total, runs, BLOCK_M=block_rows, BLOCK_C=block_columns,
-        num_warps=4,
-    )  # fmt: skip
-    sizes = [rank * heads * rows for rank, heads in zip(plan.value_ranks, plan.value_heads, strict=True)]
+    launch = scores_launch(plan.rank, head_dim, rows, plan.up.element_size(), keys is not None, shared_limit(device))
+    score_runs, score_tiles = _split(slots, launch.tile, runs or _runs(device, batch * kv_heads))
+    blocks = plan.blocks(rows)
+    runs, tiles = _split(slots, TILE, runs or _runs(device, batch * len(blocks.table)))
+    interpreted = bool(triton.knobs.runtime.interpret)
+    # Rows start where whole lines of memory do, whatever the length.
+    logits_stride = -(-slots // TILE) * TILE
+    logits = torch.empty(batch, all_rows, logits_stride, dtype=torch.float32, device=device)
+    unused = first
+    if mask is not None:
+        mask = mask.expand(batch, 1, queries, slots).view(torch.uint8)
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        scores_kernel[(score_runs, kv_heads, batch)](
+            query.float().contiguous(), z_k, plan.up,
+            unused if key_bias is None else key_bias, unused if key_norm is None else key_norm[0],
+            rotary.anchors(launch.tile, slots, device), rotary.offsets(launch.tile, device),
+            unused if mask is None else mask, first, logits, plan.heads, *_columns(keys, unused),
+            z_k.stride(0), z_k.stride(1), 0 if mask is None else mask.stride(0),
+            0 if mask is None else mask.stride(2), logits_stride, 0 if keys is None else keys.places.shape[1], slots,
+            score_tiles, scaling * rotary.scaling**2 * _LOG2_E, 0.0 if key_norm is None else key_norm[1],
+            # tl.dot wants sixteen rows; a single one is a sum of products instead.
+            ROWS=rows, BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)), QUERIES=queries,
+            HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)), RANK_A=launch.rank_first,
+            RANK_B=launch.rank_second, RESIDENT=launch.resident, BLOCK_N=launch.tile, ALIGN=plan.alignment,
+            HAS_BIAS=key_bias is not None, HAS_NORM=key_norm is not None,
+            MASK=2 if mask is not None else 1 if queries > 1 else 0, PACKED=keys is not None, UPCAST=interpreted,
+            num_warps=launch.warps, num_stages=STAGES,
+        )  # fmt: skip
+        sizes = [rank * heads * rows for rank, heads in zip(plan.value_ranks, plan.value_heads, strict=True)]
+        total = sum(sizes)
+        partial = torch.empty(batch, runs, total, dtype=torch.float32, device=device)
+        most = torch.empty(batch, runs, all_rows, dtype=torch.float32, device=device)
+        sums = torch.empty_like(most)
+        values_kernel[(len(blocks.table), runs, batch)](
+            logits, z_v, partial, most, sums, blocks.table, *_columns(values, unused), z_v.stride(0), z_v.stride(1),
+            logits_stride, 0 if values is None else values.places.shape[1], all_rows, total, slots, tiles,
+            BLOCK_M=blocks.rows, BLOCK_C=blocks.columns, BLOCK_N=TILE, ALIGN=blocks.alignment,
+            PACKED=values is not None, UPCAST=interpreted, TYPE=_TYPES[plan.up.dtype],
+            num_warps=value_warps(values is not None), num_stages=STAGES,
+        )  # fmt: skip
+        context = torch.empty(batch, total, dtype=plan.up.dtype, device=device)
+        combine_kernel[(len(blocks.table), batch)](
+            partial, most, sums, blocks.table, context, all_rows, total, runs, BLOCK_M=blocks.rows,
+            BLOCK_C=blocks.columns, num_warps=4,
+        )  # fmt: skip
     parts = context.split(sizes, dim=1)
     return [part.view(batch, -1, queries, rank) for part, rank in zip(parts, plan.value_ranks, strict=True)]
 
@@ -121,17 +123,18 @@ def _split(slots: int, tile: int, runs: int) -> tuple[int, int]:
     return -(-tiles // per_run), per_run
 
 
-def _capability(device: torch.device) -> int:
-    """Ten times the compute capability; that of an H100 where there is no device."""
+@functools.cache
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have; those of an H100 where there is no device."""
     if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+        return 232_448
+    # What a kernel may ask for is more than what it gets unasked; torch's type stubs do not have it.
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _runs(device: torch.device, programs: int) -> int:
-    """Runs that give every processor two programs."""
+    """Runs that give every processor about two programs, and never a part of a third wave."""
     if device.type != "cuda":
         return 1
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, -(-2 * processors // programs))
+    return max(1, 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs)

@@ -1,10 +1,12 @@
 """Compile the shipped configurations for GPUs that need not be here, and check what came out.
 
 ``python -m recalkv.kernels.compile_gate`` prints one line per kernel, geometry and architecture: shared
-memory, registers, bytes spilled, and tensor-core instructions. It ends with status 1 if a kernel would
-not launch, spills heavily, or multiplies matrices without tensor cores.
+memory, registers, bytes spilled, tensor-core instructions and asynchronous copies. It ends with status 1 if
+a kernel would not launch, spills heavily, multiplies matrices without tensor cores, or reads latents of
+ranks that are multiples of eight in small pieces.
 """
 
+import math
 import os
 import re
 import shutil
@@ -20,9 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from recalkv.kernels.attention import STAGES
 from recalkv.kernels.decode import combine_kernel, scores_kernel, values_kernel
-from recalkv.kernels.plan import TILE, rank_blocks, scores_launch, value_blocks, value_warps
+from recalkv.kernels.plan import STAGES, TILE, scores_launch, value_blocks, value_warps
 
 __all__ = ["CONFIGURATIONS", "Compiled", "Configuration", "compile_all", "faults"]
 
@@ -53,22 +54,23 @@ class Configuration:
 CONFIGURATIONS = (
     # Groups of two heads, keys and values in one latent, 50 % and 70 %; the same for grouped queries.
     Configuration("llama-2-7b joint s=2 50%", 128, 1, 256, 256, 2),
-    Configuration("llama-2-7b joint s=2 70%", 128, 1, 154, 154, 2),
+    Configuration("llama-2-7b joint s=2 70%", 128, 1, 160, 160, 2),
     Configuration("llama-2-7b joint s=1 50%", 128, 1, 128, 128, 1, dtype="fp16"),
     Configuration("mistral-7b joint s=2 50%", 128, 4, 256, 256, 2),
-    Configuration("mistral-7b joint s=2 70%", 128, 4, 154, 154, 2),
-    Configuration("mistral-7b joint s=2 70%, 4 queries", 128, 4, 154, 154, 2, queries=4),
+    Configuration("mistral-7b joint s=2 70%", 128, 4, 160, 160, 2),
+    Configuration("mistral-7b joint s=2 70%, 8 queries", 128, 4, 160, 160, 2, queries=8),
     # The paper's: keys in groups of four, one latent for all values.
     Configuration("llama-2-7b s=4 50%", 128, 1, 256, 2048, 32),
-    Configuration("llama-2-7b s=4 70%", 128, 1, 154, 1229, 32),
+    Configuration("llama-2-7b s=4 70%", 128, 1, 160, 1232, 32),
     Configuration("llama-2-7b joint s=4 50% (streamed)", 128, 1, 512, 512, 4),
-    Configuration("llama-3.1-8b s=4 70%", 128, 4, 154, 307, 8),
+    Configuration("llama-3.1-8b s=4 70%", 128, 4, 160, 304, 8),
     Configuration("qwen3 joint s=2 50%", 128, 2, 256, 256, 2, norm=True),
     Configuration("qwen2 joint s=2 50%", 64, 7, 128, 128, 2, bias=True),
     Configuration("smollm2-135m joint s=2 50%", 64, 3, 128, 128, 2),
     Configuration("llama-2-7b joint s=2 packed", 128, 1, 256, 256, 2, packed=True),
     Configuration("mistral-7b joint s=2 packed", 128, 4, 256, 256, 2, packed=True),
     Configuration("head dimension 256", 256, 2, 256, 256, 1),
+    Configuration("any rank", 128, 1, 154, 307, 8),
 )
 
 
@@ -82,8 +84,8 @@ class Compiled:
         Bytes of shared memory of a program.
     registers, spilled
         Registers, and bytes of stack, of a thread.
-    tensor_core
-        Tensor-core instructions.
+    tensor_core, async_copies
+        Tensor-core instructions, and instructions that copy 4 to 16 bytes at once behind the computation.
     """
 
     kernel: str
@@ -93,11 +95,12 @@ class Compiled:
     registers: int
     spilled: int
     tensor_core: int
+    async_copies: int
 
 
 def compile_all(architectures: tuple[int, ...] = (80, 90)) -> Iterator[Compiled]:
     """Compile every kernel of every configuration; kernels of equal constants once."""
-    done: dict[Any, tuple[int, int, int, int]] = {}
+    done: dict[Any, tuple[int, int, int, int, int]] = {}
     for configuration in CONFIGURATIONS:
         for architecture in architectures:
             for name, kernel, types, constants, warps in _kernels(configuration, architecture):
@@ -117,6 +120,9 @@ def faults(compiled: Compiled) -> list[str]:
         found.append(f"{compiled.spilled} bytes spilled, limit {SPILL_LIMIT}")
     if compiled.kernel != "combine" and not compiled.tensor_core:
         found.append("no tensor-core instruction")
+    aligned = compiled.configuration.key_rank % 8 == compiled.configuration.value_rank % 8 == 0
+    if compiled.kernel != "combine" and aligned and not compiled.configuration.packed and not compiled.async_copies:
+        found.append("latents are read in small pieces")
     return found
 
 
@@ -124,8 +130,7 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
     """Name, kernel, argument types, constants and warps, as in :func:`recalkv.kernels.attention.latent_attention`."""
     rows = c.query_heads_per_kv * c.queries
     half = c.head_dim // 2
-    ranks = rank_blocks(c.key_rank, c.head_dim, c.packed)
-    launch = scores_launch(rows, c.head_dim, ranks.resident, c.packed, architecture)
+    launch = scores_launch(c.key_rank, c.head_dim, rows, 2, c.packed, SHARED_LIMITS[architecture])
     latent = "*u8" if c.packed else f"*{c.dtype}"
     table = "*i32" if c.packed else "*i64"
     steps = "*fp32" if c.packed else "*i64"
@@ -137,12 +142,14 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
     }  # fmt: skip
     numbers = {
         "latent_batch_stride": "i64", "latent_slot_stride": "i32", "mask_batch_stride": "i32",
-        "mask_query_stride": "i32", "table_width": "i32", "slots": "i32", "scaling": "fp32", "eps": "fp32",
+        "mask_query_stride": "i32", "logits_stride": "i32", "table_width": "i32", "slots": "i32", "tiles": "i32",
+        "scaling": "fp32", "eps": "fp32",
     }  # fmt: skip
     constants = {
         "ROWS": rows, "BLOCK_M": 1 if rows == 1 else max(16, triton.next_power_of_2(rows)), "QUERIES": c.queries,
-        "HALF": half, "BLOCK_H": max(16, triton.next_power_of_2(half)), "RANK_A": ranks.first, "RANK_B": ranks.second,
-        "RESIDENT": ranks.resident, "BLOCK_N": launch.tile, "TILES": 16, "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
+        "HALF": half, "BLOCK_H": max(16, triton.next_power_of_2(half)), "RANK_A": launch.rank_first,
+        "RANK_B": launch.rank_second, "RESIDENT": launch.resident, "BLOCK_N": launch.tile,
+        "ALIGN": 1 if c.packed else math.gcd(16, c.key_rank), "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
         "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
     }  # fmt: skip
     yield "scores", scores_kernel, pointers | numbers, constants, launch.warps
@@ -152,12 +159,13 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
         "blocks_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,
     }  # fmt: skip
     numbers = {
-        "latent_batch_stride": "i64", "latent_slot_stride": "i32", "table_width": "i32", "all_rows": "i32",
-        "total": "i32", "slots": "i32",
+        "latent_batch_stride": "i64", "latent_slot_stride": "i32", "logits_stride": "i32", "table_width": "i32",
+        "all_rows": "i32", "total": "i32", "slots": "i32", "tiles": "i32",
     }  # fmt: skip
     constants = {
-        "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE, "TILES": 16, "PACKED": c.packed,
-        "UPCAST": False, "TYPE": triton.language.bfloat16 if c.dtype == "bf16" else triton.language.float16,
+        "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE,
+        "ALIGN": 1 if c.packed else math.gcd(16, c.value_rank), "PACKED": c.packed, "UPCAST": False,
+        "TYPE": triton.language.bfloat16 if c.dtype == "bf16" else triton.language.float16,
     }  # fmt: skip
     yield "values", values_kernel, pointers | numbers, constants, value_warps(c.packed)
     types = {
@@ -169,17 +177,18 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
 
 def _compile(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, warps: int
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int, int, int]:
     signature = types | dict.fromkeys(constants, "constexpr")
-    # Allocations are aligned; a launch tells the compiler so.
-    pointers = [i for i, name in enumerate(kernel.arg_names) if types.get(name, "").startswith("*")]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    # Allocations are aligned, and so are these strides; a launch tells the compiler so.
+    known = [name for name, type in types.items() if type.startswith("*")]
+    known += ["logits_stride"] + (["latent_slot_stride"] if constants.get("ALIGN", 1) % 16 == 0 else [])
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in known}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
     options = {"num_warps": warps, "num_stages": STAGES}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     registers, spilled = _resources(compiled.asm["cubin"])
     tensor_core = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))
-    return compiled.metadata.shared, registers, spilled, tensor_core
+    return compiled.metadata.shared, registers, spilled, tensor_core, compiled.asm["ptx"].count("cp.async.c")
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -203,12 +212,17 @@ def main() -> int:
         print("TRITON_INTERPRET=1 interprets kernels; unset it to compile them", file=sys.stderr)
         return 2
     wrong = 0
-    print(f"{'configuration':<38}{'kernel':<9}{'sm':>4}{'shared':>9}{'registers':>11}{'spilled':>9}{'mma':>6}")
+    print(
+        f"{'configuration':<38}{'kernel':<9}{'sm':>4}{'shared':>9}{'registers':>11}{'spilled':>9}{'mma':>6}{'copies':>8}"
+    )
     for one in compile_all():
         line = f"{one.configuration.name:<38}{one.kernel:<9}{one.architecture:>4}{one.shared:>9,}{one.registers:>11}"
         problems = faults(one)
         wrong += bool(problems)
-        print(f"{line}{one.spilled:>9}{one.tensor_core:>6}  {'; '.join(problems)}".rstrip(), flush=True)
+        print(
+            f"{line}{one.spilled:>9}{one.tensor_core:>6}{one.async_copies:>8}  {'; '.join(problems)}".rstrip(),
+            flush=True,
+        )
     return 1 if wrong else 0
 
 

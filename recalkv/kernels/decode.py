@@ -60,17 +60,18 @@ def _up(up_ptr, start, stride, columns, columns_ok, places, places_ok, UPCAST: t
     return block
 
 
-@triton.jit
+# What changes while a sequence grows must not be compiled in.
+@triton.jit(do_not_specialize=["slots", "tiles", "latent_batch_stride", "mask_batch_stride", "mask_query_stride"])
 def scores_kernel(
     query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, first_ptr, logits_ptr,
     heads_ptr, columns_ptr, steps_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride,
-    mask_query_stride, table_width, slots, scaling, eps,
+    mask_query_stride, logits_stride, table_width, slots, tiles, scaling, eps,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     RANK_A: tl.constexpr, RANK_B: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
+    ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
     PACKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one key/value head's queries against a run of TILES tiles, in units of log 2.
+    """Scores of one key/value head's queries against a run of tiles, in units of log 2.
 
     Grid: (runs, key/value heads, batch).
 
@@ -83,18 +84,20 @@ def scores_kernel(
     mask_ptr
         Unused with MASK 0 (every slot) and 1 (causal, from slot ``first_ptr`` on); with 2 a boolean
         (batch, QUERIES, slots).
-    logits_ptr : (batch, kv heads, ROWS, slots) float32
-        Minus infinity where masked.
+    logits_ptr : (batch, kv heads, ROWS, logits_stride) float32
+        Minus infinity where masked; not written behind ``slots``.
+    ALIGN
+        Divides the entries of ``heads_ptr`` and the batch stride: how many elements may be read at once.
     RANK_A, RANK_B
         Powers of two that cover the ranks. With RESIDENT R_k stays in registers or shared memory for the
         whole run, in blocks of these sizes; otherwise it is read again for each tile, RANK_A rows at a time.
     """
     run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
-    first_column = tl.load(heads_ptr + 4 * head)
-    rank = tl.load(heads_ptr + 4 * head + 1)
-    up_start = tl.load(heads_ptr + 4 * head + 2)
-    up_stride = tl.load(heads_ptr + 4 * head + 3)
+    first_column = tl.multiple_of(tl.load(heads_ptr + 4 * head), ALIGN)
+    rank = tl.multiple_of(tl.load(heads_ptr + 4 * head + 1), ALIGN)
+    up_start = tl.multiple_of(tl.load(heads_ptr + 4 * head + 2), ALIGN)
+    up_stride = tl.multiple_of(tl.load(heads_ptr + 4 * head + 3), ALIGN)
     kind = up_ptr.dtype.element_ty
     places = tl.arange(0, BLOCK_H)
     places_ok = places < HALF
@@ -105,7 +108,7 @@ def scores_kernel(
     query_ok = rows_ok[:, None] & places_ok[None, :]
     query_left = tl.load(query_at, mask=query_ok, other=0.0).to(tl.float32)
     query_right = tl.load(query_at + HALF, mask=query_ok, other=0.0).to(tl.float32)
-    base = latent_ptr + batch.to(tl.int64) * latent_batch_stride
+    base = latent_ptr + tl.multiple_of(batch.to(tl.int64) * latent_batch_stride, ALIGN)
     columns_a = tl.arange(0, RANK_A)
     ok_a = columns_a < rank
     if RESIDENT:
@@ -117,8 +120,8 @@ def scores_kernel(
             up_left_b = _up(up_ptr, up_start, up_stride, columns_b, ok_b, places, places_ok, UPCAST)
             up_right_b = _up(up_ptr, up_start + HALF, up_stride, columns_b, ok_b, places, places_ok, UPCAST)
     in_tile = tl.arange(0, BLOCK_N)
-    for step in range(TILES):
-        tile = run * TILES + step
+    for step in range(tiles):
+        tile = run * tiles + step
         slot = tile * BLOCK_N + in_tile
         slot_ok = slot < slots
         slot_offsets = slot.to(tl.int64) * latent_slot_stride
@@ -187,14 +190,14 @@ def scores_kernel(
             at = mask_ptr + batch.to(tl.int64) * mask_batch_stride + (rows % QUERIES)[:, None] * mask_query_stride
             allowed = tl.load(at + slot[None, :], mask=seen, other=0)
             scores = tl.where(allowed != 0, scores, float("-inf"))
-        tl.store(logits_ptr + (whole_head * ROWS + rows[:, None]) * slots + slot[None, :], scores, mask=seen)
+        tl.store(logits_ptr + (whole_head * ROWS + rows[:, None]) * logits_stride + slot[None, :], scores, mask=seen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "tiles", "latent_batch_stride"])
 def values_kernel(
     logits_ptr, latent_ptr, partial_ptr, most_ptr, sum_ptr, blocks_ptr, columns_ptr, steps_ptr,
-    latent_batch_stride, latent_slot_stride, table_width, all_rows, total, slots,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    latent_batch_stride, latent_slot_stride, logits_stride, table_width, all_rows, total, slots, tiles,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
     PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of a run of tiles times a block of value latents, not yet normalised.
@@ -203,7 +206,7 @@ def values_kernel(
 
     Parameters
     ----------
-    logits_ptr : (batch, all_rows, slots) float32
+    logits_ptr : (batch, all_rows, logits_stride) float32
         From :func:`scores_kernel`.
     blocks_ptr : (blocks, 6) int32
         Of each block: first latent column, columns, first row, rows, place of its first element in the
@@ -214,8 +217,8 @@ def values_kernel(
     """
     block, run, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     runs = tl.num_programs(1)
-    first_column = tl.load(blocks_ptr + 6 * block)
-    width = tl.load(blocks_ptr + 6 * block + 1)
+    first_column = tl.multiple_of(tl.load(blocks_ptr + 6 * block), ALIGN)
+    width = tl.multiple_of(tl.load(blocks_ptr + 6 * block + 1), ALIGN)
     first_row = tl.load(blocks_ptr + 6 * block + 2)
     count = tl.load(blocks_ptr + 6 * block + 3)
     place = tl.load(blocks_ptr + 6 * block + 4)
@@ -224,13 +227,13 @@ def values_kernel(
     rows_ok = rows < count
     in_block = tl.arange(0, BLOCK_C)
     columns_ok = in_block < width
-    logits_at = logits_ptr + (batch.to(tl.int64) * all_rows + first_row + rows[:, None]) * slots
-    base = latent_ptr + batch.to(tl.int64) * latent_batch_stride
+    logits_at = logits_ptr + (batch.to(tl.int64) * all_rows + first_row + rows[:, None]) * logits_stride
+    base = latent_ptr + tl.multiple_of(batch.to(tl.int64) * latent_batch_stride, ALIGN)
     most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
     context = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
-    for step in range(TILES):
-        slot = (run * TILES + step) * BLOCK_N + tl.arange(0, BLOCK_N)
+    for step in range(tiles):
+        slot = (run * tiles + step) * BLOCK_N + tl.arange(0, BLOCK_N)
         slot_ok = slot < slots
         scores = tl.load(logits_at + slot[None, :], mask=rows_ok[:, None] & slot_ok[None, :], other=float("-inf"))
         larger = tl.maximum(most, tl.max(scores, axis=1))
@@ -255,7 +258,7 @@ def values_kernel(
     tl.store(sum_ptr + at, weight, mask=rows_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["runs"])
 def combine_kernel(
     partial_ptr, most_ptr, sum_ptr, blocks_ptr, context_ptr, all_rows, total, runs,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from recalkv.attention import LatentAttention
 from recalkv.errors import ParameterError
 from recalkv.fusion import absorbed_output
-from recalkv.kernels.plan import LayerPlan
+from recalkv.kernels.plan import MAX_ROWS, LayerPlan
 from recalkv.kernels.rotary import TileRotary
 
 __all__ = ["KERNELS", "KernelAttention", "use_kernels", "why_not"]
@@ -25,7 +25,9 @@ _HEAD_DIMS = range(2, 257, 2)
 class KernelAttention(LatentAttention):
     """:class:`LatentAttention` whose short queries over a filled cache go through the kernels.
 
-    Prompts, gradients, eager attention and masks that are not boolean stay with the parent.
+    Prompts, more than a few queries, gradients, autocast, compiled models, eager attention and masks that are not
+    boolean stay with the parent. Factors written by other means than torch's operations, which count them
+    (``parameter.data``), need a new :func:`use_kernels`.
     """
 
     _plan: LayerPlan | None = None
@@ -75,7 +77,6 @@ class KernelAttention(LatentAttention):
             self.key_bias,
             None if self.k_norm is None else (self.k_norm.weight, self.k_norm.variance_epsilon),
         )
-        contexts = [context.to(query.dtype) for context in contexts]
         if not self.fused:
             assert self.value_up is not None
             contexts = [
@@ -87,7 +88,12 @@ class KernelAttention(LatentAttention):
 
     def _by_kernel(self, states: Tensor, mask: Any, cache: Cache) -> bool:
         length = states.shape[1]
-        if torch.is_grad_enabled() and states.requires_grad:
+        # Compiled models and autocast keep to plain torch, and so does whatever needs a gradient.
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(states.device.type):
+            return False
+        if torch.is_grad_enabled() and (states.requires_grad or self.k_proj.weight.requires_grad):
+            return False
+        if length * self.num_key_value_groups > MAX_ROWS:
             return False
         slots, _ = cache.get_mask_sizes(length, self.layer_idx)
         start = cache.get_seq_length(self.layer_idx)
@@ -128,6 +134,8 @@ def why_not(model: nn.Module) -> str | None:
         return f"the model is on {device}, and the kernels need a CUDA device"
     if dtype not in _TYPES:
         return f"the weights are {dtype}, and the kernels take float16, bfloat16 or float32"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} has no bfloat16 tensor cores; the kernels need an A100 or newer"
     if layers[0].head_dim not in _HEAD_DIMS:
         return f"heads have {layers[0].head_dim} dimensions, and the kernels take even numbers up to 256"
     return None
@@ -162,6 +170,7 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
     for module in model.modules():
         if isinstance(module, LatentAttention):
             module.__class__ = wanted
+            module.__dict__.pop("_plan", None)
             if rotary is not None:
                 assert isinstance(module, KernelAttention)
                 module.tile_rotary = rotary

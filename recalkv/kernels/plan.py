@@ -1,6 +1,8 @@
 """What the kernels need to know of one layer: where heads, groups and segments stand, and block sizes."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,69 +10,107 @@ from torch import Tensor
 
 from recalkv.quantization import RowLayout
 
-__all__ = ["TILE", "LayerPlan", "PackedColumns", "RankBlocks", "ScoresLaunch", "rank_blocks", "scores_launch",
-           "value_blocks", "value_warps"]  # fmt: skip
+__all__ = [
+    "MAX_ROWS",
+    "STAGES",
+    "TILE",
+    "LayerPlan",
+    "PackedColumns",
+    "ScoresLaunch",
+    "cover_rank",
+    "scores_launch",
+    "value_blocks",
+    "value_warps",
+]
 
 TILE = 64
 """Slots of a tile of values, and the least of a tile of keys."""
 
-_RESIDENT_ELEMENTS = 256 * 128
-"""Largest R_k of one head, padded, that is kept over a whole run of tiles: 64 KB in 16 bits."""
+STAGES = 2
+"""Tiles in flight; a third costs shared memory."""
+
+MAX_ROWS = 32
+"""Most query heads of a key/value head x queries that one program takes."""
 
 _STREAMED_RANK = 64
-"""Rows of R_k read at a time above that."""
+"""Rows of R_k read at a time where it is not resident."""
 
-_MAX_ROWS, _MAX_COLUMNS = 32, 128
-
-
-@dataclass(frozen=True)
-class RankBlocks:
-    """Powers of two that cover a rank: one or two resident blocks, or one that is streamed."""
-
-    first: int
-    second: int
-    resident: bool
-
-
-def rank_blocks(rank: int, head_dim: int, packed: bool = False) -> RankBlocks:
-    """Cover the largest rank of a layer with little padding: 160 is 128 + 32, 87 is 64 + 32.
-
-    Blocks have at least 16 rows, the least that tensor cores take. Codes that are unpacked on the way leave
-    no registers for a resident R_k.
-    """
-    below = max(16, 1 << (rank.bit_length() - 1))
-    rest = rank - below
-    second = 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
-    first, second = (2 * below, 0) if second == below else (below, second)
-    if packed or (first + second) * head_dim > _RESIDENT_ELEMENTS:
-        return RankBlocks(min(_STREAMED_RANK, first), 0, resident=False)
-    return RankBlocks(first, second, resident=True)
+_MAX_COLUMNS = 128
+_WIDEST = 16
 
 
 @dataclass(frozen=True)
 class ScoresLaunch:
-    """Tile (slots) and warps of ``scores_kernel``."""
+    """Constants of ``scores_kernel``.
 
+    Attributes
+    ----------
+    rank_first, rank_second
+        Powers of two that cover the rank where R_k is resident; rows read at a time, and 0, where it is streamed.
+    resident
+        Whether R_k of a head stays in shared memory over a whole run of tiles.
+    tile, warps
+        Slots of a tile, warps of a program.
+    """
+
+    rank_first: int
+    rank_second: int
+    resident: bool
     tile: int
     warps: int
 
 
-def scores_launch(rows: int, head_dim: int, resident: bool, packed: bool, capability: int) -> ScoresLaunch:
-    """Tile and warps that compile without spills worth mentioning (``compile_gate``).
+def cover_rank(rank: int) -> tuple[int, int]:
+    """One or two powers of two that cover a rank with little padding: 160 is 128 + 32, 87 is 64 + 32.
 
-    ``capability`` is 10 x the device's compute capability. A tile of 128 slots fills the registers of eight
-    warps; with matrices for the queries as well it needs more shared memory than an A100 has.
+    Blocks have at least 16 rows, the least that tensor cores take.
     """
-    if head_dim <= 64:
-        return ScoresLaunch(TILE, 4)
-    if resident and (rows == 1 or capability >= 90):
-        return ScoresLaunch(2 * TILE, 8)
-    return ScoresLaunch(TILE, 8 if resident or packed or head_dim > 128 else 4)
+    below = max(16, 1 << (rank.bit_length() - 1))
+    rest = rank - below
+    second = 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
+    return (2 * below, 0) if second == below else (below, second)
+
+
+def scores_launch(rank: int, head_dim: int, rows: int, element: int, packed: bool, shared_limit: int) -> ScoresLaunch:
+    """Constants that compile without spills worth mentioning and fit the device (``compile_gate``).
+
+    Parameters
+    ----------
+    rank
+        Largest key rank of the layer.
+    rows
+        Query heads of a key/value head x queries.
+    element
+        Bytes of an element of R_k.
+    packed
+        Codes that are unpacked on the way leave no registers for a large tile.
+    shared_limit
+        Bytes of shared memory that a program may have.
+    """
+    first, second = cover_rank(rank)
+    if not packed and head_dim <= 128:
+        for tile, warps in ((2 * TILE, 8), (TILE, 4)) if head_dim > 64 else ((TILE, 4),):
+            if _resident_bytes(first + second, head_dim, tile, rows, element) <= shared_limit:
+                return ScoresLaunch(first, second, True, tile, warps)
+    wide = not packed and head_dim <= 128 and element == 2
+    return ScoresLaunch(min(_STREAMED_RANK, first), 0, False, 2 * TILE if wide else TILE, 8)
+
+
+def _resident_bytes(rank: int, head_dim: int, tile: int, rows: int, element: int) -> int:
+    """Shared memory of a program that keeps R_k: R_k, tiles of latents in flight, angles, and queries' products."""
+    angles = 256 * tile
+    products = 0 if rows == 1 else 392 * tile * element // 2
+    return element * rank * head_dim + STAGES * element * tile * rank + angles + products
 
 
 def value_warps(packed: bool) -> int:
     """Warps of ``values_kernel``."""
     return 8 if packed else 4
+
+
+def _alignment(numbers: Iterable[int]) -> int:
+    """Largest power of two, up to 16, that divides all."""
+    return math.gcd(_WIDEST, *numbers)
 
 
 def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int) -> tuple[list[list[int]], int, int]:
@@ -91,7 +131,7 @@ def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int)
         sequence is that of all groups, one after the other, (rows of the group, rank) each.
     """
     most = max(heads) * rows_per_head
-    row_block = min(_MAX_ROWS, max(16, 1 << (most - 1).bit_length()))
+    row_block = min(MAX_ROWS, max(16, 1 << (most - 1).bit_length()))
     column_block = min(_MAX_COLUMNS, max(16, 1 << (max(ranks) - 1).bit_length()))
     blocks, column, row, place = [], 0, 0, 0
     for rank, own in zip(ranks, heads, strict=True):
@@ -102,6 +142,16 @@ def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int)
                 blocks.append([column + start, width, row + first, rows, place + first * rank + start, rank])
         column, row, place = column + rank, row + count, place + count * rank
     return blocks, row_block, column_block
+
+
+@dataclass(frozen=True)
+class ValueBlocks:
+    """Blocks of ``values_kernel`` on the device, powers of two that hold any of them, and their alignment."""
+
+    table: Tensor
+    rows: int
+    columns: int
+    alignment: int
 
 
 class PackedColumns:
@@ -163,14 +213,26 @@ class LayerPlan:
             table += [[column, rank, start + head * head_dim, width] for head in range(heads)]
             column, start = column + rank, start + rank * width
         self.heads = torch.tensor(table, dtype=torch.int32, device=device)
-        self.ranks = rank_blocks(max(up.shape[0] for up in key_up), head_dim, key_rows is not None)
+        self.rank = max(up.shape[0] for up in key_up)
+        self.alignment = 1 if key_rows is not None else _alignment(itertools.chain(*table, [column]))
         self.key_columns = None if key_rows is None else PackedColumns(key_rows, device)
         self.value_columns = None if value_rows is None else PackedColumns(value_rows, device)
-        self._blocks: dict[int, tuple[Tensor, int, int]] = {}
+        self._value_rows = value_rows if value_rows is not None else key_rows
+        self._blocks: dict[int, ValueBlocks] = {}
 
-    def blocks(self, rows_per_head: int) -> tuple[Tensor, int, int]:
+    def blocks(self, rows_per_head: int) -> ValueBlocks:
         """:func:`value_blocks` on the device, made once per number of queries."""
         if rows_per_head not in self._blocks:
             blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head)
-            self._blocks[rows_per_head] = torch.tensor(blocks, dtype=torch.int32, device=self.up.device), rows, columns
+            aligned = (
+                1
+                if self._value_rows is not None
+                else _alignment(
+                    itertools.chain(
+                        (block[0] for block in blocks), (block[1] for block in blocks), [sum(self.value_ranks)]
+                    )
+                )
+            )
+            table = torch.tensor(blocks, dtype=torch.int32, device=self.up.device)
+            self._blocks[rows_per_head] = ValueBlocks(table, rows, columns, aligned)
         return self._blocks[rows_per_head]

@@ -30,6 +30,7 @@ class TileRotary:
         self.scaling = float(rotary.attention_scaling)
         self._anchors: dict[tuple[int, torch.device], Tensor] = {}
         self._offsets: dict[tuple[int, torch.device], Tensor] = {}
+        self._outgrown: list[Tensor] = []
 
     def offsets(self, tile: int, device: torch.device) -> Tensor:
         """Angles of the places within a tile, (tile, 2, d_h / 2) float32: cos, sin."""
@@ -43,6 +44,8 @@ class TileRotary:
         key, tiles = (tile, device), -(-slots // tile)
         if key not in self._anchors or len(self._anchors[key]) < tiles:
             size = max(16, 1 << (tiles - 1).bit_length())
+            # A captured graph may still read the shorter table.
+            self._outgrown += [self._anchors[key]] if key in self._anchors else []
             self._anchors[key] = self._table(torch.arange(size) * tile, device)
         return self._anchors[key]
 
