@@ -57,6 +57,20 @@ def test_readme_shows_the_results_of_the_study() -> None:
         assert f"{row['perplexity']:.2f}" in readme, row
 
 
+def test_readme_shows_the_results_of_the_quantised_study() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for row in json.loads((ROOT / "reports/study/bits.json").read_text())["rows"]:
+        assert f"{row['perplexity']:.2f}" in readme, row
+
+
+def test_readme_shows_the_results_of_the_grids() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in ("methods", "ablation"):
+        metrics = json.loads((ROOT / f"reports/grids/{name}.json").read_text())
+        for key, row in metrics.items():
+            assert f"{row['perplexity']['embedded']:.2f}" in readme, (name, key)
+
+
 def test_per_channel_rows_by_hand() -> None:
     """Blocks of two tokens: each channel between its own smallest and largest value; the last token is exact."""
     rows = PerChannelRows([[(3, 2)]], 2, (0, 0, 0))
