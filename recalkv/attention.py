@@ -127,18 +127,8 @@ class LatentAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend (batch, queries, m) hidden states to the cache and themselves."""
-        batch, length, _ = hidden_states.shape
-        query = self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)
-        if self.q_norm is not None:
-            query = self.q_norm(query)
-        query = query.transpose(1, 2)
-        z_k = self.k_proj(hidden_states)[:, None]
-        z_v = z_k[..., :0] if self.v_proj is None else self.v_proj(hidden_states)[:, None]
-        if self.key_rows is not None:
-            # Packed before the cache, read back from it: new tokens see themselves as later ones will.
-            z_k = self.key_rows.pack(z_k)
-            z_v = z_k[..., :0] if self.value_rows is None else self.value_rows.pack(z_v)
-
+        length = hidden_states.shape[1]
+        query, z_k, z_v = self._new_states(hidden_states)
         query_rope = key_rope = position_embeddings
         first: int | Tensor = 0
         if past_key_values is not None:
@@ -168,6 +158,20 @@ class LatentAttention(nn.Module):
             output, weights = self._attend(query, key, self._rebuild_values(z_v), attention_mask, kwargs)
             output = output.flatten(2)
         return self.o_proj(output), weights
+
+    def _new_states(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries before RoPE, (batch, h, queries, d_h), and what is cached of the new tokens, keys and values."""
+        batch, length, _ = hidden_states.shape
+        query = self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        z_k = self.k_proj(hidden_states)[:, None]
+        z_v = z_k[..., :0] if self.v_proj is None else self.v_proj(hidden_states)[:, None]
+        if self.key_rows is not None:
+            # Packed before the cache, read back from it: new tokens see themselves as later ones will.
+            z_k = self.key_rows.pack(z_k)
+            z_v = z_k[..., :0] if self.value_rows is None else self.value_rows.pack(z_v)
+        return query.transpose(1, 2), z_k, z_v
 
     def _mode(self, queries: int, slots: int, mask: Any) -> str:
         """``latent`` to attend over ``z_v`` with explicit scores, else ``sdpa``; the cost rule of ``auto``."""
@@ -232,6 +236,10 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Few queries: softmax weights times latents, then R_v per head unless it is fused into W_o."""
         contexts = latent_context(query, key, z_v[:, 0], mask, self.scaling, self.value_ranks, self.value_heads, first)
+        return self._merged(contexts)
+
+    def _merged(self, contexts: Sequence[Tensor]) -> Tensor:
+        """Contexts of all value groups as the output projection wants them, (batch, queries, its inputs)."""
         if not self.fused:
             assert self.value_up is not None
             contexts = [

@@ -10,7 +10,6 @@ from transformers.cache_utils import Cache
 
 from recalkv.attention import LatentAttention
 from recalkv.errors import ParameterError
-from recalkv.fusion import absorbed_output
 from recalkv.kernels.plan import MAX_ROWS, LayerPlan
 from recalkv.kernels.rotary import TileRotary
 
@@ -45,16 +44,8 @@ class KernelAttention(LatentAttention):
         """Attend (batch, queries, m) hidden states to the cache and themselves."""
         if past_key_values is None or not self._by_kernel(hidden_states, attention_mask, past_key_values):
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        batch, length, _ = hidden_states.shape
-        query = self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)
-        if self.q_norm is not None:
-            query = self.q_norm(query)
-        query = query.transpose(1, 2)
-        z_k = self.k_proj(hidden_states)[:, None]
-        z_v = z_k[..., :0] if self.v_proj is None else self.v_proj(hidden_states)[:, None]
-        if self.key_rows is not None:
-            z_k = self.key_rows.pack(z_k)
-            z_v = z_k[..., :0] if self.value_rows is None else self.value_rows.pack(z_v)
+        length = hidden_states.shape[1]
+        query, z_k, z_v = self._new_states(hidden_states)
         # Both must be read before the update: static layers count in place.
         slots, offset = past_key_values.get_mask_sizes(length, self.layer_idx)
         start = past_key_values.get_seq_length(self.layer_idx)
@@ -77,14 +68,7 @@ class KernelAttention(LatentAttention):
             self.key_bias,
             None if self.k_norm is None else (self.k_norm.weight, self.k_norm.variance_epsilon),
         )
-        if not self.fused:
-            assert self.value_up is not None
-            contexts = [
-                absorbed_output(context, up, self.num_key_value_groups, self.head_dim)
-                for context, up in zip(contexts, self.value_up, strict=True)
-            ]
-        output = torch.cat([context.transpose(1, 2).flatten(2) for context in contexts], dim=-1)
-        return self.o_proj(output), None
+        return self.o_proj(self._merged(contexts)), None
 
     def _by_kernel(self, states: Tensor, mask: Any, cache: Cache) -> bool:
         length = states.shape[1]
