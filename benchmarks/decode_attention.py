@@ -46,7 +46,6 @@ from recalkv.kernels.module import use_kernels, why_not
 from recalkv.modeling import CONFIG_CLASSES, FORMAT_VERSION, MODEL_CLASSES
 from recalkv.reorder import group_sizes
 
-
 _REPLAYS = 5
 
 
@@ -298,7 +297,7 @@ class Bench:
                     call()
             graph.replay()
             # Several in a row, so that the GPU never waits for a launch.
-            return self._events(lambda: [graph.replay() for _ in range(_REPLAYS)]) / len(calls) / _REPLAYS
+            return self._events(lambda: _repeat(graph.replay)) / len(calls) / _REPLAYS
         return self._events(lambda: [call() for call in calls]) / len(calls)
 
     def _median(self, work: Callable[[], Any]) -> float:
@@ -319,6 +318,11 @@ class Bench:
             torch.cuda.synchronize()
             times.append(1e3 * start.elapsed_time(end))
         return statistics.median(times)
+
+
+def _repeat(work: Callable[[], Any]) -> None:
+    for _ in range(_REPLAYS):
+        work()
 
 
 def machine(device: torch.device) -> str:
