@@ -153,7 +153,7 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
         "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
     }  # fmt: skip
     yield "scores", scores_kernel, pointers | numbers, constants, launch.warps
-    _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows)
+    _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows, c.packed)
     pointers = {
         "logits_ptr": "*fp32", "latent_ptr": latent, "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32",
         "blocks_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,

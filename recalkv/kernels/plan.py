@@ -93,7 +93,8 @@ def scores_launch(rank: int, head_dim: int, rows: int, element: int, packed: boo
             if _resident_bytes(first + second, head_dim, tile, rows, element) <= shared_limit:
                 return ScoresLaunch(first, second, True, tile, warps)
     wide = not packed and head_dim <= 128 and element == 2
-    return ScoresLaunch(min(_STREAMED_RANK, first), 0, False, 2 * TILE if wide else TILE, 8)
+    block = _STREAMED_RANK // (2 if packed else 1)
+    return ScoresLaunch(min(block, first), 0, False, 2 * TILE if wide else TILE, 8)
 
 
 def _resident_bytes(rank: int, head_dim: int, tile: int, rows: int, element: int) -> int:
@@ -113,7 +114,9 @@ def _alignment(numbers: Iterable[int]) -> int:
     return math.gcd(_WIDEST, *numbers)
 
 
-def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int) -> tuple[list[list[int]], int, int]:
+def value_blocks(
+    ranks: Sequence[int], heads: Sequence[int], rows_per_head: int, packed: bool = False
+) -> tuple[list[list[int]], int, int]:
     """Blocks of value latents and query rows that one program of ``values_kernel`` takes.
 
     Parameters
@@ -122,6 +125,8 @@ def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int)
         Latent rank and key/value heads of each value group.
     rows_per_head
         Query heads of a key/value head x queries.
+    packed
+        Codes take more registers than plain latents.
 
     Returns
     -------
@@ -132,7 +137,7 @@ def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int)
     """
     most = max(heads) * rows_per_head
     row_block = min(MAX_ROWS, max(16, 1 << (most - 1).bit_length()))
-    column_block = min(_MAX_COLUMNS, max(16, 1 << (max(ranks) - 1).bit_length()))
+    column_block = min(_MAX_COLUMNS // (2 if packed else 1), max(16, 1 << (max(ranks) - 1).bit_length()))
     blocks, column, row, place = [], 0, 0, 0
     for rank, own in zip(ranks, heads, strict=True):
         count = own * rows_per_head
@@ -223,7 +228,8 @@ class LayerPlan:
     def blocks(self, rows_per_head: int) -> ValueBlocks:
         """:func:`value_blocks` on the device, made once per number of queries."""
         if rows_per_head not in self._blocks:
-            blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head)
+            packed = self._value_rows is not None
+            blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head, packed)
             aligned = (
                 1
                 if self._value_rows is not None
