@@ -1,5 +1,6 @@
 """Stage 9f: LongBench, dense beside compressed. Finished sets are kept: an interrupted run goes on where it stopped."""
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,42 +33,42 @@ def main(
             dense = stage.model().folder
             tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=False)
             check_sets(items, AutoConfig.from_pretrained(dense), tokenizer, wanted.max_length, wanted.chat)
-        scores = {
-            side: [_score(stage, side, folder, task, path) for task, path in items.items()]
-            for side, folder in (("dense", stage.model().folder), ("compressed", data / "compressed"))
-        }
+        folders = {"dense": stage.model().folder, "compressed": data / "compressed"} if items else {}
+        scores = {side: _scores(stage, side, folder, items) for side, folder in folders.items()}
         write_json(reports / "longbench.json", _metrics(scores))
 
 
-def _score(stage: Stage, side: str, folder: Path, task: str, items: Path | None) -> LongBenchScore:
-    """Scores of one set, from where they are kept if nothing has changed."""
+def _scores(stage: Stage, side: str, folder: Path, items: dict[str, Path | None]) -> list[LongBenchScore]:
+    """Scores of one model, set by set; finished sets are kept, and the model is loaded if one is not."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     wanted = stage.params.longbench
 
-    def compute() -> dict[str, Any]:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    @functools.cache
+    def loaded() -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+    def compute(task: str) -> dict[str, Any]:
         with tqdm(desc=f"longbench, {task}, {side}", unit="item", file=sys.stderr, mininterval=1.0) as bar:
             score = longbench(
-                model, tokenizer, task, items,
+                *loaded(), task, items[task],
                 limit=wanted.limit, max_length=wanted.max_length, chat=wanted.chat, progress=bar.update,
             )  # fmt: skip
         return {"version": score.version, "scores": score.scores}
 
-    setting = {
-        "model": checkpoint_digest(folder),
-        "task": task,
-        "items": file_digest(items),
-        **wanted.model_dump(include={"limit", "max_length", "chat"}),
-    }
-    result = kept(stage, setting, compute)
-    return LongBenchScore(task, result["version"], tuple(result["scores"]))
+    shared = {"model": checkpoint_digest(folder), **wanted.model_dump(include={"limit", "max_length", "chat"})}
+    scores = []
+    for task, path in items.items():
+        setting = {**shared, "task": task, "items": file_digest(path)}
+        result = kept(stage, setting, functools.partial(compute, task))
+        scores.append(LongBenchScore(task, result["version"], tuple(result["scores"])))
+    return scores
 
 
 def _metrics(scores: dict[str, list[LongBenchScore]]) -> dict[str, Any]:
     """Reproducible figures, 0 to 100 as in the paper."""
-    if not scores["dense"]:
+    if not scores:
         return {"tasks": {}}
     tasks = {
         dense.task: {"items": len(dense.scores), "dense": dense.mean, "compressed": ours.mean}
