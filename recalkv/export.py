@@ -9,15 +9,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from recalkv.card import CARD, model_card
 from recalkv.fusion import choose_value_layout
 from recalkv.methods import resolve_method
 from recalkv.modeling import CONFIG_CLASSES, FORMAT_VERSION, MODEL_CLASSES
-from recalkv.params import CompressionParams
+from recalkv.params import CalibrationParams, CompressionParams
 from recalkv.steps.allocation import LayerRanks
 from recalkv.steps.groups import value_group_size
 from recalkv.streaming import LayerSource
 
 __all__ = ["build_model", "compressed_config", "other_tensors", "save_checkpoint"]
+
+_CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
 
 
 def compressed_config(
@@ -26,6 +29,7 @@ def compressed_config(
     ranks: Sequence[LayerRanks],
     parameters: CompressionParams,
     provenance: dict[str, str | None],
+    calibration: CalibrationParams | None = None,
 ) -> Any:
     """Config of the compressed model: the dense one plus a ``recalkv`` section.
 
@@ -37,6 +41,8 @@ def compressed_config(
         Ranks of each layer.
     provenance
         ``name``, ``revision`` and ``fingerprint`` of the dense model.
+    calibration
+        What the statistics were taken on, for the model card; None where it is not known.
     """
     content = source.config.to_dict()
     for key in ("model_type", "architectures", "_name_or_path", "quantization_config"):
@@ -50,6 +56,7 @@ def compressed_config(
         "method": parameters.method,
         "parameters": parameters.model_dump(mode="json"),
         "source": provenance,
+        "calibration": None if calibration is None else calibration.model_dump(mode="json", include=_CALIBRATION),
         "key_group_size": parameters.group_size,
         "value_group_size": value_group_size(parameters, geometry.kv_heads),
         "joint": resolve_method(parameters).joint,
@@ -103,6 +110,7 @@ def save_checkpoint(
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     config.save_pretrained(folder)
+    (folder / CARD).write_text(model_card(config.recalkv))
     return parameters
 
 

@@ -4,6 +4,8 @@
 it takes. Without the import the unknown ``model_type`` makes transformers refuse the folder.
 """
 
+import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from recalkv.attention import LatentAttention, SlotRotary
+from recalkv.card import CARD, model_card
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.fusion import VALUE_MODES
 
@@ -75,6 +78,19 @@ class LatentModelMixin:
             layer.self_attn = LatentAttention(config, index)
             layer.self_attn.slots = slots
         self.post_init()  # type: ignore[attr-defined]
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As transformers does it, with a model card where the folder has none."""
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        card = Path(save_directory) / CARD
+        if not card.exists():
+            card.write_text(model_card(self.config.recalkv, folder=str(save_directory)))  # type: ignore[attr-defined]
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        # push_to_hub has put a generic card there, which knows nothing of this model.
+        card = model_card(self.config.recalkv, folder=repo_id)  # type: ignore[attr-defined]
+        (Path(working_dir) / CARD).write_text(card)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
 
     def _get_static_cache_init_shape(self) -> None:
         """Leave static caches to take their sizes from the first latents; transformers would assume dense keys."""

@@ -88,6 +88,7 @@ def compress(
     seed: int = 0,
     batch_size: int = 2,
     precision: str = "bfloat16",
+    text_name: str = "texts of the caller's",
     progress: Progress = lambda step, done, total: None,
     **compression: Any,
 ) -> Any:
@@ -109,6 +110,8 @@ def compress(
         Key/value heads per group; by default the paper's 4, or all heads where there are fewer.
     samples, length, seed, batch_size, precision
         As in :class:`recalkv.params.CalibrationParams`.
+    text_name
+        What the model card calls the texts.
     progress
         Called with the step's name, finished layers and all layers.
     **compression
@@ -142,7 +145,9 @@ def compress(
     result = compress_layers(source, windows, calibration, parameters, progress)
     dtype = next(model.parameters()).dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
     name = getattr(model.config, "_name_or_path", None)
-    compressed = assemble(source, result, parameters, dtype, {"name": name, "revision": None, "fingerprint": None})
+    provenance: dict[str, str | None] = {"name": name, "revision": None, "fingerprint": None}
+    named = calibration.model_copy(update={"text": text_name})
+    compressed = assemble(source, result, parameters, dtype, provenance, named)
     compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
     return compressed
 
@@ -332,9 +337,10 @@ def assemble(
     parameters: CompressionParams,
     dtype: torch.dtype,
     provenance: dict[str, str | None],
+    calibration: CalibrationParams | None = None,
 ) -> Any:
     """Build the compressed model in memory from its factors."""
-    config = compressed_config(source, result.permutations, result.ranks, parameters, provenance)
+    config = compressed_config(source, result.permutations, result.ranks, parameters, provenance, calibration)
     layers = (
         algorithm.fuse_layer(
             source,

@@ -95,7 +95,7 @@ def compress(
         with bar:
             compressed = run(
                 dense, tokenizer, load_documents(text, split="train"), ratio=ratio, method=method,
-                group_size=group_size, samples=samples, length=length, seed=seed, progress=advance,
+                group_size=group_size, samples=samples, length=length, seed=seed, progress=advance, text_name=text,
                 bits=int(bits) if bits.isdigit() else bits,
             )  # fmt: skip
         with writing_folder(out) as folder:
@@ -104,6 +104,38 @@ def compress(
         spec = compressed.config.recalkv
         kept = spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"]
         print(f"{out}: caches {kept:.2%} of the bytes per token of the dense model in 16 bits")
+
+
+@app.command(rich_help_panel="Tools")
+def push(
+    repo: Annotated[str, typer.Argument(help="Repository on the hub, OWNER/NAME.")],
+    folder: Annotated[Path, typer.Option(help="Compressed checkpoint.")] = Path("data/compressed"),
+    reports: Annotated[Path, typer.Option(help="Reports with the checkpoint's figures.")] = Path("reports"),
+    private: Annotated[bool, typer.Option(help="Make a new repository private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be uploaded.")] = False,
+) -> None:
+    """Upload a checkpoint with a model card that has its measured figures."""
+    import tempfile
+
+    from huggingface_hub import HfApi
+
+    from recalkv.card import CARD
+    from stages.upload import measured_card
+
+    with user_errors(), tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+        card = Path(scratch) / CARD
+        card.write_text(measured_card(folder, reports, repo))
+        files = {path.name: path for path in sorted(folder.iterdir())} | {CARD: card}
+        for name, path in files.items():
+            print(f"{path.stat().st_size:>15,}  {name}")
+        if dry_run:
+            print(card.read_text())
+            return
+        api = HfApi()
+        api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=[CARD])
+        api.upload_file(repo_id=repo, path_or_fileobj=card, path_in_repo=CARD)
+        print(f"uploaded to {repo}")
 
 
 if __name__ == "__main__":

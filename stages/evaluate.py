@@ -13,6 +13,7 @@ from tqdm import tqdm
 import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.bits import DENSE_BITS
 from recalkv.measure import measure_apart
+from recalkv.source import fingerprint
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.texts import further_texts, main_text, measured_losses
 
@@ -62,7 +63,7 @@ def main(
         metrics = {**_metrics(spec, dtype, dense, compressed), "perplexity": ppl, "further_texts": others}
         write_json(reports / "metrics.json", metrics)
         write_json(reports / "latency.json", _latency(dense, compressed))
-        write_json(reports / "environment.json", _environment(stage))
+        write_json(reports / "environment.json", _environment(stage, folder))
         texts = [
             {
                 "prompt": prompt,
@@ -133,7 +134,7 @@ def _latency(dense: dict[str, Any], compressed: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _environment(stage: Stage) -> dict[str, str]:
+def _environment(stage: Stage, checkpoint: Path) -> dict[str, str]:
     """Where the figures come from: strings, so not metrics."""
     device = torch.cuda.get_device_name(stage.device) if stage.device.type == "cuda" else f"{_processor()}"
     packages = {name: version(name) for name in ("torch", "transformers", "zarr", "dvc")}
@@ -143,6 +144,9 @@ def _environment(stage: Stage) -> dict[str, str]:
         "python": platform.python_version(),
         "model": stage.model().name,
         "model_fingerprint": stage.model().fingerprint,
+        "checkpoint": fingerprint(checkpoint),
+        "evaluation_text": stage.params.evaluation.text,
+        "evaluation_split": stage.params.evaluation.split,
         **packages,
     }
 

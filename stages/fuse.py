@@ -28,7 +28,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
             "revision": reference.revision,
             "fingerprint": reference.fingerprint,
         }
-        config = compressed_config(source, permutations, ranks, wanted, provenance)
+        config = compressed_config(source, permutations, ranks, wanted, provenance, stage.params.calibration)
         dtype = checkpoint_dtype(reference.folder) if wanted.dtype == "auto" else getattr(torch, wanted.dtype)
         layers = (
             fuse_layer(

@@ -1,0 +1,43 @@
+"""The card of a checkpoint that is uploaded: with the reports' figures, if they are of this very checkpoint."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from recalkv.card import model_card
+from recalkv.errors import CheckpointError
+from recalkv.source import fingerprint
+
+__all__ = ["measured_card"]
+
+
+def measured_card(folder: Path, reports: Path, name: str) -> str:
+    """Model card of the checkpoint in ``folder`` under the name that users will load it by.
+
+    Raises
+    ------
+    CheckpointError
+        If the folder holds no compressed checkpoint.
+    """
+    config = folder / "config.json"
+    spec = json.loads(config.read_text()).get("recalkv") if config.exists() else None
+    if spec is None:
+        raise CheckpointError(
+            f"{folder} holds no compressed checkpoint; make one with `dvc repro` or `recalkv compress`."
+        )
+    metrics, environment = _read(reports / "metrics.json"), _read(reports / "environment.json")
+    if metrics is None or environment is None or environment.get("checkpoint") != fingerprint(folder):
+        print(
+            f"warning: {reports} has no figures of the checkpoint in {folder}, so the card has none; "
+            f"`dvc repro` measures it.",
+            file=sys.stderr,
+        )
+        return model_card(spec, folder=name)
+    accuracy = _read(reports / "zeroshot.json")
+    text = {"text": environment["evaluation_text"], "split": environment["evaluation_split"]}
+    return model_card(spec, metrics, text, accuracy and accuracy["tasks"], name)
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None

@@ -1,0 +1,109 @@
+"""Model cards: what they say, that they are in every checkpoint, and that uploads carry them."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers.utils.hub
+from huggingface_hub.errors import EntryNotFoundError
+from typer.testing import CliRunner
+
+from recalkv.card import CARD, card_data, model_card
+from recalkv.source import fingerprint
+from stages.cli import app
+from tests.tiny import compressed_pair
+
+pair = functools.cache(compressed_pair)
+PERPLEXITY = {"dense": 20.0, "compressed": 22.5, "windows": 8}
+METRICS = {"perplexity": PERPLEXITY, "further_texts": {"ptb": PERPLEXITY | {"compressed": 31.25}}}
+ACCURACY = {"piqa": {"items": 50, "dense": {"accuracy": 0.7}, "compressed": {"accuracy": 0.64}}}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    pair("llama-gqa")[1].save_pretrained(tmp_path / "smaller")
+    return tmp_path / "smaller"
+
+
+def test_card_says_what_was_done(checkpoint: Path) -> None:
+    spec = pair("llama-gqa")[1].config.recalkv | {
+        "source": {"name": "meta-llama/Llama-2-7b-hf", "revision": "abc", "fingerprint": "f00d"},
+        "calibration": {"samples": 16, "length": 1024, "text": "wikitext2", "seed": 3},
+    }
+    text = model_card(spec, METRICS, {"text": "wikitext2", "split": "test"}, ACCURACY, "me/smaller")
+    # 3 layers, 3 heads of 8 dimensions, keys and values, 2 bytes.
+    assert "| cache in 16 bits, bytes per token, dense | 288 |" in text
+    assert f"| cache, bytes per token, compressed | {spec['cached_bits_per_token'] / 8:,.0f} |" in text
+    assert "16 x 1024 tokens of `wikitext2`, seed 3" in text
+    assert "| perplexity, wikitext2, test (8 windows) | 20.00 | 22.50 |" in text
+    assert "| perplexity, ptb (8 windows) | 20.00 | 31.25 |" in text
+    assert "| accuracy, piqa (50 items) | 70.0% | 64.0% |" in text
+    assert "from_pretrained('me/smaller')" in text
+
+    data = card_data(text)
+    assert data["base_model"] == "meta-llama/Llama-2-7b-hf"
+    assert {"recalkv", "kv-cache-compression"} <= set(data["tags"])
+    (model,) = data["model-index"]
+    values = {result["dataset"]["name"]: result["metrics"][0]["value"] for result in model["results"]}
+    assert values == {"wikitext2, test": 22.5, "ptb": 31.25, "piqa": 0.64}
+
+
+def test_saved_models_have_a_card_and_keep_one_that_is_there(checkpoint: Path) -> None:
+    assert "Not evaluated yet" in (checkpoint / CARD).read_text()
+    assert "model-index" not in card_data((checkpoint / CARD).read_text())
+    (checkpoint / CARD).write_text("mine")
+    pair("llama-gqa")[1].save_pretrained(checkpoint)
+    assert (checkpoint / CARD).read_text() == "mine"
+
+
+def test_push_to_hub_uploads_weights_config_and_our_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hub:
+        commits: list[dict[str, bytes]] = []
+
+        def create_repo(self, repo_id: str, **options: Any) -> Any:
+            return type("Repo", (), {"repo_id": repo_id})
+
+        def create_commit(self, repo_id: str, operations: list[Any], **options: Any) -> str:
+            content = {each.path_in_repo: Path(each.path_or_fileobj).read_bytes() for each in operations}
+            self.commits.append(content)
+            return "done"
+
+    def absent(*args: Any, **options: Any) -> Any:
+        raise EntryNotFoundError("no card yet")
+
+    monkeypatch.setattr(transformers.utils.hub, "hf_api", Hub)
+    monkeypatch.setattr(transformers.utils.hub.ModelCard, "load", absent)
+    compressed = pair("llama-gqa")[1]
+    compressed.push_to_hub("me/smaller")
+    (content,) = Hub.commits
+    assert {"config.json", "model.safetensors", CARD} <= set(content)
+    assert json.loads(content["config.json"])["recalkv"] == compressed.config.recalkv
+    card = content[CARD].decode()
+    assert "recalkv" in card_data(card)["tags"]
+    assert "from_pretrained('me/smaller')" in card
+
+
+def test_push_shows_figures_of_this_checkpoint_only(checkpoint: Path, tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    environment = {"checkpoint": fingerprint(checkpoint), "evaluation_text": "ptb", "evaluation_split": "test"}
+    (reports / "metrics.json").write_text(json.dumps(METRICS | {"further_texts": {}}))
+    (reports / "environment.json").write_text(json.dumps(environment))
+    command = ["push", "me/smaller", "--folder", str(checkpoint), "--reports", str(reports), "--dry-run"]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    assert "| perplexity, ptb, test (8 windows) | 20.00 | 22.50 |" in shown.output
+    assert f"{(checkpoint / 'model.safetensors').stat().st_size:,}  model.safetensors" in shown.output
+
+    (reports / "environment.json").write_text(json.dumps(environment | {"checkpoint": "another"}))
+    shown = CliRunner().invoke(app, command)
+    assert "no figures of the checkpoint" in shown.output
+    assert "22.50" not in shown.output
+
+
+def test_push_refuses_other_folders(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["push", "me/smaller", "--folder", str(tmp_path), "--dry-run"])
+    assert shown.exit_code == 1
+    assert "holds no compressed checkpoint" in shown.output
