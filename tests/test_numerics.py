@@ -1,0 +1,145 @@
+"""Numerics that large models bring: outlier channels, rank-deficient statistics, half precision, other devices."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recalkv import oneshot
+from recalkv.factorize import factorize_groups, group_columns, relative_error
+from recalkv.oneshot import compress_layers
+from recalkv.params import CompressionParams
+from recalkv.streaming import ModuleSource
+from recalkv.whitening import MomentAccumulator, damped
+from tests.tiny import assemble, calibration, dense_model, windows
+
+# Fisher scores, and a ridge relative to the mean diagonal, depend on how inputs and weights share a factor;
+# energies of outputs do not.
+PLAIN: dict[str, Any] = {"allocation": "uniform", "damping": 0.0}
+METHODS: dict[str, dict[str, Any]] = {"loss-aware": {}, "recalkv": PLAIN, "palu": PLAIN}
+
+
+def settings(method: str, ratio: float = 0.5) -> CompressionParams:
+    return CompressionParams(method=method, ratio=ratio, group_size=2, **METHODS[method])  # type: ignore[arg-type]
+
+
+def outliers(width: int = 64, tokens: int = 512, size: float = 1e4) -> Tensor:
+    """Inputs of which two channels are large and vary little, as the massive activations of LLaMA are."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(tokens, width, generator=generator)
+    # Half-way between independent and shared between tokens and channels.
+    rows = rows + torch.randn(tokens, 1, generator=generator) * torch.randn(width, generator=generator)
+    rows[:, 3] = size * (1 + 0.01 * rows[:, 3])
+    rows[:, 17] = -size / 10 * (1 + 0.1 * rows[:, 17])
+    return rows
+
+
+def with_outliers(size: float) -> Any:
+    """A tiny model whose attention reads outlier channels of this size."""
+    model = dense_model("llama-gqa")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for channel, factor in ((3, size), (17, size / 10)):
+                layer.input_layernorm.weight[channel] = factor
+                for name in ("q_proj", "k_proj", "v_proj"):
+                    getattr(layer.self_attn, name).weight[:, channel] *= 3 / factor
+    return model
+
+
+@pytest.mark.parametrize("size", [1e3, 1e4])
+def test_float32_sums_of_outliers_give_the_factors_of_float64(size: float) -> None:
+    rows = outliers(size=size)
+    moments = MomentAccumulator(64)
+    for batch in rows.split(128):
+        moments.add(batch)
+    exact = rows.double().T @ rows.double() / len(rows)
+    gram = moments.finish("test").gram
+    torch.testing.assert_close(gram, exact, rtol=1e-6, atol=1e-6 * size)
+
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).double() / 8
+    columns, ranks = group_columns([[0, 1], [2, 3]], 8), [7, 7]
+    errors = [
+        relative_error(weight, factorize_groups(weight, damped(each, 1e-6), columns, ranks).dense(), exact)
+        for each in (gram, exact)
+    ]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
+@functools.cache
+def compressed(size: float, method: str) -> tuple[Any, Any, Any]:
+    dense = with_outliers(size)
+    parameters = settings(method, 0.3)
+    result = compress_layers(ModuleSource(dense), windows(), calibration(), parameters)
+    return dense, assemble(dense, result, parameters), (result, parameters)
+
+
+@torch.no_grad()
+def loss(model: Any) -> float:
+    ids = windows(4, 40, seed=5)
+    return float(model(ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_outlier_channels_do_not_decide_the_factors(method: str) -> None:
+    # Scaling a channel up and its weights down changes nothing in exact arithmetic.
+    rises = [loss(small) - loss(dense) for dense, small, _ in (compressed(3.0, method), compressed(3e4, method))]
+    assert rises[0] < 1
+    assert rises[1] == pytest.approx(rises[0], abs=0.01)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tokens", [3, 12])
+def test_fewer_tokens_than_directions_leave_everything_finite(method: str, tokens: int) -> None:
+    dense = dense_model("llama-gqa")
+    parameters = settings(method)
+    result = compress_layers(ModuleSource(dense), windows(1, tokens), calibration(), parameters)
+    small = assemble(dense, result, parameters)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in small.state_dict().values())
+    # On the text of the calibration, enough rank for all its directions loses nothing.
+    if tokens == 3:
+        ids = windows(1, tokens)
+        torch.testing.assert_close(small(ids).logits, dense(ids).logits, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_constant_inputs_are_legal(method: str) -> None:
+    dense = dense_model("llama-gqa")
+    parameters = settings(method)
+    result = compress_layers(ModuleSource(dense), torch.full((2, 16), 7), calibration(), parameters)
+    assert all(
+        bool(torch.isfinite(tensor).all()) for tensor in assemble(dense, result, parameters).state_dict().values()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [3.0, 3e3])
+def test_half_precision_checkpoints_keep_the_loss(dtype: torch.dtype, size: float) -> None:
+    dense, single, (result, parameters) = compressed(size, "loss-aware")
+    provenance: dict[str, str | None] = {"name": "tiny", "revision": None, "fingerprint": "0"}
+    half = oneshot.assemble(ModuleSource(dense), result, parameters, dtype, provenance)
+    own = abs(loss(copy.deepcopy(dense).to(dtype)) - loss(dense))
+    assert loss(half) == pytest.approx(loss(single), abs=max(0.02, 3 * own))
+
+
+@pytest.mark.gpu
+def test_factors_on_the_gpu_are_those_of_the_cpu() -> None:
+    rows = outliers()
+    gram = damped(rows.double().T @ rows.double() / len(rows), 1e-6)
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).double() / 8
+    columns, ranks = group_columns([[0, 1], [2, 3]], 8), [7, 7]
+    here = factorize_groups(weight, gram, columns, ranks).dense()
+    there = factorize_groups(weight.cuda(), gram.cuda(), [index.cuda() for index in columns], ranks).dense()
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_models_compressed_on_the_gpu_lose_what_those_of_the_cpu_lose(method: str) -> None:
+    dense, single, (_, parameters) = compressed(3.0, method)
+    result = compress_layers(ModuleSource(dense, "cuda"), windows(), calibration(), parameters)
+    assert loss(assemble(copy.deepcopy(dense).cuda(), result, parameters).cpu()) == pytest.approx(
+        loss(single), abs=1e-3
+    )
