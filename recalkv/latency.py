@@ -274,7 +274,7 @@ class Step:
 
     def _call(self, states: Tensor, rope: Any, batch: int, growing: bool) -> Callable[[], Tensor]:
         def own(tensor: Tensor) -> Tensor:
-            return tensor.expand(batch, -1, -1, -1).clone()
+            return tensor.expand(batch, -1, -1, -1).clone(memory_format=torch.contiguous_format)
 
         attention = self.module.attention
         if not growing:

@@ -56,15 +56,16 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, repeats
             call()
     if device.type != "cuda":
         return Timing.of([_round(calls, device) / len(calls) for _ in range(repeats)])
-    torch.cuda.synchronize(device)
-    if not graphed:
-        return Timing.of([_events(calls) / len(calls) for _ in range(repeats)])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    return Timing.of([_events([graph.replay] * _REPLAYS) / len(calls) / _REPLAYS for _ in range(repeats)])
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        if not graphed:
+            return Timing.of([_events(calls) / len(calls) for _ in range(repeats)])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        graph.replay()
+        return Timing.of([_events([graph.replay] * _REPLAYS) / len(calls) / _REPLAYS for _ in range(repeats)])
 
 
 def _round(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:

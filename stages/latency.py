@@ -65,7 +65,9 @@ def _checked(stage: Stage, compressed: Path) -> dict[str, ModelSizes]:
     for (name, sizes), size in itertools.product(geometries.items(), wanted.group_sizes):
         heads = sizes.attention.kv_heads
         if size > heads:
-            raise ParameterError(f"latency.group_sizes={size} is more than the {heads} key/value heads of {name}.")
+            raise ParameterError(
+                f"latency.group_sizes={size} is more than the {heads} key/value heads of {name}; use at most {heads}."
+            )
     if wanted.largest_batch and stage.device.type != "cuda":
         raise ParameterError(
             f"latency.largest_batch=true allocates a GPU's memory, and the device is {stage.device}; set it to false."
@@ -83,34 +85,36 @@ def _own(stage: Stage, compressed: Path) -> tuple[list[dict[str, Any]], dict[str
     decoding: dict[str, Any] = {}
     batches: dict[str, Any] = {}
     folders = {"dense": stage.model().folder, "compressed": compressed}
-    settings = list(itertools.product(wanted.contexts, wanted.batches))
-    with tqdm(desc="latency", total=2 * len(settings), unit="setting", file=sys.stderr, mininterval=1.0) as bar:
+    settings: dict[tuple[int, int], dict[str, Any]] = {}
+    total = len(folders) * len(wanted.contexts) * len(wanted.batches)
+    with tqdm(desc="latency", total=total, unit="setting", file=sys.stderr, mininterval=1.0) as bar:
         for side, folder in folders.items():
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
             module = _module(model, layer)
             contents = prompt_contents(model)
             for context, batch, times in _steps(module, wanted.contexts, wanted):
                 steps[side, context, batch] = times
+                # Of the compressed side in the end; right after the timed work, since a later clock is an idle one.
+                settings[context, batch] = {"context": context, "batch": batch, **environment(stage.device)}
                 for kind, timing in _decoding(model, contents, batch, context, wanted.decode_tokens).items():
                     place = decoding.setdefault(f"{context}_tokens", {}).setdefault(f"batch_{batch}", {})
                     place.setdefault(kind, {}).update(_rates(side, timing, batch))
                 bar.update()
             for context in wanted.contexts if wanted.largest_batch else ():
                 batches.setdefault(f"{context}_tokens", {})[side] = largest_batch(model, contents, context)
-            setting = {"geometry": OWN, "layer": layer, **_kind(module)}
+            kind_of_module = {"geometry": OWN, "layer": layer, **_kind(module)}
             del model, module, contents
     spec = config.recalkv
     shared = {
-        **setting,
+        **kind_of_module,
         "ratio": 1 - spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"],
         "group_size": spec["key_group_size"],
-        **environment(stage.device),
     }
     rows = [
-        comparison_row({**shared, "context": context, "batch": batch}, ours, baseline)
-        for context, batch in settings
-        for ours in steps["compressed", context, batch]
-        for baseline in steps["dense", context, batch]
+        comparison_row({**shared, **setting}, ours, baseline)
+        for place, setting in settings.items()
+        for ours in steps["compressed", *place]
+        for baseline in steps["dense", *place]
         if _comparable(ours, baseline)
     ]
     return rows, decoding, batches
@@ -133,10 +137,11 @@ def _random(stage: Stage, name: str, sizes: ModelSizes) -> list[dict[str, Any]]:
         ratio, size = variant
         module = _module(random_latent(sizes, ratio, size, joint, device, dtype), 0)
         shared = {"geometry": name, "layer": 0, **_kind(module), "ratio": ratio, "group_size": size}
-        shared |= environment(device)
         for context, batch, times in _steps(module, contexts, wanted):
+            # Right after the timed work: a clock that is read later is an idle one.
+            setting = {**shared, "context": context, "batch": batch, **environment(device)}
             rows += [
-                comparison_row({**shared, "context": context, "batch": batch}, ours, baseline)
+                comparison_row(setting, ours, baseline)
                 for ours in times
                 for baseline in baselines[context, batch]
                 if _comparable(ours, baseline)
@@ -165,11 +170,15 @@ def _steps(
 
 def _kind(module: AttentionModule) -> dict[str, str]:
     """Type of the weights, and how latents are decoded."""
-    path = "kernels"
-    if not isinstance(module.attention, KernelAttention):
-        reason = why_not(module.attention) if module.device.type == "cuda" else "the kernels need a CUDA device"
-        where = "on a CPU, " if module.device.type == "cpu" else ""
-        path = f"{where}plain torch; {reason}"
+    attention = module.attention
+    if isinstance(attention, KernelAttention) and attention._mode(1, 1, None) == "latent":
+        path = "kernels"
+    elif module.device.type == "cpu":
+        path = "on a CPU, plain torch; the kernels need a CUDA device"
+    else:
+        path = (
+            f"plain torch; {why_not(attention) or 'the value path is `reconstructed`, which the kernels do not take'}"
+        )
     return {"dtype": str(module.dtype).removeprefix("torch."), "path": path}
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from recalkv.attention import LatentAttention
-from recalkv.decoding import CACHES, check_same, largest, prompt_contents, time_decoding
+from recalkv.decoding import CACHES, check_same, largest, largest_batch, prompt_contents, time_decoding
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.families import AttentionGeometry
 from recalkv.geometries import ModelSizes
@@ -176,6 +176,23 @@ def test_largest_batch_is_found_to_one_in_64(room: int) -> None:
     found = largest(lambda batch: asked.append(batch) or batch <= room)
     assert found <= room <= found + max(1, found // 64) - (found < 64)
     assert len(asked) < 25
+
+
+def test_largest_batch_is_the_last_that_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, freed = pair("llama-gqa")[1], []
+
+    def forward(token: Any, past_key_values: Any, **_: Any) -> None:
+        # The whole context but the token itself is in every layer's cache.
+        assert [layer.keys.shape[:3] for layer in past_key_values.layers] == [(len(token), 1, 99)] * 3
+        if len(token) > 37:
+            raise torch.cuda.OutOfMemoryError("no room")
+
+    contents = prompt_contents(model)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    monkeypatch.setattr(model, "forward", forward)
+    assert largest_batch(model, contents, 100) == 37
+    assert len(freed) == 7 + 5
 
 
 def test_typical_layer_is_nearest_to_the_mean_and_full() -> None:
