@@ -6,7 +6,7 @@ values' place is zero columns wide. Keys are rebuilt (``z_k R_k``, bias, qk-norm
 attention needs them; values take one of three equal paths (see :mod:`recalkv.fusion`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ MAX_EXPLICIT_QUERIES = 64
 
 
 class SlotRotary:
-    """Rotary tables by cache slot, grown by doubling and shared by all layers of a model.
+    """Rotary tables by cache slot, grown by doubling and shared by all layers of a model on the same device.
 
     Rotations matter only through distances, so slot indices serve as positions for queries and keys
     alike; under left padding they differ from the true positions by a constant per sequence.
@@ -41,19 +41,47 @@ class SlotRotary:
 
     def __init__(self, rotary: nn.Module) -> None:
         self._rotary = rotary
-        self._cos: Tensor | None = None
-        self._sin: Tensor | None = None
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def upto(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin, (>= length, d_h) each, in the type and on the device of ``like``."""
-        cos, sin = self._cos, self._sin
-        if cos is None or sin is None or cos.shape[0] < length or cos.device != like.device or cos.dtype != like.dtype:
+        key = like.device, like.dtype
+        tables = self._tables.get(key)
+        if tables is None or tables[0].shape[0] < length:
             size = max(256, 1 << (length - 1).bit_length())
             # The tables outlive the call: made in inference mode, they could not serve a backward pass later.
             with torch.inference_mode(False):
                 cos, sin = self._rotary(like, torch.arange(size, device=like.device)[None])
-                self._cos, self._sin = cos, sin = cos[0], sin[0]
-        return cos, sin
+                self._tables[key] = tables = cos[0], sin[0]
+        return tables
+
+
+class Reconstruction(nn.Module):
+    """R of every group, (r_g, w_g) each; a module of its own, so that accelerate's hooks can fetch offloaded factors.
+
+    A list of parameters, but one that is called for them.
+    """
+
+    def __init__(self, ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> None:
+        super().__init__()
+        for number, (rank, size) in enumerate(zip(ranks, heads, strict=True)):
+            self.register_parameter(str(number), nn.Parameter(torch.zeros(rank, size * head_dim)))
+
+    def forward(self) -> list[Tensor]:
+        """All factors, on the device where they are needed."""
+        return list(self)
+
+    def __getitem__(self, group: int) -> nn.Parameter:
+        """Factor of one group, where it is."""
+        return self.get_parameter(str(group))
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        """Factors of all groups, where they are."""
+        return iter(self._parameters.values())  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        """Number of groups."""
+        return len(self._parameters)
 
 
 class LatentAttention(nn.Module):
@@ -103,13 +131,13 @@ class LatentAttention(nn.Module):
         self.q_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases)
         self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=centred)
         self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=centred)
-        self.key_up = _up_factors(self.key_ranks, self.key_heads, d_h)
+        self.key_up = Reconstruction(self.key_ranks, self.key_heads, d_h)
         self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if "k" in biases or constants else None
         if self.fused:
             self.value_up = None
             inner = sum(rank * size * n_rep for rank, size in zip(self.value_ranks, self.value_heads, strict=True))
         else:
-            self.value_up = _up_factors(self.value_ranks, self.value_heads, d_h)
+            self.value_up = Reconstruction(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
         self.o_proj = nn.Linear(inner, m, bias=constants or "o" in biases or "v" in biases)
         norm = config.recalkv["qk_norm"]
@@ -244,7 +272,7 @@ class LatentAttention(nn.Module):
             assert self.value_up is not None
             contexts = [
                 absorbed_output(context, up, self.num_key_value_groups, self.head_dim)
-                for context, up in zip(contexts, self.value_up, strict=True)
+                for context, up in zip(contexts, self.value_up(), strict=True)
             ]
         return torch.cat([context.transpose(1, 2).flatten(2) for context in contexts], dim=-1)
 
@@ -338,17 +366,11 @@ def _row_layout(segments: Sequence[Sequence[tuple[int, int]]] | None, ranks: Seq
     return RowLayout(segments)
 
 
-def _up_factors(ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> nn.ParameterList:
-    """Uninitialised reconstructions, one (r_g, w_g) matrix per group."""
-    shapes = zip(ranks, heads, strict=True)
-    return nn.ParameterList(nn.Parameter(torch.zeros(rank, size * head_dim)) for rank, size in shapes)
-
-
-def _apply_up(latent: Tensor, up: nn.ParameterList | None, ranks: Sequence[int]) -> Tensor:
+def _apply_up(latent: Tensor, up: Reconstruction | None, ranks: Sequence[int]) -> Tensor:
     """``[z_1 R_1, z_2 R_2, ...]``: (batch, slots, sum of ranks) to (batch, slots, n)."""
     assert up is not None
     parts = latent.split(list(ranks), dim=-1)
-    return torch.cat([part @ factor for part, factor in zip(parts, up, strict=True)], dim=-1)
+    return torch.cat([part @ factor for part, factor in zip(parts, up(), strict=True)], dim=-1)
 
 
 def _rotate(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,11 +1,10 @@
-"""Step 9, measurements: perplexity, live cache size, generation and attention latency.
+"""Step 9, measurements: perplexity, live cache size and generation.
 
 Everything is measured on the model that a user loads: perplexity through the compressed forward
 pass, cache bytes from the cache object that ``generate()`` filled.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from recalkv.errors import DataError, NonFiniteError
+from recalkv.resources import now
 
 __all__ = [
-    "attention_step_seconds",
     "cache_bytes_per_token",
     "evaluation_windows",
     "excess_loss",
@@ -182,13 +181,13 @@ def time_generation(model: Any, prompt: Tensor, new_tokens: int, repeats: int) -
     prefill, decode, cache_bytes = [], [], 0.0
     for repeat in range(repeats + 1):
         cache = DynamicCache(config=model.config)
-        start = _now(device)
+        start = now(device)
         logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
         token = logits[:, -1].argmax(dim=-1, keepdim=True)
-        between = _now(device)
+        between = now(device)
         for _ in range(new_tokens - 1 if repeat else 3):
             token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)
-        end = _now(device)
+        end = now(device)
         if repeat:
             prefill.append(between - start)
             decode.append((new_tokens - 1) / (end - between))
@@ -199,46 +198,3 @@ def time_generation(model: Any, prompt: Tensor, new_tokens: int, repeats: int) -
         "decode_tokens_per_second": statistics.median(decode),
         "cache_mib": cache_bytes / 2**20,
     }
-
-
-@torch.inference_mode()
-def attention_step_seconds(model: Any, context: int, repeats: int) -> float:
-    """Median time of one decoding step of the first layer's attention module, seconds.
-
-    The cache holds ``context`` tokens of random states in a growing ``DynamicCache``, which copies
-    itself every step, for both models alike (transformers' default; no better baseline is claimed).
-    """
-    attention = model.model.layers[0].self_attn
-    parameter = next(model.parameters())
-    device, dtype, width = parameter.device, parameter.dtype, model.config.hidden_size
-    generator = torch.Generator().manual_seed(0)
-
-    def states(tokens: int) -> Tensor:
-        return torch.randn(1, tokens, width, generator=generator).to(device, dtype)
-
-    cache = DynamicCache()
-    for first in range(0, context, 1024):
-        tokens = min(1024, context - first)
-        positions = torch.arange(first, first + tokens, device=device)[None]
-        chunk = states(tokens)
-        rope = model.model.rotary_emb(chunk, positions)
-        # What the chunk attends to is of no interest here; only what it leaves in the cache.
-        mask = torch.ones(1, 1, tokens, first + tokens, dtype=torch.bool, device=device)
-        attention(chunk, position_embeddings=rope, attention_mask=mask, past_key_values=cache)
-    token = states(1)
-    rope = model.model.rotary_emb(token, torch.tensor([[context]], device=device))
-    times = []
-    for repeat in range(repeats + 3):
-        start = _now(device)
-        attention(token, position_embeddings=rope, attention_mask=None, past_key_values=cache)
-        if repeat >= 3:
-            times.append(_now(device) - start)
-        cache.crop(-1)
-    return statistics.median(times)
-
-
-def _now(device: torch.device) -> float:
-    """Read the clock once the device has finished what was asked of it."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()

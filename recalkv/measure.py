@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.evaluate import (
-    attention_step_seconds,
     cache_bytes_per_token,
     fill_cache,
     parameter_count,
@@ -34,8 +33,8 @@ def measure(folder: str, request: dict[str, Any]) -> dict[str, Any]:
     folder
         Dense or compressed checkpoint.
     request
-        ``device``; ``dtype``; ``prompt`` (token ids); ``new_tokens``; ``repeats``; ``contexts`` (cached tokens
-        for the attention module's latency); ``samples`` (prompts as token ids) and ``sample_tokens``.
+        ``device``; ``dtype``; ``prompt`` (token ids); ``new_tokens``; ``repeats``; ``samples`` (prompts as
+        token ids) and ``sample_tokens``.
     """
     device = torch.device(request["device"])
     dtype = getattr(torch, request["dtype"])
@@ -45,9 +44,6 @@ def measure(folder: str, request: dict[str, Any]) -> dict[str, Any]:
     cache = fill_cache(model, prompt[None])
     generation = time_generation(model, prompt, request["new_tokens"], request["repeats"])
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else peak_resident_mib()
-    latency = {
-        str(n): 1e3 * attention_step_seconds(model, n, request["attention_repeats"]) for n in request["contexts"]
-    }
     samples = []
     for ids in request["samples"]:
         output = model.generate(
@@ -59,7 +55,6 @@ def measure(folder: str, request: dict[str, Any]) -> dict[str, Any]:
         )
         samples.append(output[0, len(ids) :].tolist())
     return {
-        "attention_ms_per_step": latency,
         "cache_bytes_per_token": cache_bytes_per_token(cache),
         "generation": generation,
         "parameters": parameter_count(model),

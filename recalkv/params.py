@@ -18,6 +18,7 @@ __all__ = [
     "CompareParams",
     "CompressionParams",
     "EvaluationParams",
+    "LatencyParams",
     "ModelParams",
     "Params",
     "RuntimeParams",
@@ -154,9 +155,6 @@ class EvaluationParams(_TextParams):
     generation_prompt_tokens: int = Field(512, ge=1, description="prompt length of the timed generation, tokens")
     generation_new_tokens: int = Field(128, ge=2, description="length of the timed generation, tokens")
     generation_repeats: int = Field(3, ge=1, description="timed repeats; the median is reported")
-    latency_contexts: list[int] = Field(
-        default_factory=lambda: [1024, 4096], description="cached tokens at which one attention module is timed"
-    )
     prompts: list[str] = Field(default_factory=list, description="prompts of the side-by-side samples")
     sample_tokens: int = Field(48, ge=1, description="length of each side-by-side sample, tokens")
 
@@ -210,6 +208,37 @@ class LongBenchParams(_Section):
     chat: bool = Field(False, description="use the chat template where LongBench does so for chat models")
 
 
+class LatencyParams(_Section):
+    """Times of one attention module and of whole-model decoding, dense beside compressed (paper, Fig. 4)."""
+
+    contexts: list[Annotated[int, Field(ge=16)]] = Field(
+        default_factory=lambda: [1024, 4096], min_length=1, description="tokens that a decoding step attends to"
+    )
+    batches: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=lambda: [1], min_length=1, description="sequences that are decoded together"
+    )
+    geometries: list[str] = Field(
+        default_factory=list,
+        description="known models of which one attention module with random weights is timed as well, e.g. llama-2-7b",
+    )
+    geometry_contexts: list[Annotated[int, Field(ge=16)]] = Field(
+        default_factory=lambda: [4096, 16384, 65536],
+        min_length=1,
+        description="contexts of those modules; random weights have no limit of positions",
+    )
+    ratios: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+        default_factory=lambda: [0.5, 0.6, 0.7, 0.8], min_length=1, description="fractions removed from those modules"
+    )
+    group_sizes: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=lambda: [2], min_length=1, description="key/value heads per group of those modules"
+    )
+    repeats: int = Field(30, ge=1, description="timed runs of an attention module; median and quartiles are reported")
+    decode_tokens: int = Field(8, ge=1, description="timed steps of whole-model decoding")
+    largest_batch: bool = Field(
+        False, description="find the largest batch that fits at each context, by allocation; needs a CUDA device"
+    )
+
+
 class CompareParams(_Section):
     """All methods side by side at equal budgets."""
 
@@ -235,6 +264,7 @@ class Params(_Section):
     zeroshot: ZeroShotParams
     needle: NeedleParams
     longbench: LongBenchParams
+    latency: LatencyParams
     compare: CompareParams
     runtime: RuntimeParams
 

@@ -1,10 +1,32 @@
-"""Peak memory of the running process."""
+"""What the running process uses: memory, the clock, and the device."""
 
+import platform
 import resource
 import sys
+import time
 from pathlib import Path
 
-__all__ = ["peak_resident_mib", "resident_mib"]
+import torch
+
+__all__ = ["device_name", "now", "peak_resident_mib", "resident_mib"]
+
+
+def now(device: torch.device) -> float:
+    """Read the clock once the device has finished what was asked of it, seconds."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the GPU or of the processor, as far as the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return f"CPU ({names[0].split(':', 1)[1].strip()})" if names else f"CPU ({platform.machine()})"
 
 
 def peak_resident_mib() -> float:

@@ -138,5 +138,34 @@ def push(
         print(f"uploaded to {repo}")
 
 
+@app.command(rich_help_panel="Tools")
+def cache_size(
+    config: Annotated[
+        str, typer.Option(help="Folder with a config.json, dense or compressed, or a preset's name; default all known.")
+    ] = "",
+    group_size: Annotated[int, typer.Option(help="Key heads per group.", min=1)] = 4,
+) -> None:
+    """Print how large the cache is, dense and compressed, and how much of it fits beside the weights."""
+    from recalkv.cache_size import checkpoint_bytes, markdown, table
+    from recalkv.geometries import KNOWN, ModelSizes, known_sizes
+
+    with user_errors():
+        if not config:
+            tables = [(name, sizes, table(sizes, group_size)) for name, sizes in KNOWN.items()]
+        elif (Path(config) / "config.json").exists():
+            from transformers import AutoConfig
+
+            import recalkv  # noqa: F401  (registers the compressed classes)
+
+            loaded = AutoConfig.from_pretrained(config)
+            sizes = ModelSizes.from_config(loaded)
+            own = checkpoint_bytes(loaded) if getattr(loaded, "recalkv", None) else None
+            tables = [(Path(config).name, sizes, table(sizes, group_size, own))]
+        else:
+            sizes = known_sizes(config, "--config (no folder with a config.json)")
+            tables = [(config, sizes, table(sizes, group_size))]
+        print("\n".join(markdown(*each) for each in tables))
+
+
 if __name__ == "__main__":
     app()

@@ -38,7 +38,7 @@ ReportsOption = Annotated[Path, typer.Option("--reports", help="Folder of metric
 
 STAGES = (
     "model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse",
-    "baseline", "evaluate", "zeroshot", "needle", "longbench", "compare", "report",
+    "baseline", "evaluate", "zeroshot", "needle", "longbench", "latency", "compare", "report",
 )  # fmt: skip
 """All stages, in order."""
 

@@ -13,11 +13,10 @@ from tqdm import tqdm
 import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.bits import DENSE_BITS
 from recalkv.measure import measure_apart
+from recalkv.resources import device_name
 from recalkv.source import fingerprint
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.texts import further_texts, main_text, measured_losses
-
-ATTENTION_REPEATS = 30
 
 
 def main(
@@ -26,7 +25,7 @@ def main(
     reports: ReportsOption = Path("reports"),
     checkpoint: Annotated[str, typer.Option(help="Checkpoint to evaluate; default DATA/compressed.")] = "",
 ) -> None:
-    """Measure perplexity, live cache, generation and attention latency; write REPORTS/metrics.json and others."""
+    """Measure perplexity, live cache and generation; write REPORTS/metrics.json and others."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with running("evaluate", params, data) as stage:
@@ -52,8 +51,6 @@ def main(
             "prompt": _prompt(text.windows, wanted.generation_prompt_tokens),
             "new_tokens": wanted.generation_new_tokens,
             "repeats": wanted.generation_repeats,
-            "contexts": wanted.latency_contexts,
-            "attention_repeats": ATTENTION_REPEATS,
             "samples": prompts,
             "sample_tokens": wanted.sample_tokens,
         }
@@ -62,7 +59,7 @@ def main(
         ppl = {**text.against_dense(losses), "tokens_per_window": wanted.window}
         metrics = {**_metrics(spec, dtype, dense, compressed), "perplexity": ppl, "further_texts": others}
         write_json(reports / "metrics.json", metrics)
-        write_json(reports / "latency.json", _latency(dense, compressed))
+        write_json(reports / "generation.json", _generation(dense, compressed))
         write_json(reports / "environment.json", _environment(stage, folder))
         texts = [
             {
@@ -114,16 +111,10 @@ def _metrics(
     }
 
 
-def _latency(dense: dict[str, Any], compressed: dict[str, Any]) -> dict[str, Any]:
+def _generation(dense: dict[str, Any], compressed: dict[str, Any]) -> dict[str, Any]:
     """Measured times and memory; noisy, hence apart from the metrics that are reproducible."""
     sides = {"dense": dense, "compressed": compressed}
     return {
-        "attention_ms_per_step": {
-            f"{context}_cached_tokens": {
-                side: result["attention_ms_per_step"][context] for side, result in sides.items()
-            }
-            for context in dense["attention_ms_per_step"]
-        },
         "generation": {
             key: {side: result["generation"][key] for side, result in sides.items()} for key in dense["generation"]
         },
@@ -136,10 +127,9 @@ def _latency(dense: dict[str, Any], compressed: dict[str, Any]) -> dict[str, Any
 
 def _environment(stage: Stage, checkpoint: Path) -> dict[str, str]:
     """Where the figures come from: strings, so not metrics."""
-    device = torch.cuda.get_device_name(stage.device) if stage.device.type == "cuda" else f"{_processor()}"
     packages = {name: version(name) for name in ("torch", "transformers", "zarr", "dvc")}
     return {
-        "device": device,
+        "device": device_name(stage.device),
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         "model": stage.model().name,
@@ -149,13 +139,6 @@ def _environment(stage: Stage, checkpoint: Path) -> dict[str, str]:
         "evaluation_split": stage.params.evaluation.split,
         **packages,
     }
-
-
-def _processor() -> str:
-    """Name of the processor, as far as the system tells."""
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return f"CPU ({names[0].split(':', 1)[1].strip()})" if names else f"CPU ({platform.machine()})"
 
 
 if __name__ == "__main__":

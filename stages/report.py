@@ -12,6 +12,7 @@ from recalkv.paper import paper_rows
 from recalkv.similarity import within_group_similarity
 from stages.common import STAGES, DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.inputs import Inputs
+from stages.latency_section import attention_rows, latency_section
 from stages.report_sections import further_section, longbench_section, paper_section, sample_section
 
 
@@ -61,7 +62,9 @@ def _gather(stage: Stage, reports: Path) -> dict[str, Any]:
         "groupings": groupings,
         "timings": {name: _read(stage.data / "timings" / f"{name}.json") for name in STAGES[:-1]},
         "metrics": _read(reports / "metrics.json"),
+        "generation": _read(reports / "generation.json"),
         "latency": _read(reports / "latency.json"),
+        "latency_rows": _read(reports / "latency_rows.json"),
         "environment": _read(reports / "environment.json"),
         "samples": _read(reports / "samples.json"),
         "zeroshot": _read(reports / "zeroshot.json"),
@@ -121,7 +124,7 @@ def _draw(facts: dict[str, Any], figures: Path) -> None:
 
 def _page(stage: Stage, facts: dict[str, Any]) -> str:
     """Render the report as Markdown."""
-    metrics, latency, comparison = facts["metrics"], facts["latency"], facts["comparison"]
+    metrics, comparison = facts["metrics"], facts["comparison"]
     environment, wanted = facts["environment"], stage.params
     ppl, cache, parameters = metrics["perplexity"], metrics["cache"], metrics["parameters"]
     similarity = [
@@ -129,7 +132,7 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         for g in facts["groupings"]
     ]
     moved = sum(g.permutation != sorted(g.permutation) for g in facts["groupings"])
-    generation, memory = latency["generation"], latency["memory"]
+    generation, memory = facts["generation"]["generation"], facts["generation"]["memory"]
     live = {side: cache[f"{side}_bytes_per_token"] for side in ("dense", "compressed")}
     sides = [
         ("perplexity", ppl, ".2f"),
@@ -140,10 +143,7 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         ("cache at the end of generation, MiB", generation["cache_mib"], ".2f"),
         ("resident after loading, MiB", memory["resident_after_load_mib"], ",.0f"),
         ("peak memory, loading and generating, MiB", memory["peak_memory_mib"], ",.0f"),
-        *(
-            (f"one attention module, one decoding step, {context.replace('_', ' ')}, ms", pair, ".3f")
-            for context, pair in latency["attention_ms_per_step"].items()
-        ),
+        *attention_rows(facts["latency_rows"]),
     ]
     method = resolve_method(wanted.compression)
     refit = method.refit if method.refit == "none" else f"{method.refit} ({method.refit_target})"
@@ -208,6 +208,7 @@ def _page(stage: Stage, facts: dict[str, Any]) -> str:
         f"{facts['needle']['compressed']['average']:.0%} over {len(wanted.needle.lengths)} lengths, "
         f"{len(wanted.needle.depths)} depths and {wanted.needle.trials} prompts each.",
         "",
+        *latency_section(facts["latency"], facts["latency_rows"]),
         *longbench_section(facts["longbench"]),
         *paper_section(stage, facts),
         "## All methods at the same bytes",

@@ -71,11 +71,11 @@ def tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[st
         "generation_prompt_tokens": 16,
         "generation_new_tokens": 6,
         "generation_repeats": 1,
-        "latency_contexts": [16],
         "sample_tokens": 4,
     }
     parameters["zeroshot"]["limit"] = 6
     parameters["needle"] |= {"lengths": [64], "depths": [0.0, 1.0]}
+    parameters["latency"] |= {"contexts": [32], "repeats": 2, "decode_tokens": 2}
     parameters["compare"]["ratios"] = [0.5]
     parameters["runtime"]["device"] = "cpu"
     return parameters

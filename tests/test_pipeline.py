@@ -92,6 +92,7 @@ def test_whole_pipeline(
 
     # The report names what it was made from and shows its pictures.
     page = (project / "reports/README.md").read_text()
+    assert "latency.png" in page and "on a CPU, plain torch; the kernels need a CUDA device" in page
     for picture in ("cka", "ranks", "errors", "stages", "methods", "fisher"):
         assert f"figures/{picture}.png" in page
         assert (project / f"reports/figures/{picture}.png").stat().st_size > 1000
@@ -116,6 +117,7 @@ def test_whole_pipeline(
         "zeroshot",
         "needle",
         "longbench",
+        "latency",
         "report",
     }
     assert ran == after

@@ -89,7 +89,7 @@ def test_params_file_is_complete_and_has_the_defaults_of_the_library() -> None:
     assert set(parameters.model_dump()) == set(Params.model_fields)
 
 
-@pytest.mark.parametrize("command", [*STAGES, "compress", "preset"])
+@pytest.mark.parametrize("command", [*STAGES, "compress", "preset", "cache-size"])
 def test_help_of_every_command(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0, result.output

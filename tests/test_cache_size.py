@@ -1,0 +1,94 @@
+"""Cache sizes: exact values by hand, and the live caches of exported models."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from typer.testing import CliRunner
+
+from recalkv.cache_size import GIB, KINDS, CacheKind, bytes_per_token, checkpoint_bytes, table
+from recalkv.errors import ParameterError, UnsupportedModelError
+from recalkv.evaluate import cache_bytes_per_token, parameter_count
+from recalkv.geometries import KNOWN, ModelSizes, known_sizes
+from stages.cli import app, preset_names
+from tests.tiny import FAMILIES, compressed_pair, dense_model, windows
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("smollm2-135m", 134_515_008),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("mistral-7b", 7_241_732_096),
+    ],
+)
+def test_parameters_are_the_published_ones(name: str, parameters: int) -> None:
+    assert KNOWN[name].parameters == parameters
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_by_formula_are_the_models(family: str) -> None:
+    model = dense_model(family)
+    assert ModelSizes.from_config(model.config).parameters == parameter_count(model)
+
+
+def test_llama_2_7b_at_4096_tokens_takes_2_gib() -> None:
+    rows = table(KNOWN["llama-2-7b"])
+    assert rows["dense, 16 bits"]["gib_at_4096_tokens"] == 2.0
+    assert rows["50 %"]["gib_at_4096_tokens"] == 1.0
+    # 24 GiB less 2 x 6,738,415,616 bytes of weights, by half a MiB a token.
+    assert rows["dense, 16 bits"]["tokens_in_24_gib"] == (24 * GIB - 13_476_831_232) // 524_288
+    assert rows["dense, 16 bits"]["sequences_of_4096_in_24_gib"] == 5
+    assert rows["50 %"]["sequences_of_4096_in_24_gib"] == 11
+    assert table(KNOWN["llama-2-70b"])["dense, 16 bits"]["tokens_in_80_gib"] == 0
+
+
+def test_scales_and_padding_count() -> None:
+    # 8 groups of floor(0.3 x 512) = 153 latents, 77 bytes and a scale; values floor(0.3 x 4096) = 1228, 614 and one.
+    kind = CacheKind("", 0.7, 4)
+    assert bytes_per_token(KNOWN["llama-2-7b"].attention, kind) == 32 * (8 * (1 + 77) + 1 + 614)
+    # Fewer heads than a group has: one group.
+    assert bytes_per_token(KNOWN["smollm2-135m"].attention, kind) == 30 * 2 * (1 + 29)
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": "loss-aware"}, {"method": "palu", "bits": 4, "ratio": 0.8}])
+def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Path) -> None:
+    dense, compressed, _ = compressed_pair("llama-gqa", **changes)
+    compressed.save_pretrained(tmp_path)
+    for model, expected in (
+        (compressed, checkpoint_bytes(compressed.config, element_bytes=4)),
+        (dense, 2 * bytes_per_token(ModelSizes.from_config(dense.config).attention, KINDS[0])),
+    ):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(windows(2, 8), past_key_values=cache)
+        assert cache_bytes_per_token(cache) == expected
+    result = CliRunner().invoke(app, ["cache-size", "--config", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert f"| this checkpoint | {checkpoint_bytes(compressed.config):,} |" in result.output
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_has_sizes(name: str) -> None:
+    result = CliRunner().invoke(app, ["cache-size", "--config", name])
+    assert result.exit_code == 0, result.output
+    assert "| dense, 16 bits |" in result.output
+
+
+def test_errors_name_the_known() -> None:
+    result = CliRunner().invoke(app, ["cache-size", "--config", "gpt-5"])
+    assert result.exit_code == 1
+    assert "'gpt-5'" in result.output and "llama-2-70b" in result.output
+    with pytest.raises(ParameterError, match=r"here: 'x' is not known; choose of smollm2-135m, "):
+        known_sizes("x", "here")
+    with pytest.raises(ParameterError, match="ratio"):
+        bytes_per_token(KNOWN["llama-7b"].attention, CacheKind("", 1.0))
+    config = dense_model("llama-mha").config
+    config.model_type = "gpt2"
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        ModelSizes.from_config(config)

@@ -1,0 +1,40 @@
+"""Compressed models split over devices by accelerate: the same tokens, also with layers fetched from disk."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import recalkv  # noqa: F401  (registers the compressed classes)
+from tests.tiny import compressed_pair, windows
+
+PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "model.rotary_emb")
+
+
+@pytest.mark.parametrize("settings", [{"method": "loss-aware"}, {"method": "recalkv"}, {"bits": 4, "ratio": 0.8}])
+def test_layers_on_disk_give_the_same_tokens(settings: dict[str, Any], tmp_path: Path) -> None:
+    _, compressed, _ = compressed_pair("llama-mha", **settings)
+    compressed.save_pretrained(tmp_path / "model")
+    places = dict.fromkeys(PARTS, "cpu") | {"model.layers.1": "disk", "model.layers.2": "disk", "lm_head": "cpu"}
+    split = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
+    )
+    assert next(split.model.layers[2].parameters()).is_meta
+    ids = windows(2, 12)
+    tokens = [model.generate(ids, max_new_tokens=8, do_sample=False) for model in (split, compressed)]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.gpu
+def test_layers_on_cpu_and_gpu_give_the_same_tokens(tmp_path: Path) -> None:
+    _, compressed, _ = compressed_pair("llama-mha", method="loss-aware")
+    compressed.save_pretrained(tmp_path / "model")
+    places = dict.fromkeys(PARTS, 0) | {"model.layers.1": "cpu", "lm_head": 0}
+    split = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places)
+    ids = windows(2, 12)
+    tokens = [
+        model.generate(i, max_new_tokens=8, do_sample=False) for model, i in ((split, ids.cuda()), (compressed, ids))
+    ]
+    assert torch.equal(tokens[0].cpu(), tokens[1])

@@ -1,0 +1,305 @@
+"""Latency: the work of a step by hand, its output against float64, the search for batches, and the stage. No times."""
+
+import functools
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from recalkv.attention import LatentAttention
+from recalkv.decoding import CACHES, check_same, largest, largest_batch, prompt_contents, time_decoding
+from recalkv.errors import CheckpointError, ParameterError
+from recalkv.families import AttentionGeometry
+from recalkv.geometries import ModelSizes
+from recalkv.latency import (
+    BASELINES,
+    Step,
+    StepTime,
+    StepWork,
+    attention_function,
+    check_contexts,
+    comparison_row,
+    dense_steps,
+    latent_steps,
+    module_of,
+    step_work,
+    typical_layer,
+)
+from recalkv.random_models import random_dense, random_latent
+from recalkv.reference import reference_output
+from recalkv.timing import Timing, environment
+from stages.latency_section import attention_rows, latency_section
+from tests import tiny
+from tests.test_pipeline import _invoke
+
+pair = functools.cache(tiny.compressed_pair)
+CPU = torch.device("cpu")
+# m = 48, 6 heads, 3 key/value heads of 8.
+TINY = ModelSizes("llama", AttentionGeometry(48, 6, 3, 8, 1), 64, 128, 256)
+
+
+def test_work_of_a_dense_step_by_hand() -> None:
+    work = step_work(random_dense(TINY, CPU, torch.float32).model.layers[0].self_attn, context=10, batch=2)
+    weights = 2 * 48 * 48 + 2 * 48 * 24
+    # 10 rows are read and one is written; a row is 24 keys and 24 values; a state goes in and one comes out.
+    assert work.bytes == 4 * (weights + 2 * (11 * 48 + 2 * 48))
+    assert work.flops == 2 * 2 * (weights + 10 * 2 * 48)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_work_of_a_latent_step_by_hand(joint: bool) -> None:
+    model = random_latent(TINY, 0.5, 2, joint, CPU, torch.float32)
+    work = step_work(model.model.layers[0].self_attn, context=10, batch=2)
+    # Key groups of 2 heads and 1, of rank 8 and 4; one value latent of rank 12. Joint: 16 and 8 for both.
+    row = 24
+    rebuilt = 16 * 16 + 8 * 8 if joint else 8 * 16 + 4 * 8
+    contexts = 2 * (16 * 2 + 8 * 1) if joint else 2 * (12 * 3)
+    projections = 2 * 48 * 48 + 48 * row
+    values = rebuilt if joint else 12 * 24
+    assert work.bytes == 4 * (projections + rebuilt + values + 2 * (11 * row + 2 * 48))
+    assert work.flops == 2 * 2 * (projections + contexts * 8 + 10 * (rebuilt + 48 + contexts))
+
+
+def test_rows_of_packed_latents_count_their_bytes() -> None:
+    _, compressed, _ = pair("llama-gqa", bits=4, ratio=0.8)
+    layer = compressed.model.layers[0].self_attn
+    grown = step_work(layer, 11, 1).bytes - step_work(layer, 10, 1).bytes
+    assert grown == layer.key_rows.row_bytes + layer.value_rows.row_bytes
+
+
+CASES = [
+    ("llama-gqa", {}),
+    ("llama3-rope", {"method": "loss-aware"}),
+    ("llama-yarn", {"value_mode": "fused"}),
+    ("llama-bias", {"value_mode": "reconstructed"}),
+    ("qwen2-bias", {"method": "loss-aware", "bits": 8, "ratio": 0.6}),
+    ("qwen3-qk-norm", {"bits": 4, "ratio": 0.8}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_reference_is_the_modules_output(family: str, changes: dict[str, Any]) -> None:
+    dense, compressed, _ = pair(family, **changes)
+    for model in (dense, compressed):
+        module = module_of(model, 1)
+        step = Step(module, 40)
+        with torch.no_grad():
+            rope = module.rotary(step.states, torch.arange(40)[None])
+            mask = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
+            expected = module.attention(step.states, rope, mask)[0][0, -1]
+        torch.testing.assert_close(
+            reference_output(module.attention, module.rotary, step.states).float(), expected, rtol=1e-3, atol=1e-3
+        )
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_steps_are_right_and_complete(family: str, changes: dict[str, Any]) -> None:
+    dense, compressed, _ = pair(family, **changes)
+    module = module_of(dense, 1)
+    before = dense.config._attn_implementation
+    baselines = list(dense_steps(Step(module, 32), 2, 2))
+    assert [each.name for each in baselines] == ["eager_growing", "sdpa_static"]
+    assert dense.config._attn_implementation == before
+    ours = list(latent_steps(Step(module_of(compressed, 1), 32), 2, 2))
+    assert [each.name for each in ours] == ["static", "growing"]
+    assert all(each.error < 1e-3 and each.timing.runs == 2 for each in baselines + ours)
+
+
+@pytest.mark.parametrize("package", ["flash_attn", "flashinfer"])
+def test_flash_decoding_gets_the_packages_layout(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(query: Any, key: Any, value: Any, scale: float) -> Any:
+        return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+
+    def flash_attn(query: Any, key: Any, value: Any, softmax_scale: float) -> Any:
+        assert query.shape == (1, 1, 6, 8) and key.shape == value.shape == (1, 32, 3, 8)
+        return attend(*(part.transpose(1, 2) for part in (query, key, value)), softmax_scale).transpose(1, 2)
+
+    def flashinfer(query: Any, key: Any, value: Any, kv_layout: str, sm_scale: float) -> Any:
+        assert query.shape == (6, 8) and key.shape == value.shape == (3, 32, 8) and kv_layout == "HND"
+        return attend(query[:, None], key, value, sm_scale)[:, 0]
+
+    fake = types.SimpleNamespace(flash_attn_with_kvcache=flash_attn, single_decode_with_kv_cache=flashinfer)
+    monkeypatch.setitem(sys.modules, package, fake)
+    monkeypatch.setattr("recalkv.latency.flash_decoding", lambda: package)
+    step = Step(module_of(pair("llama-gqa")[0], 0), 32)
+    with attention_function(step.module, "recalkv_flash_decoding"):
+        assert step.measure("flash_static", 1, 1, growing=False).error < 1e-5
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_wrong_module_is_not_timed(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(module_of(pair("llama-gqa")[1], 0), 32)
+    right = LatentAttention._rebuild_keys
+    monkeypatch.setattr(LatentAttention, "_rebuild_keys", lambda self, z: right(self, z).flip(1))
+    monkeypatch.setattr("recalkv.latency.time_calls", lambda *_, **__: pytest.fail("timed"))
+    with pytest.raises(CheckpointError, match=r"layer 0, static, 32 tokens: .* differs from its float64 reference"):
+        step.measure("static", 1, 1, growing)
+
+
+def test_a_row_holds_both_sides_and_names_the_baseline() -> None:
+    ours = StepTime("static", "", Timing(2e-6, 1e-6, 4e-6, 5), StepWork(4000, 8000), 1e-6)
+    theirs = StepTime("sdpa_static", "FLASH_ATTENTION", Timing(3e-6, 3e-6, 3e-6, 5), StepWork(9000, 3000), 1e-6)
+    row = comparison_row({"context": 32}, ours, theirs)
+    assert row["baseline"] == "SDPA, static cache (FLASH_ATTENTION)"
+    assert row["speed_up"] == pytest.approx(1.5)
+    assert (row["us"], row["gb_per_s"], row["gflop_per_s"]) == pytest.approx((2, 2, 4))
+    assert (row["baseline_us"], row["baseline_gb_per_s"], row["baseline_gflop_per_s"]) == pytest.approx((3, 3, 1))
+    assert (row["us_first_quartile"], row["us_third_quartile"], row["bytes_moved"]) == pytest.approx((1, 4, 4000))
+
+
+def test_quartiles() -> None:
+    assert Timing.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(3.0, 2.0, 4.0, 5)
+    assert Timing.of([1.0]) == Timing(1.0, 1.0, 1.0, 1)
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": "loss-aware", "bits": 4, "ratio": 0.8}])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding"])
+def test_decoding_is_the_same_over_every_cache(family: str, changes: dict[str, Any]) -> None:
+    for model in pair(family, **changes)[:2]:
+        contents = prompt_contents(model)
+        # Shorter and longer than the prompt whose contents are repeated.
+        for context in (16, 150) if family == "llama-gqa" else (16,):
+            logits = {kind: time_decoding(model, contents, kind, 2, context, 3)[1] for kind in CACHES}
+            check_same(logits, "here")
+    wrong = {"growing": logits["growing"], "static": logits["growing"].flip(-1)}
+    with pytest.raises(CheckpointError, match=r"here: logits over a static cache differ"):
+        check_same(wrong, "here")
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 37, 64, 1000, 12345])
+def test_largest_batch_is_found_to_one_in_64(room: int) -> None:
+    asked: list[int] = []
+    found = largest(lambda batch: asked.append(batch) or batch <= room)
+    assert found <= room <= found + max(1, found // 64) - (found < 64)
+    assert len(asked) < 25
+
+
+def test_largest_batch_is_the_last_that_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, freed = pair("llama-gqa")[1], []
+
+    def forward(token: Any, past_key_values: Any, **_: Any) -> None:
+        # The whole context but the token itself is in every layer's cache.
+        assert [layer.keys.shape[:3] for layer in past_key_values.layers] == [(len(token), 1, 99)] * 3
+        if len(token) > 37:
+            raise torch.cuda.OutOfMemoryError("no room")
+
+    contents = prompt_contents(model)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    monkeypatch.setattr(model, "forward", forward)
+    assert largest_batch(model, contents, 100) == 37
+    assert len(freed) == 7 + 5
+
+
+def test_typical_layer_is_nearest_to_the_mean_and_full() -> None:
+    config = pair("llama-gqa")[1].config.__class__(num_hidden_layers=4)
+    config.recalkv = {"joint": True, "layers": [{"key_ranks": [rank]} for rank in (2, 30, 14, 10)]}
+    assert typical_layer(config) == 2
+    config.layer_types = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert typical_layer(config) == 3
+
+
+def test_contexts_beyond_the_model_are_refused() -> None:
+    config = tiny.dense_model("llama-gqa").config
+    check_contexts(config, [256])
+    with pytest.raises(ParameterError, match=r"latency.contexts=257 is more than the 256 positions .* at most 256"):
+        check_contexts(config, [32, 257])
+    with pytest.raises(ParameterError, match=r"latency.contexts=32 is more than the 16 tokens of the sliding window"):
+        check_contexts(tiny.dense_model("mistral-sliding").config, [32])
+    check_contexts(tiny.dense_model("qwen2-mixed-sliding").config, [32])
+
+
+@pytest.fixture
+def compressed(prepared: Path) -> Path:
+    """The pipeline's copy with its compressed checkpoint."""
+    for name in ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse"):
+        assert _invoke(name) == 0
+    return prepared
+
+
+def test_stage_writes_rows_metrics_and_a_picture(
+    compressed: Path, change_parameters: Callable[[Path, str, Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recalkv.geometries.KNOWN", {"smollm2-135m": TINY})
+    change_parameters(compressed, "latency.geometries", ["smollm2-135m"])
+    change_parameters(compressed, "latency.geometry_contexts", [16])
+    change_parameters(compressed, "latency.ratios", [0.5, 0.75])
+    change_parameters(compressed, "latency.batches", [1, 2])
+    assert _invoke("latency") == 0
+    rows = json.loads((compressed / "reports/latency_rows.json").read_text())
+    # Of each setting: static beside two baselines, growing beside one.
+    assert len(rows) == 2 * 3 + 2 * 2 * 3
+    assert {(row["cache"], row["baseline"].split(" (")[0]) for row in rows} == {
+        ("static", BASELINES["eager_growing"]), ("static", BASELINES["sdpa_static"]),
+        ("growing", BASELINES["eager_growing"]),
+    }  # fmt: skip
+    assert {(row["geometry"], row["context"], row["batch"]) for row in rows} == {
+        (name, context, batch) for name, context in (("pipeline", 32), ("smollm2-135m", 16)) for batch in (1, 2)
+    }
+    assert all(set(row) == set(rows[0]) and set(environment(CPU)) < set(row) for row in rows)
+    assert rows[0]["path"] == "on a CPU, plain torch; the kernels need a CUDA device"
+    assert rows[0]["ratio"] == pytest.approx(0.5, abs=1 / 144)
+
+    metrics = json.loads((compressed / "reports/latency.json").read_text())
+    place = metrics["attention_us_per_step"]["smollm2-135m"]["16_tokens"]["batch_2"]
+    assert set(place) == {
+        "dense_eager_growing", "dense_sdpa_static", "removed_50_percent_groups_of_2", "removed_75_percent_groups_of_2",
+    }  # fmt: skip
+    rates = metrics["decode_tokens_per_second"]["32_tokens"]["batch_1"]
+    assert set(rates) == set(CACHES) and rates["static"]["compressed"] > 0
+    assert "largest_batch" not in metrics
+    assert (compressed / "reports/latency.png").stat().st_size > 1000
+
+    page = latency_section({**metrics, "largest_batch": {"32_tokens": {"dense": 10, "compressed": 21}}}, rows)
+    assert "**on a CPU, plain torch; the kernels need a CUDA device**" in "\n".join(page)
+    assert "| 32 | 10 | 21 | 2.10 |" in page
+    assert len([line for line in page if line.startswith("| pipeline |")]) == 6
+    assert not any("flash_attn" in line for line in page)
+    (line,) = attention_rows(rows)
+    assert line[0] == "one attention module, one decoding step, 32 cached tokens, ms"
+    assert set(line[1]) == {"dense", "compressed"}
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "words"),
+    [
+        ("latency.geometries", ["gpt-5"], ("latency.geometries: 'gpt-5'", "llama-2-7b", "mistral-7b")),
+        ("latency.contexts", [0], ("latency.contexts.0=0 is not allowed", "greater than or equal to 16")),
+        ("latency.batches", [-1], ("latency.batches.0=-1 is not allowed", "greater than or equal to 1")),
+        ("latency.contexts", [32, 300], ("latency.contexts=300", "256 positions", "at most 256")),
+        ("latency.largest_batch", True, ("latency.largest_batch=true", "cpu", "set it to false")),
+    ],
+)
+def test_bad_input_names_value_rule_and_remedy(
+    prepared: Path,
+    change_parameters: Callable[[Path, str, Any], None],
+    capsys: pytest.CaptureFixture[str],
+    parameter: str,
+    value: Any,
+    words: tuple[str, ...],
+) -> None:
+    # Refused before a weight is read: the config is all that is there of the checkpoint.
+    pair("llama-gqa")[1].config.save_pretrained(prepared / "data/compressed")
+    change_parameters(prepared, parameter, value)
+    capsys.readouterr()
+    assert _invoke("latency") == 1
+    message = capsys.readouterr().err
+    for word in words:
+        assert word in message, message
+    assert not list((prepared / "reports").glob("latency*"))
+
+
+def test_group_size_beyond_the_geometry_is_refused(
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair("llama-gqa")[1].config.save_pretrained(prepared / "data/compressed")
+    change_parameters(prepared, "latency.geometries", ["smollm2-135m"])
+    change_parameters(prepared, "latency.group_sizes", [4])
+    assert _invoke("latency") == 1
+    assert "latency.group_sizes=4 is more than the 3 key/value heads of smollm2-135m" in capsys.readouterr().err
