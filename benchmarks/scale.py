@@ -11,13 +11,12 @@ tokens; cost does not depend on either. With fewer layers than the model has, ti
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,55 +28,17 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.scale_page import write_page
+from recalkv.families import AttentionGeometry
+from recalkv.geometries import KNOWN, ModelSizes, known_sizes
 from recalkv.source import read_reference
 from recalkv.store import writing_store
-from stages.common import device_of, write_json
+from recalkv.timing import environment
+from stages.common import device_of, user_errors, write_json
 
 RESULTS = Path("reports/scale")
 STAGES = ("whiten", "fisher", "reorder", "allocate", "factorize", "calibrate", "fuse")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes of a LLaMA: hidden, layers, query heads, key/value heads, head dimension, MLP width, vocabulary."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-
-    def config(self, layers: int) -> LlamaConfig:
-        """Config of a model with so many of its layers."""
-        return LlamaConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=4096,
-            tie_word_embeddings=False,
-        )
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of one decoder layer's matrices."""
-        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden * (2 * wide + 2 * narrow + 3 * self.intermediate)
-
-
-GEOMETRIES = {
-    "smollm2-135m": Geometry(576, 30, 9, 3, 64, 1536, 49152),
-    "llama-3.2-1b": Geometry(2048, 16, 32, 8, 64, 8192, 128256),
-    "llama-2-7b": Geometry(4096, 32, 32, 32, 128, 11008, 32000),
-    "llama-2-70b": Geometry(8192, 80, 64, 8, 128, 28672, 32000),
-}
 
 
 @dataclass(frozen=True)
@@ -114,18 +75,18 @@ class Work:
         return sum(amount / rates[kind] for kind, amount in asdict(self).items())
 
 
-def floors(size: Geometry, setting: Setting) -> dict[str, Work]:
+def floors(size: ModelSizes, setting: Setting) -> dict[str, Work]:
     """Least work of each stage. Causal attention counts half; an eigenvector problem of size w counts 9 w^3."""
-    tokens, layers, m = setting.tokens, setting.layers, size.hidden
-    wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
-    linear = 2 * tokens * size.layer_parameters
+    shape, tokens, layers = size.attention, setting.tokens, setting.layers
+    m, wide, narrow = shape.hidden, shape.heads * shape.head_dim, shape.kv_width
+    linear = 2 * tokens * size.layer_matrices
     attention = 2 * tokens * setting.length * wide
     forward = linear + attention
-    weights, states = 2 * size.layer_parameters, 2 * tokens * m
+    weights, states = 2 * size.layer_matrices, 2 * tokens * m
     square = 8 * m * m
     head = 2 * tokens * m * size.vocabulary
-    group = min(setting.group_size, size.kv_heads)
-    groups, width = math.ceil(size.kv_heads / group), 2 * group * size.head_dim
+    group = min(setting.group_size, shape.kv_heads)
+    groups, width = math.ceil(shape.kv_heads / group), 2 * group * shape.head_dim
     products = 2 * m * m * 2 * narrow + groups * 2 * m * width**2
     statistics = 2 * square + 16 * narrow**2
     decompose = Work(double=layers * (products + groups * 2 * 9 * width**3), disk=layers * (statistics + weights / 5))
@@ -185,10 +146,21 @@ def _best(work: Callable[[], object], device: torch.device) -> float:
     return min(times)
 
 
-def write_model(folder: Path, size: Geometry, layers: int) -> None:
+def write_model(folder: Path, size: ModelSizes, layers: int) -> None:
     """Random weights in bfloat16, a shard a layer, and a tokenizer that has a name for every token."""
-    config = size.config(layers)
-    config.dtype = torch.bfloat16
+    shape = size.attention
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=size.intermediate,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=size.positions,
+        tie_word_embeddings=size.tied,
+        dtype=torch.bfloat16,
+    )
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(config).state_dict()
     config.save_pretrained(folder)
@@ -209,7 +181,7 @@ def write_model(folder: Path, size: Geometry, layers: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)
 
 
-def measure(setting: Setting, size: Geometry) -> dict[str, Any]:
+def measure(setting: Setting, size: ModelSizes) -> dict[str, Any]:
     """Run the stages; seconds and peak memory of each, its floor, and the machine's rates."""
     with tempfile.TemporaryDirectory(prefix="recalkv-scale-") as scratch:
         root = Path(scratch)
@@ -222,7 +194,10 @@ def measure(setting: Setting, size: Geometry) -> dict[str, Any]:
         parameters["calibration"] |= {
             key: getattr(setting, key) for key in ("samples", "length", "batch_size", "precision")
         }
-        parameters["compression"] |= {"method": setting.method, "group_size": min(setting.group_size, size.kv_heads)}
+        parameters["compression"] |= {
+            "method": setting.method,
+            "group_size": min(setting.group_size, size.attention.kv_heads),
+        }
         parameters["runtime"]["device"] = setting.device
         (root / "params.yaml").write_text(yaml.safe_dump(parameters))
         _stage("model", root)
@@ -237,8 +212,14 @@ def measure(setting: Setting, size: Geometry) -> dict[str, Any]:
             print(f"{setting.name:<14}{name:<12}{timing['wall_seconds']:>8.1f} s{rows[-1]['floor_seconds']:>8.1f} s "
                   f"{timing['peak_resident_mib']:>8.0f} MiB", flush=True)  # fmt: skip
         disk = sum(path.stat().st_size for path in data.rglob("*") if path.is_file())
-    return {"setting": asdict(setting), "geometry": asdict(size), "machine": _machine(), "rates": rates,
-            "stages": rows, "disk_gib": disk / 2**30}  # fmt: skip
+    return {
+        "setting": asdict(setting),
+        "geometry": asdict(size),
+        "machine": environment(device_of(setting.device)),
+        "rates": rates,
+        "stages": rows,
+        "disk_gib": disk / 2**30,
+    }
 
 
 def _stage(name: str, root: Path) -> dict[str, float]:
@@ -258,18 +239,9 @@ def _random_windows(data: Path, setting: Setting, vocabulary: int) -> None:
         store.put("windows", windows)
 
 
-def _machine() -> str:
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    processor = names[0].split(":", 1)[1].strip() if names else platform.machine()
-    return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
 @app.command()
 def run(
-    name: Annotated[str, typer.Argument(help=f"Geometry: {', '.join(GEOMETRIES)}.")],
+    name: Annotated[str, typer.Argument(help=f"Geometry: {', '.join(KNOWN)}.")],
     layers: Annotated[int | None, typer.Option(help="Layers; default all.")] = None,
     samples: Annotated[int, typer.Option(help="Calibration windows.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
@@ -279,10 +251,9 @@ def run(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
 ) -> None:
     """Compress random weights of one geometry, stage by stage."""
-    if name not in GEOMETRIES:
-        raise typer.BadParameter(f"{name!r} is not one of: {', '.join(GEOMETRIES)}.")
-    size = GEOMETRIES[name]
-    setting = Setting(name, layers or size.layers, samples, length, batch_size, method, group_size, device)
+    with user_errors():
+        size = known_sizes(name, "geometry")
+    setting = Setting(name, layers or size.attention.layers, samples, length, batch_size, method, group_size, device)
     result = measure(setting, size)
     write_json(RESULTS / "runs" / f"{name}-{method}-{device_of(device).type}.json", result)
 
@@ -299,9 +270,10 @@ def exponents(
     rows = []
     middle = widths[len(widths) // 2]
     for width, depth in dict.fromkeys([*((w, depths[0]) for w in widths), *((middle, d) for d in depths)]):
-        size = Geometry(width, depth, width // 64, width // 128, 64, width * 8 // 3 // 64 * 64, 4096)
+        shape = AttentionGeometry(width, width // 64, width // 128, 64, depth)
+        size = ModelSizes("llama", shape, width * 8 // 3 // 64 * 64, 4096, 4096)
         setting = Setting(f"{width} x {depth}", depth, samples, length, 2, "loss-aware", 4, device)
-        rows.append(measure(setting, replace(size, layers=depth)))
+        rows.append(measure(setting, size))
     write_json(RESULTS / "exponents.json", {"rows": rows})
 
 

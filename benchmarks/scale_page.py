@@ -24,7 +24,7 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 def write_page(folder: Path) -> None:
     """Render what :mod:`benchmarks.scale` measured."""
     runs = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("*.json"))]
-    runs.sort(key=lambda run: (run["geometry"]["hidden"], run["setting"]["method"]))
+    runs.sort(key=lambda run: (_hidden(run), run["setting"]["method"]))
     lines = [
         "# Cost at real sizes",
         "",
@@ -47,13 +47,13 @@ def write_page(folder: Path) -> None:
 
 def _run_section(run: dict[str, Any]) -> list[str]:
     setting, size, rates = run["setting"], run["geometry"], run["rates"]
-    layers, all_layers = setting["layers"], size["layers"]
+    layers, all_layers = setting["layers"], size["attention"]["layers"]
     device = any("peak_device_mib" in row for row in run["stages"])
     shown = "all" if layers == all_layers else f"{layers} of"
     lines = [
         f"## {setting['name']}, `{setting['method']}`, {shown} {all_layers} layers",
         "",
-        f"{run['machine']}. {setting['samples']} x {setting['length']} tokens, groups of {setting['group_size']}, 50 % "
+        f"{_machine(run)}. {setting['samples']} x {setting['length']} tokens, groups of {setting['group_size']}, 50 % "
         f"removed, {setting['precision']}. Rates: {rates['low'] / 1e9:,.0f} GFLOP/s ({setting['precision']}), "
         f"{rates['single'] / 1e9:,.0f} (float32), {rates['double'] / 1e9:,.0f} (float64), disk "
         f"{rates['disk'] / 1e9:.1f} GB/s. Stores and checkpoint: {run['disk_gib']:.1f} GiB on disk.",
@@ -82,7 +82,7 @@ def _exponent_section(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Cost over width and depth",
         "",
-        f"{rows[0]['machine']}; {rows[0]['setting']['samples']} x {rows[0]['setting']['length']} tokens. Exponents of "
+        f"{_machine(rows[0])}; {rows[0]['setting']['samples']} x {rows[0]['setting']['length']} tokens. Exponents of "
         "a power law through the points, seconds of the stage without starting Python:",
         "",
         "| stage | " + " | ".join(f"{r['geometry']['hidden']} x {r['setting']['layers']}" for r in rows)
@@ -90,7 +90,7 @@ def _exponent_section(rows: list[dict[str, Any]]) -> list[str]:
         "|---|" + "---:|" * (len(rows) + 2),
     ]  # fmt: skip
     for stage in _FITTED:
-        over_width = exponent([r["geometry"]["hidden"] for r in by_width], [_seconds(r, stage) for r in by_width])
+        over_width = exponent([_hidden(r) for r in by_width], [_seconds(r, stage) for r in by_width])
         over_depth = exponent([r["setting"]["layers"] for r in by_depth], [_seconds(r, stage) for r in by_depth])
         times = " | ".join(f"{_seconds(r, stage):.1f}" for r in rows)
         lines.append(f"| {stage}, s | {times} | {over_width:.2f} | {over_depth:.2f} |")
@@ -103,8 +103,17 @@ def _series(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict
     """Rows of the least depth over width, and rows of the width that has several depths."""
     least = min(row["setting"]["layers"] for row in rows)
     by_width = [row for row in rows if row["setting"]["layers"] == least]
-    width = next(row["geometry"]["hidden"] for row in rows if row["setting"]["layers"] != least)
-    return by_width, [row for row in rows if row["geometry"]["hidden"] == width]
+    width = next(_hidden(row) for row in rows if row["setting"]["layers"] != least)
+    return by_width, [row for row in rows if _hidden(row) == width]
+
+
+def _hidden(run: dict[str, Any]) -> int:
+    return int(run["geometry"]["attention"]["hidden"])
+
+
+def _machine(run: dict[str, Any]) -> str:
+    machine = run["machine"]
+    return f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}"
 
 
 def _seconds(run: dict[str, Any], stage: str) -> float:
@@ -116,11 +125,11 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
     for stage in _FITTED:
         for axes, series, size in (
-            (left, by_width, [row["geometry"]["hidden"] for row in by_width]),
+            (left, by_width, [_hidden(row) for row in by_width]),
             (right, by_depth, [row["setting"]["layers"] for row in by_depth]),
         ):
             axes.plot(size, [_seconds(row, stage) for row in series], "o-", label=stage)
-    for axes, label in ((left, "hidden size"), (right, f"layers, hidden size {by_depth[0]['geometry']['hidden']}")):
+    for axes, label in ((left, "hidden size"), (right, f"layers, hidden size {_hidden(by_depth[0])}")):
         axes.set(xscale="log", yscale="log", xlabel=label)
         axes.grid(alpha=0.3)
     left.set_ylabel("seconds")

@@ -43,11 +43,15 @@ class ModelSizes:
     def parameters(self) -> int:
         """Number of parameters of the dense model, a tied head counted once."""
         sizes = self.attention
-        queries = sizes.heads * sizes.head_dim
-        matrices = sizes.hidden * (2 * queries + 2 * sizes.kv_width + 3 * self.intermediate)
-        layer = matrices + 2 * sizes.hidden + self.extra_per_layer
+        layer = self.layer_matrices + 2 * sizes.hidden + self.extra_per_layer
         embeddings = self.vocabulary * sizes.hidden * (1 if self.tied else 2)
         return embeddings + sizes.layers * layer + sizes.hidden
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of the matrices of one decoder layer."""
+        sizes = self.attention
+        return sizes.hidden * (2 * sizes.heads * sizes.head_dim + 2 * sizes.kv_width + 3 * self.intermediate)
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelSizes":
@@ -93,6 +97,7 @@ def _llama(
 
 KNOWN: dict[str, ModelSizes] = {
     "smollm2-135m": ModelSizes("llama", AttentionGeometry(576, 9, 3, 64, 30), 1536, 49152, 8192, tied=True),
+    "llama-3.2-1b": ModelSizes("llama", AttentionGeometry(2048, 32, 8, 64, 16), 8192, 128256, 131072, tied=True),
     "llama-7b": _llama(32, 4096, 32, 32, 11008, 32000, 2048),
     "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 32000, 4096),
     "longchat-7b-v1.5-32k": _llama(32, 4096, 32, 32, 11008, 32000, 32768),
