@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from recalkv.block_cache import BlockLayer
 from recalkv.errors import DataError, NonFiniteError
 
 __all__ = [
     "attention_step_seconds",
     "cache_bytes_per_token",
+    "cache_window_bytes",
     "evaluation_windows",
     "excess_loss",
     "fill_cache",
@@ -152,12 +154,44 @@ def fill_cache(model: Any, ids: Tensor, steps: int = 4) -> Any:
 
 
 def cache_bytes_per_token(cache: Any) -> float:
-    """Bytes that a live cache holds per sequence and cached token, over all layers, from its tensors."""
+    """Bytes that a live cache holds per sequence and cached token, over all layers, from its tensors.
+
+    Of layers with scales per channel it is that of a token in a complete block, scales included;
+    :func:`cache_window_bytes` has the rest.
+
+    Raises
+    ------
+    DataError
+        If such a layer has no complete block yet.
+    """
     total = 0.0
     for layer in cache.layers:
+        if isinstance(layer, BlockLayer):
+            per_token, _ = layer.held_bytes()
+            if not layer.has_blocks:
+                raise DataError(
+                    f"the cache has no complete block of compression.block={layer.layout.block} tokens to measure; "
+                    f"use a longer prompt (evaluation.generation_prompt_tokens)."
+                )
+            total += per_token
+            continue
         for tensor in (layer.keys, layer.values):
             batch, _, tokens, _ = tensor.shape
             total += tensor.numel() * tensor.element_size() / (batch * tokens)
+    return total
+
+
+def cache_window_bytes(cache: Any) -> int:
+    """Bytes of the exact tokens that a live cache with scales per channel holds per sequence; 0 for others."""
+    return sum(layer.held_bytes()[1] for layer in cache.layers if isinstance(layer, BlockLayer))
+
+
+def _held_bytes(cache: Any) -> float:
+    """Bytes of all tensors of a growing cache, per sequence."""
+    total = 0.0
+    for layer in cache.layers:
+        held = [layer.keys, layer.values] + ([layer.blocks] if isinstance(layer, BlockLayer) else [])
+        total += sum(tensor.nbytes / tensor.shape[0] for tensor in held)
     return total
 
 
@@ -192,8 +226,7 @@ def time_generation(model: Any, prompt: Tensor, new_tokens: int, repeats: int) -
         if repeat:
             prefill.append(between - start)
             decode.append((new_tokens - 1) / (end - between))
-        tokens = cache.layers[0].keys.shape[-2]
-        cache_bytes = cache_bytes_per_token(cache) * tokens
+        cache_bytes = _held_bytes(cache)
     return {
         "prefill_seconds": statistics.median(prefill),
         "decode_tokens_per_second": statistics.median(decode),

@@ -17,6 +17,7 @@ import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.evaluate import (
     attention_step_seconds,
     cache_bytes_per_token,
+    cache_window_bytes,
     fill_cache,
     parameter_count,
     time_generation,
@@ -61,6 +62,7 @@ def measure(folder: str, request: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention_ms_per_step": latency,
         "cache_bytes_per_token": cache_bytes_per_token(cache),
+        "cache_window_bytes": cache_window_bytes(cache),
         "generation": generation,
         "parameters": parameter_count(model),
         "peak_memory_mib": peak,

@@ -207,7 +207,8 @@ class Comparison:
         model, result = self.compressed(fields)
         losses = self.losses(model)
         spec = model.config.recalkv
-        cache = fill_cache(model, self.windows[:1, :16])
+        # Scales per channel are only there once a block is complete.
+        cache = fill_cache(model, self.windows[:1, : max(16, spec["block"] or 0)])
         rise, error = excess_loss(losses, self.dense_losses)
         further = {
             name: text.against_dense(measured_losses(self._stage, model, text.windows))

@@ -101,6 +101,8 @@ def _metrics(
             "compressed_bytes_per_token": live,
             "allocated_bytes_per_token": allocated,
             "reference_bytes_per_token": reference,
+            # Exact tokens beside the packed blocks (compression.scales: channel): constant, and not in the ratio.
+            **({"window_bytes_per_sequence": compressed["cache_window_bytes"]} if spec.get("block") else {}),
             "compression_ratio": 1 - live / reference,
             "requested_ratio": spec["parameters"]["ratio"],
         },
