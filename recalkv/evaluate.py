@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from recalkv.block_cache import BlockLayer
 from recalkv.errors import DataError, NonFiniteError
 
 __all__ = [
@@ -166,7 +165,8 @@ def cache_bytes_per_token(cache: Any) -> float:
     """
     total = 0.0
     for layer in cache.layers:
-        if isinstance(layer, BlockLayer):
+        # Asked of the layer, not of its class: measuring dense models does not depend on it.
+        if hasattr(layer, "held_bytes"):
             per_token, _ = layer.held_bytes()
             if not layer.has_blocks:
                 raise DataError(
@@ -183,14 +183,14 @@ def cache_bytes_per_token(cache: Any) -> float:
 
 def cache_window_bytes(cache: Any) -> int:
     """Bytes of the exact tokens that a live cache with scales per channel holds per sequence; 0 for others."""
-    return sum(layer.held_bytes()[1] for layer in cache.layers if isinstance(layer, BlockLayer))
+    return sum(layer.held_bytes()[1] for layer in cache.layers if hasattr(layer, "held_bytes"))
 
 
 def _held_bytes(cache: Any) -> float:
     """Bytes of all tensors of a growing cache, per sequence."""
     total = 0.0
     for layer in cache.layers:
-        held = [layer.keys, layer.values] + ([layer.blocks] if isinstance(layer, BlockLayer) else [])
+        held = [layer.keys, layer.values, *([layer.blocks] if hasattr(layer, "held_bytes") else [])]
         total += sum(tensor.nbytes / tensor.shape[0] for tensor in held)
     return total
 

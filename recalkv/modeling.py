@@ -30,7 +30,7 @@ from recalkv.fusion import VALUE_MODES
 __all__ = ["CONFIG_CLASSES", "FORMAT_VERSION", "MODEL_CLASSES", "LatentModelMixin", "register", "set_value_mode"]
 
 FORMAT_VERSION = 4
-_READABLE = (3, FORMAT_VERSION)
+_READABLE = (FORMAT_VERSION, 3)
 """Version 3 knows no scales per channel; ``block`` is what is new since."""
 
 
