@@ -223,6 +223,7 @@ class Comparison:
             "predicted_rise_nats": sum(result.predicted_rises) if resolve_method(parameters).metric == "loss" else None,
             "cache_bytes_per_token": cache_bytes_per_token(cache),
             "bytes_per_token_16bit": spec["cached_bits_per_token"] / 8,
+            **({"window_bytes_16bit": 2 * spec["window_elements_per_sequence"]} if spec["block"] else {}),
             "dense_cache_bytes_per_token": spec["dense_elements_per_token"] * _element_size(model),
             "compression_ratio": 1 - spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"],
         }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
+from benchmarks.study_page import write_page
 from recalkv import attention
 from recalkv.bits import DENSE_BITS
 from recalkv.block_cache import FixedBlockLayer, GrowingBlockLayer
@@ -197,8 +198,9 @@ def test_live_cache_is_packed_and_within_the_budget(method: str, bits: Any) -> N
     budget = (1 - spec["parameters"]["ratio"]) * DENSE_BITS * spec["dense_elements_per_token"]
     # What is left is less than one latent, or than what the padding of a few values takes.
     assert 0 <= budget - spec["cached_bits_per_token"] < 4 * (bits + 8)
-    exact = 5 * 4 * sum(sum(layer["key_ranks"]) for layer in spec["layers"])
-    assert cache_window_bytes(cache) == exact
+    latents = sum(sum(layer["key_ranks"]) for layer in spec["layers"])
+    assert cache_window_bytes(cache) == 5 * 4 * latents
+    assert spec["window_elements_per_sequence"] == (BLOCK - 1) * latents
     with pytest.raises(DataError, match=r"no complete block of compression\.block=8 tokens"):
         cache_bytes_per_token(fill_cache(model, tiny.windows(1, 3), steps=2))
 
@@ -469,6 +471,20 @@ def test_checkpoints_of_the_former_version_load(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     again.generation_config.eos_token_id = None
     assert torch.equal(greedy(again, ids), greedy(model, ids))
+
+
+def test_study_page_shows_the_scales(tmp_path: Path) -> None:
+    setting = {"model": "tiny", "samples": 4, "length": 32, "calibration": "a", "evaluation": "b", "every": 1}
+    row = {"perplexity": 20.0, "excess_nats": 0.1, "excess_standard_error_nats": 0.01, "group_size": 2}
+    row |= {"compression_ratio": 0.75, "bytes_per_token_16bit": 5760.25}
+    rows = [{**row, "method": "palu, per token"}, {**row, "method": "palu, per channel", "window_bytes_16bit": 31000}]
+    setting |= {"seed": 0, "refit_ridge": 0.3, "machine": "m"}
+    shared = {"perplexity_dense": 18.0, "windows": 1, "tokens_per_window": 32}
+    (tmp_path / "scales.json").write_text(json.dumps({**shared, "kind": "scales", "setting": setting, "rows": rows}))
+    write_page(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "| palu, per token | 75.00% | 5,760.2 | 0 | 20.00 |" in page
+    assert "| palu, per channel | 75.00% | 5,760.2 | 31,000 | 20.00 |" in page
 
 
 def test_pipeline_agrees_with_the_one_call_interface(

@@ -49,11 +49,15 @@ class LayerRanks:
         return sum(self.key) + (0 if self.joint else sum(self.value))
 
     @property
+    def window_elements(self) -> int:
+        """Elements that the layer caches exactly per sequence, at most: keys of an incomplete block."""
+        return 0 if self.block is None else (self.block - 1) * sum(self.key)
+
+    @property
     def cached_bits(self) -> float:
         """Bits that the layer caches per token, scales included; an element that is not quantised counts 16.
 
-        With scales per channel those of a token of a complete block; the exact last block, at most ``block - 1``
-        tokens in the model's type, is not in it.
+        With scales per channel those of a token of a complete block; :attr:`window_elements` come on top.
         """
         if self.key_segments is None:
             return self.cached_elements * DENSE_BITS
