@@ -61,7 +61,7 @@ def compress(
     method: Annotated[str, typer.Option(help="loss-aware, recalkv, palu or svd.")] = "loss-aware",
     group_size: Annotated[int | None, typer.Option(help="Heads per group; default 4, or all if fewer.")] = None,
     bits: Annotated[str, typer.Option(help="Per cached element: 16, 8, 4, 3, 2 or mixed.")] = "16",
-    scales: Annotated[str, typer.Option(help="Below 16 bits: token, or channel (KIVI, per block of tokens).")] = "token",
+    scales: Annotated[str, typer.Option(help="Below 16 bits: per token, or channel (and block; KIVI).")] = "token",
     block: Annotated[int, typer.Option(help="Tokens of a block with --scales channel, a multiple of 8.")] = 32,
     text: Annotated[str, typer.Option(help="Calibration text, as calibration.text in params.yaml.")] = "embedded",
     samples: Annotated[int, typer.Option(help="Calibration windows.")] = 32,
