@@ -4,7 +4,8 @@ The rows of a quantised model are replaced by ones that round each latent, un-ro
 tokens, with the smallest value and the step of a block and channel in 16 bits each (Liu et al., KIVI,
 2024). A last, incomplete block stays exact; windows of whole blocks have none, so the exact residual window
 in which KIVI keeps the latest tokens is not part of the figure. Nothing is packed: this measures accuracy
-and counts bytes, to decide whether packing it would pay.
+and counts bytes. What ``compression.scales: channel`` packs (`python -m benchmarks.study scales`) has the exact
+rest, one byte per scale, and values of separate latents per token.
 """
 
 from collections.abc import Sequence

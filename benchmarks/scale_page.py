@@ -85,7 +85,7 @@ def _exponent_section(rows: list[dict[str, Any]]) -> list[str]:
         f"{_machine(rows[0])}; {rows[0]['setting']['samples']} x {rows[0]['setting']['length']} tokens. Exponents of "
         "a power law through the points, seconds of the stage without starting Python:",
         "",
-        "| stage | " + " | ".join(f"{r['geometry']['hidden']} x {r['setting']['layers']}" for r in rows)
+        "| stage | " + " | ".join(f"{_hidden(r)} x {r['setting']['layers']}" for r in rows)
         + " | hidden size ^ | layers ^ |",
         "|---|" + "---:|" * (len(rows) + 2),
     ]  # fmt: skip

@@ -7,6 +7,7 @@
     python -m benchmarks.study zeroshot    --calibration-text ... --evaluation-text ... --items FOLDER
     python -m benchmarks.study bits        --calibration-text ... --evaluation-text ...
     python -m benchmarks.study per-channel --calibration-text ... --evaluation-text ...
+    python -m benchmarks.study scales      --calibration-text ... --evaluation-text ...
     python -m benchmarks.study page
 
 Each writes reports/study/NAME.json; `page` makes reports/study/README.md and the pictures of all of them.
@@ -311,6 +312,36 @@ def per_channel(
         "group_size": group_size,
     }
     write_json(REPORTS / f"{name}.json", {**result, "kind": "per_channel", "setting": study.setting()})
+
+
+@app.command()
+def scales(
+    calibration_text: Calibration,
+    evaluation_text: Evaluation,
+    samples: Samples = 32,
+    every: Every = 14,
+    max_windows: MaxWindows = 10,
+    settings: Annotated[
+        str, typer.Option(help="METHOD:BITS:RATIO, separated by commas; every cell of one keeps within its bytes.")
+    ] = "palu:4:0.75,palu:3:0.85,recalkv:4:0.75,recalkv:3:0.85,loss-aware:4:0.75,loss-aware:3:0.85",
+    blocks: Annotated[str, typer.Option(help="compression.block, separated by commas.")] = "32,128",
+    group_size: int = 2,
+    refit: Annotated[str, typer.Option(help="compression.refit; none leaves the effect of the scales alone.")] = "none",
+    work: Work = Path("data/study"),
+    name: Name = "scales",
+) -> None:
+    """Packed latents with a scale per token or per channel and block, at equal bytes, the own block exact."""
+    study = Study(work, {"text": calibration_text, "samples": samples}, evaluation(evaluation_text, every, max_windows))
+    cells = []
+    for setting in settings.split(","):
+        method, choice, ratio = setting.split(":")
+        fields = {**METHODS[method], "bits": int(choice), "ratio": float(ratio), "group_size": group_size}
+        fields["refit"] = refit
+        cells.append((f"{method}, {choice} bits, per token", {**fields, "scales": "token"}))
+        for block in map(int, blocks.split(",")):
+            own = {**fields, "scales": "channel", "block": block}
+            cells.append((f"{method}, {choice} bits, per channel and {block} tokens", own))
+    _finish("scales", name, study, study.run(cells))
 
 
 def _per_channel_row(

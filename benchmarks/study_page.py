@@ -36,6 +36,8 @@ def write_page(folder: Path) -> None:
             lines += _prediction(name, result, folder)
         elif kind == "bits":
             lines += _bits(name, result)
+        elif kind == "scales":
+            lines += _scales(name, result)
         elif kind == "per_channel":
             lines += _per_channel(name, result)
         elif kind == "zeroshot":
@@ -216,6 +218,27 @@ def _bits(name: str, result: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {row['method']} | {row['ratio']:.2%} | {row['bytes_per_token_16bit']:,.0f} | {row['perplexity']:.2f} | "
             f"{_excess(row)} |"
+        )
+    return [*lines, ""]
+
+
+def _scales(name: str, result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"## Packed with a scale per token or per channel, at equal bytes ({name})",
+        "",
+        _setting(result),
+        "",
+        f"Groups of {result['rows'][0]['group_size']}. *Bytes*: per token, scales included, against a dense 16-bit "
+        f"cache. *Exact*: beside them, with scales per channel, at most so many bytes per sequence in 16 bits. Tokens "
+        f"see their own block exact and those before it rounded, as in decoding.",
+        "",
+        "| method, bits, scales | removed | bytes per token | exact | perplexity | excess |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['method']} | {row['compression_ratio']:.2%} | {row['bytes_per_token_16bit']:,.1f} | "
+            f"{row.get('window_bytes_16bit', 0):,} | {row['perplexity']:.2f} | {_excess(row)} |"
         )
     return [*lines, ""]
 

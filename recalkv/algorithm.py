@@ -8,7 +8,7 @@ The stages import each step's own module, so that DVC reruns only what a change 
 from recalkv.fisher import FisherScores, collect_fisher_scores
 
 # Allocate_Compression_Ratio
-from recalkv.steps.allocation import LayerRanks, allocate
+from recalkv.steps.allocation import LayerRanks, allocate, check_scales
 
 # Offline_Calibration, and what goes beyond it
 from recalkv.steps.calibration import LayerRefit, in_model_order, install, refit_layers
@@ -42,6 +42,7 @@ __all__ = [
     "LayerRefit",
     "LayerStatistics",
     "allocate",
+    "check_scales",
     "collect_fisher_scores",
     "collect_input_moments",
     "factorize_layer",

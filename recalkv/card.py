@@ -36,7 +36,7 @@ def model_card(
     metrics: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
     accuracy: Mapping[str, Mapping[str, Any]] | None = None,
-    folder: str = "FOLDER",
+    folder: str = "path/to/this/folder",
 ) -> str:
     """Card of a checkpoint: YAML metadata for model hubs, then Markdown.
 

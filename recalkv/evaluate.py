@@ -17,6 +17,7 @@ from recalkv.resources import now
 
 __all__ = [
     "cache_bytes_per_token",
+    "cache_window_bytes",
     "evaluation_windows",
     "excess_loss",
     "fill_cache",
@@ -151,12 +152,45 @@ def fill_cache(model: Any, ids: Tensor, steps: int = 4) -> Any:
 
 
 def cache_bytes_per_token(cache: Any) -> float:
-    """Bytes that a live cache holds per sequence and cached token, over all layers, from its tensors."""
+    """Bytes that a live cache holds per sequence and cached token, over all layers, from its tensors.
+
+    Of layers with scales per channel it is that of a token in a complete block, scales included;
+    :func:`cache_window_bytes` has the rest.
+
+    Raises
+    ------
+    DataError
+        If such a layer has no complete block yet.
+    """
     total = 0.0
     for layer in cache.layers:
+        # Asked of the layer, not of its class: measuring dense models does not depend on it.
+        if hasattr(layer, "held_bytes"):
+            per_token, _ = layer.held_bytes()
+            if not layer.has_blocks:
+                raise DataError(
+                    f"the cache has no complete block of compression.block={layer.layout.block} tokens to measure; "
+                    f"use a longer prompt (evaluation.generation_prompt_tokens)."
+                )
+            total += per_token
+            continue
         for tensor in (layer.keys, layer.values):
             batch, _, tokens, _ = tensor.shape
             total += tensor.numel() * tensor.element_size() / (batch * tokens)
+    return total
+
+
+def cache_window_bytes(cache: Any) -> int:
+    """Bytes of the exact tokens that a live cache with scales per channel holds per sequence; 0 for others."""
+    return sum(layer.held_bytes()[1] for layer in cache.layers if hasattr(layer, "held_bytes"))
+
+
+def _held_bytes(cache: Any) -> float:
+    """Bytes of all tensors of a growing cache, per sequence."""
+    total = 0.0
+    for layer in cache.layers:
+        held = [layer.keys, layer.values, *([layer.blocks] if hasattr(layer, "held_bytes") else [])]
+        total += sum(tensor.nbytes / tensor.shape[0] for tensor in held)
     return total
 
 
@@ -191,8 +225,7 @@ def time_generation(model: Any, prompt: Tensor, new_tokens: int, repeats: int) -
         if repeat:
             prefill.append(between - start)
             decode.append((new_tokens - 1) / (end - between))
-        tokens = cache.layers[0].keys.shape[-2]
-        cache_bytes = cache_bytes_per_token(cache) * tokens
+        cache_bytes = _held_bytes(cache)
     return {
         "prefill_seconds": statistics.median(prefill),
         "decode_tokens_per_second": statistics.median(decode),

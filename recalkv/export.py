@@ -62,6 +62,9 @@ def compressed_config(
         "joint": resolve_method(parameters).joint,
         "value_mode": parameters.value_mode if parameters.value_mode != "fused" else "auto",
         "biases": [letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
+        # Tokens of a block with one scale per channel of the keys; null for a scale per token.
+        "block": parameters.block if parameters.bits != 16 and parameters.scales == "channel" else None,
+        "window_elements_per_sequence": sum(layer.window_elements for layer in ranks),
         "latents_centred": parameters.bits != 16,
         "constants": parameters.bits != 16 or resolve_method(parameters).centre,
         "qk_norm": "self_attn.k_norm.weight" in names,

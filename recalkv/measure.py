@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.evaluate import (
     cache_bytes_per_token,
+    cache_window_bytes,
     fill_cache,
     parameter_count,
     time_generation,
@@ -56,6 +57,7 @@ def measure(folder: str, request: dict[str, Any]) -> dict[str, Any]:
         samples.append(output[0, len(ids) :].tolist())
     return {
         "cache_bytes_per_token": cache_bytes_per_token(cache),
+        "cache_window_bytes": cache_window_bytes(cache),
         "generation": generation,
         "parameters": parameter_count(model),
         "peak_memory_mib": peak,

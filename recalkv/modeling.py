@@ -21,15 +21,20 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.cache_utils import Cache
 
-from recalkv.attention import LatentAttention, SlotRotary
+from recalkv.attention import BLOCK_ATTENTION, LatentAttention, SlotRotary
+from recalkv.block_cache import hold_in_blocks
 from recalkv.card import CARD, model_card
 from recalkv.errors import CheckpointError, ParameterError
+from recalkv.families import check_blocks
 from recalkv.fusion import VALUE_MODES
 
 __all__ = ["CONFIG_CLASSES", "FORMAT_VERSION", "MODEL_CLASSES", "LatentModelMixin", "register", "set_value_mode"]
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_READABLE = (FORMAT_VERSION, 3)
+"""Version 3 knows no scales per channel; ``block`` is what is new since."""
 
 
 class _LatentConfigMixin:
@@ -72,6 +77,7 @@ class LatentModelMixin:
     def __init__(self, config: Any) -> None:
         _check_config(config)
         super().__init__(config)  # type: ignore[call-arg]
+        _check_implementation(self.config)  # type: ignore[attr-defined]
         model: nn.Module = self.model  # type: ignore[attr-defined]
         slots = SlotRotary(model.rotary_emb)  # type: ignore[arg-type]
         for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
@@ -84,13 +90,34 @@ class LatentModelMixin:
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         card = Path(save_directory) / CARD
         if not card.exists():
-            card.write_text(model_card(self.config.recalkv, folder=str(save_directory)))  # type: ignore[attr-defined]
+            card.write_text(model_card(self.config.recalkv))  # type: ignore[attr-defined]
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # push_to_hub has put a generic card there, which knows nothing of this model.
         card = model_card(self.config.recalkv, folder=repo_id)  # type: ignore[attr-defined]
         (Path(working_dir) / CARD).write_text(card)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_cache(self, cache: Cache) -> None:
+        """Make an empty cache hold this model's latents where they need layers of their own (scales per channel).
+
+        The first forward pass does it by itself; only what is asked of the layers before that, as
+        ``activate_past_recording``, would be lost.
+        """
+        for layer in self.model.layers:  # type: ignore[attr-defined]
+            if layer.self_attn.key_blocks is not None:
+                hold_in_blocks(cache, layer.self_attn.layer_idx, layer.self_attn.key_blocks)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """As transformers does, with the layers that this model's latents need, before assisted decoding records."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, Cache):
+            self.prepare_cache(cache)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()
 
     def _get_static_cache_init_shape(self) -> None:
         """Leave static caches to take their sizes from the first latents; transformers would assume dense keys."""
@@ -168,13 +195,23 @@ def _check_config(config: Any) -> None:
         raise CheckpointError(
             f"{type(config).__name__} has no `recalkv` section; make the checkpoint with `recalkv compress`."
         )
-    if spec.get("version") != FORMAT_VERSION:
+    if spec.get("version") not in _READABLE:
         raise CheckpointError(
-            f"checkpoint format version {spec.get('version')!r} is not {FORMAT_VERSION}; load it with the "
-            f"release of recalkv that wrote it, or export it again."
+            f"checkpoint format version {spec.get('version')!r} is not {' or '.join(map(str, _READABLE))}; load it "
+            f"with the release of recalkv that wrote it, or export it again."
         )
     if len(spec["layers"]) != config.num_hidden_layers:
         raise CheckpointError(
             f"the `recalkv` section describes {len(spec['layers'])} layers, the model has "
             f"{config.num_hidden_layers}; config.json was edited or mixed up."
+        )
+    if spec.get("block") is not None:
+        check_blocks(config)
+
+
+def _check_implementation(config: Any) -> None:
+    if config.recalkv.get("block") is not None and config._attn_implementation not in BLOCK_ATTENTION:
+        raise ParameterError(
+            f"attn_implementation={config._attn_implementation!r} cannot attend to latents with scales per channel; "
+            f"load the checkpoint with {' or '.join(BLOCK_ATTENTION)}."
         )

@@ -161,6 +161,7 @@ def compress_layers(
 ) -> CompressedLayers:
     """Run Algorithm 1 on token windows; the factors are those of the pipeline's stages."""
     check_group_size(parameters.group_size, source.geometry.kv_heads)
+    algorithm.check_scales(source.config, parameters)
     collected, scores = collect_statistics(source, windows, calibration, parameters, progress)
     statistics, scores = reestimate(
         source, windows, calibration, collected.__getitem__, scores, parameters, progress=progress
@@ -296,6 +297,7 @@ def factorize_layers(
     scores
         Fisher scores, where the allocation uses them.
     """
+    algorithm.check_scales(source.config, parameters)
     total, d_h = source.num_layers, source.geometry.head_dim
 
     def weights(index: int) -> tuple[Tensor, Tensor]:

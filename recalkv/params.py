@@ -117,6 +117,14 @@ class CompressionParams(_Section):
         description="bits per cached element; 16 leaves latents in the model's type, mixed gives every direction 0, 2, "
         "4 or 8 under the one budget. Below 16, `ratio` counts bytes against a dense 16-bit cache",
     )  # fmt: skip
+    scales: Literal["token", "channel"] = Field(
+        "token",
+        description="below 16 bits: what shares a scale, the latents of one token, or those of one channel in a block "
+        "of tokens (keys, and latents that keys and values share; KIVI); the last, incomplete block stays exact",
+    )
+    block: int = Field(
+        32, ge=8, le=1024, multiple_of=8, description="tokens of a block, with scales=channel; a multiple of 8"
+    )
     rotation_seed: int = Field(0, ge=0, description="seed of the rotations of quantised latents")
     rank_multiple: int = Field(1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs")
     damping: float = Field(1e-6, ge=0, description="ridge on Gram matrices, relative to their mean diagonal")

@@ -7,7 +7,7 @@ import typer
 
 from recalkv.bits import DENSE_BITS
 from recalkv.methods import resolve_method
-from recalkv.steps.allocation import allocate
+from recalkv.steps.allocation import allocate, check_scales
 from recalkv.steps.grouping import layer_energies
 from stages.common import DataOption, ParamsOption, running
 from stages.inputs import Inputs, Statistics, segment_widths
@@ -18,6 +18,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
     with running("allocate", params, data) as stage:
         wanted = stage.params.compression
         source, inputs, statistics = stage.source(), Inputs(stage), Statistics(stage)
+        check_scales(source.config, wanted)
         geometry, method = source.geometry, resolve_method(wanted)
         energies = None
         if method.allocation == "water-filling":
@@ -26,7 +27,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
                 lambda index: inputs.weights(source, index), statistics, groups, geometry.head_dim, wanted
             )
         ranks, allocation = allocate(geometry, statistics.scores, wanted, energies)
-        keys = {"method", "ratio", "group_size", "rank_multiple", "bits"}
+        keys = {"method", "ratio", "group_size", "rank_multiple", "bits", "scales", "block"}
         record = wanted.model_dump(mode="json", include=keys) | {
             "allocation": method.allocation,
             "joint": method.joint,

@@ -61,6 +61,8 @@ def compress(
     method: Annotated[str, typer.Option(help="loss-aware, recalkv, palu or svd.")] = "loss-aware",
     group_size: Annotated[int | None, typer.Option(help="Heads per group; default 4, or all if fewer.")] = None,
     bits: Annotated[str, typer.Option(help="Per cached element: 16, 8, 4, 3, 2 or mixed.")] = "16",
+    scales: Annotated[str, typer.Option(help="Below 16 bits: per token, or channel (and block; KIVI).")] = "token",
+    block: Annotated[int, typer.Option(help="Tokens of a block with --scales channel, a multiple of 8.")] = 32,
     text: Annotated[str, typer.Option(help="Calibration text, as calibration.text in params.yaml.")] = "embedded",
     samples: Annotated[int, typer.Option(help="Calibration windows.")] = 32,
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 1024,
@@ -96,7 +98,7 @@ def compress(
             compressed = run(
                 dense, tokenizer, load_documents(text, split="train"), ratio=ratio, method=method,
                 group_size=group_size, samples=samples, length=length, seed=seed, progress=advance, text_name=text,
-                bits=int(bits) if bits.isdigit() else bits,
+                bits=int(bits) if bits.isdigit() else bits, scales=scales, block=block,
             )  # fmt: skip
         with writing_folder(out) as folder:
             compressed.save_pretrained(folder)

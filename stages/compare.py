@@ -207,7 +207,8 @@ class Comparison:
         model, result = self.compressed(fields)
         losses = self.losses(model)
         spec = model.config.recalkv
-        cache = fill_cache(model, self.windows[:1, :16])
+        # Scales per channel are only there once a block is complete.
+        cache = fill_cache(model, self.windows[:1, : max(16, spec["block"] or 0)])
         rise, error = excess_loss(losses, self.dense_losses)
         further = {
             name: text.against_dense(measured_losses(self._stage, model, text.windows))
@@ -222,6 +223,7 @@ class Comparison:
             "predicted_rise_nats": sum(result.predicted_rises) if resolve_method(parameters).metric == "loss" else None,
             "cache_bytes_per_token": cache_bytes_per_token(cache),
             "bytes_per_token_16bit": spec["cached_bits_per_token"] / 8,
+            **({"window_bytes_16bit": 2 * spec["window_elements_per_sequence"]} if spec["block"] else {}),
             "dense_cache_bytes_per_token": spec["dense_elements_per_token"] * _element_size(model),
             "compression_ratio": 1 - spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"],
         }

@@ -99,6 +99,7 @@ def _metrics(
             "compressed_bytes_per_token": live,
             "allocated_bytes_per_token": allocated,
             "reference_bytes_per_token": reference,
+            **_window(spec, dtype, compressed),
             "compression_ratio": 1 - live / reference,
             "requested_ratio": spec["parameters"]["ratio"],
         },
@@ -108,6 +109,16 @@ def _metrics(
             "growth": compressed["parameters"] / dense["parameters"] - 1,
             "layers_with_fused_values": sum(layer["value_layout"] == "fused" for layer in spec["layers"]),
         },
+    }
+
+
+def _window(spec: dict[str, Any], dtype: torch.dtype, compressed: dict[str, Any]) -> dict[str, int]:
+    """Exact tokens beside packed blocks (compression.scales: channel), live and at most; not in the ratio."""
+    if spec.get("block") is None:
+        return {}
+    return {
+        "window_bytes_per_sequence": compressed["cache_window_bytes"],
+        "largest_window_bytes_per_sequence": spec["window_elements_per_sequence"] * dtype.itemsize,
     }
 
 
@@ -135,7 +146,7 @@ def _environment(stage: Stage, checkpoint: Path) -> dict[str, str]:
         "model": stage.model().name,
         "model_fingerprint": stage.model().fingerprint,
         "checkpoint": fingerprint(checkpoint),
-        "evaluation_text": stage.params.evaluation.text,
+        "evaluation_text": Path(stage.params.evaluation.text).name,
         "evaluation_split": stage.params.evaluation.split,
         **packages,
     }

@@ -68,9 +68,11 @@ class Inputs:
         pairs = list(zip(store.get("key").tolist(), store.get("value").tolist(), strict=True))
         if store.attributes["parameters"]["bits"] == 16:
             return [LayerRanks(key, value, joint) for key, value in pairs]
+        allocated = store.attributes["parameters"]
+        block = allocated["block"] if allocated["scales"] == "channel" else None
         widths = {side: store.get(f"{side}_widths").tolist() for side in ("key", "value")}
         return [
-            LayerRanks(key, value, joint, _segments(key_widths), [] if joint else _segments(value_widths))
+            LayerRanks(key, value, joint, _segments(key_widths), [] if joint else _segments(value_widths), block)
             for (key, value), key_widths, value_widths in zip(pairs, widths["key"], widths["value"], strict=True)
         ]
 

@@ -22,6 +22,7 @@ CELLS = [
     ("loss-aware", {"method": "loss-aware", "ratio": 0.5, "group_size": 2}),
     ("loss-aware", {"method": "loss-aware", "ratio": 0.7, "group_size": 1}),
 ]
+CHANNEL = {"method": "palu", "ratio": 0.8, "group_size": 2, "bits": 4, "scales": "channel", "block": 8}
 
 
 def comparison_of(project: Path) -> Comparison:
@@ -29,7 +30,8 @@ def comparison_of(project: Path) -> Comparison:
 
 
 def test_rows_table_and_picture(prepared: Path, tmp_path: Path) -> None:
-    result = comparison_of(prepared).run(CELLS)
+    comparison = comparison_of(prepared)
+    result = comparison.run(CELLS)
     palu, ours, small = result["rows"]
     assert (palu["method"], palu["ratio"], palu["group_size"]) == ("palu", 0.5, 2)
     # Float32 latents of 3 layers with 2 x 24 elements a token; the same bytes for both methods.
@@ -39,6 +41,9 @@ def test_rows_table_and_picture(prepared: Path, tmp_path: Path) -> None:
     for row in result["rows"]:
         excess = torch.tensor(row["perplexity"]).log() - torch.tensor(result["perplexity_dense"]).log()
         assert row["excess_nats"] == pytest.approx(float(excess), abs=1e-4)
+    (channel,) = comparison.run([("channel", CHANNEL)])["rows"]
+    assert channel["cache_bytes_per_token"] == channel["bytes_per_token_16bit"] <= 0.2 * 3 * 48 * 2
+    assert 0 < channel["window_bytes_16bit"] <= 7 * 3 * 24 * 2
     assert palu["predicted_rise_nats"] is None
     assert small["predicted_rise_nats"] > ours["predicted_rise_nats"] > 0
     json.dumps(result, allow_nan=False)

@@ -72,6 +72,8 @@ class KernelAttention(LatentAttention):
 
     def _by_kernel(self, states: Tensor, mask: Any, cache: Cache) -> bool:
         length = states.shape[1]
+        if self.key_blocks is not None:
+            return False
         # Compiled models and autocast keep to plain torch, and so does whatever needs a gradient.
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(states.device.type):
             return False
@@ -111,6 +113,8 @@ def why_not(model: nn.Module) -> str | None:
     layers = [module for module in model.modules() if isinstance(module, LatentAttention)]
     if not layers:
         return "the model has no latent attention; compress it first"
+    if any(layer.key_blocks is not None for layer in layers):
+        return "its keys have scales per channel, and the kernels read scales per token; set compression.scales=token"
     import triton.knobs
 
     device, dtype = layers[0].k_proj.weight.device, layers[0].k_proj.weight.dtype

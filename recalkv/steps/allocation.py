@@ -1,22 +1,24 @@
 """Ranks of all layers under one budget."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from recalkv.bits import DENSE_BITS, equal_bits_elements, mixed_bits
+from recalkv.bits import DENSE_BITS, budget_bits, equal_bits_elements, mixed_bits
 from recalkv.errors import BudgetError, ParameterError
-from recalkv.families import AttentionGeometry
+from recalkv.families import AttentionGeometry, check_blocks
 from recalkv.fisher import FisherScores
 from recalkv.methods import Method, resolve_method
 from recalkv.params import CompressionParams
-from recalkv.quantization import RowLayout
+from recalkv.quantization import SCALE_BITS, BlockLayout, RowLayout
 from recalkv.ranks import Allocation, Projection, allocate_ranks, water_filling
 from recalkv.reorder import group_sizes
 from recalkv.steps.groups import value_group_size
 
-__all__ = ["LayerRanks", "allocate", "check_bits"]
+__all__ = ["LayerRanks", "allocate", "check_bits", "check_scales"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class LayerRanks:
     key_segments, value_segments
         Where latents are quantised: width and bits of each group's segments; None otherwise. Values have
         none where ``joint``.
+    block
+        Tokens of a block in which each channel of the keys has one scale; None for a scale per token.
     """
 
     key: list[int]
@@ -37,6 +41,7 @@ class LayerRanks:
     joint: bool = False
     key_segments: list[list[tuple[int, int]]] | None = None
     value_segments: list[list[tuple[int, int]]] | None = None
+    block: int | None = None
 
     @property
     def cached_elements(self) -> int:
@@ -44,10 +49,21 @@ class LayerRanks:
         return sum(self.key) + (0 if self.joint else sum(self.value))
 
     @property
-    def cached_bits(self) -> int:
-        """Bits that the layer caches per token, scales included; an element that is not quantised counts 16."""
+    def window_elements(self) -> int:
+        """Elements that the layer caches exactly per sequence, at most: keys of an incomplete block."""
+        return 0 if self.block is None else (self.block - 1) * sum(self.key)
+
+    @property
+    def cached_bits(self) -> float:
+        """Bits that the layer caches per token, scales included; an element that is not quantised counts 16.
+
+        With scales per channel those of a token of a complete block; :attr:`window_elements` come on top.
+        """
         if self.key_segments is None:
             return self.cached_elements * DENSE_BITS
+        if self.block is not None:
+            values = RowLayout(self.value_segments or []).row_bytes
+            return 8 * (BlockLayout(self.key_segments, self.block).row_bytes / self.block + values)
         return 8 * RowLayout(self.key_segments + (self.value_segments or [])).row_bytes
 
 
@@ -67,6 +83,7 @@ def allocate(
         Per layer, the energies of its latents (:func:`recalkv.steps.factors.latent_parts`, keys first),
         which ``water-filling`` needs.
     """
+    check_bits(parameters)
     method = resolve_method(parameters)
     d_h, layers = geometry.head_dim, geometry.layers
     keys = tuple(size * d_h for size in group_sizes(geometry.kv_heads, parameters.group_size))
@@ -76,42 +93,57 @@ def allocate(
     per_layer = [tuple(2 * width for width in keys)] if method.joint else [keys, values]
     if parameters.bits == "mixed":
         return _allocate_mixed(per_layer, layers, method, parameters, energies)
-    ratio = parameters.ratio
-    if parameters.bits != 16:
-        ratio = _element_ratio(per_layer, layers, parameters)
+    if parameters.bits == 16:
+        allocation = _ranks(per_layer, layers, method, parameters.ratio, parameters, scores, energies)
+        return _layers(allocation, None, len(per_layer), method.joint), allocation
+    bits: int = parameters.bits
+    dense, units = layers * sum(map(sum, per_layer)), layers * sum(map(len, per_layer))
+    block = parameters.block if parameters.scales == "channel" else None
+    budget = budget_bits(dense, parameters.ratio)
+    if block is None:
+        elements = equal_bits_elements(dense, units, parameters.ratio, bits)
+    else:
+        elements = min(dense, budget // bits)
+    while True:
+        if elements < units:
+            raise BudgetError(
+                f"compression.ratio={parameters.ratio} leaves {elements} latents of {bits} bits to {units} "
+                f"groups; lower the ratio, or compression.bits."
+            )
+        allocation = _ranks(per_layer, layers, method, 1 - elements / dense, parameters, scores, energies)
+        segments = [[[(rank, bits)] for rank in ranks] for ranks in allocation.ranks]
+        result = _layers(allocation, segments, len(per_layer), method.joint, block)
+        excess = sum(layer.cached_bits for layer in result) - budget
+        # What a scale per channel costs depends on how many latents are keys', which the allocation decides.
+        if block is None or excess <= 0:
+            return result, allocation
+        elements -= math.ceil(excess / (bits + SCALE_BITS / block))
+
+
+def _ranks(
+    per_layer: Sequence[tuple[int, ...]],
+    layers: int,
+    method: Method,
+    ratio: float,
+    parameters: CompressionParams,
+    scores: FisherScores | None,
+    energies: Sequence[Sequence[Tensor]] | None,
+) -> Allocation:
+    """Ranks of every projection that leave this fraction of the elements out."""
     if method.allocation == "water-filling":
         assert energies is not None, "water-filling needs the energies of all latents"
         flat = [unit.tolist() for layer in energies for unit in layer]
         ranks, budget, used = water_filling(flat, ratio, parameters.rank_multiple)
-        allocation = Allocation(_per_projection(ranks, per_layer, layers), budget, used, sum(map(len, flat)))
-    else:
-        projections = []
-        for index in range(layers):
-            weights = [1.0] * len(per_layer)
-            if method.allocation == "fisher":
-                assert scores is not None, "the fisher allocation needs scores"
-                pair = [float(scores.key[index]), float(scores.value[index])]
-                weights = [sum(pair)] if method.joint else pair
-            projections += [Projection(widths, score) for widths, score in zip(per_layer, weights, strict=True)]
-        allocation = allocate_ranks(projections, ratio, parameters.rank_multiple)
-    segments = None
-    if parameters.bits != 16:
-        bits: int = parameters.bits
-        segments = [[[(rank, bits)] for rank in ranks] for ranks in allocation.ranks]
-    return _layers(allocation, segments, len(per_layer), method.joint), allocation
-
-
-def _element_ratio(per_layer: Sequence[tuple[int, ...]], layers: int, parameters: CompressionParams) -> float:
-    """Fraction of the elements to remove, so that the rest fits the budget of bytes with these bits."""
-    assert isinstance(parameters.bits, int)
-    dense, units = layers * sum(map(sum, per_layer)), layers * sum(map(len, per_layer))
-    elements = equal_bits_elements(dense, units, parameters.ratio, parameters.bits)
-    if elements < units:
-        raise BudgetError(
-            f"compression.ratio={parameters.ratio} leaves {elements} latents of {parameters.bits} bits to {units} "
-            f"groups; lower the ratio, or compression.bits."
-        )
-    return 1 - elements / dense
+        return Allocation(_per_projection(ranks, per_layer, layers), budget, used, sum(map(len, flat)))
+    projections = []
+    for index in range(layers):
+        weights = [1.0] * len(per_layer)
+        if method.allocation == "fisher":
+            assert scores is not None, "the fisher allocation needs scores"
+            pair = [float(scores.key[index]), float(scores.value[index])]
+            weights = [sum(pair)] if method.joint else pair
+        projections += [Projection(widths, score) for widths, score in zip(per_layer, weights, strict=True)]
+    return allocate_ranks(projections, ratio, parameters.rank_multiple)
 
 
 def _allocate_mixed(
@@ -122,7 +154,6 @@ def _allocate_mixed(
     energies: Sequence[Sequence[Tensor]] | None,
 ) -> tuple[list[LayerRanks], Allocation]:
     """Rank and bits of every direction at once; elements are counted as in any allocation."""
-    check_bits(parameters)
     assert energies is not None, "water-filling needs the energies of all latents"
     flat = [unit.tolist() for layer in energies for unit in layer]
     units = iter(mixed_bits(flat, parameters.ratio))
@@ -139,10 +170,15 @@ def check_bits(parameters: CompressionParams) -> None:
     Raises
     ------
     ParameterError
-        If ranks are not allocated by energies, or must be multiples.
+        If ranks are not allocated by energies, or must be multiples, or scales are per channel.
     """
     if parameters.bits != "mixed":
         return
+    if parameters.scales == "channel":
+        raise ParameterError(
+            "compression.bits=mixed goes with scales per token, in whose basis the bits are shared out, and loses by "
+            "compression.scales=channel; set scales to token, or bits to a number."
+        )
     method = resolve_method(parameters)
     if method.allocation != "water-filling":
         raise ParameterError(
@@ -156,13 +192,30 @@ def check_bits(parameters: CompressionParams) -> None:
         )
 
 
+def check_scales(config: Any, parameters: CompressionParams) -> None:
+    """Refuse scales per channel for a model that cannot cache them, before any work is done.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a layer's attention slides.
+    """
+    check_bits(parameters)
+    if parameters.bits != 16 and parameters.scales == "channel":
+        check_blocks(config)
+
+
 def _per_projection(ranks: Sequence[int], per_layer: Sequence[tuple[int, ...]], layers: int) -> list[tuple[int, ...]]:
     split = iter(ranks)
     return [tuple(next(split) for _ in widths) for _ in range(layers) for widths in per_layer]
 
 
 def _layers(
-    allocation: Allocation, segments: Sequence[list[list[tuple[int, int]]]] | None, step: int, joint: bool
+    allocation: Allocation,
+    segments: Sequence[list[list[tuple[int, int]]]] | None,
+    step: int,
+    joint: bool,
+    block: int | None = None,
 ) -> list[LayerRanks]:
     """Ranks by projection as ranks by layer."""
     result = []
@@ -171,5 +224,5 @@ def _layers(
         if segments is None:
             result.append(LayerRanks(key, value, joint))
         else:
-            result.append(LayerRanks(key, value, joint, segments[i], [] if joint else segments[i + 1]))
+            result.append(LayerRanks(key, value, joint, segments[i], [] if joint else segments[i + 1], block))
     return result
