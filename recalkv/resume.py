@@ -266,7 +266,10 @@ def _found(
         return None
     if not found.started:
         return None
-    for group in groups:
+    for group, partial in zip(groups, partials, strict=True):
+        # Zarr writes each file under a temporary name, which a kill leaves behind.
+        for unfinished in partial.rglob("*.partial"):
+            unfinished.unlink()
         group.attrs["complete"] = False
     tell(f"{name}: continuing an interrupted run.")
     return writers, found
