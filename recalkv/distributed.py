@@ -91,8 +91,9 @@ def group(device: torch.device) -> Iterator[None]:
     if not launched():
         yield
         return
-    backends = {"cpu": "gloo", device.type: dist.get_default_backend_for_device(device)}
-    dist.init_process_group(",".join(f"{kind}:{backend}" for kind, backend in backends.items()))
+    backend = dist.get_default_backend_for_device(device)
+    # Counts and losses are on the CPU all the same.
+    dist.init_process_group(backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}")
     yield
     # After an error the others may be waiting: torchrun ends them all, and a farewell would wait too.
     dist.destroy_process_group()
