@@ -45,4 +45,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/model data/compressed data/timings data/finished data/continuation.jsonl data/cells data/grids data/quick data/study
+	rm -rf data/*.zarr data/*.partial data/*.resume data/model data/compressed data/timings data/finished data/continuation.jsonl data/cells data/grids data/quick data/study

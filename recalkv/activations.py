@@ -25,7 +25,7 @@ class LayerInputs:
     samples, length, width
         Windows, tokens per window, hidden size.
     batch_size
-        Windows per chunk.
+        Windows per chunk; 1 where several processes write, none of which shares a chunk with another then.
     dtype
         ``torch.float32`` or ``torch.bfloat16``.
     """
@@ -42,6 +42,11 @@ class LayerInputs:
     def samples(self) -> int:
         """Number of windows kept."""
         return self._shape[0]
+
+    def create(self, layers: int) -> None:
+        """Create the arrays of all layers before several processes write to them."""
+        for layer in range(layers):
+            self._array(layer)
 
     def put(self, layer: int, first: int, states: Tensor) -> None:
         """Keep one batch of (windows, length, m) inputs of a layer, from window ``first`` on.

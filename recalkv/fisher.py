@@ -7,6 +7,7 @@ projections are kept, and only as long as one batch lasts. The same pass yields 
 the loss-aware metric (:mod:`recalkv.loss_metric`).
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recalkv import distributed
 from recalkv.activations import LayerInputs
 from recalkv.errors import NonFiniteError
 from recalkv.loss_metric import LossMoments, LossMomentsAccumulator
 from recalkv.params import CalibrationParams
+from recalkv.resume import Pass
 from recalkv.streaming import LayerSource, run_layer
 
 __all__ = ["FisherScores", "collect_fisher_scores"]
@@ -52,8 +55,11 @@ def collect_fisher_scores(
     parameters: CalibrationParams,
     inputs: LayerInputs,
     keep: Callable[[int, LossMoments], object] = lambda index, moments: None,
+    work: Pass | None = None,
 ) -> FisherScores:
     """Score all key and value projections, and take the moments of the loss-aware metric.
+
+    Several processes share the windows, and each returns the scores of all.
 
     Parameters
     ----------
@@ -68,22 +74,29 @@ def collect_fisher_scores(
         Each layer's inputs, from :func:`recalkv.whitening.collect_input_moments`.
     keep
         Called with each layer's index and moments, from the last layer to the first.
+    work
+        Where to start, and what keeps the gradients for the next run.
 
     Raises
     ------
     NonFiniteError
         Where a gradient or the loss is NaN or infinite; the message names the layer.
     """
-    size = parameters.batch_size
-    batches = [(first, min(first + size, len(windows))) for first in range(0, len(windows), size)]
-    sampler = None
-    if parameters.labels == "model":
-        sampler = torch.Generator(source.device).manual_seed(parameters.seed)
-    gradients, losses = _loss_gradients(source, windows, batches, inputs, sampler)
+    work = work or Pass()
+    size, mine = parameters.batch_size, distributed.share(len(windows))
+    batches = [(first, min(first + size, mine.stop)) for first in range(mine.start, mine.stop, size)]
+    saved = work.state()
+    if saved is None:
+        seed = parameters.seed if parameters.labels == "model" else None
+        gradients, losses = _loss_gradients(source, windows, batches, inputs, seed)
+        scores = torch.zeros(2, source.num_layers, dtype=torch.float64)
+        work.offer(0, lambda: {"gradients": gradients, "losses": [losses], "scores": [scores]})
+    else:
+        gradients = [gradient.to(source.device) for gradient in saved["gradients"]]
+        losses, scores = saved["losses"][0], saved["scores"][0]
     # Gradients below are those of a window's mean loss; the metric counts nats of the whole window.
     predicted = windows.shape[1] - 1
-    scores = torch.zeros(2, source.num_layers, dtype=torch.float64)
-    for index in reversed(range(source.num_layers)):
+    for index in reversed(range(source.num_layers - work.done)):
         with source.layer(index) as layer:
             geometry = source.geometry
             squared = torch.zeros(2, geometry.hidden, geometry.kv_width, device=source.device)
@@ -103,6 +116,7 @@ def collect_fisher_scores(
                 for total, gradient in zip(squared, at_outputs, strict=True):
                     total += (read.mT @ gradient).square().sum(dim=0)
                 moments.add(read, *(gradient * predicted for gradient in at_outputs))
+            distributed.total(squared)
             if not bool(torch.isfinite(squared).all()):
                 raise NonFiniteError(
                     f"NaN or infinity in the gradients of layer {index}; run the calibration in float32 "
@@ -110,6 +124,9 @@ def collect_fisher_scores(
                 )
             scores[:, index] = (squared / len(windows)).sqrt().double().mean(dim=(1, 2)).cpu()
             keep(index, moments.finish(f"layer {index}"))
+        if index:
+            done = source.num_layers - index
+            work.offer(done, lambda: {"gradients": gradients, "losses": [losses], "scores": [scores]})
     return FisherScores(scores[0], scores[1], losses)
 
 
@@ -118,9 +135,13 @@ def _loss_gradients(
     windows: Tensor,
     batches: list[tuple[int, int]],
     inputs: LayerInputs,
-    sampler: torch.Generator | None,
+    seed: int | None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradient of each window's mean loss at the last layer's output, and the losses; logits in chunks."""
+    """Gradient of each window's mean loss at the last layer's output, and the losses of all; logits in chunks.
+
+    With a ``seed``, the gradients' labels are drawn from the model, by a generator of each window's own:
+    the draws depend neither on the batches nor on the number of processes.
+    """
     last = source.num_layers - 1
     norm, head = source.final_norm(), source.head_weight().to(source.precision)
     predicted = windows.shape[1] - 1
@@ -132,17 +153,26 @@ def _loss_gradients(
             gradient = torch.zeros_like(states)
             for row, window in enumerate(range(first, stop)):
                 targets = windows[window, 1:].to(source.device)
+                sampler = None if seed is None else _window_sampler(seed, window, source.device)
                 for start in range(0, predicted, _HEAD_TOKENS):
                     span = slice(start, min(start + _HEAD_TOKENS, predicted))
                     loss, gradient[row, span] = _token_losses(states[row, span], targets[span], norm, head, sampler)
                     losses[window] += loss / predicted
             gradients.append(gradient / predicted)
+    # Each process has filled in its own windows.
+    distributed.total(losses)
     if not bool(torch.isfinite(losses).all()):
         raise NonFiniteError(
             f"NaN or infinity in the calibration loss: layer {last}'s output, the final norm or the output head is "
             f"not finite; check the model's weights, or run the calibration in float32 (calibration.precision)."
         )
     return gradients, losses
+
+
+def _window_sampler(seed: int, window: int, device: torch.device) -> torch.Generator:
+    """Generator of one window; a hash, as the CPU's takes in no more than 32 bits of a seed."""
+    mixed = hashlib.sha256(f"{seed} {window}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(mixed[:4]))
 
 
 def _token_losses(

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recalkv import distributed
 from recalkv.errors import NonFiniteError, ParameterError
 
 __all__ = ["LossMoments", "LossMomentsAccumulator", "predicted_rise"]
@@ -128,10 +129,15 @@ class LossMomentsAccumulator:
         self._windows += len(inputs)
 
     def finish(self, where: str) -> LossMoments:
-        """Normalise; ``where`` names the layer in an error.
+        """Normalise the sums of all processes; ``where`` names the layer in an error.
 
         A layer whose gradients are all zero weighs its tokens equally.
         """
+        for part in (self._gram, self._plain, self._sinks, *self._gradients, self._sums):
+            distributed.total(part)
+        counts = torch.tensor([self._weight, self._tokens, self._windows, self._sink_count], dtype=torch.float64)
+        self._weight, *whole = distributed.total(counts).tolist()
+        self._tokens, self._windows, self._sink_count = map(int, whole)
         parts = (self._gram, self._sinks, *self._gradients)
         if not all(bool(torch.isfinite(part).all()) for part in parts):
             raise NonFiniteError(

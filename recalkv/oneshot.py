@@ -24,6 +24,7 @@ from recalkv.methods import resolve_method
 from recalkv.params import CalibrationParams, CompressionParams
 from recalkv.reestimation import ReconstructedSource, check_schedule
 from recalkv.reorder import check_group_size
+from recalkv.resume import Pass
 from recalkv.streaming import LayerSource, ModuleSource
 from recalkv.whitening import InputMoments, collect_input_moments
 
@@ -194,6 +195,7 @@ def reestimate(
     put: Callable[[int, int, LossMoments], object] | None = None,
     get: Callable[[int, int], LossMoments] | None = None,
     progress: Progress = lambda step, done, total: None,
+    work: Pass | None = None,
 ) -> tuple[Callable[[int], algorithm.LayerStatistics], FisherScores | None]:
     """Take the gradients' statistics again at each ratio of ``compression.reestimate``.
 
@@ -206,6 +208,8 @@ def reestimate(
         Of the dense model.
     put, get
         Keep and return the moments of a (step, layer); in memory, where they are not given.
+    work
+        Keeps the scores of finished steps, whose moments ``get`` still returns, for the next run.
 
     Returns
     -------
@@ -222,31 +226,51 @@ def reestimate(
         def get(step: int, index: int) -> LossMoments:
             return shelf[step, index]
 
-    dense_statistics, d_h = statistics, source.geometry.head_dim
+    dense_statistics, work = statistics, work or Pass()
     for step, ratio in enumerate(parameters.reestimate):
-        # A method's own refit may not go with every choice; none is wanted here.
-        settings = {"ratio": ratio, "reestimate": [], "refit": "none", "refit_target": "auto", "bits": 16}
-        stop = parameters.model_copy(update=settings)
-        result = factorize_layers(source, windows, calibration, statistics, scores, stop, progress)
-
-        def factors(index: int, result: CompressedLayers = result) -> tuple[LowRank, LowRank, Tensor]:
-            order = torch.cat(group_columns([result.permutations[index]], d_h))
-            return result.keys[index], result.values[index], order
 
         def latest(index: int, step: int = step) -> algorithm.LayerStatistics:
             return algorithm.LayerStatistics(dense_statistics(index).inputs, get(step, index))
 
-        compressed = ReconstructedSource(source, factors)
-        scores = _two_passes(
-            compressed,
-            windows,
-            calibration,
-            lambda moments: None,
-            functools.partial(put, step),
-            progress,
-        )
+        # A method's own refit may not go with every choice; none is wanted here.
+        settings = {"ratio": ratio, "reestimate": [], "refit": "none", "refit_target": "auto", "bits": 16}
+        stop = parameters.model_copy(update=settings)
+        retaken = functools.partial(
+            _retaken_scores,
+            source, windows, calibration, statistics, scores, stop, functools.partial(put, step), progress,
+        )  # fmt: skip
+
+        def finished_step(retaken: Callable[[], list[Tensor]] = retaken, step: int = step) -> list[Tensor]:
+            tensors = retaken()
+            work.finish(step)
+            return tensors
+
+        scores = FisherScores(*work.kept(f"step-{step}", finished_step))
         statistics = latest
     return statistics, scores
+
+
+def _retaken_scores(
+    source: LayerSource,
+    windows: Tensor,
+    calibration: CalibrationParams,
+    statistics: Callable[[int], algorithm.LayerStatistics],
+    scores: FisherScores | None,
+    stop: CompressionParams,
+    put: Callable[[int, LossMoments], object],
+    progress: Progress,
+) -> list[Tensor]:
+    """Fisher scores of the model compressed as ``stop`` says: key, value, window losses; ``put`` takes its moments."""
+    result = factorize_layers(source, windows, calibration, statistics, scores, stop, progress)
+
+    def factors(index: int) -> tuple[LowRank, LowRank, Tensor]:
+        order = torch.cat(group_columns([result.permutations[index]], source.geometry.head_dim))
+        return result.keys[index], result.values[index], order
+
+    compressed = ReconstructedSource(source, factors)
+    retaken = _two_passes(compressed, windows, calibration, lambda moments: None, put, progress)
+    assert retaken is not None
+    return [retaken.key, retaken.value, retaken.window_loss]
 
 
 def _two_passes(

@@ -260,6 +260,19 @@ class RuntimeParams(_Section):
     """Where things run; changes no result beyond rounding."""
 
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
+    processes: int = Field(
+        1,
+        ge=1,
+        description="processes that share the windows in whiten, fisher and calibrate, each with a device of its own "
+        "(or a part of the CPU). An interrupted stage of several processes starts over",
+    )  # fmt: skip
+    resume_seconds: float | None = Field(
+        30.0,
+        ge=0,
+        description="least time between two saved states, from which an interrupted stage continues; 0 for one after "
+        "every layer, null for none: then it starts over. A state takes samples * length * hidden size * 4 bytes "
+        "of disk, and for some refits twice that",
+    )  # fmt: skip
 
 
 class Params(_Section):

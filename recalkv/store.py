@@ -3,10 +3,14 @@
 A store is written under a partial name and moved to its own in one rename after its ``complete`` mark
 is set, so a killed stage leaves nothing that could be mistaken for a result. Each array is one chunk:
 tensors are read whole, and DVC likes few files. Floats that were never written read as NaN, not 0.
+
+A complete store carries a digest of its arrays, and a store of statistics that of the calibration windows
+it is of: stores of other windows are not read together.
 """
 
 import contextlib
 import errno
+import hashlib
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,8 +29,10 @@ __all__ = [
     "SCHEMA_VERSION",
     "StoreReader",
     "StoreWriter",
+    "array_digest",
     "open_store",
     "partial_path",
+    "telling_full_disk",
     "writing_folder",
     "writing_store",
 ]
@@ -35,10 +41,55 @@ SCHEMA_VERSION = 1
 
 
 class StoreWriter:
-    """Write access to an unfinished store."""
+    """Write access to an unfinished store.
 
-    def __init__(self, group: zarr.Group) -> None:
-        self._group = group
+    Parameters
+    ----------
+    group
+        The store's zarr group.
+    dropping
+        Write nothing: of several processes with the same results, one writes.
+
+    Attributes
+    ----------
+    digests
+        Digest of each array put so far, by name.
+    """
+
+    def __init__(self, group: zarr.Group, dropping: bool = False) -> None:
+        self._group, self._dropping = group, dropping
+        self.digests: dict[str, str] = {}
+
+    @classmethod
+    def create(
+        cls, folder: Path, stage: str, model: str, parameters: Mapping[str, Any], windows: str | None = None
+    ) -> "StoreWriter":
+        """Begin a store in a folder; see :func:`writing_store`."""
+        group = zarr.open_group(folder, mode="w", zarr_format=3)
+        attributes: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "stage": stage,
+            "model": model,
+            "parameters": dict(parameters),
+        }
+        group.attrs.update(attributes | ({} if windows is None else {"windows": windows}) | {"complete": False})
+        return cls(group)
+
+    def complete(self) -> None:
+        """Mark the store as complete and give it its digest."""
+        self._group.attrs.update({"complete": True, "digest": self.digest()})
+
+    def digest(self) -> str:
+        """Digest of all arrays put so far; their order does not matter."""
+        return _joint_digest(self.digests)
+
+    def stands_for(self, name: str, digest: str) -> None:
+        """Give arrays that are written in parts, and are too many to hash, the digest of what determines them."""
+        self.digests[name] = digest
+
+    def describe(self, parameters: Mapping[str, Any]) -> None:
+        """Record parameters that are only known after the work, in place of those given at first."""
+        self._group.attrs["parameters"] = dict(parameters)
 
     @property
     def group(self) -> zarr.Group:
@@ -47,7 +98,10 @@ class StoreWriter:
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write one array; ``name`` may contain ``/`` for nested groups. bfloat16 is not a zarr type."""
+        if self._dropping:
+            return
         array = tensor.detach().cpu().contiguous().numpy()
+        self.digests[name] = array_digest(array)
         fill = float("nan") if array.dtype.kind == "f" else 0
         target = self._group.create_array(
             name,
@@ -56,6 +110,7 @@ class StoreWriter:
             chunks=array.shape or "auto",
             fill_value=fill,
             compressors=None,
+            overwrite=name in self._group,
             config={"write_empty_chunks": True},
         )
         target[...] = array
@@ -94,6 +149,32 @@ class StoreReader:
     def attributes(self) -> dict[str, Any]:
         """Root attributes: schema version, stage, model fingerprint, parameters."""
         return dict(self._group.attrs)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the store's arrays; that of a store from before it was recorded is taken now."""
+        recorded: str | None = self.attributes.get("digest")
+        return self.counted_digest() if recorded is None else recorded
+
+    def counted_digest(self) -> str:
+        """Digest of the arrays as they are on the disk now."""
+        arrays = [name for name, node in self._group.members(max_depth=None) if isinstance(node, zarr.Array)]
+        return _joint_digest({name: self._array_digest(name) for name in arrays})
+
+    def holds(self, digests: Mapping[str, str]) -> bool:
+        """Whether these arrays are there and have these digests."""
+        return all(name in self._group and self._array_digest(name) == digest for name, digest in digests.items())
+
+    def _array_digest(self, name: str) -> str:
+        node = self._group[name]
+        assert isinstance(node, zarr.Array)
+        return array_digest(np.asarray(node[...]))
+
+    @property
+    def windows(self) -> str | None:
+        """Digest of the calibration windows that the store is, or is of; None where it does not say."""
+        attributes = self.attributes
+        return self.digest if attributes.get("stage") == "sample" else attributes.get("windows")
 
     def get(self, name: str) -> Tensor:
         """Read one array whole."""
@@ -135,6 +216,18 @@ class StoreReader:
         )
 
 
+def array_digest(array: np.ndarray) -> str:
+    """SHA-256 of an array's type, shape and bytes, 32 digits (the fastest hash of hashlib on common processors)."""
+    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()[:32]
+
+
+def _joint_digest(digests: Mapping[str, str]) -> str:
+    lines = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:32]
+
+
 def partial_path(path: Path) -> Path:
     """Name under which an output is written until it is complete."""
     return path.with_name(path.name + ".partial")
@@ -149,27 +242,36 @@ def writing_folder(path: Path) -> Iterator[Path]:
     """
     partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
+    with telling_full_disk(path.parent):
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            shutil.rmtree(path, ignore_errors=True)
+            partial.replace(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def telling_full_disk(folder: Path) -> Iterator[None]:
+    """Turn a full disk into a :class:`StoreError` that says so."""
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        shutil.rmtree(path, ignore_errors=True)
-        partial.replace(path)
+        yield
     except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
         # safetensors reports a full disk in the text of an exception of its own.
         if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
             raise StoreError(
-                f"no space left on the disk of {path.parent}; free some space or move the project, then run "
+                f"no space left on the disk of {folder}; free some space or move the project, then run "
                 f"`dvc repro` again. Nothing half-written was kept."
             ) from error
-        raise
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 @contextlib.contextmanager
-def writing_store(path: str | Path, stage: str, model: str, parameters: Mapping[str, Any]) -> Iterator[StoreWriter]:
+def writing_store(
+    path: str | Path, stage: str, model: str, parameters: Mapping[str, Any], windows: str | None = None
+) -> Iterator[StoreWriter]:
     """Create the store ``path`` (a folder ending in .zarr) for the duration of the block.
 
     Parameters
@@ -180,20 +282,13 @@ def writing_store(path: str | Path, stage: str, model: str, parameters: Mapping[
         Fingerprint of the source model (:func:`recalkv.source.fingerprint`).
     parameters
         Parameters that determine the content; plain JSON values.
+    windows
+        Digest of the calibration windows that the content is of (:attr:`StoreReader.windows`).
     """
     with writing_folder(Path(path)) as partial:
-        group = zarr.open_group(partial, mode="w", zarr_format=3)
-        group.attrs.update(
-            {
-                "schema_version": SCHEMA_VERSION,
-                "stage": stage,
-                "model": model,
-                "parameters": dict(parameters),
-                "complete": False,
-            }
-        )
-        yield StoreWriter(group)
-        group.attrs["complete"] = True
+        store = StoreWriter.create(partial, stage, model, parameters, windows)
+        yield store
+        store.complete()
 
 
 def open_store(path: str | Path, stage: str, model: str | None = None) -> StoreReader:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recalkv import distributed
 from recalkv.activations import LayerInputs
 from recalkv.errors import NonFiniteError
+from recalkv.resume import Pass
 from recalkv.streaming import LayerSource, attention_input, run_layer
 
 __all__ = ["InputMoments", "MomentAccumulator", "collect_input_moments", "damped", "whitening_factor"]
@@ -64,7 +66,10 @@ class MomentAccumulator:
         self._tokens += rows.shape[0]
 
     def finish(self, where: str) -> InputMoments:
-        """Normalise by the number of tokens; ``where`` names the layer in an error."""
+        """Normalise by the number of tokens of all processes; ``where`` names the layer in an error."""
+        distributed.total(self._gram)
+        distributed.total(self._sum)
+        self._tokens = int(distributed.total(torch.tensor(self._tokens)))
         if not bool(torch.isfinite(self._gram).all()):
             raise NonFiniteError(
                 f"NaN or infinity in the calibration activations of {where}; check the weights, or run the "
@@ -76,9 +81,15 @@ class MomentAccumulator:
 
 @torch.no_grad()
 def collect_input_moments(
-    source: LayerSource, windows: Tensor, batch_size: int, keep: LayerInputs | None = None
+    source: LayerSource,
+    windows: Tensor,
+    batch_size: int,
+    keep: LayerInputs | None = None,
+    work: Pass | None = None,
 ) -> Iterator[InputMoments]:
     """Yield each layer's input moments, in order, from one forward pass, layer by layer.
+
+    Several processes share the windows, and each yields the moments of all.
 
     Parameters
     ----------
@@ -90,19 +101,28 @@ def collect_input_moments(
         Windows per step; it changes memory, not the result.
     keep
         Receives the inputs of every layer, for the Fisher pass.
+    work
+        Where to start, and what keeps the residual stream for the next run.
     """
-    hidden = source.embed(windows, batch_size)
-    for index in range(source.num_layers):
+    work = work or Pass()
+    mine, saved = distributed.share(len(windows)), work.state()
+    if saved is None:
+        hidden = source.embed(windows[mine.start : mine.stop], batch_size)
+    else:
+        hidden = [states.to(source.device) for states in saved["hidden"]]
+    for index in range(work.done, source.num_layers):
         with source.layer(index) as layer:
             moments = MomentAccumulator(source.geometry.hidden, source.device)
             for position, states in enumerate(hidden):
                 moments.add(attention_input(layer, states))
                 if keep is not None:
-                    keep.put(index, position * batch_size, states)
+                    keep.put(index, mine.start + position * batch_size, states)
                 # Nothing reads the output of the last layer.
                 if index + 1 < source.num_layers:
                     hidden[position] = run_layer(source, layer, index, states)
             yield moments.finish(f"layer {index}")
+        if index + 1 < source.num_layers:
+            work.offer(index + 1, lambda: {"hidden": hidden})
 
 
 def damped(gram: Tensor, damping: float) -> Tensor:

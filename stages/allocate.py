@@ -20,25 +20,30 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         source, inputs, statistics = stage.source(), Inputs(stage), Statistics(stage)
         check_scales(source.config, wanted)
         geometry, method = source.geometry, resolve_method(wanted)
-        energies = None
-        if method.allocation == "water-filling":
-            groups = [inputs.grouping(index, wanted.group_size).groups for index in range(source.num_layers)]
-            energies = layer_energies(
-                lambda index: inputs.weights(source, index), statistics, groups, geometry.head_dim, wanted
-            )
-        ranks, allocation = allocate(geometry, statistics.scores, wanted, energies)
         keys = {"method", "ratio", "group_size", "rank_multiple", "bits", "scales", "block"}
-        record = wanted.model_dump(mode="json", include=keys) | {
-            "allocation": method.allocation,
-            "joint": method.joint,
-            "whole_values": method.whole_values,
-            "budget_elements_per_token": allocation.budget,
-            "used_elements_per_token": allocation.used,
-            "dense_elements_per_token": allocation.dense,
-            "cached_bits_per_token": sum(layer.cached_bits for layer in ranks),
-            "achieved_ratio": 1 - sum(layer.cached_bits for layer in ranks) / (DENSE_BITS * allocation.dense),
-        }
-        with stage.write(record) as store:
+        record, settings = wanted.model_dump(mode="json", include=keys), wanted.model_dump(mode="json")
+        read = ["whiten", "fisher", "reestimate", "reorder"]
+        with stage.write_by_layer(record, read, settings, ordered=False) as ((store,), work):
+            energies = None
+            if method.allocation == "water-filling":
+                groups = [inputs.grouping(index, wanted.group_size).groups for index in range(source.num_layers)]
+                energies = layer_energies(
+                    lambda index: inputs.weights(source, index), statistics, groups, geometry.head_dim, wanted, work
+                )
+            ranks, allocation = allocate(geometry, statistics.scores, wanted, energies)
+            store.describe(
+                record
+                | {
+                    "allocation": method.allocation,
+                    "joint": method.joint,
+                    "whole_values": method.whole_values,
+                    "budget_elements_per_token": allocation.budget,
+                    "used_elements_per_token": allocation.used,
+                    "dense_elements_per_token": allocation.dense,
+                    "cached_bits_per_token": sum(layer.cached_bits for layer in ranks),
+                    "achieved_ratio": 1 - sum(layer.cached_bits for layer in ranks) / (DENSE_BITS * allocation.dense),
+                }
+            )
             store.put("key", torch.tensor([layer.key for layer in ranks]))
             store.put("value", torch.tensor([layer.value for layer in ranks]))
             if wanted.bits != 16:

@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
-import torch
 import typer
 
 from recalkv.steps.calibration import refit_layers
-from stages.common import DataOption, ParamsOption, running
+from stages.common import DataOption, ParamsOption, in_processes, running
 from stages.inputs import Inputs, Statistics
 
 
 def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
     """Fit each layer again behind the compressed prefix, as the method asks; write the final factors."""
-    with running("calibrate", params, data) as stage:
+    if in_processes("calibrate", params, data, "calibrate"):
+        return
+    with running("calibrate", params, data, parallel=True) as stage:
         wanted = stage.params.compression
         source, inputs, statistics = stage.source(), Inputs(stage), Statistics(stage)
         keys = {
@@ -25,9 +26,11 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
             "refit_samples",
             "ovc_iterations",
         }
-        before, after = [], []
         layers = range(source.num_layers)
-        with stage.write(wanted.model_dump(mode="json", include=keys)) as store:
+        record = wanted.model_dump(mode="json", include=keys)
+        settings = stage.params.model_dump(mode="json", include={"calibration", "compression"})
+        read = ["sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize"]
+        with stage.write_by_layer(record, read, settings) as ((store,), work):
             refits = refit_layers(
                 source,
                 stage.read("sample").get("windows"),
@@ -37,8 +40,9 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
                 [inputs.grouping(index, wanted.group_size).groups for index in layers],
                 inputs.ranks(),
                 wanted,
+                work,
             )
-            for index, refit in enumerate(stage.progress(refits, source.num_layers)):
+            for index, refit in enumerate(stage.progress(refits, source.num_layers), start=work.done):
                 name = f"layers/{index:03d}"
                 store.put_factors(f"{name}/key", refit.keys)
                 store.put_factors(f"{name}/value", refit.values)
@@ -46,10 +50,9 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
                     store.put(f"{name}/output", refit.output.float())
                 if refit.input_mean is not None:
                     store.put(f"{name}/input_mean", refit.input_mean.float())
-                before.append(refit.error_before)
-                after.append(refit.error_after)
-            for part, errors in (("error_before", before), ("error_after", after)):
-                store.put(part, torch.tensor(errors, dtype=torch.float64))
+                work.finish(index, error_before=refit.error_before, error_after=refit.error_after)
+            for part in ("error_before", "error_after"):
+                store.put(part, work.figure(part))
 
 
 if __name__ == "__main__":

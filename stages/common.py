@@ -3,21 +3,28 @@
 import contextlib
 import json
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
+import transformers
 import typer
+import zarr
 from tqdm import tqdm
 
-from recalkv.errors import ParameterError, ReCalKVError
+import recalkv
+from recalkv import distributed
+from recalkv.errors import ParameterError, ReCalKVError, StoreError
 from recalkv.params import Params, load_params
 from recalkv.resources import peak_resident_mib
+from recalkv.resume import Pass, PlannedStore, resume_key, source_digest, writing_resumable
 from recalkv.source import ModelReference, read_reference
-from recalkv.store import StoreReader, StoreWriter, open_store, writing_store
+from recalkv.store import SCHEMA_VERSION, StoreReader, StoreWriter, open_store, partial_path, writing_store
 from recalkv.streaming import CheckpointSource
 
 __all__ = [
@@ -27,6 +34,7 @@ __all__ = [
     "ReportsOption",
     "Stage",
     "device_of",
+    "in_processes",
     "running",
     "user_errors",
     "write_json",
@@ -46,11 +54,20 @@ T = TypeVar("T")
 
 
 class Stage:
-    """One running stage: its parameters and where its inputs and outputs are."""
+    """One running stage: its parameters and where its inputs and outputs are.
+
+    Attributes
+    ----------
+    resumed_layers
+        Layers that an interrupted run had finished.
+    """
 
     def __init__(self, name: str, params: Params, data: Path) -> None:
         self.name, self.params, self.data = name, params, data
-        self.device = device_of(params.runtime.device)
+        self.device = distributed.own_device(device_of(params.runtime.device))
+        self.resumed_layers = 0
+        # The first store read that is of calibration windows, and their digest.
+        self._windows: tuple[Path, str] | None = None
 
     def model(self) -> ModelReference:
         """Return the dense model that the model stage resolved."""
@@ -61,36 +78,146 @@ class Stage:
         return CheckpointSource(self.model().folder, self.device, self.params.calibration.precision)
 
     def read(self, stage: str) -> StoreReader:
-        """Open another stage's store; refuses one from another model."""
-        return open_store(self.data / f"{stage}.zarr", stage, self.model().fingerprint)
+        """Open another stage's store; refuses one from another model, or of other windows than those read before."""
+        path = self.data / f"{stage}.zarr"
+        store = open_store(path, stage, self.model().fingerprint)
+        windows = store.windows
+        if windows is not None:
+            first, expected = self._windows = self._windows or (path, windows)
+            if windows != expected:
+                raise StoreError(
+                    f"{path} is of other calibration windows than {first}; run `dvc repro {first.stem} {stage}`."
+                )
+        return store
 
     def write(self, parameters: dict[str, Any]) -> contextlib.AbstractContextManager[StoreWriter]:
         """Create this stage's own store."""
-        return writing_store(self.data / f"{self.name}.zarr", self.name, self.model().fingerprint, parameters)
+        store = self._planned(self.name, parameters)
+        return writing_store(store.path, store.stage, store.model, store.parameters, store.windows)
+
+    @contextlib.contextmanager
+    def write_by_layer(
+        self,
+        parameters: dict[str, Any],
+        inputs: Sequence[str],
+        settings: Mapping[str, Any],
+        ordered: bool = True,
+        beside: Mapping[str, dict[str, Any]] | None = None,
+    ) -> Iterator[tuple[list[StoreWriter], Pass]]:
+        """Create this stage's own store, or continue the one of an interrupted run.
+
+        Of several processes the first writes, and starts over.
+
+        Parameters
+        ----------
+        parameters
+            Recorded in the store.
+        inputs
+            Stages whose stores the content depends on.
+        settings
+            Parameters that it depends on, plain JSON values.
+        ordered
+            Whether each layer needs what the one before left (:class:`recalkv.resume.ResumablePass`).
+        beside
+            Names and recorded parameters of further stores of the same pass; all processes write to their groups.
+        """
+        digests = {name: self.read(name).digest for name in inputs}
+        stores = [self._planned(name, record) for name, record in [(self.name, parameters), *(beside or {}).items()]]
+        seconds = self.params.runtime.resume_seconds
+        if distributed.processes() > 1 or seconds is None:
+            with contextlib.ExitStack() as stack:
+                if distributed.is_first():
+                    writers = [
+                        stack.enter_context(writing_store(s.path, s.stage, s.model, s.parameters, s.windows))
+                        for s in stores
+                    ]
+                distributed.barrier()
+                if not distributed.is_first():
+                    groups = [zarr.open_group(partial_path(store.path), mode="r+") for store in stores]
+                    writers = [StoreWriter(group, dropping=True) for group in groups]
+                yield writers, Pass()
+                distributed.barrier()
+            return
+        code = [source_digest(Path(folder)) for folder in (Path(recalkv.__file__).parent, Path(__file__).parent)]
+        key = resume_key(
+            {
+                "schema": SCHEMA_VERSION,
+                "stores": [[s.stage, s.model, s.parameters] for s in stores],
+                "inputs": digests,
+                "settings": dict(settings),
+                "code": code,
+                "versions": [torch.__version__, transformers.__version__],
+                "device": str(self.device),
+            }
+        )
+        tell = partial(print, file=sys.stderr)
+        with writing_resumable(stores, key, ordered, seconds, tell) as (writers, work):
+            self.resumed_layers = work.done
+            yield writers, work
+
+    def _planned(self, name: str, parameters: Mapping[str, Any]) -> PlannedStore:
+        windows = None if self._windows is None else self._windows[1]
+        return PlannedStore(self.data / f"{name}.zarr", name, self.model().fingerprint, parameters, windows)
 
     def progress(self, items: Iterable[T], total: int, unit: str = "layer") -> Iterator[T]:
         """Show a progress bar on standard error while iterating."""
-        yield from tqdm(items, desc=self.name, total=total, unit=unit, file=sys.stderr, mininterval=1.0)
+        bar = self.bar(total, unit)
+        for item in items:
+            yield item
+            bar.update()
+        bar.close()
+
+    def bar(self, total: int, unit: str = "layer") -> tqdm:
+        """Progress bar on standard error, from the layers that an interrupted run had finished on."""
+        return tqdm(
+            desc=self.name, total=total, unit=unit, initial=self.resumed_layers, file=sys.stderr, mininterval=1.0,
+            disable=not distributed.is_first(),
+        )  # fmt: skip
+
+
+def in_processes(name: str, params: Path, data: Path, *stores: str) -> bool:
+    """Run a stage in runtime.processes processes; False, and nothing done, where it is to run in this one.
+
+    ``stores`` are what it writes, whose parts are removed if it fails.
+    """
+    with user_errors():
+        count = load_params(params).runtime.processes
+        if count == 1 or distributed.launched():
+            return False
+        if not distributed.launch(f"stages.{name}", ["--params", str(params), "--data", str(data)], count):
+            for store in stores:
+                shutil.rmtree(partial_path(data / f"{store}.zarr"), ignore_errors=True)
+            raise typer.Exit(1)
+        return True
 
 
 @contextlib.contextmanager
-def running(name: str, params: Path, data: Path) -> Iterator[Stage]:
+def running(name: str, params: Path, data: Path, parallel: bool = False) -> Iterator[Stage]:
     """Run a stage's body: check parameters first, turn user errors into exit code 1, record time and memory.
 
     Time and memory go to ``data/timings/<stage>.json``, apart from the stores, whose bytes are
-    reproducible.
+    reproducible. They are those of this run, and of the first of several processes; ``parallel`` says
+    whether the stage can be run in several.
     """
     with user_errors():
         started, cpu_started = time.perf_counter(), _cpu_seconds()
-        stage = Stage(name, load_params(params), data)
-        yield stage
-        timing = {
-            "cpu_seconds": _cpu_seconds() - cpu_started,
-            "peak_resident_mib": peak_resident_mib(),
-            "wall_seconds": time.perf_counter() - started,
-        }
-        write_json(data / "timings" / f"{name}.json", timing)
-        print(json.dumps({"stage": name, **{key: round(value, 1) for key, value in timing.items()}}))
+        loaded = load_params(params)
+        if distributed.launched() and not parallel:
+            raise ParameterError(f"the stage {name} runs in one process; start it without torchrun.")
+        stage = Stage(name, loaded, data)
+        with distributed.group(stage.device):
+            yield stage
+            if not distributed.is_first():
+                return
+            timing = {
+                "cpu_seconds": _cpu_seconds() - cpu_started,
+                "peak_resident_mib": peak_resident_mib(),
+                "wall_seconds": time.perf_counter() - started,
+            }
+            if stage.resumed_layers:
+                timing["resumed_layers"] = stage.resumed_layers
+            write_json(data / "timings" / f"{name}.json", timing)
+            print(json.dumps({"stage": name, **{key: round(value, 1) for key, value in timing.items()}}))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 import typer
 
 from recalkv.steps.factors import factorize_layer
@@ -16,10 +15,12 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         wanted = stage.params.compression
         source, inputs, statistics = stage.source(), Inputs(stage), Statistics(stage)
         ranks = inputs.ranks()
-        errors: dict[str, list[float]] = {"error_key": [], "error_value": [], "predicted_rise": []}
         keys = {"method", "metric", "joint", "damping", "gradient_damping"}
-        with stage.write(wanted.model_dump(mode="json", include=keys)) as store:
-            for index in stage.progress(range(source.num_layers), source.num_layers):
+        record, settings = wanted.model_dump(mode="json", include=keys), wanted.model_dump(mode="json")
+        read = ["whiten", "fisher", "reestimate", "reorder", "allocate"]
+        with stage.write_by_layer(record, read, settings, ordered=False) as ((store,), work):
+            left = [index for index in range(source.num_layers) if work.figures(index) is None]
+            for index in stage.progress(left, source.num_layers):
                 factors = factorize_layer(
                     inputs.weights(source, index),
                     statistics(index),
@@ -30,11 +31,14 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
                 )
                 store.put_factors(f"layers/{index:03d}/key", factors.keys)
                 store.put_factors(f"layers/{index:03d}/value", factors.values)
-                errors["error_key"].append(factors.key_error)
-                errors["error_value"].append(factors.value_error)
-                errors["predicted_rise"].append(factors.predicted_rise)
-            for name, values in errors.items():
-                store.put(name, torch.tensor(values, dtype=torch.float64))
+                work.finish(
+                    index,
+                    error_key=factors.key_error,
+                    error_value=factors.value_error,
+                    predicted_rise=factors.predicted_rise,
+                )
+            for name in ("error_key", "error_value", "predicted_rise"):
+                store.put(name, work.figure(name))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import recalkv
+from recalkv.resume import source_digest
 from stages.common import Stage, write_json
 
 __all__ = ["checkpoint_digest", "code_fingerprint", "file_digest", "kept"]
@@ -43,11 +44,7 @@ def checkpoint_digest(folder: Path) -> str:
 
 def code_fingerprint() -> str:
     """Digest of the library's source: what other code has measured is not taken for this one's."""
-    digest = hashlib.sha256()
-    folder = Path(recalkv.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return source_digest(Path(recalkv.__file__).parent)[:16]
 
 
 def _version(package: str) -> str | None:

@@ -20,7 +20,10 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         wanted = stage.params.compression
         dense, source = Statistics(stage, reestimated=False), stage.source()
         check_group_size(wanted.group_size, source.geometry.kv_heads)
-        with stage.write({"reestimate": wanted.reestimate}) as store:
+        settings = stage.params.model_dump(mode="json", include={"calibration", "compression"})
+        read, record = ["sample", "whiten", "fisher"], {"reestimate": wanted.reestimate}
+        # Its steps are what an interrupted run has finished, not its layers.
+        with stage.write_by_layer(record, read, settings, ordered=False) as ((store,), work):
 
             def name(step: int, index: int) -> str:
                 # The last step is what later stages read.
@@ -48,6 +51,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
                     put,
                     get,
                     advance,
+                    work,
                 )
             if wanted.reestimate and scores is not None:
                 store.put("key", scores.key)

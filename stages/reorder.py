@@ -18,14 +18,17 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         wanted = stage.params.compression
         source, statistics = stage.source(), Statistics(stage)
         record = {"group_size": wanted.group_size, "grouping": resolve_method(wanted).grouping}
-        groupings = group_layers(
-            source.geometry,
-            lambda index: (key_weight(source, index).cpu(), value_weight(source, index).cpu()),
-            statistics,
-            statistics.scores,
-            wanted,
-        )
-        with stage.write(record) as store:
+        settings = wanted.model_dump(mode="json")
+        read = ["whiten", "fisher", "reestimate"]
+        with stage.write_by_layer(record, read, settings, ordered=False) as ((store,), work):
+            groupings = group_layers(
+                source.geometry,
+                lambda index: (key_weight(source, index).cpu(), value_weight(source, index).cpu()),
+                statistics,
+                statistics.scores,
+                wanted,
+                work=work,
+            )
             for index, grouping in enumerate(stage.progress(groupings, source.num_layers)):
                 store.put(f"layers/{index:03d}/similarity", grouping.similarity)
                 store.put(f"layers/{index:03d}/permutation", torch.tensor(grouping.permutation))

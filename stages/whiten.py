@@ -1,14 +1,15 @@
 """Stage 2: whitening statistics, the Gram matrix and mean of each layer's attention input."""
 
+import hashlib
 import sys
 from pathlib import Path
 
 import typer
 
+from recalkv import distributed
 from recalkv.activations import LayerInputs
-from recalkv.store import writing_store
 from recalkv.whitening import collect_input_moments
-from stages.common import DataOption, ParamsOption, running
+from stages.common import DataOption, ParamsOption, in_processes, running
 
 
 def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
@@ -16,11 +17,13 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
 
     The layers' inputs are left in DATA/activations.zarr for the fisher stage.
     """
-    with running("whiten", params, data) as stage:
+    if in_processes("whiten", params, data, "whiten", "activations"):
+        return
+    with running("whiten", params, data, parallel=True) as stage:
         windows = stage.read("sample").get("windows")
         source = stage.source()
         hidden = source.geometry.hidden
-        if windows.numel() < hidden:
+        if windows.numel() < hidden and distributed.is_first():
             print(
                 f"warning: {windows.numel()} calibration tokens are fewer than the hidden size {hidden}, so the Gram "
                 f"matrices are rank-deficient; compression.damping={stage.params.compression.damping} decides what is "
@@ -31,15 +34,23 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         samples, length = windows.shape
         kept = min(samples, wanted.fisher_samples or samples)
         record = {"precision": wanted.precision, "tokens": windows.numel()}
-        with (
-            stage.write(record) as store,
-            writing_store(data / "activations.zarr", "activations", stage.model().fingerprint, record) as kept_store,
-        ):
-            keep = LayerInputs(kept_store.group, kept, length, hidden, wanted.batch_size, source.precision)
-            layers = collect_input_moments(source, windows, wanted.batch_size, keep)
-            for index, moments in enumerate(stage.progress(layers, source.num_layers)):
+        settings = {"batch_size": wanted.batch_size, "kept": kept}
+        with stage.write_by_layer(record, ["sample"], settings, beside={"activations": record}) as (stores, work):
+            store, kept_store = stores
+            # Several processes must not write to one chunk.
+            chunk = wanted.batch_size if distributed.processes() == 1 else 1
+            keep = LayerInputs(kept_store.group, kept, length, hidden, chunk, source.precision)
+            if distributed.processes() > 1 and distributed.is_first():
+                keep.create(source.num_layers)
+            distributed.barrier()
+            layers = collect_input_moments(source, windows, wanted.batch_size, keep, work)
+            for index, moments in enumerate(stage.progress(layers, source.num_layers), start=work.done):
                 store.put(f"layers/{index:03d}/gram", moments.gram)
                 store.put(f"layers/{index:03d}/mean", moments.mean)
+                work.finish(index)
+            # The same pass over the same windows: what identifies its moments identifies its activations.
+            mark = hashlib.sha256(f"{store.digest()} {kept}".encode()).hexdigest()[:32]
+            kept_store.stands_for("layers", mark)
 
 
 if __name__ == "__main__":

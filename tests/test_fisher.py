@@ -17,14 +17,20 @@ from tests.tiny import FAMILIES, calibration, dense_model, windows
 
 
 def scores_of(
-    model: Any, ids: Tensor, folder: Path, batch_size: int = 2, kept_by: int = 2, precision: str = "float32"
+    model: Any,
+    ids: Tensor,
+    folder: Path,
+    batch_size: int = 2,
+    kept_by: int = 2,
+    precision: str = "float32",
+    **changes: Any,
 ) -> FisherScores:
     """Whitening pass (which keeps the layers' inputs) and Fisher pass, as the pipeline runs them."""
     source = ModuleSource(model, precision=precision)
     inputs = LayerInputs(folder / "inputs", *ids.shape, source.geometry.hidden, kept_by, source.precision)
     for _ in collect_input_moments(source, ids, kept_by, inputs):
         pass
-    return collect_fisher_scores(source, ids, calibration(batch_size=batch_size), inputs)
+    return collect_fisher_scores(source, ids, calibration(batch_size=batch_size, **changes), inputs)
 
 
 def reference(model: Any, ids: Tensor) -> FisherScores:
@@ -73,6 +79,16 @@ def test_batch_size_changes_nothing(tmp_path: Path) -> None:
     expected = scores_of(model, ids, tmp_path / "a", batch_size=5, kept_by=5)
     for batch_size, kept_by in ((1, 5), (2, 3), (3, 1), (50, 2)):
         assert_close(scores_of(model, ids, tmp_path / "b", batch_size, kept_by), expected, 1e-4)
+
+
+def test_drawn_labels_are_each_windows_own(tmp_path: Path) -> None:
+    """Labels drawn from the model depend on the seed and the window, not on the batches."""
+    model, ids = dense_model("llama-gqa"), windows(samples=5, length=24)
+    drawn = scores_of(model, ids, tmp_path / "a", batch_size=5, labels="model")
+    assert_close(scores_of(model, ids, tmp_path / "b", batch_size=2, labels="model"), drawn, 1e-4)
+    assert torch.equal(drawn.window_loss, scores_of(model, ids, tmp_path / "c", batch_size=5).window_loss)
+    for changes in ({"labels": "data"}, {"labels": "model", "seed": 1}):
+        assert not torch.allclose(scores_of(model, ids, tmp_path / "d", **changes).key, drawn.key, rtol=1e-3)
 
 
 def test_logits_in_chunks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,21 @@ def test_store_of_another_model_is_refused(
     assert not (project / "data/whiten.zarr").exists()
 
 
+def test_stores_of_different_windows_are_not_read_together(
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_parameters(prepared, "calibration.seed", 1)
+    for stage in ("sample", "whiten"):
+        assert _invoke(stage) == 0
+    # The gradients are still those of the windows of seed 0.
+    assert _invoke("reestimate") == 1
+    message = capsys.readouterr().err
+    assert "fisher.zarr is of other calibration windows than data/whiten.zarr; run `dvc repro whiten fisher`" in message
+    assert not list((prepared / "data").glob("reestimate*"))
+    assert _invoke("fisher") == 0
+    assert _invoke("reestimate") == 0
+
+
 def test_few_calibration_tokens_only_warn(
     project: Path,
     change_parameters: Callable[[Path, str, Any], None],

@@ -67,6 +67,7 @@ def test_round_trip(path: Path) -> None:
         "model": "abc",
         "parameters": {"samples": 3, "nested": {"a": [1, None]}},
         "complete": True,
+        "digest": reader.counted_digest(),
     }
     assert not partial_path(path).exists()
 
@@ -109,6 +110,31 @@ def test_same_content_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
     assert digest(path) == first
     write(path, parameters={"samples": 4})
     assert digest(path) != first
+
+
+def test_digest_is_that_of_the_arrays_alone(path: Path) -> None:
+    digests = []
+    for changes in ({}, {"parameters": {}, "model": "xyz"}, {"windows": "w"}):
+        write(path, **changes)
+        digests.append(open_store(path, "whiten").digest)
+    assert len(set(digests)) == 1
+    assert open_store(path, "whiten").windows == "w"
+    # A store from before digests were recorded has one all the same.
+    group = zarr.open_group(path, mode="r+")
+    del group.attrs["digest"]
+    assert open_store(path, "whiten").digest == digests[0]
+    contents: list[Any] = [[1.0], [[1.0]], [1], [2.0], [-0.0], [0.0]]
+    for content in contents:
+        with writing_store(path, "whiten", "abc", {}) as store:
+            store.put("x", torch.tensor(content))
+        digests.append(open_store(path, "whiten").digest)
+    assert len(set(digests)) == 1 + len(contents)
+
+
+def test_a_store_of_windows_is_named_by_its_digest(path: Path) -> None:
+    write(path, stage="sample")
+    reader = open_store(path, "sample")
+    assert reader.windows == reader.digest
 
 
 def test_one_file_per_array(path: Path) -> None:

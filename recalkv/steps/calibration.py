@@ -3,17 +3,20 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recalkv import distributed
 from recalkv.factorize import group_columns, relative_error
 from recalkv.loss_metric import LossMoments
 from recalkv.lowrank import LowRank
 from recalkv.methods import resolve_method
 from recalkv.output_calibration import OutputMoments, fit_output, output_error
 from recalkv.params import CalibrationParams, CompressionParams
+from recalkv.resume import Pass
 from recalkv.steps.allocation import LayerRanks
 from recalkv.steps.factors import LayerFactors, LayerStatistics, factorize_layer, input_mean, key_weight, value_weight
 from recalkv.steps.groups import value_groups
@@ -59,11 +62,13 @@ def refit_layers(
     groups: Sequence[Sequence[Sequence[int]]],
     ranks: Sequence[LayerRanks],
     parameters: CompressionParams,
+    work: Pass | None = None,
 ) -> Iterator[LayerRefit]:
     """Yield every layer after the method's refit (Algorithm 1, Offline_Calibration, for ``values``).
 
     One pass, in order: a layer's statistics come from inputs that passed through the layers compressed
-    and refitted so far. Targets of the dense model run it beside.
+    and refitted so far. Targets of the dense model run it beside. Several processes share the windows, and
+    each yields the fit to all.
 
     Parameters
     ----------
@@ -75,9 +80,12 @@ def refit_layers(
         Heads of each layer's key groups.
     ranks
         Ranks of each layer; where they say that latents are quantised, the factors are in the basis for it.
+    work
+        Where to start, and what keeps both streams for the next run.
     """
-    refits = _refit_layers(source, windows, calibration, starts, statistics, groups, ranks, parameters)
-    for index, refit in enumerate(refits):
+    work = work or Pass()
+    refits = _refit_layers(source, windows, calibration, starts, statistics, groups, ranks, parameters, work)
+    for index, refit in enumerate(refits, start=work.done):
         if ranks[index].key_segments is None:
             yield refit
             continue
@@ -98,18 +106,25 @@ def _refit_layers(
     groups: Sequence[Sequence[Sequence[int]]],
     ranks: Sequence[LayerRanks],
     parameters: CompressionParams,
+    work: Pass,
 ) -> Iterator[LayerRefit]:
     method = resolve_method(parameters)
     if method.refit == "none":
-        for index in range(source.num_layers):
+        for index in range(work.done, source.num_layers):
             start = starts(index)
             yield LayerRefit(start.keys, start.values, None, start.value_error, start.value_error)
+            work.offer(index + 1, dict)
         return
     used = windows[: parameters.refit_samples]
-    hidden = list(source.embed(used, calibration.batch_size))
+    mine, saved = distributed.share(len(used)), work.state()
     follow_dense = method.refit_target != "same-input"
-    dense_hidden = list(hidden) if follow_dense else None
-    for index in range(source.num_layers):
+    if saved is None:
+        hidden = list(source.embed(used[mine.start : mine.stop], calibration.batch_size))
+        dense_hidden = list(hidden) if follow_dense else None
+    else:
+        hidden = [states.to(source.device) for states in saved["hidden"]]
+        dense_hidden = [states.to(source.device) for states in saved["dense"]] if follow_dense else None
+    for index in range(work.done, source.num_layers):
         order = torch.cat(group_columns(groups[index], source.geometry.head_dim))
         with source.layer(index) as layer:
             if method.refit == "output":
@@ -126,6 +141,8 @@ def _refit_layers(
                 install(layer, refit.keys, refit.values, refit.output, order)
                 hidden = [run_layer(source, layer, index, states) for states in hidden]
         yield refit
+        if index + 1 < source.num_layers:
+            work.offer(index + 1, partial(dict, hidden=hidden, dense=dense_hidden or []))
 
 
 def _refit_factors(
@@ -156,6 +173,8 @@ def _refit_factors(
         if dense_hidden is not None:
             dense_inputs = attention_input(layer, dense_hidden[batch])
             cross += inputs.flatten(0, 1).T @ dense_inputs.flatten(0, 1)
+    for part in (sinks, cross, sink_sum):
+        distributed.total(part)
     collected = moments.finish(f"layer {index} (behind the compressed prefix)")
     gram = collected.gram
     attention = layer.self_attn
@@ -177,7 +196,8 @@ def _refit_factors(
     loss = statistics.loss
     if loss is not None:
         # Gradients are not at hand here: tokens count alike, the sinks as in the fisher stage.
-        count = max(1, skip * sum(len(states) for states in hidden))
+        windows = int(distributed.total(torch.tensor(sum(map(len, hidden)))))
+        count = max(1, skip * windows)
         share = calibration.sink_weight if skip else 0.0
         weighted = gram + share * sinks / count
         offset = collected.mean / 2
@@ -226,6 +246,7 @@ def _refit_output(
     for states, target in zip(hidden, targets, strict=True):
         contexts.append(_contexts(source, layer, index, states))
         moments.add(contexts[-1], target)
+    moments = moments.total()
     fitted = fit_output(moments, weight, parameters.refit_ridge)
     install(layer, start.keys, start.values, fitted, order)
     if index + 1 < source.num_layers:

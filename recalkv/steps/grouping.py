@@ -1,6 +1,7 @@
 """Groups of all layers: by layer for neighbours and CKA, and under one water level for tail energy."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from recalkv.methods import resolve_method
 from recalkv.params import CompressionParams
 from recalkv.ranks import water_level
 from recalkv.reorder import check_group_size, least_cost_groups
+from recalkv.resume import Pass
 from recalkv.steps.allocation import LayerRanks, allocate
 from recalkv.steps.factors import LayerStatistics, latent_parts
 from recalkv.steps.groups import HeadGrouping, group_heads
@@ -28,13 +30,19 @@ def layer_energies(
     groups: list[list[list[int]]],
     head_dim: int,
     parameters: CompressionParams,
+    work: Pass | None = None,
 ) -> list[list[Tensor]]:
-    """Energies of every latent of every layer, as :func:`recalkv.steps.allocation.allocate` wants them."""
-    energies = []
-    for index, layer_groups in enumerate(groups):
-        keys, values = latent_parts(weights(index), statistics(index), layer_groups, head_dim, parameters)
-        energies.append([part.energies() for part in keys + values])
-    return energies
+    """Energies of every latent of every layer, as :func:`recalkv.steps.allocation.allocate` wants them.
+
+    ``work`` keeps those of finished layers for the next run.
+    """
+    work = work or Pass()
+
+    def energies(index: int) -> list[Tensor]:
+        keys, values = latent_parts(weights(index), statistics(index), groups[index], head_dim, parameters)
+        return [part.energies() for part in keys + values]
+
+    return [work.kept(f"energies-{index:03d}", partial(energies, index)) for index in range(len(groups))]
 
 
 def group_layers(
@@ -44,6 +52,7 @@ def group_layers(
     scores: FisherScores | None,
     parameters: CompressionParams,
     progress: Callable[[int], object] = lambda index: None,
+    work: Pass | None = None,
 ) -> list[HeadGrouping]:
     """Group the heads of every layer (Algorithm 1, Calculate_CKA_Similarity, Head_Reorder).
 
@@ -60,12 +69,26 @@ def group_layers(
         Fisher scores, where the allocation uses them.
     progress
         Called with each layer's index.
+    work
+        Keeps the results of finished layers for the next run.
     """
     check_group_size(parameters.group_size, geometry.kv_heads)
-    d_h = geometry.head_dim
+    d_h, work = geometry.head_dim, work or Pass()
+
+    def kept(name: str, index: int, compute: Callable[[int], HeadGrouping]) -> HeadGrouping:
+        def tensors() -> list[Tensor]:
+            grouping = compute(index)
+            return [grouping.similarity, *map(torch.tensor, grouping.groups)]
+
+        similarity, *groups = work.kept(f"{name}-{index:03d}", tensors)
+        return HeadGrouping(similarity, [group.tolist() for group in groups])
+
+    def by_layer(index: int) -> HeadGrouping:
+        return group_heads(weights(index)[0], statistics(index).inputs, d_h, parameters)
+
     first = []
     for index in range(geometry.layers):
-        first.append(group_heads(weights(index)[0], statistics(index).inputs, d_h, parameters))
+        first.append(kept("heads", index, by_layer))
         progress(index)
     free = 1 < parameters.group_size < geometry.kv_heads
     if resolve_method(parameters).grouping != "tail-energy" or not free:
@@ -73,19 +96,19 @@ def group_layers(
     groups = [grouping.groups for grouping in first]
     energies = None
     if resolve_method(parameters).allocation == "water-filling":
-        energies = layer_energies(weights, statistics, groups, d_h, parameters)
+        energies = layer_energies(weights, statistics, groups, d_h, parameters, work)
     ranks, allocation = allocate(geometry, scores, parameters, energies)
     level = None
     if energies is not None:
         flat = [unit.tolist() for layer in energies for unit in layer]
         level = water_level(flat, [rank for unit in allocation.ranks for rank in unit])
-    result = []
-    for index, grouping in enumerate(first):
+
+    def regrouped(index: int) -> HeadGrouping:
         cost = _group_cost(weights(index), statistics(index), d_h, parameters, level, ranks[index])
-        result.append(
-            HeadGrouping(grouping.similarity, least_cost_groups(geometry.kv_heads, parameters.group_size, cost))
-        )
-    return result
+        groups = least_cost_groups(geometry.kv_heads, parameters.group_size, cost)
+        return HeadGrouping(first[index].similarity, groups)
+
+    return [kept("groups", index, regrouped) for index in range(geometry.layers)]
 
 
 def _group_cost(
