@@ -19,7 +19,6 @@ import functools
 import json
 import os
 import platform
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -400,7 +399,6 @@ class Study:
         # Other evaluation windows need no new statistics.
         settings = [parameters["model"], parameters["calibration"]]
         ensure_stages(self._folder, self._params, "statistics", STATISTICS, settings)
-        shutil.rmtree(self._folder / "activations.zarr", ignore_errors=True)
         settings = [parameters["model"], parameters["evaluation"]]
         ensure_stages(self._folder, self._params, "baseline", ("baseline",), settings)
 

@@ -30,6 +30,7 @@ __all__ = [
     "StoreReader",
     "StoreWriter",
     "array_digest",
+    "joint_digest",
     "open_store",
     "partial_path",
     "telling_full_disk",
@@ -81,7 +82,7 @@ class StoreWriter:
 
     def digest(self) -> str:
         """Digest of all arrays put so far; their order does not matter."""
-        return _joint_digest(self.digests)
+        return joint_digest(self.digests)
 
     def stands_for(self, name: str, digest: str) -> None:
         """Give arrays that are written in parts, and are too many to hash, the digest of what determines them."""
@@ -159,7 +160,7 @@ class StoreReader:
     def counted_digest(self) -> str:
         """Digest of the arrays as they are on the disk now."""
         arrays = [name for name, node in self._group.members(max_depth=None) if isinstance(node, zarr.Array)]
-        return _joint_digest({name: self._array_digest(name) for name in arrays})
+        return joint_digest({name: self._array_digest(name) for name in arrays})
 
     def holds(self, digests: Mapping[str, str]) -> bool:
         """Whether these arrays are there and have these digests."""
@@ -223,7 +224,8 @@ def array_digest(array: np.ndarray) -> str:
     return digest.hexdigest()[:32]
 
 
-def _joint_digest(digests: Mapping[str, str]) -> str:
+def joint_digest(digests: Mapping[str, str]) -> str:
+    """Digest of a store from those of its arrays."""
     lines = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:32]
 

@@ -103,6 +103,7 @@ class Stage:
         settings: Mapping[str, Any],
         ordered: bool = True,
         beside: Mapping[str, dict[str, Any]] | None = None,
+        name: str | None = None,
     ) -> Iterator[tuple[list[StoreWriter], Pass]]:
         """Create this stage's own store, or continue the one of an interrupted run.
 
@@ -120,9 +121,12 @@ class Stage:
             Whether each layer needs what the one before left (:class:`recalkv.resume.ResumablePass`).
         beside
             Names and recorded parameters of further stores of the same pass; all processes write to their groups.
+        name
+            Of the store; default the stage's own.
         """
-        digests = {name: self.read(name).digest for name in inputs}
-        stores = [self._planned(name, record) for name, record in [(self.name, parameters), *(beside or {}).items()]]
+        digests = {each: self.read(each).digest for each in inputs}
+        planned = {name or self.name: parameters, **(beside or {})}
+        stores = [self._planned(each, record) for each, record in planned.items()]
         seconds = self.params.runtime.resume_seconds
         if distributed.processes() > 1 or seconds is None:
             with contextlib.ExitStack() as stack:

@@ -4,23 +4,21 @@ from pathlib import Path
 
 import typer
 
-from recalkv.activations import LayerInputs
 from recalkv.fisher import collect_fisher_scores
 from recalkv.loss_metric import LossMoments
 from stages.common import DataOption, ParamsOption, in_processes, running
+from stages.layer_inputs import kept_inputs, remove
 
 
 def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
-    """Score all projections in one backward pass over the calibration windows."""
+    """Score all projections in one backward pass over the calibration windows; removes the layers' inputs."""
     if in_processes("fisher", params, data, "fisher"):
         return
     with running("fisher", params, data, parallel=True) as stage:
         wanted = stage.params.calibration
-        windows = stage.read("sample").get("windows")[: wanted.fisher_samples]
-        source = stage.source()
-        samples, length = windows.shape
-        group = stage.read("activations").group
-        inputs = LayerInputs(group, samples, length, source.geometry.hidden, wanted.batch_size, source.precision)
+        everything = stage.read("sample").get("windows")
+        windows, source = everything[: wanted.fisher_samples], stage.source()
+        inputs = kept_inputs(stage, source, everything, len(windows))
         keys = {"precision", "labels", "gradients", "sink_tokens", "sink_weight", "seed"}
         record = wanted.model_dump(mode="json", include=keys) | {"tokens": windows.numel()}
         settings = wanted.model_dump(mode="json")
@@ -38,6 +36,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
             store.put("key", scores.key)
             store.put("value", scores.value)
             store.put("window_loss", scores.window_loss)
+        remove(data)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
 """Stage 2: whitening statistics, the Gram matrix and mean of each layer's attention input."""
 
-import hashlib
 import sys
 from pathlib import Path
 
 import typer
 
 from recalkv import distributed
-from recalkv.activations import LayerInputs
 from recalkv.whitening import collect_input_moments
 from stages.common import DataOption, ParamsOption, in_processes, running
+from stages.layer_inputs import layer_inputs, sign
 
 
 def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
     """Collect C = X^T X / N and the mean input of every layer in one forward pass over the windows.
 
-    The layers' inputs are left in DATA/activations.zarr for the fisher stage.
+    The layers' inputs are left in DATA/activations.zarr for the fisher stage, which removes them.
     """
     if in_processes("whiten", params, data, "whiten", "activations"):
         return
@@ -37,20 +36,13 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         settings = {"batch_size": wanted.batch_size, "kept": kept}
         with stage.write_by_layer(record, ["sample"], settings, beside={"activations": record}) as (stores, work):
             store, kept_store = stores
-            # Several processes must not write to one chunk.
-            chunk = wanted.batch_size if distributed.processes() == 1 else 1
-            keep = LayerInputs(kept_store.group, kept, length, hidden, chunk, source.precision)
-            if distributed.processes() > 1 and distributed.is_first():
-                keep.create(source.num_layers)
-            distributed.barrier()
+            keep = layer_inputs(stage, source, kept, length, kept_store)
             layers = collect_input_moments(source, windows, wanted.batch_size, keep, work)
             for index, moments in enumerate(stage.progress(layers, source.num_layers), start=work.done):
                 store.put(f"layers/{index:03d}/gram", moments.gram)
                 store.put(f"layers/{index:03d}/mean", moments.mean)
                 work.finish(index)
-            # The same pass over the same windows: what identifies its moments identifies its activations.
-            mark = hashlib.sha256(f"{store.digest()} {kept}".encode()).hexdigest()[:32]
-            kept_store.stands_for("layers", mark)
+            sign(kept_store, store.digest(), kept)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from stages.cli import STAGES
 STORES = (
     "sample",
     "whiten",
-    "activations",
     "fisher",
     "reestimate",
     "reorder",
