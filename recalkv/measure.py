@@ -21,6 +21,7 @@ from recalkv.evaluate import (
     parameter_count,
     time_generation,
 )
+from recalkv.kernels.module import is_compressed, use_kernels
 from recalkv.resources import peak_resident_mib, resident_mib
 
 __all__ = ["measure", "measure_apart"]
@@ -34,12 +35,14 @@ def measure(folder: str, request: dict[str, Any]) -> dict[str, Any]:
     folder
         Dense or compressed checkpoint.
     request
-        ``device``; ``dtype``; ``prompt`` (token ids); ``new_tokens``; ``repeats``; ``contexts`` (cached tokens
+        ``device``; ``dtype``; ``kernels`` (how a compressed model decodes: :func:`recalkv.kernels.module.use_kernels`); ``prompt`` (token ids); ``new_tokens``; ``repeats``; ``contexts`` (cached tokens
         for the attention module's latency); ``samples`` (prompts as token ids) and ``sample_tokens``.
     """
     device = torch.device(request["device"])
     dtype = getattr(torch, request["dtype"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    if is_compressed(model):
+        use_kernels(model, request["kernels"])
     loaded = resident_mib()
     prompt = torch.tensor(request["prompt"])
     cache = fill_cache(model, prompt[None])

@@ -223,6 +223,11 @@ class RuntimeParams(_Section):
     """Where things run; changes no result beyond rounding."""
 
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
+    kernels: Literal["auto", "triton", "torch"] = Field(
+        "auto",
+        description="how compressed models decode: triton is the fused kernels or an error, torch is plain torch, "
+        "auto takes the kernels where they can serve and are predicted to pay (recalkv.kernels.rule)",
+    )
 
 
 class Params(_Section):

@@ -48,6 +48,7 @@ def main(
         request = {
             "device": str(stage.device),
             "dtype": str(dtype).removeprefix("torch."),
+            "kernels": stage.params.runtime.kernels,
             "prompt": _prompt(text.windows, wanted.generation_prompt_tokens),
             "new_tokens": wanted.generation_new_tokens,
             "repeats": wanted.generation_repeats,

@@ -9,6 +9,7 @@ import typer
 from tqdm import tqdm
 
 import recalkv  # noqa: F401  (registers the compressed classes)
+from recalkv.kernels.module import is_compressed, use_kernels
 from recalkv.longbench import TASKS, LongBenchScore, check_sets, longbench
 from recalkv.source import checkpoint_dtype
 from recalkv.zeroshot import local_data
@@ -47,6 +48,8 @@ def _scores(stage: Stage, side: str, folder: Path, items: dict[str, Path | None]
     @functools.cache
     def loaded() -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
+        if is_compressed(model):
+            use_kernels(model, stage.params.runtime.kernels)
         return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
     def compute(task: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.calibration import joined_tokens
 from recalkv.corpora import main_documents
+from recalkv.kernels.module import is_compressed, use_kernels
 from recalkv.needle import check_lengths, find_needles
 from recalkv.params import NeedleParams
 from recalkv.plots import needle_heat_maps
@@ -54,7 +55,8 @@ def _scores(stage: Stage, folder: Path, tokenizer: Any, haystack: Tensor, progre
 
     @functools.cache
     def model() -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
+        return use_kernels(model, stage.params.runtime.kernels) if is_compressed(model) else model
 
     def compute(length: int, depth: float) -> dict[str, Any]:
         place = find_needles(model(), tokenizer, haystack, [length], [depth], wanted.trials, wanted.seed)

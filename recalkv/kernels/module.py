@@ -2,6 +2,7 @@
 
 import importlib.util
 import warnings
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -10,15 +11,18 @@ from transformers.cache_utils import Cache
 
 from recalkv.attention import LatentAttention
 from recalkv.errors import ParameterError
+from recalkv.kernels.cost import LayerShape
 from recalkv.kernels.plan import MAX_ROWS, TILE, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
+from recalkv.kernels.rule import why_torch_is_faster
 
-__all__ = ["KERNELS", "KernelAttention", "use_kernels", "why_not"]
+__all__ = ["KERNELS", "KernelAttention", "is_compressed", "use_kernels", "why_not", "why_torch"]
 
 KERNELS = ("torch", "triton", "auto")
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HEAD_DIMS = range(2, 257, 2)
+_TRITON = (3, 6)
 
 _PREPARED_SLOTS = 1 << 20
 """Slots up to which rotary tables are made beforehand: 8 MB at 128 dimensions of a head, once for all layers."""
@@ -126,6 +130,11 @@ class KernelAttention(LatentAttention):
         return self._plan
 
 
+def is_compressed(model: nn.Module) -> bool:
+    """Whether a model has latent attention, and so a choice of :func:`use_kernels`."""
+    return any(isinstance(module, LatentAttention) for module in model.modules())
+
+
 def why_not(model: nn.Module) -> str | None:
     """Why the kernels cannot serve a model where it is; None if they can."""
     if importlib.util.find_spec("triton") is None:
@@ -133,6 +142,9 @@ def why_not(model: nn.Module) -> str | None:
     layers = [module for module in model.modules() if isinstance(module, LatentAttention)]
     if not layers:
         return "the model has no latent attention; compress it first"
+    installed = version("triton")
+    if tuple(int(part) for part in installed.split(".")[:2]) < _TRITON:
+        return f"triton is {installed}, and the kernels are tested with {'.'.join(map(str, _TRITON))} and newer"
     import triton.knobs
 
     device, dtype = layers[0].k_proj.weight.device, layers[0].k_proj.weight.dtype
@@ -147,6 +159,19 @@ def why_not(model: nn.Module) -> str | None:
     return None
 
 
+def why_torch(model: Any) -> str | None:
+    """Why plain torch serves a model better than the kernels would, as predicted; None if they pay."""
+    layer = next(module for module in model.modules() if isinstance(module, LatentAttention))
+    weight = layer.k_proj.weight
+    name = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else None
+    shape = LayerShape(
+        layer.geometry.hidden, layer.geometry.heads, layer.geometry.kv_heads, layer.head_dim,
+        tuple(layer.key_ranks), tuple(layer.key_heads), tuple(layer.value_ranks), tuple(layer.value_heads),
+        layer.joint, layer.fused,
+    )  # fmt: skip
+    return why_torch_is_faster(shape, name)
+
+
 def use_kernels(model: Any, kernel: str = "triton") -> Any:
     """Choose how a compressed model decodes; returns the model.
 
@@ -155,8 +180,9 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
     model
         A model of :mod:`recalkv.modeling`, on its device.
     kernel
-        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can, with
-        one warning where they cannot; ``torch`` goes back to plain torch.
+        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can and are
+        predicted to pay (:mod:`recalkv.kernels.rule`), and says in one warning why not; ``torch`` goes back to
+        plain torch.
 
     Raises
     ------
@@ -166,6 +192,8 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
     if kernel not in KERNELS:
         raise ParameterError(f"kernel={kernel!r} must be one of: {', '.join(KERNELS)}.")
     reason = why_not(model) if kernel != "torch" else None
+    if reason is None and kernel == "auto":
+        reason = why_torch(model)
     if reason is not None:
         if kernel == "triton":
             raise ParameterError(f"kernel=triton cannot be used: {reason}. Use kernel=torch, or auto.")
