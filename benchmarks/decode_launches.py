@@ -27,8 +27,9 @@ GEOMETRIES = {
 }
 
 _FREE = {
-    "_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand", "lift_fresh", "new_empty", "permute",
-    "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view",
+    "_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand", "lift_fresh",
+    "new_empty", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unflatten",
+    "unsqueeze", "view",
 }  # fmt: skip
 
 

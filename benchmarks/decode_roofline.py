@@ -36,7 +36,9 @@ def layer_shape(model: str, ratio: float, group_size: int, latents: str) -> Laye
     kept, size = 1 - ratio, min(group_size, kv_heads)
     sizes = tuple(min(size, kv_heads - first) for first in range(0, kv_heads, size))
     ranks = tuple(round((2 if latents == "joint" else 1) * kept * own * head_dim) for own in sizes)
-    value_ranks, value_sizes = ((round(kept * kv_heads * head_dim),), (kv_heads,)) if latents == "separate" else (ranks, sizes)  # fmt: skip
+    value_ranks, value_sizes = ranks, sizes
+    if latents == "separate":
+        value_ranks, value_sizes = (round(kept * kv_heads * head_dim),), (kv_heads,)
     return LayerShape(
         hidden, heads, kv_heads, head_dim, ranks, sizes, value_ranks, value_sizes, joint=latents == "joint"
     )

@@ -35,7 +35,8 @@ def measure(folder: str, request: dict[str, Any]) -> dict[str, Any]:
     folder
         Dense or compressed checkpoint.
     request
-        ``device``; ``dtype``; ``kernels`` (how a compressed model decodes: :func:`recalkv.kernels.module.use_kernels`); ``prompt`` (token ids); ``new_tokens``; ``repeats``; ``contexts`` (cached tokens
+        ``device``; ``dtype``; ``kernels`` (how a compressed model decodes, as ``runtime.kernels``);
+        ``prompt`` (token ids); ``new_tokens``; ``repeats``; ``contexts`` (cached tokens
         for the attention module's latency); ``samples`` (prompts as token ids) and ``sample_tokens``.
     """
     device = torch.device(request["device"])

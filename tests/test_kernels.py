@@ -23,6 +23,8 @@ from tests import tiny
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from benchmarks.decode_launches import GEOMETRIES as LAUNCHES
+from benchmarks.decode_launches import step_launches
 from recalkv.kernels import module
 from recalkv.kernels.attention import latent_attention
 from recalkv.kernels.module import KernelAttention, use_kernels
@@ -64,6 +66,7 @@ class Case:
     segments: Any = None
     spare_slots: int = 0
     value_up: bool = True
+    int8: bool = False
 
 
 def rotate(states: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
@@ -129,7 +132,7 @@ class Problem:
         values = joined([up.to(DEVICE) for up in self.value_ups]) if self.value_ups else None
         plan = LayerPlan(
             keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, case.head_dim, 232_448,
-            self.layouts[0], None if case.joint else self.layouts[1],
+            self.layouts[0], None if case.joint else self.layouts[1], case.int8,
         )  # fmt: skip
         z_k, z_v = (rows.to(DEVICE) for rows in self.rows)
         seen: Any = self.first + case.queries
@@ -256,6 +259,19 @@ def test_left_padding_and_empty_slots_of_a_static_cache(queries: int) -> None:
     problem.z_k[hidden], problem.z_v[hidden] = math.nan, math.nan
     for ours, reference in zip(problem.by_kernels(), expected, strict=True):
         torch.testing.assert_close(ours.double(), reference, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("rank", [24, 83])
+def test_keys_from_products_of_8_bit_numbers(rank: int, group: int) -> None:
+    """Exact but for the rounding of R_k, which the reference has as well."""
+    case = Case(kv_heads=2, query_heads=4, key_group=group, key_rank=rank, joint=True, segments=_segments(8), int8=True)
+    problem = Problem(case)
+    assert problem.error() > 1e-4
+    for up in problem.ups:
+        scale = up.abs().amax(dim=0) / 127
+        up.copy_((up / scale).round() * scale)
+    assert problem.error() < 3e-6
 
 
 def test_a_row_that_may_see_nothing_is_zero() -> None:
@@ -508,6 +524,60 @@ def test_new_factors_are_seen() -> None:
     assert not torch.equal(before, changed)
 
 
+@torch.no_grad()
+def test_8_bit_products_follow_the_factors() -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", bits=8, ratio=0.6)
+    model, ids = model.to(DEVICE), tiny.windows(1, 20).to(DEVICE)
+
+    def logits() -> Tensor:
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :19], past_key_values=cache)
+        return model(ids[:, 19:], past_key_values=cache).logits
+
+    for _ in range(2):
+        exact, rounded = logits(), (use_kernels(model, int8=True), logits())[1]
+        layer = model.model.layers[0].self_attn
+        assert layer._layer_plan().key_factors.dtype == torch.int8
+        assert 0 < float((rounded - exact).abs().max() / exact.abs().max()) < 0.05
+        for up in layer.key_up:
+            up.mul_(-1.0)
+        assert float((logits() - rounded).abs().max()) > 1e-2
+        use_kernels(model, "torch")
+
+
+def test_written_and_moved_factors_are_seen() -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", value_mode="absorbed")
+    layer = use_kernels(model.to(DEVICE)).model.layers[0].self_attn
+    plan = layer._layer_plan()
+    # Written by `.data`, which torch does not count: the kernels read the parameters themselves.
+    layer.key_up[0].data.fill_(7.0)
+    assert layer._layer_plan() is plan
+    assert bool((plan.key_up[: layer.key_up[0].numel()] == 7.0).all())
+    for change in (lambda: setattr(layer.value_up[0], "data", layer.value_up[0].data.clone()), model.half):
+        change()
+        plan, old = layer._layer_plan(), plan
+        assert plan is not old
+        assert plan.value_up.dtype == layer.value_up[0].dtype
+        assert torch.equal(plan.value_up[: layer.value_up[0].numel()], layer.value_up[0].flatten())
+
+
+def test_a_model_with_kernels_is_saved_whole(tmp_path: Path) -> None:
+    """Factors are views of one buffer, which safetensors would refuse if they overlapped."""
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    use_kernels(model.to(DEVICE)).save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_launches_of_a_step() -> None:
+    """Three kernels and what cache and projections need, whatever the number of groups."""
+    counts = step_launches(LAUNCHES["32 heads"], "triton", static=False)
+    counts.pop("fill_")  # of this file's fixture
+    assert counts == {"mm": 3, "cat": 2, "scores_kernel": 1, "values_kernel": 1, "combine_kernel": 1}
+
+
 def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
     model = model.to(DEVICE)
@@ -521,6 +591,13 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         use_kernels(model.double())
     with pytest.warns(UserWarning, match="decoding in plain torch: the weights are torch.float64"):
         use_kernels(model, "auto")
+    if DEVICE.type == "cpu":
+        with pytest.warns(UserWarning, match="on a CPU the kernels are interpreted, which is for tests") as warned:
+            use_kernels(model.float(), "auto")
+        assert len(warned) == 1
+    monkeypatch.setattr(module, "version", lambda name: "3.5.1")
+    with pytest.raises(ParameterError, match=r"triton is 3\.5\.1, and the kernels are tested with 3\.6 and newer"):
+        use_kernels(model.float())
     assert not any(isinstance(layer.self_attn, KernelAttention) for layer in model.model.layers)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ParameterError, match="triton is not installed"):

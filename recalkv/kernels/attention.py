@@ -55,7 +55,7 @@ def latent_attention(
     query : (batch, queries, h, d_h)
         Before RoPE.
     z_k, z_v : (batch, slots, columns)
-        Latents in the type of ``plan.key_up``, or packed rows (uint8). No ``z_v`` where ``z_k`` serves both.
+        Latents in the type of the query, or packed rows (uint8). No ``z_v`` where ``z_k`` serves both.
     mask : (batch or 1, 1, queries, slots) bool or None
         True attends. None means causal.
     seen
@@ -73,7 +73,7 @@ def latent_attention(
     -------
     (batch, queries, inner)
         Outputs of all heads, or with R_v in the output projection their latent contexts, in the type of
-        ``plan.key_up``.
+        the query.
     """
     step = plan.step(query.shape[2] // plan.kv_heads * query.shape[1])
     anchors, offsets = rotary.tables(step.launch.tile, z_k.shape[1], query.device)
@@ -83,7 +83,7 @@ def latent_attention(
     call: Any = _operator if torch.compiler.is_compiling() else _decode
     result: Tensor = call(
         query, z_k, z_v, mask, seen if on_device else plan.nothing, (0 if on_device else seen) - offset,
-        plan.key_up, plan.key_table, plan.value_up, plan.value_table, step.blocks,
+        plan.key_factors, plan.key_table, plan.key_scales, plan.value_up, plan.value_table, step.blocks,
         None if keys is None else keys.places, None if keys is None else keys.steps,
         None if values is None else values.places, None if values is None else values.steps,
         key_bias, norm, epsilon, anchors, offsets, scaling * rotary.scaling**2,
@@ -97,7 +97,8 @@ def latent_attention(
 
 def _decode(
     query: Tensor, z_k: Tensor, z_v: Tensor | None, mask: Tensor | None, seen: Tensor, behind: int,
-    key_up: Tensor, key_table: Tensor, value_up: Tensor | None, value_table: Tensor, blocks: Tensor,
+    key_up: Tensor, key_table: Tensor, key_scales: Tensor | None, value_up: Tensor | None,
+    value_table: Tensor, blocks: Tensor,
     key_places: Tensor | None, key_steps: Tensor | None, value_places: Tensor | None, value_steps: Tensor | None,
     key_bias: Tensor | None, key_norm: Tensor | None, epsilon: float, anchors: Tensor, offsets: Tensor,
     scaling: float, total: int, value_rank: int, key_alignment: int, value_alignment: int,
@@ -106,7 +107,7 @@ def _decode(
 ) -> Tensor:  # fmt: skip
     """Three launches; arguments as the tables of :class:`LayerPlan` and :class:`Step` name them."""
     batch, queries, h, head_dim = query.shape
-    slots, kv_heads, device, latents = z_k.shape[1], key_table.shape[0], query.device, key_up.dtype
+    slots, kv_heads, device, latents = z_k.shape[1], key_table.shape[0], query.device, query.dtype
     rows, half = h // kv_heads * queries, head_dim // 2
     all_rows, total = kv_heads * rows, total * rows
     z_v = z_k if z_v is None else z_v
@@ -119,7 +120,7 @@ def _decode(
     partial = torch.empty(batch, runs, total, dtype=torch.float32, device=device)
     most = torch.empty(batch, runs, all_rows, dtype=torch.float32, device=device)
     sums = torch.empty_like(most)
-    output = _output(query, key_up, value_up, total)
+    output = _output(query, value_up, total)
     if mask is not None:
         mask = mask.expand(batch, 1, queries, slots).view(torch.uint8)
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
@@ -128,14 +129,15 @@ def _decode(
             query.contiguous(), z_k, key_up, seen if key_bias is None else key_bias,
             seen if key_norm is None else key_norm, anchors, offsets, seen if mask is None else mask, seen, logits,
             key_table, seen if key_places is None else key_places, seen if key_steps is None else key_steps,
-            z_k.stride(0), z_k.stride(1), 0 if mask is None else mask.stride(0),
+            seen if key_scales is None else key_scales, z_k.stride(0), z_k.stride(1),
+            0 if mask is None else mask.stride(0),
             0 if mask is None else mask.stride(2), logits_stride, 0 if key_places is None else key_places.shape[1],
             behind, score_tiles, scaling * _LOG2_E, epsilon,
             ROWS=rows, BLOCK_M=row_block(rows), QUERIES=queries, HALF=half,
             BLOCK_H=max(16, triton.next_power_of_2(half)), RANK_A=rank_first, RANK_B=rank_second, RESIDENT=resident,
             BLOCK_N=tile, ALIGN=key_alignment, HAS_BIAS=key_bias is not None, HAS_NORM=key_norm is not None,
             MASK=2 if mask is not None else 1 if queries > 1 else 0, PACKED=key_places is not None,
-            UPCAST=interpreted, num_warps=warps, num_stages=STAGES,
+            UPCAST=interpreted, INT8=key_scales is not None, num_warps=warps, num_stages=STAGES,
         )  # fmt: skip
         packed = value_places is not None
         values_kernel[(len(blocks), runs, batch)](
@@ -156,11 +158,11 @@ def _decode(
     return output
 
 
-def _output(query: Tensor, key_up: Tensor, value_up: Tensor | None, total: int) -> Tensor:
+def _output(query: Tensor, value_up: Tensor | None, total: int) -> Tensor:
     """Room for what the output projection reads."""
     batch, queries, h, head_dim = query.shape
     inner = total // queries if value_up is None else h * head_dim
-    return torch.empty(batch, queries, inner, dtype=key_up.dtype, device=query.device)
+    return torch.empty(batch, queries, inner, dtype=query.dtype, device=query.device)
 
 
 _operator = torch.library.custom_op("recalkv::decode_attention", _decode, mutates_args=())
@@ -173,7 +175,7 @@ _NAMES = tuple(inspect.signature(_decode).parameters)
 def _(query: Tensor, z_k: Tensor, *rest: Any) -> Tensor:
     named = dict(zip(_NAMES, (query, z_k, *rest), strict=True))
     rows = query.shape[2] // named["key_table"].shape[0] * query.shape[1]
-    return _output(query, named["key_up"], named["value_up"], named["total"] * rows)
+    return _output(query, named["value_up"], named["total"] * rows)
 
 
 def _split(slots: int, tile: int, runs: int) -> tuple[int, int]:

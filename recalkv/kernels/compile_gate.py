@@ -59,6 +59,7 @@ class Configuration:
     norm: bool = False
     bias: bool = False
     fused: bool = False
+    int8: bool = False
 
 
 CONFIGURATIONS = (
@@ -79,6 +80,9 @@ CONFIGURATIONS = (
     Configuration("smollm2-135m joint s=2 50%", 64, 3, 128, 128, 2),
     Configuration("llama-2-7b joint s=2 packed", 128, 1, 256, 256, 2, packed=True),
     Configuration("mistral-7b joint s=2 packed", 128, 4, 256, 256, 2, packed=True),
+    Configuration("llama-2-7b joint s=2 int8", 128, 1, 256, 256, 2, packed=True, int8=True),
+    Configuration("llama-2-7b s=4 70% int8", 128, 1, 160, 1232, 32, packed=True, int8=True),
+    Configuration("mistral-7b joint s=2 int8", 128, 4, 256, 256, 2, packed=True, int8=True),
     Configuration("head dimension 256", 256, 2, 256, 256, 1),
     Configuration("any rank", 128, 1, 154, 307, 8, fused=True),
 )
@@ -140,15 +144,17 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
     """Name, kernel, argument types, constants and warps, as in :func:`recalkv.kernels.attention.latent_attention`."""
     rows = c.query_heads_per_kv * c.queries
     half = c.head_dim // 2
-    launch = scores_launch(c.key_rank, c.head_dim, rows, 2, c.packed, SHARED_LIMITS[architecture])
+    element = 1 if c.int8 else 2
+    launch = scores_launch(c.key_rank, c.head_dim, rows, element, c.packed and not c.int8, SHARED_LIMITS[architecture])
     latent = "*u8" if c.packed else f"*{c.dtype}"
     table = "*i32" if c.packed else "*i64"
     steps = "*fp32" if c.packed else "*i64"
     pointers = {
-        "query_ptr": f"*{c.dtype}", "latent_ptr": latent, "up_ptr": f"*{c.dtype}",
+        "query_ptr": f"*{c.dtype}", "latent_ptr": latent, "up_ptr": "*i8" if c.int8 else f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "norm_ptr": f"*{c.dtype}" if c.norm else "*i64",
         "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "logits_ptr": "*fp32",
         "heads_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,
+        "scales_ptr": "*fp32" if c.int8 else "*i64",
     }  # fmt: skip
     numbers = {
         "latent_batch_stride": "i64", "latent_slot_stride": "i32", "mask_batch_stride": "i32",
@@ -161,6 +167,7 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
         "RANK_B": launch.rank_second, "RESIDENT": launch.resident, "BLOCK_N": launch.tile,
         "ALIGN": 1 if c.packed else math.gcd(16, c.key_rank), "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
         "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
+        "INT8": c.int8,
     }  # fmt: skip
     yield "scores", scores_kernel, pointers | numbers, constants, launch.warps
     _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows, c.packed)

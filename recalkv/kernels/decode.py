@@ -54,6 +54,14 @@ def _latents(
 
 
 @triton.jit
+def _codes(base, slots_ok, columns, columns_ok, slot_offsets):
+    """8-bit codes (slots, columns) of one sequence from rows of bytes, less 128; zero where there is nothing."""
+    ok = slots_ok[:, None] & columns_ok[None, :]
+    codes = tl.load(base + slot_offsets[:, None] + columns[None, :], mask=ok, other=128)
+    return (codes ^ 128).to(tl.int8, bitcast=True)
+
+
+@triton.jit
 def _head_row(heads_ptr, head, ALIGN: tl.constexpr):
     """Row of a table of heads: first column, rank, start of the head's block of R and the row stride there."""
     first_column = tl.multiple_of(tl.load(heads_ptr + 4 * head), ALIGN)
@@ -72,13 +80,27 @@ def _turned(left, right, angles_ptr, angles_ok, HALF: tl.constexpr, SIGN: tl.con
 
 
 @triton.jit
-def _up(up_ptr, start, stride, columns, columns_ok, places, places_ok, UPCAST: tl.constexpr):
-    """A block of one head's R_k, (columns, places)."""
+def _up(
+    up_ptr, start, stride, columns, columns_ok, places, places_ok, UPCAST: tl.constexpr, INT8: tl.constexpr = False,
+):  # fmt: skip
+    """A block of one head's R, (columns, places)."""
+    if INT8:
+        # Tensor cores take 8-bit factors with the summed index running first.
+        offsets = start + places[:, None] * stride + columns[None, :]
+        return tl.trans(tl.load(up_ptr + offsets, mask=places_ok[:, None] & columns_ok[None, :], other=0))
     offsets = start + columns[:, None] * stride + places[None, :]
     block = tl.load(up_ptr + offsets, mask=columns_ok[:, None] & places_ok[None, :], other=0.0)
     if UPCAST:
         block = block.to(tl.float32)
     return block
+
+
+@triton.jit
+def _scaled(sums, size, scales_ptr, half_sums_at, places_ok):
+    """Keys from sums of products of codes: (slots, places) int32 to float32."""
+    scale = tl.load(scales_ptr, mask=places_ok, other=0.0)[None, :]
+    half = tl.load(scales_ptr + half_sums_at, mask=places_ok, other=0.0)[None, :]
+    return (sums.to(tl.float32) + half) * scale * size
 
 
 # What changes while a sequence grows must not be compiled in.
@@ -87,12 +109,12 @@ def _up(up_ptr, start, stride, columns, columns_ok, places, places_ok, UPCAST: t
 )  # fmt: skip
 def scores_kernel(
     query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, logits_ptr,
-    heads_ptr, columns_ptr, steps_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride,
+    heads_ptr, columns_ptr, steps_ptr, scales_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride,
     mask_query_stride, logits_stride, table_width, behind, tiles, scaling, eps,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     RANK_A: tl.constexpr, RANK_B: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
-    PACKED: tl.constexpr, UPCAST: tl.constexpr,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Scores of one key/value head's queries against a run of tiles, in units of log 2.
 
@@ -112,6 +134,9 @@ def scores_kernel(
         Unused with MASK 0 (every slot that is seen) and 1 (causal); with 2 a boolean (batch, QUERIES, slots).
     logits_ptr : (batch, kv heads, ROWS, logits_stride) float32
         Minus infinity where masked; not written behind the last query.
+    scales_ptr : (2, kv heads, 2 HALF) float32
+        With INT8, where latents are packed in one run of 8-bit codes per group and R_k is int8: scale of each of
+        its columns, and half the sum of its codes, as the middle of the latents' codes lies between two.
     ALIGN
         Divides the entries of ``heads_ptr`` and the batch stride: how many elements may be read at once.
     RANK_A, RANK_B
@@ -123,6 +148,10 @@ def scores_kernel(
     first_column, rank, up_start, up_stride = _head_row(heads_ptr, head, ALIGN)
     seen = tl.load(seen_ptr).to(tl.int32) + behind
     kind = up_ptr.dtype.element_ty
+    if INT8:
+        first_byte = tl.load(columns_ptr + first_column)
+        level_at = tl.load(columns_ptr + 3 * table_width + first_column)
+        code_step = tl.load(steps_ptr + first_column)
     places = tl.arange(0, BLOCK_H)
     places_ok = places < HALF
     rows = tl.arange(0, BLOCK_M)
@@ -141,50 +170,67 @@ def scores_kernel(
     own_place = offset_ptr + (own_slot % BLOCK_N)[:, None] * (2 * HALF) + places[None, :]
     query_left, query_right = _turned(query_left, query_right, own_place, query_ok, HALF, 1)
     base = latent_ptr + tl.multiple_of(batch.to(tl.int64) * latent_batch_stride, ALIGN)
+    up_right = up_start + HALF * (up_stride if INT8 else 1)
     columns_a = tl.arange(0, RANK_A)
     ok_a = columns_a < rank
     if RESIDENT:
-        up_left_a = _up(up_ptr, up_start, up_stride, columns_a, ok_a, places, places_ok, UPCAST)
-        up_right_a = _up(up_ptr, up_start + HALF, up_stride, columns_a, ok_a, places, places_ok, UPCAST)
+        up_left_a = _up(up_ptr, up_start, up_stride, columns_a, ok_a, places, places_ok, UPCAST, INT8)
+        up_right_a = _up(up_ptr, up_right, up_stride, columns_a, ok_a, places, places_ok, UPCAST, INT8)
         if RANK_B > 0:
             columns_b = RANK_A + tl.arange(0, RANK_B)
             ok_b = columns_b < rank
-            up_left_b = _up(up_ptr, up_start, up_stride, columns_b, ok_b, places, places_ok, UPCAST)
-            up_right_b = _up(up_ptr, up_start + HALF, up_stride, columns_b, ok_b, places, places_ok, UPCAST)
+            up_left_b = _up(up_ptr, up_start, up_stride, columns_b, ok_b, places, places_ok, UPCAST, INT8)
+            up_right_b = _up(up_ptr, up_right, up_stride, columns_b, ok_b, places, places_ok, UPCAST, INT8)
     in_tile = tl.arange(0, BLOCK_N)
     first_tile = run * tiles
     for tile in range(first_tile, tl.minimum(first_tile + tiles, tl.cdiv(seen, BLOCK_N))):
         slot = tile * BLOCK_N + in_tile
         slot_ok = slot < seen
         slot_offsets = slot.to(tl.int64) * latent_slot_stride
-        left = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
-        right = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+        left = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.int32 if INT8 else tl.float32)
+        right = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.int32 if INT8 else tl.float32)
         if RESIDENT:
-            latents = _latents(
-                base, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, steps_ptr, table_width,
-                PACKED, UPCAST, kind,
-            )  # fmt: skip
+            if INT8:
+                latents = _codes(base + first_byte, slot_ok, columns_a, ok_a, slot_offsets)
+            else:
+                latents = _latents(
+                    base, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, steps_ptr, table_width,
+                    PACKED, UPCAST, kind,
+                )  # fmt: skip
             left = tl.dot(latents, up_left_a, left, input_precision="ieee")
             right = tl.dot(latents, up_right_a, right, input_precision="ieee")
             if RANK_B > 0:
-                latents = _latents(
-                    base, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, steps_ptr,
-                    table_width, PACKED, UPCAST, kind,
-                )  # fmt: skip
-                left = tl.dot(latents, up_left_b, left, input_precision="ieee")
-                right = tl.dot(latents, up_right_b, right, input_precision="ieee")
+                if INT8:
+                    latents_b = _codes(base + first_byte, slot_ok, columns_b, ok_b, slot_offsets)
+                else:
+                    latents_b = _latents(
+                        base, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, steps_ptr,
+                        table_width, PACKED, UPCAST, kind,
+                    )  # fmt: skip
+                left = tl.dot(latents_b, up_left_b, left, input_precision="ieee")
+                right = tl.dot(latents_b, up_right_b, right, input_precision="ieee")
         else:
             for start in range(0, rank, RANK_A):
                 columns = start + columns_a
                 ok = columns < rank
-                latents = _latents(
-                    base, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, steps_ptr, table_width,
-                    PACKED, UPCAST, kind,
-                )  # fmt: skip
-                block = _up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST)
+                if INT8:
+                    latents = _codes(base + first_byte, slot_ok, columns, ok, slot_offsets)
+                else:
+                    latents = _latents(
+                        base, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, steps_ptr, table_width,
+                        PACKED, UPCAST, kind,
+                    )  # fmt: skip
+                block = _up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
                 left = tl.dot(latents, block, left, input_precision="ieee")
-                block = _up(up_ptr, up_start + HALF, up_stride, columns, ok, places, places_ok, UPCAST)
+                block = _up(up_ptr, up_right, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
                 right = tl.dot(latents, block, right, input_precision="ieee")
+        if INT8:
+            level = tl.load(base + level_at + slot_offsets, mask=slot_ok, other=0).to(tl.float32)
+            size = (tl.exp2((level - 128.0) * 0.125) * code_step)[:, None]
+            left = _scaled(left, size, scales_ptr + head * (2 * HALF) + places, kv_heads * (2 * HALF), places_ok)
+            right = _scaled(
+                right, size, scales_ptr + head * (2 * HALF) + HALF + places, kv_heads * (2 * HALF), places_ok
+            )
         if HAS_BIAS:
             at = bias_ptr + head * (2 * HALF) + places
             left += tl.load(at, mask=places_ok, other=0.0).to(tl.float32)[None, :]
@@ -203,8 +249,9 @@ def scores_kernel(
             scores = (tl.sum(turned_left * key_left, axis=1) + tl.sum(turned_right * key_right, axis=1))[None, :]
         else:
             if not UPCAST:
-                turned_left, turned_right = turned_left.to(kind), turned_right.to(kind)
-                key_left, key_right = key_left.to(kind), key_right.to(kind)
+                exact = query_ptr.dtype.element_ty
+                turned_left, turned_right = turned_left.to(exact), turned_right.to(exact)
+                key_left, key_right = key_left.to(exact), key_right.to(exact)
             scores = tl.dot(turned_left, tl.trans(key_left), input_precision="ieee")
             scores = tl.dot(turned_right, tl.trans(key_right), scores, input_precision="ieee")
         scores *= scaling

@@ -34,16 +34,18 @@ class KernelAttention(LatentAttention):
     Prompts, more than a few queries, gradients, autocast, eager attention and masks that are not boolean stay with
     the parent, and in compiled models more than one query. The factors are views of one buffer, so that whatever is
     written into them is seen; a factor that is put in another's place (``parameter.data = ...``, ``load_state_dict``
-    with ``assign``) is noticed by its address, but not in a compiled model: compile after it.
+    with ``assign``) is noticed by its address, but not in a compiled model: compile after it. 8-bit copies of R_k
+    follow torch's own writes, which it counts, and not those by ``.data``.
     """
 
     _plan: LayerPlan | None = None
-    _plan_of: tuple[int, ...] = ()
+    _plan_of: list[int] = []  # noqa: RUF012  (replaced, never changed)
+    _int8: bool = False
     tile_rotary: TileRotary
 
-    def prepare(self, rotary: TileRotary, slots: int) -> None:
+    def prepare(self, rotary: TileRotary, slots: int, int8: bool = False) -> None:
         """Make whatever single queries over so many slots need, as compiled models cannot make it themselves."""
-        self.tile_rotary, self._plan = rotary, None
+        self.tile_rotary, self._plan, self._int8 = rotary, None, int8
         step = self._layer_plan().step(self.num_key_value_groups)
         rotary.tables(step.launch.tile, slots, self.k_proj.weight.device)
 
@@ -51,7 +53,7 @@ class KernelAttention(LatentAttention):
         """Follow the weights to another device or type."""
         super()._apply(fn, recurse)
         if self._plan is not None:
-            self.prepare(self.tile_rotary, TILE)
+            self.prepare(self.tile_rotary, TILE, self._int8)
         return self
 
     def forward(
@@ -112,22 +114,26 @@ class KernelAttention(LatentAttention):
         return self.tile_rotary.has(self._plan.step(rows).launch.tile, slots, device)
 
     def _layer_plan(self) -> LayerPlan:
-        """Made once, and again when a factor stands elsewhere."""
+        """Made once, and again when a factor stands elsewhere or its 8-bit copy is out of date."""
         if torch.compiler.is_compiling():
             assert self._plan is not None
             return self._plan
         value_up = [] if self.value_up is None else list(self.value_up)
-        factors = [*self.key_up, *value_up]
-        if self._plan is None or self._plan_of != tuple(up.data_ptr() for up in factors):
+        if self._plan is None or self._plan_of != self._state(value_up):
             from recalkv.kernels.attention import shared_limit
 
             keys, values = joined(list(self.key_up)), joined(value_up) if value_up else None
             self._plan = LayerPlan(
                 keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, self.head_dim,
                 shared_limit(keys.device), self.key_rows, self.value_rows,
+                self._int8,
             )  # fmt: skip
-            self._plan_of = tuple(up.data_ptr() for up in factors)
+            self._plan_of = self._state(value_up)
         return self._plan
+
+    def _state(self, value_up: list[Tensor]) -> list[int]:
+        versions = [up._version for up in self.key_up] if self._int8 else []
+        return [up.data_ptr() for up in (*self.key_up, *value_up)] + versions
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -172,7 +178,7 @@ def why_torch(model: Any) -> str | None:
     return why_torch_is_faster(shape, name)
 
 
-def use_kernels(model: Any, kernel: str = "triton") -> Any:
+def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
     """Choose how a compressed model decodes; returns the model.
 
     Parameters
@@ -183,6 +189,9 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
         ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can and are
         predicted to pay (:mod:`recalkv.kernels.rule`), and says in one warning why not; ``torch`` goes back to
         plain torch.
+    int8
+        In layers that cache 8-bit codes (``compression.bits`` 8), rebuild keys by products of 8-bit numbers: R_k is
+        rounded to 8 bits with one scale per column (``benchmarks.int8_reconstruction`` has what that costs).
 
     Raises
     ------
@@ -206,5 +215,5 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
             module.__class__ = LatentAttention if rotary is None else KernelAttention
             if rotary is not None:
                 assert isinstance(module, KernelAttention)
-                module.prepare(rotary, min(model.config.max_position_embeddings, _PREPARED_SLOTS))
+                module.prepare(rotary, min(model.config.max_position_embeddings, _PREPARED_SLOTS), int8)
     return model

@@ -97,7 +97,9 @@ def scores_launch(rank: int, head_dim: int, rows: int, element: int, packed: boo
     """
     first, second = cover_rank(rank)
     if not packed and head_dim <= 128:
-        for tile, warps in ((2 * TILE, 8), (TILE, 4)) if head_dim > 64 else ((TILE, 4),):
+        # Of 8-bit products several rows of queries leave no registers for a large tile.
+        large = head_dim > 64 and not (element == 1 and rows > 1)
+        for tile, warps in ((2 * TILE, 8), (TILE, 4)) if large else ((TILE, 4),):
             if _resident_bytes(first + second, head_dim, tile, rows, element) <= shared_limit:
                 return ScoresLaunch(first, second, True, tile, warps)
     wide = not packed and head_dim <= 128 and element == 2
@@ -240,6 +242,9 @@ class LayerPlan:
         Bytes of shared memory that a program may have.
     key_rows, value_rows
         Layout of packed rows, where latents are quantised.
+    int8
+        Rebuild keys by products of 8-bit numbers where each group's latents are 8-bit codes. R_k is then a copy,
+        with one scale per column.
     """
 
     def __init__(
@@ -254,14 +259,18 @@ class LayerPlan:
         shared_limit: int,
         key_rows: RowLayout | None = None,
         value_rows: RowLayout | None = None,
+        int8: bool = False,
     ) -> None:
         device = key_up.device
         self.head_dim, self.kv_heads, self.rank = head_dim, sum(key_heads), max(key_ranks)
         self.key_up, self.value_up = key_up, value_up
         self.value_ranks, self.value_heads = list(value_ranks), list(value_heads)
         keys, values = [], []
+        self.int8 = int8 and key_rows is not None and [*key_rows.segments] == [(rank, 8) for rank in key_ranks]
         for rank, heads, start, column in _groups(key_ranks, key_heads, head_dim):
-            keys += [[column, rank, start + head * head_dim, heads * head_dim] for head in range(heads)]
+            # 8-bit factors stand transposed, head after head.
+            step, stride = (rank * head_dim, rank) if self.int8 else (head_dim, heads * head_dim)
+            keys += [[column, rank, start + head * step, stride] for head in range(heads)]
         before = 0
         for rank, heads, start, _ in _groups(value_ranks, value_heads, head_dim):
             values += [[before + head * rank, rank, start + head * head_dim, heads * head_dim] for head in range(heads)]
@@ -272,6 +281,9 @@ class LayerPlan:
         packed = key_rows is not None
         self.key_alignment = 1 if packed else _alignment(itertools.chain(*keys, [sum(key_ranks)]))
         self.value_alignment = _alignment(itertools.chain(*values))
+        self.key_factors, self.key_scales = key_up, None
+        if self.int8:
+            self.key_factors, self.key_scales = _int8_factors(key_up, key_ranks, key_heads, head_dim)
         self.key_columns = None if key_rows is None else PackedColumns(key_rows, device)
         self.value_columns = None if value_rows is None else PackedColumns(value_rows, device)
         self.nothing = torch.zeros(1, dtype=torch.int64, device=device)
@@ -288,13 +300,25 @@ class LayerPlan:
             blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head, self._packed)
             numbers = [number for block in blocks for number in block[:2]]
             aligned = 1 if self._packed else _alignment([*numbers, sum(self.value_ranks)])
-            launch = scores_launch(
-                self.rank, self.head_dim, rows_per_head, self.key_up.element_size(), self._packed, self._shared_limit
-            )
+            element, unpacked = self.key_factors.element_size(), self._packed and not self.int8
+            launch = scores_launch(self.rank, self.head_dim, rows_per_head, element, unpacked, self._shared_limit)
             with torch.inference_mode(False):
                 table = torch.tensor(blocks, dtype=torch.int32, device=self.key_up.device)
             self._steps[rows_per_head] = Step(launch, table, rows, columns, aligned)
         return self._steps[rows_per_head]
+
+
+def _int8_factors(key_up: Tensor, ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> tuple[Tensor, Tensor]:
+    """R_k in 8 bits, transposed, all heads in one buffer; and (2, kv heads, d_h) scales and half sums of columns."""
+    codes, scales, halves = [], [], []
+    for rank, own, start, _ in _groups(ranks, heads, head_dim):
+        columns = key_up[start : start + rank * own * head_dim].view(rank, -1).mT.float()
+        scale = columns.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / 127
+        rounded = (columns / scale).round()
+        codes.append(rounded.to(torch.int8).flatten())
+        scales.append(scale[:, 0])
+        halves.append(rounded.sum(dim=1) / 2)
+    return torch.cat(codes), torch.stack([torch.cat(scales), torch.cat(halves)])
 
 
 def _groups(ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> Iterator[tuple[int, int, int, int]]:
