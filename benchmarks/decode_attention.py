@@ -6,7 +6,7 @@ Random weights and caches, one new token, caches of a fixed size that are writte
 are included on all sides. Every row names what it is compared with:
 
 * ``dense, SDPA, static cache``: scaled_dot_product_attention over a cache that is never copied, by the fastest of
-  its backends, which the JSON file names;
+  its backends, which the JSON file names; where none takes a shape, the row says so and there is no ratio;
 * ``dense, eager, growing cache``: transformers' eager attention and its DynamicCache, which copies itself at
   every step: what the public releases of this field compare with;
 * ``latents, torch``: plain torch, which rebuilds every key;
@@ -213,7 +213,7 @@ class Bench:
         calls: list[Any] = [functools.partial(step, states, rope) for step in steps]
         base = {"geometry": self.name, "context": context, "batch": batch, "ratio": 0.0}
         baseline, backend = self.fastest_sdpa(calls)
-        rate = {"cache_bytes": dense_bytes, "gb_per_s": dense_bytes / baseline / 1e3}
+        rate = {"cache_bytes": dense_bytes} | ({} if baseline is None else {"gb_per_s": dense_bytes / baseline / 1e3})
         yield base | rate | {"what": "dense, SDPA, static cache", "backend": backend, "us": baseline}
         del steps, calls, caches
         spent = self.time([self.growing_step(shape, states, rope)], graphed=False)
@@ -222,18 +222,24 @@ class Bench:
         for ratio in ratios:
             yield from self.compressed_rows(context, batch, ratio, group_size, joint, baseline)
 
-    def fastest_sdpa(self, calls: list[Any]) -> tuple[float, str]:
-        """Time torch's attention by each of its backends that takes these shapes; the fastest, and its name."""
+    def fastest_sdpa(self, calls: list[Any]) -> tuple[float | None, str]:
+        """Time torch's attention by each of its backends that takes these shapes.
+
+        Returns
+        -------
+        float or None, str
+            The fastest one's time and name; where there is none, None and what each of them said.
+        """
         if self.device.type != "cuda":
             return self.time(calls), "torch's choice"
-        found = []
+        found, refused = [], []
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             try:
                 with sdpa_kernel(backend):
                     found.append((self.time(calls), backend.name))
-            except RuntimeError:
-                continue
-        return min(found)
+            except RuntimeError as error:
+                refused.append(f"{backend.name}: {str(error).splitlines()[0]}")
+        return min(found) if found else (None, f"no backend takes it ({'; '.join(refused)})")
 
     def growing_step(self, shape: tuple[int, ...], states: Tensor, rope: Any) -> Callable[[], Tensor]:
         """A step of transformers' eager attention over its growing cache, which is cut back each time."""
@@ -248,7 +254,7 @@ class Bench:
         return step
 
     def compressed_rows(
-        self, context: int, batch: int, ratio: float, group_size: int, joint: bool, baseline: float
+        self, context: int, batch: int, ratio: float, group_size: int, joint: bool, baseline: float | None
     ) -> Iterator[dict[str, Any]]:
         """Time one ratio; the kernels' output must be plain torch's."""
         states, rope = self.states(batch), self.rope(context, batch)
@@ -281,7 +287,8 @@ class Bench:
             widths_up = [rank * heads for rank, heads in zip(layer.key_ranks, layer.key_heads, strict=True)]
             flops = 2 * batch * context * sum(widths_up) * self.geometry.head_dim
             rates = {"gb_per_s": cache_bytes / spent / 1e3, "rebuild_tflop_per_s": flops / spent / 1e6}
-            yield base | rates | {"what": what, "us": spent, "against_sdpa_static": baseline / spent}
+            ratio_to = {} if baseline is None else {"against_sdpa_static": baseline / spent}
+            yield base | rates | {"what": what, "us": spent} | ratio_to
 
     def time(self, calls: list[Callable[[], Any]], graphed: bool = True) -> float:
         """Median microseconds of a call, over rounds of all of them."""
@@ -361,8 +368,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                 rows.append(row)
                 print(
                     f"{row['geometry']:<14}{row['context']:>8}{row['batch']:>6}{row['ratio']:>8.0%}  {row['what']:<30}"
-                    f"{row['us']:>10.1f}{row.get('against_sdpa_static', 0):>7.2f}{row.get('gb_per_s', 0):>8.0f}"
-                    f"{row.get('rebuild_tflop_per_s', 0):>9.1f}",
+                    + line_end(row),
                     flush=True,
                 )
     if options.out:
@@ -370,6 +376,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         content = {"machine": machine(device), "dtype": options.dtype, "rows": rows}
         options.out.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     return rows
+
+
+def line_end(row: dict[str, Any]) -> str:
+    """Figures of a row, or why there are none."""
+    if row["us"] is None:
+        return f"  {row['backend']}"
+    ratio, rate = row.get("against_sdpa_static", 0), row.get("gb_per_s", 0)
+    return f"{row['us']:>10.1f}{ratio:>7.2f}{rate:>8.0f}{row.get('rebuild_tflop_per_s', 0):>9.1f}"
 
 
 def _lists(*parts: str) -> list[list[int]]:

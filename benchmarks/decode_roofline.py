@@ -4,9 +4,10 @@
 
 For each context and ratio: megabytes moved and GFLOP of one attention module's step (projections included) with
 groups of two heads, and how many times faster than dense attention the kernels are predicted to be for groups of
-1, 2 and 4 heads, keys rebuilt in bfloat16 and in INT8 (latents cached in 8 bits: half the bytes that the ratio
-says). Dense is flash decoding over a static cache in a CUDA graph, and in the last column transformers' eager
-attention over its growing cache. The model and its efficiencies are in :mod:`recalkv.kernels.cost`.
+1, 2 and 4 heads, keys rebuilt in bfloat16, in INT8 (latents cached in 8 bits: half the bytes that the ratio says),
+and in bfloat16 with the identity gauge (:mod:`recalkv.kernels.gauge`). Dense is flash decoding over a static cache in
+a CUDA graph, and in the last column transformers' eager attention over its growing cache. The model and its
+efficiencies are in :mod:`recalkv.kernels.cost`.
 """
 
 import argparse
@@ -26,6 +27,9 @@ MODELS = {
 LAYOUTS = ("separate", "grouped", "joint")
 """Values in one latent of their own (the paper's), in groups as the keys, or in one latent with the keys."""
 
+WAYS = ("bf16", "int8", "identity")
+"""Keys rebuilt in bfloat16, in INT8, or in bfloat16 with the identity gauge, which the kernels do not use yet."""
+
 PAPER = {4096: 1.22, 16384: 1.59, 65536: 1.80}
 """Speed-ups that the paper reports for LLaMA-2-7B at 70 %, by context."""
 
@@ -44,17 +48,17 @@ def layer_shape(model: str, ratio: float, group_size: int, latents: str) -> Laye
     )
 
 
-def speedup(shape: LayerShape, device: Device, context: int, batch: int, int8: bool, growing: bool = False) -> float:
-    """Predicted time of the dense step over that of the kernels."""
+def speedup(shape: LayerShape, device: Device, context: int, batch: int, way: str, growing: bool = False) -> float:
+    """Predicted time of the dense step over that of the kernels; ``way`` of :data:`WAYS`."""
     dense = dense_growing if growing else dense_static
-    ours = latent_kernels(shape, device, context, batch, int8)
+    ours = latent_kernels(shape, device, context, batch, int8=way == "int8", identity=way == "identity")
     return dense(shape, device, context, batch).seconds / ours.seconds
 
 
 def table(model: str, device: Device, latents: str, batch: int, contexts: list[int], ratios: list[float]) -> list[str]:
     """Lines of the markdown table of one model and batch."""
-    settings = list(itertools.product((False, True), (1, 2, 4)))
-    names = [f"{'int8' if int8 else 'bf16'} s={size}" for int8, size in settings]
+    settings = [*itertools.product(WAYS[:2], (1, 2, 4)), ("identity", 2)]
+    names = [f"{way} s={size}" for way, size in settings]
     lines = [
         "| context | removed | MB dense | MB | GFLOP dense | GFLOP | " + " | ".join(names) + " | bf16 s=2, growing |",
         "|---" * (len(names) + 7) + "|",
@@ -63,9 +67,9 @@ def table(model: str, device: Device, latents: str, batch: int, contexts: list[i
         middle = layer_shape(model, ratio, 2, latents)
         dense, ours = (cost(middle, device, context, batch) for cost in (dense_static, latent_kernels))
         cells = [
-            speedup(layer_shape(model, ratio, size, latents), device, context, batch, int8) for int8, size in settings
+            speedup(layer_shape(model, ratio, size, latents), device, context, batch, way) for way, size in settings
         ]
-        cells.append(speedup(middle, device, context, batch, False, growing=True))
+        cells.append(speedup(middle, device, context, batch, "bf16", growing=True))
         sizes = f"{dense.bytes / 1e6:.0f} | {ours.bytes / 1e6:.0f}"
         work = f"{dense.operations / 1e9:.2f} | {ours.operations / 1e9:.2f}"
         lines.append(
@@ -81,13 +85,13 @@ def goals(device: Device, model: str = "llama-2-7b") -> list[str]:
         "| 50 %: 16K, 64K, 128K | never slower at 50 % |",
         "|---|---|---|---|---|---|---|",
     ]
-    for latents, int8, size in itertools.product(LAYOUTS, (False, True), (1, 2, 4)):
+    for latents, way, size in itertools.product(LAYOUTS, WAYS, (1, 2, 4)):
         most, half = (layer_shape(model, ratio, size, latents) for ratio in (0.7, 0.5))
-        first = {context: speedup(most, device, context, 1, int8) for context in PAPER}
-        second = [speedup(half, device, context, 1, int8) for context in (16384, 65536, 131072)]
+        first = {context: speedup(most, device, context, 1, way) for context in PAPER}
+        second = [speedup(half, device, context, 1, way) for context in (16384, 65536, 131072)]
         reached = all(first[context] >= goal for context, goal in PAPER.items())
         lines.append(
-            f"| {latents} | {'int8' if int8 else 'bf16'} | {size} | {', '.join(f'{x:.2f}' for x in first.values())} | "
+            f"| {latents} | {way} | {size} | {', '.join(f'{x:.2f}' for x in first.values())} | "
             f"{'yes' if reached else 'no'} | {', '.join(f'{x:.2f}' for x in second)} | "
             f"{'yes' if min(second) >= 1 else 'no'} |"
         )

@@ -61,13 +61,14 @@ def main(arguments: list[str] | None = None) -> None:
     for pairs in (True, False):
         conditions, entries, before, after = [], [], [], []
         for layer, z_all in zip(layers, latents, strict=True):
-            for z, up in zip(z_all.split(layer.key_ranks, dim=1), layer.key_up, strict=True):
+            for z, factor in zip(z_all.split(layer.key_ranks, dim=1), layer.key_up, strict=True):
+                up = factor.detach()
                 basis = gauge_basis(up, pivot_columns(up, layer.head_dim, pairs))
                 turned, (new,) = regauged(z, [up], basis)
-                exact = z.double() @ up.detach().double()
+                exact = z.double() @ up.double()
                 conditions.append(float(torch.linalg.cond(basis)))
                 entries.append(float(new.abs().max()))
-                before.append(_rounding_error(z, up.detach(), exact))
+                before.append(_rounding_error(z, up, exact))
                 after.append(_rounding_error(turned, new, exact))
         print(
             f"{'pairs' if pairs else 'single':<10}{statistics.median(conditions):>18.1f}{max(conditions):>9.1f}"

@@ -140,16 +140,21 @@ def dense_growing(shape: LayerShape, device: Device, context: int, batch: int) -
     return Cost(step.bytes, step.operations, max(step.seconds, _DENSE_OPERATIONS * LAUNCH_SECONDS))
 
 
-def latent_kernels(shape: LayerShape, device: Device, context: int, batch: int, int8: bool = False) -> Cost:
+def latent_kernels(
+    shape: LayerShape, device: Device, context: int, batch: int, int8: bool = False, identity: bool = False
+) -> Cost:
     """The kernels over a cache that is written in place, in a CUDA graph.
 
     ``int8``: latents are cached in 8 bits, with one scale per token and group, and keys are rebuilt by products of
-    8-bit numbers.
+    8-bit numbers. ``identity``: as many columns of the keys as a group has latents are cached as they are
+    (:mod:`recalkv.kernels.gauge`), which the kernels do not do yet.
     """
     tokens, element = float(batch * context), 1 if int8 else ELEMENT
     key_bytes = element * tokens * sum(shape.key_ranks)
     value_bytes = key_bytes if shape.joint else element * tokens * sum(shape.value_ranks)
-    rebuilding = 2 * tokens * _rebuilt(shape.key_ranks, shape.key_heads) * shape.head_dim
+    widths = [own * shape.head_dim for own in shape.key_heads]
+    columns = [width - min(rank, width) * identity for rank, width in zip(shape.key_ranks, widths, strict=True)]
+    rebuilding = 2 * tokens * sum(rank * count for rank, count in zip(shape.key_ranks, columns, strict=True))
     # Each head of a group reads the group's latents, all but the first from the level-2 cache.
     per_head = element * tokens * _rebuilt(shape.key_ranks, shape.key_heads)
     turning = 6 * tokens * shape.kv_heads * shape.head_dim
