@@ -1,9 +1,6 @@
 """Predicted costs, the rule of `kernels: auto`, the identity gauge, and the simulation of 8-bit reconstruction."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +135,6 @@ def test_benchmark_says_that_no_backend_takes_a_shape(monkeypatch: pytest.Monkey
     assert spent is None
     assert backend.startswith("no backend takes it (FLASH_ATTENTION: No available kernel. Aborting execution.; CUDNN")
     assert decode_attention.line_end({"us": spent, "backend": backend}).endswith(f"  {backend}")
-
-
-def test_benchmarks_of_decoding_need_no_pipeline() -> None:
-    blocked = ["dvc", "zarr", "lm_eval", "datasets", "gguf", "matplotlib", "typer", "pydantic"]
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
-        "import benchmarks.decode_attention, benchmarks.decode_launches, benchmarks.decode_roofline"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_measurements_choose_the_kernels(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -604,14 +604,20 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         use_kernels(model.float())
 
 
-def test_benchmark_compares_before_it_times(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.decode_attention", "--geometry", "tiny", "--contexts", "20"]
-    command += ["--ratios", "0.5", "--dtype", "float32", "--repeats", "1", "--out", str(tmp_path / "rows.json")]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+@pytest.mark.parametrize("bits", [16, 8])
+def test_benchmark_compares_before_it_times(bits: int, tmp_path: Path) -> None:
+    """In a process of its own, without the pipeline's packages."""
+    absent = ["dvc", "zarr", "lm_eval", "datasets", "gguf", "matplotlib", "typer", "pydantic"]
+    arguments = ["--geometry", "tiny", "--contexts", "20", "--ratios", "0.5", "--dtype", "float32", "--repeats", "1"]
+    arguments += ["--bits", str(bits), "--out", str(tmp_path / "rows.json")]
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+    code += f"from benchmarks.decode_attention import main; main({arguments})"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     result = json.loads((tmp_path / "rows.json").read_text())
     rows = {row["what"]: row for row in result["rows"]}
     assert rows["latents, kernels"]["error"] < 1e-5
-    # 3 heads x 2 x 8 elements of 4 bytes and 20 tokens; half of that is latents.
+    # 3 heads x 2 x 8 elements of 4 bytes and 20 tokens; half of that is latents, or a byte each and one per group.
     assert rows["dense, SDPA, static cache"]["cache_bytes"] == 3 * 2 * 8 * 4 * 20
-    assert rows["latents, torch"]["cache_bytes"] == 3 * 2 * 8 * 4 * 20 / 2
+    assert rows["latents, torch"]["cache_bytes"] == (3 * 2 * 8 * 4 * 20 / 2 if bits == 16 else (24 + 2) * 20)
+    assert ("latents, kernels, int8" in rows) == (bits == 8)
     assert "dense, eager, growing cache" in rows
