@@ -148,6 +148,7 @@ def scores_kernel(
     first_column, rank, up_start, up_stride = _head_row(heads_ptr, head, ALIGN)
     seen = tl.load(seen_ptr).to(tl.int32) + behind
     kind = up_ptr.dtype.element_ty
+    SUMS: tl.constexpr = tl.int32 if INT8 else tl.float32  # noqa: N806  (a constant)
     if INT8:
         first_byte = tl.load(columns_ptr + first_column)
         level_at = tl.load(columns_ptr + 3 * table_width + first_column)
@@ -187,8 +188,8 @@ def scores_kernel(
         slot = tile * BLOCK_N + in_tile
         slot_ok = slot < seen
         slot_offsets = slot.to(tl.int64) * latent_slot_stride
-        left = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.int32 if INT8 else tl.float32)
-        right = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.int32 if INT8 else tl.float32)
+        left = tl.zeros((BLOCK_N, BLOCK_H), dtype=SUMS)
+        right = tl.zeros((BLOCK_N, BLOCK_H), dtype=SUMS)
         if RESIDENT:
             if INT8:
                 latents = _codes(base + first_byte, slot_ok, columns_a, ok_a, slot_offsets)
@@ -197,8 +198,8 @@ def scores_kernel(
                     base, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, steps_ptr, table_width,
                     PACKED, UPCAST, kind,
                 )  # fmt: skip
-            left = tl.dot(latents, up_left_a, left, input_precision="ieee")
-            right = tl.dot(latents, up_right_a, right, input_precision="ieee")
+            left = tl.dot(latents, up_left_a, left, input_precision="ieee", out_dtype=SUMS)
+            right = tl.dot(latents, up_right_a, right, input_precision="ieee", out_dtype=SUMS)
             if RANK_B > 0:
                 if INT8:
                     latents_b = _codes(base + first_byte, slot_ok, columns_b, ok_b, slot_offsets)
@@ -207,8 +208,8 @@ def scores_kernel(
                         base, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, steps_ptr,
                         table_width, PACKED, UPCAST, kind,
                     )  # fmt: skip
-                left = tl.dot(latents_b, up_left_b, left, input_precision="ieee")
-                right = tl.dot(latents_b, up_right_b, right, input_precision="ieee")
+                left = tl.dot(latents_b, up_left_b, left, input_precision="ieee", out_dtype=SUMS)
+                right = tl.dot(latents_b, up_right_b, right, input_precision="ieee", out_dtype=SUMS)
         else:
             for start in range(0, rank, RANK_A):
                 columns = start + columns_a
@@ -221,9 +222,9 @@ def scores_kernel(
                         PACKED, UPCAST, kind,
                     )  # fmt: skip
                 block = _up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
-                left = tl.dot(latents, block, left, input_precision="ieee")
+                left = tl.dot(latents, block, left, input_precision="ieee", out_dtype=SUMS)
                 block = _up(up_ptr, up_right, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
-                right = tl.dot(latents, block, right, input_precision="ieee")
+                right = tl.dot(latents, block, right, input_precision="ieee", out_dtype=SUMS)
         if INT8:
             level = tl.load(base + level_at + slot_offsets, mask=slot_ok, other=0).to(tl.float32)
             size = (tl.exp2((level - 128.0) * 0.125) * code_step)[:, None]
