@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from recalkv.attention import LatentAttention
 from recalkv.errors import ParameterError
 from recalkv.kernels.cost import LayerShape
-from recalkv.kernels.plan import MAX_ROWS, TILE, LayerPlan, joined
+from recalkv.kernels.plan import MAX_ROWS, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 from recalkv.kernels.rule import why_torch_is_faster
 
@@ -40,12 +40,13 @@ class KernelAttention(LatentAttention):
 
     _plan: LayerPlan | None = None
     _plan_of: list[int] = []  # noqa: RUF012  (replaced, never changed)
+    _slots: int = 0
     _int8: bool = False
     tile_rotary: TileRotary
 
     def prepare(self, rotary: TileRotary, slots: int, int8: bool = False) -> None:
         """Make whatever single queries over so many slots need, as compiled models cannot make it themselves."""
-        self.tile_rotary, self._plan, self._int8 = rotary, None, int8
+        self.tile_rotary, self._plan, self._slots, self._int8 = rotary, None, slots, int8
         step = self._layer_plan().step(self.num_key_value_groups)
         rotary.tables(step.launch.tile, slots, self.k_proj.weight.device)
 
@@ -53,7 +54,7 @@ class KernelAttention(LatentAttention):
         """Follow the weights to another device or type."""
         super()._apply(fn, recurse)
         if self._plan is not None:
-            self.prepare(self.tile_rotary, TILE, self._int8)
+            self.prepare(self.tile_rotary, self._slots, self._int8)
         return self
 
     def forward(
