@@ -6,11 +6,12 @@ Random weights and caches, one new token, caches of a fixed size that are writte
 are included on all sides. Every row names what it is compared with:
 
 * ``dense, SDPA, static cache``: scaled_dot_product_attention over a cache that is never copied, by the fastest of
-  its backends, which the JSON file names;
+  its backends, which the JSON file names; where none takes a shape, the row says so and there is no ratio;
 * ``dense, eager, growing cache``: transformers' eager attention and its DynamicCache, which copies itself at
   every step: what the public releases of this field compare with;
 * ``latents, torch``: plain torch, which rebuilds every key;
-* ``latents, kernels``: the Triton kernels.
+* ``latents, kernels``: the Triton kernels; with ``--bits 8`` also ``latents, kernels, int8``, which rebuild keys by
+  products of 8-bit numbers.
 
 On a GPU a step is a CUDA graph (not for the growing cache, whose shapes change), run over several caches
 in turn that together are four times the level-2 cache; on a CPU it is a call, and the kernels are left
@@ -110,8 +111,10 @@ class DenseStep(nn.Module):
         return layer.o_proj(output.transpose(1, 2).flatten(2))
 
 
-def compressed_model(geometry: Geometry, ratio: float, group_size: int, joint: bool, device: Any, dtype: Any) -> Any:
-    """A model of one layer with random factors of uniform rank."""
+def compressed_model(
+    geometry: Geometry, ratio: float, group_size: int, joint: bool, device: Any, dtype: Any, bits: int = 16
+) -> Any:
+    """A model of one layer with random factors of uniform rank; latents of 8 bits are half the bytes of the ratio."""
     sizes = group_sizes(geometry.kv_heads, group_size)
     width = geometry.kv_heads * geometry.head_dim
     ranks = [_rank((2 if joint else 1) * size * geometry.head_dim * (1 - ratio)) for size in sizes]
@@ -131,8 +134,8 @@ def compressed_model(geometry: Geometry, ratio: float, group_size: int, joint: b
             {
                 "key_ranks": ranks,
                 "value_ranks": value_ranks,
-                "key_segments": None,
-                "value_segments": None,
+                "key_segments": None if bits == 16 else [[(rank, bits)] for rank in ranks],
+                "value_segments": None if bits == 16 else [[(rank, bits)] for rank in value_ranks],
                 "value_layout": "separate",
             }
         ],
@@ -166,7 +169,7 @@ def _sizes(geometry: Geometry) -> dict[str, Any]:
 class Bench:
     """One geometry on one device."""
 
-    def __init__(self, name: str, device: torch.device, dtype: torch.dtype, repeats: int) -> None:
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype, repeats: int, bits: int = 16) -> None:
         self.name, self.geometry, self.device, self.dtype, self._repeats = (
             name,
             GEOMETRIES[name],
@@ -174,6 +177,7 @@ class Bench:
             dtype,
             repeats,
         )
+        self._bits = bits
         config = (MistralConfig if self.geometry.family == "mistral" else LlamaConfig)(**_sizes(self.geometry))
         config._attn_implementation = "eager"
         self.rotary = LlamaRotaryEmbedding(config).to(device)
@@ -213,7 +217,7 @@ class Bench:
         calls: list[Any] = [functools.partial(step, states, rope) for step in steps]
         base = {"geometry": self.name, "context": context, "batch": batch, "ratio": 0.0}
         baseline, backend = self.fastest_sdpa(calls)
-        rate = {"cache_bytes": dense_bytes, "gb_per_s": dense_bytes / baseline / 1e3}
+        rate = {"cache_bytes": dense_bytes} | ({} if baseline is None else {"gb_per_s": dense_bytes / baseline / 1e3})
         yield base | rate | {"what": "dense, SDPA, static cache", "backend": backend, "us": baseline}
         del steps, calls, caches
         spent = self.time([self.growing_step(shape, states, rope)], graphed=False)
@@ -222,18 +226,24 @@ class Bench:
         for ratio in ratios:
             yield from self.compressed_rows(context, batch, ratio, group_size, joint, baseline)
 
-    def fastest_sdpa(self, calls: list[Any]) -> tuple[float, str]:
-        """Time torch's attention by each of its backends that takes these shapes; the fastest, and its name."""
+    def fastest_sdpa(self, calls: list[Any]) -> tuple[float | None, str]:
+        """Time torch's attention by each of its backends that takes these shapes.
+
+        Returns
+        -------
+        float or None, str
+            The fastest one's time and name; where there is none, None and what each of them said.
+        """
         if self.device.type != "cuda":
             return self.time(calls), "torch's choice"
-        found = []
+        found, refused = [], []
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             try:
                 with sdpa_kernel(backend):
                     found.append((self.time(calls), backend.name))
-            except RuntimeError:
-                continue
-        return min(found)
+            except RuntimeError as error:
+                refused.append(f"{backend.name}: {str(error).splitlines()[0]}")
+        return min(found) if found else (None, f"no backend takes it ({'; '.join(refused)})")
 
     def growing_step(self, shape: tuple[int, ...], states: Tensor, rope: Any) -> Callable[[], Tensor]:
         """A step of transformers' eager attention over its growing cache, which is cut back each time."""
@@ -248,40 +258,48 @@ class Bench:
         return step
 
     def compressed_rows(
-        self, context: int, batch: int, ratio: float, group_size: int, joint: bool, baseline: float
+        self, context: int, batch: int, ratio: float, group_size: int, joint: bool, baseline: float | None
     ) -> Iterator[dict[str, Any]]:
         """Time one ratio; the kernels' output must be plain torch's."""
         states, rope = self.states(batch), self.rope(context, batch)
-        model = compressed_model(self.geometry, ratio, group_size, joint, self.device, self.dtype)
+        model = compressed_model(self.geometry, ratio, group_size, joint, self.device, self.dtype, self._bits)
         layer = model.model.layers[0].self_attn
-        widths = (sum(layer.key_ranks), 0 if joint else sum(layer.value_ranks))
-        element = torch.empty(0, dtype=self.dtype).element_size()
-        cache_bytes = batch * context * sum(widths) * element
-        caches: list[Any] = [
-            FixedCache(self.normal(batch, 1, context, widths[0]), self.normal(batch, 1, context, widths[1]))
-            for _ in range(self.copies(cache_bytes))
-        ]
+        first = self.latents(layer, batch, context)
+        cache_bytes = sum(part.numel() * part.element_size() for part in first)
+        further = (self.latents(layer, batch, context) for _ in range(self.copies(cache_bytes) - 1))
+        caches: list[Any] = [FixedCache(*parts) for parts in (first, *further)]
         base = {"geometry": self.name, "context": context, "batch": batch, "ratio": ratio, "group_size": group_size,
                 "joint": joint, "cache_bytes": cache_bytes}  # fmt: skip
         outputs = []
         reason = why_not(model)
-        for kernel in ("torch",) if reason else ("torch", "triton"):
-            use_kernels(model, kernel)
+        ways = [("torch", False), ("triton", False), ("triton", True)]
+        for kernel, int8 in ways[: 1 if reason else 3 if self._bits == 8 else 2]:
+            use_kernels(model, kernel, int8)
             calls: list[Any] = [functools.partial(layer, states, rope, None, past_key_values=each) for each in caches]
             outputs.append(calls[0]()[0])
             if kernel == "triton" and not layer._by_kernel(states, None, caches[0]):
                 raise AssertionError(f"the kernels do not serve {base}")
             if kernel == "triton":
-                error = float((outputs[1] - outputs[0]).abs().max() / outputs[0].abs().max())
+                error = float((outputs[-1] - outputs[0]).abs().max() / outputs[0].abs().max())
                 if not error < 0.03:
                     raise AssertionError(f"kernels differ from plain torch by {error:.3g}: {base}")
                 base["error"] = error
             spent = self.time(calls)
-            what = "latents, kernels" if kernel == "triton" else "latents, torch"
+            what = f"latents, kernels{', int8' * int8}" if kernel == "triton" else "latents, torch"
             widths_up = [rank * heads for rank, heads in zip(layer.key_ranks, layer.key_heads, strict=True)]
             flops = 2 * batch * context * sum(widths_up) * self.geometry.head_dim
             rates = {"gb_per_s": cache_bytes / spent / 1e3, "rebuild_tflop_per_s": flops / spent / 1e6}
-            yield base | rates | {"what": what, "us": spent, "against_sdpa_static": baseline / spent}
+            ratio_to = {} if baseline is None else {"against_sdpa_static": baseline / spent}
+            yield base | rates | {"what": what, "us": spent} | ratio_to
+
+    def latents(self, layer: Any, batch: int, context: int) -> tuple[Tensor, Tensor]:
+        """Random content of a cache, keys and values, packed where the layer packs."""
+        keys = self.normal(batch, 1, context, sum(layer.key_ranks))
+        values = self.normal(batch, 1, context, 0 if layer.joint else sum(layer.value_ranks))
+        if layer.key_rows is None:
+            return keys, values
+        packed = layer.key_rows.pack(keys)
+        return packed, packed[..., :0] if layer.joint else layer.value_rows.pack(values)
 
     def time(self, calls: list[Callable[[], Any]], graphed: bool = True) -> float:
         """Median microseconds of a call, over rounds of all of them."""
@@ -344,6 +362,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--group-size", type=int, default=2)
     parser.add_argument("--separate", action="store_true", help="keys in groups, values in one latent (the paper's)")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--bits", type=int, default=16, choices=(8, 16), help="of a cached latent")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(arguments)
@@ -354,22 +373,29 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     head = f"{'geometry':<14}{'context':>8}{'batch':>6}{'removed':>8}  {'what':<30}"
     print(f"{head}{'us':>10}{'x':>7}{'GB/s':>8}{'TFLOP/s':>9}")
     for name in options.geometry.split(","):
-        bench = Bench(name, device, getattr(torch, options.dtype), options.repeats)
+        bench = Bench(name, device, getattr(torch, options.dtype), options.repeats, options.bits)
         for context, batch in itertools.product(*_lists(options.contexts, options.batches)):
             ratios = [float(part) for part in options.ratios.split(",")]
             for row in bench.rows(context, batch, ratios, options.group_size, not options.separate):
                 rows.append(row)
                 print(
                     f"{row['geometry']:<14}{row['context']:>8}{row['batch']:>6}{row['ratio']:>8.0%}  {row['what']:<30}"
-                    f"{row['us']:>10.1f}{row.get('against_sdpa_static', 0):>7.2f}{row.get('gb_per_s', 0):>8.0f}"
-                    f"{row.get('rebuild_tflop_per_s', 0):>9.1f}",
+                    + line_end(row),
                     flush=True,
                 )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine(device), "dtype": options.dtype, "rows": rows}
+        content = {"machine": machine(device), "dtype": options.dtype, "bits": options.bits, "rows": rows}
         options.out.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     return rows
+
+
+def line_end(row: dict[str, Any]) -> str:
+    """Figures of a row, or why there are none."""
+    if row["us"] is None:
+        return f"  {row['backend']}"
+    ratio, rate = row.get("against_sdpa_static", 0), row.get("gb_per_s", 0)
+    return f"{row['us']:>10.1f}{ratio:>7.2f}{rate:>8.0f}{row.get('rebuild_tflop_per_s', 0):>9.1f}"
 
 
 def _lists(*parts: str) -> list[list[int]]:

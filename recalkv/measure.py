@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.evaluate import (
     cache_bytes_per_token,
     cache_window_bytes,
@@ -21,6 +19,8 @@ from recalkv.evaluate import (
     parameter_count,
     time_generation,
 )
+from recalkv.kernels.module import choose_kernels
+from recalkv.loading import load_model
 from recalkv.resources import peak_resident_mib, resident_mib
 
 __all__ = ["measure", "measure_apart"]
@@ -34,12 +34,14 @@ def measure(folder: str, request: dict[str, Any]) -> dict[str, Any]:
     folder
         Dense or compressed checkpoint.
     request
-        ``device``; ``dtype``; ``prompt`` (token ids); ``new_tokens``; ``repeats``; ``samples`` (prompts as
-        token ids) and ``sample_tokens``.
+        ``device``; ``dtype``; ``device_map``; ``kernels`` (how a compressed model decodes, as ``runtime.kernels``);
+        ``prompt`` (token ids); ``new_tokens``; ``repeats``; ``samples`` (prompts as token ids) and
+        ``sample_tokens``.
     """
     device = torch.device(request["device"])
     dtype = getattr(torch, request["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = load_model(folder, device, dtype, request["device_map"])
+    choose_kernels(model, request["kernels"])
     loaded = resident_mib()
     prompt = torch.tensor(request["prompt"])
     cache = fill_cache(model, prompt[None])

@@ -273,6 +273,16 @@ class RuntimeParams(_Section):
         "every layer, null for none: then it starts over. A state takes samples * length * hidden size * 4 bytes "
         "of disk, and for some refits twice that",
     )  # fmt: skip
+    device_map: Literal["auto", "balanced", "sequential"] | None = Field(
+        None,
+        description="how accelerate splits models that are larger than the device, where whole models are evaluated; "
+        "null for one device. The calibration takes one layer at a time and needs none",
+    )
+    kernels: Literal["auto", "triton", "torch"] = Field(
+        "auto",
+        description="how compressed models decode: triton is the fused kernels or an error, torch is plain torch, "
+        "auto takes the kernels where they can serve and are predicted to pay (recalkv.kernels.rule)",
+    )
 
 
 class Params(_Section):

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from recalkv.corpora import further_windows, main_windows, text_names
 from recalkv.evaluate import parameter_count
+from recalkv.loading import load_model
 from recalkv.source import checkpoint_dtype
 from stages.common import DataOption, ParamsOption, running
 from stages.texts import MeasuredText, measured_losses, write_text
@@ -17,7 +18,7 @@ from stages.texts import MeasuredText, measured_losses, write_text
 
 def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
     """Freeze the evaluation windows of all texts and measure the dense model's loss on each."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     with running("baseline", params, data) as stage:
         wanted, folder = stage.params.evaluation, stage.model().folder
@@ -28,7 +29,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
             name: further_windows(tokenizer, wanted, text)
             for name, text in zip(names, wanted.further_texts, strict=True)
         }
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
+        model = load_model(folder, stage.device, checkpoint_dtype(folder), stage.params.runtime.device_map)
         total = sum(len(windows) for windows in texts.values())
         record = {"text": wanted.text, "split": wanted.split, "window": wanted.window, "further_texts": names}
         with (

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 import typer
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
-import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.bits import DENSE_BITS
 from recalkv.evaluate import cache_bytes_per_token, excess_loss, fill_cache, perplexity
 from recalkv.factorize import group_columns
+from recalkv.loading import load_model
 from recalkv.methods import resolve_method
 from recalkv.oneshot import CompressedLayers, assemble, factorize_layers, reestimate
 from recalkv.params import CompressionParams
@@ -145,7 +144,7 @@ class Comparison:
     def dense(self) -> Any:
         """Load the dense model."""
         folder = self._stage.model().folder
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype).to(self._stage.device).eval()
+        return load_model(folder, self._stage.device, self._dtype, self._stage.params.runtime.device_map)
 
     def dense_figures(self) -> dict[str, Any]:
         """Figures of the dense model, in the form of the cells' in a grid."""

@@ -10,11 +10,11 @@ import torch
 import typer
 from tqdm import tqdm
 
-import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.bits import DENSE_BITS
+from recalkv.loading import load_model
 from recalkv.measure import measure_apart
 from recalkv.resources import device_name
-from recalkv.source import fingerprint
+from recalkv.source import checkpoint_dtype, fingerprint
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.texts import further_texts, main_text, measured_losses
 
@@ -26,14 +26,14 @@ def main(
     checkpoint: Annotated[str, typer.Option(help="Checkpoint to evaluate; default DATA/compressed.")] = "",
 ) -> None:
     """Measure perplexity, live cache and generation; write REPORTS/metrics.json and others."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     with running("evaluate", params, data) as stage:
         wanted = stage.params.evaluation
         folder = Path(checkpoint) if checkpoint else data / "compressed"
         baseline = stage.read("baseline")
         text, further = main_text(baseline), further_texts(baseline)
-        model = AutoModelForCausalLM.from_pretrained(folder).to(stage.device).eval()
+        model = load_model(folder, stage.device, checkpoint_dtype(folder), stage.params.runtime.device_map)
         spec, dtype = model.config.recalkv, model.dtype
         total = sum(len(each.windows) for each in (text, *further.values()))
         with tqdm(desc="evaluate", total=total, unit="window", file=sys.stderr, mininterval=1.0) as bar:
@@ -48,6 +48,8 @@ def main(
         request = {
             "device": str(stage.device),
             "dtype": str(dtype).removeprefix("torch."),
+            "kernels": stage.params.runtime.kernels,
+            "device_map": stage.params.runtime.device_map,
             "prompt": _prompt(text.windows, wanted.generation_prompt_tokens),
             "new_tokens": wanted.generation_new_tokens,
             "repeats": wanted.generation_repeats,

@@ -11,12 +11,11 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.bits import DENSE_BITS
 from recalkv.decoding import CACHES, Contents, check_same, largest_batch, prompt_contents, time_decoding
 from recalkv.errors import ParameterError
 from recalkv.geometries import ModelSizes, known_sizes
-from recalkv.kernels.module import KernelAttention, use_kernels, why_not
+from recalkv.kernels.module import KernelAttention, choose_kernels, why_not
 from recalkv.latency import (
     BASELINES,
     AttentionModule,
@@ -29,6 +28,7 @@ from recalkv.latency import (
     module_of,
     typical_layer,
 )
+from recalkv.loading import load_model
 from recalkv.methods import resolve_method
 from recalkv.params import LatencyParams
 from recalkv.plots import latency_lines
@@ -77,7 +77,7 @@ def _checked(stage: Stage, compressed: Path) -> dict[str, ModelSizes]:
 
 def _own(stage: Stage, compressed: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
     """The pipeline's model: rows of one attention module, decoding times, and largest batches; a side at a time."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     wanted, config = stage.params.latency, AutoConfig.from_pretrained(compressed)
     layer = typical_layer(config)
@@ -89,8 +89,8 @@ def _own(stage: Stage, compressed: Path) -> tuple[list[dict[str, Any]], dict[str
     total = len(folders) * len(wanted.contexts) * len(wanted.batches)
     with tqdm(desc="latency", total=total, unit="setting", file=sys.stderr, mininterval=1.0) as bar:
         for side, folder in folders.items():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
-            module = _module(model, layer)
+            model = load_model(folder, stage.device, checkpoint_dtype(folder), stage.params.runtime.device_map)
+            module = _module(model, layer, stage.params.runtime.kernels)
             contents = prompt_contents(model)
             for context, batch, times in _steps(module, wanted.contexts, wanted):
                 steps[side, context, batch] = times
@@ -131,11 +131,11 @@ def _random(stage: Stage, name: str, sizes: ModelSizes) -> list[dict[str, Any]]:
     rows = []
     for variant in stage.progress(variants, len(variants), f"module of {name}"):
         if variant is None:
-            module = _module(random_dense(sizes, device, dtype), 0)
+            module = _module(random_dense(sizes, device, dtype), 0, stage.params.runtime.kernels)
             baselines = {(context, batch): times for context, batch, times in _steps(module, contexts, wanted)}
             continue
         ratio, size = variant
-        module = _module(random_latent(sizes, ratio, size, joint, device, dtype), 0)
+        module = _module(random_latent(sizes, ratio, size, joint, device, dtype), 0, stage.params.runtime.kernels)
         shared = {"geometry": name, "layer": 0, **_kind(module), "ratio": ratio, "group_size": size}
         for context, batch, times in _steps(module, contexts, wanted):
             # Right after the timed work: a clock that is read later is an idle one.
@@ -149,10 +149,9 @@ def _random(stage: Stage, name: str, sizes: ModelSizes) -> list[dict[str, Any]]:
     return rows
 
 
-def _module(model: Any, layer: int) -> AttentionModule:
+def _module(model: Any, layer: int, kernels: str) -> AttentionModule:
     """One attention module, with the kernels where they can serve."""
-    if getattr(model.config, "recalkv", None) and model.device.type == "cuda":
-        use_kernels(model, "auto")
+    choose_kernels(model, kernels)
     return module_of(model, layer)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import typer
 from tqdm import tqdm
 
-import recalkv  # noqa: F401  (registers the compressed classes)
+from recalkv.kernels.module import choose_kernels
+from recalkv.loading import load_model
 from recalkv.longbench import TASKS, LongBenchScore, check_sets, longbench
 from recalkv.source import checkpoint_dtype
 from recalkv.zeroshot import local_data
@@ -40,13 +41,14 @@ def main(
 
 def _scores(stage: Stage, side: str, folder: Path, items: dict[str, Path | None]) -> list[LongBenchScore]:
     """Scores of one model, set by set; finished sets are kept, and the model is loaded if one is not."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     wanted = stage.params.longbench
 
     @functools.cache
     def loaded() -> tuple[Any, Any]:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
+        model = load_model(folder, stage.device, checkpoint_dtype(folder), stage.params.runtime.device_map)
+        choose_kernels(model, stage.params.runtime.kernels)
         return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
     def compute(task: str) -> dict[str, Any]:

@@ -13,9 +13,10 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.calibration import joined_tokens
 from recalkv.corpora import main_documents
+from recalkv.kernels.module import choose_kernels
+from recalkv.loading import load_model
 from recalkv.needle import check_lengths, find_needles
 from recalkv.params import NeedleParams
 from recalkv.plots import needle_heat_maps
@@ -48,13 +49,13 @@ def main(
 
 def _scores(stage: Stage, folder: Path, tokenizer: Any, haystack: Tensor, progress: Callable[[], object]) -> Tensor:
     """Scores of one model, (lengths, depths, trials); finished places are kept."""
-    from transformers import AutoModelForCausalLM
-
     wanted = stage.params.needle
 
     @functools.cache
     def model() -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
+        model = load_model(folder, stage.device, checkpoint_dtype(folder), stage.params.runtime.device_map)
+        choose_kernels(model, stage.params.runtime.kernels)
+        return model
 
     def compute(length: int, depth: float) -> dict[str, Any]:
         place = find_needles(model(), tokenizer, haystack, [length], [depth], wanted.trials, wanted.seed)

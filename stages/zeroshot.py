@@ -7,10 +7,10 @@ from typing import Any
 
 import typer
 
-import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.continuation import TASK as CONTINUATION
 from recalkv.continuation import continuation_items
 from recalkv.corpora import main_documents
+from recalkv.loading import load_model
 from recalkv.source import checkpoint_dtype
 from recalkv.zeroshot import TaskScore, average, check_tasks, local_data, zero_shot
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
@@ -33,13 +33,13 @@ def main(
 
 def _scores(stage: Stage, folder: Path, tasks: dict[str, Path | None]) -> list[TaskScore]:
     """Scores of one model, task by task; finished tasks are kept, and the model is loaded if one is not."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     wanted, precision = stage.params.zeroshot, stage.params.evaluation.precision
 
     @functools.cache
     def loaded() -> tuple[Any, Any]:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=checkpoint_dtype(folder)).to(stage.device).eval()
+        model = load_model(folder, stage.device, checkpoint_dtype(folder), stage.params.runtime.device_map)
         return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
     def compute(task: str) -> dict[str, Any]:

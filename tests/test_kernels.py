@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from recalkv.errors import ParameterError
 from recalkv.kernels.plan import ScoresLaunch, cover_rank, scores_launch, value_blocks
@@ -23,10 +23,12 @@ from tests import tiny
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from benchmarks.decode_launches import GEOMETRIES as LAUNCHES
+from benchmarks.decode_launches import step_launches
 from recalkv.kernels import module
 from recalkv.kernels.attention import latent_attention
 from recalkv.kernels.module import KernelAttention, use_kernels
-from recalkv.kernels.plan import LayerPlan
+from recalkv.kernels.plan import LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,7 +65,8 @@ class Case:
     scaling: float = 1.0
     segments: Any = None
     spare_slots: int = 0
-    start: int | None = None
+    value_up: bool = True
+    int8: bool = False
 
 
 def rotate(states: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
@@ -97,13 +100,17 @@ class Problem:
             normal(rank, heads * case.head_dim, scale=rank**-0.5)
             for rank, heads in zip(self.key_ranks, self.key_heads, strict=True)
         ]
+        self.value_ups = [
+            normal(rank, heads * case.head_dim, scale=rank**-0.5)
+            for rank, heads in zip(self.value_ranks, self.value_heads, strict=True)
+        ] if case.value_up else []  # fmt: skip
         self.z_k = normal(case.batch, case.slots, sum(self.key_ranks))
         self.z_v = self.z_k if case.joint else normal(case.batch, case.slots, sum(self.value_ranks))
         self.query = normal(case.batch, case.query_heads, case.queries, case.head_dim)
         self.bias = normal(case.kv_heads * case.head_dim) if case.bias else None
         self.norm = (normal(case.head_dim).abs() + 0.5, 1e-6) if case.norm else None
         self.rotary = Rotary(case.head_dim, case.scaling)
-        self.first = case.slots - case.queries - case.spare_slots if case.start is None else case.start
+        self.first = case.slots - case.queries - case.spare_slots
         self.mask: Tensor | None = None
         if case.padding or case.spare_slots:
             seen = torch.arange(case.slots) <= self.first + torch.arange(case.queries)[:, None]
@@ -121,21 +128,27 @@ class Problem:
 
     def by_kernels(self) -> list[Tensor]:
         case = self.case
+        keys = joined([up.to(DEVICE) for up in self.ups])
+        values = joined([up.to(DEVICE) for up in self.value_ups]) if self.value_ups else None
         plan = LayerPlan(
-            [up.to(DEVICE) for up in self.ups], self.key_heads, self.value_ranks, self.value_heads, case.head_dim,
-            self.layouts[0], self.layouts[1],
+            keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, case.head_dim, 232_448,
+            self.layouts[0], None if case.joint else self.layouts[1], case.int8,
         )  # fmt: skip
-        rotary = TileRotary(self.rotary)
-        places = torch.arange(case.queries) + self.first
-        turned = rotary.rotate(self.query.to(DEVICE), places.to(DEVICE), case.slots)
         z_k, z_v = (rows.to(DEVICE) for rows in self.rows)
-        results = latent_attention(
-            turned, z_k, z_k if case.joint else z_v, plan, rotary,
-            None if self.mask is None else self.mask.to(DEVICE), torch.tensor([self.first], device=DEVICE),
+        seen: Any = self.first + case.queries
+        result = latent_attention(
+            self.query.to(DEVICE).transpose(1, 2), z_k, None if case.joint else z_v, plan, TileRotary(self.rotary),
+            None if self.mask is None else self.mask.to(DEVICE),
+            torch.tensor([seen], device=DEVICE) if case.spare_slots else seen,
             case.head_dim**-0.5, None if self.bias is None else self.bias.to(DEVICE),
-            None if self.norm is None else (self.norm[0].to(DEVICE), self.norm[1]), case.runs,
-        )  # fmt: skip
-        return [result.cpu() for result in results]
+            None if self.norm is None else (self.norm[0].to(DEVICE), self.norm[1]), 0, case.runs or 0,
+        ).cpu()  # fmt: skip
+        # Widths of the groups' parts in the input of the output projection.
+        n_rep = case.query_heads // case.kv_heads
+        inner = [case.head_dim] * len(self.value_ranks) if self.value_ups else self.value_ranks
+        widths = [width * heads * n_rep for width, heads in zip(inner, self.value_heads, strict=True)]
+        parts = zip(result.split(widths, dim=2), inner, strict=True)
+        return [part.unflatten(2, (-1, width)).transpose(1, 2) for part, width in parts]
 
     def by_loops(self) -> list[Tensor]:
         case, n_rep = self.case, self.case.query_heads // self.case.kv_heads
@@ -164,11 +177,14 @@ class Problem:
                 weights = scores.masked_fill(~mask, -math.inf).softmax(-1).nan_to_num(0.0)
                 heads.append(weights @ values[group_of[own]].masked_fill(~mask.any(0)[:, None], 0.0))
         results, start = [], 0
-        for rank, count in zip(self.value_ranks, self.value_heads, strict=True):
+        for group, (rank, count) in enumerate(zip(self.value_ranks, self.value_heads, strict=True)):
             own = range(start * n_rep, (start + count) * n_rep)
             stacked = [torch.stack([heads[s * case.query_heads + h] for h in own]) for s in range(case.batch)]
             results.append(torch.stack(stacked))
             assert results[-1].shape[-1] == rank
+            if self.value_ups:
+                ups = self.value_ups[group].double().unflatten(1, (-1, case.head_dim)).repeat_interleave(n_rep, dim=1)
+                results[-1] = torch.einsum("bhqr,rhd->bhqd", results[-1], ups)
             start += count
         return results
 
@@ -202,6 +218,8 @@ GEOMETRIES = {
     "streamed rank": Case(head_dim=256, kv_heads=2, query_heads=2, key_rank=150, slots=65),
     "aligned ranks": Case(kv_heads=2, query_heads=4, key_group=1, key_rank=19, joint=True, slots=130),
     "wide values": Case(value_rank=150, slots=33),
+    "values in the output projection": Case(kv_heads=3, query_heads=6, value_group=2, value_up=False),
+    "wide values in the output projection": Case(value_rank=150, slots=33, value_up=False),
     "head dimension 80": Case(head_dim=80, kv_heads=2, query_heads=2, slots=20),
     "head dimension 128": Case(head_dim=128, kv_heads=2, query_heads=4, slots=130),
     "bias": Case(bias=True),
@@ -243,6 +261,19 @@ def test_left_padding_and_empty_slots_of_a_static_cache(queries: int) -> None:
         torch.testing.assert_close(ours.double(), reference, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("rank", [24, 83])
+def test_keys_from_products_of_8_bit_numbers(rank: int, group: int) -> None:
+    """Exact but for the rounding of R_k, which the reference has as well."""
+    case = Case(kv_heads=2, query_heads=4, key_group=group, key_rank=rank, joint=True, segments=_segments(8), int8=True)
+    problem = Problem(case)
+    assert problem.error() > 1e-4
+    for up in problem.ups:
+        scale = up.abs().amax(dim=0) / 127
+        up.copy_((up / scale).round() * scale)
+    assert problem.error() < 3e-6
+
+
 def test_a_row_that_may_see_nothing_is_zero() -> None:
     problem = Problem(Case(batch=2, padding=[0, 70]))
     assert all(bool((part[1] == 0).all()) for part in problem.by_kernels())
@@ -275,18 +306,18 @@ def test_packed_rows_are_read_as_they_are(bits: tuple[int, ...], joint: bool) ->
     assert Problem(case).error() < 2e-6
 
 
-def test_far_positions_are_exact() -> None:
-    """Slots 100,000 and on, with few of them cached: angles are those of float64, not of a float32 product."""
-    rotary, plain = TileRotary(Rotary(64)), Rotary(64)
-    states = torch.randn(1, 1, 50, 64, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("tile", [64, 128])
+def test_far_positions_are_exact(tile: int) -> None:
+    """Slots 100,000 and on: angles are those of float64, not of a float32 product."""
+    plain = Rotary(64)
+    anchors, offsets = TileRotary(plain).tables(tile, 100_100, torch.device("cpu"))
     places = torch.arange(50) + 100_003
-    exact = rotate(states[0, 0].double(), places, plain)
-    assert float((rotary.rotate(states, places, 100_100)[0, 0].double() - exact).abs().max()) < 2e-6
-    in_float32 = states[0, 0].double()
-    angles = (places.float()[:, None] * plain.inv_freq.float()).double()
-    left, right = in_float32.chunk(2, dim=-1)
-    naive = torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], dim=-1)
-    assert float((naive - exact).abs().max()) > 1e-3
+    angles = places.double()[:, None] * plain.inv_freq
+    exact = torch.polar(torch.ones_like(angles), angles)
+    start, rest = (torch.complex(table[:, 0], table[:, 1]) for table in (anchors, offsets))
+    assert float((start[places // tile] * rest[places % tile] - exact).abs().max()) < 3e-7
+    naive = places.float()[:, None] * plain.inv_freq.float()
+    assert float((torch.polar(torch.ones_like(naive), naive) - exact).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("rank", [1, 15, 16, 17, 31, 33, 64, 87, 96, 97, 128, 154, 160, 250, 256])
@@ -343,8 +374,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     from recalkv.kernels import attention
 
-    def call(query: Tensor, *arguments: Any) -> list[Tensor]:
-        calls.append(query.shape[2])
+    def call(query: Tensor, *arguments: Any) -> Tensor:
+        calls.append(query.shape[1])
         return latent_attention(query, *arguments)
 
     monkeypatch.setattr(attention, "latent_attention", call)
@@ -414,6 +445,46 @@ def test_every_way_to_generate(name: str, compression: Any, options: Any, counte
     assert counted
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per launch of ``scores_kernel``, by compiled models too."""
+    from recalkv.kernels import attention
+
+    launches: list[int] = []
+    kernel = attention.scores_kernel
+
+    class Counting:
+        def __getitem__(self, grid: Any) -> Any:
+            launches.append(1)
+            return kernel[grid]
+
+    monkeypatch.setattr(attention, "scores_kernel", Counting())
+    return launches
+
+
+@pytest.mark.parametrize("compression", [{"value_mode": "absorbed"}, {"bits": "mixed", "ratio": 0.8}])
+@torch.no_grad()
+def test_compiled_models_keep_the_kernels(compression: Any, launched: list[int]) -> None:
+    """Whole graphs with a static cache, compiled once for all lengths."""
+    _, model, _ = tiny.compressed_pair("llama-gqa", **{"method": "loss-aware", **compression})
+    model, ids = model.to(DEVICE), tiny.windows(2, 9).to(DEVICE)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch._dynamo.reset()
+    tokens: list[Tensor] = []
+    for kernel, step in (("torch", model), ("triton", compiled)):
+        use_kernels(model, kernel)
+        cache = StaticCache(config=model.config, max_cache_len=70)
+        output = model(ids, past_key_values=cache)
+        launched.clear()
+        for number in range(3):
+            tokens.append(output.logits[:, -1:].argmax(-1))
+            # The first step may compile, a later one may not.
+            with torch.compiler.set_stance("fail_on_recompile" if number > 1 else "default"):
+                output = step(tokens[-1], past_key_values=cache)
+    assert torch.equal(torch.cat(tokens[:3]), torch.cat(tokens[3:]))
+    assert len(launched) == 3 * 3
+
+
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "qwen3-qk-norm"])
 @torch.no_grad()
 def test_some_new_tokens_at_once(family: str, counted: list[int]) -> None:
@@ -453,6 +524,60 @@ def test_new_factors_are_seen() -> None:
     assert not torch.equal(before, changed)
 
 
+@torch.no_grad()
+def test_8_bit_products_follow_the_factors() -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", bits=8, ratio=0.6)
+    model, ids = model.to(DEVICE), tiny.windows(1, 20).to(DEVICE)
+
+    def logits() -> Tensor:
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :19], past_key_values=cache)
+        return model(ids[:, 19:], past_key_values=cache).logits
+
+    for _ in range(2):
+        exact, rounded = logits(), (use_kernels(model, int8=True), logits())[1]
+        layer = model.model.layers[0].self_attn
+        assert layer._layer_plan().key_factors.dtype == torch.int8
+        assert 0 < float((rounded - exact).abs().max() / exact.abs().max()) < 0.05
+        for up in layer.key_up:
+            up.mul_(-1.0)
+        assert float((logits() - rounded).abs().max()) > 1e-2
+        use_kernels(model, "torch")
+
+
+def test_written_and_moved_factors_are_seen() -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", value_mode="absorbed")
+    layer = use_kernels(model.to(DEVICE)).model.layers[0].self_attn
+    plan = layer._layer_plan()
+    # Written by `.data`, which torch does not count: the kernels read the parameters themselves.
+    layer.key_up[0].data.fill_(7.0)
+    assert layer._layer_plan() is plan
+    assert bool((plan.key_up[: layer.key_up[0].numel()] == 7.0).all())
+    for change in (lambda: setattr(layer.value_up[0], "data", layer.value_up[0].data.clone()), model.half):
+        change()
+        plan, old = layer._layer_plan(), plan
+        assert plan is not old
+        assert plan.value_up.dtype == layer.value_up[0].dtype
+        assert torch.equal(plan.value_up[: layer.value_up[0].numel()], layer.value_up[0].flatten())
+
+
+def test_a_model_with_kernels_is_saved_whole(tmp_path: Path) -> None:
+    """Factors are views of one buffer, which safetensors would refuse if they overlapped."""
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    use_kernels(model.to(DEVICE)).save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_launches_of_a_step() -> None:
+    """Three kernels and what cache and projections need, whatever the number of groups."""
+    counts = step_launches(LAUNCHES["32 heads"], "triton", static=False)
+    counts.pop("fill_")  # of this file's fixture
+    assert counts == {"mm": 3, "cat": 2, "scores_kernel": 1, "values_kernel": 1, "combine_kernel": 1}
+
+
 def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
     model = model.to(DEVICE)
@@ -466,20 +591,33 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         use_kernels(model.double())
     with pytest.warns(UserWarning, match="decoding in plain torch: the weights are torch.float64"):
         use_kernels(model, "auto")
+    if DEVICE.type == "cpu":
+        with pytest.warns(UserWarning, match="on a CPU the kernels are interpreted, which is for tests") as warned:
+            use_kernels(model.float(), "auto")
+        assert len(warned) == 1
+    monkeypatch.setattr(module, "version", lambda name: "3.5.1")
+    with pytest.raises(ParameterError, match=r"triton is 3\.5\.1, and the kernels are tested with 3\.6 and newer"):
+        use_kernels(model.float())
     assert not any(isinstance(layer.self_attn, KernelAttention) for layer in model.model.layers)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ParameterError, match="triton is not installed"):
         use_kernels(model.float())
 
 
-def test_benchmark_compares_before_it_times(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.decode_attention", "--geometry", "tiny", "--contexts", "20"]
-    command += ["--ratios", "0.5", "--dtype", "float32", "--repeats", "1", "--out", str(tmp_path / "rows.json")]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+@pytest.mark.parametrize("bits", [16, 8])
+def test_benchmark_compares_before_it_times(bits: int, tmp_path: Path) -> None:
+    """In a process of its own, without the pipeline's packages."""
+    absent = ["dvc", "zarr", "lm_eval", "datasets", "gguf", "matplotlib", "typer", "pydantic"]
+    arguments = ["--geometry", "tiny", "--contexts", "20", "--ratios", "0.5", "--dtype", "float32", "--repeats", "1"]
+    arguments += ["--bits", str(bits), "--out", str(tmp_path / "rows.json")]
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+    code += f"from benchmarks.decode_attention import main; main({arguments})"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     result = json.loads((tmp_path / "rows.json").read_text())
     rows = {row["what"]: row for row in result["rows"]}
     assert rows["latents, kernels"]["error"] < 1e-5
-    # 3 heads x 2 x 8 elements of 4 bytes and 20 tokens; half of that is latents.
+    # 3 heads x 2 x 8 elements of 4 bytes and 20 tokens; half of that is latents, or a byte each and one per group.
     assert rows["dense, SDPA, static cache"]["cache_bytes"] == 3 * 2 * 8 * 4 * 20
-    assert rows["latents, torch"]["cache_bytes"] == 3 * 2 * 8 * 4 * 20 / 2
+    assert rows["latents, torch"]["cache_bytes"] == (3 * 2 * 8 * 4 * 20 / 2 if bits == 16 else (24 + 2) * 20)
+    assert ("latents, kernels, int8" in rows) == (bits == 8)
     assert "dense, eager, growing cache" in rows

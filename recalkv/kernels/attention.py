@@ -1,8 +1,13 @@
-"""Decode attention over latents by the kernels, as one function of tensors."""
+"""Decode attention over latents by the kernels: a function of tensors, and the same as an operator of torch.
+
+Compiled models call the operator ``recalkv::decode_attention``, which the compiler takes as a whole: no graph
+break, no wait for the device, shapes that depend on shapes only. Elsewhere the function is called without it,
+which spares each layer the operator's dispatch.
+"""
 
 import contextlib
 import functools
-from collections.abc import Iterable
+import inspect
 from typing import Any
 
 import torch
@@ -12,7 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from recalkv.kernels.decode import combine_kernel, scores_kernel, values_kernel
-from recalkv.kernels.plan import STAGES, TILE, LayerPlan, PackedColumns, scores_launch, value_warps
+from recalkv.kernels.plan import (
+    COMBINE_COLUMNS,
+    STAGES,
+    TILE,
+    LayerPlan,
+    output_block,
+    row_block,
+    value_warps,
+)
 from recalkv.kernels.rotary import TileRotary
 
 __all__ = ["latent_attention", "shared_limit"]
@@ -24,96 +37,145 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 def latent_attention(
     query: Tensor,
     z_k: Tensor,
-    z_v: Tensor,
+    z_v: Tensor | None,
     plan: LayerPlan,
     rotary: TileRotary,
     mask: Tensor | None,
-    first: Tensor,
+    seen: int | Tensor,
     scaling: float,
     key_bias: Tensor | None = None,
     key_norm: tuple[Tensor, float] | None = None,
-    runs: int | None = None,
-) -> list[Tensor]:
-    """Attention weights times value latents of every value group; the kernels' :func:`latent_context`.
+    offset: int = 0,
+    runs: int = 0,
+) -> Tensor:
+    """Attention of a few queries over latents, up to the output projection.
 
     Parameters
     ----------
-    query : (batch, h, queries, d_h)
-        Turned by its slots (:meth:`TileRotary.rotate`).
+    query : (batch, queries, h, d_h)
+        Before RoPE.
     z_k, z_v : (batch, slots, columns)
-        Latents in the type of ``plan.up``, or packed rows (uint8). May be the same tensor.
+        Latents in the type of the query, or packed rows (uint8). No ``z_v`` where ``z_k`` serves both.
     mask : (batch or 1, 1, queries, slots) bool or None
-        True attends. None means causal, and no mask at all for one query.
-    first : (1,) int64
-        Slot of the first query, on the device.
+        True attends. None means causal.
+    seen
+        Tokens up to the last query, itself included; what a static cache has on the device stays there.
     scaling
         Of the scores.
     key_bias : (h_kv d_h,), key_norm : ((d_h,), epsilon)
         Applied to rebuilt keys before RoPE.
+    offset
+        Tokens that are no longer among the slots.
     runs
-        Runs of tiles that are worked on side by side; default by the device.
+        Runs of tiles that are worked on side by side; 0 for the device's.
 
     Returns
     -------
-    list of (batch, group query heads, queries, r_g), in the type of ``plan.up``
+    (batch, queries, inner)
+        Outputs of all heads, or with R_v in the output projection their latent contexts, in the type of
+        the query.
     """
-    batch, h, queries, head_dim = query.shape
-    slots, kv_heads, device = z_k.shape[1], plan.kv_heads, query.device
+    step = plan.step(query.shape[2] // plan.kv_heads * query.shape[1])
+    anchors, offsets = rotary.tables(step.launch.tile, z_k.shape[1], query.device)
+    norm, epsilon = (None, 0.0) if key_norm is None else key_norm
+    keys, values = plan.key_columns, plan.key_columns if z_v is None else plan.value_columns
+    on_device = isinstance(seen, Tensor)
+    call: Any = _operator if torch.compiler.is_compiling() else _decode
+    result: Tensor = call(
+        query, z_k, z_v, mask, seen if on_device else plan.nothing, (0 if on_device else seen) - offset,
+        plan.key_factors, plan.key_table, plan.key_scales, plan.value_up, plan.value_table, step.blocks,
+        None if keys is None else keys.places, None if keys is None else keys.steps,
+        None if values is None else values.places, None if values is None else values.steps,
+        key_bias, norm, epsilon, anchors, offsets, scaling * rotary.scaling**2,
+        plan.total, max(plan.value_ranks), plan.key_alignment, plan.value_alignment,
+        step.rows, step.columns, step.alignment,
+        step.launch.rank_first, step.launch.rank_second, step.launch.resident, step.launch.tile, step.launch.warps,
+        runs,
+    )  # fmt: skip
+    return result
+
+
+def _decode(
+    query: Tensor, z_k: Tensor, z_v: Tensor | None, mask: Tensor | None, seen: Tensor, behind: int,
+    key_up: Tensor, key_table: Tensor, key_scales: Tensor | None, value_up: Tensor | None,
+    value_table: Tensor, blocks: Tensor,
+    key_places: Tensor | None, key_steps: Tensor | None, value_places: Tensor | None, value_steps: Tensor | None,
+    key_bias: Tensor | None, key_norm: Tensor | None, epsilon: float, anchors: Tensor, offsets: Tensor,
+    scaling: float, total: int, value_rank: int, key_alignment: int, value_alignment: int,
+    block_rows: int, block_columns: int, block_alignment: int,
+    rank_first: int, rank_second: int, resident: bool, tile: int, warps: int, runs: int,
+) -> Tensor:  # fmt: skip
+    """Three launches; arguments as the tables of :class:`LayerPlan` and :class:`Step` name them."""
+    batch, queries, h, head_dim = query.shape
+    slots, kv_heads, device, latents = z_k.shape[1], key_table.shape[0], query.device, query.dtype
     rows, half = h // kv_heads * queries, head_dim // 2
-    all_rows = kv_heads * rows
-    keys, values = plan.key_columns, plan.value_columns if z_v is not z_k else plan.key_columns
-    launch = scores_launch(plan.rank, head_dim, rows, plan.up.element_size(), keys is not None, shared_limit(device))
-    score_runs, score_tiles = _split(slots, launch.tile, runs or _runs(device, batch * kv_heads))
-    blocks = plan.blocks(rows)
-    runs, tiles = _split(slots, TILE, runs or _runs(device, batch * len(blocks.table)))
+    all_rows, total = kv_heads * rows, total * rows
+    z_v = z_k if z_v is None else z_v
+    score_runs, score_tiles = _split(slots, tile, runs or _runs(device, batch * kv_heads))
+    runs, tiles = _split(slots, TILE, runs or _runs(device, batch * len(blocks)))
     interpreted = bool(triton.knobs.runtime.interpret)
     # Rows start where whole lines of memory do, whatever the length.
     logits_stride = -(-slots // TILE) * TILE
     logits = torch.empty(batch, all_rows, logits_stride, dtype=torch.float32, device=device)
-    unused = first
+    partial = torch.empty(batch, runs, total, dtype=torch.float32, device=device)
+    most = torch.empty(batch, runs, all_rows, dtype=torch.float32, device=device)
+    sums = torch.empty_like(most)
+    output = _output(query, value_up, total)
     if mask is not None:
         mask = mask.expand(batch, 1, queries, slots).view(torch.uint8)
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         scores_kernel[(score_runs, kv_heads, batch)](
-            query.float().contiguous(), z_k, plan.up,
-            unused if key_bias is None else key_bias, unused if key_norm is None else key_norm[0],
-            rotary.anchors(launch.tile, slots, device), rotary.offsets(launch.tile, device),
-            unused if mask is None else mask, first, logits, plan.heads, *_columns(keys, unused),
-            z_k.stride(0), z_k.stride(1), 0 if mask is None else mask.stride(0),
-            0 if mask is None else mask.stride(2), logits_stride, 0 if keys is None else keys.places.shape[1], slots,
-            score_tiles, scaling * rotary.scaling**2 * _LOG2_E, 0.0 if key_norm is None else key_norm[1],
-            # tl.dot wants sixteen rows; a single one is a sum of products instead.
-            ROWS=rows, BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)), QUERIES=queries,
-            HALF=half, BLOCK_H=max(16, triton.next_power_of_2(half)), RANK_A=launch.rank_first,
-            RANK_B=launch.rank_second, RESIDENT=launch.resident, BLOCK_N=launch.tile, ALIGN=plan.alignment,
-            HAS_BIAS=key_bias is not None, HAS_NORM=key_norm is not None,
-            MASK=2 if mask is not None else 1 if queries > 1 else 0, PACKED=keys is not None, UPCAST=interpreted,
-            num_warps=launch.warps, num_stages=STAGES,
+            query.contiguous(), z_k, key_up, seen if key_bias is None else key_bias,
+            seen if key_norm is None else key_norm, anchors, offsets, seen if mask is None else mask, seen, logits,
+            key_table, seen if key_places is None else key_places, seen if key_steps is None else key_steps,
+            seen if key_scales is None else key_scales, z_k.stride(0), z_k.stride(1),
+            0 if mask is None else mask.stride(0),
+            0 if mask is None else mask.stride(2), logits_stride, 0 if key_places is None else key_places.shape[1],
+            behind, score_tiles, scaling * _LOG2_E, epsilon,
+            ROWS=rows, BLOCK_M=row_block(rows), QUERIES=queries, HALF=half,
+            BLOCK_H=max(16, triton.next_power_of_2(half)), RANK_A=rank_first, RANK_B=rank_second, RESIDENT=resident,
+            BLOCK_N=tile, ALIGN=key_alignment, HAS_BIAS=key_bias is not None, HAS_NORM=key_norm is not None,
+            MASK=2 if mask is not None else 1 if queries > 1 else 0, PACKED=key_places is not None,
+            UPCAST=interpreted, INT8=key_scales is not None, num_warps=warps, num_stages=STAGES,
         )  # fmt: skip
-        sizes = [rank * heads * rows for rank, heads in zip(plan.value_ranks, plan.value_heads, strict=True)]
-        total = sum(sizes)
-        partial = torch.empty(batch, runs, total, dtype=torch.float32, device=device)
-        most = torch.empty(batch, runs, all_rows, dtype=torch.float32, device=device)
-        sums = torch.empty_like(most)
-        values_kernel[(len(blocks.table), runs, batch)](
-            logits, z_v, partial, most, sums, blocks.table, *_columns(values, unused), z_v.stride(0), z_v.stride(1),
-            logits_stride, 0 if values is None else values.places.shape[1], all_rows, total, slots, tiles,
-            BLOCK_M=blocks.rows, BLOCK_C=blocks.columns, BLOCK_N=TILE, ALIGN=blocks.alignment,
-            PACKED=values is not None, UPCAST=interpreted, TYPE=_TYPES[plan.up.dtype],
-            num_warps=value_warps(values is not None), num_stages=STAGES,
+        packed = value_places is not None
+        values_kernel[(len(blocks), runs, batch)](
+            logits, z_v, partial, most, sums, seen, blocks, seen if value_places is None else value_places,
+            seen if value_steps is None else value_steps, z_v.stride(0), z_v.stride(1), logits_stride,
+            0 if value_places is None else value_places.shape[1], all_rows, total, behind, tiles,
+            BLOCK_M=block_rows, BLOCK_C=block_columns, BLOCK_N=TILE, ALIGN=block_alignment, PACKED=packed,
+            UPCAST=interpreted, TYPE=_TYPES[latents], num_warps=value_warps(packed), num_stages=STAGES,
         )  # fmt: skip
-        context = torch.empty(batch, total, dtype=plan.up.dtype, device=device)
-        combine_kernel[(len(blocks.table), batch)](
-            partial, most, sums, blocks.table, context, all_rows, total, runs, BLOCK_M=blocks.rows,
-            BLOCK_C=blocks.columns, num_warps=4,
+        block_d = output_block(head_dim)
+        parts = -(-value_rank // COMBINE_COLUMNS) if value_up is None else -(-head_dim // block_d)
+        combine_kernel[(kv_heads, parts, batch)](
+            partial, most, sums, value_table, output if value_up is None else value_up, output, all_rows, total,
+            output.shape[2], runs,
+            ROWS=rows, BLOCK_M=row_block(rows), QUERIES=queries, HEAD_DIM=head_dim, BLOCK_C=COMBINE_COLUMNS,
+            BLOCK_D=block_d, ALIGN=value_alignment, HAS_UP=value_up is not None, UPCAST=interpreted, num_warps=4,
         )  # fmt: skip
-    parts = context.split(sizes, dim=1)
-    return [part.view(batch, -1, queries, rank) for part, rank in zip(parts, plan.value_ranks, strict=True)]
+    return output
 
 
-def _columns(columns: PackedColumns | None, unused: Tensor) -> Iterable[Tensor]:
-    return (unused, unused) if columns is None else (columns.places, columns.steps)
+def _output(query: Tensor, value_up: Tensor | None, total: int) -> Tensor:
+    """Room for what the output projection reads."""
+    batch, queries, h, head_dim = query.shape
+    inner = total // queries if value_up is None else h * head_dim
+    return torch.empty(batch, queries, inner, dtype=query.dtype, device=query.device)
+
+
+_operator = torch.library.custom_op("recalkv::decode_attention", _decode, mutates_args=())
+
+
+_NAMES = tuple(inspect.signature(_decode).parameters)
+
+
+@_operator.register_fake
+def _(query: Tensor, z_k: Tensor, *rest: Any) -> Tensor:
+    named = dict(zip(_NAMES, (query, z_k, *rest), strict=True))
+    rows = query.shape[2] // named["key_table"].shape[0] * query.shape[1]
+    return _output(query, named["value_up"], named["total"] * rows)
 
 
 def _split(slots: int, tile: int, runs: int) -> tuple[int, int]:

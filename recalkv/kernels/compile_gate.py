@@ -23,7 +23,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from recalkv.kernels.decode import combine_kernel, scores_kernel, values_kernel
-from recalkv.kernels.plan import STAGES, TILE, scores_launch, value_blocks, value_warps
+from recalkv.kernels.plan import (
+    COMBINE_COLUMNS,
+    STAGES,
+    TILE,
+    output_block,
+    row_block,
+    scores_launch,
+    value_blocks,
+    value_warps,
+)
 
 __all__ = ["CONFIGURATIONS", "Compiled", "Configuration", "compile_all", "faults"]
 
@@ -49,6 +58,8 @@ class Configuration:
     packed: bool = False
     norm: bool = False
     bias: bool = False
+    fused: bool = False
+    int8: bool = False
 
 
 CONFIGURATIONS = (
@@ -69,8 +80,11 @@ CONFIGURATIONS = (
     Configuration("smollm2-135m joint s=2 50%", 64, 3, 128, 128, 2),
     Configuration("llama-2-7b joint s=2 packed", 128, 1, 256, 256, 2, packed=True),
     Configuration("mistral-7b joint s=2 packed", 128, 4, 256, 256, 2, packed=True),
+    Configuration("llama-2-7b joint s=2 int8", 128, 1, 256, 256, 2, packed=True, int8=True),
+    Configuration("llama-2-7b s=4 70% int8", 128, 1, 160, 1232, 32, packed=True, int8=True),
+    Configuration("mistral-7b joint s=2 int8", 128, 4, 256, 256, 2, packed=True, int8=True),
     Configuration("head dimension 256", 256, 2, 256, 256, 1),
-    Configuration("any rank", 128, 1, 154, 307, 8),
+    Configuration("any rank", 128, 1, 154, 307, 8, fused=True),
 )
 
 
@@ -130,37 +144,40 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
     """Name, kernel, argument types, constants and warps, as in :func:`recalkv.kernels.attention.latent_attention`."""
     rows = c.query_heads_per_kv * c.queries
     half = c.head_dim // 2
-    launch = scores_launch(c.key_rank, c.head_dim, rows, 2, c.packed, SHARED_LIMITS[architecture])
+    element = 1 if c.int8 else 2
+    launch = scores_launch(c.key_rank, c.head_dim, rows, element, c.packed and not c.int8, SHARED_LIMITS[architecture])
     latent = "*u8" if c.packed else f"*{c.dtype}"
     table = "*i32" if c.packed else "*i64"
     steps = "*fp32" if c.packed else "*i64"
     pointers = {
-        "query_ptr": "*fp32", "latent_ptr": latent, "up_ptr": f"*{c.dtype}",
+        "query_ptr": f"*{c.dtype}", "latent_ptr": latent, "up_ptr": "*i8" if c.int8 else f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "norm_ptr": f"*{c.dtype}" if c.norm else "*i64",
-        "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "first_ptr": "*i64", "logits_ptr": "*fp32",
+        "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "logits_ptr": "*fp32",
         "heads_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,
+        "scales_ptr": "*fp32" if c.int8 else "*i64",
     }  # fmt: skip
     numbers = {
         "latent_batch_stride": "i64", "latent_slot_stride": "i32", "mask_batch_stride": "i32",
-        "mask_query_stride": "i32", "logits_stride": "i32", "table_width": "i32", "slots": "i32", "tiles": "i32",
+        "mask_query_stride": "i32", "logits_stride": "i32", "table_width": "i32", "behind": "i32", "tiles": "i32",
         "scaling": "fp32", "eps": "fp32",
     }  # fmt: skip
     constants = {
-        "ROWS": rows, "BLOCK_M": 1 if rows == 1 else max(16, triton.next_power_of_2(rows)), "QUERIES": c.queries,
+        "ROWS": rows, "BLOCK_M": row_block(rows), "QUERIES": c.queries,
         "HALF": half, "BLOCK_H": max(16, triton.next_power_of_2(half)), "RANK_A": launch.rank_first,
         "RANK_B": launch.rank_second, "RESIDENT": launch.resident, "BLOCK_N": launch.tile,
         "ALIGN": 1 if c.packed else math.gcd(16, c.key_rank), "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
         "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
+        "INT8": c.int8,
     }  # fmt: skip
     yield "scores", scores_kernel, pointers | numbers, constants, launch.warps
     _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows, c.packed)
     pointers = {
         "logits_ptr": "*fp32", "latent_ptr": latent, "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32",
-        "blocks_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,
+        "seen_ptr": "*i64", "blocks_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,
     }  # fmt: skip
     numbers = {
         "latent_batch_stride": "i64", "latent_slot_stride": "i32", "logits_stride": "i32", "table_width": "i32",
-        "all_rows": "i32", "total": "i32", "slots": "i32", "tiles": "i32",
+        "all_rows": "i32", "total": "i32", "behind": "i32", "tiles": "i32",
     }  # fmt: skip
     constants = {
         "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE,
@@ -169,10 +186,15 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
     }  # fmt: skip
     yield "values", values_kernel, pointers | numbers, constants, value_warps(c.packed)
     types = {
-        "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32", "blocks_ptr": "*i32",
-        "context_ptr": f"*{c.dtype}", "all_rows": "i32", "total": "i32", "runs": "i32",
+        "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32", "heads_ptr": "*i32", "up_ptr": f"*{c.dtype}",
+        "output_ptr": f"*{c.dtype}", "all_rows": "i32", "total": "i32", "inner": "i32", "runs": "i32",
     }  # fmt: skip
-    yield "combine", combine_kernel, types, {"BLOCK_M": block_rows, "BLOCK_C": block_columns}, 4
+    constants = {
+        "ROWS": rows, "BLOCK_M": row_block(rows), "QUERIES": c.queries, "HEAD_DIM": c.head_dim,
+        "BLOCK_C": COMBINE_COLUMNS, "BLOCK_D": output_block(c.head_dim), "ALIGN": math.gcd(16, c.value_rank),
+        "HAS_UP": not c.fused, "UPCAST": False,
+    }  # fmt: skip
+    yield "combine", combine_kernel, types, constants, 4
 
 
 def _compile(

@@ -2,6 +2,8 @@
 
 import importlib.util
 import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -10,28 +12,51 @@ from transformers.cache_utils import Cache
 
 from recalkv.attention import LatentAttention
 from recalkv.errors import ParameterError
-from recalkv.kernels.plan import MAX_ROWS, LayerPlan
+from recalkv.kernels.cost import LayerShape
+from recalkv.kernels.plan import MAX_ROWS, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
+from recalkv.kernels.rule import why_torch_is_faster
 
-__all__ = ["KERNELS", "KernelAttention", "use_kernels", "why_not"]
+__all__ = ["KERNELS", "KernelAttention", "choose_kernels", "is_compressed", "use_kernels", "why_not", "why_torch"]
 
 KERNELS = ("torch", "triton", "auto")
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HEAD_DIMS = range(2, 257, 2)
+_TRITON = (3, 6)
+
+_PREPARED_SLOTS = 1 << 20
+"""Slots up to which rotary tables are made beforehand: 8 MB at 128 dimensions of a head, once for all layers."""
 
 
 class KernelAttention(LatentAttention):
     """:class:`LatentAttention` whose short queries over a filled cache go through the kernels.
 
-    Prompts, more than a few queries, gradients, autocast, compiled models, eager attention and masks that are not
-    boolean stay with the parent. Factors written by other means than torch's operations, which count them
-    (``parameter.data``), need a new :func:`use_kernels`.
+    Prompts, more than a few queries, gradients, autocast, eager attention and masks that are not boolean stay with
+    the parent, and in compiled models more than one query. The factors are views of one buffer, so that whatever is
+    written into them is seen; a factor that is put in another's place (``parameter.data = ...``, ``load_state_dict``
+    with ``assign``) is noticed by its address, but not in a compiled model: compile after it. 8-bit copies of R_k
+    follow torch's own writes, which it counts, and not those by ``.data``.
     """
 
     _plan: LayerPlan | None = None
-    _plan_of: tuple[Any, ...] = ()
+    _plan_of: list[int] = []  # noqa: RUF012  (replaced, never changed)
+    _slots: int = 0
+    _int8: bool = False
     tile_rotary: TileRotary
+
+    def prepare(self, rotary: TileRotary, slots: int, int8: bool = False) -> None:
+        """Make whatever single queries over so many slots need, as compiled models cannot make it themselves."""
+        self.tile_rotary, self._plan, self._slots, self._int8 = rotary, None, slots, int8
+        step = self._layer_plan().step(self.num_key_value_groups)
+        rotary.tables(step.launch.tile, slots, self.k_proj.weight.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Follow the weights to another device or type."""
+        super()._apply(fn, recurse)
+        if self._plan is not None:
+            self.prepare(self.tile_rotary, self._slots, self._int8)
+        return self
 
     def forward(
         self,
@@ -44,66 +69,80 @@ class KernelAttention(LatentAttention):
         """Attend (batch, queries, m) hidden states to the cache and themselves."""
         if past_key_values is None or not self._by_kernel(hidden_states, attention_mask, past_key_values):
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        length = hidden_states.shape[1]
-        query, z_k, z_v = self._new_states(hidden_states)
-        # Both must be read before the update: static layers count in place.
-        slots, offset = past_key_values.get_mask_sizes(length, self.layer_idx)
-        start = past_key_values.get_seq_length(self.layer_idx)
-        first = self._first_slot(start - offset, query.device)
-        z_k, z_v = past_key_values.update(z_k, z_v, self.layer_idx)
-        z_k = z_k[:, 0]
-        places = first + torch.arange(length, device=query.device)
         from recalkv.kernels.attention import latent_attention
 
-        turned = self.tile_rotary.rotate(query, places, slots)
-        contexts = latent_attention(
-            turned,
-            z_k,
-            z_k if self.joint else z_v[:, 0],
+        length = hidden_states.shape[1]
+        query, z_k, z_v = self._new_states(hidden_states)
+        # Must be read before the update: static layers count in place, and so know their length afterwards.
+        slots, offset = past_key_values.get_mask_sizes(length, self.layer_idx)
+        start = past_key_values.get_seq_length(self.layer_idx)
+        z_k, z_v = past_key_values.update(z_k, z_v, self.layer_idx)
+        output = latent_attention(
+            query.transpose(1, 2),
+            z_k[:, 0],
+            None if self.joint else z_v[:, 0],
             self._layer_plan(),
             self.tile_rotary,
             None if attention_mask is None else attention_mask[..., :slots],
-            first,
+            start + length if isinstance(start, int) else past_key_values.get_seq_length(self.layer_idx),
             self.scaling,
             self.key_bias,
             None if self.k_norm is None else (self.k_norm.weight, self.k_norm.variance_epsilon),
+            offset,
         )
-        return self.o_proj(self._merged(contexts)), None
+        return self.o_proj(output), None
 
     def _by_kernel(self, states: Tensor, mask: Any, cache: Cache) -> bool:
         length = states.shape[1]
         if self.key_blocks is not None:
             return False
-        # Compiled models and autocast keep to plain torch, and so does whatever needs a gradient.
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(states.device.type):
+        # Autocast keeps to plain torch, and so does whatever needs a gradient.
+        if torch.is_autocast_enabled(states.device.type):
             return False
         if torch.is_grad_enabled() and (states.requires_grad or self.k_proj.weight.requires_grad):
             return False
         if length * self.num_key_value_groups > MAX_ROWS:
             return False
         slots, _ = cache.get_mask_sizes(length, self.layer_idx)
+        if torch.compiler.is_compiling() and not self._prepared(length, slots, states.device):
+            return False
         start = cache.get_seq_length(self.layer_idx)
         fresh = isinstance(start, int) and start == 0 and slots == length
         readable = mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape[1] == 1)
         return not fresh and readable and self._mode(length, slots, mask) == "latent"
 
-    @staticmethod
-    def _first_slot(first: int | Tensor, device: torch.device) -> Tensor:
-        """As a tensor, and a new one, since a static cache counts in place; no copy from the host, for CUDA graphs."""
-        if isinstance(first, Tensor):
-            return first.reshape(1).to(device).clone()
-        return torch.full((1,), first, dtype=torch.int64, device=device)
+    def _prepared(self, length: int, slots: int, device: torch.device) -> bool:
+        rows = length * self.num_key_value_groups
+        if self._plan is None or not self._plan.has(rows) or self._plan.key_up.device != device:
+            return False
+        return self.tile_rotary.has(self._plan.step(rows).launch.tile, slots, device)
 
     def _layer_plan(self) -> LayerPlan:
-        """Made once, and again when the factors have moved or changed."""
-        state = tuple((up.data_ptr(), up._version) for up in self.key_up)
-        if self._plan is None or self._plan_of != state:
-            ups = [up.detach() for up in self.key_up]
+        """Made once, and again when a factor stands elsewhere or its 8-bit copy is out of date."""
+        if torch.compiler.is_compiling():
+            assert self._plan is not None
+            return self._plan
+        value_up = [] if self.value_up is None else list(self.value_up)
+        if self._plan is None or self._plan_of != self._state(value_up):
+            from recalkv.kernels.attention import shared_limit
+
+            keys, values = joined(list(self.key_up)), joined(value_up) if value_up else None
             self._plan = LayerPlan(
-                ups, self.key_heads, self.value_ranks, self.value_heads, self.head_dim, self.key_rows, self.value_rows
-            )
-            self._plan_of = state
+                keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, self.head_dim,
+                shared_limit(keys.device), self.key_rows, self.value_rows,
+                self._int8,
+            )  # fmt: skip
+            self._plan_of = self._state(value_up)
         return self._plan
+
+    def _state(self, value_up: Sequence[Tensor]) -> list[int]:
+        versions = [up._version for up in self.key_up] if self._int8 else []
+        return [up.data_ptr() for up in (*self.key_up, *value_up)] + versions
+
+
+def is_compressed(model: nn.Module) -> bool:
+    """Whether a model has latent attention, and so a choice of :func:`use_kernels`."""
+    return any(isinstance(module, LatentAttention) for module in model.modules())
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -115,6 +154,9 @@ def why_not(model: nn.Module) -> str | None:
         return "the model has no latent attention; compress it first"
     if any(layer.key_blocks is not None for layer in layers):
         return "its keys have scales per channel, and the kernels read scales per token; set compression.scales=token"
+    installed = version("triton")
+    if tuple(int(part) for part in installed.split(".")[:2]) < _TRITON:
+        return f"triton is {installed}, and the kernels are tested with {'.'.join(map(str, _TRITON))} and newer"
     import triton.knobs
 
     device, dtype = layers[0].k_proj.weight.device, layers[0].k_proj.weight.dtype
@@ -129,7 +171,26 @@ def why_not(model: nn.Module) -> str | None:
     return None
 
 
-def use_kernels(model: Any, kernel: str = "triton") -> Any:
+def why_torch(model: Any) -> str | None:
+    """Why plain torch serves a model better than the kernels would, as predicted; None if they pay."""
+    layer = next(module for module in model.modules() if isinstance(module, LatentAttention))
+    weight = layer.k_proj.weight
+    name = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else None
+    shape = LayerShape(
+        layer.geometry.hidden, layer.geometry.heads, layer.geometry.kv_heads, layer.head_dim,
+        tuple(layer.key_ranks), tuple(layer.key_heads), tuple(layer.value_ranks), tuple(layer.value_heads),
+        layer.joint, layer.fused,
+    )  # fmt: skip
+    return why_torch_is_faster(shape, name)
+
+
+def choose_kernels(model: Any, kernel: str) -> None:
+    """:func:`use_kernels` for any model: dense ones are left alone, and ``auto`` without a GPU is torch, silently."""
+    if is_compressed(model) and not (kernel == "auto" and model.device.type == "cpu"):
+        use_kernels(model, kernel)
+
+
+def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
     """Choose how a compressed model decodes; returns the model.
 
     Parameters
@@ -137,8 +198,12 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
     model
         A model of :mod:`recalkv.modeling`, on its device.
     kernel
-        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can, with
-        one warning where they cannot; ``torch`` goes back to plain torch.
+        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can and are
+        predicted to pay (:mod:`recalkv.kernels.rule`), and says in one warning why not; ``torch`` goes back to
+        plain torch.
+    int8
+        In layers that cache 8-bit codes (``compression.bits`` 8), rebuild keys by products of 8-bit numbers: R_k is
+        rounded to 8 bits with one scale per column (``benchmarks.int8_reconstruction`` has what that costs).
 
     Raises
     ------
@@ -148,18 +213,19 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
     if kernel not in KERNELS:
         raise ParameterError(f"kernel={kernel!r} must be one of: {', '.join(KERNELS)}.")
     reason = why_not(model) if kernel != "torch" else None
+    if reason is None and kernel == "auto":
+        reason = why_torch(model)
     if reason is not None:
         if kernel == "triton":
             raise ParameterError(f"kernel=triton cannot be used: {reason}. Use kernel=torch, or auto.")
         warnings.warn(f"decoding in plain torch: {reason}.", stacklevel=2)
         kernel = "torch"
-    wanted = LatentAttention if kernel == "torch" else KernelAttention
-    rotary = TileRotary(model.model.rotary_emb) if wanted is KernelAttention else None
+    rotary = None if kernel == "torch" else TileRotary(model.model.rotary_emb)
     for module in model.modules():
         if isinstance(module, LatentAttention):
-            module.__class__ = wanted
             module.__dict__.pop("_plan", None)
+            module.__class__ = LatentAttention if rotary is None else KernelAttention
             if rotary is not None:
                 assert isinstance(module, KernelAttention)
-                module.tile_rotary = rotary
+                module.prepare(rotary, min(model.config.max_position_embeddings, _PREPARED_SLOTS), int8)
     return model

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,26 +11,34 @@ from torch import Tensor
 from recalkv.quantization import RowLayout
 
 __all__ = [
+    "COMBINE_COLUMNS",
     "MAX_ROWS",
     "STAGES",
     "TILE",
     "LayerPlan",
     "PackedColumns",
     "ScoresLaunch",
+    "Step",
     "cover_rank",
+    "joined",
+    "output_block",
+    "row_block",
     "scores_launch",
     "value_blocks",
     "value_warps",
 ]
 
 TILE = 64
-"""Slots of a tile of values, and the least of a tile of keys."""
+"""Slots of a tile of values; a tile of keys is as long, or twice or half of it."""
 
 STAGES = 2
 """Tiles in flight; a third costs shared memory."""
 
 MAX_ROWS = 32
 """Most query heads of a key/value head x queries that one program takes."""
+
+COMBINE_COLUMNS = 64
+"""Columns of a latent context that ``combine_kernel`` sums at a time."""
 
 _STREAMED_RANK = 64
 """Rows of R_k read at a time where it is not resident."""
@@ -89,12 +97,15 @@ def scores_launch(rank: int, head_dim: int, rows: int, element: int, packed: boo
     """
     first, second = cover_rank(rank)
     if not packed and head_dim <= 128:
-        for tile, warps in ((2 * TILE, 8), (TILE, 4)) if head_dim > 64 else ((TILE, 4),):
+        # Of 8-bit products several rows of queries leave no registers for a large tile.
+        large = head_dim > 64 and not (element == 1 and rows > 1)
+        for tile, warps in ((2 * TILE, 8), (TILE, 4)) if large else ((TILE, 4),):
             if _resident_bytes(first + second, head_dim, tile, rows, element) <= shared_limit:
                 return ScoresLaunch(first, second, True, tile, warps)
     wide = not packed and head_dim <= 128 and element == 2
     block = _STREAMED_RANK // (2 if packed else 1)
-    return ScoresLaunch(min(block, first), 0, False, 2 * TILE if wide else TILE, 8)
+    tile = 2 * TILE if wide else TILE if head_dim <= 128 else TILE // 2
+    return ScoresLaunch(min(block, first), 0, False, tile, 8)
 
 
 def _resident_bytes(rank: int, head_dim: int, tile: int, rows: int, element: int) -> int:
@@ -102,6 +113,16 @@ def _resident_bytes(rank: int, head_dim: int, tile: int, rows: int, element: int
     angles = 256 * tile
     products = 0 if rows == 1 else 392 * tile * element // 2
     return element * rank * head_dim + STAGES * element * tile * rank + angles + products
+
+
+def row_block(rows: int) -> int:
+    """Rows that a program reserves: ``tl.dot`` wants sixteen; a single one is a sum of products instead."""
+    return 1 if rows == 1 else max(16, 1 << (rows - 1).bit_length())
+
+
+def output_block(head_dim: int) -> int:
+    """Columns of a head's output that one program of ``combine_kernel`` takes: few, as heads are few at batch 1."""
+    return min(32, max(16, 1 << (head_dim - 1).bit_length()))
 
 
 def value_warps(packed: bool) -> int:
@@ -149,11 +170,37 @@ def value_blocks(
     return blocks, row_block, column_block
 
 
-@dataclass(frozen=True)
-class ValueBlocks:
-    """Blocks of ``values_kernel`` on the device, powers of two that hold any of them, and their alignment."""
+def joined(factors: Sequence[Tensor]) -> Tensor:
+    """One buffer that holds all factors row by row; the factors become views of it.
 
-    table: Tensor
+    So whatever is written into a factor, by ``.data`` as well, is what the kernels read.
+    """
+    # The buffer outlives the call: made in inference mode, it could not serve a backward pass later.
+    with torch.inference_mode(False), torch.no_grad():
+        buffer = torch.cat([factor.detach().reshape(-1) for factor in factors])
+        start = 0
+        for factor in factors:
+            factor.data = buffer[start : start + factor.numel()].view(factor.shape)
+            start += factor.numel()
+    return buffer
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one number of queries needs: constants of ``scores_kernel``, and blocks of ``values_kernel``.
+
+    Attributes
+    ----------
+    launch
+        Constants of ``scores_kernel``.
+    blocks
+        Table of :func:`value_blocks` on the device.
+    rows, columns, alignment
+        Powers of two that hold any block, and what divides the blocks' columns.
+    """
+
+    launch: ScoresLaunch
+    blocks: Tensor
     rows: int
     columns: int
     alignment: int
@@ -185,60 +232,98 @@ class LayerPlan:
 
     Parameters
     ----------
-    key_up
-        ``R_k`` of each group, (r_g, w_g), as the layer has them; copied into one buffer.
-    key_heads, value_heads
-        Key/value heads of each group.
-    value_ranks
-        Latent rank of each value group.
+    key_up, value_up
+        ``R_k`` and ``R_v`` of all groups in one buffer (:func:`joined`); no ``R_v`` where W_o has it.
+    key_ranks, key_heads, value_ranks, value_heads
+        Latent rank and key/value heads of each group.
     head_dim
         Head dimension, even.
+    shared_limit
+        Bytes of shared memory that a program may have.
     key_rows, value_rows
         Layout of packed rows, where latents are quantised.
+    int8
+        Rebuild keys by products of 8-bit numbers where each group's latents are 8-bit codes. R_k is then a copy,
+        with one scale per column.
     """
 
     def __init__(
         self,
-        key_up: Sequence[Tensor],
+        key_up: Tensor,
+        value_up: Tensor | None,
+        key_ranks: Sequence[int],
         key_heads: Sequence[int],
         value_ranks: Sequence[int],
         value_heads: Sequence[int],
         head_dim: int,
+        shared_limit: int,
         key_rows: RowLayout | None = None,
         value_rows: RowLayout | None = None,
+        int8: bool = False,
     ) -> None:
-        device = key_up[0].device
-        self.head_dim = head_dim
-        self.kv_heads = sum(key_heads)
+        device = key_up.device
+        self.head_dim, self.kv_heads, self.rank = head_dim, sum(key_heads), max(key_ranks)
+        self.key_up, self.value_up = key_up, value_up
         self.value_ranks, self.value_heads = list(value_ranks), list(value_heads)
-        self.up = torch.cat([up.detach().reshape(-1) for up in key_up])
-        table, column, start = [], 0, 0
-        for up, heads in zip(key_up, key_heads, strict=True):
-            rank, width = up.shape
-            table += [[column, rank, start + head * head_dim, width] for head in range(heads)]
-            column, start = column + rank, start + rank * width
-        self.heads = torch.tensor(table, dtype=torch.int32, device=device)
-        self.rank = max(up.shape[0] for up in key_up)
-        self.alignment = 1 if key_rows is not None else _alignment(itertools.chain(*table, [column]))
+        keys, values = [], []
+        self.int8 = int8 and key_rows is not None and [*key_rows.segments] == [(rank, 8) for rank in key_ranks]
+        for rank, heads, start, column in _groups(key_ranks, key_heads, head_dim):
+            # 8-bit factors stand transposed, head after head.
+            step, stride = (rank * head_dim, rank) if self.int8 else (head_dim, heads * head_dim)
+            keys += [[column, rank, start + head * step, stride] for head in range(heads)]
+        before = 0
+        for rank, heads, start, _ in _groups(value_ranks, value_heads, head_dim):
+            values += [[before + head * rank, rank, start + head * head_dim, heads * head_dim] for head in range(heads)]
+            before += heads * rank
+        self.total = before
+        self.key_table = torch.tensor(keys, dtype=torch.int32, device=device)
+        self.value_table = torch.tensor(values, dtype=torch.int32, device=device)
+        packed = key_rows is not None
+        self.key_alignment = 1 if packed else _alignment(itertools.chain(*keys, [sum(key_ranks)]))
+        self.value_alignment = _alignment(itertools.chain(*values))
+        self.key_factors, self.key_scales = key_up, None
+        if self.int8:
+            self.key_factors, self.key_scales = _int8_factors(key_up, key_ranks, key_heads, head_dim)
         self.key_columns = None if key_rows is None else PackedColumns(key_rows, device)
         self.value_columns = None if value_rows is None else PackedColumns(value_rows, device)
-        self._value_rows = value_rows if value_rows is not None else key_rows
-        self._blocks: dict[int, ValueBlocks] = {}
+        self.nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        self._shared_limit, self._packed = shared_limit, packed
+        self._steps: dict[int, Step] = {}
 
-    def blocks(self, rows_per_head: int) -> ValueBlocks:
-        """:func:`value_blocks` on the device, made once per number of queries."""
-        if rows_per_head not in self._blocks:
-            packed = self._value_rows is not None
-            blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head, packed)
-            aligned = (
-                1
-                if self._value_rows is not None
-                else _alignment(
-                    itertools.chain(
-                        (block[0] for block in blocks), (block[1] for block in blocks), [sum(self.value_ranks)]
-                    )
-                )
-            )
-            table = torch.tensor(blocks, dtype=torch.int32, device=self.up.device)
-            self._blocks[rows_per_head] = ValueBlocks(table, rows, columns, aligned)
-        return self._blocks[rows_per_head]
+    def has(self, rows_per_head: int) -> bool:
+        """Whether :meth:`step` has nothing to make, as compiled models need it."""
+        return rows_per_head in self._steps
+
+    def step(self, rows_per_head: int) -> Step:
+        """Tables of a number of query heads per key/value head x queries, made once."""
+        if rows_per_head not in self._steps:
+            blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head, self._packed)
+            numbers = [number for block in blocks for number in block[:2]]
+            aligned = 1 if self._packed else _alignment([*numbers, sum(self.value_ranks)])
+            element, unpacked = self.key_factors.element_size(), self._packed and not self.int8
+            launch = scores_launch(self.rank, self.head_dim, rows_per_head, element, unpacked, self._shared_limit)
+            with torch.inference_mode(False):
+                table = torch.tensor(blocks, dtype=torch.int32, device=self.key_up.device)
+            self._steps[rows_per_head] = Step(launch, table, rows, columns, aligned)
+        return self._steps[rows_per_head]
+
+
+def _int8_factors(key_up: Tensor, ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> tuple[Tensor, Tensor]:
+    """R_k in 8 bits, transposed, all heads in one buffer; and (2, kv heads, d_h) scales and half sums of columns."""
+    codes, scales, halves = [], [], []
+    for rank, own, start, _ in _groups(ranks, heads, head_dim):
+        columns = key_up[start : start + rank * own * head_dim].view(rank, -1).mT.float()
+        scale = columns.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / 127
+        rounded = (columns / scale).round()
+        codes.append(rounded.to(torch.int8).flatten())
+        scales.append(scale[:, 0])
+        halves.append(rounded.sum(dim=1) / 2)
+    return torch.cat(codes), torch.stack([torch.cat(scales), torch.cat(halves)])
+
+
+def _groups(ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> Iterator[tuple[int, int, int, int]]:
+    """Rank, heads, start of the factor in its buffer, and first latent column, of each group."""
+    start = column = 0
+    for rank, own in zip(ranks, heads, strict=True):
+        yield rank, own, start, column
+        start, column = start + rank * own * head_dim, column + rank

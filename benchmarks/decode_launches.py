@@ -1,0 +1,107 @@
+"""Operations that one decoding step of one attention module asks of the device.
+
+    TRITON_INTERPRET=1 python -m benchmarks.decode_launches
+
+Counts torch's operations that do work (not views and allocations) and launches of the kernels, projections
+and cache included, for 32 heads in 16 groups and for 8 key/value heads in 4. At batch 1 each costs some
+microseconds where no CUDA graph hides it. Needs no GPU: sizes are tiny, the counts are those of any size.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
+
+from benchmarks.decode_attention import Geometry, compressed_model
+from recalkv.kernels.module import use_kernels, why_not
+
+__all__ = ["step_launches"]
+
+GEOMETRIES = {
+    "32 heads": Geometry("llama", 64, 32, 32, 8),
+    "32 heads, 8 of keys and values": Geometry("llama", 64, 32, 8, 8),
+}
+
+_FREE = {
+    "_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand", "lift_fresh",
+    "new_empty", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unflatten",
+    "unsqueeze", "view",
+}  # fmt: skip
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations by name, views and allocations apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one operation, and run it."""
+        name = func.overloadpacket.__name__
+        self.counts[name] += name not in _FREE
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _kernel_launches(counts: Counter[str]) -> Iterator[None]:
+    """Count launches of the kernels, and leave out what interpreting them needs."""
+    from recalkv.kernels import attention
+
+    names = ("scores_kernel", "values_kernel", "combine_kernel")
+    kernels = {name: getattr(attention, name) for name in names}
+
+    class Counting:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getitem__(self, grid: Any) -> Any:
+            counts[self._name] += 1
+            return lambda *arguments, **options: None
+
+    for name in names:
+        setattr(attention, name, Counting(name))
+    try:
+        yield
+    finally:
+        for name, kernel in kernels.items():
+            setattr(attention, name, kernel)
+
+
+@torch.no_grad()
+def step_launches(geometry: Geometry, kernel: str, static: bool, joint: bool = True) -> Counter[str]:
+    """Operations and launches of one token's step, by name."""
+    model = use_kernels(compressed_model(geometry, 0.5, 2, joint, "cpu", torch.float32), kernel)
+    cache: Any = StaticCache(config=model.config, max_cache_len=100) if static else DynamicCache(config=model.config)
+    layer = model.model.layers[0].self_attn
+    prompt, token = torch.randn(1, 80, geometry.hidden), torch.randn(1, 1, geometry.hidden)
+    mask = torch.arange(100)[None, None, None] < 81 if static else None
+    causal = torch.ones(80, 100 if static else 80, dtype=torch.bool).tril()[None, None]
+    layer(prompt, model.model.rotary_emb(prompt, torch.arange(80)[None]), causal, past_key_values=cache)
+    rope = model.model.rotary_emb(token, torch.tensor([[80]]))
+    # Tables are made once, not at every step.
+    for _ in range(2):
+        with _Operations() as operations, _kernel_launches(operations.counts):
+            layer(token, rope, mask, past_key_values=cache)
+    return +operations.counts
+
+
+def main() -> None:
+    """Print the table."""
+    print(f"{'geometry':<34}{'cache':<10}{'latents':<10}{'path':<9}{'launches':>9}  of these")
+    for name, geometry in GEOMETRIES.items():
+        for static, joint in ((False, True), (True, True), (False, False)):
+            model = compressed_model(geometry, 0.5, 2, joint, "cpu", torch.float32)
+            for kernel in ("torch",) if why_not(model) else ("torch", "triton"):
+                counts = step_launches(geometry, kernel, static, joint)
+                most = ", ".join(f"{count} {each}" for each, count in counts.most_common(5))
+                labels = f"{'static' if static else 'growing':<10}{'joint' if joint else 'separate':<10}{kernel:<9}"
+                print(f"{name:<34}{labels}{counts.total():>9}  {most}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Load a whole model, dense or compressed, to evaluate it: on one device, or split over several by accelerate."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import recalkv  # noqa: F401  (registers the compressed classes)
+
+__all__ = ["load_model"]
+
+
+def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype, device_map: str | None = None) -> Any:
+    """Model in evaluation mode; files are read to where they are needed, shard by shard.
+
+    Parameters
+    ----------
+    folder
+        Checkpoint.
+    device
+        Where it runs, if it is not split.
+    dtype
+        Of the weights.
+    device_map
+        ``auto``, ``balanced`` or ``sequential``: how accelerate splits the model over the GPUs and the CPU. None for
+        one device.
+    """
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device_map or {"": device}).eval()

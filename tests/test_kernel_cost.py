@@ -1,0 +1,149 @@
+"""Predicted costs, the rule of `kernels: auto`, the identity gauge, and the simulation of 8-bit reconstruction."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import decode_attention, decode_roofline, int8_reconstruction
+from benchmarks.decode_roofline import LAYOUTS, MODELS, layer_shape, speedup
+from recalkv import measure
+from recalkv.kernels.cost import DEVICES, LayerShape, dense_growing, dense_static, latent_kernels, latent_torch
+from recalkv.kernels.gauge import gauge_basis, pivot_columns, regauged, saved_share
+from recalkv.kernels.rule import known_device, why_torch_is_faster
+from tests import tiny
+
+H200 = DEVICES["H200"]
+# Two heads of two dimensions in one group, rank 3 of keys and 1 of values, eight hidden.
+SMALL = LayerShape(8, 2, 2, 2, (3,), (2,), (1,), (2,))
+
+
+def test_sizes_by_hand() -> None:
+    assert (SMALL.dense_columns, SMALL.columns, SMALL.dense_weights) == (8, 4, 8 * 4 * 4)
+    # W_q, L_k and L_v, W_o, R_k, R_v.
+    assert SMALL.weights == 8 * 4 + 8 * 4 + 8 * 4 + 3 * 4 + 1 * 4
+    fused = LayerShape(8, 2, 2, 2, (3,), (2,), (1,), (2,), fused=True)
+    assert fused.weights == 8 * 4 + 8 * 4 + 8 * 2 + 3 * 4
+    step = dense_static(SMALL, H200, context=10, batch=3)
+    assert step.bytes == 2 * 128 + 2 * 3 * 10 * 8
+    assert step.operations == 2 * 3 * 128 + 4 * 3 * 10 * 4
+    ours = latent_kernels(SMALL, H200, context=10, batch=3)
+    assert ours.bytes == 2 * SMALL.weights + 2 * 3 * 10 * 4
+    rebuilding, turning, products = 2 * 30 * 3 * 4, (6 + 2) * 30 * 4, 2 * 30 * 1 * 16
+    assert ours.operations == 2 * 3 * SMALL.weights + rebuilding + turning + products
+    assert latent_kernels(SMALL, H200, 10, 3, int8=True).bytes == 2 * SMALL.weights + 3 * 10 * 4
+    assert ours.operations - latent_kernels(SMALL, H200, 10, 3, identity=True).operations == 2 * 30 * 3 * 3
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("latents", LAYOUTS)
+def test_predictions_go_the_right_way(model: str, latents: str) -> None:
+    def faster(ratio: float, size: int, way: str = "bf16", growing: bool = False, context: int = 65536) -> float:
+        return speedup(layer_shape(model, ratio, size, latents), H200, context, 1, way, growing)
+
+    assert faster(0.5, 2) < faster(0.7, 2) < faster(0.8, 2)
+    assert faster(0.7, 4) <= faster(0.7, 2) <= faster(0.7, 1)
+    assert faster(0.7, 2) < faster(0.7, 2, "int8")
+    assert faster(0.7, 2) <= faster(0.7, 2, "identity")
+    assert faster(0.7, 2) < faster(0.7, 2, growing=True)
+    shape = layer_shape(model, 0.5, 2, latents)
+    assert shape.columns == pytest.approx(shape.dense_columns / 2, abs=2 * len(shape.key_ranks))
+    for cost in (dense_static, dense_growing, latent_kernels, latent_torch):
+        assert cost(shape, H200, 4096, 1).seconds < cost(shape, H200, 65536, 8).seconds
+
+
+def test_roofline_prints_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    decode_roofline.main(["--geometry", "llama-2-7b", "--batches", "1", "--contexts", "4096", "--ratios", "0.5,0.7"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    first, second = lines[:4], lines[4:]
+    assert len({line.count("|") for line in first}) == len({line.count("|") for line in second}) == 1
+    assert len(second) == 2 + 3 * 3 * 3
+
+
+def test_rule_by_device_and_prediction() -> None:
+    assert known_device("NVIDIA H200") == H200
+    assert known_device("NVIDIA A800-SXM4-80GB") == DEVICES["A100"]
+    shape = layer_shape("llama-2-7b", 0.7, 2, "separate")
+    assert why_torch_is_faster(shape, "NVIDIA H200") is None
+    assert "interpreted" in (why_torch_is_faster(shape, None) or "")
+    # So many ranks for so small a head that rebuilding costs more than its traffic.
+    odd = LayerShape(64, 64, 64, 16, (1024,) * 2, (32, 32), (16,), (64,))
+    assert "predicted to take" in (why_torch_is_faster(odd, "H200", context=1 << 22) or "")
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize(("rank", "width"), [(5, 16), (6, 16), (16, 16), (21, 16)])
+def test_identity_gauge_is_exact(rank: int, width: int, pairs: bool) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    down, up, value_up = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((30, rank), (rank, width), (rank, 7))
+    )
+    pivots = pivot_columns(up, 8, pairs)
+    assert len(set(pivots)) == len(pivots) == min(rank, width)
+    if pairs:
+        assert all(abs(a - b) == 4 for a, b in zip(pivots[: rank // 2 * 2 : 2], pivots[1::2], strict=False))
+    basis = gauge_basis(up, pivots)
+    new_down, (new_up, new_value_up) = regauged(down, [up, value_up], basis)
+    assert torch.allclose(new_down @ new_up, down @ up, atol=1e-10)
+    assert torch.allclose(new_down @ new_value_up, down @ value_up, atol=1e-10)
+    identity = torch.eye(rank, dtype=torch.float64)[:, : len(pivots)]
+    assert torch.allclose(new_up[:, pivots], identity, atol=1e-10)
+    assert float(new_up.abs().max()) < 20
+
+
+def test_share_that_the_identity_gauge_saves() -> None:
+    assert saved_share([4, 20], [16, 16]) == pytest.approx((4 * 4 + 20 * 16) / (24 * 16))
+
+
+def test_8_bit_products_are_those_of_integers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    latents, up = torch.randn(9, 40, generator=generator), torch.randn(40, 12, generator=generator)
+    codes, scale = int8_reconstruction.int8_codes(latents, -1)
+    assert float(codes.abs().max()) == 127 and torch.equal(codes, codes.to(torch.int8).float())
+    up_codes, up_scale = int8_reconstruction.int8_codes(up, 0)
+    exact = (codes.long() @ up_codes.long()).double() * scale.double() * up_scale.double()
+    product = int8_reconstruction.int8_product(latents, up)
+    assert torch.allclose(product.double(), exact, rtol=1e-5, atol=1e-6)
+    assert float((product - latents @ up).norm() / (latents @ up).norm()) < 0.015
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_simulation_is_close_and_can_be_undone(values: bool) -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
+    ids = tiny.windows(1, 30)
+    with torch.no_grad():
+        exact = model(ids).logits
+        undo = int8_reconstruction.simulate(model, rotate=True, values=values)
+        changed = model(ids).logits
+        undo()
+        assert torch.equal(model(ids).logits, exact)
+    assert 0 < float((changed - exact).norm() / exact.norm()) < 0.05
+
+
+def test_benchmark_says_that_no_backend_takes_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = decode_attention.Bench("tiny", torch.device("cpu"), torch.float32, 1)
+    monkeypatch.setattr(bench, "device", torch.device("cuda"))
+
+    def refuse(calls: Any) -> float:
+        raise RuntimeError("No available kernel. Aborting execution.\nmore")
+
+    monkeypatch.setattr(bench, "time", refuse)
+    spent, backend = bench.fastest_sdpa([])
+    assert spent is None
+    assert backend.startswith("no backend takes it (FLASH_ATTENTION: No available kernel. Aborting execution.; CUDNN")
+    assert decode_attention.line_end({"us": spent, "backend": backend}).endswith(f"  {backend}")
+
+
+def test_measurements_choose_the_kernels(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
+    model.save_pretrained(tmp_path)
+    chosen: list[Any] = []
+    monkeypatch.setattr(measure, "use_kernels", lambda model, kernel: chosen.append((type(model).__name__, kernel)))
+    request = {"device": "cpu", "dtype": "float32", "kernels": "torch", "prompt": [3, 4, 5], "new_tokens": 2,
+               "repeats": 1, "contexts": [4], "attention_repeats": 1, "samples": [], "sample_tokens": 1}  # fmt: skip
+    for folder in (tiny_folder, tmp_path):
+        assert json.loads(json.dumps(measure.measure(str(folder), request)))["samples"] == []
+    assert chosen == [("ReCalKVLlamaForCausalLM", "torch")]
