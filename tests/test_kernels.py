@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from recalkv.attention import LatentAttention
 from recalkv.errors import ParameterError
 from recalkv.kernels.plan import ScoresLaunch, cover_rank, scores_launch, value_blocks
 from recalkv.quantization import RowLayout
@@ -602,6 +604,27 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ParameterError, match="triton is not installed"):
         use_kernels(model.float())
+
+
+@pytest.mark.parametrize("settings", [{"method": "loss-aware"}, {"method": "recalkv"}, {"bits": 4, "ratio": 0.8}])
+def test_auto_trusts_the_kernels_after_a_trial(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.compressed_pair("llama-gqa", **settings)[1].to(DEVICE)
+    monkeypatch.setattr(module, "why_torch", lambda model: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use_kernels(model, "auto")
+    layer = model.model.layers[1].self_attn
+    assert isinstance(layer, KernelAttention)
+    right = module.KernelAttention.forward
+    for wrong, message in (
+        (lambda *args: (right(*args)[0] * 1.01, None), r"a trial step by the kernels was off by .*e-0\d of"),
+        (lambda *args: (right(*args)[0] * torch.nan, None), "a trial step by the kernels was off by nan"),
+        (lambda *args: 1 / 0, r"a trial step by the kernels failed \(ZeroDivisionError: division by zero\)"),
+    ):
+        monkeypatch.setattr(module.KernelAttention, "forward", wrong)
+        with pytest.warns(UserWarning, match=message):
+            use_kernels(model, "auto")
+        assert type(layer) is LatentAttention
 
 
 @pytest.mark.parametrize("bits", [16, 8])

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,6 +101,22 @@ def test_whole_pipeline(
     again = dvc(project, "repro")
     assert "Running stage" not in again
     assert "up to date" in again
+
+    # Whoever gets the results from a remote has nothing to compute.
+    dvc(project, "remote", "add", "-d", "shared", str(project.parent / "remote"))
+    dvc(project, "push")
+    other = project.parent / "other"
+    shutil.copytree(project, other, ignore=shutil.ignore_patterns("data", "cache", "tmp", "__pycache__"))
+    assert not (other / "data").exists()
+    assert not (other / ".dvc/cache").exists()
+    dvc(other, "pull")
+    assert folder_hash(other / "data/compressed") == folder_hash(project / "data/compressed")
+    assert "Running stage" not in dvc(other, "repro")
+    # What no remote holds is made again where it is needed, to the same bytes.
+    assert not (project / "data/activations.zarr").exists()
+    before = folder_hash(other / "data/fisher.zarr")
+    dvc(other, "repro", "--single-item", "--force", "fisher")
+    assert folder_hash(other / "data/fisher.zarr") == before
 
     # A changed ratio reruns nothing before the allocation.
     change_parameters(project, "compression.ratio", 0.7)

@@ -198,9 +198,9 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
     model
         A model of :mod:`recalkv.modeling`, on its device.
     kernel
-        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can and are
-        predicted to pay (:mod:`recalkv.kernels.rule`), and says in one warning why not; ``torch`` goes back to
-        plain torch.
+        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can, are
+        predicted to pay (:mod:`recalkv.kernels.rule`) and get a trial step right (:mod:`recalkv.kernels.trial`), and
+        says in one warning why not; ``torch`` goes back to plain torch.
     int8
         In layers that cache 8-bit codes (``compression.bits`` 8), rebuild keys by products of 8-bit numbers: R_k is
         rounded to 8 bits with one scale per column (``benchmarks.int8_reconstruction`` has what that costs).
@@ -218,8 +218,20 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
     if reason is not None:
         if kernel == "triton":
             raise ParameterError(f"kernel=triton cannot be used: {reason}. Use kernel=torch, or auto.")
-        warnings.warn(f"decoding in plain torch: {reason}.", stacklevel=2)
         kernel = "torch"
+    _install(model, kernel, int8)
+    if kernel == "auto":
+        from recalkv.kernels.trial import why_wrong
+
+        reason = why_wrong(next(module for module in model.modules() if isinstance(module, KernelAttention)))
+        if reason is not None:
+            _install(model, "torch", int8)
+    if reason is not None:
+        warnings.warn(f"decoding in plain torch: {reason}.", stacklevel=2)
+    return model
+
+
+def _install(model: Any, kernel: str, int8: bool) -> None:
     rotary = None if kernel == "torch" else TileRotary(model.model.rotary_emb)
     for module in model.modules():
         if isinstance(module, LatentAttention):
@@ -228,4 +240,3 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
             if rotary is not None:
                 assert isinstance(module, KernelAttention)
                 module.prepare(rotary, min(model.config.max_position_embeddings, _PREPARED_SLOTS), int8)
-    return model
