@@ -260,16 +260,16 @@ def run(
 
 @app.command()
 def exponents(
-    widths: Annotated[list[int], typer.Option("--width", help="Hidden sizes, multiples of 128.")] = [512, 1024, 2048],  # noqa: B006
-    depths: Annotated[list[int], typer.Option("--depth", help="Numbers of layers.")] = [2, 4, 8],  # noqa: B006
+    widths: Annotated[str, typer.Option(help="Hidden sizes, multiples of 128.")] = "512,1024,2048,4096",
+    depths: Annotated[str, typer.Option(help="Numbers of layers.")] = "2,8,16,32",
     samples: Annotated[int, typer.Option(help="Calibration windows.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
 ) -> None:
-    """Time and memory over hidden size (at two layers) and over depth (at the middle width)."""
+    """Time and memory over hidden size (at the first depth) and over depth (at the second hidden size)."""
     rows = []
-    middle = widths[len(widths) // 2]
-    for width, depth in dict.fromkeys([*((w, depths[0]) for w in widths), *((middle, d) for d in depths)]):
+    sizes, numbers = ([int(part) for part in text.split(",")] for text in (widths, depths))
+    for width, depth in dict.fromkeys([*((w, numbers[0]) for w in sizes), *((sizes[1], d) for d in numbers)]):
         shape = AttentionGeometry(width, width // 64, width // 128, 64, depth)
         size = ModelSizes("llama", shape, width * 8 // 3 // 64 * 64, 4096, 4096)
         setting = Setting(f"{width} x {depth}", depth, samples, length, 2, "loss-aware", 4, device)
