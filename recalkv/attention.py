@@ -4,12 +4,8 @@ The cache holds ``z_k`` and ``z_v`` of each token, before RoPE, as one "head" ea
 cache classes; where keys and values share one latent, it stands in the place of the keys, and the
 values' place is zero columns wide. Keys are rebuilt (``z_k R_k``, bias, qk-norm) and rotated where
 attention needs them; values take one of three equal paths (see :mod:`recalkv.fusion`).
-
-With scales per channel the layers of the cache are those of :mod:`recalkv.block_cache`: a query sees the blocks before
-its own rounded and its own block exact, in one pass as in decoding.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,20 +20,13 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from recalkv.block_cache import BlockedLatents, GrowingBlockLayer, hold_in_blocks
-from recalkv.errors import CheckpointError, ParameterError
+from recalkv.errors import CheckpointError
 from recalkv.families import AttentionGeometry, layer_attention_types
 from recalkv.fusion import absorbed_output, decode_query_limit
-from recalkv.quantization import BlockLayout, RowLayout
+from recalkv.quantization import RowLayout
 from recalkv.reorder import group_sizes
 
-__all__ = ["BLOCK_ATTENTION", "LatentAttention", "SlotRotary", "latent_context"]
-
-# Attention functions that take any mask, as queries over two sets of keys need.
-BLOCK_ATTENTION = ("sdpa", "eager")
-
-# Queries over blocks of latents are taken so many at a time: a mask has this many rows.
-_BLOCK_QUERIES = 512
+__all__ = ["LatentAttention", "SlotRotary", "latent_context", "rotated"]
 
 # With more new tokens than this, scores are never materialised: SDPA on rebuilt or padded values.
 MAX_EXPLICIT_QUERIES = 64
@@ -128,10 +117,7 @@ class LatentAttention(nn.Module):
         self.value_heads = group_sizes(geometry.kv_heads, config.recalkv["value_group_size"])
         self.key_ranks: list[int] = list(spec["key_ranks"])
         self.value_ranks: list[int] = list(spec["value_ranks"])
-        block = config.recalkv.get("block")
-        _check_segments(spec["key_segments"], self.key_ranks)
-        self.key_blocks = None if block is None else BlockLayout(spec["key_segments"], block)
-        self.key_rows = _row_layout(spec["key_segments"], self.key_ranks) if block is None else None
+        self.key_rows = _row_layout(spec["key_segments"], self.key_ranks)
         self.value_rows = None if config.recalkv["joint"] else _row_layout(spec["value_segments"], self.value_ranks)
         self.fused = spec["value_layout"] == "fused"
         self.joint: bool = config.recalkv["joint"]
@@ -169,9 +155,6 @@ class LatentAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend (batch, queries, m) hidden states to the cache and themselves."""
-        if self.key_blocks is not None:
-            output = self._forward_blocks(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
-            return output, None
         length = hidden_states.shape[1]
         query, z_k, z_v = self._new_states(hidden_states)
         query_rope = key_rope = position_embeddings
@@ -191,8 +174,8 @@ class LatentAttention(nn.Module):
             z_v = self.value_rows.unpack(z_v, query.dtype)
         if self.joint:
             z_v = z_k
-        query = _rotate(query, query_rope)
-        key = _rotate(self._rebuild_keys(z_k), key_rope)
+        query = rotated(query, query_rope)
+        key = rotated(self._rebuild_keys(z_k), key_rope)
 
         mode = self._mode(length, key.shape[2], attention_mask)
         if mode == "latent":
@@ -203,119 +186,6 @@ class LatentAttention(nn.Module):
             output, weights = self._attend(query, key, self._rebuild_values(z_v), attention_mask, kwargs)
             output = output.flatten(2)
         return self.o_proj(output), weights
-
-    def _forward_blocks(
-        self,
-        hidden_states: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: Cache | None,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """:meth:`forward` with scales per channel: the output, (batch, queries, m)."""
-        assert self.key_blocks is not None
-        implementation = self.config._attn_implementation
-        readable = mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)
-        if implementation not in BLOCK_ATTENTION or not readable:
-            raise ParameterError(
-                f"attn_implementation={implementation!r} cannot attend to latents with scales per channel; use "
-                f"{' or '.join(BLOCK_ATTENTION)}."
-            )
-        length, block = hidden_states.shape[1], self.key_blocks.block
-        query, z_k, z_v = self._new_states(hidden_states)
-        start: int | Tensor = 0
-        if cache is None:
-            z_k = _without_padding(z_k, mask, 0)
-            latents, z_v = GrowingBlockLayer(self.key_blocks).update(z_k, z_v)
-        else:
-            hold_in_blocks(cache, self.layer_idx, self.key_blocks)
-            # Both must be read before the update: static layers count in place.
-            slots, _ = cache.get_mask_sizes(length, self.layer_idx)
-            start = cache.get_seq_length(self.layer_idx) + 0
-            z_k = _without_padding(z_k, mask, start)
-            latents, z_v = cache.update(z_k, z_v, self.layer_idx)  # type: ignore[assignment]
-        query_rope = key_rope = rope
-        if not isinstance(start, int) or start > 0:
-            query_rope, key_rope = self._slot_rope(query, start, 0, slots)
-        query = _rotate(query, query_rope)
-        if self.value_rows is not None:
-            z_v = self.value_rows.unpack(z_v, query.dtype)
-        if length == 1 or (isinstance(start, int) and start // block == (start + length - 1) // block):
-            # All queries in one block: every slot is seen in one way, and the mask holds as it is.
-            z_k = _by_slot(latents, start + length if isinstance(start, int) else key_rope[0].shape[1])
-            places = z_k.shape[2]
-            key = _rotate(self._rebuild_keys(z_k), (key_rope[0][:, :places], key_rope[1][:, :places]))
-            mask = None if mask is None else mask[..., :places]
-            values = self._values(z_k if self.joint else z_v[:, :, :places], mode := self._mode(length, places, mask))
-            return self.o_proj(self._attended(query, key, values, mask, start, mode, kwargs))
-        return self.o_proj(self._attend_blocks(query, latents, z_v, key_rope, mask, start, kwargs))
-
-    def _attend_blocks(
-        self,
-        query: Tensor,
-        latents: BlockedLatents,
-        z_v: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        start: int | Tensor,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Queries of several blocks over two sets of keys, rounded and exact, some of the queries at a time."""
-        assert self.key_blocks is not None
-        block, length, device = self.key_blocks.block, query.shape[2], query.device
-        count, last = latents.rounded.shape[2], rope[0].shape[1] - 1
-        where = [
-            torch.arange(count, device=device),
-            torch.arange(latents.exact.shape[2], device=device) + latents.first,
-        ]
-        # Slots behind the last token can lie outside the cache; no query sees them.
-        near = where[1].clamp_max(last)
-        # There is always a mask: this block's own, if no other.
-        mode = self._mode(length, count + len(near), query[:, :, :1, :1])
-        keys, values = [], []
-        for part, slots in ((latents.rounded, where[0].clamp_max(last)), (latents.exact, near)):
-            keys.append(_rotate(self._rebuild_keys(part), (rope[0][:, slots], rope[1][:, slots])))
-            values.append(self._values(part if self.joint else z_v[:, :, slots.clamp_max(z_v.shape[2] - 1)], mode))
-        outputs = []
-        for begin, end in _query_chunks(start, length, max(1, _BLOCK_QUERIES // block) * block):
-            far, own = slice(None), slice(None)
-            if isinstance(start, int) and isinstance(latents.first, int):
-                far = slice(0, (start + end - 1) // block * block)
-                own = slice((start + begin) // block * block - latents.first, start + end - latents.first)
-            key = torch.cat([keys[0][:, :, far], keys[1][:, :, own]], dim=2)
-            value = torch.cat([values[0][:, :, far], values[1][:, :, own]], dim=2)
-            allowed = _block_mask(torch.arange(begin, end, device=device) + start, where[0][far], where[1][own], block)
-            slots = torch.cat([where[0][far], where[1][own]])
-            base = None if mask is None else mask[:, :, begin:end].index_select(-1, slots.clamp_max(mask.shape[-1] - 1))
-            if base is None or base.dtype == torch.bool:
-                both = allowed if base is None else allowed & base
-                if self.config._attn_implementation == "eager":
-                    both = query.new_zeros(both.shape).masked_fill(~both, torch.finfo(query.dtype).min)
-            else:
-                both = base.masked_fill(~allowed, torch.finfo(base.dtype).min)
-            outputs.append(self._attended(query[:, :, begin:end], key, value, both, 0, mode, kwargs))
-        return torch.cat(outputs, dim=1)
-
-    def _values(self, z_v: Tensor, mode: str) -> Tensor:
-        """Values as :meth:`_attended` wants them: latents, or rebuilt per head."""
-        return z_v if mode == "latent" or self.fused else self._rebuild_values(z_v)
-
-    def _attended(
-        self,
-        query: Tensor,
-        key: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        first: int | Tensor,
-        mode: str,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Input of the output projection, (batch, queries, its inputs), by the value path of this mode."""
-        if mode == "latent":
-            return self._attend_latents(query, key, values, mask, first)
-        if self.fused:
-            return self._attend_fused_prefill(query, key, values, mask, kwargs)[0]
-        return self._attend(query, key, values, mask, kwargs)[0].flatten(2)
 
     def _new_states(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries before RoPE, (batch, h, queries, d_h), and what is cached of the new tokens, keys and values."""
@@ -488,53 +358,15 @@ def latent_context(
 
 
 def _row_layout(segments: Sequence[Sequence[tuple[int, int]]] | None, ranks: Sequence[int]) -> RowLayout | None:
-    """Rows of quantised latents, or None."""
-    _check_segments(segments, ranks)
-    return None if segments is None else RowLayout(segments)
-
-
-def _check_segments(segments: Sequence[Sequence[tuple[int, int]]] | None, ranks: Sequence[int]) -> None:
-    """Refuse segments that do not add up to the ranks."""
+    """Rows of quantised latents, or None; refuses segments that do not add up to the ranks."""
     if segments is None:
-        return
+        return None
     widths = [sum(width for width, _ in group) for group in segments]
     if widths != list(ranks):
         raise CheckpointError(
             f"segments of {widths} latents do not fit groups of rank {list(ranks)}; config.json was edited or mixed up."
         )
-
-
-def _without_padding(z_k: Tensor, mask: Tensor | None, start: int | Tensor) -> Tensor:
-    """New latents (batch, 1, tokens, width), zero where no query sees them, so that padding widens no block's scale."""
-    if mask is None:
-        return z_k
-    slots = torch.arange(z_k.shape[2], device=z_k.device) + start
-    own = mask.index_select(-1, slots)
-    seen = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
-    return z_k.masked_fill(~seen.flatten(1, 2).any(1)[:, None, :, None], 0)
-
-
-def _by_slot(latents: BlockedLatents, slots: int) -> Tensor:
-    """Latents of the first so many slots, where all queries stand in one block."""
-    if isinstance(latents.first, int):
-        return torch.cat([latents.rounded[:, :, : latents.first], latents.exact], dim=2)[:, :, :slots]
-    places = torch.arange(latents.exact.shape[2], device=latents.exact.device) + latents.first
-    return latents.rounded.index_copy(2, places, latents.exact)[:, :, :slots]
-
-
-def _query_chunks(start: int | Tensor, length: int, size: int) -> list[tuple[int, int]]:
-    """Begin and end of runs of queries, cut at multiples of ``size`` slots where the first slot is known."""
-    offset = start % size if isinstance(start, int) else 0
-    edges = [0, *range(size - offset, length, size), length]
-    return list(itertools.pairwise(edges))
-
-
-def _block_mask(queries: Tensor, rounded: Tensor, exact: Tensor, block: int) -> Tensor:
-    """Which slots each query sees, rounded and then exact ones: (1, 1, queries, slots) boolean."""
-    own = queries[:, None] // block
-    far = rounded // block < own
-    near = (exact // block == own) & (exact <= queries[:, None])
-    return torch.cat([far, near], dim=-1)[None, None]
+    return RowLayout(segments)
 
 
 def _apply_up(latent: Tensor, up: Reconstruction | None, ranks: Sequence[int]) -> Tensor:
@@ -544,7 +376,7 @@ def _apply_up(latent: Tensor, up: Reconstruction | None, ranks: Sequence[int]) -
     return torch.cat([part @ factor for part, factor in zip(parts, up(), strict=True)], dim=-1)
 
 
-def _rotate(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotated(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Apply RoPE to (batch, heads, tokens, d_h)."""
     rotated, _ = apply_rotary_pos_emb(states, states[:, :0], *rope)
     return rotated

@@ -23,7 +23,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from recalkv.attention import BLOCK_ATTENTION, LatentAttention, SlotRotary
+from recalkv.attention import LatentAttention, SlotRotary
+from recalkv.block_attention import BLOCK_ATTENTION, BlockLatentAttention
 from recalkv.block_cache import hold_in_blocks
 from recalkv.card import CARD, model_card
 from recalkv.errors import CheckpointError, ParameterError
@@ -80,8 +81,9 @@ class LatentModelMixin:
         _check_implementation(self.config)  # type: ignore[attr-defined]
         model: nn.Module = self.model  # type: ignore[attr-defined]
         slots = SlotRotary(model.rotary_emb)  # type: ignore[arg-type]
+        attention = LatentAttention if config.recalkv.get("block") is None else BlockLatentAttention
         for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
-            layer.self_attn = LatentAttention(config, index)
+            layer.self_attn = attention(config, index)
             layer.self_attn.slots = slots
         self.post_init()  # type: ignore[attr-defined]
 
@@ -105,7 +107,7 @@ class LatentModelMixin:
         ``activate_past_recording``, would be lost.
         """
         for layer in self.model.layers:  # type: ignore[attr-defined]
-            if layer.self_attn.key_blocks is not None:
+            if isinstance(layer.self_attn, BlockLatentAttention):
                 hold_in_blocks(cache, layer.self_attn.layer_idx, layer.self_attn.key_blocks)
 
     def _prepare_cache_for_generation(

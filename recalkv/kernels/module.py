@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from recalkv.attention import LatentAttention
+from recalkv.block_attention import BlockLatentAttention
 from recalkv.errors import ParameterError
 from recalkv.kernels.cost import LayerShape
 from recalkv.kernels.plan import MAX_ROWS, LayerPlan, joined
@@ -94,8 +95,6 @@ class KernelAttention(LatentAttention):
 
     def _by_kernel(self, states: Tensor, mask: Any, cache: Cache) -> bool:
         length = states.shape[1]
-        if self.key_blocks is not None:
-            return False
         # Autocast keeps to plain torch, and so does whatever needs a gradient.
         if torch.is_autocast_enabled(states.device.type):
             return False
@@ -152,7 +151,7 @@ def why_not(model: nn.Module) -> str | None:
     layers = [module for module in model.modules() if isinstance(module, LatentAttention)]
     if not layers:
         return "the model has no latent attention; compress it first"
-    if any(layer.key_blocks is not None for layer in layers):
+    if any(isinstance(layer, BlockLatentAttention) for layer in layers):
         return "its keys have scales per channel, and the kernels read scales per token; set compression.scales=token"
     installed = version("triton")
     if tuple(int(part) for part in installed.split(".")[:2]) < _TRITON:
@@ -234,7 +233,7 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
 def _install(model: Any, kernel: str, int8: bool) -> None:
     rotary = None if kernel == "torch" else TileRotary(model.model.rotary_emb)
     for module in model.modules():
-        if isinstance(module, LatentAttention):
+        if isinstance(module, LatentAttention) and not isinstance(module, BlockLatentAttention):
             module.__dict__.pop("_plan", None)
             module.__class__ = LatentAttention if rotary is None else KernelAttention
             if rotary is not None:
