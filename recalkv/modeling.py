@@ -26,7 +26,6 @@ from transformers.cache_utils import Cache
 from recalkv.attention import LatentAttention, SlotRotary
 from recalkv.block_attention import BLOCK_ATTENTION, BlockLatentAttention
 from recalkv.block_cache import hold_in_blocks
-from recalkv.card import CARD, model_card
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.families import check_blocks
 from recalkv.fusion import VALUE_MODES
@@ -89,12 +88,17 @@ class LatentModelMixin:
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As transformers does it, with a model card where the folder has none."""
+        # Here, as cards need the pipeline's packages and decoding does not.
+        from recalkv.card import CARD, model_card
+
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         card = Path(save_directory) / CARD
         if not card.exists():
             card.write_text(model_card(self.config.recalkv))  # type: ignore[attr-defined]
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        from recalkv.card import CARD, model_card
+
         # push_to_hub has put a generic card there, which knows nothing of this model.
         card = model_card(self.config.recalkv, folder=repo_id)  # type: ignore[attr-defined]
         (Path(working_dir) / CARD).write_text(card)

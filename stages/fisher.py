@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+from recalkv import distributed
 from recalkv.fisher import collect_fisher_scores
 from recalkv.loss_metric import LossMoments
 from stages.common import DataOption, ParamsOption, in_processes, running
@@ -18,6 +19,7 @@ def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("da
         wanted = stage.params.calibration
         everything = stage.read("sample").get("windows")
         windows, source = everything[: wanted.fisher_samples], stage.source()
+        distributed.share(len(windows))  # too few for all processes? Before any work.
         inputs = kept_inputs(stage, source, everything, len(windows))
         keys = {"precision", "labels", "gradients", "sink_tokens", "sink_weight", "seed"}
         record = wanted.model_dump(mode="json", include=keys) | {"tokens": windows.numel()}

@@ -141,9 +141,9 @@ def test_measurements_choose_the_kernels(tiny_folder: Path, tmp_path: Path, monk
     _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
     model.save_pretrained(tmp_path)
     chosen: list[Any] = []
-    monkeypatch.setattr(measure, "use_kernels", lambda model, kernel: chosen.append((type(model).__name__, kernel)))
-    request = {"device": "cpu", "dtype": "float32", "kernels": "torch", "prompt": [3, 4, 5], "new_tokens": 2,
-               "repeats": 1, "contexts": [4], "attention_repeats": 1, "samples": [], "sample_tokens": 1}  # fmt: skip
+    monkeypatch.setattr(measure, "choose_kernels", lambda model, kernel: chosen.append((type(model).__name__, kernel)))
+    request = {"device": "cpu", "dtype": "float32", "kernels": "torch", "device_map": None, "prompt": [3, 4, 5],
+               "new_tokens": 2, "repeats": 1, "samples": [], "sample_tokens": 1}  # fmt: skip
     for folder in (tiny_folder, tmp_path):
         assert json.loads(json.dumps(measure.measure(str(folder), request)))["samples"] == []
-    assert chosen == [("ReCalKVLlamaForCausalLM", "torch")]
+    assert chosen == [("LlamaForCausalLM", "torch"), ("ReCalKVLlamaForCausalLM", "torch")]
