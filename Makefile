@@ -28,7 +28,7 @@ grid: setup
 grids: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro grids/dvc.yaml
 
-# Every cell of every grid on little data, into data/quick.
+# Every grid on little data, the ends of its ranges, into data/quick.
 quick: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro baseline fisher
 	for name in methods ablation bits calibration; do $(BIN)/python -m stages.grid $$name --quick || exit 1; done

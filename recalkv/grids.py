@@ -38,9 +38,11 @@ class Grid(BaseModel):
     windows: int | None = Field(None, ge=1)
 
     def quick(self) -> "Grid":
-        """Every cell on little data, to see that a grid runs: one window, and two calibration sets at most."""
+        """The grid on little data, to see that it runs: one window, the ends of every range, two calibration sets."""
         base = {**self.base, "refit_samples": QUICK_REFIT_SAMPLES}
-        return self.model_copy(update={"windows": 1, "base": base, "calibrations": self.calibrations[:2]})
+        vary = {key: _ends(values) for key, values in self.vary.items()}
+        changes = {"windows": 1, "base": base, "vary": vary, "calibrations": self.calibrations[:2]}
+        return self.model_copy(update=changes)
 
     def cells(self) -> list["Cell"]:
         """All cells, in the order of the file: calibrations, variants, combinations, then ``also``."""
@@ -116,6 +118,12 @@ def load_grid(path: Path, name: str) -> Grid:
     if twice:
         raise ParameterError(f"{path}, grid {name}: the cell {sorted(twice)[0]!r} is there twice; remove one.")
     return grid
+
+
+def _ends(values: list[Any]) -> list[Any]:
+    """First and last of a range of numbers; names as they are."""
+    numbers = all(isinstance(value, int | float) for value in values)
+    return [values[0], values[-1]] if numbers and len(values) > 2 else values
 
 
 def _by_bytes(fields: dict[str, Any]) -> dict[str, Any]:

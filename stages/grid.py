@@ -28,7 +28,8 @@ def main(
     name: Annotated[str, typer.Argument(help="Name of the grid.")],
     definitions: Annotated[Path, typer.Option(help="File of the grids.")] = Path("grids/grids.yaml"),
     quick: Annotated[
-        bool, typer.Option(help="Every cell on little data; the result goes to DATA/quick instead of REPORTS.")
+        bool,
+        typer.Option(help="Little data, the ends of every range; the result goes to DATA/quick instead of REPORTS."),
     ] = False,
     params: ParamsOption = Path("params.yaml"),
     data: DataOption = Path("data"),

@@ -139,7 +139,9 @@ def test_a_grid_is_measured_once_and_shown(prepared: Path, monkeypatch: pytest.M
     assert json.loads((prepared / "reports/grids/whole.json").read_text())["dense"] != metrics["dense"]
 
 
-def test_quick_grids_have_the_same_cells_on_little_data(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_grids_have_the_ends_of_every_range_on_little_data(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, Any]] = []
     measure = compare.Comparison.measure
 
@@ -148,7 +150,7 @@ def test_quick_grids_have_the_same_cells_on_little_data(prepared: Path, monkeypa
         return measure(self, fields)
 
     monkeypatch.setattr(compare.Comparison, "measure", recorded)
-    file = write(prepared, one={"title": "t", "vary": {"method": ["palu"], "ratio": [0.5, 0.6]}})
+    file = write(prepared, one={"title": "t", "vary": {"method": ["palu"], "ratio": [0.5, 0.55, 0.6]}})
     assert run("one", "--definitions", str(file), "--quick").exit_code == 0
     assert seen == [(1, 4), (1, 4)]
     assert not (prepared / "reports/grids").exists()
