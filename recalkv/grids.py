@@ -18,7 +18,7 @@ __all__ = ["QUICK_REFIT_SAMPLES", "QUICK_ZERO_SHOT_ITEMS", "Cell", "Grid", "load
 QUICK_REFIT_SAMPLES = 4
 """Calibration windows of the refit behind the compressed prefix in a quick grid."""
 
-QUICK_ZERO_SHOT_ITEMS = 10
+QUICK_ZERO_SHOT_ITEMS = 4
 """Items of each zero-shot task in a quick grid."""
 
 
