@@ -22,11 +22,7 @@ import argparse
 import functools
 import itertools
 import json
-import platform
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,68 +30,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache, LlamaConfig, MistralConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaForCausalLM,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-import recalkv  # noqa: F401  (registers the compressed classes)
+from recalkv.families import AttentionGeometry
+from recalkv.geometries import KNOWN, ModelSizes
 from recalkv.kernels.module import use_kernels, why_not
-from recalkv.modeling import CONFIG_CLASSES, FORMAT_VERSION, MODEL_CLASSES
-from recalkv.reorder import group_sizes
-
-_REPLAYS = 5
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What an attention module is made of."""
-
-    family: str
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
+from recalkv.random_models import random_dense, random_latent
+from recalkv.step_caches import FullCache
+from recalkv.timing import cold_copies, environment, time_calls
 
 GEOMETRIES = {
-    "llama-2-7b": Geometry("llama", 4096, 32, 32, 128),
-    "mistral-7b": Geometry("mistral", 4096, 32, 8, 128),
-    "smollm2-135m": Geometry("llama", 576, 9, 3, 64),
-    "tiny": Geometry("llama", 48, 6, 3, 8),
+    **KNOWN,
+    "tiny": ModelSizes("llama", AttentionGeometry(48, 6, 3, 8, 1), 16, 16, 1024),
 }
-
-
-class FixedCache:
-    """A cache of one layer that is full but for its last slot, which every step writes again."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self._keys, self._values = keys, values
-        self._slots = keys.shape[2]
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write the new token; return everything."""
-        self._keys[:, :, -keys.shape[2] :] = keys
-        if values.shape[-1]:
-            self._values[:, :, -values.shape[2] :] = values
-        return self._keys, self._values
-
-    def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
-        """Slots, and the first one's position."""
-        return self._slots, 0
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        """Tokens before this step."""
-        return self._slots - 1
 
 
 class DenseStep(nn.Module):
     """A dense layer's step over a static cache, as lean as torch has it."""
 
-    def __init__(self, attention: LlamaAttention, cache: FixedCache) -> None:
+    def __init__(self, attention: Any, cache: FullCache) -> None:
         super().__init__()
         self._attention, self._cache = attention, cache
 
@@ -111,79 +65,15 @@ class DenseStep(nn.Module):
         return layer.o_proj(output.transpose(1, 2).flatten(2))
 
 
-def compressed_model(
-    geometry: Geometry, ratio: float, group_size: int, joint: bool, device: Any, dtype: Any, bits: int = 16
-) -> Any:
-    """A model of one layer with random factors of uniform rank; latents of 8 bits are half the bytes of the ratio."""
-    sizes = group_sizes(geometry.kv_heads, group_size)
-    width = geometry.kv_heads * geometry.head_dim
-    ranks = [_rank((2 if joint else 1) * size * geometry.head_dim * (1 - ratio)) for size in sizes]
-    value_ranks = ranks if joint else [_rank(width * (1 - ratio))]
-    config = CONFIG_CLASSES[geometry.family](**_sizes(geometry))
-    config.recalkv = {
-        "version": FORMAT_VERSION,
-        "key_group_size": group_size,
-        "value_group_size": group_size if joint else geometry.kv_heads,
-        "joint": joint,
-        "value_mode": "absorbed",
-        "biases": [],
-        "latents_centred": False,
-        "constants": False,
-        "qk_norm": False,
-        "layers": [
-            {
-                "key_ranks": ranks,
-                "value_ranks": value_ranks,
-                "key_segments": None if bits == 16 else [[(rank, bits)] for rank in ranks],
-                "value_segments": None if bits == 16 else [[(rank, bits)] for rank in value_ranks],
-                "value_layout": "separate",
-            }
-        ],
-    }
-    torch.manual_seed(0)
-    model = MODEL_CLASSES[geometry.family](config)
-    for up in itertools.chain(model.model.layers[0].self_attn.key_up, model.model.layers[0].self_attn.value_up):
-        nn.init.normal_(up, std=up.shape[0] ** -0.5)
-    return model.to(device, dtype).eval()
-
-
-def _rank(wanted: float) -> int:
-    """A multiple of 16, as compression.rank_multiple gives it; of 1 for tiny geometries."""
-    return max(1, round(wanted)) if wanted < 32 else 16 * round(wanted / 16)
-
-
-def _sizes(geometry: Geometry) -> dict[str, Any]:
-    return {
-        "hidden_size": geometry.hidden,
-        "intermediate_size": geometry.hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": geometry.heads,
-        "num_key_value_heads": geometry.kv_heads,
-        "head_dim": geometry.head_dim,
-        "vocab_size": 16,
-        "max_position_embeddings": 1 << 20,
-        **({"sliding_window": None} if geometry.family == "mistral" else {}),
-    }
-
-
 class Bench:
     """One geometry on one device."""
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype, repeats: int, bits: int = 16) -> None:
-        self.name, self.geometry, self.device, self.dtype, self._repeats = (
-            name,
-            GEOMETRIES[name],
-            device,
-            dtype,
-            repeats,
-        )
-        self._bits = bits
-        config = (MistralConfig if self.geometry.family == "mistral" else LlamaConfig)(**_sizes(self.geometry))
-        config._attn_implementation = "eager"
-        self.rotary = LlamaRotaryEmbedding(config).to(device)
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**_sizes(self.geometry), attn_implementation="eager"))
-        self.dense: LlamaAttention = model.model.layers[0].self_attn.to(device, dtype)
+        self.name, self.device, self.dtype, self._repeats, self._bits = name, device, dtype, repeats, bits
+        self.sizes, self.geometry = GEOMETRIES[name], GEOMETRIES[name].attention
+        model = random_dense(self.sizes, device, dtype)
+        model.config._attn_implementation = "eager"
+        self.rotary, self.dense = model.model.rotary_emb, model.model.layers[0].self_attn
 
     def states(self, batch: int) -> Tensor:
         """Hidden states of the new token."""
@@ -197,12 +87,6 @@ class Bench:
         """Random cache content."""
         return torch.randn(*shape, device=self.device, dtype=torch.float32).to(self.dtype)
 
-    def copies(self, cache_bytes: int) -> int:
-        """Caches that together do not fit the level-2 cache."""
-        if self.device.type != "cuda":
-            return 1
-        return max(2, -(-4 * torch.cuda.get_device_properties(self.device).L2_cache_size // cache_bytes))
-
     def rows(
         self, context: int, batch: int, ratios: list[float], group_size: int, joint: bool
     ) -> Iterator[dict[str, Any]]:
@@ -211,8 +95,8 @@ class Bench:
         states, rope = self.states(batch), self.rope(context, batch)
         shape = (batch, geometry.kv_heads, context, geometry.head_dim)
         dense_bytes = 2 * batch * geometry.kv_heads * context * geometry.head_dim * element
-        count = self.copies(dense_bytes)
-        caches = [FixedCache(self.normal(*shape), self.normal(*shape)) for _ in range(count)]
+        count = cold_copies(dense_bytes, self.device)
+        caches = [FullCache(self.normal(*shape), self.normal(*shape)) for _ in range(count)]
         steps = [DenseStep(self.dense, cache) for cache in caches]
         calls: list[Any] = [functools.partial(step, states, rope) for step in steps]
         base = {"geometry": self.name, "context": context, "batch": batch, "ratio": 0.0}
@@ -262,12 +146,12 @@ class Bench:
     ) -> Iterator[dict[str, Any]]:
         """Time one ratio; the kernels' output must be plain torch's."""
         states, rope = self.states(batch), self.rope(context, batch)
-        model = compressed_model(self.geometry, ratio, group_size, joint, self.device, self.dtype, self._bits)
+        model = random_latent(self.sizes, ratio, group_size, joint, self.device, self.dtype, bits=self._bits)
         layer = model.model.layers[0].self_attn
         first = self.latents(layer, batch, context)
         cache_bytes = sum(part.numel() * part.element_size() for part in first)
-        further = (self.latents(layer, batch, context) for _ in range(self.copies(cache_bytes) - 1))
-        caches: list[Any] = [FixedCache(*parts) for parts in (first, *further)]
+        further = (self.latents(layer, batch, context) for _ in range(cold_copies(cache_bytes, self.device) - 1))
+        caches: list[Any] = [FullCache(*parts) for parts in (first, *further)]
         base = {"geometry": self.name, "context": context, "batch": batch, "ratio": ratio, "group_size": group_size,
                 "joint": joint, "cache_bytes": cache_bytes}  # fmt: skip
         outputs = []
@@ -303,53 +187,12 @@ class Bench:
 
     def time(self, calls: list[Callable[[], Any]], graphed: bool = True) -> float:
         """Median microseconds of a call, over rounds of all of them."""
-        for call in calls:
-            call()
-        if self.device.type != "cuda":
-            return self._median(lambda: [call() for call in calls]) / len(calls)
-        torch.cuda.synchronize()
-        if graphed:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for call in calls:
-                    call()
-            graph.replay()
-            # Several in a row, so that the GPU never waits for a launch.
-            return self._events(lambda: _repeat(graph.replay)) / len(calls) / _REPLAYS
-        return self._events(lambda: [call() for call in calls]) / len(calls)
-
-    def _median(self, work: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(self._repeats):
-            start = time.perf_counter()
-            work()
-            times.append(1e6 * (time.perf_counter() - start))
-        return statistics.median(times)
-
-    def _events(self, work: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(self._repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(1e3 * start.elapsed_time(end))
-        return statistics.median(times)
-
-
-def _repeat(work: Callable[[], Any]) -> None:
-    for _ in range(_REPLAYS):
-        work()
+        return 1e6 * time_calls(calls, self.device, self._repeats, graphed).median
 
 
 def machine(device: torch.device) -> str:
     """Name of the machine, for the table."""
-    if device.type == "cuda":
-        import triton
-
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
-    return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return ", ".join(f"{key} {value}" for key, value in environment(device).items() if value is not None)
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:

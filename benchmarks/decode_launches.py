@@ -16,14 +16,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
-from benchmarks.decode_attention import Geometry, compressed_model
+from recalkv.families import AttentionGeometry
+from recalkv.geometries import ModelSizes
 from recalkv.kernels.module import use_kernels, why_not
+from recalkv.random_models import random_latent
 
 __all__ = ["step_launches"]
 
 GEOMETRIES = {
-    "32 heads": Geometry("llama", 64, 32, 32, 8),
-    "32 heads, 8 of keys and values": Geometry("llama", 64, 32, 8, 8),
+    "32 heads": ModelSizes("llama", AttentionGeometry(64, 32, 32, 8, 1), 16, 16, 1024),
+    "32 heads, 8 of keys and values": ModelSizes("llama", AttentionGeometry(64, 32, 8, 8, 1), 16, 16, 1024),
 }
 
 _FREE = {
@@ -73,12 +75,13 @@ def _kernel_launches(counts: Counter[str]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def step_launches(geometry: Geometry, kernel: str, static: bool, joint: bool = True) -> Counter[str]:
+def step_launches(geometry: ModelSizes, kernel: str, static: bool, joint: bool = True) -> Counter[str]:
     """Operations and launches of one token's step, by name."""
-    model = use_kernels(compressed_model(geometry, 0.5, 2, joint, "cpu", torch.float32), kernel)
+    model = use_kernels(random_latent(geometry, 0.5, 2, joint, torch.device("cpu"), torch.float32), kernel)
     cache: Any = StaticCache(config=model.config, max_cache_len=100) if static else DynamicCache(config=model.config)
     layer = model.model.layers[0].self_attn
-    prompt, token = torch.randn(1, 80, geometry.hidden), torch.randn(1, 1, geometry.hidden)
+    hidden = geometry.attention.hidden
+    prompt, token = torch.randn(1, 80, hidden), torch.randn(1, 1, hidden)
     mask = torch.arange(100)[None, None, None] < 81 if static else None
     causal = torch.ones(80, 100 if static else 80, dtype=torch.bool).tril()[None, None]
     layer(prompt, model.model.rotary_emb(prompt, torch.arange(80)[None]), causal, past_key_values=cache)
@@ -95,7 +98,7 @@ def main() -> None:
     print(f"{'geometry':<34}{'cache':<10}{'latents':<10}{'path':<9}{'launches':>9}  of these")
     for name, geometry in GEOMETRIES.items():
         for static, joint in ((False, True), (True, True), (False, False)):
-            model = compressed_model(geometry, 0.5, 2, joint, "cpu", torch.float32)
+            model = random_latent(geometry, 0.5, 2, joint, torch.device("cpu"), torch.float32)
             for kernel in ("torch",) if why_not(model) else ("torch", "triton"):
                 counts = step_launches(geometry, kernel, static, joint)
                 most = ", ".join(f"{count} {each}" for each, count in counts.most_common(5))

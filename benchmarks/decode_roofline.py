@@ -13,16 +13,13 @@ efficiencies are in :mod:`recalkv.kernels.cost`.
 import argparse
 import itertools
 
+from recalkv.geometries import KNOWN
 from recalkv.kernels.cost import DEVICES, Device, LayerShape, dense_growing, dense_static, latent_kernels
 
 __all__ = ["LAYOUTS", "MODELS", "goals", "layer_shape", "main", "speedup"]
 
-MODELS = {
-    # hidden size, heads, key/value heads, head dimension
-    "llama-2-7b": (4096, 32, 32, 128),
-    "mistral-7b": (4096, 32, 8, 128),  # and LLaMA-3.1-8B
-    "smollm2-135m": (576, 9, 3, 64),
-}
+# LLaMA-3.1-8B has the attention of Mistral-7B.
+MODELS = {name: KNOWN[name].attention for name in ("llama-2-7b", "mistral-7b", "smollm2-135m")}
 
 LAYOUTS = ("separate", "grouped", "joint")
 """Values in one latent of their own (the paper's), in groups as the keys, or in one latent with the keys."""
@@ -36,7 +33,8 @@ PAPER = {4096: 1.22, 16384: 1.59, 65536: 1.80}
 
 def layer_shape(model: str, ratio: float, group_size: int, latents: str) -> LayerShape:
     """Layer of uniform ranks; groups of at most as many heads as there are, the last one may be smaller."""
-    hidden, heads, kv_heads, head_dim = MODELS[model]
+    sizes_of = MODELS[model]
+    hidden, heads, kv_heads, head_dim = sizes_of.hidden, sizes_of.heads, sizes_of.kv_heads, sizes_of.head_dim
     kept, size = 1 - ratio, min(group_size, kv_heads)
     sizes = tuple(min(size, kv_heads - first) for first in range(0, kv_heads, size))
     ranks = tuple(round((2 if latents == "joint" else 1) * kept * own * head_dim) for own in sizes)

@@ -8,13 +8,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from recalkv.bits import DENSE_BITS
 from recalkv.methods import resolve_method
 from recalkv.params import CompressionParams
 
-__all__ = ["CARD", "card_data", "model_card"]
+__all__ = ["CARD", "model_card"]
 
 CARD = "README.md"
 """Name of the card in a checkpoint's folder, as model hubs want it."""
@@ -83,11 +83,6 @@ def model_card(
         "",
     ]
     return f"---\n{data.to_yaml()}\n---\n" + "\n".join(lines)
-
-
-def card_data(card: str) -> dict[str, Any]:
-    """Parse a card's metadata, as a hub would."""
-    return dict(ModelCard(card).data.to_dict())
 
 
 def _settings(spec: Mapping[str, Any], parameters: CompressionParams, kept: float) -> list[tuple[str, str]]:

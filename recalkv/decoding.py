@@ -126,15 +126,15 @@ def largest_batch(model: Any, contents: Contents, context: int) -> int:
             cache = _filled(model, contents, "growing", batch, context - 1, context)
             token = torch.ones(batch, 1, dtype=torch.int64, device=model.device)
             model(token, past_key_values=cache, logits_to_keep=1)
-            torch.cuda.synchronize(model.device)
-        except torch.cuda.OutOfMemoryError:
+            torch.accelerator.synchronize(model.device)
+        except torch.OutOfMemoryError:
             return False
         return True
 
     def fits(batch: int) -> bool:
         found = decodes(batch)
         # After the call, when nothing of it is referred to any more.
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
         return found
 
     return largest(fits)

@@ -21,6 +21,7 @@ from recalkv.attention import LatentAttention
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.families import AttentionGeometry, layer_attention_types
 from recalkv.reference import reference_output
+from recalkv.step_caches import FullCache, Recorder
 from recalkv.timing import Timing, cold_copies, time_calls
 
 __all__ = [
@@ -174,42 +175,6 @@ def _latent_work(layer: LatentAttention, queries: int, element: int) -> tuple[in
     return row, rebuilt + queries + contexts, 0 if layer.fused else contexts * layer.head_dim
 
 
-class _FullCache:
-    """A cache of one layer that is full but for its last slot, which every step writes again."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self._keys, self._values = keys, values
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        self._keys[:, :, -1:] = keys
-        if values.shape[-1]:
-            self._values[:, :, -1:] = values
-        return self._keys, self._values
-
-    def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
-        return self._keys.shape[2], 0
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return self._keys.shape[2] - 1
-
-
-class _Recorder:
-    """A cache that keeps what is cached of a chunk, and is always empty."""
-
-    def __init__(self) -> None:
-        self.chunks: list[tuple[Tensor, Tensor]] = []
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        self.chunks.append((keys, values))
-        return keys, values
-
-    def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
-        return queries, 0
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return 0
-
-
 @dataclass(frozen=True)
 class StepTime:
     """One kind of step, measured."""
@@ -245,7 +210,7 @@ class Step:
             self._expected = reference_output(module.attention, module.rotary, self.states)
 
     def _contents(self) -> tuple[Tensor, Tensor]:
-        recorder, start = _Recorder(), 0
+        recorder, start = Recorder(), 0
         for chunk in self.states.split(_CHUNK, dim=1):
             positions = torch.arange(start, start + chunk.shape[1], device=chunk.device)[None]
             rope = self.module.rotary(chunk, positions)
@@ -278,7 +243,7 @@ class Step:
 
         attention = self.module.attention
         if not growing:
-            full = _FullCache(own(self._keys), own(self._values))
+            full = FullCache(own(self._keys), own(self._values))
             return lambda: attention(states, rope, None, past_key_values=full)[0]
         cache, layer = DynamicCache(), self.module.layer
         for index in range(layer):

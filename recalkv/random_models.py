@@ -34,6 +34,7 @@ def random_latent(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
+    bits: int = 16,
 ) -> Any:
     """A compressed model of one layer, at uniform ranks in steps of 16.
 
@@ -43,6 +44,8 @@ def random_latent(
         Fraction of the cache's elements that is removed, in [0, 1).
     group_size
         Key heads per group; values share a latent with them where ``joint``, else they all have one.
+    bits
+        Of a cached latent; below 16 the ranks stay, and the bytes are fewer than ``ratio`` says.
 
     Raises
     ------
@@ -53,12 +56,13 @@ def random_latent(
     shape = sizes.attention
     kept = (2 if joint else 1) * shape.head_dim * (1 - ratio)
     ranks = [_rank(heads * kept) for heads in group_sizes(shape.kv_heads, group_size)]
+    value_ranks = ranks if joint else [_rank(shape.kv_width * (1 - ratio))]
     config = CONFIG_CLASSES[sizes.family](**_content(sizes))
     layer = {
         "key_ranks": ranks,
-        "value_ranks": ranks if joint else [_rank(shape.kv_width * (1 - ratio))],
-        "key_segments": None,
-        "value_segments": None,
+        "value_ranks": value_ranks,
+        "key_segments": None if bits == 16 else [[(rank, bits)] for rank in ranks],
+        "value_segments": None if bits == 16 else [[(rank, bits)] for rank in value_ranks],
         "value_layout": "separate",
     }
     config.recalkv = {

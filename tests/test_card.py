@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import transformers.utils.hub
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from typer.testing import CliRunner
 
-from recalkv.card import CARD, card_data, model_card
+from recalkv.card import CARD, model_card
 from recalkv.source import fingerprint
 from stages.cli import app
 from tests.tiny import compressed_pair
@@ -19,6 +20,11 @@ pair = functools.cache(compressed_pair)
 PERPLEXITY = {"dense": 20.0, "compressed": 22.5, "windows": 8}
 METRICS = {"perplexity": PERPLEXITY, "further_texts": {"ptb": PERPLEXITY | {"compressed": 31.25}}}
 ACCURACY = {"piqa": {"items": 50, "dense": {"accuracy": 0.7}, "compressed": {"accuracy": 0.64}}}
+
+
+def card_data(card: str) -> dict[str, Any]:
+    """A card's metadata, as a hub reads it."""
+    return dict(ModelCard(card).data.to_dict())
 
 
 @pytest.fixture

@@ -187,11 +187,11 @@ def test_largest_batch_is_the_last_that_is_allocated(monkeypatch: pytest.MonkeyP
         # The whole context but the token itself is in every layer's cache.
         assert [layer.keys.shape[:3] for layer in past_key_values.layers] == [(len(token), 1, 99)] * 3
         if len(token) > 37:
-            raise torch.cuda.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError("no room")
 
     contents = prompt_contents(model)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: freed.append(True))
     monkeypatch.setattr(model, "forward", forward)
     assert largest_batch(model, contents, 100) == 37
     assert len(freed) == 7 + 5
