@@ -27,6 +27,7 @@ __all__ = [
     "factorize_parts",
     "group_columns",
     "group_parts",
+    "log_volume",
     "output_moment",
     "relative_error",
     "spectrum",
@@ -58,6 +59,23 @@ def spectrum(moment: Tensor, gradient: Tensor | None = None) -> Tensor:
         Output metric ``G``; None for the identity.
     """
     return _decompose(moment, gradient)[0]
+
+
+def log_volume(moment: Tensor, gradient: Tensor | None = None) -> float:
+    """``sum_j log(1 + e_j)`` of the energies of :func:`spectrum`, as ``log det(I + W^T C W G)``, float64.
+
+    By Cholesky factors, several times faster than eigenvalues; arguments as those of :func:`spectrum`.
+    """
+    inner = moment.clone()
+    if gradient is not None:
+        if not bool(gradient.any()):
+            return 0.0
+        factor, failed = torch.linalg.cholesky_ex(gradient)
+        if bool(failed):  # a singular metric
+            factor = symmetric_roots(gradient)[0]
+        inner = factor.T @ moment @ factor
+    inner.diagonal().add_(1)
+    return 2 * float(torch.linalg.cholesky((inner + inner.T) / 2).diagonal().log().sum())
 
 
 def truncated_factors(

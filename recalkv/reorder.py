@@ -118,19 +118,26 @@ def permutation_of(groups: list[list[int]]) -> list[int]:
 
 
 def least_cost_groups(
-    kv_heads: int, group_size: int, cost: Callable[[tuple[int, ...]], float], exhaustive: int = 1000
+    kv_heads: int,
+    group_size: int,
+    cost: Callable[[tuple[int, ...]], float],
+    pair_cost: Callable[[tuple[int, ...]], float] | None = None,
+    priced: int = 64,
 ) -> list[list[int]]:
     """Groups of least total cost (for the loss-aware method: energy that the group's latent leaves out).
 
-    All partitions are tried where there are few (8 heads in pairs: 105). Otherwise heads are grouped
-    greedily by what sharing saves a pair, and then swapped between groups as long as that helps.
+    Every group is priced where there are few (8 heads in pairs: 28). Otherwise what a group saves is
+    taken as the sum of what its pairs save, so that 32 heads in fours need 528 prices of one and two
+    heads instead of up to 35,960 of four.
 
     Parameters
     ----------
     cost
         Cost of one group, of ascending heads; asked at most once a group.
-    exhaustive
-        Largest number of partitions to try.
+    pair_cost
+        Cost of single heads and pairs where not every group is priced; None for ``cost``.
+    priced
+        Largest number of groups to price one by one.
 
     Returns
     -------
@@ -140,27 +147,40 @@ def least_cost_groups(
     sizes = group_sizes(kv_heads, group_size)
     if len(sizes) == 1 or group_size == 1:
         return neighbour_groups(kv_heads, group_size)
-    price = functools.cache(cost)
+    of_group = cost
+    if math.comb(kv_heads, group_size) > priced:
+        saving = _pair_savings(kv_heads, pair_cost or cost)
+        of_group = lambda group: -float(saving[list(group)][:, list(group)].sum()) / 2  # noqa: E731
+    price = functools.cache(of_group)
+    if _partitions(kv_heads, sizes) <= 1000:
+        return min(_all_groups(list(range(kv_heads)), sizes), key=lambda groups: sum(price(tuple(g)) for g in groups))
+    starts = [greedy_groups(_pair_savings(kv_heads, price), group_size), neighbour_groups(kv_heads, group_size)]
+    found = [_swapped(groups, price) for groups in starts]
+    return min(found, key=lambda groups: sum(price(tuple(group)) for group in groups))
 
-    def total(groups: list[list[int]]) -> float:
-        return sum(price(tuple(sorted(group))) for group in groups)
 
-    if _partitions(kv_heads, sizes) <= exhaustive:
-        return min(_all_groups(list(range(kv_heads)), sizes), key=total)
-    saving = torch.zeros(kv_heads, kv_heads, dtype=torch.float64)
-    for a, b in itertools.combinations(range(kv_heads), 2):
-        saving[a, b] = saving[b, a] = price((a,)) + price((b,)) - price((a, b))
-    groups = greedy_groups(saving, group_size)
-    improved = True
+def _pair_savings(heads: int, cost: Callable[[tuple[int, ...]], float]) -> Tensor:
+    """What two heads save by sharing a latent, (heads, heads) float64, zero on the diagonal."""
+    single = [cost((head,)) for head in range(heads)]
+    saving = torch.zeros(heads, heads, dtype=torch.float64)
+    for a, b in itertools.combinations(range(heads), 2):
+        saving[a, b] = saving[b, a] = single[a] + single[b] - cost((a, b))
+    return saving
+
+
+def _swapped(groups: list[list[int]], price: Callable[[tuple[int, ...]], float]) -> list[list[int]]:
+    """Swap heads between groups as long as that lowers the total price."""
+    groups, improved = [list(group) for group in groups], True
     while improved:
         improved = False
         for i, j in itertools.combinations(range(len(groups)), 2):
             for a, b in itertools.product(range(len(groups[i])), range(len(groups[j]))):
-                swapped = [sorted(groups[i]), sorted(groups[j])]
-                swapped[0][a], swapped[1][b] = swapped[1][b], swapped[0][a]
-                if total(swapped) < total([groups[i], groups[j]]) * (1 - 1e-12):
-                    groups[i], groups[j] = (sorted(group) for group in swapped)
-                    improved = True
+                one, other = list(groups[i]), list(groups[j])
+                one[a], other[b] = other[b], one[a]
+                one, other = sorted(one), sorted(other)
+                before = price(tuple(groups[i])) + price(tuple(groups[j]))
+                if price(tuple(one)) + price(tuple(other)) < before - 1e-12 * abs(before):
+                    groups[i], groups[j], improved = one, other, True
     return sorted(groups, key=lambda group: (-len(group), group))
 
 

@@ -8,8 +8,10 @@ from recalkv.factorize import (
     LowRank,
     factorize_groups,
     group_columns,
+    log_volume,
     output_moment,
     relative_error,
+    spectrum,
     truncated_factors,
 )
 
@@ -148,3 +150,20 @@ def test_float32_weights_are_factorised_in_float64() -> None:
 def test_dense_product_puts_groups_side_by_side() -> None:
     factors = LowRank([torch.ones(2, 1), 2 * torch.ones(2, 1)], [torch.ones(1, 2), torch.ones(1, 1)])
     assert factors.dense().tolist() == [[1.0, 1.0, 2.0], [1.0, 1.0, 2.0]]
+
+
+@pytest.mark.parametrize("metric", ["none", "full", "singular", "zero"])
+def test_log_volume_is_that_of_the_spectrum(metric: str) -> None:
+    weight, _, gram = problem()
+    moment = weight.T @ gram @ weight
+    noise = torch.randn(30, 20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    full = noise.T @ noise
+    gradient = {
+        "none": None,
+        "full": full,
+        "singular": torch.block_diag(full[:8, :8], torch.zeros(12, 12, dtype=torch.float64)),
+        "zero": torch.zeros_like(full),
+    }[metric]
+    kept = moment.clone()
+    assert log_volume(moment, gradient) == pytest.approx(float(spectrum(moment, gradient).log1p().sum()), rel=1e-9)
+    assert torch.equal(moment, kept)

@@ -15,6 +15,8 @@ from recalkv.fisher import FisherScores
 from recalkv.oneshot import collect_statistics
 from recalkv.output_calibration import OutputMoments, fit_output
 from recalkv.params import CompressionParams
+from recalkv.reorder import least_cost_groups
+from recalkv.steps import grouping as grouping_step
 from recalkv.streaming import ModuleSource
 from recalkv.value_calibration import dense_output_target
 from tests.tiny import calibration, dense_model, windows
@@ -214,6 +216,22 @@ def test_tail_energy_groups_under_other_allocations(allocation: str) -> None:
 
     every = [[sorted([0, a, b]), sorted({1, 2, 3, 4, 5} - {a, b})] for a in range(1, 6) for b in range(a + 1, 6)]
     assert left_out(prepared.groups[index]) <= min(map(left_out, every)) * 1.02
+
+
+def test_groups_by_pairs_save_most_of_what_the_best_groups_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where groups are too many to price each, pairs decide."""
+    prepared = Prepared("llama-mha", group_size=3)
+    inner = least_cost_groups
+    monkeypatch.setattr(grouping_step, "least_cost_groups", lambda *given: inner(*given, priced=0))
+    pairs = algorithm.group_layers(
+        prepared.source.geometry, prepared.weights, prepared.statistics.__getitem__, None, prepared.parameters
+    )
+    neighbours = [[[0, 1, 2], [3, 4, 5]]] * 3
+    least, found, given = (
+        total_left_out(prepared, groups) for groups in (prepared.groups, [g.groups for g in pairs], neighbours)
+    )
+    assert found < given
+    assert found - least <= 0.5 * (given - least)
 
 
 def test_scores_are_not_needed_without_the_fisher_allocation() -> None:

@@ -159,13 +159,27 @@ def test_least_cost_groups_equal_exhaustive_search(heads: int, size: int) -> Non
         assert sum(cost(tuple(group)) for group in groups) == pytest.approx(best)
 
 
-@pytest.mark.parametrize(("heads", "size"), [(6, 2), (6, 4), (7, 3), (12, 4)])
+def additive_cost(heads: int, seed: int) -> Callable[[tuple[int, ...]], float]:
+    """A cost of groups that is the sum of their heads' less what their pairs save."""
+    generator = torch.Generator().manual_seed(seed)
+    saving = torch.rand(heads, heads, generator=generator, dtype=torch.float64)
+    return lambda group: len(group) - sum(float(saving[a, b]) for a, b in itertools.combinations(group, 2))
+
+
+@pytest.mark.parametrize(("heads", "size"), [(6, 2), (6, 4), (7, 3), (9, 3)])
+def test_pairs_are_enough_where_costs_add_up(heads: int, size: int) -> None:
+    cost = additive_cost(heads, 1)
+    assert least_cost_groups(heads, size, cost, priced=0) == least_cost_groups(heads, size, cost, priced=1000)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(11, 2), (13, 3), (16, 4), (18, 4)])
 def test_search_by_swaps_ends_where_no_swap_helps(heads: int, size: int) -> None:
-    cost = random_cost(1)
-    groups = least_cost_groups(heads, size, cost, exhaustive=0)
+    cost = additive_cost(heads, 1)
+    groups = least_cost_groups(heads, size, cost)
     assert [len(group) for group in groups] == group_sizes(heads, size)
     assert sorted(head for group in groups for head in group) == list(range(heads))
     total = sum(cost(tuple(group)) for group in groups)
+    assert total <= sum(cost(tuple(group)) for group in neighbour_groups(heads, size))
     for i, j in itertools.combinations(range(len(groups)), 2):
         for a, b in itertools.product(groups[i], groups[j]):
             one = tuple(sorted([*(h for h in groups[i] if h != a), b]))
@@ -174,11 +188,24 @@ def test_search_by_swaps_ends_where_no_swap_helps(heads: int, size: int) -> None
             assert change >= -1e-9 * total
 
 
-def test_planted_groups_are_found_by_both_searches() -> None:
+@pytest.mark.parametrize(("heads", "size"), [(32, 4), (32, 2), (64, 8)])
+def test_many_heads_ask_for_no_more_than_pairs(heads: int, size: int) -> None:
+    cost, asked = additive_cost(heads, 2), []
+
+    def counted(group: tuple[int, ...]) -> float:
+        asked.append(group)
+        return cost(group)
+
+    groups = least_cost_groups(heads, size, lambda group: pytest.fail(f"{group} was priced"), counted)
+    assert sorted(head for group in groups for head in group) == list(range(heads))
+    assert len(asked) == heads + heads * (heads - 1) // 2
+
+
+def test_planted_groups_are_found_by_all_searches() -> None:
     together = [{0, 5}, {1, 3}, {2, 4}]
 
     def cost(group: tuple[int, ...]) -> float:
         return 0.0 if any(set(group) <= pair for pair in together) else float(len(group))
 
-    for exhaustive in (0, 1000):
-        assert least_cost_groups(6, 2, cost, exhaustive) == [[0, 5], [1, 3], [2, 4]]
+    for priced in (0, 1000):
+        assert least_cost_groups(6, 2, cost, priced=priced) == [[0, 5], [1, 3], [2, 4]]

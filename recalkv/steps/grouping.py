@@ -1,12 +1,12 @@
 """Groups of all layers: by layer for neighbours and CKA, and under one water level for tail energy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from recalkv.factorize import group_columns, spectrum
+from recalkv.factorize import group_columns, log_volume, spectrum
 from recalkv.families import AttentionGeometry
 from recalkv.fisher import FisherScores
 from recalkv.methods import resolve_method
@@ -22,6 +22,7 @@ __all__ = ["group_layers", "layer_energies"]
 
 Weights = Callable[[int], tuple[Tensor, Tensor]]
 Statistics = Callable[[int], LayerStatistics]
+Cost = Callable[[tuple[int, ...]], float]
 
 
 def layer_energies(
@@ -59,7 +60,10 @@ def group_layers(
     Least tail energy: ranks depend on the groups and the groups on the ranks. Ranks are first
     allocated to neighbours; each layer then takes the groups that leave least at that allocation. By
     water-filling, a group leaves out each direction below the water level and pays the level for each
-    above, so its cost is ``sum_j min(e_j, level)``; otherwise it is what its rank leaves out.
+    above, so its cost is ``sum_j min(e_j, level)``; otherwise it is what its rank leaves out. Where there
+    are too many groups to price each, pairs are compared by ``level sum_j log(1 + e_j / level)``, which
+    needs no eigenvalues: the saving of a pair is then the mutual information of its heads behind noise
+    at the water level.
 
     Parameters
     ----------
@@ -104,22 +108,22 @@ def group_layers(
         level = water_level(flat, [rank for unit in allocation.ranks for rank in unit])
 
     def regrouped(index: int) -> HeadGrouping:
-        cost = _group_cost(weights(index), statistics(index), d_h, parameters, level, ranks[index])
-        groups = least_cost_groups(geometry.kv_heads, parameters.group_size, cost)
+        cost, pair_cost = _group_costs(weights(index), statistics(index), d_h, parameters, level, ranks[index])
+        groups = least_cost_groups(geometry.kv_heads, parameters.group_size, cost, pair_cost)
         return HeadGrouping(first[index].similarity, groups)
 
     return [kept("groups", index, regrouped) for index in range(geometry.layers)]
 
 
-def _group_cost(
+def _group_costs(
     weights: tuple[Tensor, Tensor],
     statistics: LayerStatistics,
     head_dim: int,
     parameters: CompressionParams,
     level: float | None,
     ranks: LayerRanks,
-) -> Callable[[tuple[int, ...]], float]:
-    """Cost of one group of heads, from moments that are computed once for the layer."""
+) -> tuple[Cost, Cost]:
+    """Cost of one group of heads, and a cheaper one that compares pairs, from moments computed once for the layer."""
     heads = weights[0].shape[1] // head_dim
     keys, values = latent_parts(
         weights, statistics, [list(range(heads))], head_dim, parameters.model_copy(update={"group_size": heads})
@@ -129,18 +133,27 @@ def _group_cost(
         values = []
     kept = [sum(ranks.key), sum(ranks.value)]
 
-    def cost(group: tuple[int, ...]) -> float:
-        total = 0.0
+    def moments(group: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor | None, float]]:
+        """Moment and output metric of each latent of the group, and the share of its columns that is kept."""
         columns = group_columns([group], head_dim)[0]
         for part, rank in zip(keys + values, kept, strict=False):
             wide = len(part.moment)
             index = columns if wide == heads * head_dim else torch.cat([columns, columns + wide // 2])
             gradient = None if part.gradient is None else part.gradient[index][:, index]
-            energies = spectrum(part.moment[index][:, index], gradient)
+            yield part.moment[index][:, index], gradient, rank / wide
+
+    def cost(group: tuple[int, ...]) -> float:
+        total = 0.0
+        for moment, gradient, share in moments(group):
+            energies = spectrum(moment, gradient)
             if level is not None:
                 total += float(energies.clamp_max(level).sum())
             else:
-                total += float(energies[round(len(index) * rank / wide) :].sum())
+                total += float(energies[round(len(moment) * share) :].sum())
         return total
 
-    return cost
+    def information(group: tuple[int, ...]) -> float:
+        assert level is not None
+        return sum(level * log_volume(moment / level, gradient) for moment, gradient, _ in moments(group))
+
+    return cost, information if level else cost
