@@ -62,9 +62,10 @@ def spectrum(moment: Tensor, gradient: Tensor | None = None) -> Tensor:
 
 
 def log_volume(moment: Tensor, gradient: Tensor | None = None) -> float:
-    """``sum_j log(1 + e_j)`` of the energies of :func:`spectrum`, as ``log det(I + W^T C W G)``, float64.
+    """``sum_j log(1 + e_j)`` of the energies of :func:`spectrum`, as ``log det(I + W^T C W G)``.
 
-    By Cholesky factors, several times faster than eigenvalues; arguments as those of :func:`spectrum`.
+    By Cholesky factors, several times faster than eigenvalues; arguments as those of :func:`spectrum`, in either
+    precision.
     """
     inner = moment.clone()
     if gradient is not None:
@@ -213,18 +214,19 @@ def group_parts(
     columns: Sequence[Tensor],
     gradient: Tensor | None = None,
     gradient_damping: float = 0.0,
+    dtype: torch.dtype = torch.float64,
 ) -> list[GroupPart]:
     """Cut one projection into its groups; see :func:`factorize_groups`."""
-    weight = weight.double()
+    weight = weight.to(dtype)
     # One m x m x n product serves all groups.
-    weighted = weight if gram is None else gram.double() @ weight
+    weighted = weight if gram is None else gram.to(dtype) @ weight
     parts = []
     for index in columns:
         part = weight[:, index]
         moment = part.T @ weighted[:, index]
         metric = None
         if gradient is not None:
-            metric = damped(gradient.double()[index][:, index], gradient_damping)
+            metric = damped(gradient[index][:, index].to(dtype), gradient_damping)
         parts.append(GroupPart(part, (moment + moment.T) / 2, metric))
     return parts
 

@@ -15,13 +15,18 @@ from torch import Tensor
 from recalkv.errors import ParameterError
 
 __all__ = [
+    "PRICED_GROUPS",
     "check_group_size",
+    "few_groups",
     "greedy_groups",
     "group_sizes",
     "least_cost_groups",
     "neighbour_groups",
     "permutation_of",
 ]
+
+PRICED_GROUPS = 64
+"""Largest number of groups that are priced one by one."""
 
 
 def check_group_size(group_size: int, kv_heads: int) -> None:
@@ -117,12 +122,17 @@ def permutation_of(groups: list[list[int]]) -> list[int]:
     return [head for group in groups for head in group]
 
 
+def few_groups(kv_heads: int, group_size: int, priced: int = PRICED_GROUPS) -> bool:
+    """Whether :func:`least_cost_groups` prices every group."""
+    return math.comb(kv_heads, group_size) <= priced
+
+
 def least_cost_groups(
     kv_heads: int,
     group_size: int,
     cost: Callable[[tuple[int, ...]], float],
     pair_cost: Callable[[tuple[int, ...]], float] | None = None,
-    priced: int = 64,
+    priced: int = PRICED_GROUPS,
 ) -> list[list[int]]:
     """Groups of least total cost (for the loss-aware method: energy that the group's latent leaves out).
 
@@ -148,7 +158,7 @@ def least_cost_groups(
     if len(sizes) == 1 or group_size == 1:
         return neighbour_groups(kv_heads, group_size)
     of_group = cost
-    if math.comb(kv_heads, group_size) > priced:
+    if not few_groups(kv_heads, group_size, priced):
         saving = _pair_savings(kv_heads, pair_cost or cost)
         of_group = lambda group: -float(saving[list(group)][:, list(group)].sum()) / 2  # noqa: E731
     price = functools.cache(of_group)

@@ -18,7 +18,8 @@ def test_all_configurations_compile_within_limits() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
-    assert len(lines) == 3 * 2 * len(CONFIGURATIONS)
+    one_pass = sum(configuration.direct is not None for configuration in CONFIGURATIONS)
+    assert len(lines) == 2 * (3 * len(CONFIGURATIONS) - one_pass)
 
 
 def test_the_gate_does_not_interpret() -> None:

@@ -1,4 +1,4 @@
-"""Predicted costs, the rule of `kernels: auto`, the identity gauge, and the simulation of 8-bit reconstruction."""
+"""Predicted costs, the rule of `kernels: auto` and the simulation of 8-bit reconstruction."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,16 @@ import torch
 from benchmarks import decode_attention, decode_roofline, int8_reconstruction
 from benchmarks.decode_roofline import LAYOUTS, MODELS, layer_shape, speedup
 from recalkv import measure
-from recalkv.kernels.cost import DEVICES, LayerShape, dense_growing, dense_static, latent_kernels, latent_torch
-from recalkv.kernels.gauge import gauge_basis, pivot_columns, regauged, saved_share
+from recalkv.kernels.cost import (
+    DEVICES,
+    DIRECT_SHARE,
+    LayerShape,
+    dense_growing,
+    dense_static,
+    latent_kernels,
+    latent_torch,
+    one_pass,
+)
 from recalkv.kernels.rule import known_device, why_torch_is_faster
 from tests import tiny
 
@@ -34,7 +42,11 @@ def test_sizes_by_hand() -> None:
     rebuilding, turning, products = 2 * 30 * 3 * 4, (6 + 2) * 30 * 4, 2 * 30 * 1 * 16
     assert ours.operations == 2 * 3 * SMALL.weights + rebuilding + turning + products
     assert latent_kernels(SMALL, H200, 10, 3, int8=True).bytes == 2 * SMALL.weights + 3 * 10 * 4
-    assert ours.operations - latent_kernels(SMALL, H200, 10, 3, identity=True).operations == 2 * 30 * 3 * 3
+    joint = LayerShape(8, 2, 2, 2, (3,), (2,), (3,), (2,), joint=True)
+    ours = one_pass(joint, H200, context=10, batch=3)
+    assert ours.bytes == 2 * joint.weights + 2 * 3 * 10 * 3
+    rebuilding, turning, products = 2 * 30 * 3 * (4 - 3 * DIRECT_SHARE), 6 * 30 * 4, 2 * 30 * (3 + 4) * 16
+    assert ours.operations == pytest.approx(2 * 3 * joint.weights + rebuilding + turning + products)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -46,11 +58,12 @@ def test_predictions_go_the_right_way(model: str, latents: str) -> None:
     assert faster(0.5, 2) < faster(0.7, 2) < faster(0.8, 2)
     assert faster(0.7, 4) <= faster(0.7, 2) <= faster(0.7, 1)
     assert faster(0.7, 2) < faster(0.7, 2, "int8")
-    assert faster(0.7, 2) <= faster(0.7, 2, "identity")
+    if latents == "joint":
+        assert faster(0.7, 2) < faster(0.7, 2, "one pass")
     assert faster(0.7, 2) < faster(0.7, 2, growing=True)
     shape = layer_shape(model, 0.5, 2, latents)
     assert shape.columns == pytest.approx(shape.dense_columns / 2, abs=2 * len(shape.key_ranks))
-    for cost in (dense_static, dense_growing, latent_kernels, latent_torch):
+    for cost in (dense_static, dense_growing, latent_kernels, latent_torch, one_pass):
         assert cost(shape, H200, 4096, 1).seconds < cost(shape, H200, 65536, 8).seconds
 
 
@@ -59,7 +72,7 @@ def test_roofline_prints_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     first, second = lines[:4], lines[4:]
     assert len({line.count("|") for line in first}) == len({line.count("|") for line in second}) == 1
-    assert len(second) == 2 + 3 * 3 * 3
+    assert len(second) == 2 + (2 + 2 + 3) * 3
 
 
 def test_rule_by_device_and_prediction() -> None:
@@ -71,31 +84,6 @@ def test_rule_by_device_and_prediction() -> None:
     # So many ranks for so small a head that rebuilding costs more than its traffic.
     odd = LayerShape(64, 64, 64, 16, (1024,) * 2, (32, 32), (16,), (64,))
     assert "predicted to take" in (why_torch_is_faster(odd, "H200", context=1 << 22) or "")
-
-
-@pytest.mark.parametrize("pairs", [True, False])
-@pytest.mark.parametrize(("rank", "width"), [(5, 16), (6, 16), (16, 16), (21, 16)])
-def test_identity_gauge_is_exact(rank: int, width: int, pairs: bool) -> None:
-    generator = torch.Generator().manual_seed(rank)
-    down, up, value_up = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64)
-        for shape in ((30, rank), (rank, width), (rank, 7))
-    )
-    pivots = pivot_columns(up, 8, pairs)
-    assert len(set(pivots)) == len(pivots) == min(rank, width)
-    if pairs:
-        assert all(abs(a - b) == 4 for a, b in zip(pivots[: rank // 2 * 2 : 2], pivots[1::2], strict=False))
-    basis = gauge_basis(up, pivots)
-    new_down, (new_up, new_value_up) = regauged(down, [up, value_up], basis)
-    assert torch.allclose(new_down @ new_up, down @ up, atol=1e-10)
-    assert torch.allclose(new_down @ new_value_up, down @ value_up, atol=1e-10)
-    identity = torch.eye(rank, dtype=torch.float64)[:, : len(pivots)]
-    assert torch.allclose(new_up[:, pivots], identity, atol=1e-10)
-    assert float(new_up.abs().max()) < 20
-
-
-def test_share_that_the_identity_gauge_saves() -> None:
-    assert saved_share([4, 20], [16, 16]) == pytest.approx((4 * 4 + 20 * 16) / (24 * 16))
 
 
 def test_8_bit_products_are_those_of_integers() -> None:

@@ -643,4 +643,6 @@ def test_benchmark_compares_before_it_times(bits: int, tmp_path: Path) -> None:
     assert rows["dense, SDPA, static cache"]["cache_bytes"] == 3 * 2 * 8 * 4 * 20
     assert rows["latents, torch"]["cache_bytes"] == (3 * 2 * 8 * 4 * 20 / 2 if bits == 16 else (24 + 2) * 20)
     assert ("latents, kernels, int8" in rows) == (bits == 8)
+    assert ("latents, kernels, one pass" in rows) == (bits == 16)
+    assert all(row["error"] < (0.03 if "int8" in what else 1e-5) for what, row in rows.items() if "kernels" in what)
     assert "dense, eager, growing cache" in rows

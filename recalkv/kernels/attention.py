@@ -6,7 +6,6 @@ which spares each layer the operator's dispatch.
 """
 
 import contextlib
-import functools
 import inspect
 from typing import Any
 
@@ -17,8 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from recalkv.kernels.decode import combine_kernel, scores_kernel, values_kernel
+from recalkv.kernels.joint import JointTables, joint_attention, joint_operator
+from recalkv.kernels.launch import device_runs, output_room, split
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
+    JOINT_TILE,
     STAGES,
     TILE,
     LayerPlan,
@@ -28,7 +30,7 @@ from recalkv.kernels.plan import (
 )
 from recalkv.kernels.rotary import TileRotary
 
-__all__ = ["latent_attention", "shared_limit"]
+__all__ = ["latent_attention"]
 
 _LOG2_E = 1.4426950408889634
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -47,6 +49,7 @@ def latent_attention(
     key_norm: tuple[Tensor, float] | None = None,
     offset: int = 0,
     runs: int = 0,
+    joint: JointTables | None = None,
 ) -> Tensor:
     """Attention of a few queries over latents, up to the output projection.
 
@@ -68,6 +71,8 @@ def latent_attention(
         Tokens that are no longer among the slots.
     runs
         Runs of tiles that are worked on side by side; 0 for the device's.
+    joint
+        Tables of a layer in the identity gauge: one pass over joint latents, where a program holds all rows.
 
     Returns
     -------
@@ -75,18 +80,32 @@ def latent_attention(
         Outputs of all heads, or with R_v in the output projection their latent contexts, in the type of
         the query.
     """
-    step = plan.step(query.shape[2] // plan.kv_heads * query.shape[1])
+    rows = query.shape[2] // plan.kv_heads * query.shape[1]
+    on_device = isinstance(seen, Tensor)
+    where = (seen if on_device else plan.nothing), (0 if on_device else seen) - offset
+    scaling *= rotary.scaling**2
+    compiling = torch.compiler.is_compiling()
+    if joint is not None and joint.takes(rows):
+        anchors, offsets = rotary.tables(JOINT_TILE, z_k.shape[1], query.device)
+        one_pass: Any = joint_operator if compiling else joint_attention
+        context: Tensor = one_pass(
+            query, z_k, mask, *where, joint.groups, joint.pairs, joint.factors, plan.value_up, plan.value_table,
+            key_bias, anchors, offsets, scaling * _LOG2_E, plan.total, max(plan.value_ranks), plan.value_alignment,
+            joint.rank_first, joint.rank_second, joint.direct, joint.rebuilt, joint.alignment, joint.heads,
+            runs or device_runs(query.device, query.shape[0] * len(joint.groups)),
+        )  # fmt: skip
+        return context
+    step = plan.step(rows)
     anchors, offsets = rotary.tables(step.launch.tile, z_k.shape[1], query.device)
     norm, epsilon = (None, 0.0) if key_norm is None else key_norm
     keys, values = plan.key_columns, plan.key_columns if z_v is None else plan.value_columns
-    on_device = isinstance(seen, Tensor)
-    call: Any = _operator if torch.compiler.is_compiling() else _decode
+    call: Any = _operator if compiling else _decode
     result: Tensor = call(
-        query, z_k, z_v, mask, seen if on_device else plan.nothing, (0 if on_device else seen) - offset,
+        query, z_k, z_v, mask, *where,
         plan.key_factors, plan.key_table, plan.key_scales, plan.value_up, plan.value_table, step.blocks,
         None if keys is None else keys.places, None if keys is None else keys.steps,
         None if values is None else values.places, None if values is None else values.steps,
-        key_bias, norm, epsilon, anchors, offsets, scaling * rotary.scaling**2,
+        key_bias, norm, epsilon, anchors, offsets, scaling,
         plan.total, max(plan.value_ranks), plan.key_alignment, plan.value_alignment,
         step.rows, step.columns, step.alignment,
         step.launch.rank_first, step.launch.rank_second, step.launch.resident, step.launch.tile, step.launch.warps,
@@ -111,8 +130,8 @@ def _decode(
     rows, half = h // kv_heads * queries, head_dim // 2
     all_rows, total = kv_heads * rows, total * rows
     z_v = z_k if z_v is None else z_v
-    score_runs, score_tiles = _split(slots, tile, runs or _runs(device, batch * kv_heads))
-    runs, tiles = _split(slots, TILE, runs or _runs(device, batch * len(blocks)))
+    score_runs, score_tiles = split(slots, tile, runs or device_runs(device, batch * kv_heads))
+    runs, tiles = split(slots, TILE, runs or device_runs(device, batch * len(blocks)))
     interpreted = bool(triton.knobs.runtime.interpret)
     # Rows start where whole lines of memory do, whatever the length.
     logits_stride = -(-slots // TILE) * TILE
@@ -120,7 +139,7 @@ def _decode(
     partial = torch.empty(batch, runs, total, dtype=torch.float32, device=device)
     most = torch.empty(batch, runs, all_rows, dtype=torch.float32, device=device)
     sums = torch.empty_like(most)
-    output = _output(query, value_up, total)
+    output = output_room(query, value_up, total)
     if mask is not None:
         mask = mask.expand(batch, 1, queries, slots).view(torch.uint8)
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
@@ -158,13 +177,6 @@ def _decode(
     return output
 
 
-def _output(query: Tensor, value_up: Tensor | None, total: int) -> Tensor:
-    """Room for what the output projection reads."""
-    batch, queries, h, head_dim = query.shape
-    inner = total // queries if value_up is None else h * head_dim
-    return torch.empty(batch, queries, inner, dtype=query.dtype, device=query.device)
-
-
 _operator = torch.library.custom_op("recalkv::decode_attention", _decode, mutates_args=())
 
 
@@ -175,28 +187,4 @@ _NAMES = tuple(inspect.signature(_decode).parameters)
 def _(query: Tensor, z_k: Tensor, *rest: Any) -> Tensor:
     named = dict(zip(_NAMES, (query, z_k, *rest), strict=True))
     rows = query.shape[2] // named["key_table"].shape[0] * query.shape[1]
-    return _output(query, named["value_up"], named["total"] * rows)
-
-
-def _split(slots: int, tile: int, runs: int) -> tuple[int, int]:
-    """Runs, and tiles of each, about as many runs as wanted."""
-    tiles = -(-slots // tile)
-    per_run = -(-tiles // min(tiles, runs))
-    return -(-tiles // per_run), per_run
-
-
-@functools.cache
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have; those of an H100 where there is no device."""
-    if device.type != "cuda":
-        return 232_448
-    # What a kernel may ask for is more than what it gets unasked; torch's type stubs do not have it.
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
-
-
-def _runs(device: torch.device, programs: int) -> int:
-    """Runs that give every processor about two programs, and never a part of a third wave."""
-    if device.type != "cuda":
-        return 1
-    return max(1, 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs)
+    return output_room(query, named["value_up"], named["total"] * rows)

@@ -23,10 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from recalkv.kernels.decode import combine_kernel, scores_kernel, values_kernel
+from recalkv.kernels.joint import CHUNK, JOINT_STAGES, JOINT_WARPS, cover_pairs
+from recalkv.kernels.one_pass import attend_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
+    JOINT_TILE,
     STAGES,
     TILE,
+    cover_rank,
     output_block,
     row_block,
     scores_launch,
@@ -45,7 +49,7 @@ SPILL_LIMIT = 256
 
 @dataclass(frozen=True)
 class Configuration:
-    """A geometry of one layer: what decides the constants of the kernels."""
+    """A geometry of one layer: what decides the constants of the kernels; ``direct`` pairs of a group for one pass."""
 
     name: str
     head_dim: int
@@ -60,7 +64,15 @@ class Configuration:
     bias: bool = False
     fused: bool = False
     int8: bool = False
+    direct: int | None = None
 
+    @property
+    def latent(self) -> str:
+        """Type of the cached latents."""
+        return "*u8" if self.packed else f"*{self.dtype}"
+
+
+Launch = tuple[str, Any, dict[str, str], dict[str, Any], int, int]
 
 CONFIGURATIONS = (
     # Groups of two heads, keys and values in one latent, 50 % and 70 %; the same for grouped queries.
@@ -85,6 +97,13 @@ CONFIGURATIONS = (
     Configuration("mistral-7b joint s=2 int8", 128, 4, 256, 256, 2, packed=True, int8=True),
     Configuration("head dimension 256", 256, 2, 256, 256, 1),
     Configuration("any rank", 128, 1, 154, 307, 8, fused=True),
+    # One pass in the identity gauge: all pairs direct, and as many as are with the limit of the gauge.
+    Configuration("llama-2-7b joint s=2 50%, all direct", 128, 1, 256, 256, 2, bias=True, direct=128),
+    Configuration("llama-2-7b joint s=2 50%, one pass", 128, 1, 256, 256, 2, bias=True, direct=96),
+    Configuration("llama-2-7b joint s=2 70%, one pass", 128, 1, 160, 160, 2, bias=True, direct=64),
+    Configuration("llama-2-7b joint s=1 50%, one pass", 128, 1, 128, 128, 1, dtype="fp16", direct=48),
+    Configuration("mistral-7b joint s=2 50%, one pass", 128, 4, 256, 256, 2, bias=True, direct=96),
+    Configuration("smollm2-135m joint s=2 50%, one pass", 64, 3, 128, 128, 2, bias=True, direct=48),
 )
 
 
@@ -117,10 +136,10 @@ def compile_all(architectures: tuple[int, ...] = (80, 90)) -> Iterator[Compiled]
     done: dict[Any, tuple[int, int, int, int, int]] = {}
     for configuration in CONFIGURATIONS:
         for architecture in architectures:
-            for name, kernel, types, constants, warps in _kernels(configuration, architecture):
-                key = (name, architecture, warps, tuple(types.items()), tuple(constants.items()))
+            for name, kernel, types, constants, warps, stages in _kernels(configuration, architecture):
+                key = (name, architecture, warps, stages, tuple(types.items()), tuple(constants.items()))
                 if key not in done:
-                    done[key] = _compile(kernel, types, constants, architecture, warps)
+                    done[key] = _compile(kernel, types, constants, architecture, warps, stages)
                 yield Compiled(name, configuration, architecture, *done[key])
 
 
@@ -140,17 +159,25 @@ def faults(compiled: Compiled) -> list[str]:
     return found
 
 
-def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
-    """Name, kernel, argument types, constants and warps, as in :func:`recalkv.kernels.attention.latent_attention`."""
+def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
+    """Name, kernel, argument types, constants, warps and stages, as the launches have them."""
+    if c.direct is None:
+        yield _scores(c, architecture)
+        yield _values(c)
+    else:
+        yield _one_pass(c, c.direct)
+    yield _combine(c)
+
+
+def _scores(c: Configuration, architecture: int) -> Launch:
     rows = c.query_heads_per_kv * c.queries
     half = c.head_dim // 2
     element = 1 if c.int8 else 2
     launch = scores_launch(c.key_rank, c.head_dim, rows, element, c.packed and not c.int8, SHARED_LIMITS[architecture])
-    latent = "*u8" if c.packed else f"*{c.dtype}"
     table = "*i32" if c.packed else "*i64"
     steps = "*fp32" if c.packed else "*i64"
     pointers = {
-        "query_ptr": f"*{c.dtype}", "latent_ptr": latent, "up_ptr": "*i8" if c.int8 else f"*{c.dtype}",
+        "query_ptr": f"*{c.dtype}", "latent_ptr": c.latent, "up_ptr": "*i8" if c.int8 else f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "norm_ptr": f"*{c.dtype}" if c.norm else "*i64",
         "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "logits_ptr": "*fp32",
         "heads_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,
@@ -169,13 +196,16 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
         "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
         "INT8": c.int8,
     }  # fmt: skip
-    yield "scores", scores_kernel, pointers | numbers, constants, launch.warps
+    return "scores", scores_kernel, pointers | numbers, constants, launch.warps, STAGES
+
+
+def _values(c: Configuration) -> Launch:
+    rows = c.query_heads_per_kv * c.queries
     _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows, c.packed)
-    pointers = {
-        "logits_ptr": "*fp32", "latent_ptr": latent, "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32",
-        "seen_ptr": "*i64", "blocks_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,
-    }  # fmt: skip
-    numbers = {
+    types = {
+        "logits_ptr": "*fp32", "latent_ptr": c.latent, "partial_ptr": "*fp32", "most_ptr": "*fp32",
+        "sum_ptr": "*fp32", "seen_ptr": "*i64", "blocks_ptr": "*i32", "columns_ptr": "*i32" if c.packed else "*i64",
+        "steps_ptr": "*fp32" if c.packed else "*i64",
         "latent_batch_stride": "i64", "latent_slot_stride": "i32", "logits_stride": "i32", "table_width": "i32",
         "all_rows": "i32", "total": "i32", "behind": "i32", "tiles": "i32",
     }  # fmt: skip
@@ -184,7 +214,32 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
         "ALIGN": 1 if c.packed else math.gcd(16, c.value_rank), "PACKED": c.packed, "UPCAST": False,
         "TYPE": triton.language.bfloat16 if c.dtype == "bf16" else triton.language.float16,
     }  # fmt: skip
-    yield "values", values_kernel, pointers | numbers, constants, value_warps(c.packed)
+    return "values", values_kernel, types, constants, value_warps(c.packed), STAGES
+
+
+def _one_pass(c: Configuration, direct: int) -> Launch:
+    rows, half = c.query_heads_per_kv * c.queries, c.head_dim // 2
+    rank_a, rank_b = cover_rank(c.key_rank)
+    types = {
+        "turned_ptr": "*fp32", "latent_ptr": c.latent, "up_ptr": f"*{c.dtype}",
+        "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "anchor_ptr": "*fp32", "offset_ptr": "*fp32",
+        "mask_ptr": "*i64", "seen_ptr": "*i64", "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32",
+        "groups_ptr": "*i32", "pairs_ptr": "*i32", "latent_batch_stride": "i64", "latent_slot_stride": "i32",
+        "mask_batch_stride": "i32", "mask_query_stride": "i32", "all_rows": "i32",
+        "total": "i32", "behind": "i32", "tiles": "i32", "scaling": "fp32",
+    }  # fmt: skip
+    constants = {
+        "ROWS": rows, "BLOCK_M": max(16, row_block(c.value_heads * rows)), "QUERIES": c.queries, "HALF": half,
+        "RANK_A": rank_a, "RANK_B": rank_b, "DIRECT": cover_pairs(direct),
+        "REBUILT": cover_pairs(c.value_heads * half - direct), "BLOCK_N": JOINT_TILE,
+        "CHUNK": CHUNK, "ALIGN": math.gcd(16, c.key_rank, direct), "HAS_BIAS": c.bias,
+        "MASK": 0 if c.queries == 1 else 1, "UPCAST": False,
+    }  # fmt: skip
+    return "one pass", attend_kernel, types, constants, JOINT_WARPS, JOINT_STAGES
+
+
+def _combine(c: Configuration) -> Launch:
+    rows = c.query_heads_per_kv * c.queries
     types = {
         "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32", "heads_ptr": "*i32", "up_ptr": f"*{c.dtype}",
         "output_ptr": f"*{c.dtype}", "all_rows": "i32", "total": "i32", "inner": "i32", "runs": "i32",
@@ -194,11 +249,11 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[tuple[str, Any, di
         "BLOCK_C": COMBINE_COLUMNS, "BLOCK_D": output_block(c.head_dim), "ALIGN": math.gcd(16, c.value_rank),
         "HAS_UP": not c.fused, "UPCAST": False,
     }  # fmt: skip
-    yield "combine", combine_kernel, types, constants, 4
+    return "combine", combine_kernel, types, constants, 4, STAGES
 
 
 def _compile(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, warps: int
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, warps: int, stages: int
 ) -> tuple[int, int, int, int, int]:
     signature = types | dict.fromkeys(constants, "constexpr")
     # Allocations are aligned, and so are these strides; a launch tells the compiler so.
@@ -206,7 +261,7 @@ def _compile(
     known += ["logits_stride"] + (["latent_slot_stride"] if constants.get("ALIGN", 1) % 16 == 0 else [])
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in known}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
-    options = {"num_warps": warps, "num_stages": STAGES}
+    options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     registers, spilled = _resources(compiled.asm["cubin"])
     tensor_core = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))

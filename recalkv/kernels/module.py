@@ -4,7 +4,7 @@ import importlib.util
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,13 @@ from recalkv.attention import LatentAttention
 from recalkv.block_attention import BlockLatentAttention
 from recalkv.errors import ParameterError
 from recalkv.kernels.cost import LayerShape
-from recalkv.kernels.plan import MAX_ROWS, LayerPlan, joined
+from recalkv.kernels.gauge import has_gauge, regauge
+from recalkv.kernels.plan import JOINT_TILE, MAX_ROWS, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 from recalkv.kernels.rule import why_torch_is_faster
+
+if TYPE_CHECKING:
+    from recalkv.kernels.joint import JointTables
 
 __all__ = ["KERNELS", "KernelAttention", "choose_kernels", "is_compressed", "use_kernels", "why_not", "why_torch"]
 
@@ -37,20 +41,24 @@ class KernelAttention(LatentAttention):
     the parent, and in compiled models more than one query. The factors are views of one buffer, so that whatever is
     written into them is seen; a factor that is put in another's place (``parameter.data = ...``, ``load_state_dict``
     with ``assign``) is noticed by its address, but not in a compiled model: compile after it. 8-bit copies of R_k
-    follow torch's own writes, which it counts, and not those by ``.data``.
+    follow torch's own writes, which it counts, and not those by ``.data``. ``gauge_pairs`` are the direct pairs of each
+    group where the layer was put into the identity gauge.
     """
 
     _plan: LayerPlan | None = None
     _plan_of: list[int] = []  # noqa: RUF012  (replaced, never changed)
     _slots: int = 0
     _int8: bool = False
+    gauge_pairs: list[list[int]] | None = None
+    _joint: "JointTables | None" = None
     tile_rotary: TileRotary
 
     def prepare(self, rotary: TileRotary, slots: int, int8: bool = False) -> None:
         """Make whatever single queries over so many slots need, as compiled models cannot make it themselves."""
         self.tile_rotary, self._plan, self._slots, self._int8 = rotary, None, slots, int8
         step = self._layer_plan().step(self.num_key_value_groups)
-        rotary.tables(step.launch.tile, slots, self.k_proj.weight.device)
+        for tile in {step.launch.tile, JOINT_TILE}:
+            rotary.tables(tile, slots, self.k_proj.weight.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follow the weights to another device or type."""
@@ -90,6 +98,8 @@ class KernelAttention(LatentAttention):
             self.key_bias,
             None if self.k_norm is None else (self.k_norm.weight, self.k_norm.variance_epsilon),
             offset,
+            0,
+            self._joint,
         )
         return self.o_proj(output), None
 
@@ -114,7 +124,8 @@ class KernelAttention(LatentAttention):
         rows = length * self.num_key_value_groups
         if self._plan is None or not self._plan.has(rows) or self._plan.key_up.device != device:
             return False
-        return self.tile_rotary.has(self._plan.step(rows).launch.tile, slots, device)
+        tiles = {self._plan.step(rows).launch.tile, JOINT_TILE}
+        return all(self.tile_rotary.has(tile, slots, device) for tile in tiles)
 
     def _layer_plan(self) -> LayerPlan:
         """Made once, and again when a factor stands elsewhere or its 8-bit copy is out of date."""
@@ -123,7 +134,8 @@ class KernelAttention(LatentAttention):
             return self._plan
         value_up = [] if self.value_up is None else list(self.value_up)
         if self._plan is None or self._plan_of != self._state(value_up):
-            from recalkv.kernels.attention import shared_limit
+            from recalkv.kernels.joint import JointTables
+            from recalkv.kernels.launch import shared_limit
 
             keys, values = joined(list(self.key_up)), joined(value_up) if value_up else None
             self._plan = LayerPlan(
@@ -131,11 +143,15 @@ class KernelAttention(LatentAttention):
                 shared_limit(keys.device), self.key_rows, self.value_rows,
                 self._int8,
             )  # fmt: skip
+            self._joint = None
+            if self.gauge_pairs is not None:
+                self._joint = JointTables.of(keys, self.key_ranks, self.key_heads, self.head_dim, self.gauge_pairs)
             self._plan_of = self._state(value_up)
         return self._plan
 
     def _state(self, value_up: Sequence[Tensor]) -> list[int]:
-        versions = [up._version for up in self.key_up] if self._int8 else []
+        copied = self._int8 or self.gauge_pairs is not None
+        versions = [up._version for up in self.key_up] if copied else []
         return [up.data_ptr() for up in (*self.key_up, *value_up)] + versions
 
 
@@ -189,7 +205,7 @@ def choose_kernels(model: Any, kernel: str) -> None:
         use_kernels(model, kernel)
 
 
-def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
+def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: bool = False) -> Any:
     """Choose how a compressed model decodes; returns the model.
 
     Parameters
@@ -203,6 +219,10 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
     int8
         In layers that cache 8-bit codes (``compression.bits`` 8), rebuild keys by products of 8-bit numbers: R_k is
         rounded to 8 bits with one scale per column (``benchmarks.int8_reconstruction`` has what that costs).
+    gauge
+        Put layers of joint 16-bit latents into the identity gauge, in place (:mod:`recalkv.kernels.gauge`), so that
+        one pass over the latents serves keys and values. Exact but for rounding (``benchmarks.identity_gauge``);
+        caches of before do not fit.
 
     Raises
     ------
@@ -218,19 +238,19 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
         if kernel == "triton":
             raise ParameterError(f"kernel=triton cannot be used: {reason}. Use kernel=torch, or auto.")
         kernel = "torch"
-    _install(model, kernel, int8)
+    _install(model, kernel, int8, gauge)
     if kernel == "auto":
         from recalkv.kernels.trial import why_wrong
 
         reason = why_wrong(next(module for module in model.modules() if isinstance(module, KernelAttention)))
         if reason is not None:
-            _install(model, "torch", int8)
+            _install(model, "torch")
     if reason is not None:
         warnings.warn(f"decoding in plain torch: {reason}.", stacklevel=2)
     return model
 
 
-def _install(model: Any, kernel: str, int8: bool) -> None:
+def _install(model: Any, kernel: str, int8: bool = False, gauge: bool = False) -> None:
     rotary = None if kernel == "torch" else TileRotary(model.model.rotary_emb)
     for module in model.modules():
         if isinstance(module, LatentAttention) and not isinstance(module, BlockLatentAttention):
@@ -238,4 +258,6 @@ def _install(model: Any, kernel: str, int8: bool) -> None:
             module.__class__ = LatentAttention if rotary is None else KernelAttention
             if rotary is not None:
                 assert isinstance(module, KernelAttention)
+                if gauge and module.gauge_pairs is None and has_gauge(module):
+                    module.gauge_pairs = regauge(module)
                 module.prepare(rotary, min(model.config.max_position_embeddings, _PREPARED_SLOTS), int8)

@@ -12,6 +12,7 @@ from recalkv.quantization import RowLayout
 
 __all__ = [
     "COMBINE_COLUMNS",
+    "JOINT_TILE",
     "MAX_ROWS",
     "STAGES",
     "TILE",
@@ -19,7 +20,9 @@ __all__ = [
     "PackedColumns",
     "ScoresLaunch",
     "Step",
+    "alignment",
     "cover_rank",
+    "groups_of",
     "joined",
     "output_block",
     "row_block",
@@ -30,6 +33,9 @@ __all__ = [
 
 TILE = 64
 """Slots of a tile of values; a tile of keys is as long, or twice or half of it."""
+
+JOINT_TILE = 32
+"""Slots of a tile where one pass serves keys and values."""
 
 STAGES = 2
 """Tiles in flight; a third costs shared memory."""
@@ -130,7 +136,7 @@ def value_warps(packed: bool) -> int:
     return 8 if packed else 4
 
 
-def _alignment(numbers: Iterable[int]) -> int:
+def alignment(numbers: Iterable[int]) -> int:
     """Largest power of two, up to 16, that divides all."""
     return math.gcd(_WIDEST, *numbers)
 
@@ -267,20 +273,20 @@ class LayerPlan:
         self.value_ranks, self.value_heads = list(value_ranks), list(value_heads)
         keys, values = [], []
         self.int8 = int8 and key_rows is not None and [*key_rows.segments] == [(rank, 8) for rank in key_ranks]
-        for rank, heads, start, column in _groups(key_ranks, key_heads, head_dim):
+        for rank, heads, start, column in groups_of(key_ranks, key_heads, head_dim):
             # 8-bit factors stand transposed, head after head.
             step, stride = (rank * head_dim, rank) if self.int8 else (head_dim, heads * head_dim)
             keys += [[column, rank, start + head * step, stride] for head in range(heads)]
         before = 0
-        for rank, heads, start, _ in _groups(value_ranks, value_heads, head_dim):
+        for rank, heads, start, _ in groups_of(value_ranks, value_heads, head_dim):
             values += [[before + head * rank, rank, start + head * head_dim, heads * head_dim] for head in range(heads)]
             before += heads * rank
         self.total = before
         self.key_table = torch.tensor(keys, dtype=torch.int32, device=device)
         self.value_table = torch.tensor(values, dtype=torch.int32, device=device)
         packed = key_rows is not None
-        self.key_alignment = 1 if packed else _alignment(itertools.chain(*keys, [sum(key_ranks)]))
-        self.value_alignment = _alignment(itertools.chain(*values))
+        self.key_alignment = 1 if packed else alignment(itertools.chain(*keys, [sum(key_ranks)]))
+        self.value_alignment = alignment(itertools.chain(*values))
         self.key_factors, self.key_scales = key_up, None
         if self.int8:
             self.key_factors, self.key_scales = _int8_factors(key_up, key_ranks, key_heads, head_dim)
@@ -299,7 +305,7 @@ class LayerPlan:
         if rows_per_head not in self._steps:
             blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head, self._packed)
             numbers = [number for block in blocks for number in block[:2]]
-            aligned = 1 if self._packed else _alignment([*numbers, sum(self.value_ranks)])
+            aligned = 1 if self._packed else alignment([*numbers, sum(self.value_ranks)])
             element, unpacked = self.key_factors.element_size(), self._packed and not self.int8
             launch = scores_launch(self.rank, self.head_dim, rows_per_head, element, unpacked, self._shared_limit)
             with torch.inference_mode(False):
@@ -311,7 +317,7 @@ class LayerPlan:
 def _int8_factors(key_up: Tensor, ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> tuple[Tensor, Tensor]:
     """R_k in 8 bits, transposed, all heads in one buffer; and (2, kv heads, d_h) scales and half sums of columns."""
     codes, scales, halves = [], [], []
-    for rank, own, start, _ in _groups(ranks, heads, head_dim):
+    for rank, own, start, _ in groups_of(ranks, heads, head_dim):
         columns = key_up[start : start + rank * own * head_dim].view(rank, -1).mT.float()
         scale = columns.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / 127
         rounded = (columns / scale).round()
@@ -321,7 +327,7 @@ def _int8_factors(key_up: Tensor, ranks: Sequence[int], heads: Sequence[int], he
     return torch.cat(codes), torch.stack([torch.cat(scales), torch.cat(halves)])
 
 
-def _groups(ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> Iterator[tuple[int, int, int, int]]:
+def groups_of(ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> Iterator[tuple[int, int, int, int]]:
     """Rank, heads, start of the factor in its buffer, and first latent column, of each group."""
     start = column = 0
     for rank, own in zip(ranks, heads, strict=True):

@@ -102,6 +102,7 @@ def latent_parts(
     groups: Sequence[Sequence[int]],
     head_dim: int,
     parameters: CompressionParams,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[list[GroupPart], list[GroupPart]]:
     """Everything that gets a latent of its own: key groups and value groups, or joint groups and none.
 
@@ -111,6 +112,8 @@ def latent_parts(
         ``W_k`` and ``W_v`` of the layer, (m, n) each.
     groups
         Heads of each key group; the value groups follow from their order.
+    dtype
+        Of the products.
     """
     method = resolve_method(parameters)
     keys, values = weights
@@ -127,12 +130,12 @@ def latent_parts(
         if key_gradient is not None and value_gradient is not None:
             gradient = torch.block_diag(key_gradient, value_gradient)
         joint = [torch.cat([index, index + keys.shape[1]]) for index in columns]
-        return group_parts(both, gram, joint, gradient, ridge), []
+        return group_parts(both, gram, joint, gradient, ridge, dtype), []
     order = [head for group in groups for head in group]
     value_columns = group_columns(value_groups(order, parameters), head_dim)
     return (
-        group_parts(keys, gram, columns, key_gradient, ridge),
-        group_parts(values, gram, value_columns, value_gradient, ridge),
+        group_parts(keys, gram, columns, key_gradient, ridge, dtype),
+        group_parts(values, gram, value_columns, value_gradient, ridge, dtype),
     )
 
 

@@ -12,7 +12,7 @@ from recalkv.fisher import FisherScores
 from recalkv.methods import resolve_method
 from recalkv.params import CompressionParams
 from recalkv.ranks import water_level
-from recalkv.reorder import check_group_size, least_cost_groups
+from recalkv.reorder import check_group_size, few_groups, least_cost_groups
 from recalkv.resume import Pass
 from recalkv.steps.allocation import LayerRanks, allocate
 from recalkv.steps.factors import LayerStatistics, latent_parts
@@ -125,9 +125,11 @@ def _group_costs(
 ) -> tuple[Cost, Cost]:
     """Cost of one group of heads, and a cheaper one that compares pairs, from moments computed once for the layer."""
     heads = weights[0].shape[1] // head_dim
-    keys, values = latent_parts(
-        weights, statistics, [list(range(heads))], head_dim, parameters.model_copy(update={"group_size": heads})
-    )
+    whole = parameters.model_copy(update={"group_size": heads})
+    # Comparing pairs of many heads needs no more than float32, and half the memory for products of all with all.
+    few = few_groups(heads, parameters.group_size) or level is None
+    dtype = torch.float64 if few else torch.float32
+    keys, values = latent_parts(weights, statistics, [list(range(heads))], head_dim, whole, dtype)
     if resolve_method(parameters).whole_values:
         # One latent for all values: the groups do not change it.
         values = []
@@ -139,8 +141,9 @@ def _group_costs(
         for part, rank in zip(keys + values, kept, strict=False):
             wide = len(part.moment)
             index = columns if wide == heads * head_dim else torch.cat([columns, columns + wide // 2])
-            gradient = None if part.gradient is None else part.gradient[index][:, index]
-            yield part.moment[index][:, index], gradient, rank / wide
+            rows = index[:, None]
+            gradient = None if part.gradient is None else part.gradient[rows, index]
+            yield part.moment[rows, index], gradient, rank / wide
 
     def cost(group: tuple[int, ...]) -> float:
         total = 0.0
