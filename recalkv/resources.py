@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["device_name", "now", "peak_resident_mib", "resident_mib"]
+__all__ = ["device_name", "now", "peak_device_mib", "peak_resident_mib", "resident_mib"]
 
 
 def now(device: torch.device) -> float:
@@ -37,6 +37,11 @@ def peak_resident_mib() -> float:
     return _status_mib("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
         2**20 if sys.platform == "darwin" else 2**10
     )
+
+
+def peak_device_mib(device: torch.device) -> float | None:
+    """Most memory that this process's tensors took on the device so far, MiB; None on the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device) / 2**20
 
 
 def resident_mib() -> float:

@@ -21,7 +21,7 @@ import recalkv
 from recalkv import distributed
 from recalkv.errors import ParameterError, ReCalKVError, StoreError
 from recalkv.params import Params, load_params
-from recalkv.resources import peak_resident_mib
+from recalkv.resources import peak_device_mib, peak_resident_mib
 from recalkv.resume import Pass, PlannedStore, resume_key, source_digest, writing_resumable
 from recalkv.source import ModelReference, read_reference
 from recalkv.store import SCHEMA_VERSION, StoreReader, StoreWriter, open_store, partial_path, writing_store
@@ -218,6 +218,9 @@ def running(name: str, params: Path, data: Path, parallel: bool = False) -> Iter
                 "peak_resident_mib": peak_resident_mib(),
                 "wall_seconds": time.perf_counter() - started,
             }
+            on_device = peak_device_mib(stage.device)
+            if on_device is not None:
+                timing["peak_device_mib"] = on_device
             if stage.resumed_layers:
                 timing["resumed_layers"] = stage.resumed_layers
             write_json(data / "timings" / f"{name}.json", timing)

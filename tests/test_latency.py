@@ -33,6 +33,7 @@ from recalkv.latency import (
 )
 from recalkv.random_models import random_dense, random_latent
 from recalkv.reference import reference_output
+from recalkv.resources import peak_device_mib
 from recalkv.timing import Timing, environment
 from stages.latency_section import attention_rows, latency_section
 from tests import tiny
@@ -303,3 +304,9 @@ def test_group_size_beyond_the_geometry_is_refused(
     change_parameters(prepared, "latency.group_sizes", [4])
     assert _invoke("latency") == 1
     assert "latency.group_sizes=4 is more than the 3 key/value heads of smollm2-135m" in capsys.readouterr().err
+
+
+def test_memory_on_a_device_is_reported_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak_device_mib(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 3 << 20)
+    assert peak_device_mib(torch.device("cuda")) == 3.0
