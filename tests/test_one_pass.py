@@ -80,7 +80,7 @@ def one_pass_error(case: Case, direct: int, shuffle: bool = False) -> float:
         up[:, left + right] = torch.eye(len(up), dtype=up.dtype)[:, : 2 * count]
         pairs.append(own)
     keys = joined([up.to(DEVICE) for up in problem.ups])
-    tables = JointTables.of(keys, problem.key_ranks, problem.key_heads, case.head_dim, pairs)
+    tables = JointTables.of(keys, problem.key_ranks, problem.key_heads, case.head_dim, pairs, 232_448)
     assert tables is not None
     values = joined([up.to(DEVICE) for up in problem.value_ups]) if problem.value_ups else None
     ranks, heads = problem.key_ranks, problem.key_heads
@@ -111,7 +111,7 @@ CASES = {
     "two blocks of a rank": Case(key_rank=83),
     "rank beyond the keys": Case(kv_heads=2, query_heads=2, key_group=1, key_rank=50),
     "head dimension 80": Case(head_dim=80, kv_heads=2, query_heads=2, key_rank=100, slots=20),
-    "head dimension 128": Case(head_dim=128, kv_heads=2, query_heads=4, key_rank=130, slots=130),
+    "head dimension 128": Case(head_dim=128, kv_heads=2, query_heads=4, key_group=1, key_rank=130, slots=130),
     "several runs": Case(slots=300, runs=3),
     "one slot": Case(slots=1),
     "several queries": Case(queries=5, slots=100),
@@ -164,14 +164,16 @@ def test_tables_by_hand() -> None:
     first = torch.arange(12.0).view(3, 4)
     first[:, [1, 3]] = torch.eye(3)[:, :2]
     second = torch.arange(8.0).view(2, 4)
-    tables = JointTables.of(joined([first, second]), [3, 2], [1, 1], 4, [[1], []])
+    tables = JointTables.of(joined([first, second]), [3, 2], [1, 1], 4, [[1], []], 232_448)
     assert tables is not None
     assert tables.groups.tolist() == [[0, 3, 1, 1, 0, 1, 0, 0], [3, 2, 0, 2, 1, 1, 3, 6]]
     assert (tables.direct, tables.rebuilt, tables.alignment) == (32, 32, 1)
     assert tables.pairs[:, :1].tolist() == [[1], [-1]] and tables.pairs[:, 32:34].tolist() == [[0, -1], [2, 3]]
     assert tables.factors.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    assert JointTables.of(torch.zeros(257 * 4), [257], [1], 4, [[]]) is None
-    assert JointTables.of(joined([second]), [2], [1], 4, [[1]]) is None, "those columns are not the identity"
+    assert JointTables.of(joined([first, second]), [3, 2], [1, 1], 4, [[1], []], 99_000) is None, "too little memory"
+    assert JointTables.of(torch.zeros(257 * 4), [257], [1], 4, [[]], 232_448) is None, "too large a rank"
+    assert JointTables.of(torch.zeros(4 * 256), [4], [2], 128, [[]], 232_448) is None, "too many pairs to rebuild"
+    assert JointTables.of(joined([second]), [2], [1], 4, [[1]], 232_448) is None, "those columns are not the identity"
 
 
 # --- in the model ----------------------------------------------------------------------------------------------------

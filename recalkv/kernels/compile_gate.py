@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from recalkv.kernels.decode import combine_kernel, scores_kernel, values_kernel
-from recalkv.kernels.joint import CHUNK, JOINT_STAGES, JOINT_WARPS, cover_pairs
+from recalkv.kernels.joint import CHUNK, JOINT_STAGES, JOINT_WARPS, cover_pairs, joint_shared
 from recalkv.kernels.one_pass import attend_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
@@ -100,9 +100,11 @@ CONFIGURATIONS = (
     # One pass in the identity gauge: all pairs direct, and as many as are with the limit of the gauge.
     Configuration("llama-2-7b joint s=2 50%, all direct", 128, 1, 256, 256, 2, bias=True, direct=128),
     Configuration("llama-2-7b joint s=2 50%, one pass", 128, 1, 256, 256, 2, bias=True, direct=96),
+    Configuration("llama-2-7b joint s=2 50%, few direct", 128, 1, 256, 256, 2, bias=True, direct=32),
     Configuration("llama-2-7b joint s=2 70%, one pass", 128, 1, 160, 160, 2, bias=True, direct=64),
     Configuration("llama-2-7b joint s=1 50%, one pass", 128, 1, 128, 128, 1, dtype="fp16", direct=48),
     Configuration("mistral-7b joint s=2 50%, one pass", 128, 4, 256, 256, 2, bias=True, direct=96),
+    Configuration("head dimension 256, one pass", 256, 1, 256, 256, 1, bias=True, direct=96),
     Configuration("smollm2-135m joint s=2 50%, one pass", 64, 3, 128, 128, 2, bias=True, direct=48),
 )
 
@@ -149,6 +151,12 @@ def faults(compiled: Compiled) -> list[str]:
     limit = SHARED_LIMITS[compiled.architecture]
     if compiled.shared > limit:
         found.append(f"{compiled.shared} bytes of shared memory, limit {limit}")
+    c = compiled.configuration
+    if compiled.kernel == "one pass" and c.direct is not None:
+        rebuilt = cover_pairs(c.value_heads * c.head_dim // 2 - c.direct)
+        expected = joint_shared(sum(cover_rank(c.key_rank)), rebuilt, 2)
+        if compiled.shared > expected:
+            found.append(f"{compiled.shared} bytes of shared memory, {expected} expected")
     if compiled.spilled > SPILL_LIMIT:
         found.append(f"{compiled.spilled} bytes spilled, limit {SPILL_LIMIT}")
     if compiled.kernel != "combine" and not compiled.tensor_core:

@@ -27,10 +27,23 @@ from recalkv.kernels.plan import (
     row_block,
 )
 
-__all__ = ["CHUNK", "JOINT_STAGES", "JOINT_WARPS", "MAX_RANK", "JointTables", "cover_pairs", "joint_attention"]
+__all__ = [
+    "CHUNK",
+    "JOINT_STAGES",
+    "JOINT_WARPS",
+    "MAX_RANK",
+    "MAX_REBUILT",
+    "JointTables",
+    "cover_pairs",
+    "joint_attention",
+    "joint_shared",
+]
 
 MAX_RANK = 256
 """Largest rank of a group that one program holds, as context and as latents."""
+
+MAX_REBUILT = 96
+"""Most rebuilt pairs of a group; more take all registers."""
 
 JOINT_WARPS, JOINT_STAGES = 8, 3
 """Warps of a program, and tiles in flight: they are small, as pairs and context take the registers."""
@@ -42,6 +55,11 @@ CHUNK = 32
 def cover_pairs(most: int) -> int:
     """Multiple of :data:`CHUNK` that covers a number of pairs."""
     return -(-most // CHUNK) * CHUNK
+
+
+def joint_shared(rank: int, rebuilt: int, element: int) -> int:
+    """Bytes of shared memory of a program at most, as compiled (``compile_gate``): tiles in flight, rebuilt R_k."""
+    return (72_000 + 3 * rank * rebuilt) * element // 2
 
 
 @dataclass(frozen=True)
@@ -78,8 +96,9 @@ class JointTables:
         heads: Sequence[int],
         head_dim: int,
         direct_pairs: Sequence[Sequence[int]],
+        shared_limit: int,
     ) -> "JointTables | None":
-        """Tables of a layer in the identity gauge; None where a rank is too large, or the factors are others since.
+        """Tables of a layer in the identity gauge; None where no program can hold it, or the factors are others since.
 
         Parameters
         ----------
@@ -89,15 +108,19 @@ class JointTables:
             Of each group.
         direct_pairs
             Of each group, as :func:`recalkv.kernels.gauge.regauge` returns them.
+        shared_limit
+            Bytes of shared memory that a program may have.
         """
-        if max(ranks) > MAX_RANK:
-            return None
         half, device = head_dim // 2, key_up.device
         rebuilt_pairs = [
             [pair for pair in range(own * half) if pair not in set(direct)]
             for own, direct in zip(heads, direct_pairs, strict=True)
         ]
         direct, rebuilt = (cover_pairs(max(map(len, pairs))) for pairs in (direct_pairs, rebuilt_pairs))
+        rank_first, rank_second = cover_rank(max(ranks))
+        shared = joint_shared(rank_first + rank_second, rebuilt, key_up.element_size())
+        if max(ranks) > MAX_RANK or rebuilt > MAX_REBUILT or shared > shared_limit:
+            return None
         groups, pairs, factors = [], torch.full((len(ranks), direct + rebuilt), -1, dtype=torch.int32), []
         head = before = written = 0
         for number, (rank, own, start, column) in enumerate(groups_of(ranks, heads, head_dim)):
@@ -117,7 +140,8 @@ class JointTables:
             torch.tensor(groups, dtype=torch.int32, device=device),
             pairs.to(device),
             together if len(together) else key_up[:1],
-            *cover_rank(max(ranks)),
+            rank_first,
+            rank_second,
             direct,
             rebuilt,
             alignment(itertools.chain(*(group[:3] for group in groups), [sum(ranks)])),

@@ -138,14 +138,16 @@ class KernelAttention(LatentAttention):
             from recalkv.kernels.launch import shared_limit
 
             keys, values = joined(list(self.key_up)), joined(value_up) if value_up else None
+            limit = shared_limit(keys.device)
             self._plan = LayerPlan(
                 keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, self.head_dim,
-                shared_limit(keys.device), self.key_rows, self.value_rows,
-                self._int8,
+                limit, self.key_rows, self.value_rows, self._int8,
             )  # fmt: skip
             self._joint = None
             if self.gauge_pairs is not None:
-                self._joint = JointTables.of(keys, self.key_ranks, self.key_heads, self.head_dim, self.gauge_pairs)
+                self._joint = JointTables.of(
+                    keys, self.key_ranks, self.key_heads, self.head_dim, self.gauge_pairs, limit
+                )
             self._plan_of = self._state(value_up)
         return self._plan
 
