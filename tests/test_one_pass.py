@@ -110,7 +110,7 @@ CASES = {
     "one group of all heads": Case(key_group=4, key_rank=90),
     "two blocks of a rank": Case(key_rank=83),
     "rank beyond the keys": Case(kv_heads=2, query_heads=2, key_group=1, key_rank=50),
-    "head dimension 80": Case(head_dim=80, kv_heads=2, query_heads=2, key_rank=100, slots=20),
+    "head dimension 80": Case(head_dim=80, kv_heads=2, query_heads=2, key_group=1, key_rank=70, slots=20),
     "head dimension 128": Case(head_dim=128, kv_heads=2, query_heads=4, key_group=1, key_rank=130, slots=130),
     "several runs": Case(slots=300, runs=3),
     "one slot": Case(slots=1),

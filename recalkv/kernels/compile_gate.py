@@ -100,7 +100,7 @@ CONFIGURATIONS = (
     # One pass in the identity gauge: all pairs direct, and as many as are with the limit of the gauge.
     Configuration("llama-2-7b joint s=2 50%, all direct", 128, 1, 256, 256, 2, bias=True, direct=128),
     Configuration("llama-2-7b joint s=2 50%, one pass", 128, 1, 256, 256, 2, bias=True, direct=96),
-    Configuration("llama-2-7b joint s=2 50%, few direct", 128, 1, 256, 256, 2, bias=True, direct=32),
+    Configuration("llama-2-7b joint s=2 50%, few direct", 128, 1, 256, 256, 2, bias=True, direct=64),
     Configuration("llama-2-7b joint s=2 70%, one pass", 128, 1, 160, 160, 2, bias=True, direct=64),
     Configuration("llama-2-7b joint s=1 50%, one pass", 128, 1, 128, 128, 1, dtype="fp16", direct=48),
     Configuration("mistral-7b joint s=2 50%, one pass", 128, 4, 256, 256, 2, bias=True, direct=96),

@@ -42,7 +42,7 @@ __all__ = [
 MAX_RANK = 256
 """Largest rank of a group that one program holds, as context and as latents."""
 
-MAX_REBUILT = 96
+MAX_REBUILT = 64
 """Most rebuilt pairs of a group; more take all registers."""
 
 JOINT_WARPS, JOINT_STAGES = 8, 3
