@@ -30,10 +30,11 @@ def write_page(folder: Path) -> None:
         "",
         "Random weights of each geometry, random tokens, written by `python -m benchmarks.scale`; stages of the "
         "pipeline, each in a process of its own. *Floor* is the least work of a stage (`floors` in "
-        "`benchmarks/scale.py`) at the machine's rates, measured in the same run. The widest gaps: `fuse` is bound by the "
-        "single thread that parses, digests and writes shards, not by the disk's rate; `reorder` also measures CKA and "
-        "prices all pairs of heads (528 determinants for 32 heads), and eigenvectors, which `factorize` needs, come at a "
-        "fraction of the rate of products. Decompositions run on the host whatever the device.",
+        "`benchmarks/scale.py`) at the machine's rates, measured in the same run; starting Python, 2 to 3 s, is "
+        "in the seconds. The widest gaps: `fuse` turns all weights to float32 and back besides copying them; `reorder` "
+        "also measures CKA and prices all pairs of heads (528 determinants for 32 heads); the eigenvectors that "
+        "`factorize` needs come at a fraction of the rate of products. Decompositions run on the host whatever the "
+        "device.",
         "",
     ]
     for run in runs:

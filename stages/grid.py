@@ -14,6 +14,7 @@ import yaml
 
 from recalkv.grid_plots import against_bytes
 from recalkv.grids import QUICK_ZERO_SHOT_ITEMS, Cell, Grid, load_grid
+from recalkv.oneshot import CompressedLayers
 from recalkv.paper import Measured, beside_paper, paper_rows
 from recalkv.params import load_params
 from recalkv.steps.allocation import check_bits
@@ -51,6 +52,19 @@ def main(
         pictures = _draw(grid.cells(), metrics, folder / name)
         page = _page(stage, grid, metrics, reports / "paper.json", measure.windows(), limit, quick)
         (folder / f"{name}.md").write_text("\n".join([page, *pictures, ""]))
+
+
+class _Cells(Comparison):
+    """Keeps the model of the last cell: its perplexity and its zero-shot accuracy are of the same one."""
+
+    _last: tuple[dict[str, Any], tuple[Any, CompressedLayers]] | None = None
+
+    def compressed(self, fields: dict[str, Any]) -> tuple[Any, CompressedLayers]:
+        """Compress with one set of fields, unless that was just done."""
+        if self._last is None or self._last[0] != fields:
+            self._last = None  # before the next one takes memory
+            self._last = dict(fields), super().compressed(fields)
+        return self._last[1]
 
 
 class _Measure:
@@ -94,7 +108,7 @@ class _Measure:
         key = setting_name(calibration)
         if key not in self._open:
             stage = self._stage if not calibration else self._other(calibration, key)
-            self._open[key] = (stage, Comparison(stage, self._windows))
+            self._open[key] = (stage, _Cells(stage, self._windows))
         return self._open[key]
 
     def _other(self, calibration: dict[str, Any], key: str) -> Stage:

@@ -162,8 +162,16 @@ def test_quick_grids_have_the_ends_of_every_range_on_little_data(
     assert (prepared / "data/quick" / picture).exists()
 
 
-def test_zero_shot_stands_in_the_table(prepared: Path) -> None:
+def test_zero_shot_stands_in_the_table(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    compressed: list[str] = []
+    inner = compare.Comparison._compress
+
+    def counted(self: Any, parameters: Any) -> Any:
+        compressed.append(parameters.method)
+        return inner(self, parameters)
+
+    monkeypatch.setattr(compare.Comparison, "_compress", counted)
     file = write(prepared, one={"title": "t", "vary": {"method": ["palu"]}, "zeroshot": True, "windows": 1})
     result = run("one", "--definitions", str(file))
     assert result.exit_code == 0, result.output
@@ -171,6 +179,7 @@ def test_zero_shot_stands_in_the_table(prepared: Path) -> None:
     score = metrics["method=palu"]["zero_shot"]["continuation"]
     assert 0 <= score["accuracy"] <= 1
     assert metrics["method=palu"]["zero_shot_average"] == score["accuracy"]
+    assert compressed == ["palu"], "perplexity and accuracy are of one compressed model"
     assert "| continuation | average |" in (prepared / "reports/grids/one.md").read_text()
     assert (prepared / "reports/grids/one/accuracy.png").stat().st_size > 1000
 
