@@ -72,8 +72,10 @@ def main(arguments: list[str] | None = None) -> None:
         for dtype in dtypes:
             model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=dtype).eval()
             if limit is not None:
-                share, conditions = _shares(model, limit)
-                cells = [f"{limit:g}", f"{share:.0%}", f"{statistics.median(conditions):.0f}", f"{max(conditions):.0f}"]
+                if not found:
+                    share, conditions = _shares(model, limit)
+                    middle, most = statistics.median(conditions), max(conditions)
+                    cells = [f"{limit:g}", f"{share:.0%}", f"{middle:.0f}", f"{most:.0f}"]
                 for layer in filter(has_gauge, _layers(model)):
                     regauge(layer, limit)
             found.append(f"{_perplexity(model, windows):.3f}")
