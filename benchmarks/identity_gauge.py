@@ -68,7 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     print("| limit | rebuild saved | condition: median | largest | " + " | ".join(options.dtypes.split(",")) + " |")
     print("|---" * (4 + len(dtypes)) + "|")
     for limit in [None, *(float(part) for part in options.limits.split(","))]:
-        found, cells = [], ["none", "", "", ""]
+        found: list[str] = []
+        cells = ["none", "", "", ""]
         for dtype in dtypes:
             model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=dtype).eval()
             if limit is not None:
