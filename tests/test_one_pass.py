@@ -199,8 +199,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 GAUGED = [family for family in sorted(tiny.FAMILIES) if "norm" not in family]
 
 
+QUICK = ("llama-mha", "mistral-sliding", "qwen2-bias", "qwen3-qk-norm")
+
+
 @pytest.mark.parametrize(
-    ("family", "value_mode"), [*((family, "auto") for family in sorted(tiny.FAMILIES)), ("llama-gqa", "fused")]
+    ("family", "value_mode"),
+    [
+        *(
+            pytest.param(family, "auto", marks=[] if family in QUICK else pytest.mark.slow)
+            for family in sorted(tiny.FAMILIES)
+        ),
+        ("llama-gqa", "fused"),
+    ],
 )
 def test_every_family_generates_the_same_tokens(family: str, value_mode: str, counted: list[str]) -> None:
     _, model, _ = tiny.compressed_pair(family, method="loss-aware", value_mode=value_mode)
@@ -224,7 +234,12 @@ def test_regauging_changes_logits_by_rounding_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"cache_implementation": "static"}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}]
+    "options",
+    [
+        {"cache_implementation": "static"},
+        pytest.param({"num_beams": 2}, marks=pytest.mark.slow),
+        {"prompt_lookup_num_tokens": 3},
+    ],
 )
 def test_every_way_to_generate(options: dict[str, Any], counted: list[str]) -> None:
     _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
