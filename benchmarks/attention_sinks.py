@@ -13,8 +13,8 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from recalkv.source import read_reference
-from recalkv.store import open_store
+from recalkv.model.source import read_reference
+from recalkv.store.stores import open_store
 
 
 def main(data: Path = Path("data"), windows: int = 2) -> None:

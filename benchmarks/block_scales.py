@@ -3,7 +3,7 @@
     python -m benchmarks.block_scales --data data
 
 Latents of a few layers of `data/compressed`, in the basis in which they are quantised, on one calibration window;
-the mean and the basis come from another. *Ours* is `recalkv.quantization.BlockLayout`; *KIVI* has the smallest value
+the mean and the basis come from another. *Ours* is `recalkv.cache.rows.BlockLayout`; *KIVI* has the smallest value
 and the step of each channel in 16 bits each; *a byte each* rounds those to a scale level and a multiple of the step.
 Errors are fractions of the latents' energy. *At equal bytes* multiplies by 4 for every bit of scales per latent,
 which is what a bit of code is worth.
@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import recalkv  # noqa: F401  (registers the compressed classes)
-from recalkv.quantization import BlockLayout, RowLayout, natural_basis, random_rotation
-from recalkv.store import open_store
+from recalkv.cache.rows import BlockLayout, RowLayout, natural_basis, random_rotation
+from recalkv.store.stores import open_store
 
 
 def kivi(values: Tensor, bits: int) -> Tensor:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import typer
 
-from recalkv.cache_size import markdown, table
-from recalkv.geometries import KNOWN
+from recalkv.cache.size import markdown, table
+from recalkv.model.sizes import KNOWN
 
 
 def main(out: Path = Path("reports/scale"), group_size: int = 4) -> None:

@@ -33,12 +33,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from recalkv.families import AttentionGeometry
-from recalkv.geometries import KNOWN, ModelSizes
+from recalkv.evaluation.step_caches import FullCache
+from recalkv.evaluation.timing import cold_copies, environment, time_calls
 from recalkv.kernels.module import use_kernels, why_not
-from recalkv.random_models import random_dense, random_latent
-from recalkv.step_caches import FullCache
-from recalkv.timing import cold_copies, environment, time_calls
+from recalkv.model.families import AttentionGeometry
+from recalkv.model.random_models import random_dense, random_latent
+from recalkv.model.sizes import KNOWN, ModelSizes
 
 GEOMETRIES = {
     **KNOWN,

@@ -16,10 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
-from recalkv.families import AttentionGeometry
-from recalkv.geometries import ModelSizes
 from recalkv.kernels.module import use_kernels, why_not
-from recalkv.random_models import random_latent
+from recalkv.model.families import AttentionGeometry
+from recalkv.model.random_models import random_latent
+from recalkv.model.sizes import ModelSizes
 
 __all__ = ["step_launches"]
 

@@ -13,8 +13,8 @@ model and its efficiencies are in :mod:`recalkv.kernels.cost`.
 import argparse
 import itertools
 
-from recalkv.geometries import KNOWN
 from recalkv.kernels.cost import DEVICES, Device, LayerShape, dense_growing, dense_static, latent_kernels, one_pass
+from recalkv.model.sizes import KNOWN
 
 __all__ = ["LAYOUTS", "MODELS", "goals", "layer_shape", "main", "speedup"]
 

@@ -11,11 +11,11 @@ import torch
 import typer
 from torch import Tensor
 
-from recalkv.factorize import factorize_groups, group_columns, group_parts, relative_error
-from recalkv.lowrank import LowRank
-from recalkv.reorder import neighbour_groups
-from recalkv.resources import peak_resident_mib, resident_mib
-from recalkv.whitening import damped, whitening_factor
+from recalkv.evaluation.resources import peak_resident_mib, resident_mib
+from recalkv.method.lowrank import LowRank
+from recalkv.method.reorder import neighbour_groups
+from recalkv.method.svd import factorize_groups, group_columns, group_parts, relative_error
+from recalkv.statistics.whitening import damped, whitening_factor
 
 
 def plain_svd(weight: Tensor, gram: Tensor, columns: list[Tensor], ranks: list[int]) -> LowRank:

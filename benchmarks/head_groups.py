@@ -19,10 +19,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from recalkv.evaluate import window_losses
-from recalkv.oneshot import assemble, collect_statistics, factorize_layers
+from recalkv.compression import assemble, collect_statistics, factorize_layers
+from recalkv.evaluation.perplexity import window_losses
+from recalkv.model.layers import ModuleSource
 from recalkv.params import CalibrationParams, CompressionParams
-from recalkv.streaming import ModuleSource
 from stages.common import write_json
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv  # noqa: F401  (registers the compressed classes)
-from recalkv.attention import LatentAttention
-from recalkv.calibration import joined_tokens
-from recalkv.corpora import main_documents
-from recalkv.evaluate import evaluation_windows, perplexity, window_losses
+from recalkv.evaluation.perplexity import evaluation_windows, perplexity, window_losses
+from recalkv.model.attention import LatentAttention
 from recalkv.params import load_params
+from recalkv.text.corpora import main_documents
+from recalkv.text.windows import joined_tokens
 
 __all__ = ["int8_codes", "int8_product", "simulate"]
 

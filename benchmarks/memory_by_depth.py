@@ -15,15 +15,15 @@ import typer
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from recalkv.activations import LayerInputs
-from recalkv.fisher import collect_fisher_scores
+from recalkv.evaluation.resources import peak_resident_mib, resident_mib
+from recalkv.method.allocation import LayerRanks
+from recalkv.method.factors import LayerFactors, LayerStatistics, factorize_layer, key_weight, value_weight
+from recalkv.method.refit import refit_layers
+from recalkv.model.layers import CheckpointSource
 from recalkv.params import CalibrationParams, CompressionParams
-from recalkv.resources import peak_resident_mib, resident_mib
-from recalkv.steps.allocation import LayerRanks
-from recalkv.steps.calibration import refit_layers
-from recalkv.steps.factors import LayerFactors, LayerStatistics, factorize_layer, key_weight, value_weight
-from recalkv.streaming import CheckpointSource
-from recalkv.whitening import InputMoments, collect_input_moments
+from recalkv.statistics.fisher import collect_fisher_scores
+from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.statistics.whitening import InputMoments, collect_input_moments
 
 
 def write_model(folder: Path, layers: int, width: int) -> float:

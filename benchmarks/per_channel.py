@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.attention import LatentAttention
-from recalkv.quantization import RowLayout, random_rotation
+from recalkv.cache.rows import RowLayout, random_rotation
+from recalkv.model.attention import LatentAttention
 
 __all__ = ["PerChannelRows", "bits_per_token", "use_per_channel"]
 
@@ -24,7 +24,7 @@ _SCALE_BITS = 32
 
 
 class PerChannelRows:
-    """Stands in for a :class:`recalkv.quantization.RowLayout`; the "rows" are the latents themselves.
+    """Stands in for a :class:`recalkv.cache.rows.RowLayout`; the "rows" are the latents themselves.
 
     Parameters
     ----------

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import recalkv  # noqa: F401  (registers the compressed classes)
-from recalkv.resources import now, peak_resident_mib, resident_mib
-from recalkv.timing import environment
+from recalkv.evaluation.resources import now, peak_resident_mib, resident_mib
+from recalkv.evaluation.timing import environment
 
 __all__ = ["main"]
 

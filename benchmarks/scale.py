@@ -28,11 +28,11 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.scale_page import write_page
-from recalkv.families import AttentionGeometry
-from recalkv.geometries import KNOWN, ModelSizes, known_sizes
-from recalkv.source import read_reference
-from recalkv.store import writing_store
-from recalkv.timing import environment
+from recalkv.evaluation.timing import environment
+from recalkv.model.families import AttentionGeometry
+from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
+from recalkv.model.source import read_reference
+from recalkv.store.stores import writing_store
 from stages.common import device_of, user_errors, write_json
 
 RESULTS = Path("reports/scale")

@@ -28,10 +28,10 @@ import yaml
 
 from benchmarks.per_channel import bits_per_token, use_per_channel
 from benchmarks.study_page import write_page
-from recalkv.bits import DENSE_BITS
-from recalkv.evaluate import excess_loss, perplexity
+from recalkv.evaluation.perplexity import excess_loss, perplexity
+from recalkv.evaluation.zeroshot import TaskScore, average, local_data
+from recalkv.method.bits import DENSE_BITS
 from recalkv.params import load_params
-from recalkv.zeroshot import TaskScore, average, local_data
 from stages.common import Stage, write_json
 from stages.compare import Comparison, table
 from stages.sweep import STATISTICS, ensure_stages, run_stage, setting_name, zero_shot_scores

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from recalkv.plots import perplexity_against_bytes, predicted_against_measured
+from recalkv.reports.plots import perplexity_against_bytes, predicted_against_measured
 
 __all__ = ["write_page"]
 

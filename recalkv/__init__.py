@@ -5,11 +5,11 @@ Importing the package registers the compressed model classes with transformers' 
 
 from typing import TYPE_CHECKING, Any
 
-from recalkv.modeling import register as _register
-from recalkv.modeling import set_value_mode
+from recalkv.model.modeling import register as _register
+from recalkv.model.modeling import set_value_mode
 
 if TYPE_CHECKING:
-    from recalkv.oneshot import compress
+    from recalkv.compression import compress
 
 __all__ = ["__version__", "compress", "set_value_mode"]
 __version__ = "0.1.0"
@@ -20,7 +20,7 @@ _register()
 def __getattr__(name: str) -> Any:
     # Compression needs pydantic; loading and running a compressed checkpoint does not.
     if name == "compress":
-        from recalkv.oneshot import compress
+        from recalkv.compression import compress
 
         return compress
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

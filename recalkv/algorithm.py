@@ -1,20 +1,15 @@
 """Algorithm 1 of the paper, step by step: where each step is.
 
 The stages import each step's own module, so that DVC reruns only what a change touches;
-:mod:`recalkv.oneshot` runs them all in memory.
+:mod:`recalkv.compression` runs them all in memory.
 """
 
 # Calculate_Fisher_Info
-from recalkv.fisher import FisherScores, collect_fisher_scores
-
 # Allocate_Compression_Ratio
-from recalkv.steps.allocation import LayerRanks, allocate, check_scales
-
-# Offline_Calibration, and what goes beyond it
-from recalkv.steps.calibration import LayerRefit, in_model_order, install, refit_layers
+from recalkv.method.allocation import LayerRanks, allocate, check_scales
 
 # Group_SVD (keys), SVD (values)
-from recalkv.steps.factors import (
+from recalkv.method.factors import (
     LayerFactors,
     LayerStatistics,
     factorize_layer,
@@ -24,14 +19,18 @@ from recalkv.steps.factors import (
 )
 
 # Matrix_Fusion, Update_Layer
-from recalkv.steps.fuse import fuse_layer
+from recalkv.method.fuse_layer import fuse_layer
 
 # Calculate_CKA_Similarity, Head_Reorder
-from recalkv.steps.grouping import group_layers, layer_energies
-from recalkv.steps.groups import HeadGrouping, group_heads, value_group_size, value_groups
+from recalkv.method.grouping import group_layers, layer_energies
+from recalkv.method.groups import HeadGrouping, group_heads, value_group_size, value_groups
+
+# Offline_Calibration, and what goes beyond it
+from recalkv.method.refit import LayerRefit, in_model_order, install, refit_layers
+from recalkv.statistics.fisher import FisherScores, collect_fisher_scores
 
 # Whitening (section 4.1)
-from recalkv.whitening import InputMoments, collect_input_moments
+from recalkv.statistics.whitening import InputMoments, collect_input_moments
 
 __all__ = [
     "FisherScores",

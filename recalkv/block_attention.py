@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from recalkv.attention import LatentAttention, rotated
 from recalkv.block_cache import BlockedLatents, GrowingBlockLayer, hold_in_blocks
+from recalkv.cache.rows import BlockLayout
 from recalkv.errors import ParameterError
-from recalkv.quantization import BlockLayout
+from recalkv.model.attention import LatentAttention, rotated
 
 __all__ = ["BLOCK_ATTENTION", "BlockLatentAttention"]
 
@@ -25,7 +25,7 @@ _BLOCK_QUERIES = 512
 
 
 class BlockLatentAttention(LatentAttention):
-    """:class:`recalkv.attention.LatentAttention` over keys with a scale per channel and block of cache slots."""
+    """:class:`recalkv.model.attention.LatentAttention` over keys with a scale per channel and block of cache slots."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
+from recalkv.cache.rows import BlockLayout
 from recalkv.errors import ParameterError
-from recalkv.quantization import BlockLayout
 
 __all__ = ["BlockLayer", "BlockedLatents", "FixedBlockLayer", "GrowingBlockLayer", "hold_in_blocks"]
 
@@ -41,7 +41,7 @@ class BlockLayer(CacheLayerMixin):
     Attributes
     ----------
     blocks : (batch, 1, blocks, row bytes) uint8
-        Packed blocks (:class:`recalkv.quantization.BlockLayout`).
+        Packed blocks (:class:`recalkv.cache.rows.BlockLayout`).
     keys : (batch, 1, tokens, width)
         The latents after them, exact.
     values : (batch, 1, tokens, columns)

@@ -78,7 +78,9 @@ class CalibrationParams(_TextParams):
 class CompressionParams(_Section):
     """The method and its budget."""
 
-    method: Literal["loss-aware", "recalkv", "palu", "svd"] = Field("loss-aware", description="see recalkv.methods")
+    method: Literal["loss-aware", "recalkv", "palu", "svd"] = Field(
+        "loss-aware", description="see recalkv.method.methods"
+    )
     ratio: float = Field(0.5, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
     group_size: int = Field(2, ge=1, description="key/value heads per group, 1 to the model's number of them")
     metric: Literal["auto", "weight", "activation", "loss"] = Field(

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from recalkv.errors import ParameterError
-from recalkv.lowrank import LowRank
-from recalkv.steps.calibration import install
-from recalkv.streaming import LayerSource
+from recalkv.method.lowrank import LowRank
+from recalkv.method.refit import install
+from recalkv.model.layers import LayerSource
 
 __all__ = ["ReconstructedSource", "check_schedule"]
 
@@ -29,7 +29,7 @@ class ReconstructedSource(LayerSource):
     source
         The dense model.
     factors
-        Key factors, value factors and the order of their columns (:func:`recalkv.steps.calibration.install`)
+        Key factors, value factors and the order of their columns (:func:`recalkv.method.refit.install`)
         of a layer.
     """
 

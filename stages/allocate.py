@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 import typer
 
-from recalkv.bits import DENSE_BITS
-from recalkv.methods import resolve_method
-from recalkv.steps.allocation import allocate, check_scales
-from recalkv.steps.grouping import layer_energies
+from recalkv.method.allocation import allocate, check_scales
+from recalkv.method.bits import DENSE_BITS
+from recalkv.method.grouping import layer_energies
+from recalkv.method.methods import resolve_method
 from stages.common import DataOption, ParamsOption, running
 from stages.inputs import Inputs, Statistics, segment_widths
 

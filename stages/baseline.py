@@ -8,10 +8,10 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from recalkv.corpora import further_windows, main_windows, text_names
-from recalkv.evaluate import parameter_count
-from recalkv.loading import load_model
-from recalkv.source import checkpoint_dtype
+from recalkv.evaluation.perplexity import parameter_count
+from recalkv.model.loading import load_model
+from recalkv.model.source import checkpoint_dtype
+from recalkv.text.corpora import further_windows, main_windows, text_names
 from stages.common import DataOption, ParamsOption, running
 from stages.texts import MeasuredText, measured_losses, write_text
 

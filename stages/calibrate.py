@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from recalkv.steps.calibration import refit_layers
+from recalkv.method.refit import refit_layers
 from stages.common import DataOption, ParamsOption, in_processes, running
 from stages.inputs import Inputs, Statistics
 

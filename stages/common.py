@@ -18,14 +18,14 @@ import zarr
 from tqdm import tqdm
 
 import recalkv
-from recalkv import distributed
 from recalkv.errors import ParameterError, ReCalKVError, StoreError
+from recalkv.evaluation.resources import peak_device_mib, peak_resident_mib
+from recalkv.model.layers import CheckpointSource
+from recalkv.model.source import ModelReference, read_reference
 from recalkv.params import Params, load_params
-from recalkv.resources import peak_device_mib, peak_resident_mib
-from recalkv.resume import Pass, PlannedStore, resume_key, source_digest, writing_resumable
-from recalkv.source import ModelReference, read_reference
-from recalkv.store import SCHEMA_VERSION, StoreReader, StoreWriter, open_store, partial_path, writing_store
-from recalkv.streaming import CheckpointSource
+from recalkv.statistics import distributed
+from recalkv.store.resume import Pass, PlannedStore, resume_key, source_digest, writing_resumable
+from recalkv.store.stores import SCHEMA_VERSION, StoreReader, StoreWriter, open_store, partial_path, writing_store
 
 __all__ = [
     "STAGES",
@@ -118,7 +118,7 @@ class Stage:
         settings
             Parameters that it depends on, plain JSON values.
         ordered
-            Whether each layer needs what the one before left (:class:`recalkv.resume.ResumablePass`).
+            Whether each layer needs what the one before left (:class:`recalkv.store.resume.ResumablePass`).
         beside
             Names and recorded parameters of further stores of the same pass; all processes write to their groups.
         name

@@ -17,16 +17,16 @@ import torch
 import typer
 from tqdm import tqdm
 
-from recalkv.bits import DENSE_BITS
-from recalkv.evaluate import cache_bytes_per_token, excess_loss, fill_cache, perplexity
-from recalkv.factorize import group_columns
-from recalkv.loading import load_model
-from recalkv.methods import resolve_method
-from recalkv.oneshot import CompressedLayers, assemble, factorize_layers, reestimate
+from recalkv.compression import CompressedLayers, assemble, factorize_layers, reestimate
+from recalkv.evaluation.perplexity import cache_bytes_per_token, excess_loss, fill_cache, perplexity
+from recalkv.method.bits import DENSE_BITS
+from recalkv.method.methods import resolve_method
+from recalkv.method.refit import install
+from recalkv.method.svd import group_columns
+from recalkv.model.loading import load_model
+from recalkv.model.source import checkpoint_dtype
 from recalkv.params import CompressionParams
-from recalkv.plots import perplexity_against_bytes
-from recalkv.source import checkpoint_dtype
-from recalkv.steps.calibration import install
+from recalkv.reports.plots import perplexity_against_bytes
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.finished import code_fingerprint
 from stages.inputs import Statistics

@@ -10,11 +10,11 @@ import torch
 import typer
 from tqdm import tqdm
 
-from recalkv.bits import DENSE_BITS
-from recalkv.loading import load_model
-from recalkv.measure import measure_apart
-from recalkv.resources import device_name
-from recalkv.source import checkpoint_dtype, fingerprint
+from recalkv.evaluation.generation import measure_apart
+from recalkv.evaluation.resources import device_name
+from recalkv.method.bits import DENSE_BITS
+from recalkv.model.loading import load_model
+from recalkv.model.source import checkpoint_dtype, fingerprint
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.texts import further_texts, main_text, measured_losses
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from recalkv.steps.factors import factorize_layer
+from recalkv.method.factors import factorize_layer
 from stages.common import DataOption, ParamsOption, running
 from stages.inputs import Inputs, Statistics
 

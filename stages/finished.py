@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import recalkv
-from recalkv.resume import source_digest
+from recalkv.store.resume import source_digest
 from stages.common import Stage, write_json
 
 __all__ = ["checkpoint_digest", "code_fingerprint", "file_digest", "kept"]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import typer
 
-from recalkv import distributed
-from recalkv.fisher import collect_fisher_scores
-from recalkv.loss_metric import LossMoments
+from recalkv.statistics import distributed
+from recalkv.statistics.fisher import collect_fisher_scores
+from recalkv.statistics.loss_metric import LossMoments
 from stages.common import DataOption, ParamsOption, in_processes, running
 from stages.layer_inputs import kept_inputs, remove
 

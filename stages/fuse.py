@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 import typer
 
-from recalkv.export import compressed_config, other_tensors, save_checkpoint
-from recalkv.source import checkpoint_dtype
-from recalkv.steps.fuse import fuse_layer
-from recalkv.store import writing_folder
+from recalkv.method.fuse_layer import fuse_layer
+from recalkv.model.export import compressed_config, other_tensors, save_checkpoint
+from recalkv.model.source import checkpoint_dtype
+from recalkv.store.stores import writing_folder
 from stages.common import DataOption, ParamsOption, running
 from stages.inputs import Inputs
 

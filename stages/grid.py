@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from recalkv.grid_plots import against_bytes
-from recalkv.grids import QUICK_ZERO_SHOT_ITEMS, Cell, Grid, load_grid
-from recalkv.oneshot import CompressedLayers
-from recalkv.paper import Measured, beside_paper, paper_rows
+from recalkv.compression import CompressedLayers
+from recalkv.evaluation.zeroshot import PAPER_TASKS, TaskScore, average
+from recalkv.method.allocation import check_bits
 from recalkv.params import load_params
-from recalkv.steps.allocation import check_bits
-from recalkv.zeroshot import PAPER_TASKS, TaskScore, average
+from recalkv.reports.grid_plots import against_bytes
+from recalkv.reports.grids import QUICK_ZERO_SHOT_ITEMS, Cell, Grid, load_grid
+from recalkv.reports.paper import Measured, beside_paper, paper_rows
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.compare import AS_MEANT, Comparison
 from stages.sweep import STATISTICS, ensure_stages, setting_name, zero_shot_scores

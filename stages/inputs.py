@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recalkv.fisher import FisherScores
-from recalkv.methods import resolve_method
-from recalkv.quantization import BITS
-from recalkv.reorder import group_sizes
-from recalkv.steps.allocation import LayerRanks
-from recalkv.steps.factors import LayerFactors, LayerStatistics, key_weight, value_weight
-from recalkv.steps.groups import HeadGrouping
-from recalkv.streaming import CheckpointSource
-from recalkv.whitening import InputMoments
+from recalkv.cache.rows import BITS
+from recalkv.method.allocation import LayerRanks
+from recalkv.method.factors import LayerFactors, LayerStatistics, key_weight, value_weight
+from recalkv.method.groups import HeadGrouping
+from recalkv.method.methods import resolve_method
+from recalkv.method.reorder import group_sizes
+from recalkv.model.layers import CheckpointSource
+from recalkv.statistics.fisher import FisherScores
+from recalkv.statistics.whitening import InputMoments
 from stages.common import Stage
 
 __all__ = ["Inputs", "Statistics", "segment_widths"]
@@ -98,7 +98,7 @@ class Inputs:
 
 
 def _segments(widths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """Segments of each group, from its latents of each of :data:`recalkv.quantization.BITS`."""
+    """Segments of each group, from its latents of each of :data:`recalkv.cache.rows.BITS`."""
     return [[(width, bits) for width, bits in zip(group, BITS, strict=True) if width] for group in widths]
 
 

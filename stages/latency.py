@@ -11,12 +11,9 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from recalkv.bits import DENSE_BITS
-from recalkv.decoding import CACHES, Contents, check_same, largest_batch, prompt_contents, time_decoding
 from recalkv.errors import ParameterError
-from recalkv.geometries import ModelSizes, known_sizes
-from recalkv.kernels.module import KernelAttention, choose_kernels, why_not
-from recalkv.latency import (
+from recalkv.evaluation.decoding import CACHES, Contents, check_same, largest_batch, prompt_contents, time_decoding
+from recalkv.evaluation.latency import (
     BASELINES,
     AttentionModule,
     Step,
@@ -28,13 +25,16 @@ from recalkv.latency import (
     module_of,
     typical_layer,
 )
-from recalkv.loading import load_model
-from recalkv.methods import resolve_method
+from recalkv.evaluation.timing import Timing, environment
+from recalkv.kernels.module import KernelAttention, choose_kernels, why_not
+from recalkv.method.bits import DENSE_BITS
+from recalkv.method.methods import resolve_method
+from recalkv.model.loading import load_model
+from recalkv.model.random_models import random_dense, random_latent
+from recalkv.model.sizes import ModelSizes, known_sizes
+from recalkv.model.source import checkpoint_dtype
 from recalkv.params import LatencyParams
-from recalkv.plots import latency_lines
-from recalkv.random_models import random_dense, random_latent
-from recalkv.source import checkpoint_dtype
-from recalkv.timing import Timing, environment
+from recalkv.reports.plots import latency_lines
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.latency_section import OWN
 

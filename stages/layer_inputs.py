@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from recalkv import distributed
-from recalkv.activations import LayerInputs
 from recalkv.errors import StoreError
-from recalkv.store import StoreWriter, joint_digest, open_store, partial_path
-from recalkv.streaming import LayerSource
-from recalkv.whitening import collect_input_moments
+from recalkv.model.layers import LayerSource
+from recalkv.statistics import distributed
+from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.statistics.whitening import collect_input_moments
+from recalkv.store.stores import StoreWriter, joint_digest, open_store, partial_path
 from stages.common import Stage
 
 __all__ = ["kept_inputs", "layer_inputs", "remove", "sign"]

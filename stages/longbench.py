@@ -8,11 +8,11 @@ from typing import Any
 import typer
 from tqdm import tqdm
 
+from recalkv.evaluation.longbench import TASKS, LongBenchScore, check_sets, longbench
+from recalkv.evaluation.zeroshot import local_data
 from recalkv.kernels.module import choose_kernels
-from recalkv.loading import load_model
-from recalkv.longbench import TASKS, LongBenchScore, check_sets, longbench
-from recalkv.source import checkpoint_dtype
-from recalkv.zeroshot import local_data
+from recalkv.model.loading import load_model
+from recalkv.model.source import checkpoint_dtype
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.finished import checkpoint_digest, file_digest, kept
 

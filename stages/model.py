@@ -4,8 +4,8 @@ from pathlib import Path
 
 import typer
 
-from recalkv.source import resolve_model, write_reference
-from recalkv.store import writing_folder
+from recalkv.model.source import resolve_model, write_reference
+from recalkv.store.stores import writing_folder
 from stages.common import DataOption, ParamsOption, running
 
 

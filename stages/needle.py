@@ -13,14 +13,14 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from recalkv.calibration import joined_tokens
-from recalkv.corpora import main_documents
+from recalkv.evaluation.needle import check_lengths, find_needles
 from recalkv.kernels.module import choose_kernels
-from recalkv.loading import load_model
-from recalkv.needle import check_lengths, find_needles
+from recalkv.model.loading import load_model
+from recalkv.model.source import checkpoint_dtype
 from recalkv.params import NeedleParams
-from recalkv.plots import needle_heat_maps
-from recalkv.source import checkpoint_dtype
+from recalkv.reports.plots import needle_heat_maps
+from recalkv.text.corpora import main_documents
+from recalkv.text.windows import joined_tokens
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.finished import checkpoint_digest, kept
 

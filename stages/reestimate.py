@@ -6,10 +6,10 @@ from pathlib import Path
 import typer
 from tqdm import tqdm
 
-from recalkv.loss_metric import LossMoments
-from recalkv.oneshot import reestimate
-from recalkv.reorder import check_group_size
-from recalkv.store import StoreReader
+from recalkv.compression import reestimate
+from recalkv.method.reorder import check_group_size
+from recalkv.statistics.loss_metric import LossMoments
+from recalkv.store.stores import StoreReader
 from stages.common import DataOption, ParamsOption, running
 from stages.inputs import Statistics
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 import typer
 
-from recalkv.methods import resolve_method
-from recalkv.steps.factors import key_weight, value_weight
-from recalkv.steps.grouping import group_layers
+from recalkv.method.factors import key_weight, value_weight
+from recalkv.method.grouping import group_layers
+from recalkv.method.methods import resolve_method
 from stages.common import DataOption, ParamsOption, running
 from stages.inputs import Statistics
 

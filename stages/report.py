@@ -6,10 +6,10 @@ from typing import Any
 
 import typer
 
-from recalkv import plots
-from recalkv.methods import resolve_method
-from recalkv.paper import paper_rows
-from recalkv.similarity import within_group_similarity
+from recalkv.method.methods import resolve_method
+from recalkv.method.similarity import within_group_similarity
+from recalkv.reports import plots
+from recalkv.reports.paper import paper_rows
 from stages.common import STAGES, DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.inputs import Inputs
 from stages.latency_section import attention_rows, latency_section

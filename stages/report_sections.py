@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from recalkv.longbench import TASKS as LONGBENCH_TASKS
-from recalkv.paper import Measured, beside_paper
-from recalkv.zeroshot import PAPER_TASKS
+from recalkv.evaluation.longbench import TASKS as LONGBENCH_TASKS
+from recalkv.evaluation.zeroshot import PAPER_TASKS
+from recalkv.reports.paper import Measured, beside_paper
 from stages.common import Stage
 
 __all__ = ["further_section", "longbench_section", "paper_section", "sample_section"]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import typer
 
-from recalkv.calibration import joined_tokens, sample_windows
-from recalkv.text import load_documents
+from recalkv.text.documents import load_documents
+from recalkv.text.windows import joined_tokens, sample_windows
 from stages.common import DataOption, ParamsOption, running
 
 

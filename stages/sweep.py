@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from recalkv.errors import ReCalKVError
-from recalkv.zeroshot import TaskScore, zero_shot
+from recalkv.evaluation.zeroshot import TaskScore, zero_shot
 from stages.common import Stage, write_json
 from stages.compare import Comparison
 from stages.finished import code_fingerprint, file_digest

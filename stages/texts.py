@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from recalkv.evaluate import excess_loss, perplexity, window_losses
-from recalkv.store import StoreReader, StoreWriter
+from recalkv.evaluation.perplexity import excess_loss, perplexity, window_losses
+from recalkv.store.stores import StoreReader, StoreWriter
 from stages.common import Stage
 
 __all__ = ["MeasuredText", "further_texts", "main_text", "measured_losses", "write_text"]
@@ -45,7 +45,7 @@ class MeasuredText:
 
 
 def measured_losses(stage: Stage, model: Any, windows: Tensor, progress: Callable[[], object] = lambda: None) -> Tensor:
-    """Loss of each window, measured as the parameters say; see :func:`recalkv.evaluate.window_losses`."""
+    """Loss of each window, measured as the parameters say; see :func:`recalkv.evaluation.perplexity.window_losses`."""
     wanted = stage.params.evaluation
     return window_losses(
         model, windows, progress, wanted.precision, batch_size=wanted.batch_size, prefill=wanted.prefill

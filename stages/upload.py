@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recalkv.card import model_card
 from recalkv.errors import CheckpointError
-from recalkv.source import fingerprint
+from recalkv.model.card import model_card
+from recalkv.model.source import fingerprint
 
 __all__ = ["measured_card"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import typer
 
-from recalkv import distributed
-from recalkv.whitening import collect_input_moments
+from recalkv.statistics import distributed
+from recalkv.statistics.whitening import collect_input_moments
 from stages.common import DataOption, ParamsOption, in_processes, running
 from stages.layer_inputs import layer_inputs, sign
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import typer
 
-from recalkv.continuation import TASK as CONTINUATION
-from recalkv.continuation import continuation_items
-from recalkv.corpora import main_documents
-from recalkv.loading import load_model
-from recalkv.source import checkpoint_dtype
-from recalkv.zeroshot import TaskScore, average, check_tasks, local_data, zero_shot
+from recalkv.evaluation.continuation import TASK as CONTINUATION
+from recalkv.evaluation.continuation import continuation_items
+from recalkv.evaluation.zeroshot import TaskScore, average, check_tasks, local_data, zero_shot
+from recalkv.model.loading import load_model
+from recalkv.model.source import checkpoint_dtype
+from recalkv.text.corpora import main_documents
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
 from stages.finished import checkpoint_digest, file_digest, kept
 

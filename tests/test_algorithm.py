@@ -10,16 +10,16 @@ from torch import Tensor
 
 from recalkv import algorithm
 from recalkv.algorithm import LayerFactors, LayerRanks, LayerRefit, LayerStatistics, in_model_order, refit_layers
+from recalkv.compression import CompressedLayers, compress_layers
 from recalkv.errors import BudgetError, NonFiniteError, ParameterError
-from recalkv.factorize import group_columns, relative_error
-from recalkv.families import AttentionGeometry
-from recalkv.fisher import FisherScores
-from recalkv.lowrank import LowRank
-from recalkv.oneshot import CompressedLayers, compress_layers
+from recalkv.method.lowrank import LowRank
+from recalkv.method.ovc import calibrate_values, dense_output_target
+from recalkv.method.svd import group_columns, relative_error
+from recalkv.model.families import AttentionGeometry
+from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams
-from recalkv.streaming import ModuleSource
-from recalkv.value_calibration import calibrate_values, dense_output_target
-from recalkv.whitening import InputMoments, collect_input_moments
+from recalkv.statistics.fisher import FisherScores
+from recalkv.statistics.whitening import InputMoments, collect_input_moments
 from tests.tiny import calibration, dense_model, reconstructed_twin, windows
 
 GEOMETRY = AttentionGeometry(hidden=240, heads=6, kv_heads=3, head_dim=80, layers=2)

@@ -8,11 +8,11 @@ import torch
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from recalkv.cache_size import GIB, KINDS, CacheKind, bytes_per_token, checkpoint_bytes, table
+from recalkv.cache.size import GIB, KINDS, CacheKind, bytes_per_token, checkpoint_bytes, table
+from recalkv.cli import app, preset_names
 from recalkv.errors import ParameterError, UnsupportedModelError
-from recalkv.evaluate import cache_bytes_per_token, parameter_count
-from recalkv.geometries import KNOWN, ModelSizes, known_sizes
-from stages.cli import app, preset_names
+from recalkv.evaluation.perplexity import cache_bytes_per_token, parameter_count
+from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 from tests.tiny import FAMILIES, compressed_pair, dense_model, windows
 
 

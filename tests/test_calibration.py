@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from recalkv.calibration import joined_tokens, sample_windows
 from recalkv.errors import DataError
+from recalkv.text.windows import joined_tokens, sample_windows
 
 
 class Characters:

@@ -11,9 +11,9 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from typer.testing import CliRunner
 
-from recalkv.card import CARD, model_card
-from recalkv.source import fingerprint
-from stages.cli import app
+from recalkv.cli import app
+from recalkv.model.card import CARD, model_card
+from recalkv.model.source import fingerprint
 from tests.tiny import compressed_pair
 
 pair = functools.cache(compressed_pair)

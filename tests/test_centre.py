@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from recalkv.algorithm import LayerRanks, LayerStatistics, factorize_layer
-from recalkv.factorize import relative_error
-from recalkv.lowrank import LowRank
-from recalkv.oneshot import collect_statistics, factorize_layers
+from recalkv.cache.rows import RowLayout
+from recalkv.compression import collect_statistics, factorize_layers
+from recalkv.method.lowrank import LowRank
+from recalkv.method.svd import relative_error
+from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams
-from recalkv.quantization import RowLayout
-from recalkv.streaming import ModuleSource
-from recalkv.whitening import InputMoments, MomentAccumulator
+from recalkv.statistics.whitening import InputMoments, MomentAccumulator
 from tests import tiny
 from tests.tiny import compressed_pair, windows
 

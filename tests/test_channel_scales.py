@@ -15,18 +15,18 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from benchmarks.study_page import write_page
 from recalkv import block_attention
-from recalkv.attention import LatentAttention
-from recalkv.bits import DENSE_BITS
 from recalkv.block_attention import BlockLatentAttention
 from recalkv.block_cache import FixedBlockLayer, GrowingBlockLayer
+from recalkv.cache.rows import BITS, DISTORTION, BlockLayout
+from recalkv.compression import compress_layers
 from recalkv.errors import BudgetError, CheckpointError, DataError, ParameterError, UnsupportedModelError
-from recalkv.evaluate import cache_bytes_per_token, cache_window_bytes, fill_cache, window_losses
+from recalkv.evaluation.perplexity import cache_bytes_per_token, cache_window_bytes, fill_cache, window_losses
 from recalkv.kernels.module import use_kernels
-from recalkv.oneshot import compress_layers
+from recalkv.method.bits import DENSE_BITS
+from recalkv.model.attention import LatentAttention
+from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams
-from recalkv.quantization import BITS, DISTORTION, BlockLayout
-from recalkv.store import open_store
-from recalkv.streaming import ModuleSource
+from recalkv.store.stores import open_store
 from stages.evaluate import _metrics
 from tests import tiny
 from tests.test_pipeline import _invoke

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import recalkv
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
-from recalkv.families import SUPPORTED_FAMILIES, AttentionGeometry, check_supported
-from recalkv.fusion import VALUE_MODES, absorbed_output, choose_value_layout, fuse_output
-from recalkv.modeling import FORMAT_VERSION
+from recalkv.method.fusion import VALUE_MODES, absorbed_output, choose_value_layout, fuse_output
+from recalkv.model.families import SUPPORTED_FAMILIES, AttentionGeometry, check_supported
+from recalkv.model.modeling import FORMAT_VERSION
 from tests.tiny import FAMILIES, SIZES, VOCABULARY, compressed_pair, dense_model, windows
 
 pair = functools.cache(compressed_pair)
@@ -409,7 +409,7 @@ def test_a_full_rank_checkpoint_is_refused_by_the_dense_class(tmp_path: Path) ->
 
 def test_save_checkpoint_writes_what_build_model_builds(tmp_path: Path) -> None:
     """The pipeline's writer, fed with a model's own tensors."""
-    from recalkv.export import save_checkpoint
+    from recalkv.model.export import save_checkpoint
 
     _, compressed, _ = pair("qwen2-bias")
     state = compressed.state_dict()

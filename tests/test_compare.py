@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from recalkv.methods import resolve_method
+from recalkv.method.methods import resolve_method
 from recalkv.params import CompressionParams, load_params
-from recalkv.plots import perplexity_against_bytes, predicted_against_measured
+from recalkv.reports.plots import perplexity_against_bytes, predicted_against_measured
 from stages import compare
 from stages.common import Stage
 from stages.compare import Comparison, table

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from recalkv import corpora
-from recalkv.corpora import PROTOCOLS, further_windows, main_windows, text_names
 from recalkv.errors import DataError, ParameterError
-from recalkv.evaluate import excess_loss, window_losses
+from recalkv.evaluation.perplexity import excess_loss, window_losses
 from recalkv.params import EvaluationParams
+from recalkv.text.corpora import PROTOCOLS, further_windows, main_windows, text_names
+from recalkv.text.documents import corpora
 from tests import tiny
 from tests.test_pipeline import _invoke
 

@@ -15,9 +15,9 @@ import torch
 import yaml
 import zarr
 
-from recalkv import distributed
 from recalkv.errors import ParameterError
-from recalkv.store import open_store
+from recalkv.statistics import distributed
+from recalkv.store.stores import open_store
 
 ROOT = Path(__file__).resolve().parent.parent
 SINGLE = ("model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate")
@@ -125,7 +125,7 @@ sys.modules["recalkv"].__path__ = [{str(ROOT / "recalkv")!r}]
 RANK = """
 import os, sys, torch
 from pathlib import Path
-from recalkv import distributed
+from recalkv.statistics import distributed
 failing, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 with distributed.group(torch.device("cpu")):
     total = distributed.total(torch.tensor(int(rank) + 1))
@@ -139,7 +139,7 @@ with distributed.group(torch.device("cpu")):
 @pytest.mark.parametrize("failing", ["1", "none"])
 def test_one_failure_ends_all_launched_processes(tmp_path: Path, failing: str) -> None:
     (tmp_path / "ranks.py").write_text(BARE + RANK)
-    driver = BARE + "from recalkv.distributed import launch\nsys.exit(not launch('ranks', sys.argv[1:], 2))"
+    driver = BARE + "from recalkv.statistics.distributed import launch\nsys.exit(not launch('ranks', sys.argv[1:], 2))"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", driver, failing, str(tmp_path)],

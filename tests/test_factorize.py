@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.factorize import (
+from recalkv.method.svd import (
     LowRank,
     factorize_groups,
     group_columns,

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv import fisher
-from recalkv.activations import LayerInputs
 from recalkv.errors import NonFiniteError
-from recalkv.fisher import FisherScores, collect_fisher_scores
-from recalkv.streaming import ModuleSource
-from recalkv.whitening import collect_input_moments
+from recalkv.model.layers import ModuleSource
+from recalkv.statistics import fisher
+from recalkv.statistics.fisher import FisherScores, collect_fisher_scores
+from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.statistics.whitening import collect_input_moments
 from tests.tiny import FAMILIES, calibration, dense_model, windows
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from recalkv.fusion import VALUE_MODES
+from recalkv.method.fusion import VALUE_MODES
 from tests.tiny import FAMILIES, VOCABULARY, compressed_pair, dense_model, windows
 
 WINDOW = 16  # of the sliding families

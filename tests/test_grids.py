@@ -9,8 +9,8 @@ import yaml
 from typer.testing import CliRunner
 
 from recalkv.errors import ParameterError
-from recalkv.grids import load_grid
 from recalkv.params import CompressionParams
+from recalkv.reports.grids import load_grid
 from stages import compare
 from stages.grid import main as grid_main
 from tests.test_pipeline_definition import closure

@@ -8,13 +8,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from recalkv import algorithm
 from recalkv.algorithm import LayerStatistics
+from recalkv.compression import collect_statistics
 from recalkv.errors import ParameterError
-from recalkv.factorize import factorize_parts
-from recalkv.lowrank import LowRank
-from recalkv.methods import resolve_method
-from recalkv.oneshot import collect_statistics
+from recalkv.method.lowrank import LowRank
+from recalkv.method.methods import resolve_method
+from recalkv.method.svd import factorize_parts
+from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams
-from recalkv.streaming import ModuleSource
 from tests.test_generation import SLIDING, STRATEGIES, assert_equal, assert_same, endless, generate, left_padded, pair
 from tests.tiny import FAMILIES, calibration, compressed_pair, dense_model, windows
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import decode_attention, decode_roofline, int8_reconstruction
 from benchmarks.decode_roofline import LAYOUTS, MODELS, layer_shape, speedup
-from recalkv import measure
+from recalkv.evaluation import generation as measure
 from recalkv.kernels.cost import (
     DEVICES,
     DIRECT_SHARE,

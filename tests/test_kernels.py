@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from recalkv.attention import LatentAttention
+from recalkv.cache.rows import RowLayout
 from recalkv.errors import ParameterError
 from recalkv.kernels.plan import ScoresLaunch, cover_rank, scores_launch, value_blocks
-from recalkv.quantization import RowLayout
-from recalkv.reorder import group_sizes
+from recalkv.method.reorder import group_sizes
+from recalkv.model.attention import LatentAttention
 from tests import tiny
 
 pytest.importorskip("triton", reason="triton is not installed")

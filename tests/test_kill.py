@@ -92,7 +92,7 @@ def run_layers(stage: str, limit: int = 99, kill: signal.Signals = signal.SIGKIL
 
     Returns the number of layers that it did, or the signal.
     """
-    from recalkv.resume import ResumablePass
+    from recalkv.store.resume import ResumablePass
 
     def counted() -> None:
         COUNT[0] += 1

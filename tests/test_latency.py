@@ -12,12 +12,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from recalkv.attention import LatentAttention
-from recalkv.decoding import CACHES, check_same, largest, largest_batch, prompt_contents, time_decoding
 from recalkv.errors import CheckpointError, ParameterError
-from recalkv.families import AttentionGeometry
-from recalkv.geometries import ModelSizes
-from recalkv.latency import (
+from recalkv.evaluation.decoding import CACHES, check_same, largest, largest_batch, prompt_contents, time_decoding
+from recalkv.evaluation.latency import (
     BASELINES,
     Step,
     StepTime,
@@ -31,10 +28,13 @@ from recalkv.latency import (
     step_work,
     typical_layer,
 )
-from recalkv.random_models import random_dense, random_latent
-from recalkv.reference import reference_output
-from recalkv.resources import peak_device_mib
-from recalkv.timing import Timing, environment
+from recalkv.evaluation.reference import reference_output
+from recalkv.evaluation.resources import peak_device_mib
+from recalkv.evaluation.timing import Timing, environment
+from recalkv.model.attention import LatentAttention
+from recalkv.model.families import AttentionGeometry
+from recalkv.model.random_models import random_dense, random_latent
+from recalkv.model.sizes import ModelSizes
 from stages.latency_section import attention_rows, latency_section
 from tests import tiny
 from tests.test_pipeline import _invoke
@@ -127,7 +127,7 @@ def test_flash_decoding_gets_the_packages_layout(package: str, monkeypatch: pyte
 
     fake = types.SimpleNamespace(flash_attn_with_kvcache=flash_attn, single_decode_with_kv_cache=flashinfer)
     monkeypatch.setitem(sys.modules, package, fake)
-    monkeypatch.setattr("recalkv.latency.flash_decoding", lambda: package)
+    monkeypatch.setattr("recalkv.evaluation.latency.flash_decoding", lambda: package)
     step = Step(module_of(pair("llama-gqa")[0], 0), 32)
     with attention_function(step.module, "recalkv_flash_decoding"):
         assert step.measure("flash_static", 1, 1, growing=False).error < 1e-5
@@ -138,7 +138,7 @@ def test_a_wrong_module_is_not_timed(growing: bool, monkeypatch: pytest.MonkeyPa
     step = Step(module_of(pair("llama-gqa")[1], 0), 32)
     right = LatentAttention._rebuild_keys
     monkeypatch.setattr(LatentAttention, "_rebuild_keys", lambda self, z: right(self, z).flip(1))
-    monkeypatch.setattr("recalkv.latency.time_calls", lambda *_, **__: pytest.fail("timed"))
+    monkeypatch.setattr("recalkv.evaluation.latency.time_calls", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(CheckpointError, match=r"layer 0, static, 32 tokens: .* differs from its float64 reference"):
         step.measure("static", 1, 1, growing)
 
@@ -227,7 +227,7 @@ def compressed(prepared: Path) -> Path:
 def test_stage_writes_rows_metrics_and_a_picture(
     compressed: Path, change_parameters: Callable[[Path, str, Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recalkv.geometries.KNOWN", {"smollm2-135m": TINY})
+    monkeypatch.setattr("recalkv.model.sizes.KNOWN", {"smollm2-135m": TINY})
     change_parameters(compressed, "latency.geometries", ["smollm2-135m"])
     change_parameters(compressed, "latency.geometry_contexts", [16])
     change_parameters(compressed, "latency.ratios", [0.5, 0.75])

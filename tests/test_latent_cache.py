@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
-from recalkv.attention import MAX_EXPLICIT_QUERIES
-from recalkv.fusion import VALUE_MODES
+from recalkv.method.fusion import VALUE_MODES
+from recalkv.model.attention import MAX_EXPLICIT_QUERIES
 from tests.tiny import FAMILIES, SIZES, VOCABULARY, compressed_pair, windows
 
 pair = functools.cache(compressed_pair)

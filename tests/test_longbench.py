@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.longbench import TASKS, LongBenchScore, cut_middle, longbench
+from recalkv.evaluation.longbench import TASKS, LongBenchScore, cut_middle, longbench
 from tests import tiny
 from tests.test_pipeline import _invoke
 

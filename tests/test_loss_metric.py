@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.activations import LayerInputs
 from recalkv.errors import NonFiniteError, ParameterError
-from recalkv.factorize import factorize_groups, group_columns, spectrum, symmetric_roots, truncated_factors
-from recalkv.fisher import FisherScores, collect_fisher_scores
-from recalkv.loss_metric import LossMoments, LossMomentsAccumulator, predicted_rise
-from recalkv.streaming import ModuleSource
-from recalkv.whitening import collect_input_moments
+from recalkv.method.svd import factorize_groups, group_columns, spectrum, symmetric_roots, truncated_factors
+from recalkv.model.layers import ModuleSource
+from recalkv.statistics.fisher import FisherScores, collect_fisher_scores
+from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator, predicted_rise
+from recalkv.statistics.whitening import collect_input_moments
 from tests.tiny import calibration, dense_model, windows
 
 # --- moments ---
@@ -115,7 +115,7 @@ def test_labels_drawn_by_the_model(tmp_path: Path) -> None:
 
 def test_drawn_labels_have_no_mean_gradient() -> None:
     """The score's expectation is zero under the model's own distribution: the draw is from it."""
-    from recalkv.fisher import _token_losses
+    from recalkv.statistics.fisher import _token_losses
 
     generator = torch.Generator().manual_seed(0)
     states, head = torch.randn(1, 6, generator=generator).repeat(20000, 1), torch.randn(9, 6, generator=generator)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.needle import DIGITS, answer_score, find_needles, needle_prompt
+from recalkv.evaluation.needle import DIGITS, answer_score, find_needles, needle_prompt
 from recalkv.params import NeedleParams
 from tests import tiny
 from tests.test_pipeline import _invoke

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv import oneshot
-from recalkv.factorize import factorize_groups, group_columns, relative_error
-from recalkv.oneshot import compress_layers
+from recalkv import compression as oneshot
+from recalkv.compression import compress_layers
+from recalkv.method.svd import factorize_groups, group_columns, relative_error
+from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams
-from recalkv.streaming import ModuleSource
-from recalkv.whitening import MomentAccumulator, damped
+from recalkv.statistics.whitening import MomentAccumulator, damped
 from tests.tiny import assemble, calibration, dense_model, windows
 
 # Fisher scores, and a ridge relative to the mean diagonal, depend on how inputs and weights share a factor;

@@ -14,13 +14,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from recalkv.attention import LatentAttention
 from recalkv.kernels.attention import latent_attention
 from recalkv.kernels.gauge import gauge_basis, has_gauge, pair_columns, pivot_pairs, regauge, regauged
 from recalkv.kernels.joint import JointTables, cover_pairs
 from recalkv.kernels.module import KernelAttention, use_kernels
 from recalkv.kernels.plan import LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
+from recalkv.model.attention import LatentAttention
 from tests import tiny
 from tests.test_kernels import DEVICE, Case, Problem, greedy, poisoned  # noqa: F401  (a fixture)
 

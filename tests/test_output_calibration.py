@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recalkv.output_calibration import OutputMoments, fit_output, output_error
+from recalkv.method.output_fit import OutputMoments, fit_output, output_error
 
 
 def problem(tokens: int = 200, contexts: int = 12, width: int = 7) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recalkv.paper import Measured, beside_paper, paper_rows
+from recalkv.reports.paper import Measured, beside_paper, paper_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPER = ROOT / "reports" / "paper.json"

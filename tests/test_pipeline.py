@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv
-from stages.cli import STAGES
+from recalkv.cli import STAGES
 
 STORES = (
     "sample",

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from recalkv.cli import STAGES, app
 from recalkv.params import Params, load_params
-from stages.cli import STAGES, app
 
 ROOT = Path(__file__).resolve().parent.parent
 PIPELINE = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]

@@ -10,11 +10,11 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
-from recalkv.oneshot import compress_layers
+from recalkv.cli import app, apply_preset, preset_names
+from recalkv.compression import compress_layers
+from recalkv.evaluation.zeroshot import PAPER_TASKS
+from recalkv.model.layers import ModuleSource
 from recalkv.params import parse_params
-from recalkv.streaming import ModuleSource
-from recalkv.zeroshot import PAPER_TASKS
-from stages.cli import app, apply_preset, preset_names
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from recalkv.bits import DENSE_BITS, budget_bits, equal_bits_elements, mixed_bits
-from recalkv.errors import BudgetError, CheckpointError, NonFiniteError, ParameterError
-from recalkv.evaluate import cache_bytes_per_token, fill_cache, window_losses
-from recalkv.oneshot import compress_layers
-from recalkv.params import CompressionParams
-from recalkv.quantization import (
+from recalkv.cache.rows import (
     BITS,
     DISTORTION,
     RowLayout,
@@ -28,8 +23,13 @@ from recalkv.quantization import (
     random_rotation,
     unpack_codes,
 )
-from recalkv.store import open_store
-from recalkv.streaming import ModuleSource
+from recalkv.compression import compress_layers
+from recalkv.errors import BudgetError, CheckpointError, NonFiniteError, ParameterError
+from recalkv.evaluation.perplexity import cache_bytes_per_token, fill_cache, window_losses
+from recalkv.method.bits import DENSE_BITS, budget_bits, equal_bits_elements, mixed_bits
+from recalkv.model.layers import ModuleSource
+from recalkv.params import CompressionParams
+from recalkv.store.stores import open_store
 from tests import tiny
 from tests.test_pipeline import _invoke
 

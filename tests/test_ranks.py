@@ -7,7 +7,7 @@ import random
 import pytest
 
 from recalkv.errors import BudgetError, NonFiniteError, ParameterError
-from recalkv.ranks import (
+from recalkv.method.ranks import (
     Allocation,
     Projection,
     allocate_ranks,
@@ -16,7 +16,7 @@ from recalkv.ranks import (
     water_filling,
     water_level,
 )
-from recalkv.reorder import group_sizes
+from recalkv.method.reorder import group_sizes
 
 RATIOS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95)
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from recalkv import algorithm
+from recalkv.compression import collect_statistics, compress_layers, factorize_layers
 from recalkv.errors import ParameterError
-from recalkv.factorize import group_columns
-from recalkv.oneshot import collect_statistics, compress_layers, factorize_layers
+from recalkv.method.svd import group_columns
+from recalkv.model.layers import CheckpointSource, ModuleSource
+from recalkv.model.source import read_reference
 from recalkv.params import CompressionParams, load_params
 from recalkv.reestimation import ReconstructedSource, check_schedule
-from recalkv.source import read_reference
-from recalkv.store import open_store
-from recalkv.streaming import CheckpointSource, ModuleSource
-from recalkv.whitening import collect_input_moments
+from recalkv.statistics.whitening import collect_input_moments
+from recalkv.store.stores import open_store
 from tests.test_pipeline import _invoke
 from tests.tiny import FAMILIES, calibration, dense_model, reconstructed_twin, windows
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from recalkv.steps import grouping as grouping_step
 from torch import Tensor
 
 from recalkv import algorithm
 from recalkv.algorithm import LayerFactors, LayerRefit, LayerStatistics, refit_layers
-from recalkv.factorize import group_columns
-from recalkv.fisher import FisherScores
-from recalkv.oneshot import collect_statistics
-from recalkv.output_calibration import OutputMoments, fit_output
+from recalkv.compression import collect_statistics
+from recalkv.method.output_fit import OutputMoments, fit_output
+from recalkv.method.ovc import dense_output_target
+from recalkv.method.reorder import least_cost_groups
+from recalkv.method.svd import group_columns
+from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams
-from recalkv.reorder import least_cost_groups
-from recalkv.steps import grouping as grouping_step
-from recalkv.streaming import ModuleSource
-from recalkv.value_calibration import dense_output_target
+from recalkv.statistics.fisher import FisherScores
 from tests.tiny import calibration, dense_model, windows
 
 TARGETS = ("same-input", "dense-output", "residual")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import ParameterError
-from recalkv.reorder import (
+from recalkv.method.reorder import (
     check_group_size,
     greedy_groups,
     group_sizes,

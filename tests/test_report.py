@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from recalkv.paper import paper_rows
+from recalkv.evaluation.zeroshot import PAPER_TASKS
 from recalkv.params import Params, load_params
-from recalkv.zeroshot import PAPER_TASKS
+from recalkv.reports.paper import paper_rows
 from stages.common import Stage
 from stages.report_sections import further_section, longbench_section, paper_section
 

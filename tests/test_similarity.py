@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.similarity import head_cka, within_group_similarity
+from recalkv.method.similarity import head_cka, within_group_similarity
 
 HEADS, HEAD_DIM, WIDTH = 4, 3, 10
 

@@ -8,9 +8,9 @@ import huggingface_hub
 import pytest
 import torch
 
-from recalkv import source
 from recalkv.errors import ModelUnavailableError, StoreError, UnsupportedModelError
-from recalkv.source import checkpoint_dtype, fingerprint, read_reference, resolve_model, write_reference
+from recalkv.model import source
+from recalkv.model.source import checkpoint_dtype, fingerprint, read_reference, resolve_model, write_reference
 from tests.tiny import dense_model
 
 

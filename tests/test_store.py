@@ -12,10 +12,10 @@ import pytest
 import torch
 import zarr
 
-from recalkv import store as module
 from recalkv.errors import StoreError
-from recalkv.lowrank import LowRank
-from recalkv.store import SCHEMA_VERSION, StoreWriter, open_store, partial_path, writing_folder, writing_store
+from recalkv.method.lowrank import LowRank
+from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, partial_path, writing_folder, writing_store
+from recalkv.store.stores import stores as module
 
 TENSORS = {
     "float64": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4),

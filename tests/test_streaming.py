@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError, UnsupportedModelError
-from recalkv.streaming import CheckpointSource, LayerSource, ModuleSource, attention_input, autocast, run_layer
+from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource, attention_input, autocast, run_layer
 from tests.tiny import FAMILIES, dense_model, windows
 
 

@@ -12,10 +12,10 @@ from benchmarks import study
 from benchmarks.per_channel import PerChannelRows, bits_per_token, use_per_channel
 from benchmarks.study import Study, evaluation
 from benchmarks.study_page import write_page
-from recalkv.evaluate import window_losses
+from recalkv.cache.rows import random_rotation
+from recalkv.evaluation.perplexity import window_losses
+from recalkv.evaluation.zeroshot import TaskScore
 from recalkv.params import CompressionParams, load_params
-from recalkv.quantization import random_rotation
-from recalkv.zeroshot import TaskScore
 from stages import sweep
 from stages.common import Stage
 from tests import tiny

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from recalkv import text
 from recalkv.errors import DataError
-from recalkv.text import load_documents
+from recalkv.text.documents import documents as text
+from recalkv.text.documents import load_documents
 
 WIKITEXT = """{{Infobox|name={{nested|x}}}}
 [[File:Cat.jpg|thumb|A [[cat]] on a ''mat''.]]

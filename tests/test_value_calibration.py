@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import ParameterError
-from recalkv.factorize import LowRank, factorize_groups, group_columns, relative_error
-from recalkv.value_calibration import calibrate_values, dense_output_target, solve_psd
-from recalkv.whitening import damped, whitening_factor
+from recalkv.method.ovc import calibrate_values, dense_output_target, solve_psd
+from recalkv.method.svd import LowRank, factorize_groups, group_columns, relative_error
+from recalkv.statistics.whitening import damped, whitening_factor
 
 WIDTH, HEADS, HEAD_DIM = 16, 3, 4
 GROUPS = {"whole": [[0, 1, 2]], "uneven": [[0, 2], [1]], "per head": [[2], [0], [1]]}

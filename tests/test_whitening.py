@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.activations import LayerInputs
 from recalkv.errors import NonFiniteError
-from recalkv.streaming import ModuleSource
-from recalkv.whitening import InputMoments, MomentAccumulator, collect_input_moments, damped, whitening_factor
+from recalkv.model.layers import ModuleSource
+from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.statistics.whitening import (
+    InputMoments,
+    MomentAccumulator,
+    collect_input_moments,
+    damped,
+    whitening_factor,
+)
 from tests.tiny import FAMILIES, dense_model, windows
 
 

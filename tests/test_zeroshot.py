@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from recalkv import compress
-from recalkv.continuation import continuation_items
 from recalkv.errors import DataError, ParameterError
-from recalkv.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, local_data, zero_shot
+from recalkv.evaluation.continuation import continuation_items
+from recalkv.evaluation.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, local_data, zero_shot
 from tests import tiny
 from tests.conftest import SENTENCE
 from tests.test_pipeline import _invoke

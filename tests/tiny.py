@@ -15,11 +15,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from recalkv import algorithm, oneshot
-from recalkv.factorize import group_columns
-from recalkv.oneshot import CompressedLayers, compress_layers
+from recalkv import algorithm
+from recalkv import compression as oneshot
+from recalkv.compression import CompressedLayers, compress_layers
+from recalkv.method.svd import group_columns
+from recalkv.model.layers import ModuleSource
 from recalkv.params import CalibrationParams, CompressionParams
-from recalkv.streaming import ModuleSource
 
 VOCABULARY = 128
 LLAMA3 = {

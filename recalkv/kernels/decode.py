@@ -10,7 +10,7 @@
 How many slots are filled is read from the device: tiles of a static cache that lie behind the last query cost
 nothing, and no number travels to the host.
 
-Latents are plain (batch, slots, columns) or rows of packed codes (:mod:`recalkv.quantization`), which are
+Latents are plain (batch, slots, columns) or rows of packed codes (:mod:`recalkv.cache.rows`), which are
 read as they are. Everything elementwise is float32; products take the latents' type.
 """
 

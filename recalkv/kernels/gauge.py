@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recalkv.attention import LatentAttention
+from recalkv.model.attention import LatentAttention
 
 __all__ = ["LIMIT", "gauge_basis", "has_gauge", "pair_columns", "pivot_pairs", "regauge", "regauged"]
 

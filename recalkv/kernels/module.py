@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from recalkv.attention import LatentAttention
 from recalkv.block_attention import BlockLatentAttention
 from recalkv.errors import ParameterError
 from recalkv.kernels.cost import LayerShape
@@ -18,6 +17,7 @@ from recalkv.kernels.gauge import has_gauge, regauge
 from recalkv.kernels.plan import JOINT_TILE, MAX_ROWS, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 from recalkv.kernels.rule import why_torch_is_faster
+from recalkv.model.attention import LatentAttention
 
 if TYPE_CHECKING:
     from recalkv.kernels.joint import JointTables
@@ -213,7 +213,7 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: b
     Parameters
     ----------
     model
-        A model of :mod:`recalkv.modeling`, on its device.
+        A model of :mod:`recalkv.model.modeling`, on its device.
     kernel
         ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can, are
         predicted to pay (:mod:`recalkv.kernels.rule`) and get a trial step right (:mod:`recalkv.kernels.trial`), and

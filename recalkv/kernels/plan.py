@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.quantization import RowLayout
+from recalkv.cache.rows import RowLayout
 
 __all__ = [
     "COMBINE_COLUMNS",

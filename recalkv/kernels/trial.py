@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from recalkv.attention import LatentAttention
+from recalkv.model.attention import LatentAttention
 
 __all__ = ["why_wrong"]
 

@@ -1,0 +1,1 @@
+"""What is cached: rows of latents, and how large they are."""

@@ -1,0 +1,171 @@
+"""Bytes of the cache, dense and compressed, and what of it fits beside the weights: arithmetic, nothing is run."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recalkv.cache.rows import RowLayout
+from recalkv.method.ranks import check_ratio
+from recalkv.method.reorder import group_sizes
+from recalkv.model.families import AttentionGeometry
+from recalkv.model.sizes import ModelSizes
+
+__all__ = ["CONTEXTS", "KINDS", "MEMORIES_GIB", "CacheKind", "bytes_per_token", "checkpoint_bytes", "markdown", "table"]
+
+GIB = 2**30
+WEIGHT_BYTES = 2
+CONTEXTS = tuple(1024 << step for step in range(2, 8))
+"""4K to 128K tokens."""
+MEMORIES_GIB = (24, 80, 141)
+_SEQUENCES = (4096, 32768)
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """One way to cache.
+
+    Attributes
+    ----------
+    name
+        For the table.
+    ratio
+        Fraction of the elements that are removed.
+    bits
+        Bits of an element; 16 is the model's own type.
+    """
+
+    name: str
+    ratio: float
+    bits: int = 16
+
+
+KINDS = (
+    CacheKind("dense, 16 bits", 0.0),
+    CacheKind("50 %", 0.5),
+    CacheKind("70 %", 0.7),
+    CacheKind("70 %, 4 bits", 0.7, 4),
+)
+
+
+def bytes_per_token(sizes: AttentionGeometry, kind: CacheKind, group_size: int = 4) -> int:
+    """Bytes that all layers cache of one token, at uniform ranks.
+
+    Keys share a latent in groups, values all (the paper's layout); ranks are rounded down. Below 16 bits
+    each latent carries its scale, as :class:`recalkv.cache.rows.RowLayout` counts it.
+
+    Parameters
+    ----------
+    sizes
+        The model's attention.
+    kind
+        Ratio and bits.
+    group_size
+        Key heads per group; all of them where the model has fewer.
+
+    Raises
+    ------
+    ParameterError
+        For a ratio outside [0, 1) or a group size below 1.
+    """
+    check_ratio(kind.ratio)
+    if kind.ratio == 0 and kind.bits == 16:
+        return 2 * sizes.dense_elements_per_token
+    heads = [*group_sizes(sizes.kv_heads, min(group_size, sizes.kv_heads)), sizes.kv_heads]
+    # 1 - 0.7 is a little less than 0.3.
+    ranks = [max(1, math.floor(size * sizes.head_dim * (1 - kind.ratio) + 1e-9)) for size in heads]
+    if kind.bits == 16:
+        return 2 * sizes.layers * sum(ranks)
+    return sizes.layers * RowLayout([[(rank, kind.bits)] for rank in ranks]).row_bytes
+
+
+def checkpoint_bytes(config: Any, element_bytes: int = 2) -> int:
+    """Bytes that a compressed checkpoint caches of one token, from its config: its own ranks and bits.
+
+    Parameters
+    ----------
+    config
+        A ``recalkv_*`` config.
+    element_bytes
+        Bytes of an element that is not quantised: the model's type.
+    """
+    total = 0
+    for layer in config.recalkv["layers"]:
+        for side in ("key",) if config.recalkv["joint"] else ("key", "value"):
+            segments = layer[f"{side}_segments"]
+            ranks: Sequence[int] = layer[f"{side}_ranks"]
+            total += sum(ranks) * element_bytes if segments is None else RowLayout(segments).row_bytes
+    return total
+
+
+def table(sizes: ModelSizes, group_size: int = 4, own: int | None = None) -> dict[str, dict[str, float]]:
+    """Figures of one model, by kind of cache.
+
+    Parameters
+    ----------
+    sizes
+        The model.
+    group_size
+        Key heads per group.
+    own
+        Bytes per token of a checkpoint that is to have a line of its own (:func:`checkpoint_bytes`).
+
+    Returns
+    -------
+    dict
+        For each kind ``bytes_per_token``; ``gib_at_N_tokens``; and for each memory, beside 16-bit weights of the
+        dense model, ``tokens_in_N_gib`` and ``sequences_of_M_in_N_gib`` (0 where the weights do not fit).
+    """
+    kinds = {kind.name: bytes_per_token(sizes.attention, kind, group_size) for kind in KINDS}
+    if own is not None:
+        kinds["this checkpoint"] = own
+    result = {}
+    for name, size in kinds.items():
+        row: dict[str, float] = {"bytes_per_token": size}
+        row |= {f"gib_at_{context}_tokens": size * context / GIB for context in CONTEXTS}
+        for memory in MEMORIES_GIB:
+            left = max(0, memory * GIB - WEIGHT_BYTES * sizes.parameters)
+            row[f"tokens_in_{memory}_gib"] = left // size
+            row |= {f"sequences_of_{tokens}_in_{memory}_gib": left // (size * tokens) for tokens in _SEQUENCES}
+        result[name] = row
+    return result
+
+
+def markdown(name: str, sizes: ModelSizes, rows: dict[str, dict[str, float]]) -> str:
+    """Two tables of one model: GiB by context, and what fits."""
+    weights = WEIGHT_BYTES * sizes.parameters
+    head = [f"{context // 1024}K" for context in CONTEXTS]
+    shape = sizes.attention
+    lines = [
+        f"## {name}",
+        "",
+        f"{shape.layers} layers, hidden size {shape.hidden}, {shape.heads} heads, {shape.kv_heads} key/value heads of "
+        f"{shape.head_dim}, made for {sizes.positions:,} tokens; {sizes.parameters / 1e9:.2f} x 10^9 parameters, "
+        f"{weights / GIB:.2f} GiB in 16 bits.",
+        "",
+        "Cache of one sequence, GiB:",
+        "",
+        "| cache | bytes per token | " + " | ".join(f"{each} tokens" for each in head) + " |",
+        "|---|" + "---:|" * (len(head) + 1),
+    ]
+    for kind, row in rows.items():
+        cells = [f"{row[f'gib_at_{context}_tokens']:.3f}" for context in CONTEXTS]
+        lines.append(f"| {kind} | {row['bytes_per_token']:,.0f} | " + " | ".join(cells) + " |")
+    counts = " / ".join(f"{tokens // 1024}K" for tokens in _SEQUENCES)
+    lines += [
+        "",
+        f"Tokens that fit beside the weights, and (sequences of {counts} tokens):",
+        "",
+        "| cache | " + " | ".join(f"{memory} GiB" for memory in MEMORIES_GIB) + " |",
+        "|---|" + "---:|" * len(MEMORIES_GIB),
+    ]
+    for kind, row in rows.items():
+        cells = []
+        for memory in MEMORIES_GIB:
+            if memory * GIB <= weights:
+                cells.append("weights do not fit")
+                continue
+            sequences = " / ".join(f"{row[f'sequences_of_{tokens}_in_{memory}_gib']:,}" for tokens in _SEQUENCES)
+            cells.append(f"{row[f'tokens_in_{memory}_gib']:,} ({sequences})")
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,140 @@
+"""Whole-model decoding: tokens per second at a context and batch, and the largest batch that fits.
+
+The cache's contents are those of a short random prompt, repeated up to the context: the prefill of a long
+prompt says nothing about decoding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from recalkv.errors import CheckpointError
+from recalkv.evaluation.latency import TOLERANCE
+from recalkv.evaluation.resources import now
+from recalkv.evaluation.timing import Timing
+
+__all__ = ["CACHES", "Contents", "check_same", "largest", "largest_batch", "prompt_contents", "time_decoding"]
+
+CACHES = ("growing", "static")
+"""transformers' DynamicCache, which copies itself at every step, and its StaticCache."""
+
+Contents = list[tuple[Tensor, Tensor]]
+"""What every layer caches of the prompt: keys and values, (1, heads, tokens, width) each."""
+
+_PROMPT_TOKENS = 64
+_WARM_UP = 2
+
+
+@torch.no_grad()
+def prompt_contents(model: Any, seed: int = 0) -> Contents:
+    """What the model caches of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, model.config.vocab_size, (1, _PROMPT_TOKENS), generator=generator).to(model.device)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, slots: int) -> Any:
+    """A cache of this kind that holds so many tokens."""
+    cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else DynamicCache(config=model.config)
+    for index, (keys, values) in enumerate(contents):
+        length = keys.shape[2]
+        # A static cache is filled piece by piece, so that it is never in memory twice.
+        pieces = [length] * (tokens // length) + [tokens % length] if kind == "static" else [tokens]
+        for piece in filter(None, pieces):
+            copies = -(-piece // length)
+            parts = (part.repeat(batch, 1, copies, 1)[:, :, :piece] for part in (keys, values))
+            cache.update(*parts, index)
+    return cache
+
+
+@torch.no_grad()
+def time_decoding(
+    model: Any, contents: Contents, kind: str, batch: int, context: int, steps: int
+) -> tuple[Timing, Tensor]:
+    """Time of one token of every sequence, greedy, without CUDA graphs.
+
+    Parameters
+    ----------
+    model
+        Dense or compressed.
+    contents
+        :func:`prompt_contents` of this model.
+    kind
+        Of :data:`CACHES`.
+    batch
+        Sequences.
+    context
+        Tokens that the last step attends to.
+    steps
+        Timed steps; fewer where the context is shorter.
+
+    Returns
+    -------
+    Timing, (batch, vocabulary)
+        And the logits of the first step, which must not depend on the kind of cache.
+    """
+    steps = min(steps, context - _WARM_UP - 1)
+    cache = _filled(model, contents, kind, batch, context - steps - _WARM_UP, context)
+    device = model.device
+    token = torch.ones(batch, 1, dtype=torch.int64, device=device)
+    seconds, logits = [], []
+    for step in range(_WARM_UP + steps):
+        start = now(device)
+        output = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        token = output.argmax(dim=-1, keepdim=True)
+        if step >= _WARM_UP:
+            seconds.append(now(device) - start)
+        logits.append(output)
+    return Timing.of(seconds), logits[0]
+
+
+def check_same(logits: dict[str, Tensor], what: str) -> None:
+    """Raise :class:`CheckpointError` unless the logits over all kinds of cache are the same to rounding."""
+    (_, first), *others = logits.items()
+    limit = TOLERANCE.get(first.dtype, 1e-3)
+    for kind, other in others:
+        error = float((other.double() - first.double()).norm() / first.double().norm())
+        if not error <= limit:
+            raise CheckpointError(
+                f"{what}: logits over a {kind} cache differ by {error:.3g} of their norm, more than {limit}; decoding "
+                f"is wrong, so it is not timed. Decode in plain torch, and report the kernel."
+            )
+
+
+def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
+    """The largest number that fits, to 1 in 64: doubling, then halving the gap; 0 if 1 does not fit."""
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_batch(model: Any, contents: Contents, context: int) -> int:
+    """The largest batch that decodes one token over a growing cache of so many tokens on this GPU; measured."""
+
+    @torch.no_grad()
+    def decodes(batch: int) -> bool:
+        try:
+            cache = _filled(model, contents, "growing", batch, context - 1, context)
+            token = torch.ones(batch, 1, dtype=torch.int64, device=model.device)
+            model(token, past_key_values=cache, logits_to_keep=1)
+            torch.accelerator.synchronize(model.device)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def fits(batch: int) -> bool:
+        found = decodes(batch)
+        # After the call, when nothing of it is referred to any more.
+        torch.accelerator.empty_cache()
+        return found
+
+    return largest(fits)

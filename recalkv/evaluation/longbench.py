@@ -1,0 +1,231 @@
+"""Step 9, long contexts: LongBench (the paper's Table 2), generated through the cache.
+
+Data and metrics are those of lm-eval's tasks. Prompts, truncation and the treatment of answers follow
+LongBench's own code instead, from which lm-eval 0.4.13 differs in five ways: one newline instead of two
+before the question of TriviaQA and SAMSum; no newline after ``Next line of code:`` (LCC, RepoBench-P); long
+prompts lose their beginning, not their middle; answers of TREC, TriviaQA and SAMSum end at the first
+newline even if nothing stands before it; and no chat template is left out for few-shot and code tasks.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recalkv.errors import ParameterError
+from recalkv.evaluation.zeroshot import check_columns, first_columns, local_override, quiet
+
+__all__ = ["TASKS", "LongBenchScore", "check_sets", "longbench"]
+
+TASKS = ("qasper", "qmsum", "multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p")
+"""The eight sets of the paper."""
+
+# Few-shot and code prompts, which LongBench leaves without a chat template.
+_PLAIN = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+# Only the first line of these answers counts.
+_FIRST_LINE = {"trec", "triviaqa", "samsum"}
+_PROMPTS = {
+    "triviaqa": "Answer the question based on the given passage. Only give me the answer and do not output any other "
+    "words. The following are some examples.\n\n{{context}}\n\n{{question}}",
+    "samsum": "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{{context}}\n\n"
+    "{{question}}",
+    "lcc": "Please complete the code given below. \n{{context}}Next line of code:\n",
+    "repobench-p": "Please complete the code given below. \n{{context}}{{question}}Next line of code:\n",
+}
+
+
+@dataclass(frozen=True)
+class LongBenchScore:
+    """Scores on one set.
+
+    Attributes
+    ----------
+    task, version
+        Name here, and version of lm-eval's task.
+    scores
+        Of each item, 0 to 1, in the set's order: F1, ROUGE-L, accuracy or similarity of code, as LongBench has it.
+    """
+
+    task: str
+    version: str
+    scores: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean score in per cent."""
+        return 100 * sum(self.scores) / len(self.scores)
+
+
+def longbench(
+    model: Any,
+    tokenizer: Any,
+    task: str,
+    items: Path | None,
+    *,
+    limit: int | None = None,
+    max_length: int | None = None,
+    chat: bool = False,
+    progress: Callable[[], object] = lambda: None,
+) -> LongBenchScore:
+    """Generate the answers of one set, and score them.
+
+    Parameters
+    ----------
+    model, tokenizer
+        A causal Hugging Face model, dense or compressed, and its tokenizer.
+    task
+        One of :data:`TASKS`.
+    items
+        Local .jsonl file in the schema of the hub's set, or None for the hub.
+    limit
+        Use the first so many items; None for all.
+    max_length
+        Tokens of a prompt; the middle of longer ones is left out. None for what the model's positions leave.
+    chat
+        Put prompts into the tokenizer's chat template, where LongBench does so for chat models.
+    progress
+        Called after each item.
+
+    Raises
+    ------
+    ParameterError
+        If the task is unknown, its packages are missing, or the tokenizer has no chat template.
+    DataError
+        If a local file lacks a column.
+    """
+    check_sets({task: items}, model.config, tokenizer, max_length, chat)
+    with quiet("lm_eval"):
+        try:
+            import jieba  # noqa: F401  (imported by lm-eval's metrics)
+            from lm_eval import simple_evaluate
+            from lm_eval import tasks as known_tasks
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise ParameterError(
+                "LongBench needs lm-eval and the packages of its metrics; install `lm-eval[longbench]`."
+            ) from error
+        name = f"longbench_{task}"
+        changes: dict[str, Any] = {"task": name}
+        question = "question"
+        if items is not None:
+            question = _question_column(first_columns(items))
+            changes |= local_override(items)
+            if question == "input":
+                changes["process_docs"] = _rename_input
+        if task in _PROMPTS:
+            changes["doc_to_text"] = _PROMPTS[task]
+        result = simple_evaluate(
+            _reader(model, tokenizer, task, max_length, chat, progress),
+            tasks=[{"group": f"{name} (official prompts)", "task": [changes]}],
+            limit=limit,
+            bootstrap_iters=0,
+            # The index of all tasks would take seconds.
+            task_manager=TaskManager(include_defaults=False, include_path=str(_folder(known_tasks) / "longbench")),
+        )
+    samples = sorted(result["samples"][name], key=lambda sample: sample["doc_id"])
+    return LongBenchScore(task, str(result["versions"][name]), tuple(float(sample["score"]) for sample in samples))
+
+
+def check_sets(
+    items: Mapping[str, Path | None], config: Any, tokenizer: Any, max_length: int | None, chat: bool
+) -> None:
+    """Refuse what could not be answered or scored, before the first item is.
+
+    Raises
+    ------
+    ParameterError
+        If a task is unknown, prompts may exceed the model's positions, or there is no chat template.
+    DataError
+        If a local file lacks a column.
+    """
+    unknown = [task for task in items if task not in TASKS]
+    if unknown:
+        raise ParameterError(f"longbench.tasks: {unknown[0]!r} is not one of {', '.join(TASKS)}.")
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise ParameterError("longbench.chat=true needs a tokenizer with a chat template; set it to false.")
+    positions = getattr(config, "max_position_embeddings", None)
+    if max_length is not None and positions is not None and max_length >= positions:
+        raise ParameterError(
+            f"longbench.max_length={max_length} leaves no positions for the answer, of which the model has "
+            f"{positions} in all; lower it, or set it to null."
+        )
+    for task, path in items.items():
+        if path is not None:
+            needed = ["context", "answers", _question_column(first_columns(path))]
+            check_columns(task, path, needed + (["all_classes"] if task == "trec" else []))
+
+
+def _question_column(columns: Collection[str]) -> str:
+    """The set as first published calls the question ``input``; lm-eval's copy renames it."""
+    return "input" if "input" in columns and "question" not in columns else "question"
+
+
+def cut_middle(ids: list[int], length: int) -> list[int]:
+    """Leave out the middle of a prompt of more than ``length`` tokens (LongBench's truncation)."""
+    half = length // 2
+    return ids if len(ids) <= length else ids[:half] + ids[len(ids) - half :]
+
+
+def _folder(module: Any) -> Path:
+    return Path(module.__file__).parent
+
+
+def _rename_input(documents: Any) -> Any:
+    return documents.rename_column("input", "question")
+
+
+def _reader(
+    model: Any, tokenizer: Any, task: str, max_length: int | None, chat: bool, progress: Callable[[], object]
+) -> Any:
+    """lm-eval's view of a model that reads long prompts as LongBench's own code does."""
+    from lm_eval.api.model import LM
+
+    positions = getattr(model.config, "max_position_embeddings", None)
+    device = next(model.parameters()).device
+    end = model.config.eos_token_id
+    ends = list(end) if isinstance(end, (list, tuple)) else [end]
+
+    def answer(prompt: str, new_tokens: int) -> str:
+        length = max_length or (positions or 10**9) - new_tokens
+        ids = tokenizer(prompt)["input_ids"]
+        if len(ids) > length:
+            kept, half = cut_middle(ids, length), length // 2
+            prompt = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (kept[:half], kept[half:]))
+        special = True
+        if chat and task not in _PLAIN:
+            message = [{"role": "user", "content": prompt}]
+            prompt, special = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True), False
+        inputs = torch.tensor([tokenizer(prompt, add_special_tokens=special)["input_ids"]], device=device)
+        options: dict[str, Any] = {}
+        if task == "samsum":
+            newline = tokenizer("\n", add_special_tokens=False)["input_ids"][-1]
+            options = {"min_new_tokens": 1, "eos_token_id": [*ends, newline]}
+        output = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=ends[0] or 0,
+            **options,
+        )
+        text = str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
+        return text.lstrip("\n").split("\n")[0] if task in _FIRST_LINE else text
+
+    class Reader(LM):  # type: ignore[misc]
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            answers = []
+            for request in requests:
+                prompt, options = request.args
+                answers.append(answer(prompt, options["max_gen_toks"]))
+                progress()
+            return answers
+
+        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            raise NotImplementedError("LongBench's answers are generated")
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+            raise NotImplementedError("LongBench's answers are generated")
+
+    return Reader()

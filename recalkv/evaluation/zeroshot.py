@@ -1,0 +1,318 @@
+"""Step 9, zero-shot accuracy: lm-eval's own tasks and its Hugging Face adapter around a model.
+
+lm-eval is imported where it is used, so that the rest of the package works without it.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recalkv.errors import DataError, ParameterError
+from recalkv.evaluation.continuation import TASK as CONTINUATION
+
+__all__ = [
+    "PAPER_TASKS",
+    "TaskScore",
+    "average",
+    "check_columns",
+    "check_tasks",
+    "first_columns",
+    "local_data",
+    "local_override",
+    "metric_of",
+    "quiet",
+    "zero_shot",
+]
+
+PAPER_TASKS = ("openbookqa", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
+"""The six sets of the paper's Table 1, by their names in lm-eval."""
+
+_NORMALISED = ("openbookqa", "hellaswag", "arc_challenge")
+
+
+def metric_of(task: str) -> str:
+    """lm-eval's name of a task's accuracy: by likelihood over length (``acc_norm``) where the paper has it so.
+
+    Which they are, the dense models' figures tell: LLaMA-2-7B's 44.2 on OpenBookQA, 76.0 on HellaSwag and 46.3 on
+    ARC-Challenge are ``acc_norm``, its 78.1 on PIQA and 76.4 on ARC-Easy are ``acc``.
+    """
+    return "acc_norm" if task in _NORMALISED else "acc"
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """Accuracy on one task.
+
+    Attributes
+    ----------
+    task, version
+        Name and version in lm-eval.
+    correct
+        Whether each item was answered rightly, in the task's order; the same items for every model.
+    """
+
+    task: str
+    version: str
+    correct: tuple[bool, ...]
+
+    @property
+    def metric(self) -> str:
+        """What counts as right; see :func:`metric_of`."""
+        return metric_of(self.task)
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of items answered rightly, by :func:`metric_of`."""
+        return sum(self.correct) / len(self.correct)
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the accuracy over items."""
+        return _standard_error([float(hit) for hit in self.correct])
+
+    def against(self, other: "TaskScore") -> tuple[float, float]:
+        """Difference to another model's accuracy on the same items, and its (paired) standard error."""
+        if (self.task, len(self.correct)) != (other.task, len(other.correct)):
+            raise ParameterError(
+                f"{self.task} with {len(self.correct)} items cannot be compared with {other.task} with "
+                f"{len(other.correct)}; evaluate both with the same limit."
+            )
+        differences = [float(a) - float(b) for a, b in zip(self.correct, other.correct, strict=True)]
+        return sum(differences) / len(differences), _standard_error(differences)
+
+
+def average(scores: Sequence[TaskScore]) -> float:
+    """Mean accuracy over tasks, each counting alike, as in the paper."""
+    return sum(score.accuracy for score in scores) / len(scores)
+
+
+def local_data(folder: Path, tasks: Sequence[str]) -> dict[str, Path]:
+    """Find each task's items in a folder, as ``TASK.SPLIT.jsonl`` in the schema of the hub's set.
+
+    Raises
+    ------
+    DataError
+        If a task has no file, or more than one.
+    """
+    found = {}
+    for task in tasks:
+        matches = sorted(folder.glob(f"{task}.*.jsonl"))
+        if len(matches) != 1:
+            names = ", ".join(path.name for path in matches) or "none"
+            raise DataError(
+                f"{folder} must hold one file {task}.SPLIT.jsonl, found {names}; add it, or leave the task out."
+            )
+        found[task] = matches[0]
+    return found
+
+
+def check_tasks(tasks: Mapping[str, Path | None]) -> None:
+    """Refuse tasks that lm-eval does not know, and local items that do not fit them.
+
+    Raises
+    ------
+    ParameterError
+        If a task is unknown, or lm-eval is not installed.
+    DataError
+        If a file is missing, or lacks a column of the task's set on the hub.
+    """
+    with quiet("lm_eval"):
+        try:
+            known = _known_tasks()
+        except ImportError as error:
+            raise ParameterError("zero-shot accuracy needs lm-eval; install it with `pip install lm-eval`.") from error
+    unknown = [name for name in tasks if name != CONTINUATION and name not in known]
+    if unknown:
+        raise ParameterError(
+            f"lm-eval has no single task {', '.join(unknown)}; `lm-eval ls subtasks` lists all, the paper's are "
+            f"{', '.join(PAPER_TASKS)}, and {CONTINUATION} is built from evaluation.text."
+        )
+    for name, path in tasks.items():
+        if path is not None:
+            if not path.exists():
+                raise DataError(f"{path} does not exist; give a .jsonl file in the schema of {name}'s set on the hub.")
+            check_columns(name, path, _COLUMNS.get(name, ()))
+
+
+def zero_shot(
+    model: Any,
+    tokenizer: Any,
+    tasks: Mapping[str, Path | None],
+    *,
+    limit: int | None = None,
+    batch_size: int = 16,
+    precision: str = "float32",
+) -> list[TaskScore]:
+    """Score a model on multiple-choice tasks without examples in the prompt.
+
+    Parameters
+    ----------
+    model, tokenizer
+        A causal Hugging Face model, dense or compressed, and its tokenizer.
+    tasks
+        Names of lm-eval tasks, each with a local .jsonl file in the schema of the hub's set, or None
+        for the hub; or ``continuation`` with a file of :func:`recalkv.evaluation.continuation.continuation_items`.
+    limit
+        Use the first so many items of each task; None for all.
+    batch_size
+        Continuations per forward pass: memory, not results.
+    precision
+        ``bfloat16`` runs matrix products under autocast.
+
+    Raises
+    ------
+    ParameterError
+        If lm-eval does not know a task, or it has no accuracy.
+    DataError
+        If a local file does not exist.
+    """
+    check_tasks(tasks)
+    with quiet("lm_eval"):
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        adapter = HFLM(
+            pretrained=model,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            mixed_precision_dtype=torch.bfloat16 if precision == "bfloat16" else None,
+        )
+        result = simple_evaluate(
+            adapter,
+            tasks=[_task(name, path) for name, path in tasks.items()],
+            num_fewshot=0,
+            limit=limit,
+            bootstrap_iters=0,
+            task_manager=_task_manager(),
+        )
+    scores = []
+    for name in tasks:
+        # Sorted, because lm-eval returns the items in the order in which it ran them.
+        samples = sorted(result["samples"][name], key=lambda sample: sample["doc_id"])
+        metric = metric_of(name)
+        if any(metric not in sample for sample in samples):
+            raise ParameterError(f"the task {name} has no accuracy; choose a multiple-choice task.")
+        if len(samples) < 2:
+            raise DataError(f"{name} has {len(samples)} item, and a standard error needs two; give it more.")
+        scores.append(TaskScore(name, str(result["versions"][name]), tuple(bool(s[metric]) for s in samples)))
+    return scores
+
+
+def _known_tasks() -> set[str]:
+    """Single tasks that lm-eval has; groups and tags of them have no items of their own."""
+    manager = _task_manager()
+    return set(manager.all_tasks) - set(manager.all_groups) - set(manager.all_tags)
+
+
+@functools.cache
+def _task_manager() -> Any:
+    """lm-eval's index of its tasks, which takes seconds to build."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def _task(name: str, path: Path | None) -> Any:
+    """Return lm-eval's task as it is, or with the data of a local file."""
+    if path is None:
+        if name == CONTINUATION:
+            raise ParameterError(f"the task {CONTINUATION} needs a file of its items.")
+        return name
+    if name == CONTINUATION:
+        return {**local_override(path), **_CONTINUATION}
+    # In a group of its own: changes to a task that lm-eval knows are read in a group's list only.
+    return {"group": f"{name} (local)", "task": [{"task": name, **local_override(path)}]}
+
+
+def local_override(path: Path) -> dict[str, Any]:
+    """Changes of a task of lm-eval that turn it to a local .jsonl file."""
+    return {
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "training_split": None,
+        "validation_split": None,
+        "fewshot_split": None,
+        "test_split": "test",
+    }
+
+
+def first_columns(path: Path) -> set[str]:
+    """Columns of a .jsonl file's first line."""
+    return set(_row(path, 1, path.open(encoding="utf-8").readline()))
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: not JSON: {error}.") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}, not an object.")
+    return row
+
+
+def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
+    """Refuse a .jsonl file with a line that lacks a column.
+
+    Raises
+    ------
+    DataError
+        Names the line and the column.
+    """
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                row = _row(path, number, line)
+                for column in needed:
+                    if column not in row:
+                        raise DataError(
+                            f"{path}, line {number}: column {column!r} does not exist; {task} needs "
+                            f"{', '.join(needed)}, as its set on the hub has them."
+                        )
+
+
+_COLUMNS = {
+    "openbookqa": ("question_stem", "choices", "answerKey"),
+    "hellaswag": ("ctx_a", "ctx_b", "activity_label", "endings", "label"),
+    "piqa": ("goal", "sol1", "sol2", "label"),
+    "arc_easy": ("question", "choices", "answerKey"),
+    "arc_challenge": ("question", "choices", "answerKey"),
+    "winogrande": ("sentence", "option1", "option2", "answer"),
+}
+_CONTINUATION = {
+    "task": CONTINUATION,
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{context}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{label}}",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    "metadata": {"version": 1.0},
+}
+
+
+@contextlib.contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Only errors of a logger, for a while."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    count = len(values)
+    if count < 2:
+        return float("nan")
+    mean = sum(values) / count
+    return (sum((value - mean) ** 2 for value in values) / (count - 1) / count) ** 0.5

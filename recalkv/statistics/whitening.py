@@ -1,0 +1,145 @@
+"""Step 2, whitening statistics: second moments of each layer's attention input.
+
+Keys and values of a layer read the same input, so they share one Gram matrix ``C = X^T X``. It is
+all that whitening, CKA and value calibration need of the calibration set.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recalkv.errors import NonFiniteError
+from recalkv.model.layers import LayerSource, attention_input, run_layer
+from recalkv.statistics import distributed
+from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.store.resume import Pass
+
+__all__ = ["InputMoments", "MomentAccumulator", "collect_input_moments", "damped", "whitening_factor"]
+
+
+@dataclass(frozen=True)
+class InputMoments:
+    """Statistics of one layer's attention input over all calibration tokens.
+
+    Attributes
+    ----------
+    gram : (m, m) float64
+        ``C / N = sum_t x_t^T x_t / N``, the mean outer product.
+    mean : (m,) float64
+        Mean input ``mu``.
+    tokens : int
+        Number of tokens ``N``.
+    """
+
+    gram: Tensor
+    mean: Tensor
+    tokens: int
+
+    def centred_gram(self) -> Tensor:
+        """Covariance ``C / N - mu^T mu``, (m, m) float64 (what CKA needs)."""
+        return self.gram - torch.outer(self.mean, self.mean)
+
+    def about(self, centre: Tensor | None) -> Tensor:
+        """Second moment of the inputs less a constant (m,), which need not be their mean."""
+        if centre is None:
+            return self.gram
+        product = torch.outer(centre, self.mean)
+        return self.gram - product - product.T + torch.outer(centre, centre)
+
+
+class MomentAccumulator:
+    """Sum outer products batch by batch: float32 (or better) within a batch, float64 across batches."""
+
+    def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
+        self._gram = torch.zeros(width, width, dtype=torch.float64, device=device)
+        self._sum = torch.zeros(width, dtype=torch.float64, device=device)
+        self._tokens = 0
+
+    def add(self, inputs: Tensor) -> None:
+        """Add inputs of shape (..., m), any floating dtype."""
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        self._gram += rows.T @ rows
+        self._sum += rows.sum(dim=0, dtype=torch.float64)
+        self._tokens += rows.shape[0]
+
+    def finish(self, where: str) -> InputMoments:
+        """Normalise by the number of tokens of all processes; ``where`` names the layer in an error."""
+        distributed.total(self._gram)
+        distributed.total(self._sum)
+        self._tokens = int(distributed.total(torch.tensor(self._tokens)))
+        if not bool(torch.isfinite(self._gram).all()):
+            raise NonFiniteError(
+                f"NaN or infinity in the calibration activations of {where}; check the weights, or run the "
+                f"calibration in float32 (calibration.precision)."
+            )
+        gram = self._gram / self._tokens
+        return InputMoments((gram + gram.T) / 2, self._sum / self._tokens, self._tokens)
+
+
+@torch.no_grad()
+def collect_input_moments(
+    source: LayerSource,
+    windows: Tensor,
+    batch_size: int,
+    keep: LayerInputs | None = None,
+    work: Pass | None = None,
+) -> Iterator[InputMoments]:
+    """Yield each layer's input moments, in order, from one forward pass, layer by layer.
+
+    Several processes share the windows, and each yields the moments of all.
+
+    Parameters
+    ----------
+    source
+        The dense model, one layer at a time.
+    windows : (samples, length) int64
+        Calibration token windows.
+    batch_size
+        Windows per step; it changes memory, not the result.
+    keep
+        Receives the inputs of every layer, for the Fisher pass.
+    work
+        Where to start, and what keeps the residual stream for the next run.
+    """
+    work = work or Pass()
+    mine, saved = distributed.share(len(windows)), work.state()
+    if saved is None:
+        hidden = source.embed(windows[mine.start : mine.stop], batch_size)
+    else:
+        hidden = [states.to(source.device) for states in saved["hidden"]]
+    for index in range(work.done, source.num_layers):
+        with source.layer(index) as layer:
+            moments = MomentAccumulator(source.geometry.hidden, source.device)
+            for position, states in enumerate(hidden):
+                moments.add(attention_input(layer, states))
+                if keep is not None:
+                    keep.put(index, mine.start + position * batch_size, states)
+                # Nothing reads the output of the last layer.
+                if index + 1 < source.num_layers:
+                    hidden[position] = run_layer(source, layer, index, states)
+            yield moments.finish(f"layer {index}")
+        if index + 1 < source.num_layers:
+            work.offer(index + 1, lambda: {"hidden": hidden})
+
+
+def damped(gram: Tensor, damping: float) -> Tensor:
+    """Return ``C + damping * mean(diag C) * I``: strictly positive definite for any C that is not zero.
+
+    Directions that the calibration set never visits (fewer tokens than ``m``) then cost a little
+    instead of nothing, so the weight in them is kept where rank allows.
+    """
+    ridge = damping * gram.diagonal().mean()
+    return gram + ridge * torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
+
+
+def whitening_factor(gram: Tensor) -> Tensor:
+    """Factor ``S`` with ``S S^T = C``, (m, m), by eigen-decomposition (paper, section 4.1; SVD-LLM).
+
+    The grouped SVD of :mod:`recalkv.method.svd` does not need it; it is the reference that the tests
+    and the benchmark compare with. A rank-deficient C is legal.
+    """
+    values, vectors = torch.linalg.eigh(gram.double())
+    return vectors * values.clamp_min(0).sqrt()

@@ -1,1 +1,0 @@
-"""The steps of Algorithm 1 on a model streamed layer by layer, one module a step, without files."""

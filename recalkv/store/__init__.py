@@ -1,0 +1,1 @@
+"""Stage outputs on disk: whole or refused."""

@@ -1,0 +1,323 @@
+"""The one way to write and read stage outputs: zarr stores that are whole or refused.
+
+A store is written under a partial name and moved to its own in one rename after its ``complete`` mark
+is set, so a killed stage leaves nothing that could be mistaken for a result. Each array is one chunk:
+tensors are read whole, and DVC likes few files. Floats that were never written read as NaN, not 0.
+
+A complete store carries a digest of its arrays, and a store of statistics that of the calibration windows
+it is of: stores of other windows are not read together.
+"""
+
+import contextlib
+import errno
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+from torch import Tensor
+
+from recalkv.errors import StoreError
+from recalkv.method.lowrank import LowRank
+from recalkv.statistics.loss_metric import LossMoments
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "StoreReader",
+    "StoreWriter",
+    "array_digest",
+    "joint_digest",
+    "open_store",
+    "partial_path",
+    "telling_full_disk",
+    "writing_folder",
+    "writing_store",
+]
+
+SCHEMA_VERSION = 1
+
+
+class StoreWriter:
+    """Write access to an unfinished store.
+
+    Parameters
+    ----------
+    group
+        The store's zarr group.
+    dropping
+        Write nothing: of several processes with the same results, one writes.
+
+    Attributes
+    ----------
+    digests
+        Digest of each array put so far, by name.
+    """
+
+    def __init__(self, group: zarr.Group, dropping: bool = False) -> None:
+        self._group, self._dropping = group, dropping
+        self.digests: dict[str, str] = {}
+
+    @classmethod
+    def create(
+        cls, folder: Path, stage: str, model: str, parameters: Mapping[str, Any], windows: str | None = None
+    ) -> "StoreWriter":
+        """Begin a store in a folder; see :func:`writing_store`."""
+        group = zarr.open_group(folder, mode="w", zarr_format=3)
+        attributes: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "stage": stage,
+            "model": model,
+            "parameters": dict(parameters),
+        }
+        group.attrs.update(attributes | ({} if windows is None else {"windows": windows}) | {"complete": False})
+        return cls(group)
+
+    def complete(self) -> None:
+        """Mark the store as complete and give it its digest."""
+        self._group.attrs.update({"complete": True, "digest": self.digest()})
+
+    def digest(self) -> str:
+        """Digest of all arrays put so far; their order does not matter."""
+        return joint_digest(self.digests)
+
+    def stands_for(self, name: str, digest: str) -> None:
+        """Give arrays that are written in parts, and are too many to hash, the digest of what determines them."""
+        self.digests[name] = digest
+
+    def describe(self, parameters: Mapping[str, Any]) -> None:
+        """Record parameters that are only known after the work, in place of those given at first."""
+        self._group.attrs["parameters"] = dict(parameters)
+
+    @property
+    def group(self) -> zarr.Group:
+        """The zarr group itself, for arrays that are written in parts."""
+        return self._group
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write one array; ``name`` may contain ``/`` for nested groups. bfloat16 is not a zarr type."""
+        if self._dropping:
+            return
+        array = tensor.detach().cpu().contiguous().numpy()
+        self.digests[name] = array_digest(array)
+        fill = float("nan") if array.dtype.kind == "f" else 0
+        target = self._group.create_array(
+            name,
+            shape=array.shape,
+            dtype=array.dtype,
+            chunks=array.shape or "auto",
+            fill_value=fill,
+            compressors=None,
+            overwrite=name in self._group,
+            config={"write_empty_chunks": True},
+        )
+        target[...] = array
+
+    def put_factors(self, name: str, factors: LowRank) -> None:
+        """Write one projection's factors as float32: ``down`` side by side, ``up`` per group."""
+        self.put(f"{name}/down", torch.cat(factors.down, dim=1).float())
+        for number, up in enumerate(factors.up):
+            self.put(f"{name}/up_{number}", up.float())
+        if factors.constant is not None:
+            self.put(f"{name}/constant", factors.constant.float())
+
+    def put_loss_moments(self, name: str, moments: LossMoments) -> None:
+        """Write one layer's moments of the loss-aware metric."""
+        self.put(f"{name}/gram", moments.gram)
+        self.put(f"{name}/key_gradient", moments.key_gradient)
+        self.put(f"{name}/value_gradient", moments.value_gradient)
+        self.put(f"{name}/tokens", torch.tensor(moments.tokens))
+        self.put(f"{name}/mean", moments.mean)
+        self.put(f"{name}/offset", moments.offset)
+
+
+class StoreReader:
+    """Read access to a complete store."""
+
+    def __init__(self, group: zarr.Group, path: Path) -> None:
+        self._group = group
+        self._path = path
+
+    @property
+    def group(self) -> zarr.Group:
+        """The zarr group itself, for arrays that are read in parts."""
+        return self._group
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Root attributes: schema version, stage, model fingerprint, parameters."""
+        return dict(self._group.attrs)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the store's arrays; that of a store from before it was recorded is taken now."""
+        recorded: str | None = self.attributes.get("digest")
+        return self.counted_digest() if recorded is None else recorded
+
+    def counted_digest(self) -> str:
+        """Digest of the arrays as they are on the disk now."""
+        arrays = [name for name, node in self._group.members(max_depth=None) if isinstance(node, zarr.Array)]
+        return joint_digest({name: self._array_digest(name) for name in arrays})
+
+    def holds(self, digests: Mapping[str, str]) -> bool:
+        """Whether these arrays are there and have these digests."""
+        return all(name in self._group and self._array_digest(name) == digest for name, digest in digests.items())
+
+    def _array_digest(self, name: str) -> str:
+        node = self._group[name]
+        assert isinstance(node, zarr.Array)
+        return array_digest(np.asarray(node[...]))
+
+    @property
+    def windows(self) -> str | None:
+        """Digest of the calibration windows that the store is, or is of; None where it does not say."""
+        attributes = self.attributes
+        return self.digest if attributes.get("stage") == "sample" else attributes.get("windows")
+
+    def get(self, name: str) -> Tensor:
+        """Read one array whole."""
+        if name not in self._group:
+            raise StoreError(f"{self._path} has no array {name!r}; it was written by another version: rerun its stage.")
+        node = self._group[name]
+        assert isinstance(node, zarr.Array)
+        if node.nchunks_initialized < node.nchunks:
+            raise StoreError(f"{self._path}: array {name!r} has lost its data; remove the store and rerun its stage.")
+        try:
+            return torch.from_numpy(np.array(node[...]))
+        except ValueError as error:
+            raise StoreError(
+                f"{self._path}: array {name!r} is damaged; remove the store and rerun its stage."
+            ) from error
+
+    def find(self, name: str) -> Tensor | None:
+        """Read one array, or return None where the stage had no reason to write it."""
+        return self.get(name) if name in self._group else None
+
+    def get_factors(self, name: str) -> LowRank:
+        """Read what :meth:`StoreWriter.put_factors` wrote."""
+        down = self.get(f"{name}/down")
+        up: list[Tensor] = []
+        while f"{name}/up_{len(up)}" in self._group:
+            up.append(self.get(f"{name}/up_{len(up)}"))
+        down_parts = list(down.split([part.shape[0] for part in up], dim=1))
+        return LowRank(down_parts, up, self.find(f"{name}/constant"))
+
+    def get_loss_moments(self, name: str) -> LossMoments:
+        """Read what :meth:`StoreWriter.put_loss_moments` wrote."""
+        return LossMoments(
+            self.get(f"{name}/gram"),
+            self.get(f"{name}/key_gradient"),
+            self.get(f"{name}/value_gradient"),
+            int(self.get(f"{name}/tokens")),
+            self.get(f"{name}/mean"),
+            self.get(f"{name}/offset"),
+        )
+
+
+def array_digest(array: np.ndarray) -> str:
+    """SHA-256 of an array's type, shape and bytes, 32 digits (the fastest hash of hashlib on common processors)."""
+    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()[:32]
+
+
+def joint_digest(digests: Mapping[str, str]) -> str:
+    """Digest of a store from those of its arrays."""
+    lines = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:32]
+
+
+def partial_path(path: Path) -> Path:
+    """Name under which an output is written until it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
+@contextlib.contextmanager
+def writing_folder(path: Path) -> Iterator[Path]:
+    """Fill a new folder under a partial name; replace ``path`` by it if the block succeeds.
+
+    Leftovers of a killed run are removed first. On any error nothing stays behind; a full disk
+    becomes a :class:`StoreError` that says so.
+    """
+    partial = partial_path(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    with telling_full_disk(path.parent):
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            shutil.rmtree(path, ignore_errors=True)
+            partial.replace(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def telling_full_disk(folder: Path) -> Iterator[None]:
+    """Turn a full disk into a :class:`StoreError` that says so."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors reports a full disk in the text of an exception of its own.
+        if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
+            raise StoreError(
+                f"no space left on the disk of {folder}; free some space or move the project, then run "
+                f"`dvc repro` again. Nothing half-written was kept."
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def writing_store(
+    path: str | Path, stage: str, model: str, parameters: Mapping[str, Any], windows: str | None = None
+) -> Iterator[StoreWriter]:
+    """Create the store ``path`` (a folder ending in .zarr) for the duration of the block.
+
+    Parameters
+    ----------
+    stage
+        Name of the stage that writes it.
+    model
+        Fingerprint of the source model (:func:`recalkv.model.source.fingerprint`).
+    parameters
+        Parameters that determine the content; plain JSON values.
+    windows
+        Digest of the calibration windows that the content is of (:attr:`StoreReader.windows`).
+    """
+    with writing_folder(Path(path)) as partial:
+        store = StoreWriter.create(partial, stage, model, parameters, windows)
+        yield store
+        store.complete()
+
+
+def open_store(path: str | Path, stage: str, model: str | None = None) -> StoreReader:
+    """Open a complete store written by ``stage``, from ``model`` if that is given.
+
+    Raises
+    ------
+    StoreError
+        If it is missing, unfinished, of another stage or schema, or from another model.
+    """
+    path = Path(path)
+    remedy = f"run `dvc repro {stage}`"
+    if not path.exists():
+        unfinished = partial_path(path).exists()
+        state = "is unfinished (its stage was interrupted)" if unfinished else "does not exist"
+        raise StoreError(f"{path} {state}; {remedy}.")
+    try:
+        group = zarr.open_group(path, mode="r")
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        raise StoreError(f"{path} is not a zarr store; remove it and {remedy}.") from error
+    attributes = dict(group.attrs)
+    if attributes.get("complete") is not True:
+        raise StoreError(f"{path} is unfinished (its stage was interrupted); remove it and {remedy}.")
+    for key, expected in (("schema_version", SCHEMA_VERSION), ("stage", stage), ("model", model)):
+        if expected is not None and attributes.get(key) != expected:
+            raise StoreError(
+                f"{path} has {key}={attributes.get(key)!r}, expected {expected!r}; it belongs to another model "
+                f"or version: {remedy}."
+            )
+    return StoreReader(group, path)

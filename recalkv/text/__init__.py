@@ -1,0 +1,1 @@
+"""Text: documents, evaluation corpora, and token windows."""

@@ -1,0 +1,117 @@
+"""Evaluation texts: which part of a corpus is measured, and how it is cut into windows.
+
+A name stands for a corpus as the paper and the public releases use it; a local file is taken whole.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recalkv.errors import DataError, ParameterError
+from recalkv.evaluation.perplexity import evaluation_windows
+from recalkv.params import EvaluationParams
+from recalkv.text.documents import load_documents
+from recalkv.text.windows import joined_tokens
+
+__all__ = ["PROTOCOLS", "Protocol", "further_windows", "main_documents", "main_windows", "text_names"]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a corpus is measured; the windows are those of ``evaluation.window``.
+
+    Attributes
+    ----------
+    split, max_documents, max_windows
+        Part that is measured.
+    separator
+        What the documents are joined by before the whole is tokenised as one string, with the special tokens
+        that the tokenizer puts at its start; None for blank lines between documents tokenised one by one.
+    """
+
+    split: str = "test"
+    max_documents: int | None = None
+    max_windows: int | None = None
+    separator: str | None = None
+
+
+PROTOCOLS = {
+    "embedded": Protocol(),
+    # GPTQ's protocols, which Palu and ReCalKV's release follow; of C4 the first 1,100 documents of the first
+    # validation shard, 256 windows of them.
+    "wikitext2": Protocol(separator="\n\n"),
+    "ptb": Protocol(separator=" "),
+    "c4": Protocol("validation", 1100, 256, separator=" "),
+}
+"""The corpora of the paper's Table 1, and the embedded one."""
+
+
+def main_documents(wanted: EvaluationParams) -> list[str]:
+    """Documents of ``evaluation.text``; a corpus' own part, unless another is asked for."""
+    protocol = PROTOCOLS.get(wanted.text, Protocol())
+    return load_documents(
+        wanted.text,
+        split=protocol.split if wanted.split == "test" else wanted.split,
+        subset=wanted.subset,
+        field=wanted.field,
+        max_documents=wanted.max_documents or protocol.max_documents,
+        revision=wanted.revision,
+    )
+
+
+def main_windows(tokenizer: Any, wanted: EvaluationParams) -> Tensor:
+    """Windows of ``evaluation.text``, (windows, tokens) int64."""
+    return _windows(tokenizer, wanted, wanted.text, main_documents(wanted))
+
+
+def further_windows(tokenizer: Any, wanted: EvaluationParams, text: str) -> Tensor:
+    """Windows of one of ``evaluation.further_texts``: the corpus' own protocol, and no more windows than asked for.
+
+    Raises
+    ------
+    DataError
+        If the text cannot be read or is shorter than one window.
+    """
+    protocol = PROTOCOLS.get(text)
+    if protocol is None:
+        return _windows(tokenizer, wanted, text, load_documents(text, split="test", field=wanted.field))
+    # `field` is that of local files.
+    documents = load_documents(text, split=protocol.split, max_documents=protocol.max_documents)
+    return _windows(tokenizer, wanted, text, documents)
+
+
+def _windows(tokenizer: Any, wanted: EvaluationParams, text: str, documents: list[str]) -> Tensor:
+    protocol = PROTOCOLS.get(text, Protocol())
+    bounds = [bound for bound in (protocol.max_windows, wanted.max_windows) if bound is not None]
+    if protocol.separator is None:
+        tokens = joined_tokens(tokenizer, documents)
+    else:
+        ids = tokenizer(protocol.separator.join(documents), verbose=False)["input_ids"]
+        tokens = torch.tensor(ids, dtype=torch.int64)
+    try:
+        return evaluation_windows(tokens, wanted.window, min(bounds, default=None), wanted.every)
+    except DataError as error:
+        raise DataError(f"{text!r}: {error}") from error
+
+
+def text_names(texts: list[str]) -> list[str]:
+    """Short names of ``evaluation.further_texts`` for reports: that of the corpus, or of the file.
+
+    Raises
+    ------
+    ParameterError
+        If a text is neither a known corpus nor an existing file, or if two would have one name.
+    """
+    names = []
+    for text in texts:
+        if text not in PROTOCOLS and not Path(text).is_file():
+            raise ParameterError(
+                f"evaluation.further_texts: {text!r} is neither a file nor one of {', '.join(PROTOCOLS)}."
+            )
+        names.append(Path(text).name)
+        if names.count(names[-1]) > 1:
+            raise ParameterError(f"evaluation.further_texts: two texts are called {names[-1]!r}; rename a file.")
+    return names
