@@ -21,6 +21,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError
 from recalkv.model.families import AttentionGeometry, check_supported, layer_attention_types
+from recalkv.model.precision import PRECISIONS
 
 __all__ = [
     "CheckpointSource",
@@ -30,8 +31,6 @@ __all__ = [
     "autocast",
     "run_layer",
 ]
-
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LayerSource(ABC):

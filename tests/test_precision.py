@@ -1,0 +1,43 @@
+"""Automatic precision: bfloat16 only where products of it are computed natively."""
+
+import platform
+
+import pytest
+import torch
+
+from recalkv.errors import ParameterError
+from recalkv.model import precision
+from recalkv.model.precision import resolve_precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_auto_follows_the_processor_and_a_named_type_does_not(monkeypatch, native):
+    """A named type is taken as it is, native or not."""
+    monkeypatch.setattr(precision, "_processor_multiplies_bfloat16", lambda: native)
+    assert resolve_precision("auto", CPU) == ("bfloat16" if native else "float32")
+    assert resolve_precision("float32", CPU) == "float32"
+    assert resolve_precision("bfloat16", CPU) == "bfloat16"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_plain_avx512_is_emulation(monkeypatch, native):
+    """On x86 the instruction decides, not oneDNN's answer, which is yes to any AVX-512."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    assert precision.multiplies_bfloat16(CPU) is native
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not precision.multiplies_bfloat16(CPU)
+
+
+def test_other_devices_take_float32():
+    """No claim is made for a device that is not asked."""
+    assert resolve_precision("auto", torch.device("meta")) == "float32"
+
+
+def test_unknown_precision():
+    """The message names the value and the choices."""
+    with pytest.raises(ParameterError, match=r"'fp8'.*auto, float32, bfloat16"):
+        resolve_precision("fp8", CPU)
