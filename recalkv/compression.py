@@ -15,9 +15,9 @@ from recalkv import algorithm
 from recalkv.errors import ParameterError
 from recalkv.method.lowrank import LowRank
 from recalkv.method.methods import resolve_method
-from recalkv.method.reorder import check_group_size
 from recalkv.method.svd import group_columns
 from recalkv.model.export import build_model, compressed_config, other_tensors
+from recalkv.model.families import check_group_size
 from recalkv.model.layers import LayerSource, ModuleSource
 from recalkv.params import CalibrationParams, CompressionParams
 from recalkv.reestimation import ReconstructedSource, check_schedule

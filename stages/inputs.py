@@ -10,7 +10,7 @@ from recalkv.method.allocation import LayerRanks
 from recalkv.method.factors import LayerFactors, LayerStatistics, key_weight, value_weight
 from recalkv.method.groups import HeadGrouping
 from recalkv.method.methods import resolve_method
-from recalkv.method.reorder import group_sizes
+from recalkv.model.families import group_sizes
 from recalkv.model.layers import CheckpointSource
 from recalkv.statistics.fisher import FisherScores
 from recalkv.statistics.whitening import InputMoments

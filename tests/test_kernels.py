@@ -19,8 +19,8 @@ from transformers import DynamicCache, StaticCache
 from recalkv.cache.rows import RowLayout
 from recalkv.errors import ParameterError
 from recalkv.kernels.plan import ScoresLaunch, cover_rank, scores_launch, value_blocks
-from recalkv.method.reorder import group_sizes
 from recalkv.model.attention import LatentAttention
+from recalkv.model.families import group_sizes
 from tests import tiny
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -16,7 +16,7 @@ from recalkv.method.ranks import (
     water_filling,
     water_level,
 )
-from recalkv.method.reorder import group_sizes
+from recalkv.model.families import group_sizes
 
 RATIOS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95)
 

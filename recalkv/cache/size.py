@@ -7,8 +7,7 @@ from typing import Any
 
 from recalkv.cache.rows import RowLayout
 from recalkv.method.ranks import check_ratio
-from recalkv.method.reorder import group_sizes
-from recalkv.model.families import AttentionGeometry
+from recalkv.model.families import AttentionGeometry, group_sizes
 from recalkv.model.sizes import ModelSizes
 
 __all__ = ["CONTEXTS", "KINDS", "MEMORIES_GIB", "CacheKind", "bytes_per_token", "checkpoint_bytes", "markdown", "table"]

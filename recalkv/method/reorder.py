@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from recalkv.errors import ParameterError
+from recalkv.model.families import check_group_size, group_sizes
 
 __all__ = [
     "PRICED_GROUPS",
@@ -27,22 +27,6 @@ __all__ = [
 
 PRICED_GROUPS = 64
 """Largest number of groups that are priced one by one."""
-
-
-def check_group_size(group_size: int, kv_heads: int) -> None:
-    """Raise :class:`ParameterError` unless 1 <= s <= h_kv."""
-    if not 1 <= group_size <= kv_heads:
-        raise ParameterError(
-            f"compression.group_size={group_size} must be between 1 and the model's {kv_heads} key/value "
-            f"heads; set it to {max(1, min(group_size, kv_heads))}."
-        )
-
-
-def group_sizes(kv_heads: int, group_size: int) -> list[int]:
-    """Heads per group: ``s`` each, the last one smaller where ``s`` does not divide ``h_kv``."""
-    check_group_size(group_size, kv_heads)
-    full, rest = divmod(kv_heads, group_size)
-    return [group_size] * full + ([rest] if rest else [])
 
 
 def neighbour_groups(kv_heads: int, group_size: int) -> list[list[int]]:

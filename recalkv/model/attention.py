@@ -23,8 +23,7 @@ from transformers.models.llama.modeling_llama import (
 from recalkv.cache.rows import RowLayout
 from recalkv.errors import CheckpointError
 from recalkv.method.fusion import absorbed_output, decode_query_limit
-from recalkv.method.reorder import group_sizes
-from recalkv.model.families import AttentionGeometry, layer_attention_types
+from recalkv.model.families import AttentionGeometry, group_sizes, layer_attention_types
 
 __all__ = ["LatentAttention", "SlotRotary", "latent_context", "rotated"]
 

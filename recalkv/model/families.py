@@ -7,14 +7,16 @@ from the dense one (length-dependent RoPE scalings, partial rotary embeddings) i
 from dataclasses import dataclass
 from typing import Any
 
-from recalkv.errors import UnsupportedModelError
+from recalkv.errors import ParameterError, UnsupportedModelError
 
 __all__ = [
     "SUPPORTED_FAMILIES",
     "SUPPORTED_ROPE_TYPES",
     "AttentionGeometry",
     "check_blocks",
+    "check_group_size",
     "check_supported",
+    "group_sizes",
     "layer_attention_types",
 ]
 
@@ -130,3 +132,19 @@ def layer_attention_types(config: Any) -> list[str]:
         return list(types)
     sliding = getattr(config, "sliding_window", None) is not None
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+
+
+def check_group_size(group_size: int, kv_heads: int) -> None:
+    """Raise :class:`ParameterError` unless 1 <= s <= h_kv."""
+    if not 1 <= group_size <= kv_heads:
+        raise ParameterError(
+            f"compression.group_size={group_size} must be between 1 and the model's {kv_heads} key/value "
+            f"heads; set it to {max(1, min(group_size, kv_heads))}."
+        )
+
+
+def group_sizes(kv_heads: int, group_size: int) -> list[int]:
+    """Heads per group: ``s`` each, the last one smaller where ``s`` does not divide ``h_kv``."""
+    check_group_size(group_size, kv_heads)
+    full, rest = divmod(kv_heads, group_size)
+    return [group_size] * full + ([rest] if rest else [])

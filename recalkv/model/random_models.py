@@ -7,7 +7,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from recalkv.method.ranks import check_ratio
-from recalkv.method.reorder import group_sizes
+from recalkv.model.families import group_sizes
 from recalkv.model.modeling import CONFIG_CLASSES, FORMAT_VERSION, MODEL_CLASSES
 from recalkv.model.sizes import ModelSizes
 
