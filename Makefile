@@ -1,48 +1,61 @@
-# `make reproduce` and `make test` do all set-up on a fresh machine with Python 3.11 and git.
-PYTHON ?= python3.11
+# `make reproduce` and `make test` do all set-up on a fresh machine with git and Python 3.11, 3.12 or 3.13.
+PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
+export DVC_NO_ANALYTICS := 1
 
-.PHONY: reproduce grid grids quick test test-all lint setup clean
+.PHONY: setup reproduce grid grids test test-all lint constraints clean
 
 setup: $(INSTALLED)
 
-# pip reads constraints.txt for every package, so an installation is the same everywhere.
+# constraints.txt pins every package, so nothing is resolved. torch is left to pip, whose configuration may name a build
+# for this machine, and which brings the CUDA libraries where the build wants them; uv is ten times faster with the rest.
 $(INSTALLED): pyproject.toml constraints.txt requirements-embedded.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \
+	"$(PYTHON) is Python %d.%d, but the pinned packages are those of 3.11 to 3.13: make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-embedded.txt
+	$(BIN)/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet "$$(grep '^uv==' constraints.txt)" || echo "without uv: pip takes minutes"
+	if [ -x $(BIN)/uv ]; then install="$(BIN)/uv pip install --python $(BIN)/python"; \
+	else install="$(BIN)/python -m pip install"; fi; \
+	$$install --quiet --no-deps --requirement constraints.txt --requirement requirements-embedded.txt && \
+	$$install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 reproduce: setup
-	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro
+	$(IN_VENV) dvc repro
 	@sed -n '/^## Dense beside/,/^## Ranks/p' reports/README.md | sed '/^## Ranks/d; /^!/d' | cat -s
 
 # One table of grids/grids.yaml: make grid NAME=methods
 grid: setup
-	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro grids/dvc.yaml:grid@$(NAME)
+	$(IN_VENV) dvc repro grids/dvc.yaml:grid@$(NAME)
 	@cat reports/grids/$(NAME).md
 
 # All of them.
 grids: setup
-	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro grids/dvc.yaml
+	$(IN_VENV) dvc repro grids/dvc.yaml
 
-# Every grid on little data, the ends of its ranges, into data/quick.
-quick: setup
-	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro baseline fisher
-	for name in methods ablation bits calibration; do $(BIN)/python -m stages.grid $$name --quick || exit 1; done
-
+# One thread a worker: two workers of two threads each are slower than two of one.
 test: setup lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 test-all: setup lint
-	$(BIN)/python -m pytest -m ""
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup -m ""
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# After a change of the requirements in pyproject.toml: keeps every pin that still fits (delete a line to renew it).
+# The CUDA libraries are those that torch asks for; its own requirement of Triton is overruled by the kernels'.
+TRITON := triton==3.9.0; sys_platform == 'linux'
+constraints: setup
+	echo "$(TRITON)" | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header \
+	--extra dev --override - --output-file constraints.txt pyproject.toml
+	sed -i.bak -E '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.bak
+
 clean:
-	rm -rf data/*.zarr data/*.partial data/*.resume data/model data/compressed data/timings data/finished data/continuation.jsonl data/cells data/grids data/quick data/study
+	rm -rf data/*.zarr data/*.partial data/model data/compressed data/continuation.jsonl data/grids

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from recalkv.compression import compress
 
 __all__ = ["__version__", "compress", "set_value_mode"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _register()
 
