@@ -1,79 +1,101 @@
 """One call for those who want no pipeline: dense model in, compressed model out."""
 
 import copy
-import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recalkv import algorithm
 from recalkv.errors import ParameterError
+from recalkv.method.allocation import allocate
+from recalkv.method.basis import quantizable
+from recalkv.method.factors import LayerFactors, factorize_layer
+from recalkv.method.fuse_layer import fuse_layer
+from recalkv.method.grouping import group_layers, layer_energies
 from recalkv.method.lowrank import LowRank
-from recalkv.method.methods import resolve_method
-from recalkv.method.svd import group_columns
+from recalkv.method.methods import Method, resolve_method
+from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
+from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
+from recalkv.method.reorder import check_group_size
 from recalkv.model.export import build_model, compressed_config, other_tensors
-from recalkv.model.families import check_group_size
 from recalkv.model.layers import LayerSource, ModuleSource
+from recalkv.model.precision import resolve_precision
+from recalkv.model.spec import LayerSpec
 from recalkv.params import CalibrationParams, CompressionParams
-from recalkv.reestimation import ReconstructedSource, check_schedule
-from recalkv.statistics.fisher import FisherScores, collect_fisher_scores
+from recalkv.statistics.fisher import FisherScores, collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
-from recalkv.store.resume import Pass
 from recalkv.text.windows import joined_tokens, sample_windows
 
-__all__ = [
-    "CompressedLayers",
-    "assemble",
-    "collect_statistics",
-    "compress",
-    "compress_layers",
-    "default_group_size",
-    "factorize_layers",
-    "reestimate",
-]
+__all__ = ["CompressedLayers", "Statistics", "assemble", "collect_statistics", "compress", "compress_layers"]
 
 Progress = Callable[[str, int, int], None]
 
 
-class CompressedLayers:
-    """Everything that the compression of a model produced, in memory.
+def _silent(step: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What calibration knows of a model.
 
     Attributes
     ----------
-    ranks
-        :class:`recalkv.algorithm.LayerRanks` of each layer.
-    permutations
-        Permutation of each layer's key/value heads.
-    keys, values
-        :class:`recalkv.method.svd.LowRank` of each layer.
-    outputs
-        Refitted output projection of each layer, (h * d_h, m), or None.
-    input_means
-        Mean attention input of each layer, (m,), where latents are quantised; otherwise None.
-    predicted_rises
-        Half the energy that each layer's factors discard; nats per token under the loss-aware metric.
+    layer
+        Statistics of a layer.
+    scores
+        Fisher scores; None where the method needs no gradients.
     """
 
-    def __init__(self) -> None:
-        self.ranks: list[algorithm.LayerRanks] = []
-        self.permutations: list[list[int]] = []
-        self.keys: list[LowRank] = []
-        self.values: list[LowRank] = []
-        self.outputs: list[Tensor | None] = []
-        self.input_means: list[Tensor | None] = []
-        self.predicted_rises: list[float] = []
+    layer: Callable[[int], LayerStatistics]
+    scores: FisherScores | None
 
 
-def default_group_size(kv_heads: int) -> int:
-    """The paper's 4, or all heads where there are fewer."""
-    return min(4, kv_heads)
+@dataclass
+class CompressedLayers:
+    """Everything that the compression of a model produced, in memory, by layer.
+
+    Attributes
+    ----------
+    specs
+        Ranks and bits.
+    permutations
+        Permutation of the key/value heads.
+    refits
+        Final factors, and the refitted output projection.
+    input_means
+        Mean attention input, (m,), where latents are quantised; otherwise None.
+    predicted_rises
+        Half the energy that the factors discard; nats per token under the loss-aware metric.
+    """
+
+    specs: list[LayerSpec]
+    permutations: list[list[int]]
+    refits: list[LayerRefit] = field(default_factory=list)
+    input_means: list[Tensor | None] = field(default_factory=list)
+    predicted_rises: list[float] = field(default_factory=list)
+
+    @property
+    def keys(self) -> list[LowRank]:
+        """Key factors."""
+        return [refit.keys for refit in self.refits]
+
+    @property
+    def values(self) -> list[LowRank]:
+        """Value factors."""
+        return [refit.values for refit in self.refits]
+
+    @property
+    def outputs(self) -> list[Tensor | None]:
+        """Refitted output projections, (h * d_h, m), or None."""
+        return [refit.output for refit in self.refits]
 
 
 def compress(
@@ -81,16 +103,13 @@ def compress(
     tokenizer: Any,
     texts: Sequence[str],
     *,
-    ratio: float = 0.5,
-    method: str = "loss-aware",
-    group_size: int | None = None,
-    samples: int = 32,
-    length: int = 1024,
-    seed: int = 0,
-    batch_size: int = 2,
-    precision: str = "bfloat16",
+    samples: int | None = None,
+    length: int | None = None,
+    seed: int | None = None,
+    batch_size: int | None = None,
+    precision: str | None = None,
     text_name: str = "texts of the caller's",
-    progress: Progress = lambda step, done, total: None,
+    progress: Progress = _silent,
     **compression: Any,
 ) -> Any:
     """Compress a dense Hugging Face model's KV cache, without training.
@@ -103,54 +122,74 @@ def compress(
         Its tokenizer.
     texts
         Calibration documents; together at least ``samples * length`` tokens.
-    ratio
-        Fraction of the dense cache's bytes to remove, in [0, 1).
-    method
-        ``loss-aware``, ``recalkv`` (the paper's), ``palu`` or ``svd``.
-    group_size
-        Key/value heads per group; by default the paper's 4, or all heads where there are fewer.
     samples, length, seed, batch_size, precision
-        As in :class:`recalkv.params.CalibrationParams`.
+        As in :class:`recalkv.params.CalibrationParams`, whose defaults they have.
     text_name
         What the model card calls the texts.
     progress
         Called with the step's name, finished layers and all layers.
     **compression
-        Any other field of :class:`recalkv.params.CompressionParams`, such as ``joint`` or ``refit``.
+        Fields of :class:`recalkv.params.CompressionParams`, such as ``ratio``, ``method``, ``group_size`` or ``bits``.
 
     Returns
     -------
     PreTrainedModel
         A new model whose cache is latent, in the dense model's type, on its device; save it with
         ``save_pretrained``.
+
+    Raises
+    ------
+    ParameterError
+        If a parameter is unknown or out of range.
     """
+    given = {"samples": samples, "length": length, "seed": seed, "batch_size": batch_size, "precision": precision}
     try:
-        kv_heads = int(getattr(model.config, "num_key_value_heads", 1))
-        parameters = CompressionParams(
-            ratio=ratio,
-            method=method,  # type: ignore[arg-type]
-            group_size=default_group_size(kv_heads) if group_size is None else group_size,
-            **compression,
-        )
-        calibration = CalibrationParams(
-            samples=samples,
-            length=length,
-            seed=seed,
-            batch_size=batch_size,
-            precision=precision,  # type: ignore[arg-type]
-        )
+        parameters = CompressionParams(**compression)
+        calibration = CalibrationParams(**{name: value for name, value in given.items() if value is not None})
     except ValueError as error:
         raise ParameterError(str(error)) from error
-    source = ModuleSource(model, precision=calibration.precision)
-    windows = sample_windows(joined_tokens(tokenizer, texts), samples, length, seed)
+    device = next(model.parameters()).device
+    source = ModuleSource(model, device, resolve_precision(calibration.precision, device))
+    tokens = joined_tokens(tokenizer, texts)
+    windows = sample_windows(tokens, calibration.samples, calibration.length, calibration.seed)
     result = compress_layers(source, windows, calibration, parameters, progress)
     dtype = next(model.parameters()).dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
-    name = getattr(model.config, "_name_or_path", None)
-    provenance: dict[str, str | None] = {"name": name, "revision": None, "fingerprint": None}
+    provenance = {"name": getattr(model.config, "_name_or_path", None), "revision": None, "fingerprint": None}
     named = calibration.model_copy(update={"text": text_name})
     compressed = assemble(source, result, parameters, dtype, provenance, named)
     compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
     return compressed
+
+
+def collect_statistics(
+    source: LayerSource,
+    windows: Tensor,
+    calibration: CalibrationParams,
+    method: Method,
+    progress: Progress = _silent,
+) -> Statistics:
+    """Statistics of every layer; the gradients' half is left out where the method does not need it."""
+    total, used = source.num_layers, windows[: calibration.fisher_samples]
+    inputs: list[InputMoments] = []
+    loss: dict[int, LossMoments] = {}
+    scores = None
+    with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+        keep = None
+        if method.metric == "loss" or method.allocation == "fisher":
+            samples, length = used.shape
+            shape = (samples, length, source.geometry.hidden)
+            keep = LayerInputs(Path(scratch), shape, source.precision)
+        for index, moments in collect_input_moments(source, windows, calibration.batch_size, keep):
+            inputs.append(moments)
+            progress("whiten", index + 1, total)
+        if keep is not None:
+            pair = torch.zeros(2, total, dtype=torch.float64)
+            for layer in collect_gradients(source, used, calibration, keep):
+                pair[0, layer.index], pair[1, layer.index] = layer.key_score, layer.value_score
+                loss[layer.index] = layer.moments
+                progress("fisher", total - layer.index, total)
+            scores = FisherScores(*pair)
+    return Statistics(lambda index: LayerStatistics(inputs[index], loss.get(index)), scores)
 
 
 def compress_layers(
@@ -158,201 +197,50 @@ def compress_layers(
     windows: Tensor,
     calibration: CalibrationParams,
     parameters: CompressionParams,
-    progress: Progress = lambda step, done, total: None,
+    progress: Progress = _silent,
+    statistics: Statistics | None = None,
 ) -> CompressedLayers:
-    """Run Algorithm 1 on token windows; the factors are those of the pipeline's stages."""
-    check_group_size(parameters.group_size, source.geometry.kv_heads)
-    algorithm.check_scales(source.config, parameters)
-    collected, scores = collect_statistics(source, windows, calibration, parameters, progress)
-    statistics, scores = reestimate(
-        source, windows, calibration, collected.__getitem__, scores, parameters, progress=progress
-    )
-    return factorize_layers(source, windows, calibration, statistics, scores, parameters, progress)
-
-
-def collect_statistics(
-    source: LayerSource,
-    windows: Tensor,
-    calibration: CalibrationParams,
-    parameters: CompressionParams,
-    progress: Progress = lambda step, done, total: None,
-) -> tuple[list[algorithm.LayerStatistics], FisherScores | None]:
-    """Statistics of every layer; the gradients' half is left out where the method does not need it."""
-    method, loss = resolve_method(parameters), dict[int, LossMoments]()
-    moments: list[InputMoments] = []
-    keep = loss.__setitem__ if method.metric == "loss" or method.allocation == "fisher" else None
-    scores = _two_passes(source, windows, calibration, moments.append, keep, progress)
-    return [algorithm.LayerStatistics(plain, loss.get(index)) for index, plain in enumerate(moments)], scores
-
-
-def reestimate(
-    source: LayerSource,
-    windows: Tensor,
-    calibration: CalibrationParams,
-    statistics: Callable[[int], algorithm.LayerStatistics],
-    scores: FisherScores | None,
-    parameters: CompressionParams,
-    put: Callable[[int, int, LossMoments], object] | None = None,
-    get: Callable[[int, int], LossMoments] | None = None,
-    progress: Progress = lambda step, done, total: None,
-    work: Pass | None = None,
-) -> tuple[Callable[[int], algorithm.LayerStatistics], FisherScores | None]:
-    """Take the gradients' statistics again at each ratio of ``compression.reestimate``.
-
-    Factors are those of the dense weights all along, and so are the plain input moments; only the
-    loss-aware moments and the Fisher scores are those of the model compressed so far, without refit.
+    """Run Algorithm 1 on token windows; the factors are those of the pipeline's stages.
 
     Parameters
     ----------
-    statistics, scores
-        Of the dense model.
-    put, get
-        Keep and return the moments of a (step, layer); in memory, where they are not given.
-    work
-        Keeps the scores of finished steps, whose moments ``get`` still returns, for the next run.
-
-    Returns
-    -------
-    statistics, scores
-        Of the last step; those given, where the schedule is empty.
-    """
-    check_schedule(parameters.reestimate, parameters.ratio)
-    if put is None or get is None:
-        shelf: dict[tuple[int, int], LossMoments] = {}
-
-        def put(step: int, index: int, moments: LossMoments) -> None:
-            shelf[step, index] = moments
-
-        def get(step: int, index: int) -> LossMoments:
-            return shelf[step, index]
-
-    dense_statistics, work = statistics, work or Pass()
-    for step, ratio in enumerate(parameters.reestimate):
-
-        def latest(index: int, step: int = step) -> algorithm.LayerStatistics:
-            return algorithm.LayerStatistics(dense_statistics(index).inputs, get(step, index))
-
-        # A method's own refit may not go with every choice; none is wanted here.
-        settings = {"ratio": ratio, "reestimate": [], "refit": "none", "refit_target": "auto", "bits": 16}
-        stop = parameters.model_copy(update=settings)
-        retaken = functools.partial(
-            _retaken_scores,
-            source, windows, calibration, statistics, scores, stop, functools.partial(put, step), progress,
-        )  # fmt: skip
-
-        def finished_step(retaken: Callable[[], list[Tensor]] = retaken, step: int = step) -> list[Tensor]:
-            tensors = retaken()
-            work.finish(step)
-            return tensors
-
-        scores = FisherScores(*work.kept(f"step-{step}", finished_step))
-        statistics = latest
-    return statistics, scores
-
-
-def _retaken_scores(
-    source: LayerSource,
-    windows: Tensor,
-    calibration: CalibrationParams,
-    statistics: Callable[[int], algorithm.LayerStatistics],
-    scores: FisherScores | None,
-    stop: CompressionParams,
-    put: Callable[[int, LossMoments], object],
-    progress: Progress,
-) -> list[Tensor]:
-    """Fisher scores of the model compressed as ``stop`` says: key, value, window losses; ``put`` takes its moments."""
-    result = factorize_layers(source, windows, calibration, statistics, scores, stop, progress)
-
-    def factors(index: int) -> tuple[LowRank, LowRank, Tensor]:
-        order = torch.cat(group_columns([result.permutations[index]], source.geometry.head_dim))
-        return result.keys[index], result.values[index], order
-
-    compressed = ReconstructedSource(source, factors)
-    retaken = _two_passes(compressed, windows, calibration, lambda moments: None, put, progress)
-    assert retaken is not None
-    return [retaken.key, retaken.value, retaken.window_loss]
-
-
-def _two_passes(
-    source: LayerSource,
-    windows: Tensor,
-    calibration: CalibrationParams,
-    keep_inputs: Callable[[InputMoments], object],
-    keep_loss: Callable[[int, LossMoments], object] | None,
-    progress: Progress,
-) -> FisherScores | None:
-    """Forward pass for the input moments, and backward pass unless ``keep_loss`` is None."""
-    total, used = source.num_layers, windows[: calibration.fisher_samples]
-    with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
-        inputs = None
-        if keep_loss is not None:
-            samples, length = used.shape
-            folder = Path(scratch) / "inputs"
-            width = source.geometry.hidden
-            inputs = LayerInputs(folder, samples, length, width, calibration.batch_size, source.precision)
-        for index, moments in enumerate(collect_input_moments(source, windows, calibration.batch_size, inputs)):
-            keep_inputs(moments)
-            progress("whiten", index + 1, total)
-        if inputs is None or keep_loss is None:
-            return None
-
-        def keep(index: int, moments: LossMoments) -> None:
-            keep_loss(index, moments)
-            progress("fisher", total - index, total)
-
-        return collect_fisher_scores(source, used, calibration, inputs, keep)
-
-
-def factorize_layers(
-    source: LayerSource,
-    windows: Tensor,
-    calibration: CalibrationParams,
-    statistics: Callable[[int], algorithm.LayerStatistics],
-    scores: FisherScores | None,
-    parameters: CompressionParams,
-    progress: Progress = lambda step, done, total: None,
-) -> CompressedLayers:
-    """Run everything of Algorithm 1 that follows the statistics; they may come from a store.
-
-    Parameters
-    ----------
+    windows : (samples, length) int64
+        Calibration windows.
     statistics
-        Statistics of a layer.
-    scores
-        Fisher scores, where the allocation uses them.
+        Of these windows, where they have been collected; None to collect them.
     """
-    algorithm.check_scales(source.config, parameters)
-    total, d_h = source.num_layers, source.geometry.head_dim
+    method, total = resolve_method(parameters), source.num_layers
+    check_group_size(method.group_size, source.geometry.kv_heads)
+    known = statistics or collect_statistics(source, windows, calibration, method, progress)
 
-    def weights(index: int) -> tuple[Tensor, Tensor]:
-        return algorithm.key_weight(source, index), algorithm.value_weight(source, index)
+    def problems(index: int) -> LayerProblem:
+        return LayerProblem.of(source, index, known.layer(index), method)
 
-    result = CompressedLayers()
-    groupings = algorithm.group_layers(
-        source.geometry, weights, statistics, scores, parameters, lambda i: progress("reorder", i + 1, total)
-    )
+    groupings = []
+    for grouping in group_layers(source.geometry, problems, known.scores, method):
+        groupings.append(grouping)
+        progress("reorder", len(groupings), total)
     groups = [grouping.groups for grouping in groupings]
-    result.permutations = [grouping.permutation for grouping in groupings]
-    energies = None
-    if resolve_method(parameters).allocation == "water-filling":
-        energies = algorithm.layer_energies(weights, statistics, groups, d_h, parameters)
-    result.ranks, _ = algorithm.allocate(source.geometry, scores, parameters, energies)
-    starts = []
+    energies = layer_energies(problems, groups) if method.allocation == "water-filling" else None
+    specs, _ = allocate(source.geometry, known.scores, method, energies)
+    result = CompressedLayers(specs, [grouping.permutation for grouping in groupings])
+
+    @functools.cache
+    def factors(index: int) -> LayerFactors:
+        return factorize_layer(problems(index), groups[index], specs[index])
+
     for index in range(total):
-        start = algorithm.factorize_layer(
-            weights(index), statistics(index), groups[index], result.ranks[index], d_h, parameters
-        )
-        starts.append(dataclasses.replace(start, keys=rounded(start.keys), values=rounded(start.values)))
-        result.predicted_rises.append(start.predicted_rise)
+        result.predicted_rises.append(factors(index).predicted_rise)
         progress("factorize", index + 1, total)
-    refits = algorithm.refit_layers(
-        source, windows, calibration, starts.__getitem__, statistics, groups, result.ranks, parameters
-    )
-    for index, refit in enumerate(refits):
-        result.keys.append(rounded(refit.keys))
-        result.values.append(rounded(refit.values))
-        result.outputs.append(None if refit.output is None else refit.output.float())
-        result.input_means.append(None if refit.input_mean is None else refit.input_mean.float())
+
+    def start(index: int) -> LayerStart:
+        return LayerStart(factors(index), groups[index], value_groups(groups[index], method))
+
+    for index, fitted in refit_layers(source, windows, calibration.batch_size, start, method):
+        problem = problems(index)
+        final = quantizable(fitted, problem, groups[index], specs[index], index) if method.quantised else fitted
+        result.refits.append(final)
+        result.input_means.append(problem.input_mean.float() if method.quantised else None)
         progress("calibrate", index + 1, total)
     return result
 
@@ -366,24 +254,11 @@ def assemble(
     calibration: CalibrationParams | None = None,
 ) -> Any:
     """Build the compressed model in memory from its factors."""
-    config = compressed_config(source, result.permutations, result.ranks, parameters, provenance, calibration)
+    config = compressed_config(source, result.specs, result.permutations, parameters, provenance, calibration)
     layers = (
-        algorithm.fuse_layer(
-            source,
-            i,
-            result.permutations[i],
-            result.keys[i],
-            result.values[i],
-            result.outputs[i],
-            parameters,
-            result.input_means[i],
+        fuse_layer(source, index, spec, permutation, refit, mean)
+        for index, (spec, permutation, refit, mean) in enumerate(
+            zip(result.specs, result.permutations, result.refits, result.input_means, strict=True)
         )
-        for i in range(source.num_layers)
     )
     return build_model(config, other_tensors(source), layers, dtype)
-
-
-def rounded(factors: LowRank) -> LowRank:
-    """Return the factors as the stores keep them, float32."""
-    constant = None if factors.constant is None else factors.constant.float()
-    return LowRank([part.float() for part in factors.down], [part.float() for part in factors.up], constant)

@@ -4,7 +4,7 @@ The defaults here are those of the Python interface; the file must spell every k
 is a complete record of the run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,6 @@ from recalkv.errors import ParameterError
 
 __all__ = [
     "CalibrationParams",
-    "CompareParams",
     "CompressionParams",
     "EvaluationParams",
     "LatencyParams",
@@ -26,6 +25,9 @@ __all__ = [
     "load_params",
     "parse_params",
 ]
+
+
+Precision = Literal["auto", "float32", "bfloat16"]
 
 
 class _Section(BaseModel):
@@ -51,27 +53,21 @@ class _TextParams(_Section):
 class CalibrationParams(_TextParams):
     """Calibration sampling (paper: 256 windows of 2048 tokens of WikiText-2)."""
 
-    samples: int = Field(32, ge=1, description="token windows")
+    samples: int = Field(16, ge=1, description="token windows")
     length: int = Field(1024, ge=2, description="tokens per window")
     seed: int = Field(0, ge=0, description="seed of the choice of windows")
     fisher_samples: int | None = Field(
         None, ge=1, description="use the first so many windows for the Fisher scores; null for all. Their layer "
         "inputs take fisher_samples * length * hidden size * layers * 2 or 4 bytes of disk",
     )  # fmt: skip
-    labels: Literal["data", "model"] = Field(
-        "data",
-        description="labels of the gradients: the text's next tokens (empirical Fisher), or drawn from the model",
-    )
-    gradients: Literal["token", "window"] = Field(
-        "token", description="unit of the gradients' second moment: single tokens, or sums over a window"
-    )
     sink_tokens: int = Field(
         1, ge=0, description="tokens at the start of each window kept out of the loss-aware moments as attention sinks"
     )
-    sink_weight: float = Field(1.0, ge=0, description="weight of the sinks' inputs in the loss-aware input moment")
     batch_size: int = Field(2, ge=1, description="windows per step: changes memory, not results")
-    precision: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="type of the matrix products of the calibration passes; statistics are float32/64"
+    precision: Precision = Field(
+        "auto",
+        description="type of the matrix products of the calibration passes; auto is bfloat16 where the device multiplies "
+        "it natively, else float32. Statistics are float32/64",
     )
 
 
@@ -87,54 +83,29 @@ class CompressionParams(_Section):
         "auto", description="error that the factors minimise: of the weight, of its outputs, or of the loss"
     )
     joint: Literal["auto"] | bool = Field("auto", description="keys and values of a group share one latent")
-    centre: Literal["auto"] | bool = Field(
-        "auto", description="keys and values of the mean input become biases, so that they cost no rank"
-    )
     grouping: Literal["auto", "neighbours", "cka", "tail-energy"] = Field(
         "auto", description="which heads share a latent; cka is the paper's HSR"
     )
     allocation: Literal["auto", "water-filling", "fisher", "uniform"] = Field(
         "auto", description="how ranks share the budget"
     )
-    reestimate: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
-        default_factory=list,
-        description="ratios at which the gradients' statistics are taken again, on the model compressed so far",
-    )
-    refit: Literal["auto", "none", "values", "factors", "output"] = Field(
+    refit: Literal["auto", "none", "values", "output"] = Field(
         "auto",
-        description="what is fitted again on inputs behind the compressed prefix: value factors (the paper's OVC), "
-        "key and value factors, or the output projection",
+        description="what is fitted again on inputs behind the compressed prefix: value factors (the paper's OVC), or "
+        "the output projection",
     )
-    refit_target: Literal["auto", "same-input", "dense-output", "residual"] = Field(
-        "auto",
-        description="what the fit aims at: the dense layer on the same inputs, on the dense model's inputs, or (output "
-        "only) the dense model's residual stream",
-    )
-    refit_blend: float = Field(1.0, ge=0, le=1, description="step from the same-input target to refit_target")
     refit_ridge: float = Field(0.3, ge=0, description="ridge of the output's fit, relative to the mean diagonal")
     refit_samples: int | None = Field(None, ge=1, description="calibration windows of the fit; null for all")
-    ovc_iterations: int = Field(1, ge=1, description="sweeps of OVC's two closed forms (paper: 1)")
     bits: Literal[16, 8, 4, 3, 2, "mixed"] = Field(
         16,
         description="bits per cached element; 16 leaves latents in the model's type, mixed gives every direction 0, 2, "
         "4 or 8 under the one budget. Below 16, `ratio` counts bytes against a dense 16-bit cache",
     )  # fmt: skip
-    scales: Literal["token", "channel"] = Field(
-        "token",
-        description="below 16 bits: what shares a scale, the latents of one token, or those of one channel in a block "
-        "of tokens (keys, and latents that keys and values share; KIVI); the last, incomplete block stays exact",
-    )
-    block: int = Field(
-        32, ge=8, le=1024, multiple_of=8, description="tokens of a block, with scales=channel; a multiple of 8"
-    )
     rotation_seed: int = Field(0, ge=0, description="seed of the rotations of quantised latents")
     rank_multiple: int = Field(1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs")
     damping: float = Field(1e-6, ge=0, description="ridge on Gram matrices, relative to their mean diagonal")
     gradient_damping: float = Field(
         1e-3, ge=0, description="ridge on the gradients' second moments, relative to their mean diagonal"
-    )
-    value_mode: Literal["auto", "fused", "absorbed", "reconstructed"] = Field(
-        "auto", description="value path; auto fuses R_v into W_o only where that saves work"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the exported weights; auto is the dense checkpoint's"
@@ -159,8 +130,8 @@ class EvaluationParams(_TextParams):
         description="tokens of a perplexity window that are read in one pass, the others being decoded one by one "
         "through the cache; null for all in one pass",
     )
-    precision: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="type of the matrix products where perplexity is measured, dense and compressed alike"
+    precision: Precision = Field(
+        "auto", description="type of the matrix products where perplexity is measured, dense and compressed alike"
     )
     generation_prompt_tokens: int = Field(512, ge=1, description="prompt length of the timed generation, tokens")
     generation_new_tokens: int = Field(128, ge=2, description="length of the timed generation, tokens")
@@ -249,32 +220,10 @@ class LatencyParams(_Section):
     )
 
 
-class CompareParams(_Section):
-    """All methods side by side at equal budgets."""
-
-    ratios: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default_factory=lambda: [0.5], min_length=1, description="fractions of the dense cache's bytes to remove"
-    )
-    group_sizes: list[int] = Field(default_factory=lambda: [2], min_length=1, description="group sizes to compare at")
-
-
 class RuntimeParams(_Section):
     """Where things run; changes no result beyond rounding."""
 
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
-    processes: int = Field(
-        1,
-        ge=1,
-        description="processes that share the windows in whiten, fisher and calibrate, each with a device of its own "
-        "(or a part of the CPU). An interrupted stage of several processes starts over",
-    )  # fmt: skip
-    resume_seconds: float | None = Field(
-        30.0,
-        ge=0,
-        description="least time between two saved states, from which an interrupted stage continues; 0 for one after "
-        "every layer, null for none: then it starts over. A state takes samples * length * hidden size * 4 bytes "
-        "of disk, and for some refits twice that",
-    )  # fmt: skip
     device_map: Literal["auto", "balanced", "sequential"] | None = Field(
         None,
         description="how accelerate splits models that are larger than the device, where whole models are evaluated; "
@@ -283,7 +232,7 @@ class RuntimeParams(_Section):
     kernels: Literal["auto", "triton", "torch"] = Field(
         "auto",
         description="how compressed models decode: triton is the fused kernels or an error, torch is plain torch, "
-        "auto takes the kernels where they can serve and are predicted to pay (recalkv.kernels.rule)",
+        "auto takes the kernels where they can serve and get a trial step right",
     )
 
 
@@ -298,12 +247,19 @@ class Params(_Section):
     needle: NeedleParams
     longbench: LongBenchParams
     latency: LatencyParams
-    compare: CompareParams
     runtime: RuntimeParams
 
 
-def load_params(path: str | Path) -> Params:
-    """Read and check a parameter file; every key of every section must be there."""
+def load_params(path: str | Path, changes: Sequence[str] = ()) -> Params:
+    """Read and check a parameter file; every key of every section must be there.
+
+    Parameters
+    ----------
+    path
+        The file.
+    changes
+        ``SECTION.KEY=VALUE`` in place of the file's, values in YAML.
+    """
     path = Path(path)
     try:
         raw = yaml.safe_load(path.read_text())
@@ -313,6 +269,12 @@ def load_params(path: str | Path) -> Params:
         raise ParameterError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, Mapping):
         raise ParameterError(f"{path} must hold the sections {', '.join(Params.model_fields)}.")
+    for change in changes:
+        name, equals, value = change.partition("=")
+        section, dot, key = name.partition(".")
+        if not (equals and dot) or not isinstance(raw.get(section), dict):
+            raise ParameterError(f"--set {change!r} must be SECTION.KEY=VALUE, such as compression.ratio=0.7.")
+        raw[section][key] = yaml.safe_load(value)
     return parse_params(raw, str(path))
 
 

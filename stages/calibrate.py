@@ -1,59 +1,53 @@
-"""Stage 8: calibration under error; OVC of the values (the paper's), of the factors, or of the output."""
-
-from pathlib import Path
+"""Step 7: fit each layer again behind the compressed prefix; OVC of the values (the paper's), or of the output."""
 
 import typer
 
-from recalkv.method.refit import refit_layers
-from stages.common import DataOption, ParamsOption, in_processes, running
-from stages.inputs import Inputs, Statistics
+from recalkv.method.basis import quantizable
+from recalkv.method.methods import resolve_method
+from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
+from recalkv.store.stores import layer_name
+from stages.common import Stage, stage
+from stages.stored import Stored
 
 
-def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
-    """Fit each layer again behind the compressed prefix, as the method asks; write the final factors."""
-    if in_processes("calibrate", params, data, "calibrate"):
-        return
-    with running("calibrate", params, data, parallel=True) as stage:
-        wanted = stage.params.compression
-        source, inputs, statistics = stage.source(), Inputs(stage), Statistics(stage)
-        keys = {
-            "method",
-            "centre",
-            "refit",
-            "refit_target",
-            "refit_blend",
-            "refit_ridge",
-            "refit_samples",
-            "ovc_iterations",
-        }
-        layers = range(source.num_layers)
-        record = wanted.model_dump(mode="json", include=keys)
-        settings = stage.params.model_dump(mode="json", include={"calibration", "compression"})
-        read = ["sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize"]
-        with stage.write_by_layer(record, read, settings) as ((store,), work):
-            refits = refit_layers(
-                source,
-                stage.read("sample").get("windows"),
-                stage.params.calibration,
-                inputs.factors,
-                statistics,
-                [inputs.grouping(index, wanted.group_size).groups for index in layers],
-                inputs.ranks(),
-                wanted,
-                work,
-            )
-            for index, refit in enumerate(stage.progress(refits, source.num_layers), start=work.done):
-                name = f"layers/{index:03d}"
-                store.put_factors(f"{name}/key", refit.keys)
-                store.put_factors(f"{name}/value", refit.values)
-                if refit.output is not None:
-                    store.put(f"{name}/output", refit.output.float())
-                if refit.input_mean is not None:
-                    store.put(f"{name}/input_mean", refit.input_mean.float())
-                work.finish(index, error_before=refit.error_before, error_after=refit.error_after)
-            for part in ("error_before", "error_after"):
-                store.put(part, work.figure(part))
+@stage(parallel=True)
+def calibrate(run: Stage) -> None:
+    """Fit each layer again, as the method asks; write the final factors, in the basis of the cache."""
+    stored, method = Stored(run), resolve_method(run.params.compression)
+    specs, windows = stored.specs(), run.read("sample").get("windows")
+    record = run.params.compression.model_dump(mode="json", include={"method", "refit", "refit_ridge", "refit_samples"})
+    settings = run.params.model_dump(mode="json", include={"calibration", "compression"}) | {"precision": run.precision}
+    read = ["sample", "whiten", "fisher", "reorder", "allocate", "factorize"]
+    with run.write_layers(record, read, settings) as store:
+
+        def start(index: int) -> LayerStart:
+            return LayerStart(stored.factors(index), stored.groups(index), stored.value_groups(index))
+
+        def fitted(index: int) -> LayerRefit | None:
+            # Quantised value factors stand in another basis than they were fitted in.
+            if index not in store.finished or (method.refit == "values" and method.quantised):
+                return None
+            figures = store.finished[index]
+            return stored.refit(store, index, figures["error_before"], figures["error_after"])
+
+        batch = run.params.calibration.batch_size
+        refits = refit_layers(stored.source, windows, batch, start, method, fitted)
+        for index, refit in run.progress(refits, len(specs) - len(store.finished)):
+            name = layer_name(index)
+            if method.quantised:
+                problem = stored.problem(index)
+                final = quantizable(refit, problem, stored.groups(index), specs[index], index)
+                store.put(f"{name}/input_mean", problem.input_mean.float())
+            else:
+                final = refit
+            store.put_factors(f"{name}/key", final.keys)
+            store.put_factors(f"{name}/value", final.values)
+            if final.output is not None:
+                store.put(f"{name}/output", final.output)
+            store.finish(index, error_before=final.error_before, error_after=final.error_after)
+        for part in ("error_before", "error_after"):
+            store.put(part, store.figure(part))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(calibrate)

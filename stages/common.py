@@ -1,13 +1,12 @@
-"""What every stage shares: parameters, paths, device, progress, timing, and one way to fail."""
+"""What every stage shares: its command line, parameters, stores, device, progress, timing, and one way to fail."""
 
 import contextlib
+import inspect
 import json
 import os
-import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -21,34 +20,30 @@ import recalkv
 from recalkv.errors import ParameterError, ReCalKVError, StoreError
 from recalkv.evaluation.resources import peak_device_mib, peak_resident_mib
 from recalkv.model.layers import CheckpointSource
+from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, read_reference
 from recalkv.params import Params, load_params
 from recalkv.statistics import distributed
-from recalkv.store.resume import Pass, PlannedStore, resume_key, source_digest, writing_resumable
-from recalkv.store.stores import SCHEMA_VERSION, StoreReader, StoreWriter, open_store, partial_path, writing_store
+from recalkv.store.stores import (
+    SCHEMA_VERSION,
+    StoreReader,
+    StoreWriter,
+    digest_of,
+    open_store,
+    partial_path,
+    source_digest,
+    writing_layers,
+    writing_store,
+)
 
-__all__ = [
-    "STAGES",
-    "DataOption",
-    "ParamsOption",
-    "ReportsOption",
-    "Stage",
-    "device_of",
-    "in_processes",
-    "running",
-    "user_errors",
-    "write_json",
-]
+__all__ = ["Stage", "device_of", "stage", "user_errors", "write_json"]
 
 ParamsOption = Annotated[Path, typer.Option("--params", help="Parameter file (YAML).")]
 DataOption = Annotated[Path, typer.Option("--data", help="Folder of the stages' stores.")]
 ReportsOption = Annotated[Path, typer.Option("--reports", help="Folder of metrics, plots and the report.")]
-
-STAGES = (
-    "model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse",
-    "baseline", "evaluate", "zeroshot", "needle", "longbench", "latency", "compare", "report",
-)  # fmt: skip
-"""All stages, in order."""
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Parameter in place of the file's, SECTION.KEY=YAML; repeatable.")
+]
 
 T = TypeVar("T")
 
@@ -58,14 +53,15 @@ class Stage:
 
     Attributes
     ----------
-    resumed_layers
-        Layers that an interrupted run had finished.
+    name, params, data, reports
+        Name of the stage, all parameters, and the folders of stores and of reports.
+    device : torch.device
+        Where it computes.
     """
 
-    def __init__(self, name: str, params: Params, data: Path) -> None:
-        self.name, self.params, self.data = name, params, data
+    def __init__(self, name: str, params: Params, data: Path, reports: Path) -> None:
+        self.name, self.params, self.data, self.reports = name, params, data, reports
         self.device = distributed.own_device(device_of(params.runtime.device))
-        self.resumed_layers = 0
         # The first store read that is of calibration windows, and their digest.
         self._windows: tuple[Path, str] | None = None
 
@@ -73,9 +69,14 @@ class Stage:
         """Return the dense model that the model stage resolved."""
         return read_reference(self.data / "model")
 
+    @property
+    def precision(self) -> str:
+        """Type of the calibration's matrix products on this device."""
+        return resolve_precision(self.params.calibration.precision, self.device)
+
     def source(self) -> CheckpointSource:
         """Open the dense model, layer by layer, in the calibration's precision."""
-        return CheckpointSource(self.model().folder, self.device, self.params.calibration.precision)
+        return CheckpointSource(self.model().folder, self.device, self.precision)
 
     def read(self, stage: str) -> StoreReader:
         """Open another stage's store; refuses one from another model, or of other windows than those read before."""
@@ -90,141 +91,111 @@ class Stage:
                 )
         return store
 
-    def write(self, parameters: dict[str, Any]) -> contextlib.AbstractContextManager[StoreWriter]:
-        """Create this stage's own store."""
-        store = self._planned(self.name, parameters)
-        return writing_store(store.path, store.stage, store.model, store.parameters, store.windows)
+    def write(self, record: Mapping[str, Any]) -> contextlib.AbstractContextManager[StoreWriter]:
+        """Create this stage's own store; ``record`` are the parameters that determine it."""
+        path = self.data / f"{self.name}.zarr"
+        return writing_store(path, self.name, self.model().fingerprint, record, self._windows_digest)
 
     @contextlib.contextmanager
-    def write_by_layer(
-        self,
-        parameters: dict[str, Any],
-        inputs: Sequence[str],
-        settings: Mapping[str, Any],
-        ordered: bool = True,
-        beside: Mapping[str, dict[str, Any]] | None = None,
-        name: str | None = None,
-    ) -> Iterator[tuple[list[StoreWriter], Pass]]:
-        """Create this stage's own store, or continue the one of an interrupted run.
+    def write_layers(
+        self, record: Mapping[str, Any], inputs: Sequence[str], settings: Mapping[str, Any]
+    ) -> Iterator[StoreWriter]:
+        """Create this stage's own store layer by layer, or go on with that of an interrupted run.
 
-        Of several processes the first writes, and starts over.
+        Of several processes the first writes.
 
         Parameters
         ----------
-        parameters
+        record
             Recorded in the store.
         inputs
             Stages whose stores the content depends on.
         settings
             Parameters that it depends on, plain JSON values.
-        ordered
-            Whether each layer needs what the one before left (:class:`recalkv.store.resume.ResumablePass`).
-        beside
-            Names and recorded parameters of further stores of the same pass; all processes write to their groups.
-        name
-            Of the store; default the stage's own.
         """
-        digests = {each: self.read(each).digest for each in inputs}
-        planned = {name or self.name: parameters, **(beside or {})}
-        stores = [self._planned(each, record) for each, record in planned.items()]
-        seconds = self.params.runtime.resume_seconds
-        if distributed.processes() > 1 or seconds is None:
-            with contextlib.ExitStack() as stack:
-                if distributed.is_first():
-                    writers = [
-                        stack.enter_context(writing_store(s.path, s.stage, s.model, s.parameters, s.windows))
-                        for s in stores
-                    ]
-                distributed.barrier()
-                if not distributed.is_first():
-                    groups = [zarr.open_group(partial_path(store.path), mode="r+") for store in stores]
-                    writers = [StoreWriter(group, dropping=True) for group in groups]
-                yield writers, Pass()
-                distributed.barrier()
-            return
-        code = [source_digest(Path(folder)) for folder in (Path(recalkv.__file__).parent, Path(__file__).parent)]
-        key = resume_key(
+        path, model = self.data / f"{self.name}.zarr", self.model().fingerprint
+        packages = (Path(recalkv.__file__).parent, Path(__file__).parent)
+        key = digest_of(
             {
                 "schema": SCHEMA_VERSION,
-                "stores": [[s.stage, s.model, s.parameters] for s in stores],
-                "inputs": digests,
+                "store": [self.name, model, dict(record)],
+                "inputs": {each: self.read(each).digest for each in inputs},
                 "settings": dict(settings),
-                "code": code,
+                "code": [source_digest(folder) for folder in packages],
                 "versions": [torch.__version__, transformers.__version__],
                 "device": str(self.device),
+                "processes": distributed.processes(),
             }
         )
-        tell = partial(print, file=sys.stderr)
-        with writing_resumable(stores, key, ordered, seconds, tell) as (writers, work):
-            self.resumed_layers = work.done
-            yield writers, work
+        with contextlib.ExitStack() as stack:
+            if distributed.is_first():
+                store = stack.enter_context(writing_layers(path, self.name, model, record, key, self._windows_digest))
+                if store.finished:
+                    print(f"{self.name}: {len(store.finished)} layer(s) are there already.", file=sys.stderr)
+            distributed.barrier()
+            if not distributed.is_first():
+                store = StoreWriter(zarr.open_group(partial_path(path), mode="r"), dropping=True)
+                store.recover()
+            distributed.barrier()
+            yield store
+            distributed.barrier()
 
-    def _planned(self, name: str, parameters: Mapping[str, Any]) -> PlannedStore:
-        windows = None if self._windows is None else self._windows[1]
-        return PlannedStore(self.data / f"{name}.zarr", name, self.model().fingerprint, parameters, windows)
+    @property
+    def _windows_digest(self) -> str | None:
+        return None if self._windows is None else self._windows[1]
 
     def progress(self, items: Iterable[T], total: int, unit: str = "layer") -> Iterator[T]:
         """Show a progress bar on standard error while iterating."""
-        bar = self.bar(total, unit)
-        for item in items:
-            yield item
-            bar.update()
-        bar.close()
-
-    def bar(self, total: int, unit: str = "layer") -> tqdm:
-        """Progress bar on standard error, from the layers that an interrupted run had finished on."""
-        return tqdm(
-            desc=self.name, total=total, unit=unit, initial=self.resumed_layers, file=sys.stderr, mininterval=1.0,
+        with tqdm(
+            items, desc=self.name, total=total, unit=unit, file=sys.stderr, mininterval=1.0,
             disable=not distributed.is_first(),
-        )  # fmt: skip
+        ) as bar:  # fmt: skip
+            yield from bar
 
 
-def in_processes(name: str, params: Path, data: Path, *stores: str) -> bool:
-    """Run a stage in runtime.processes processes; False, and nothing done, where it is to run in this one.
+def stage(body: Callable[..., None] | None = None, *, parallel: bool = False) -> Callable[..., Any]:
+    """Turn ``def NAME(run: Stage, ...)`` into the stage's command, with --params, --data, --reports and --set.
 
-    ``stores`` are what it writes, whose parts are removed if it fails.
+    It checks the parameters first, turns user errors into exit code 1, and records seconds and memory in
+    REPORTS/timings.json: of this run, and of the first of several processes.
+
+    Parameters
+    ----------
+    body
+        Further arguments become options and arguments of the command.
+    parallel
+        Whether torchrun may start it in several processes.
     """
-    with user_errors():
-        count = load_params(params).runtime.processes
-        if count == 1 or distributed.launched():
-            return False
-        if not distributed.launch(f"stages.{name}", ["--params", str(params), "--data", str(data)], count):
-            for store in stores:
-                shutil.rmtree(partial_path(data / f"{store}.zarr"), ignore_errors=True)
-            raise typer.Exit(1)
-        return True
+    if body is None:
+        return lambda function: stage(function, parallel=parallel)
+    name = body.__name__
 
+    def command(
+        params: ParamsOption = Path("params.yaml"),
+        data: DataOption = Path("data"),
+        reports: ReportsOption = Path("reports"),
+        changes: SetOption = None,
+        **further: Any,
+    ) -> None:
+        with user_errors():
+            started, cpu_started = time.perf_counter(), _cpu_seconds()
+            loaded = load_params(params, changes or ())
+            if distributed.launched() and not parallel:
+                raise ParameterError(f"the stage {name} runs in one process; start it without torchrun.")
+            run = Stage(name, loaded, data, reports)
+            with distributed.group(run.device):
+                body(run, **further)
+                if distributed.is_first():
+                    _record_timing(run, time.perf_counter() - started, _cpu_seconds() - cpu_started)
 
-@contextlib.contextmanager
-def running(name: str, params: Path, data: Path, parallel: bool = False) -> Iterator[Stage]:
-    """Run a stage's body: check parameters first, turn user errors into exit code 1, record time and memory.
-
-    Time and memory go to ``data/timings/<stage>.json``, apart from the stores, whose bytes are
-    reproducible. They are those of this run, and of the first of several processes; ``parallel`` says
-    whether the stage can be run in several.
-    """
-    with user_errors():
-        started, cpu_started = time.perf_counter(), _cpu_seconds()
-        loaded = load_params(params)
-        if distributed.launched() and not parallel:
-            raise ParameterError(f"the stage {name} runs in one process; start it without torchrun.")
-        stage = Stage(name, loaded, data)
-        with distributed.group(stage.device):
-            yield stage
-            if not distributed.is_first():
-                return
-            timing = {
-                "cpu_seconds": _cpu_seconds() - cpu_started,
-                "peak_resident_mib": peak_resident_mib(),
-                "wall_seconds": time.perf_counter() - started,
-            }
-            on_device = peak_device_mib(stage.device)
-            if on_device is not None:
-                timing["peak_device_mib"] = on_device
-            if stage.resumed_layers:
-                timing["resumed_layers"] = stage.resumed_layers
-            write_json(data / "timings" / f"{name}.json", timing)
-            print(json.dumps({"stage": name, **{key: round(value, 1) for key, value in timing.items()}}))
+    signature = inspect.signature(command)
+    own = list(inspect.signature(body).parameters.values())[1:]
+    shared = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *shared)]
+    command.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in keywords}
+    command.__name__, command.__doc__, command.__module__ = name, body.__doc__, body.__module__
+    return command
 
 
 @contextlib.contextmanager
@@ -256,6 +227,19 @@ def device_of(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ParameterError(f"runtime.device={name!r} cannot be used here; set it to auto or cpu.") from error
     return device
+
+
+def _record_timing(run: Stage, wall_seconds: float, cpu_seconds: float) -> None:
+    """Put this run's cost into REPORTS/timings.json, which is no output of the pipeline: nothing reruns for it."""
+    timing = {"wall_seconds": wall_seconds, "cpu_seconds": cpu_seconds, "peak_resident_mib": peak_resident_mib()}
+    on_device = peak_device_mib(run.device)
+    if on_device is not None:
+        timing["peak_device_mib"] = on_device
+    timing = {key: round(value, 1) for key, value in timing.items()}
+    path = run.reports / "timings.json"
+    others = json.loads(path.read_text()) if path.exists() else {}
+    write_json(path, others | {run.name: timing})
+    print(json.dumps({"stage": run.name, **timing}))
 
 
 def _cpu_seconds() -> float:

@@ -1,45 +1,35 @@
-"""Stage 7: grouped SVD of the keys, and of the values, or of both as one."""
-
-from pathlib import Path
+"""Step 6: grouped SVD of the keys, and of the values, or of both as one."""
 
 import typer
 
 from recalkv.method.factors import factorize_layer
-from stages.common import DataOption, ParamsOption, running
-from stages.inputs import Inputs, Statistics
+from recalkv.store.stores import layer_name
+from stages.common import Stage, stage
+from stages.stored import Stored
 
 
-def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
+@stage
+def factorize(run: Stage) -> None:
     """Factor every layer's key and value projections at the allocated ranks."""
-    with running("factorize", params, data) as stage:
-        wanted = stage.params.compression
-        source, inputs, statistics = stage.source(), Inputs(stage), Statistics(stage)
-        ranks = inputs.ranks()
-        keys = {"method", "metric", "joint", "damping", "gradient_damping"}
-        record, settings = wanted.model_dump(mode="json", include=keys), wanted.model_dump(mode="json")
-        read = ["whiten", "fisher", "reestimate", "reorder", "allocate"]
-        with stage.write_by_layer(record, read, settings, ordered=False) as ((store,), work):
-            left = [index for index in range(source.num_layers) if work.figures(index) is None]
-            for index in stage.progress(left, source.num_layers):
-                factors = factorize_layer(
-                    inputs.weights(source, index),
-                    statistics(index),
-                    inputs.grouping(index, wanted.group_size).groups,
-                    ranks[index],
-                    source.geometry.head_dim,
-                    wanted,
-                )
-                store.put_factors(f"layers/{index:03d}/key", factors.keys)
-                store.put_factors(f"layers/{index:03d}/value", factors.values)
-                work.finish(
-                    index,
-                    error_key=factors.key_error,
-                    error_value=factors.value_error,
-                    predicted_rise=factors.predicted_rise,
-                )
-            for name in ("error_key", "error_value", "predicted_rise"):
-                store.put(name, work.figure(name))
+    stored, specs = Stored(run), Stored(run).specs()
+    keys = {"method", "metric", "joint", "damping", "gradient_damping"}
+    record = run.params.compression.model_dump(mode="json", include=keys)
+    settings = run.params.compression.model_dump(mode="json")
+    with run.write_layers(record, ["whiten", "fisher", "reorder", "allocate"], settings) as store:
+        left = [index for index in range(len(specs)) if index not in store.finished]
+        for index in run.progress(left, len(left)):
+            factors = factorize_layer(stored.problem(index), stored.groups(index), specs[index])
+            store.put_factors(f"{layer_name(index)}/key", factors.keys)
+            store.put_factors(f"{layer_name(index)}/value", factors.values)
+            store.finish(
+                index,
+                error_key=factors.key_error,
+                error_value=factors.value_error,
+                predicted_rise=factors.predicted_rise,
+            )
+        for name in ("error_key", "error_value", "predicted_rise"):
+            store.put(name, store.figure(name))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(factorize)

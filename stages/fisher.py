@@ -1,45 +1,40 @@
-"""Stage 3: Fisher information of every key and value projection, and the moments of the loss-aware metric."""
-
-from pathlib import Path
+"""Step 3: Fisher information of every key and value projection, and the moments of the loss-aware metric."""
 
 import typer
 
 from recalkv.statistics import distributed
-from recalkv.statistics.fisher import collect_fisher_scores
-from recalkv.statistics.loss_metric import LossMoments
-from stages.common import DataOption, ParamsOption, in_processes, running
-from stages.layer_inputs import kept_inputs, remove
+from recalkv.statistics.fisher import collect_gradients
+from recalkv.statistics.whitening import collect_input_moments
+from recalkv.store.stores import layer_name
+from stages.common import Stage, stage
+from stages.stored import are_kept, kept_inputs, layer_inputs, remove_inputs
 
 
-def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
+@stage(parallel=True)
+def fisher(run: Stage) -> None:
     """Score all projections in one backward pass over the calibration windows; removes the layers' inputs."""
-    if in_processes("fisher", params, data, "fisher"):
-        return
-    with running("fisher", params, data, parallel=True) as stage:
-        wanted = stage.params.calibration
-        everything = stage.read("sample").get("windows")
-        windows, source = everything[: wanted.fisher_samples], stage.source()
-        distributed.share(len(windows))  # too few for all processes? Before any work.
-        inputs = kept_inputs(stage, source, everything, len(windows))
-        keys = {"precision", "labels", "gradients", "sink_tokens", "sink_weight", "seed"}
-        record = wanted.model_dump(mode="json", include=keys) | {"tokens": windows.numel()}
-        settings = wanted.model_dump(mode="json")
-        with (
-            stage.write_by_layer(record, ["sample", "activations"], settings) as ((store,), work),
-            stage.bar(source.num_layers) as bar,
-        ):
-
-            def keep(index: int, moments: LossMoments) -> None:
-                store.put_loss_moments(f"layers/{index:03d}", moments)
-                work.finish(index)
-                bar.update()
-
-            scores = collect_fisher_scores(source, windows, wanted, inputs, keep, work)
-            store.put("key", scores.key)
-            store.put("value", scores.value)
-            store.put("window_loss", scores.window_loss)
-        remove(data)
+    windows, source, wanted = run.read("sample").get("windows"), run.source(), run.params.calibration
+    used = windows[: wanted.fisher_samples]
+    distributed.share(len(used))  # too few for all processes? Before any work.
+    inputs, moments = layer_inputs(run, source, windows), run.read("whiten").digest
+    if not are_kept(run, moments):
+        # Whole batches, as whiten has them: the same matrix products, the same bytes.
+        whole = windows[: -(-len(used) // wanted.batch_size) * wanted.batch_size]
+        again = collect_input_moments(source, whole, wanted.batch_size, inputs)
+        for _ in run.progress(again, source.num_layers):
+            pass
+        kept_inputs(run, moments)
+    record = {"precision": run.precision, "sink_tokens": wanted.sink_tokens, "tokens": used.numel()}
+    settings = wanted.model_dump(mode="json", exclude={"precision"})
+    with run.write_layers(record, ["sample", "whiten"], settings) as store:
+        layers = collect_gradients(source, used, wanted, inputs, store.finished)
+        for layer in run.progress(layers, source.num_layers - len(store.finished)):
+            store.put_loss_moments(layer_name(layer.index), layer.moments)
+            store.finish(layer.index, key=layer.key_score, value=layer.value_score, loss=layer.loss)
+        for name in ("key", "value", "loss"):
+            store.put(name, store.figure(name))
+    remove_inputs(run)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(fisher)

@@ -1,22 +1,19 @@
-"""Stage 0: find the dense model and, for the embedded default, convert it to safetensors."""
-
-from pathlib import Path
+"""Inputs: find the dense model and, for the embedded default, convert it to safetensors."""
 
 import typer
 
 from recalkv.model.source import resolve_model, write_reference
 from recalkv.store.stores import writing_folder
-from stages.common import DataOption, ParamsOption, running
+from stages.common import Stage, stage
 
 
-def main(params: ParamsOption = Path("params.yaml"), data: DataOption = Path("data")) -> None:
+@stage
+def model(run: Stage) -> None:
     """Resolve model.id to a folder of safetensors weights and record it in DATA/model."""
-    with running("model", params, data) as stage:
-        wanted = stage.params.model
-        with writing_folder(data / "model") as folder:
-            reference = resolve_model(wanted.id, wanted.revision, folder)
-            write_reference(reference, folder)
+    wanted = run.params.model
+    with writing_folder(run.data / "model") as folder:
+        write_reference(resolve_model(wanted.id, wanted.revision, folder), folder)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(model)

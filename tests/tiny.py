@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from recalkv import algorithm
+from recalkv.method.refit import install
 from recalkv import compression as oneshot
 from recalkv.compression import CompressedLayers, compress_layers
 from recalkv.method.svd import group_columns
@@ -103,7 +103,7 @@ def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
         twin.model.layers, result.permutations, result.keys, result.values, result.outputs, strict=True
     ):
         order = torch.cat(group_columns([permutation], head_dim))
-        algorithm.install(layer, keys, values, output, order)
+        install(layer, keys, values, output, order)
     return twin
 
 

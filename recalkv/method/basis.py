@@ -1,30 +1,24 @@
-"""Put one layer's factors into the basis in which their latents are quantised; their product stays."""
+"""The basis in which latents are quantised: put one layer's factors into it; their product stays."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from recalkv.cache.rows import natural_basis, random_rotation
-from recalkv.method.allocation import LayerRanks
-from recalkv.method.factors import LayerStatistics, input_metric, latent_parts
+from recalkv.cache.rows import Segment, natural_basis, random_rotation
 from recalkv.method.lowrank import LowRank
-from recalkv.params import CompressionParams
+from recalkv.method.problem import LayerProblem
+from recalkv.method.refit import LayerRefit
+from recalkv.model.spec import LayerSpec
 
-__all__ = ["quantizable_factors"]
+__all__ = ["quantizable"]
 
 
-def quantizable_factors(
-    keys: LowRank,
-    values: LowRank,
-    weights: tuple[Tensor, Tensor],
-    statistics: LayerStatistics,
-    groups: Sequence[Sequence[int]],
-    ranks: LayerRanks,
-    head_dim: int,
-    parameters: CompressionParams,
-    index: int,
-) -> tuple[LowRank, LowRank]:
+def quantizable(
+    refit: LayerRefit, problem: LayerProblem, groups: Sequence[Sequence[int]], spec: LayerSpec, index: int
+) -> LayerRefit:
     """Natural basis by falling variance, unit variance per segment, and a rotation within each segment.
 
     With mixed bits the basis is that of the method's own metric, in which the bits were allocated. With
@@ -33,42 +27,43 @@ def quantizable_factors(
 
     Parameters
     ----------
-    keys, values
+    refit
         Factors of layer ``index``, in any basis; of the same ``down`` where they share their latents.
-    weights
-        ``W_k`` and ``W_v`` of the layer, (m, n) each.
+    spec
+        Segments of the layer.
     """
-    assert ranks.key_segments is not None and ranks.value_segments is not None
-    gram = input_metric(statistics, parameters)
-    key_parts, value_parts = latent_parts(weights, statistics, groups, head_dim, parameters)
+    assert spec.key_segments is not None
+    gram, method = problem.input_metric, problem.method
+    key_parts, value_parts = problem.parts(groups)
 
-    def turned(
-        factors: LowRank, gradients: list[Tensor | None], segments: Sequence[Sequence[tuple[int, int]]], side: int
-    ) -> LowRank:
+    def turned(factors: LowRank, parts: Sequence[Any], segments: Sequence[Sequence[Segment]], side: int) -> LowRank:
         down, up = [], []
-        for number, (left, right, gradient, pieces) in enumerate(
-            zip(factors.down, factors.up, gradients, segments, strict=True)
+        for number, (left, right, part, pieces) in enumerate(
+            zip(factors.down, factors.up, parts, segments, strict=True)
         ):
-            seed = (parameters.rotation_seed, index, side, number)
-            gradient = gradient if parameters.bits == "mixed" else None
+            gradient = part.gradient if method.bits == "mixed" else None
+            seed = (method.rotation_seed, index, side, number)
             new_left, new_right = _turn(left.double(), right.double(), gram, gradient, pieces, seed)
             down.append(new_left)
             up.append(new_right)
-        return LowRank(down, up, factors.constant)
+        return LowRank(down, up).float()
 
-    key_gradients = [part.gradient for part in key_parts]
-    if ranks.joint:
-        both = LowRank(keys.down, [torch.cat(pair, dim=1) for pair in zip(keys.up, values.up, strict=True)])
-        both = turned(both, key_gradients, ranks.key_segments, 0)
-        halves = [up.split(up.shape[1] // 2, dim=1) for up in both.up]
-        return (
-            LowRank(both.down, [key.contiguous() for key, _ in halves], keys.constant),
-            LowRank(both.down, [value.contiguous() for _, value in halves], values.constant),
+    if spec.joint:
+        both = LowRank(
+            refit.keys.down, [torch.cat(pair, dim=1) for pair in zip(refit.keys.up, refit.values.up, strict=True)]
         )
-    value_gradients = [part.gradient for part in value_parts]
-    return (
-        turned(keys, key_gradients, ranks.key_segments, 0),
-        turned(values, value_gradients, ranks.value_segments, 1),
+        both = turned(both, key_parts, spec.key_segments, 0)
+        halves = [up.split(up.shape[1] // 2, dim=1) for up in both.up]
+        return replace(
+            refit,
+            keys=LowRank(both.down, [key.contiguous() for key, _ in halves]),
+            values=LowRank(both.down, [value.contiguous() for _, value in halves]),
+        )
+    assert spec.value_segments is not None
+    return replace(
+        refit,
+        keys=turned(refit.keys, key_parts, spec.key_segments, 0),
+        values=turned(refit.values, value_parts, spec.value_segments, 1),
     )
 
 

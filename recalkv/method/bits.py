@@ -1,4 +1,4 @@
-"""Step 4 with quantised latents: rank and bits of every direction under one budget of bytes.
+"""Rank and bits of every direction under one budget of bytes.
 
 A direction that is not cached has zero bits, so rank and precision are one question. In the natural
 basis (:func:`recalkv.cache.rows.natural_basis`) a direction of energy E, cached with b bits, leaves
@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from recalkv.cache.rows import BITS, DISTORTION, RowLayout
 from recalkv.errors import BudgetError, NonFiniteError
 from recalkv.method.ranks import check_ratio
+from recalkv.model.spec import DENSE_BITS
 
-__all__ = ["DENSE_BITS", "budget_bits", "equal_bits_elements", "mixed_bits"]
-
-DENSE_BITS = 16
-"""Bits of a dense cache's element, to which ratios of quantised caches refer."""
+__all__ = ["budget_bits", "equal_bits_elements", "mixed_bits"]
 
 _STEPS = (0, 2, 4, 8)
 """Rates of :func:`mixed_bits`; three bits pack in eights and gain little between two and four."""

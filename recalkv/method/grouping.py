@@ -1,60 +1,84 @@
-"""Groups of all layers: by layer for neighbours and CKA, and under one water level for tail energy."""
+"""Which heads share a latent: layer by layer for neighbours and CKA, under one water level for tail energy.
 
-from collections.abc import Callable, Iterator
-from functools import partial
+Algorithm 1 allocates before it reorders. Least tail energy cannot: what a group leaves out is known once ranks are,
+and water-filling needs the groups' spectra. So heads are grouped first, ranks are allocated to neighbours on the
+way, and the allocation proper follows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recalkv.method.allocation import LayerRanks, allocate
-from recalkv.method.factors import LayerStatistics, latent_parts
-from recalkv.method.groups import HeadGrouping, group_heads
-from recalkv.method.methods import resolve_method
+from recalkv.method.allocation import allocate
+from recalkv.method.methods import Method
+from recalkv.method.problem import LayerProblem
 from recalkv.method.ranks import water_level
-from recalkv.method.reorder import check_group_size, few_groups, least_cost_groups
+from recalkv.method.reorder import (
+    check_group_size,
+    few_groups,
+    greedy_groups,
+    least_cost_groups,
+    neighbour_groups,
+    permutation_of,
+)
+from recalkv.method.similarity import head_cka
 from recalkv.method.svd import group_columns, log_volume, spectrum
 from recalkv.model.families import AttentionGeometry
-from recalkv.params import CompressionParams
 from recalkv.statistics.fisher import FisherScores
-from recalkv.store.resume import Pass
 
-__all__ = ["group_layers", "layer_energies"]
+__all__ = ["HeadGrouping", "group_heads", "group_layers", "layer_energies"]
 
-Weights = Callable[[int], tuple[Tensor, Tensor]]
-Statistics = Callable[[int], LayerStatistics]
+Problems = Callable[[int], LayerProblem]
 Cost = Callable[[tuple[int, ...]], float]
 
 
-def layer_energies(
-    weights: Weights,
-    statistics: Statistics,
-    groups: list[list[list[int]]],
-    head_dim: int,
-    parameters: CompressionParams,
-    work: Pass | None = None,
-) -> list[list[Tensor]]:
-    """Energies of every latent of every layer, as :func:`recalkv.method.allocation.allocate` wants them.
+@dataclass(frozen=True)
+class HeadGrouping:
+    """Key heads of one layer in groups.
 
-    ``work`` keeps those of finished layers for the next run.
+    Attributes
+    ----------
+    similarity : (h_kv, h_kv) float64
+        CKA of the key heads, in the model's order.
+    groups
+        Heads of each group.
     """
-    work = work or Pass()
 
-    def energies(index: int) -> list[Tensor]:
-        keys, values = latent_parts(weights(index), statistics(index), groups[index], head_dim, parameters)
-        return [part.energies() for part in keys + values]
+    similarity: Tensor
+    groups: list[list[int]]
 
-    return [work.kept(f"energies-{index:03d}", partial(energies, index)) for index in range(len(groups))]
+    @property
+    def permutation(self) -> list[int]:
+        """Original head at each new position."""
+        return permutation_of(self.groups)
+
+
+def group_heads(problem: LayerProblem) -> HeadGrouping:
+    """CKA of one layer's key heads and the grouping (Algorithm 1, Calculate_CKA_Similarity, Head_Reorder).
+
+    Grouping by tail energy needs all layers at once (:func:`group_layers`); here it starts from neighbours.
+    """
+    method = problem.method
+    similarity = head_cka(problem.keys, problem.statistics.inputs.centred_gram(), problem.head_dim)
+    if method.grouping == "cka":
+        return HeadGrouping(similarity, greedy_groups(similarity, method.group_size))
+    return HeadGrouping(similarity, neighbour_groups(problem.kv_heads, method.group_size))
+
+
+def layer_energies(problems: Problems, groups: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
+    """Energies of every latent of every layer, keys first, as :func:`recalkv.method.allocation.allocate` wants them."""
+    energies = []
+    for index, own in enumerate(groups):
+        keys, values = problems(index).parts(own)
+        energies.append([part.energies() for part in keys + values])
+    return energies
 
 
 def group_layers(
-    geometry: AttentionGeometry,
-    weights: Weights,
-    statistics: Statistics,
-    scores: FisherScores | None,
-    parameters: CompressionParams,
-    progress: Callable[[int], object] = lambda index: None,
-    work: Pass | None = None,
-) -> list[HeadGrouping]:
+    geometry: AttentionGeometry, problems: Problems, scores: FisherScores | None, method: Method
+) -> Iterator[HeadGrouping]:
     """Group the heads of every layer (Algorithm 1, Calculate_CKA_Similarity, Head_Reorder).
 
     Least tail energy: ranks depend on the groups and the groups on the ranks. Ranks are first
@@ -67,73 +91,43 @@ def group_layers(
 
     Parameters
     ----------
-    weights, statistics
-        ``(W_k, W_v)`` and statistics of a layer.
+    problems
+        Problem of a layer.
     scores
         Fisher scores, where the allocation uses them.
-    progress
-        Called with each layer's index.
-    work
-        Keeps the results of finished layers for the next run.
     """
-    check_group_size(parameters.group_size, geometry.kv_heads)
-    d_h, work = geometry.head_dim, work or Pass()
-
-    def kept(name: str, index: int, compute: Callable[[int], HeadGrouping]) -> HeadGrouping:
-        def tensors() -> list[Tensor]:
-            grouping = compute(index)
-            return [grouping.similarity, *map(torch.tensor, grouping.groups)]
-
-        similarity, *groups = work.kept(f"{name}-{index:03d}", tensors)
-        return HeadGrouping(similarity, [group.tolist() for group in groups])
-
-    def by_layer(index: int) -> HeadGrouping:
-        return group_heads(weights(index)[0], statistics(index).inputs, d_h, parameters)
-
-    first = []
-    for index in range(geometry.layers):
-        first.append(kept("heads", index, by_layer))
-        progress(index)
-    free = 1 < parameters.group_size < geometry.kv_heads
-    if resolve_method(parameters).grouping != "tail-energy" or not free:
-        return first
-    groups = [grouping.groups for grouping in first]
-    energies = None
-    if resolve_method(parameters).allocation == "water-filling":
-        energies = layer_energies(weights, statistics, groups, d_h, parameters, work)
-    ranks, allocation = allocate(geometry, scores, parameters, energies)
-    level = None
+    check_group_size(method.group_size, geometry.kv_heads)
+    if method.grouping != "tail-energy" or not 1 < method.group_size < geometry.kv_heads:
+        for index in range(geometry.layers):
+            yield group_heads(problems(index))
+        return
+    first = [group_heads(problems(index)) for index in range(geometry.layers)]
+    level, energies = None, None
+    if method.allocation == "water-filling":
+        energies = layer_energies(problems, [grouping.groups for grouping in first])
+    specs, allocation = allocate(geometry, scores, method, energies)
     if energies is not None:
         flat = [unit.tolist() for layer in energies for unit in layer]
         level = water_level(flat, [rank for unit in allocation.ranks for rank in unit])
-
-    def regrouped(index: int) -> HeadGrouping:
-        cost, pair_cost = _group_costs(weights(index), statistics(index), d_h, parameters, level, ranks[index])
-        groups = least_cost_groups(geometry.kv_heads, parameters.group_size, cost, pair_cost)
-        return HeadGrouping(first[index].similarity, groups)
-
-    return [kept("groups", index, regrouped) for index in range(geometry.layers)]
+    for index, grouping in enumerate(first):
+        spec = specs[index]
+        cost, pair_cost = _group_costs(problems(index), level, [sum(spec.key_ranks), sum(spec.value_ranks)])
+        groups = least_cost_groups(geometry.kv_heads, method.group_size, cost, pair_cost)
+        yield HeadGrouping(grouping.similarity, groups)
 
 
-def _group_costs(
-    weights: tuple[Tensor, Tensor],
-    statistics: LayerStatistics,
-    head_dim: int,
-    parameters: CompressionParams,
-    level: float | None,
-    ranks: LayerRanks,
-) -> tuple[Cost, Cost]:
-    """Cost of one group of heads, and a cheaper one that compares pairs, from moments computed once for the layer."""
-    heads = weights[0].shape[1] // head_dim
-    whole = parameters.model_copy(update={"group_size": heads})
+def _group_costs(problem: LayerProblem, level: float | None, kept: Sequence[int]) -> tuple[Cost, Cost]:
+    """Cost of one group of heads, and a cheaper one that compares pairs, from moments computed once for the layer.
+
+    ``kept`` are the ranks of all keys and of all values.
+    """
+    heads, head_dim, method = problem.kv_heads, problem.head_dim, problem.method
     # Comparing pairs of many heads needs no more than float32, and half the memory for products of all with all.
-    few = few_groups(heads, parameters.group_size) or level is None
-    dtype = torch.float64 if few else torch.float32
-    keys, values = latent_parts(weights, statistics, [list(range(heads))], head_dim, whole, dtype)
-    if resolve_method(parameters).whole_values:
+    few = few_groups(heads, method.group_size) or level is None
+    keys, values = problem.parts([list(range(heads))], torch.float64 if few else torch.float32)
+    if method.whole_values:
         # One latent for all values: the groups do not change it.
         values = []
-    kept = [sum(ranks.key), sum(ranks.value)]
 
     def moments(group: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor | None, float]]:
         """Moment and output metric of each latent of the group, and the share of its columns that is kept."""

@@ -14,27 +14,14 @@ class LowRank:
 
     Attributes
     ----------
-    down : list of (m, r_g) float64
+    down : list of (m, r_g)
         ``L`` of each group: the latent is ``z_g = x L_g``.
-    up : list of (r_g, w_g) float64
+    up : list of (r_g, w_g)
         ``R`` of each group, over the group's ``w_g`` columns.
-    constant : (n,) or None
-        Added to ``x L R``: what the factors miss of the mean input's keys or values, ``mu (W - L R)``.
     """
 
     down: list[Tensor]
     up: list[Tensor]
-    constant: Tensor | None = None
-
-    def about(self, mean: Tensor | None, weight: Tensor) -> "LowRank":
-        """The same factors, exact at the mean input (m,); ``weight`` (m, n) has its columns in their order."""
-        if mean is None:
-            return self
-        mean = mean.double()
-        constant = mean @ weight.double() - torch.cat(
-            [mean @ left.double() @ right.double() for left, right in zip(self.down, self.up, strict=True)]
-        )
-        return LowRank(self.down, self.up, constant)
 
     @property
     def ranks(self) -> list[int]:
@@ -44,3 +31,7 @@ class LowRank:
     def dense(self) -> Tensor:
         """The m x n projection ``[L_1 R_1, L_2 R_2, ...]`` that the factors stand for."""
         return torch.cat([left @ right for left, right in zip(self.down, self.up, strict=True)], dim=1)
+
+    def float(self) -> "LowRank":
+        """The same in float32, as stores keep it."""
+        return LowRank([part.float() for part in self.down], [part.float() for part in self.up])

@@ -1,15 +1,15 @@
-"""What each method does at each step: one line per method, no branches elsewhere."""
+"""What each method does at each step: one line per method, resolved once, no branches on names elsewhere."""
 
 from dataclasses import dataclass
 
 from recalkv.errors import ParameterError
 from recalkv.params import CompressionParams
 
-__all__ = ["METHODS", "Method", "resolve_method"]
+__all__ = ["METHODS", "Choices", "Method", "resolve_method"]
 
 
 @dataclass(frozen=True)
-class Method:
+class Choices:
     """Choices that make up a compression method; each is a parameter of its own, too.
 
     Attributes
@@ -26,12 +26,7 @@ class Method:
     allocation
         How the ranks share the budget: ``water-filling``, ``fisher`` or ``uniform``.
     refit
-        What is fitted again behind the compressed prefix: ``none``, ``values`` (OVC), ``factors`` or
-        ``output``.
-    refit_target
-        ``same-input``, ``dense-output`` or ``residual``; ``auto`` until it is resolved from ``refit``.
-    centre
-        Keys and values of the mean input are constants, which cost no rank; factors are those of the rest.
+        What is fitted again behind the compressed prefix: ``none``, ``values`` (OVC) or ``output``.
     """
 
     metric: str
@@ -40,23 +35,42 @@ class Method:
     whole_values: bool
     allocation: str
     refit: str
-    refit_target: str = "auto"
-    centre: bool = False
 
 
 METHODS = {
     # Beyond the paper: one metric for factors, ranks and groups; the output projection takes up the rest.
-    "loss-aware": Method("loss", True, "tail-energy", False, "water-filling", "output"),
+    "loss-aware": Choices("loss", True, "tail-energy", False, "water-filling", "output"),
     # The paper: HSR for keys, whole-matrix SVD and OVC for values.
-    "recalkv": Method("activation", False, "cka", True, "fisher", "values"),
+    "recalkv": Choices("activation", False, "cka", True, "fisher", "values"),
     # Palu's G-LRD: grouped whitened SVD of both, neighbouring heads.
-    "palu": Method("activation", False, "neighbours", False, "fisher", "none"),
+    "palu": Choices("activation", False, "neighbours", False, "fisher", "none"),
     # Plain SVD of the weights, the same groups as palu.
-    "svd": Method("weight", False, "neighbours", False, "fisher", "none"),
+    "svd": Choices("weight", False, "neighbours", False, "fisher", "none"),
 }
 
-# What a fit aims at where the user does not say.
-_TARGETS = {"none": "same-input", "values": "same-input", "factors": "same-input", "output": "residual"}
+
+@dataclass(frozen=True)
+class Method(Choices):
+    """A method and its numbers, which mean what :class:`recalkv.params.CompressionParams` says of them."""
+
+    ratio: float
+    group_size: int
+    bits: int | str
+    rank_multiple: int
+    damping: float
+    gradient_damping: float
+    refit_ridge: float
+    refit_samples: int | None
+    rotation_seed: int
+
+    @property
+    def quantised(self) -> bool:
+        """Whether latents are cached in fewer than 16 bits."""
+        return self.bits != 16
+
+    def value_group_size(self, kv_heads: int) -> int:
+        """Key/value heads that share a value latent: all of them, or the group size."""
+        return kv_heads if self.whole_values else self.group_size
 
 
 def resolve_method(parameters: CompressionParams) -> Method:
@@ -67,30 +81,38 @@ def resolve_method(parameters: CompressionParams) -> Method:
     ParameterError
         If two choices exclude each other.
     """
-    method = METHODS[parameters.method]
-    joint = method.joint if parameters.joint == "auto" else parameters.joint
-    refit = method.refit if parameters.refit == "auto" else parameters.refit
-    target: str = parameters.refit_target
-    if target == "auto":
-        target = _TARGETS[refit]
-    resolved = Method(
-        metric=method.metric if parameters.metric == "auto" else parameters.metric,
+    base = METHODS[parameters.method]
+    joint = base.joint if parameters.joint == "auto" else parameters.joint
+    method = Method(
+        metric=base.metric if parameters.metric == "auto" else parameters.metric,
         joint=joint,
-        grouping=method.grouping if parameters.grouping == "auto" else parameters.grouping,
-        whole_values=method.whole_values and not joint,
-        allocation=method.allocation if parameters.allocation == "auto" else parameters.allocation,
-        refit=refit,
-        refit_target=target,
-        centre=method.centre if parameters.centre == "auto" else parameters.centre,
+        grouping=base.grouping if parameters.grouping == "auto" else parameters.grouping,
+        whole_values=base.whole_values and not joint,
+        allocation=base.allocation if parameters.allocation == "auto" else parameters.allocation,
+        refit=base.refit if parameters.refit == "auto" else parameters.refit,
+        ratio=parameters.ratio,
+        group_size=parameters.group_size,
+        bits=parameters.bits,
+        rank_multiple=parameters.rank_multiple,
+        damping=parameters.damping,
+        gradient_damping=parameters.gradient_damping,
+        refit_ridge=parameters.refit_ridge,
+        refit_samples=parameters.refit_samples,
+        rotation_seed=parameters.rotation_seed,
     )
-    if resolved.refit == "values" and joint:
+    if method.refit == "values" and joint:
         raise ParameterError(
             "compression.refit=values moves the value latent alone, but compression.joint=true shares it with the "
-            "keys; set joint to false, or refit to factors, output or none."
+            "keys; set joint to false, or refit to output or none."
         )
-    if target == "residual" and refit != "output":
+    if method.bits == "mixed" and method.allocation != "water-filling":
         raise ParameterError(
-            f"compression.refit_target=residual is for compression.refit=output, not {refit}; set it to same-input "
-            f"or dense-output."
+            f"compression.bits=mixed decides ranks and bits by energies, which compression.allocation="
+            f"{method.allocation} does not use; set allocation to water-filling, or bits to a number."
         )
-    return resolved
+    if method.bits == "mixed" and method.rank_multiple != 1:
+        raise ParameterError(
+            f"compression.rank_multiple={method.rank_multiple} must be 1 with compression.bits=mixed, whose "
+            f"segments are multiples of four latents."
+        )
+    return method

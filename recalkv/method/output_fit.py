@@ -3,12 +3,8 @@
 Attention over compressed keys and values yields other contexts ``c`` (the heads' outputs side by side)
 than the dense layer's. The output projection can take up part of that difference, at no cached byte
 and no parameter: ``W_o <- argmin || c W_o - t ||^2``, a ridge regression towards the dense W_o. The
-target ``t`` is what the layer should add to the residual stream:
-
-* ``same-input``: the dense layer's output on the same (compressed) inputs,
-* ``dense-output``: the dense model's output of this layer,
-* ``residual``: that, plus what the residual stream already lacks, so that each layer also repairs what
-  the layers before it lost.
+target ``t`` is what the layer should add to the residual stream: the dense model's output of this layer, plus what
+the stream already lacks, so that each layer also repairs what the layers before it lost.
 """
 
 from dataclasses import dataclass

@@ -19,9 +19,7 @@ from recalkv.method.lowrank import LowRank
 from recalkv.method.svd import relative_error
 from recalkv.statistics.whitening import damped
 
-__all__ = ["OVC_TARGETS", "CalibratedValues", "calibrate_values", "dense_output_target", "solve_psd"]
-
-OVC_TARGETS = ("same-input", "dense-output")
+__all__ = ["CalibratedValues", "calibrate_values", "solve_psd"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ class CalibratedValues:
     factors : LowRank
         Calibrated factors, one group or several.
     error_before, error_after : float
-        ``|| X (L R - W*) ||^2 / || X W* ||^2`` on the compressed prefix's inputs, with the
-        uncalibrated and the calibrated factors; ``W*`` is the target.
+        ``|| X (L R - W) ||^2 / || X W ||^2`` on the compressed prefix's inputs, with the
+        uncalibrated and the calibrated factors.
     """
 
     factors: LowRank
@@ -43,9 +41,9 @@ class CalibratedValues:
 
 
 def calibrate_values(
-    factors: LowRank, columns: list[Tensor], target: Tensor, gram: Tensor, damping: float, iterations: int
+    factors: LowRank, columns: list[Tensor], target: Tensor, gram: Tensor, damping: float
 ) -> CalibratedValues:
-    """Alternate the two closed forms; the (damped) error never rises.
+    """The two closed forms, one after the other, as the paper does; the (damped) error never rises.
 
     Parameters
     ----------
@@ -54,22 +52,19 @@ def calibrate_values(
     columns
         Column indices of each group; one group of all columns in the paper.
     target : (m, n)
-        ``W`` for the paper's same-input target, or :func:`dense_output_target`.
+        ``W``.
     gram : (m, m)
         ``C`` of the inputs behind the compressed prefix.
     damping
         Relative ridge on C (:func:`recalkv.statistics.whitening.damped`).
-    iterations
-        Number of (R, L) sweeps; the paper does one.
     """
     gram, target = damped(gram.double(), damping), target.double()
     weighted = gram @ target
     down, up = [], []
     for left, right, index in zip(factors.down, factors.up, columns, strict=True):
         part, left, right = target[:, index], left.double(), right.double()
-        for _ in range(iterations):
-            right = solve_psd(left.T @ gram @ left, left.T @ weighted[:, index])
-            left = solve_psd(right @ right.T, right @ part.T).T.contiguous()
+        right = solve_psd(left.T @ gram @ left, left.T @ weighted[:, index])
+        left = solve_psd(right @ right.T, right @ part.T).T.contiguous()
         down.append(left)
         up.append(right)
     calibrated = LowRank(down, up)
@@ -79,27 +74,6 @@ def calibrate_values(
         relative_error(target[:, order], factors.dense(), gram),
         relative_error(target[:, order], calibrated.dense(), gram),
     )
-
-
-def dense_output_target(gram: Tensor, cross: Tensor, weight: Tensor, damping: float) -> Tensor:
-    """Least-squares weight ``C_c^-1 C_cd W`` from the compressed inputs to the dense outputs, (m, n).
-
-    Minimising ``|| X_c L R - X_d W ||`` over L, R is, up to a constant, minimising
-    ``|| X_c (L R - W*) ||`` with this ``W*``, so the same updates serve both targets.
-
-    Parameters
-    ----------
-    gram, cross : (m, m)
-        ``X_c^T X_c`` and ``X_c^T X_d``.
-    weight : (m, n)
-        The dense projection W.
-    damping
-        Relative ridge. It pulls towards W, not towards zero, where the data say nothing.
-    """
-    gram, cross, weight = gram.double(), cross.double(), weight.double()
-    ridge = damped(gram, damping) - gram
-    # Equals (C_c + ridge)^-1 (C_cd + ridge) W; written this way, a singular C_c without a ridge leaves W as it is.
-    return weight + solve_psd(gram + ridge, (cross - gram) @ weight)
 
 
 def solve_psd(matrix: Tensor, right: Tensor) -> Tensor:

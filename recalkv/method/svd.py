@@ -22,7 +22,6 @@ from recalkv.statistics.whitening import damped
 
 __all__ = [
     "GroupPart",
-    "LowRank",
     "factorize_groups",
     "factorize_parts",
     "group_columns",

@@ -1,5 +1,6 @@
 """Write a compressed model: an ordinary Hugging Face folder, one safetensors shard per layer."""
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,13 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from recalkv.method.allocation import LayerRanks
 from recalkv.method.fusion import choose_value_layout
-from recalkv.method.groups import value_group_size
 from recalkv.method.methods import resolve_method
 from recalkv.model.card import CARD, model_card
 from recalkv.model.layers import LayerSource
-from recalkv.model.modeling import CONFIG_CLASSES, FORMAT_VERSION, MODEL_CLASSES
+from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
+from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.params import CalibrationParams, CompressionParams
 
 __all__ = ["build_model", "compressed_config", "other_tensors", "save_checkpoint"]
@@ -25,8 +25,8 @@ _CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precisi
 
 def compressed_config(
     source: LayerSource,
+    specs: Sequence[LayerSpec],
     permutations: Sequence[Sequence[int]],
-    ranks: Sequence[LayerRanks],
     parameters: CompressionParams,
     provenance: dict[str, str | None],
     calibration: CalibrationParams | None = None,
@@ -35,10 +35,10 @@ def compressed_config(
 
     Parameters
     ----------
+    specs
+        Latents of each layer.
     permutations
         Permutation of each layer's key/value heads.
-    ranks
-        Ranks of each layer.
     provenance
         ``name``, ``revision`` and ``fingerprint`` of the dense model.
     calibration
@@ -51,38 +51,27 @@ def compressed_config(
     names = source.layer_tensor_names(0)
     config = CONFIG_CLASSES[family](**content)
     config.architectures = [MODEL_CLASSES[family].__name__]
-    config.recalkv = {
-        "version": FORMAT_VERSION,
-        "method": parameters.method,
-        "parameters": parameters.model_dump(mode="json"),
-        "source": provenance,
-        "calibration": None if calibration is None else calibration.model_dump(mode="json", include=_CALIBRATION),
-        "key_group_size": parameters.group_size,
-        "value_group_size": value_group_size(parameters, geometry.kv_heads),
-        "joint": resolve_method(parameters).joint,
-        "value_mode": parameters.value_mode if parameters.value_mode != "fused" else "auto",
-        "biases": [letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
-        # Tokens of a block with one scale per channel of the keys; null for a scale per token.
-        "block": parameters.block if parameters.bits != 16 and parameters.scales == "channel" else None,
-        "window_elements_per_sequence": sum(layer.window_elements for layer in ranks),
-        "latents_centred": parameters.bits != 16,
-        "constants": parameters.bits != 16 or resolve_method(parameters).centre,
-        "qk_norm": "self_attn.k_norm.weight" in names,
-        "cached_bits_per_token": sum(layer.cached_bits for layer in ranks),
-        "cached_elements_per_token": sum(layer.cached_elements for layer in ranks),
-        "dense_elements_per_token": geometry.dense_elements_per_token,
-        "layers": [
-            {
-                "key_ranks": layer.key,
-                "value_ranks": layer.value,
-                "key_segments": layer.key_segments,
-                "value_segments": layer.value_segments,
-                "value_layout": choose_value_layout(geometry, layer.value, parameters.value_mode),
-                "head_permutation": list(permutation),
-            }
-            for permutation, layer in zip(permutations, ranks, strict=True)
-        ],
-    }
+    method = resolve_method(parameters)
+    layers = [
+        dataclasses.replace(
+            spec, value_layout=choose_value_layout(geometry, spec.value_ranks, "auto"), head_permutation=permutation
+        )
+        for permutation, spec in zip(permutations, specs, strict=True)
+    ]
+    config.recalkv = LatentSpec(
+        geometry,
+        layers,
+        key_group_size=method.group_size,
+        value_group_size=method.value_group_size(geometry.kv_heads),
+        joint=method.joint,
+        biases=[letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
+        latents_centred=method.quantised,
+        qk_norm="self_attn.k_norm.weight" in names,
+        method=parameters.method,
+        parameters=parameters.model_dump(mode="json"),
+        source=provenance,
+        calibration=None if calibration is None else calibration.model_dump(mode="json", include=_CALIBRATION),
+    ).to_dict()
     return config
 
 

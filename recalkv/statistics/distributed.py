@@ -7,7 +7,6 @@ processes, layer by layer. torch.distributed does the work: gloo on the CPU, the
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +15,7 @@ from torch import distributed as dist
 
 from recalkv.errors import ParameterError
 
-__all__ = ["barrier", "group", "is_first", "launch", "launched", "own_device", "processes", "share", "total"]
+__all__ = ["barrier", "group", "is_first", "launched", "own_device", "processes", "share", "total"]
 
 
 def processes() -> int:
@@ -40,8 +39,8 @@ def share(windows: int) -> range:
     count = processes()
     if windows < count:
         raise ParameterError(
-            f"runtime.processes={count} is more than the {windows} calibration window(s) of this pass; set it to at "
-            f"most {windows}."
+            f"{count} processes are more than the {windows} calibration windows of this pass; start at most {windows} "
+            f"(torchrun --nproc-per-node)."
         )
     rank = dist.get_rank() if count > 1 else 0
     return range(windows * rank // count, windows * (rank + 1) // count)
@@ -61,7 +60,7 @@ def barrier() -> None:
 
 
 def launched() -> bool:
-    """Whether torchrun, or :func:`launch`, started this process."""
+    """Whether torchrun started this process."""
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
@@ -79,7 +78,7 @@ def own_device(device: torch.device) -> torch.device:
         raise ParameterError(f"runtime.device={str(device)!r} is one device for several processes; set it to auto.")
     wanted, there = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()
     if wanted > there:
-        raise ParameterError(f"runtime.processes={wanted} needs as many devices, and {there} are here; set it to that.")
+        raise ParameterError(f"{wanted} processes need as many devices, and {there} are here; start that many.")
     local = int(os.environ["LOCAL_RANK"])
     torch.accelerator.set_device_index(local)
     return torch.device(device.type, local)
@@ -97,30 +96,3 @@ def group(device: torch.device) -> Iterator[None]:
     yield
     # After an error the others may be waiting: torchrun ends them all, and a farewell would wait too.
     dist.destroy_process_group()
-
-
-def launch(module: str, arguments: list[str], count: int) -> bool:
-    """Run ``python -m module`` in ``count`` processes on this machine; returns whether all succeeded.
-
-    If one fails, the others are ended.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # Each process would take all cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=module,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", module, *arguments)
-    except ChildFailedError:
-        return False
-    return True

@@ -7,8 +7,7 @@ projections are kept, and only as long as one batch lasts. The same pass yields 
 the loss-aware metric (:mod:`recalkv.statistics.loss_metric`).
 """
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,8 @@ from recalkv.params import CalibrationParams
 from recalkv.statistics import distributed
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator
-from recalkv.store.resume import Pass
 
-__all__ = ["FisherScores", "collect_fisher_scores"]
+__all__ = ["FisherScores", "LayerGradients", "collect_gradients"]
 
 # Tokens whose logits exist at once: 256 x 128k vocabulary x 4 bytes = 128 MiB.
 _HEAD_TOKENS = 256
@@ -38,28 +36,47 @@ class FisherScores:
     key, value : (layers,) float64
         ``mean over the matrix of sqrt(mean over windows of grad^2)``, the gradient being that of one
         window's mean next-token loss.
-    window_loss : (samples,) float64
-        Mean next-token loss of each window, nats.
     """
 
     key: Tensor
     value: Tensor
-    window_loss: Tensor
+
+
+@dataclass(frozen=True)
+class LayerGradients:
+    """What the backward pass leaves of one layer.
+
+    Attributes
+    ----------
+    index
+        Of the layer.
+    key_score, value_score : float
+        Its Fisher scores.
+    moments
+        Of the loss-aware metric.
+    loss : float
+        Mean next-token loss of all windows, nats; the same for every layer.
+    """
+
+    index: int
+    key_score: float
+    value_score: float
+    moments: LossMoments
+    loss: float
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def collect_fisher_scores(
+def collect_gradients(
     source: LayerSource,
     windows: Tensor,
     parameters: CalibrationParams,
     inputs: LayerInputs,
-    keep: Callable[[int, LossMoments], object] = lambda index, moments: None,
-    work: Pass | None = None,
-) -> FisherScores:
-    """Score all key and value projections, and take the moments of the loss-aware metric.
+    done: Collection[int] = (),
+) -> Iterator[LayerGradients]:
+    """Yield each layer's Fisher scores and moments of the loss-aware metric, from the last layer to the first.
 
-    Several processes share the windows, and each returns the scores of all.
+    Several processes share the windows, and each yields the figures of all.
 
     Parameters
     ----------
@@ -68,66 +85,47 @@ def collect_fisher_scores(
     windows : (samples, length) int64
         Token windows whose layer inputs are in ``inputs``, in the same order.
     parameters
-        ``batch_size`` changes memory, not the result; ``labels``, ``seed``, ``gradients``,
-        ``sink_tokens`` and ``sink_weight`` define the moments.
+        ``batch_size`` changes memory, not the result; ``sink_tokens`` are kept out of the moments.
     inputs
         Each layer's inputs, from :func:`recalkv.statistics.whitening.collect_input_moments`.
-    keep
-        Called with each layer's index and moments, from the last layer to the first.
-    work
-        Where to start, and what keeps the gradients for the next run.
+    done
+        Layers whose figures are there already: gradients pass through them, and they are not yielded.
 
     Raises
     ------
     NonFiniteError
         Where a gradient or the loss is NaN or infinite; the message names the layer.
     """
-    work = work or Pass()
     size, mine = parameters.batch_size, distributed.share(len(windows))
     batches = [(first, min(first + size, mine.stop)) for first in range(mine.start, mine.stop, size)]
-    saved = work.state()
-    if saved is None:
-        seed = parameters.seed if parameters.labels == "model" else None
-        gradients, losses = _loss_gradients(source, windows, batches, inputs, seed)
-        scores = torch.zeros(2, source.num_layers, dtype=torch.float64)
-        work.offer(0, lambda: {"gradients": gradients, "losses": [losses], "scores": [scores]})
-    else:
-        gradients = [gradient.to(source.device) for gradient in saved["gradients"]]
-        losses, scores = saved["losses"][0], saved["scores"][0]
+    gradients, losses = _loss_gradients(source, windows, batches, inputs)
     # Gradients below are those of a window's mean loss; the metric counts nats of the whole window.
     predicted = windows.shape[1] - 1
-    for index in reversed(range(source.num_layers - work.done)):
+    for index in reversed(range(source.num_layers)):
         with source.layer(index) as layer:
             geometry = source.geometry
             squared = torch.zeros(2, geometry.hidden, geometry.kv_width, device=source.device)
-            moments = LossMomentsAccumulator(
-                geometry.hidden,
-                geometry.kv_width,
-                parameters.sink_tokens,
-                parameters.sink_weight,
-                parameters.gradients,
-                source.device,
-            )
+            moments = LossMomentsAccumulator(geometry.hidden, geometry.kv_width, parameters.sink_tokens, source.device)
             for batch, span in enumerate(batches):
                 states = inputs.get(index, *span).to(source.device)
                 read, at_outputs, gradients[batch] = _projection_gradients(
                     source, layer, index, states, gradients[batch]
                 )
+                if index in done:
+                    continue
                 for total, gradient in zip(squared, at_outputs, strict=True):
                     total += (read.mT @ gradient).square().sum(dim=0)
                 moments.add(read, *(gradient * predicted for gradient in at_outputs))
+            if index in done:
+                continue
             distributed.total(squared)
             if not bool(torch.isfinite(squared).all()):
                 raise NonFiniteError(
                     f"NaN or infinity in the gradients of layer {index}; run the calibration in float32 "
                     f"(calibration.precision) and check the model's weights."
                 )
-            scores[:, index] = (squared / len(windows)).sqrt().double().mean(dim=(1, 2)).cpu()
-            keep(index, moments.finish(f"layer {index}"))
-        if index:
-            done = source.num_layers - index
-            work.offer(done, lambda: {"gradients": gradients, "losses": [losses], "scores": [scores]})
-    return FisherScores(scores[0], scores[1], losses)
+            key, value = (squared / len(windows)).sqrt().double().mean(dim=(1, 2)).tolist()
+            yield LayerGradients(index, key, value, moments.finish(f"layer {index}"), float(losses.mean()))
 
 
 def _loss_gradients(
@@ -135,13 +133,8 @@ def _loss_gradients(
     windows: Tensor,
     batches: list[tuple[int, int]],
     inputs: LayerInputs,
-    seed: int | None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradient of each window's mean loss at the last layer's output, and the losses of all; logits in chunks.
-
-    With a ``seed``, the gradients' labels are drawn from the model, by a generator of each window's own:
-    the draws depend neither on the batches nor on the number of processes.
-    """
+    """Gradient of each window's mean loss at the last layer's output, and the losses of all; logits in chunks."""
     last = source.num_layers - 1
     norm, head = source.final_norm(), source.head_weight().to(source.precision)
     predicted = windows.shape[1] - 1
@@ -153,10 +146,9 @@ def _loss_gradients(
             gradient = torch.zeros_like(states)
             for row, window in enumerate(range(first, stop)):
                 targets = windows[window, 1:].to(source.device)
-                sampler = None if seed is None else _window_sampler(seed, window, source.device)
                 for start in range(0, predicted, _HEAD_TOKENS):
                     span = slice(start, min(start + _HEAD_TOKENS, predicted))
-                    loss, gradient[row, span] = _token_losses(states[row, span], targets[span], norm, head, sampler)
+                    loss, gradient[row, span] = _token_losses(states[row, span], targets[span], norm, head)
                     losses[window] += loss / predicted
             gradients.append(gradient / predicted)
     # Each process has filled in its own windows.
@@ -169,20 +161,11 @@ def _loss_gradients(
     return gradients, losses
 
 
-def _window_sampler(seed: int, window: int, device: torch.device) -> torch.Generator:
-    """Generator of one window; a hash, as the CPU's takes in no more than 32 bits of a seed."""
-    mixed = hashlib.sha256(f"{seed} {window}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(mixed[:4]))
-
-
-def _token_losses(
-    states: Tensor, targets: Tensor, norm: nn.Module, head: Tensor, sampler: torch.Generator | None
-) -> tuple[float, Tensor]:
+def _token_losses(states: Tensor, targets: Tensor, norm: nn.Module, head: Tensor) -> tuple[float, Tensor]:
     """Summed cross-entropy of (tokens, m) states before the final norm, and its gradient at them.
 
     The gradient at the logits is ``softmax - onehot``; written out, the logits exist once instead of
-    four times. With a ``sampler`` the gradient's labels are drawn from the model (the true Fisher
-    information instead of the empirical one); the loss is that of the targets all the same.
+    four times.
     """
     states = states.detach().requires_grad_(True)
     normed = norm(states)
@@ -190,8 +173,7 @@ def _token_losses(
         probabilities = (normed.to(head.dtype) @ head.T).float().log_softmax(dim=-1)
         loss = -probabilities.gather(1, targets[:, None]).sum()
         at_logits = probabilities.exp_()
-        labels = targets if sampler is None else torch.multinomial(at_logits, 1, generator=sampler)[:, 0]
-        at_logits[torch.arange(len(labels), device=labels.device), labels] -= 1
+        at_logits[torch.arange(len(targets), device=targets.device), targets] -= 1
         at_normed = (at_logits.to(head.dtype) @ head).float()
     (gradient,) = torch.autograd.grad(normed, states, at_normed)
     return float(loss), gradient

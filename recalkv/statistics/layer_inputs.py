@@ -1,52 +1,42 @@
 """The inputs of every decoder layer, kept on disk between the forward and the backward pass.
 
-The whitening pass leaves them behind, so the Fisher pass has only the backward half to do. One zarr
-array a layer, one chunk a batch; bfloat16 is kept as its 16 bits, since zarr has no such type.
+The whitening pass leaves them behind, so the Fisher pass has only the backward half to do. They are as large as
+calibration tokens x hidden size x layers and can be had again, so they are raw files and no store: one a layer.
 """
 
+import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import zarr
 from torch import Tensor
 
 __all__ = ["LayerInputs"]
 
 
 class LayerInputs:
-    """Layer inputs of ``samples`` windows in a zarr group.
+    """Layer inputs of some windows, in a folder.
+
+    Several processes may write windows of their own.
 
     Parameters
     ----------
-    group
-        An open zarr group, or a folder for a new one.
-    samples, length, width
+    folder
+        Where the files are; made when first written to.
+    shape
         Windows, tokens per window, hidden size.
-    batch_size
-        Windows per chunk; 1 where several processes write, none of which shares a chunk with another then.
     dtype
         ``torch.float32`` or ``torch.bfloat16``.
     """
 
-    def __init__(
-        self, group: zarr.Group | Path, samples: int, length: int, width: int, batch_size: int, dtype: torch.dtype
-    ) -> None:
-        self._group = zarr.open_group(group, mode="w") if isinstance(group, Path) else group
-        self._shape = (samples, length, width)
-        self._batch = min(batch_size, samples)
-        self._dtype = dtype
+    def __init__(self, folder: Path, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        self._folder, self._shape, self._dtype = folder, shape, dtype
+        self._raw = np.dtype(np.uint16 if dtype is torch.bfloat16 else np.float32)
 
     @property
     def samples(self) -> int:
         """Number of windows kept."""
         return self._shape[0]
-
-    def create(self, layers: int) -> None:
-        """Create the arrays of all layers before several processes write to them."""
-        for layer in range(layers):
-            self._array(layer)
 
     def put(self, layer: int, first: int, states: Tensor) -> None:
         """Keep one batch of (windows, length, m) inputs of a layer, from window ``first`` on.
@@ -54,33 +44,29 @@ class LayerInputs:
         Windows past ``samples`` are dropped, so a pass over more windows can feed it.
         """
         stop = min(first + states.shape[0], self.samples)
-        if stop > first:
-            self._array(layer)[first:stop] = _to_numpy(states[: stop - first].to(self._dtype).cpu())
+        if stop <= first:
+            return
+        rows = states[: stop - first].to(self._dtype).cpu().contiguous()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Opened without truncation: other processes write other windows of the file.
+        file = os.open(self._folder / f"{layer:03d}.bin", os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            content = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+            place = first * self._window_bytes
+            while content:
+                written = os.pwrite(file, content, place)
+                content, place = content[written:], place + written
+        finally:
+            os.close(file)
 
     def get(self, layer: int, first: int, stop: int) -> Tensor:
         """Read windows ``first`` to ``stop`` of a layer's inputs, float32."""
-        return _to_torch(np.asarray(self._array(layer)[first:stop]), self._dtype).float()
+        path, size = self._folder / f"{layer:03d}.bin", self._window_bytes
+        count = (stop - first) * size // self._raw.itemsize
+        rows = np.fromfile(path, self._raw, count, offset=first * size)
+        return torch.from_numpy(rows).view(self._dtype).view(stop - first, *self._shape[1:]).float()
 
-    def _array(self, layer: int) -> Any:
-        name = f"{layer:03d}"
-        if name not in self._group:
-            _, length, width = self._shape
-            bits = self._dtype is torch.bfloat16
-            self._group.create_array(
-                name,
-                shape=self._shape,
-                dtype="uint16" if bits else "float32",
-                chunks=(self._batch, length, width),
-                fill_value=0 if bits else float("nan"),
-                compressors=None,
-                config={"write_empty_chunks": True},
-            )
-        return self._group[name]
-
-
-def _to_numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
-
-
-def _to_torch(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(array).view(dtype)
+    @property
+    def _window_bytes(self) -> int:
+        _, length, width = self._shape
+        return length * width * self._raw.itemsize

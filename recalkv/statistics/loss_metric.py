@@ -13,8 +13,8 @@ independent, which they are not.
 *Attention sinks* are kept out of both expectations. The first token of a sequence draws most of the
 attention: on SmolLM2 it carries up to 98 % of the gradient energy of the values, with one and the same
 input in every window. Included, it decides G, which then says nothing about the other 1023 tokens.
-Its input enters C as a term of its own, ``sink_weight * E[x^T x | sink]``, which keeps its key and
-value almost exact at the price of one direction.
+Its input enters C as a term of its own, ``E[x^T x | sink]``, which keeps its key and value almost exact at the
+price of one direction.
 """
 
 from collections.abc import Sequence
@@ -41,11 +41,9 @@ class LossMoments:
     key_gradient, value_gradient : (n, n) float64
         ``G``: mean outer product of the gradient of a window's summed loss at the outputs.
     tokens : int
-        Tokens (windows, for gradients summed over a window) that the expectations were taken over.
+        Tokens that the expectations were taken over.
     mean : (m,) float64
         Mean of the inputs, weighted like ``C`` and without the sinks.
-    offset : (m,) float64
-        ``w s + (1 - w) mean / 2`` with the sinks' mean s and weight w, for :meth:`centred_gram`.
     """
 
     gram: Tensor
@@ -53,12 +51,6 @@ class LossMoments:
     value_gradient: Tensor
     tokens: int
     mean: Tensor
-    offset: Tensor
-
-    def centred_gram(self) -> Tensor:
-        """``C`` of the inputs less their mean, the sinks' as well, (m, m)."""
-        product = torch.outer(self.mean, self.offset)
-        return self.gram - product - product.T
 
 
 class LossMomentsAccumulator:
@@ -70,51 +62,32 @@ class LossMomentsAccumulator:
         ``m`` and ``n``.
     sink_tokens
         Tokens at the start of each window that are taken for attention sinks.
-    sink_weight
-        Weight of the sinks' own second moment in ``C``.
-    unit
-        ``token``: G is the second moment of single tokens' gradients. ``window``: of gradients of the
-        weight summed over a window, ``M = sum_t x_t^T g_t``, seen from the output side, ``M^T M / m``.
     """
 
-    def __init__(
-        self,
-        width: int,
-        outputs: int,
-        sink_tokens: int,
-        sink_weight: float,
-        unit: str = "token",
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, width: int, outputs: int, sink_tokens: int, device: torch.device | str = "cpu") -> None:
         def zeros(size: int) -> Tensor:
             return torch.zeros(size, size, dtype=torch.float64, device=device)
 
         self._gram, self._plain, self._sinks = zeros(width), zeros(width), zeros(width)
         self._gradients = (zeros(outputs), zeros(outputs))
-        # Sums of the inputs: weighted, plain, and of the sinks.
-        self._sums = torch.zeros(3, width, dtype=torch.float64, device=device)
+        # Sums of the inputs: weighted, and plain.
+        self._sums = torch.zeros(2, width, dtype=torch.float64, device=device)
         self._weight = 0.0
-        self._tokens = self._windows = self._sink_count = 0
-        self._sink_tokens, self._sink_weight, self._unit = sink_tokens, sink_weight, unit
+        self._tokens = self._sink_count = 0
+        self._sink_tokens = sink_tokens
 
     def add(self, inputs: Tensor, key_gradient: Tensor, value_gradient: Tensor) -> None:
         """Add (windows, length, m) inputs and (windows, length, n) gradients at the two outputs."""
         skip = self._sink_tokens
         sinks = inputs[:, :skip].flatten(0, 1).float()
         self._sinks += sinks.T @ sinks
-        self._sums[2] += sinks.sum(dim=0, dtype=torch.float64)
         self._sink_count += len(sinks)
         rows = inputs[:, skip:].flatten(0, 1).float()
         weights = torch.zeros(len(rows), device=rows.device)
         for total, gradient in zip(self._gradients, (key_gradient, value_gradient), strict=True):
-            used = gradient[:, skip:].float()
-            if self._unit == "window":
-                summed = (inputs[:, skip:].float().mT @ used).flatten(0, 1)
-                total += summed.T @ summed / inputs.shape[-1]
-            else:
-                flat = used.flatten(0, 1)
-                total += flat.T @ flat
-            weights += used.flatten(0, 1).square().sum(dim=1)
+            used = gradient[:, skip:].flatten(0, 1).float()
+            total += used.T @ used
+            weights += used.square().sum(dim=1)
         weight = float(weights.sum(dtype=torch.float64))
         if weight:
             weighted = rows * weights[:, None]
@@ -126,7 +99,6 @@ class LossMomentsAccumulator:
             self._plain += rows.T @ rows
             self._sums[1] += rows.sum(dim=0, dtype=torch.float64)
         self._tokens += len(rows)
-        self._windows += len(inputs)
 
     def finish(self, where: str) -> LossMoments:
         """Normalise the sums of all processes; ``where`` names the layer in an error.
@@ -135,9 +107,9 @@ class LossMomentsAccumulator:
         """
         for part in (self._gram, self._plain, self._sinks, *self._gradients, self._sums):
             distributed.total(part)
-        counts = torch.tensor([self._weight, self._tokens, self._windows, self._sink_count], dtype=torch.float64)
+        counts = torch.tensor([self._weight, self._tokens, self._sink_count], dtype=torch.float64)
         self._weight, *whole = distributed.total(counts).tolist()
-        self._tokens, self._windows, self._sink_count = map(int, whole)
+        self._tokens, self._sink_count = map(int, whole)
         parts = (self._gram, self._sinks, *self._gradients)
         if not all(bool(torch.isfinite(part).all()) for part in parts):
             raise NonFiniteError(
@@ -153,13 +125,10 @@ class LossMomentsAccumulator:
             gram, mean = self._gram / self._weight, self._sums[0] / self._weight
         else:
             gram, mean = self._plain / self._tokens, self._sums[1] / self._tokens
-        offset = mean / 2
         if self._sink_count:
-            gram = gram + self._sink_weight * self._sinks / self._sink_count
-            offset = offset + self._sink_weight * (self._sums[2] / self._sink_count - offset)
-        count = self._windows if self._unit == "window" else self._tokens
-        key, value = ((total + total.T) / (2 * count) for total in self._gradients)
-        return LossMoments((gram + gram.T) / 2, key, value, self._tokens, mean, offset)
+            gram = gram + self._sinks / self._sink_count
+        key, value = ((total + total.T) / (2 * self._tokens) for total in self._gradients)
+        return LossMoments((gram + gram.T) / 2, key, value, self._tokens, mean)
 
 
 def predicted_rise(energies: Sequence[Tensor], ranks: Sequence[int]) -> float:

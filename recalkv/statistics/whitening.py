@@ -4,7 +4,7 @@ Keys and values of a layer read the same input, so they share one Gram matrix ``
 all that whitening, CKA and value calibration need of the calibration set.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from recalkv.errors import NonFiniteError
 from recalkv.model.layers import LayerSource, attention_input, run_layer
 from recalkv.statistics import distributed
 from recalkv.statistics.layer_inputs import LayerInputs
-from recalkv.store.resume import Pass
 
 __all__ = ["InputMoments", "MomentAccumulator", "collect_input_moments", "damped", "whitening_factor"]
 
@@ -40,13 +39,6 @@ class InputMoments:
     def centred_gram(self) -> Tensor:
         """Covariance ``C / N - mu^T mu``, (m, m) float64 (what CKA needs)."""
         return self.gram - torch.outer(self.mean, self.mean)
-
-    def about(self, centre: Tensor | None) -> Tensor:
-        """Second moment of the inputs less a constant (m,), which need not be their mean."""
-        if centre is None:
-            return self.gram
-        product = torch.outer(centre, self.mean)
-        return self.gram - product - product.T + torch.outer(centre, centre)
 
 
 class MomentAccumulator:
@@ -85,8 +77,8 @@ def collect_input_moments(
     windows: Tensor,
     batch_size: int,
     keep: LayerInputs | None = None,
-    work: Pass | None = None,
-) -> Iterator[InputMoments]:
+    done: Collection[int] = (),
+) -> Iterator[tuple[int, InputMoments]]:
     """Yield each layer's input moments, in order, from one forward pass, layer by layer.
 
     Several processes share the windows, and each yields the moments of all.
@@ -101,28 +93,24 @@ def collect_input_moments(
         Windows per step; it changes memory, not the result.
     keep
         Receives the inputs of every layer, for the Fisher pass.
-    work
-        Where to start, and what keeps the residual stream for the next run.
+    done
+        Layers whose moments and inputs are there already: they are run, and not yielded.
     """
-    work = work or Pass()
-    mine, saved = distributed.share(len(windows)), work.state()
-    if saved is None:
-        hidden = source.embed(windows[mine.start : mine.stop], batch_size)
-    else:
-        hidden = [states.to(source.device) for states in saved["hidden"]]
-    for index in range(work.done, source.num_layers):
+    mine = distributed.share(len(windows))
+    hidden = source.embed(windows[mine.start : mine.stop], batch_size)
+    for index in range(source.num_layers):
         with source.layer(index) as layer:
             moments = MomentAccumulator(source.geometry.hidden, source.device)
             for position, states in enumerate(hidden):
-                moments.add(attention_input(layer, states))
-                if keep is not None:
-                    keep.put(index, mine.start + position * batch_size, states)
+                if index not in done:
+                    moments.add(attention_input(layer, states))
+                    if keep is not None:
+                        keep.put(index, mine.start + position * batch_size, states)
                 # Nothing reads the output of the last layer.
                 if index + 1 < source.num_layers:
                     hidden[position] = run_layer(source, layer, index, states)
-            yield moments.finish(f"layer {index}")
-        if index + 1 < source.num_layers:
-            work.offer(index + 1, lambda: {"hidden": hidden})
+            if index not in done:
+                yield index, moments.finish(f"layer {index}")
 
 
 def damped(gram: Tensor, damping: float) -> Tensor:

@@ -5,12 +5,14 @@ is set, so a killed stage leaves nothing that could be mistaken for a result. Ea
 tensors are read whole, and DVC likes few files. Floats that were never written read as NaN, not 0.
 
 A complete store carries a digest of its arrays, and a store of statistics that of the calibration windows
-it is of: stores of other windows are not read together.
+it is of: stores of other windows are not read together. A store that is written layer by layer goes on after
+its last whole layer when its stage was interrupted.
 """
 
 import contextlib
 import errno
 import hashlib
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,11 +32,15 @@ __all__ = [
     "StoreReader",
     "StoreWriter",
     "array_digest",
+    "digest_of",
     "joint_digest",
+    "layer_name",
     "open_store",
     "partial_path",
+    "source_digest",
     "telling_full_disk",
     "writing_folder",
+    "writing_layers",
     "writing_store",
 ]
 
@@ -55,11 +61,14 @@ class StoreWriter:
     ----------
     digests
         Digest of each array put so far, by name.
+    finished
+        Figures of each finished layer (:func:`writing_layers`), those of an interrupted run included.
     """
 
     def __init__(self, group: zarr.Group, dropping: bool = False) -> None:
         self._group, self._dropping = group, dropping
         self.digests: dict[str, str] = {}
+        self.finished: dict[int, dict[str, float]] = {}
 
     @classmethod
     def create(
@@ -78,15 +87,44 @@ class StoreWriter:
 
     def complete(self) -> None:
         """Mark the store as complete and give it its digest."""
+        self._group.attrs.pop("key", None)
+        for layer in self.finished:
+            if not self._dropping:
+                self._layer_group(layer).attrs.clear()
         self._group.attrs.update({"complete": True, "digest": self.digest()})
+
+    def finish(self, layer: int, **figures: float) -> None:
+        """Mark a layer, all of whose arrays are put: an interrupted run goes on after it. ``figures`` are kept."""
+        self.finished[layer] = figures
+        if not self._dropping:
+            prefix = f"{layer_name(layer)}/"
+            own = {name: digest for name, digest in self.digests.items() if name.startswith(prefix)}
+            self._layer_group(layer).attrs["finished"] = {"figures": figures, "digests": own}
+
+    def figure(self, name: str) -> Tensor:
+        """One figure of all finished layers, (layers,) float64."""
+        return torch.tensor([self.finished[layer][name] for layer in sorted(self.finished)], dtype=torch.float64)
+
+    def reader(self) -> "StoreReader":
+        """Read access to the arrays of finished layers."""
+        return StoreReader(self._group, Path(str(self._group.store_path)))
+
+    def recover(self) -> None:
+        """Take over the finished layers of the run that was interrupted, each checked against its digests."""
+        reader = self.reader()
+        layers = self._group.get("layers")
+        for name, node in layers.groups() if isinstance(layers, zarr.Group) else ():
+            mark: Any = node.attrs.get("finished")
+            if mark is not None and reader.holds(mark["digests"]):
+                self.finished[int(name)] = mark["figures"]
+                self.digests |= mark["digests"]
+
+    def _layer_group(self, layer: int) -> zarr.Group:
+        return self._group.require_group(layer_name(layer))
 
     def digest(self) -> str:
         """Digest of all arrays put so far; their order does not matter."""
         return joint_digest(self.digests)
-
-    def stands_for(self, name: str, digest: str) -> None:
-        """Give arrays that are written in parts, and are too many to hash, the digest of what determines them."""
-        self.digests[name] = digest
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
         """Record parameters that are only known after the work, in place of those given at first."""
@@ -121,8 +159,6 @@ class StoreWriter:
         self.put(f"{name}/down", torch.cat(factors.down, dim=1).float())
         for number, up in enumerate(factors.up):
             self.put(f"{name}/up_{number}", up.float())
-        if factors.constant is not None:
-            self.put(f"{name}/constant", factors.constant.float())
 
     def put_loss_moments(self, name: str, moments: LossMoments) -> None:
         """Write one layer's moments of the loss-aware metric."""
@@ -131,7 +167,6 @@ class StoreWriter:
         self.put(f"{name}/value_gradient", moments.value_gradient)
         self.put(f"{name}/tokens", torch.tensor(moments.tokens))
         self.put(f"{name}/mean", moments.mean)
-        self.put(f"{name}/offset", moments.offset)
 
 
 class StoreReader:
@@ -203,7 +238,7 @@ class StoreReader:
         while f"{name}/up_{len(up)}" in self._group:
             up.append(self.get(f"{name}/up_{len(up)}"))
         down_parts = list(down.split([part.shape[0] for part in up], dim=1))
-        return LowRank(down_parts, up, self.find(f"{name}/constant"))
+        return LowRank(down_parts, up)
 
     def get_loss_moments(self, name: str) -> LossMoments:
         """Read what :meth:`StoreWriter.put_loss_moments` wrote."""
@@ -213,7 +248,6 @@ class StoreReader:
             self.get(f"{name}/value_gradient"),
             int(self.get(f"{name}/tokens")),
             self.get(f"{name}/mean"),
-            self.get(f"{name}/offset"),
         )
 
 
@@ -291,6 +325,73 @@ def writing_store(
         store = StoreWriter.create(partial, stage, model, parameters, windows)
         yield store
         store.complete()
+
+
+@contextlib.contextmanager
+def writing_layers(
+    path: Path, stage: str, model: str, parameters: Mapping[str, Any], key: str, windows: str | None = None
+) -> Iterator[StoreWriter]:
+    """As :func:`writing_store`, for a store that is written layer by layer and may be interrupted.
+
+    A run that is killed, or stopped by Ctrl-C, leaves the partial store. A later run with the same ``key`` finds the
+    layers that are whole in :attr:`StoreWriter.finished` and need not do them again; any other key starts over. An
+    ordinary error removes the partial store.
+
+    Parameters
+    ----------
+    key
+        Digest of everything that the content depends on (:func:`digest_of`).
+    """
+    partial = partial_path(path)
+    with telling_full_disk(path.parent):
+        try:
+            writer = _interrupted(partial, key)
+            if writer is None:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                writer = StoreWriter.create(partial, stage, model, parameters, windows)
+                writer.group.attrs["key"] = key
+            yield writer
+            writer.complete()
+            shutil.rmtree(path, ignore_errors=True)
+            partial.replace(path)
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _interrupted(partial: Path, key: str) -> StoreWriter | None:
+    """What an interrupted run with this key left; None where there is nothing to go on from."""
+    try:
+        group = zarr.open_group(partial, mode="r+")
+        if group.attrs.get("key") != key:
+            return None
+        writer = StoreWriter(group)
+        writer.recover()
+    except (OSError, ValueError, KeyError):
+        return None
+    # Zarr writes each file under a temporary name, which a kill leaves behind.
+    for unfinished in partial.rglob("*.partial"):
+        unfinished.unlink()
+    return writer if writer.finished else None
+
+
+def layer_name(index: int) -> str:
+    """Name of a layer's group in a store."""
+    return f"layers/{index:03d}"
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """Digest of plain JSON values."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def source_digest(folder: Path) -> str:
+    """Digest of a package's source files."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def open_store(path: str | Path, stage: str, model: str | None = None) -> StoreReader:

@@ -1,0 +1,135 @@
+"""One layer's problem: its key and value weights, what calibration knows of their inputs, and the method's metric."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recalkv.method.methods import Method
+from recalkv.method.reorder import neighbour_groups
+from recalkv.method.svd import GroupPart, group_columns, group_parts
+from recalkv.model.layers import LayerSource
+from recalkv.statistics.loss_metric import LossMoments
+from recalkv.statistics.whitening import InputMoments, damped
+
+__all__ = ["LayerProblem", "LayerStatistics", "key_weight", "value_groups", "value_weight"]
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """What calibration knows of one layer.
+
+    Attributes
+    ----------
+    inputs
+        Plain moments of the attention input.
+    loss
+        Moments of the loss-aware metric; None where nothing needs them.
+    """
+
+    inputs: InputMoments
+    loss: LossMoments | None = None
+
+
+def key_weight(source: LayerSource, index: int) -> Tensor:
+    """``W_k``, (m, n) float32 on the CPU."""
+    return source.tensor(f"model.layers.{index}.self_attn.k_proj.weight").T.cpu()
+
+
+def value_weight(source: LayerSource, index: int) -> Tensor:
+    """``W_v``, (m, n) float32 on the CPU."""
+    return source.tensor(f"model.layers.{index}.self_attn.v_proj.weight").T.cpu()
+
+
+def value_groups(groups: Sequence[Sequence[int]], method: Method) -> list[list[int]]:
+    """Value heads of each value group, from the key groups: consecutive heads of the permuted order."""
+    order = [head for group in groups for head in group]
+    parts = neighbour_groups(len(order), method.value_group_size(len(order)))
+    return [[order[position] for position in part] for part in parts]
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    """What grouping, allocation and factors of one layer follow from.
+
+    Attributes
+    ----------
+    keys, values : (m, n)
+        ``W_k`` and ``W_v``, row convention.
+    statistics
+        Of the dense model.
+    head_dim
+        ``d_h``.
+    method
+        The resolved method.
+    """
+
+    keys: Tensor
+    values: Tensor
+    statistics: LayerStatistics
+    head_dim: int
+    method: Method
+
+    @classmethod
+    def of(cls, source: LayerSource, index: int, statistics: LayerStatistics, method: Method) -> "LayerProblem":
+        """Read a layer's weights."""
+        weights = key_weight(source, index), value_weight(source, index)
+        return cls(*weights, statistics, source.geometry.head_dim, method)
+
+    @property
+    def kv_heads(self) -> int:
+        """Number ``h_kv`` of key/value heads."""
+        return self.keys.shape[1] // self.head_dim
+
+    @functools.cached_property
+    def input_metric(self) -> Tensor | None:
+        """``C`` of the method's metric, damped, (m, m); None stands for the identity."""
+        if self.method.metric == "weight":
+            return None
+        moments = self._loss if self.method.metric == "loss" else self.statistics.inputs
+        return damped(moments.gram, self.method.damping)
+
+    @property
+    def input_mean(self) -> Tensor:
+        """Mean attention input that goes with the method's metric, (m,)."""
+        return self._loss.mean if self.method.metric == "loss" else self.statistics.inputs.mean
+
+    @property
+    def _loss(self) -> LossMoments:
+        assert self.statistics.loss is not None, "the loss-aware metric needs the fisher stage's moments"
+        return self.statistics.loss
+
+    def order(self, groups: Sequence[Sequence[int]]) -> Tensor:
+        """Columns of the projections in the order of the groups' heads, (n,) int64."""
+        return torch.cat(group_columns(groups, self.head_dim))
+
+    def parts(
+        self, groups: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64
+    ) -> tuple[list[GroupPart], list[GroupPart]]:
+        """Everything that gets a latent of its own: key groups and value groups, or joint groups and none.
+
+        Parameters
+        ----------
+        groups
+            Heads of each key group; the value groups follow from their order.
+        dtype
+            Of the products.
+        """
+        key_gradient = value_gradient = None
+        if self.method.metric == "loss":
+            key_gradient, value_gradient = self._loss.key_gradient, self._loss.value_gradient
+        gram, ridge = self.input_metric, self.method.gradient_damping
+        columns = group_columns(groups, self.head_dim)
+        if self.method.joint:
+            both, gradient = torch.cat([self.keys, self.values], dim=1), None
+            if key_gradient is not None and value_gradient is not None:
+                gradient = torch.block_diag(key_gradient, value_gradient)
+            joint = [torch.cat([index, index + self.keys.shape[1]]) for index in columns]
+            return group_parts(both, gram, joint, gradient, ridge, dtype), []
+        value_columns = group_columns(value_groups(groups, self.method), self.head_dim)
+        return (
+            group_parts(self.keys, gram, columns, key_gradient, ridge, dtype),
+            group_parts(self.values, gram, value_columns, value_gradient, ridge, dtype),
+        )

@@ -1,0 +1,155 @@
+"""Read what earlier stages stored, layer by layer, as the types that the method works with."""
+
+import functools
+import hashlib
+import shutil
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from recalkv.cache.rows import BITS
+from recalkv.method.factors import LayerFactors
+from recalkv.method.grouping import HeadGrouping
+from recalkv.method.methods import resolve_method
+from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
+from recalkv.method.refit import LayerRefit
+from recalkv.model.families import group_sizes
+from recalkv.model.layers import LayerSource
+from recalkv.model.spec import LayerSpec
+from recalkv.statistics import distributed
+from recalkv.statistics.fisher import FisherScores
+from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.statistics.whitening import InputMoments
+from recalkv.store.stores import StoreReader, StoreWriter, layer_name, partial_path
+from stages.common import Stage
+
+__all__ = ["Stored", "are_kept", "kept_inputs", "layer_inputs", "remove_inputs", "segment_widths"]
+
+
+class Stored:
+    """The dense model, its statistics, groups, ranks and factors.
+
+    Parameters
+    ----------
+    run
+        The running stage.
+    """
+
+    def __init__(self, run: Stage) -> None:
+        self._run, self.source = run, run.source()
+        self._method = resolve_method(run.params.compression)
+        self._read = functools.cache(run.read)
+
+    def statistics(self, index: int) -> LayerStatistics:
+        """Statistics of one layer."""
+        whiten, name = self._read("whiten"), layer_name(index)
+        tokens: int = whiten.attributes["parameters"]["tokens"]
+        moments = InputMoments(whiten.get(f"{name}/gram"), whiten.get(f"{name}/mean"), tokens)
+        return LayerStatistics(moments, self._read("fisher").get_loss_moments(name))
+
+    def scores(self) -> FisherScores:
+        """Fisher scores of all layers."""
+        return FisherScores(self._read("fisher").get("key"), self._read("fisher").get("value"))
+
+    def problem(self, index: int) -> LayerProblem:
+        """Weights and statistics of one layer, with the method."""
+        return LayerProblem.of(self.source, index, self.statistics(index), self._method)
+
+    def permutation(self, index: int) -> list[int]:
+        """Permutation of one layer's key/value heads."""
+        return self._read("reorder").get(f"{layer_name(index)}/permutation").tolist()
+
+    def groups(self, index: int) -> list[list[int]]:
+        """Key heads of each group: the permutation, cut into groups."""
+        left, groups = self.permutation(index), []
+        for size in group_sizes(len(left), self._method.group_size):
+            groups.append(left[:size])
+            left = left[size:]
+        return groups
+
+    def grouping(self, index: int) -> HeadGrouping:
+        """Groups of one layer, and the similarity of its heads."""
+        return HeadGrouping(self._read("reorder").get(f"{layer_name(index)}/similarity"), self.groups(index))
+
+    def value_groups(self, index: int) -> list[list[int]]:
+        """Value heads of each group."""
+        return value_groups(self.groups(index), self._method)
+
+    def specs(self) -> list[LayerSpec]:
+        """Ranks and bits of all layers."""
+        store, joint = self._read("allocate"), self._method.joint
+        ranks = zip(store.get("key").tolist(), store.get("value").tolist(), strict=True)
+        if not self._method.quantised:
+            return [LayerSpec(key, value, joint) for key, value in ranks]
+        widths = zip(store.get("key_widths").tolist(), store.get("value_widths").tolist(), strict=True)
+        return [
+            LayerSpec(key, value, joint, _segments(key_widths), None if joint else _segments(value_widths))
+            for (key, value), (key_widths, value_widths) in zip(ranks, widths, strict=True)
+        ]
+
+    def factors(self, index: int) -> LayerFactors:
+        """Factors of one layer as the factorize stage left them."""
+        store, name = self._read("factorize"), layer_name(index)
+        keys, values = store.get_factors(f"{name}/key"), store.get_factors(f"{name}/value")
+        errors = (float(store.get(part)[index]) for part in ("error_key", "error_value", "predicted_rise"))
+        return LayerFactors(keys, values, *errors)
+
+    def refit(
+        self, store: StoreReader | StoreWriter, index: int, error_before: float = 0.0, error_after: float = 0.0
+    ) -> LayerRefit:
+        """Final factors of one layer, from the calibrate stage's store."""
+        reader, name = store if isinstance(store, StoreReader) else store.reader(), layer_name(index)
+        keys, values = reader.get_factors(f"{name}/key"), reader.get_factors(f"{name}/value")
+        return LayerRefit(keys, values, reader.find(f"{name}/output"), error_before, error_after)
+
+
+def segment_widths(segments: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """Latents of each group in each of :data:`recalkv.cache.rows.BITS`, (groups, len(BITS)) int64."""
+    widths = [[sum(width for width, own in group if own == bits) for bits in BITS] for group in segments]
+    return torch.tensor(widths, dtype=torch.int64).reshape(-1, len(BITS))
+
+
+def _segments(widths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """Undo :func:`segment_widths`."""
+    return [[(width, bits) for width, bits in zip(group, BITS, strict=True) if width] for group in widths]
+
+
+def layer_inputs(run: Stage, source: LayerSource, windows: Tensor) -> LayerInputs:
+    """Inputs of the windows that the gradients are of, in DATA/activations."""
+    samples, length = windows[: run.params.calibration.fisher_samples].shape
+    return LayerInputs(run.data / "activations", (samples, length, source.geometry.hidden), source.precision)
+
+
+def kept_inputs(run: Stage, moments: str) -> None:
+    """Say that the inputs are whole, and of the pass that left these moments."""
+    distributed.barrier()
+    if distributed.is_first():
+        (run.data / "activations" / "of").write_text(_mark(run, moments))
+
+
+def are_kept(run: Stage, moments: str) -> bool:
+    """Whether whole inputs of the pass that left these moments are there."""
+    mark = run.data / "activations" / "of"
+    kept = mark.exists() and mark.read_text() == _mark(run, moments)
+    distributed.barrier()
+    if not kept and distributed.is_first():
+        shutil.rmtree(run.data / "activations", ignore_errors=True)
+    distributed.barrier()
+    return kept
+
+
+def remove_inputs(run: Stage) -> None:
+    """Remove the inputs, by a rename first: what is half removed must not be taken for whole."""
+    distributed.barrier()
+    if distributed.is_first():
+        path = run.data / "activations"
+        partial = partial_path(path)
+        shutil.rmtree(partial, ignore_errors=True)
+        path.replace(partial)
+        shutil.rmtree(partial)
+
+
+def _mark(run: Stage, moments: str) -> str:
+    kept = [moments, run.params.calibration.fisher_samples]
+    return hashlib.sha256(repr(kept).encode()).hexdigest()[:32]
