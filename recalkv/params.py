@@ -113,12 +113,16 @@ class CompressionParams(_Section):
 
 
 class EvaluationParams(_TextParams):
-    """Perplexity, cache, and generation, dense beside compressed."""
+    """Perplexity, live cache, and sample texts, dense beside compressed."""
 
     split: str = Field("test", description="split of the data set; ignored for local files")
-    window: int = Field(2048, ge=2, description="tokens per perplexity window (joined texts, no overlap)")
-    every: int = Field(1, ge=1, description="use one window of so many, spread over the text")
-    max_windows: int | None = Field(None, ge=1, description="use at most this many windows; null for all")
+    window: int = Field(512, ge=2, description="tokens per perplexity window; windows do not overlap")
+    max_windows: int | None = Field(
+        15,
+        ge=1,
+        description="use at most this many windows, spread over the documents, or the first ones of wikitext2, ptb and "
+        "c4; null for all",
+    )
     further_texts: list[str] = Field(
         default_factory=list,
         description="more texts to measure perplexity on: wikitext2, ptb or c4 as the paper uses them, or local files",
@@ -133,11 +137,8 @@ class EvaluationParams(_TextParams):
     precision: Precision = Field(
         "auto", description="type of the matrix products where perplexity is measured, dense and compressed alike"
     )
-    generation_prompt_tokens: int = Field(512, ge=1, description="prompt length of the timed generation, tokens")
-    generation_new_tokens: int = Field(128, ge=2, description="length of the timed generation, tokens")
-    generation_repeats: int = Field(3, ge=1, description="timed repeats; the median is reported")
     prompts: list[str] = Field(default_factory=list, description="prompts of the side-by-side samples")
-    sample_tokens: int = Field(48, ge=1, description="length of each side-by-side sample, tokens")
+    sample_tokens: int = Field(32, ge=1, description="length of each side-by-side sample, tokens")
 
 
 class ZeroShotParams(_Section):

@@ -146,11 +146,17 @@ class Stage:
 
     def progress(self, items: Iterable[T], total: int, unit: str = "layer") -> Iterator[T]:
         """Show a progress bar on standard error while iterating."""
-        with tqdm(
-            items, desc=self.name, total=total, unit=unit, file=sys.stderr, mininterval=1.0,
+        with self.bar(total, unit) as bar:
+            for item in items:
+                yield item
+                bar.update()
+
+    def bar(self, total: int, unit: str) -> tqdm:
+        """Progress bar on standard error, to be moved by whoever does the work."""
+        return tqdm(
+            desc=self.name, total=total, unit=unit, file=sys.stderr, mininterval=1.0,
             disable=not distributed.is_first(),
-        ) as bar:  # fmt: skip
-            yield from bar
+        )  # fmt: skip
 
 
 def stage(body: Callable[..., None] | None = None, *, parallel: bool = False) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
+from tests.pipeline import invoke
 
 # Tiny tensors: a second thread costs more than it helps, here and in the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -68,15 +69,11 @@ def tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[st
         "text": str(tiny_texts[1]),
         "window": 32,
         "max_windows": 3,
-        "generation_prompt_tokens": 16,
-        "generation_new_tokens": 6,
-        "generation_repeats": 1,
         "sample_tokens": 4,
     }
     parameters["zeroshot"]["limit"] = 6
     parameters["needle"] |= {"lengths": [64], "depths": [0.0, 1.0]}
     parameters["latency"] |= {"contexts": [32], "repeats": 2, "decode_tokens": 2}
-    parameters["compare"]["ratios"] = [0.5]
     parameters["runtime"]["device"] = "cpu"
     return parameters
 
@@ -112,9 +109,7 @@ def change_parameters() -> Callable[[Path, str, Any], None]:
 @pytest.fixture
 def prepared(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The pipeline's copy with its statistics and dense losses; the current folder."""
-    from tests.test_pipeline import _invoke
-
     monkeypatch.chdir(project)
     for stage in ("model", "sample", "whiten", "fisher", "baseline"):
-        assert _invoke(stage) == 0
+        assert invoke(stage) == 0
     return project

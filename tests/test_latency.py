@@ -37,7 +37,7 @@ from recalkv.model.random_models import random_dense, random_latent
 from recalkv.model.sizes import ModelSizes
 from stages.latency_section import attention_rows, latency_section
 from tests import tiny
-from tests.test_pipeline import _invoke
+from tests.pipeline import COMPRESSION, invoke
 
 pair = functools.cache(tiny.compressed_pair)
 CPU = torch.device("cpu")
@@ -220,7 +220,7 @@ def test_contexts_beyond_the_model_are_refused() -> None:
 def compressed(prepared: Path) -> Path:
     """The pipeline's copy with its compressed checkpoint."""
     for name in ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse"):
-        assert _invoke(name) == 0
+        assert invoke(name) == 0
     return prepared
 
 
@@ -232,7 +232,7 @@ def test_stage_writes_rows_metrics_and_a_picture(
     change_parameters(compressed, "latency.geometry_contexts", [16])
     change_parameters(compressed, "latency.ratios", [0.5, 0.75])
     change_parameters(compressed, "latency.batches", [1, 2])
-    assert _invoke("latency") == 0
+    assert invoke("latency") == 0
     rows = json.loads((compressed / "reports/latency_rows.json").read_text())
     # Of each setting: static beside two baselines, growing beside one.
     assert len(rows) == 2 * 3 + 2 * 2 * 3
@@ -289,7 +289,7 @@ def test_bad_input_names_value_rule_and_remedy(
     pair("llama-gqa")[1].config.save_pretrained(prepared / "data/compressed")
     change_parameters(prepared, parameter, value)
     capsys.readouterr()
-    assert _invoke("latency") == 1
+    assert invoke("latency") == 1
     message = capsys.readouterr().err
     for word in words:
         assert word in message, message
@@ -302,7 +302,7 @@ def test_group_size_beyond_the_geometry_is_refused(
     pair("llama-gqa")[1].config.save_pretrained(prepared / "data/compressed")
     change_parameters(prepared, "latency.geometries", ["smollm2-135m"])
     change_parameters(prepared, "latency.group_sizes", [4])
-    assert _invoke("latency") == 1
+    assert invoke("latency") == 1
     assert "latency.group_sizes=4 is more than the 3 key/value heads of smollm2-135m" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.longbench import TASKS, LongBenchScore, cut_middle, longbench
 from tests import tiny
-from tests.test_pipeline import _invoke
+from tests.pipeline import COMPRESSION, invoke
 
 pytest.importorskip("jieba", reason="the packages of LongBench's metrics are not installed")
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -148,7 +148,7 @@ def test_all_sets_are_checked_before_the_first_is_answered(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     change_parameters(prepared, "longbench.tasks", ["trec", "narrative"])
-    assert _invoke("longbench") == 1
+    assert invoke("longbench") == 1
     assert "'narrative' is not one of qasper" in capfd.readouterr().err
     assert not (prepared / "data/finished").exists()
 
@@ -170,7 +170,7 @@ def test_stage_keeps_finished_sets(
     for task in ("qasper", "trec"):
         write(folder, task, all_classes=["a cache"])
     for name in ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "longbench"):
-        assert _invoke(name) == 0
+        assert invoke(name) == 0
     # Without tasks nothing is run.
     assert json.loads((prepared / "reports/longbench.json").read_text()) == {"tasks": {}}
     assert ran == []
@@ -179,7 +179,7 @@ def test_stage_keeps_finished_sets(
     change_parameters(prepared, "longbench.limit", 1)
     for tasks in (["qasper"], ["qasper", "trec"], ["qasper", "trec"]):
         change_parameters(prepared, "longbench.tasks", tasks)
-        assert _invoke("longbench") == 0
+        assert invoke("longbench") == 0
     dense, compressed = "LlamaForCausalLM", "ReCalKVLlamaForCausalLM"
     assert ran == [("qasper", dense), ("qasper", compressed), ("trec", dense), ("trec", compressed)]
     metrics = json.loads((prepared / "reports/longbench.json").read_text())

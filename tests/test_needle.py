@@ -14,7 +14,7 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.needle import DIGITS, answer_score, find_needles, needle_prompt
 from recalkv.params import NeedleParams
 from tests import tiny
-from tests.test_pipeline import _invoke
+from tests.pipeline import COMPRESSION, invoke
 
 
 class Characters:
@@ -113,7 +113,7 @@ def test_stage_names_the_length_that_is_too_long(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     change_parameters(prepared, "needle.lengths", [64, 5000])
-    assert _invoke("needle") == 1
+    assert invoke("needle") == 1
     assert "5000" in capsys.readouterr().err
     assert not (prepared / "reports/needle.json").exists()
     assert NeedleParams().lengths == [2048, 4096, 8000]
@@ -133,7 +133,7 @@ def test_metrics_have_every_place(
     monkeypatch.setattr(stage, "find_needles", scores)
     change_parameters(prepared, "needle.trials", 2)
     for name in ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "needle"):
-        assert _invoke(name) == 0
+        assert invoke(name) == 0
     metrics = json.loads((prepared / "reports/needle.json").read_text())
     assert metrics["dense"]["average"] == 1.0
     assert metrics["compressed"]["by_length"]["64_tokens"] == {"depth_0.00": 0.5, "depth_1.00": 0.5}
@@ -141,7 +141,7 @@ def test_metrics_have_every_place(
     # Finished places are kept; only a new one is asked for.
     assert len(asked) == 4
     change_parameters(prepared, "needle.depths", [0.0, 1.0, 0.333])
-    assert _invoke("needle") == 0
+    assert invoke("needle") == 0
     assert asked[4:] == [([64], [0.333])] * 2
     again = json.loads((prepared / "reports/needle.json").read_text())
     assert set(again["dense"]["by_length"]["64_tokens"]) == {"depth_0.00", "depth_1.00", "depth_0.333"}

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv
 from recalkv.cli import STAGES
+from tests.pipeline import invoke as _invoke
 
 STORES = (
     "sample",
@@ -231,19 +232,6 @@ def _inputs_of(stage: str) -> list[str]:
     order["reorder"] = [*order["whiten"], "whiten", "fisher", "reestimate"]
     order["allocate"] = [*order["reorder"], "reorder"]
     return order[stage]
-
-
-def _invoke(stage: str) -> int:
-    """Run a stage in this process with the defaults of its options; returns the exit code."""
-    import importlib
-
-    import typer
-
-    try:
-        importlib.import_module(f"stages.{stage}").main()
-    except typer.Exit as stop:
-        return stop.exit_code
-    return 0
 
 
 def _files(folder: Path) -> list[Path]:

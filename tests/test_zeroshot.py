@@ -15,7 +15,7 @@ from recalkv.evaluation.continuation import continuation_items
 from recalkv.evaluation.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, local_data, zero_shot
 from tests import tiny
 from tests.conftest import SENTENCE
-from tests.test_pipeline import _invoke
+from tests.pipeline import COMPRESSION, invoke
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -155,7 +155,7 @@ def test_stage_scores_both_models_on_the_same_items(
     change_parameters(prepared, "zeroshot.items", str(arc_file.parent))
     change_parameters(prepared, "zeroshot.limit", 4)
     for stage in ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "zeroshot"):
-        assert _invoke(stage) == 0
+        assert invoke(stage) == 0
     scores = json.loads((prepared / "reports" / "zeroshot.json").read_text())
     assert list(scores["tasks"]) == ["arc_easy", "continuation"]
     for task in scores["tasks"].values():
@@ -170,7 +170,7 @@ def test_stage_names_an_unknown_task(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     change_parameters(prepared, "zeroshot.tasks", ["continuations"])
-    assert _invoke("zeroshot") == 1
+    assert invoke("zeroshot") == 1
     assert "lm-eval has no single task continuations; `lm-eval ls subtasks`" in capfd.readouterr().err
     assert not (prepared / "reports" / "zeroshot.json").exists()
 
@@ -211,7 +211,7 @@ def test_finished_tasks_are_not_run_again(
     for tasks in (["arc_easy"], ["arc_easy", "continuation"]):
         change_parameters(prepared, "zeroshot.tasks", tasks)
         for name in chain:
-            assert _invoke(name) == 0
+            assert invoke(name) == 0
     dense, compressed = "LlamaForCausalLM", "ReCalKVLlamaForCausalLM"
     assert ran == [
         ("arc_easy", dense),
@@ -222,7 +222,7 @@ def test_finished_tasks_are_not_run_again(
     # Another ratio is another compressed model; the dense one stays as it was.
     change_parameters(prepared, "compression.ratio", 0.7)
     for name in chain:
-        assert _invoke(name) == 0
+        assert invoke(name) == 0
     assert ran[4:] == [("arc_easy", compressed), ("continuation", compressed)]
 
 

@@ -1,85 +1,126 @@
-"""Measure one checkpoint in a process of its own, so that peak memory is that of one model.
+"""Step 9, generation: the bytes of the cache that ``generate()`` filled, and what a model goes on with."""
 
-Run as ``python -m recalkv.evaluation.generation FOLDER REQUEST.json``; the last line on standard output is the result.
-"""
-
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from recalkv.evaluation.perplexity import (
-    cache_bytes_per_token,
-    cache_window_bytes,
-    fill_cache,
-    parameter_count,
-    time_generation,
-)
-from recalkv.evaluation.resources import peak_resident_mib, resident_mib
-from recalkv.kernels.module import choose_kernels
-from recalkv.model.loading import load_model
+from recalkv.model.spec import LatentSpec
+from recalkv.params import EvaluationParams
 
-__all__ = ["measure", "measure_apart"]
+__all__ = [
+    "Generated",
+    "cache_bytes_per_token",
+    "cache_metrics",
+    "fill_cache",
+    "measure_generation",
+    "parameter_count",
+    "parameter_metrics",
+]
+
+_CACHE_TOKENS = 64
 
 
-def measure(folder: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Load a checkpoint and measure what ``request`` asks for.
+@dataclass(frozen=True)
+class Generated:
+    """What one model left when it generated.
+
+    Attributes
+    ----------
+    cache_bytes_per_token
+        Of its live cache, all layers together.
+    parameters
+        Of the model, tied ones once.
+    samples
+        Continuation of each of ``evaluation.prompts``.
+    """
+
+    cache_bytes_per_token: float
+    parameters: int
+    samples: Sequence[str]
+
+    def record(self) -> dict[str, Any]:
+        """Plain JSON values, for the store of ``baseline``."""
+        return asdict(self)
+
+
+def measure_generation(model: Any, tokenizer: Any, windows: Tensor, wanted: EvaluationParams) -> Generated:
+    """Let a model go on from the prompts, and fill its cache.
 
     Parameters
     ----------
-    folder
-        Dense or compressed checkpoint.
-    request
-        ``device``; ``dtype``; ``device_map``; ``kernels`` (how a compressed model decodes, as ``runtime.kernels``);
-        ``prompt`` (token ids); ``new_tokens``; ``repeats``; ``samples`` (prompts as token ids) and
-        ``sample_tokens``.
+    model, tokenizer
+        Dense or compressed, and its tokenizer.
+    windows : (windows, tokens) int64
+        Evaluation text; the cache is that of its start.
+    wanted
+        ``prompts`` and ``sample_tokens``.
     """
-    device = torch.device(request["device"])
-    dtype = getattr(torch, request["dtype"])
-    model = load_model(folder, device, dtype, request["device_map"])
-    choose_kernels(model, request["kernels"])
-    loaded = resident_mib()
-    prompt = torch.tensor(request["prompt"])
-    cache = fill_cache(model, prompt[None])
-    generation = time_generation(model, prompt, request["new_tokens"], request["repeats"])
-    peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else peak_resident_mib()
     samples = []
-    for ids in request["samples"]:
-        output = model.generate(
-            torch.tensor([ids], device=device),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
-            max_new_tokens=request["sample_tokens"],
-            do_sample=False,
-            pad_token_id=0,
-        )
-        samples.append(output[0, len(ids) :].tolist())
+    for prompt in wanted.prompts:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        output = _generate(model, ids, wanted.sample_tokens)
+        samples.append(str(tokenizer.decode(output.sequences[0, ids.shape[1] :])))
+    cache = fill_cache(model, windows[:1, :_CACHE_TOKENS])
+    return Generated(cache_bytes_per_token(cache), parameter_count(model), samples)
+
+
+def _generate(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> Any:
+    """Greedy continuation of (batch, tokens) ids without padding."""
+    ids, end = ids.to(next(model.parameters()).device), model.config.eos_token_id
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        pad_token_id=end if isinstance(end, int) else 0,
+        **options,
+    )
+
+
+def fill_cache(model: Any, ids: Tensor, steps: int = 4) -> Any:
+    """Cache of a prefill of (batch, tokens) ids and a few decoding steps, as ``generate()`` builds it."""
+    return _generate(model, ids, steps, min_new_tokens=steps).past_key_values
+
+
+def cache_bytes_per_token(cache: Any) -> float:
+    """Bytes that a live cache holds per sequence and cached token, over all layers, from its tensors."""
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return float(sum(tensor.nbytes / (tensor.shape[0] * tensor.shape[2]) for tensor in tensors))
+
+
+def parameter_count(model: Any) -> int:
+    """Number of parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def cache_metrics(spec: LatentSpec, dense: Generated, compressed: Generated, element_bytes: int) -> dict[str, Any]:
+    """Live and allocated bytes per token, and what share of the dense cache's is removed.
+
+    Latents that are not quantised are compared with the dense model's live cache, both in the model's type of
+    ``element_bytes``; quantised ones with a 16-bit cache.
+    """
+    live, dense_live = compressed.cache_bytes_per_token, dense.cache_bytes_per_token
+    quantised = any(layer.quantised for layer in spec.layers)
+    reference = spec.dense_bytes_per_token if quantised else dense_live
     return {
-        "cache_bytes_per_token": cache_bytes_per_token(cache),
-        "cache_window_bytes": cache_window_bytes(cache),
-        "generation": generation,
-        "parameters": parameter_count(model),
-        "peak_memory_mib": peak,
-        "resident_after_load_mib": loaded,
-        "samples": samples,
+        "dense_bytes_per_token": dense_live,
+        "compressed_bytes_per_token": live,
+        "allocated_bytes_per_token": spec.cached_bytes_per_token(element_bytes),
+        "reference_bytes_per_token": reference,
+        "compression_ratio": 1 - live / reference,
+        "requested_ratio": spec.parameters["ratio"],
     }
 
 
-def measure_apart(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Run :func:`measure` in a new Python process and return its result."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(request, file)
-        file.flush()
-        command = [sys.executable, "-m", "recalkv.evaluation.generation", str(folder), file.name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"measuring {folder} failed with exit code {done.returncode}; its message is above")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))))
+def parameter_metrics(spec: LatentSpec, dense: Generated, compressed: Generated) -> dict[str, Any]:
+    """Parameters of both models."""
+    return {
+        "dense": dense.parameters,
+        "compressed": compressed.parameters,
+        "growth": compressed.parameters / dense.parameters - 1,
+        "layers_with_fused_values": sum(layer.value_layout == "fused" for layer in spec.layers),
+    }

@@ -1,56 +1,33 @@
-"""Step 9, measurements: perplexity, live cache size and generation.
+"""Step 9, perplexity: losses of windows through the model that a user loads, and their rise over the dense model's."""
 
-Everything is measured on the model that a user loads: perplexity through the compressed forward
-pass, cache bytes from the cache object that ``generate()`` filled.
-"""
-
-import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from recalkv.errors import DataError, NonFiniteError
-from recalkv.evaluation.resources import now
+from recalkv.errors import NonFiniteError
+from recalkv.model.precision import resolve_precision
+from recalkv.params import EvaluationParams
+from recalkv.store.stores import StoreReader, StoreWriter
+from recalkv.text.windows import Windows
 
 __all__ = [
-    "cache_bytes_per_token",
-    "cache_window_bytes",
-    "evaluation_windows",
+    "MAIN_TEXT",
+    "MeasuredText",
     "excess_loss",
-    "fill_cache",
-    "parameter_count",
+    "further_text",
+    "measured_losses",
     "perplexity",
-    "time_generation",
     "window_losses",
 ]
 
+MAIN_TEXT = "main"
+"""Place of ``evaluation.text`` in the store of ``baseline``."""
+
 _HEAD_TOKENS = 512
-
-
-def evaluation_windows(tokens: Tensor, window: int, max_windows: int | None, every: int = 1) -> Tensor:
-    """Cut joined texts into consecutive windows without overlap, dropping the rest (GPTQ's protocol).
-
-    ``every`` takes one window of so many, which spreads a small sample over the whole text.
-
-    Returns
-    -------
-    (windows, window) int64
-
-    Raises
-    ------
-    DataError
-        If the text is shorter than one window.
-    """
-    count = len(tokens) // window
-    if count == 0:
-        raise DataError(
-            f"the evaluation text has {len(tokens)} tokens, fewer than one window of evaluation.window={window}; "
-            f"use a longer text or a shorter window."
-        )
-    return tokens[: count * window].view(count, window)[::every][:max_windows].clone()
 
 
 @torch.inference_mode()
@@ -125,109 +102,84 @@ def perplexity(losses: Tensor) -> float:
     return float(losses.mean().exp())
 
 
-def excess_loss(losses: Tensor, dense_losses: Tensor) -> tuple[float, float]:
-    """Mean rise of the loss over the dense model's, same windows, and its paired standard error, nats per token."""
-    rise = losses - dense_losses
-    return float(rise.mean()), float(rise.std() / len(rise) ** 0.5) if len(rise) > 1 else 0.0
-
-
-def parameter_count(model: Any) -> int:
-    """Number of parameters, tied ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@torch.inference_mode()
-def fill_cache(model: Any, ids: Tensor, steps: int = 4) -> Any:
-    """Cache of a prefill and a few decoding steps, as ``generate()`` builds it, for (batch, tokens) ids."""
-    output = model.generate(
-        ids.to(next(model.parameters()).device),
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=steps,
-        min_new_tokens=steps,
-        do_sample=False,
-        return_dict_in_generate=True,
-        pad_token_id=model.config.eos_token_id if isinstance(model.config.eos_token_id, int) else 0,
-    )
-    return output.past_key_values
-
-
-def cache_bytes_per_token(cache: Any) -> float:
-    """Bytes that a live cache holds per sequence and cached token, over all layers, from its tensors.
-
-    Of layers with scales per channel it is that of a token in a complete block, scales included;
-    :func:`cache_window_bytes` has the rest.
-
-    Raises
-    ------
-    DataError
-        If such a layer has no complete block yet.
-    """
-    total = 0.0
-    for layer in cache.layers:
-        # Asked of the layer, not of its class: measuring dense models does not depend on it.
-        if hasattr(layer, "held_bytes"):
-            per_token, _ = layer.held_bytes()
-            if not layer.has_blocks:
-                raise DataError(
-                    f"the cache has no complete block of compression.block={layer.layout.block} tokens to measure; "
-                    f"use a longer prompt (evaluation.generation_prompt_tokens)."
-                )
-            total += per_token
-            continue
-        for tensor in (layer.keys, layer.values):
-            batch, _, tokens, _ = tensor.shape
-            total += tensor.numel() * tensor.element_size() / (batch * tokens)
-    return total
-
-
-def cache_window_bytes(cache: Any) -> int:
-    """Bytes of the exact tokens that a live cache with scales per channel holds per sequence; 0 for others."""
-    return sum(layer.held_bytes()[1] for layer in cache.layers if hasattr(layer, "held_bytes"))
-
-
-def _held_bytes(cache: Any) -> float:
-    """Bytes of all tensors of a growing cache, per sequence."""
-    total = 0.0
-    for layer in cache.layers:
-        held = [layer.keys, layer.values, *([layer.blocks] if hasattr(layer, "held_bytes") else [])]
-        total += sum(tensor.nbytes / tensor.shape[0] for tensor in held)
-    return total
-
-
-@torch.inference_mode()
-def time_generation(model: Any, prompt: Tensor, new_tokens: int, repeats: int) -> dict[str, float]:
-    """Time greedy generation of one sequence; medians over repeats, after one warm-up.
+def excess_loss(losses: Tensor, dense_losses: Tensor, documents: Tensor) -> tuple[float, float]:
+    """Rise of the loss over the dense model's on the same windows, and its standard error over documents.
 
     Parameters
     ----------
-    prompt : (tokens,) int64
-        Prompt.
-    new_tokens
-        Tokens generated after it; each after the first is one decoding step.
+    losses, dense_losses : (windows,) float64
+        Nats per token.
+    documents : (windows,) int64
+        Number of each window's document. Windows of one document err together, so their deviations are added before
+        they are squared.
 
     Returns
     -------
-    dict
-        ``prefill_seconds``, ``decode_tokens_per_second`` and ``cache_mib`` at the end.
+    float, float
+        Nats per token; the error is 0 where there is one document only.
     """
-    device = next(model.parameters()).device
-    ids = prompt[None].to(device)
-    prefill, decode, cache_bytes = [], [], 0.0
-    for repeat in range(repeats + 1):
-        cache = DynamicCache(config=model.config)
-        start = now(device)
-        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-        token = logits[:, -1].argmax(dim=-1, keepdim=True)
-        between = now(device)
-        for _ in range(new_tokens - 1 if repeat else 3):
-            token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)
-        end = now(device)
-        if repeat:
-            prefill.append(between - start)
-            decode.append((new_tokens - 1) / (end - between))
-        cache_bytes = _held_bytes(cache)
-    return {
-        "prefill_seconds": statistics.median(prefill),
-        "decode_tokens_per_second": statistics.median(decode),
-        "cache_mib": cache_bytes / 2**20,
-    }
+    rise = losses - dense_losses
+    _, members = documents.unique(return_inverse=True)
+    count = int(members.max()) + 1
+    if count == 1:
+        return float(rise.mean()), 0.0
+    sums = torch.zeros(count, dtype=rise.dtype).index_add(0, members, rise - rise.mean())
+    return float(rise.mean()), float((count / (count - 1) * sums.square().sum()).sqrt() / len(rise))
+
+
+def measured_losses(
+    model: Any, windows: Tensor, wanted: EvaluationParams, progress: Callable[[], object] = lambda: None
+) -> Tensor:
+    """Loss of each window, measured as the parameters say; see :func:`window_losses`."""
+    precision = resolve_precision(wanted.precision, next(model.parameters()).device)
+    return window_losses(model, windows, progress, precision, batch_size=wanted.batch_size, prefill=wanted.prefill)
+
+
+@dataclass(frozen=True)
+class MeasuredText:
+    """One evaluation text with the dense model's losses.
+
+    Attributes
+    ----------
+    windows
+        Token ids, and whose document they are of.
+    dense_losses : (windows,) float64
+        Nats per token.
+    """
+
+    windows: Windows
+    dense_losses: Tensor
+
+    def first(self, windows: int | None) -> "MeasuredText":
+        """The first so many windows; None for all."""
+        return MeasuredText(self.windows.first(windows), self.dense_losses[:windows])
+
+    def against_dense(self, losses: Tensor) -> dict[str, float]:
+        """Perplexities and the rise of the loss, from another model's losses."""
+        rise, error = excess_loss(losses, self.dense_losses, self.windows.documents)
+        return {
+            "dense": perplexity(self.dense_losses),
+            "compressed": perplexity(losses),
+            "excess_nats": rise,
+            "excess_standard_error_nats": error,
+            "windows": len(self.windows),
+            "documents": len(self.windows.documents.unique()),
+            "tokens_per_window": self.windows.tokens.shape[1],
+        }
+
+    def write(self, store: StoreWriter, place: str) -> None:
+        """Put the text into the store of ``baseline``."""
+        store.put(f"{place}/windows", self.windows.tokens)
+        store.put(f"{place}/documents", self.windows.documents)
+        store.put(f"{place}/losses", self.dense_losses)
+
+    @classmethod
+    def read(cls, store: StoreReader, place: str) -> "MeasuredText":
+        """Take it from there."""
+        windows = Windows(store.get(f"{place}/windows"), store.get(f"{place}/documents"))
+        return cls(windows, store.get(f"{place}/losses"))
+
+
+def further_text(name: str) -> str:
+    """Place of one of ``evaluation.further_texts``, by its short name."""
+    return f"further/{name}"

@@ -1,6 +1,7 @@
 """Evaluation texts: which part of a corpus is measured, and how it is cut into windows.
 
-A name stands for a corpus as the paper and the public releases use it; a local file is taken whole.
+A name of the paper's stands for a corpus as the paper and the public releases use it: joined, and cut into
+consecutive windows. Of other texts the windows are spread over the documents.
 """
 
 from dataclasses import dataclass
@@ -8,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.evaluation.perplexity import evaluation_windows
 from recalkv.params import EvaluationParams
 from recalkv.text.documents import load_documents
-from recalkv.text.windows import joined_tokens
+from recalkv.text.windows import Windows, consecutive_windows, document_tokens, spread_windows
 
 __all__ = ["PROTOCOLS", "Protocol", "further_windows", "main_documents", "main_windows", "text_names"]
 
@@ -29,7 +28,8 @@ class Protocol:
         Part that is measured.
     separator
         What the documents are joined by before the whole is tokenised as one string, with the special tokens
-        that the tokenizer puts at its start; None for blank lines between documents tokenised one by one.
+        that the tokenizer puts at its start, and cut into consecutive windows; None for windows inside documents,
+        spread over them.
     """
 
     split: str = "test"
@@ -62,12 +62,12 @@ def main_documents(wanted: EvaluationParams) -> list[str]:
     )
 
 
-def main_windows(tokenizer: Any, wanted: EvaluationParams) -> Tensor:
-    """Windows of ``evaluation.text``, (windows, tokens) int64."""
+def main_windows(tokenizer: Any, wanted: EvaluationParams) -> Windows:
+    """Windows of ``evaluation.text``."""
     return _windows(tokenizer, wanted, wanted.text, main_documents(wanted))
 
 
-def further_windows(tokenizer: Any, wanted: EvaluationParams, text: str) -> Tensor:
+def further_windows(tokenizer: Any, wanted: EvaluationParams, text: str) -> Windows:
     """Windows of one of ``evaluation.further_texts``: the corpus' own protocol, and no more windows than asked for.
 
     Raises
@@ -83,16 +83,15 @@ def further_windows(tokenizer: Any, wanted: EvaluationParams, text: str) -> Tens
     return _windows(tokenizer, wanted, text, documents)
 
 
-def _windows(tokenizer: Any, wanted: EvaluationParams, text: str, documents: list[str]) -> Tensor:
+def _windows(tokenizer: Any, wanted: EvaluationParams, text: str, documents: list[str]) -> Windows:
     protocol = PROTOCOLS.get(text, Protocol())
     bounds = [bound for bound in (protocol.max_windows, wanted.max_windows) if bound is not None]
-    if protocol.separator is None:
-        tokens = joined_tokens(tokenizer, documents)
-    else:
-        ids = tokenizer(protocol.separator.join(documents), verbose=False)["input_ids"]
-        tokens = torch.tensor(ids, dtype=torch.int64)
+    most = min(bounds, default=None)
     try:
-        return evaluation_windows(tokens, wanted.window, min(bounds, default=None), wanted.every)
+        if protocol.separator is None:
+            return spread_windows(document_tokens(tokenizer, documents), wanted.window, most)
+        ids = tokenizer(protocol.separator.join(documents), verbose=False)["input_ids"]
+        return consecutive_windows(torch.tensor(ids, dtype=torch.int64), wanted.window, most)
     except DataError as error:
         raise DataError(f"{text!r}: {error}") from error
 

@@ -1,6 +1,7 @@
-"""Step 1, calibration sampling: token windows chosen by seed."""
+"""Token windows: drawn at random for calibration, cut in order or spread over documents for evaluation."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,15 +9,131 @@ from torch import Tensor
 
 from recalkv.errors import DataError
 
-__all__ = ["joined_tokens", "sample_windows"]
+__all__ = ["Windows", "consecutive_windows", "document_tokens", "joined_tokens", "sample_windows", "spread_windows"]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of an evaluation text, and which of them share a document.
+
+    Attributes
+    ----------
+    tokens : (windows, tokens) int64
+        Token ids.
+    documents : (windows,) int64
+        Number of each window's document. What is measured on windows of one document is not independent, so errors
+        are taken over documents. Windows of text that has no documents are numbered one by one.
+    """
+
+    tokens: Tensor
+    documents: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def first(self, count: int | None) -> "Windows":
+        """The first so many; None for all."""
+        return Windows(self.tokens[:count], self.documents[:count])
+
+
+def document_tokens(tokenizer: Any, documents: Sequence[str]) -> list[Tensor]:
+    """Token ids of each document, (tokens,) int64, with the blank line that parts it from the next."""
+    # One by one: a whole corpus in one string makes tokenizers quadratic or worse.
+    separated = [*(text + "\n\n" for text in documents[:-1]), *documents[-1:]]
+    ids = tokenizer(separated, add_special_tokens=False, verbose=False)["input_ids"]
+    return [torch.tensor(document, dtype=torch.int64) for document in ids]
 
 
 def joined_tokens(tokenizer: Any, documents: Sequence[str]) -> Tensor:
     """Token ids of all documents joined by blank lines, (tokens,) int64."""
-    # Documents are tokenised one by one: a whole corpus in one string makes tokenizers quadratic or worse.
-    separated = [text if last else text + "\n\n" for text, last in _mark_last(documents)]
-    ids = tokenizer(separated, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor([token for document in ids for token in document], dtype=torch.int64)
+    return torch.cat(document_tokens(tokenizer, documents))
+
+
+def consecutive_windows(tokens: Tensor, window: int, max_windows: int | None = None) -> Windows:
+    """Cut joined text into consecutive windows without overlap, the first so many, dropping the rest (GPTQ's protocol).
+
+    Raises
+    ------
+    DataError
+        If the text is shorter than one window.
+    """
+    count = len(tokens) // window
+    if count == 0:
+        raise _too_short(len(tokens), window)
+    cut = tokens[: count * window].view(count, window)[:max_windows].clone()
+    return Windows(cut, torch.arange(len(cut)))
+
+
+def spread_windows(documents: Sequence[Tensor], window: int, max_windows: int | None = None) -> Windows:
+    """Cut windows inside documents, and take as many from each as there are to take.
+
+    A document shorter than a window is joined with those after it. Documents give one window each, then a second
+    one, and so on, until there are ``max_windows``; what a document gives is spread evenly over it.
+
+    Parameters
+    ----------
+    documents
+        Token ids of each, (tokens,) int64.
+    window
+        Tokens per window.
+    max_windows
+        None for all windows of all documents.
+
+    Raises
+    ------
+    DataError
+        If the text is shorter than one window.
+    """
+    pieces = _long_enough(documents, window)
+    rooms = [len(piece) // window for piece in pieces]
+    shares = _shares(rooms, max_windows)
+    tokens, numbers = [], []
+    for number, (piece, room, share) in enumerate(zip(pieces, rooms, shares, strict=True)):
+        for position in _evenly(share, room):
+            tokens.append(piece[position * window : (position + 1) * window])
+            numbers.append(number)
+    several = len(pieces) > 1
+    return Windows(torch.stack(tokens), torch.tensor(numbers) if several else torch.arange(len(tokens)))
+
+
+def _long_enough(documents: Sequence[Tensor], window: int) -> list[Tensor]:
+    """Documents of a window or more; shorter ones join the next, and what is left at the end the last."""
+    pieces: list[Tensor] = []
+    rest = torch.zeros(0, dtype=torch.int64)
+    for document in documents:
+        rest = torch.cat([rest, document])
+        if len(rest) >= window:
+            pieces.append(rest)
+            rest = rest[:0]
+    if not pieces:
+        raise _too_short(len(rest), window)
+    pieces[-1] = torch.cat([pieces[-1], rest])
+    return pieces
+
+
+def _shares(rooms: Sequence[int], count: int | None) -> list[int]:
+    """How many windows each document gives, of those that it has room for."""
+    if count is None:
+        return list(rooms)
+    shares = [0] * len(rooms)
+    while count and (more := [i for i, room in enumerate(rooms) if shares[i] < room]):
+        given = min(count, len(more))
+        for position in _evenly(given, len(more)):
+            shares[more[position]] += 1
+        count -= given
+    return shares
+
+
+def _evenly(count: int, places: int) -> list[int]:
+    """So many of the places, each in the middle of an equal part of them."""
+    return [(2 * i + 1) * places // (2 * count) for i in range(count)]
+
+
+def _too_short(tokens: int, window: int) -> DataError:
+    return DataError(
+        f"the evaluation text has {tokens} tokens, fewer than one window of evaluation.window={window}; "
+        f"use a longer text or a shorter window."
+    )
 
 
 def sample_windows(tokens: Tensor, samples: int, length: int, seed: int) -> Tensor:
@@ -53,7 +170,3 @@ def sample_windows(tokens: Tensor, samples: int, length: int, seed: int) -> Tens
     starts = gaps + torch.arange(samples) * length
     starts = starts[torch.randperm(samples, generator=generator)]
     return tokens[starts[:, None] + torch.arange(length)]
-
-
-def _mark_last(documents: Sequence[str]) -> list[tuple[str, bool]]:
-    return [(text, position == len(documents) - 1) for position, text in enumerate(documents)]
