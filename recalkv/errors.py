@@ -12,6 +12,7 @@ __all__ = [
     "NonFiniteError",
     "ParameterError",
     "ReCalKVError",
+    "ReportError",
     "StoreError",
     "UnsupportedModelError",
 ]
@@ -51,3 +52,7 @@ class StoreError(ReCalKVError):
 
 class CheckpointError(ReCalKVError):
     """An exported checkpoint's configuration and tensors do not fit together."""
+
+
+class ReportError(ReCalKVError):
+    """A page cites a figure that no report has."""

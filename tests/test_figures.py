@@ -1,0 +1,207 @@
+"""README and docs: figures by key from the reports, and every path, module, command and parameter that they name."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+
+from recalkv.errors import ReportError
+from recalkv.params import Params
+from recalkv.reports.figures import look_up, main, refreshed, untagged
+from recalkv.reports.tables import TABLES
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+REPORT = {
+    "rows": [{"method": "palu", "ratio": 0.5, "excess": 0.6}, {"method": "svd", "ratio": 0.5, "excess": 3.0}],
+    "a=b,c=0.5": {"perplexity": 25.264},
+    "stages": {"one": {"seconds": 60.0, "note": "x"}, "two": {"seconds": 30}},
+    "bytes": 23040,
+}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_figures_are_those_of_the_reports(path: Path) -> None:
+    text = path.read_text()
+    assert refreshed(text, ROOT) == text, "run `python -m recalkv.reports.figures README.md docs/*.md`"
+    assert list(untagged(text)) == []
+
+
+def test_readme_is_short() -> None:
+    assert len(PAGES[0].read_text().splitlines()) <= 160
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("bytes", 23040),
+        ('"a=b,c=0.5".perplexity', 25.264),
+        ("rows[method=palu,ratio=0.5].excess", 0.6),
+        ("rows[method=palu].excess / rows[method=svd].excess", 0.2),
+        ("sum(stages.*.seconds)", 90),
+        ("max(stages.*.seconds) / 60", 1),
+    ],
+)
+def test_keys(keys: str, expected: float) -> None:
+    assert look_up(REPORT, keys) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("byte", "names 0 numbers"),
+        ("stages.one.note", "names 0 numbers"),
+        ("rows[ratio=0.5].excess", "names 2 numbers"),
+        ("stages.*.seconds", "names 2 numbers"),
+        ("sum(stages.*.minutes)", "names 0 numbers"),
+        ('"bytes', "is no key"),
+    ],
+)
+def test_keys_of_no_single_number(keys: str, message: str) -> None:
+    with pytest.raises(ReportError, match=message):
+        look_up(REPORT, keys)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports/r.json").write_text(json.dumps(REPORT))
+    return tmp_path
+
+
+def test_figures_and_tables_are_rewritten_and_nothing_else(folder: Path) -> None:
+    text = (
+        '**24.0<!-- reports/r.json "a=b,c=0.5".perplexity .2f -->** of ?<!-- reports/r.json bytes ,.0f -->;'
+        " `1.0<!-- x -->`\n"
+        "```\n2.0<!-- reports/r.json bytes .0f -->\n```\n"
+        "<!-- table: stages -->\nold\n<!-- end -->\nend <!-- a remark -->\n"
+    )
+    new = refreshed(text, folder)
+    expected = text.replace("24.0<", "25.26<").replace("?<", "23,040<")
+    assert new == expected.replace("old", "(`reports/timings.json` has not been made yet.)")
+    assert refreshed(new, folder) == new
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n1<!-- reports/none.json bytes .0f -->", "line 2: reports/none.json does not exist"),
+        ("1<!-- reports/r.json byte .0f -->", "line 1: `byte` names 0 numbers"),
+        ("1<!-- reports/r.json bytes -->", "no tagged figure"),
+        ("**1**<!-- reports/r.json bytes .0f -->", "no tagged figure"),
+        ("1<!-- reports/r.json bytes .0q -->", "format code"),
+        ("<!-- table: none -->\n<!-- end -->", "no table 'none'"),
+    ],
+)
+def test_tags_without_a_figure(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(ReportError, match=message):
+        refreshed(text, folder)
+
+
+def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "page.md"
+    path.write_text(stale := "Of 5<!-- reports/r.json bytes .0f --> bytes.\n")
+    assert main([str(path), "--check"], folder) == 1
+    assert path.read_text() == stale
+    assert "+Of 23040<" in capsys.readouterr().out
+    assert main([str(path)], folder) == 0
+    assert main([str(path), "--check"], folder) == 0
+    path.write_text("Of 12 bytes.\n")
+    assert main([str(path), "--check"], folder) == 1
+    assert "page.md:1: '12 bytes' names no report" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ["1.5", "about 50 %", "50%", "12 per cent", "1,024", "8 s", "8s", "3 minutes", "4 GiB", "5x", "| 7 nats |"]
+)
+def test_what_looks_measured(text: str) -> None:
+    assert [line for line, _ in untagged(f"one\n{text}\n")] == [2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "8 windows of 1024 tokens, groups of 2, 16-bit latents, section 4.1",
+        "`1.5`, and\n```\n1.5 s\n```\n",
+        "1.5<!-- reports/r.json bytes .1f -->",
+        "[a link](https://example.org/2402.02750) <https://example.org/1.5>",
+        "<!-- table: stages -->\n1.5\n<!-- end -->",
+    ],
+)
+def test_what_does_not(text: str) -> None:
+    assert list(untagged(text)) == []
+
+
+def test_every_table_is_used() -> None:
+    used = {name for path in PAGES for name in re.findall(r"^<!-- table: ([\w-]+)", path.read_text(), re.MULTILINE)}
+    assert used == set(TABLES)
+
+
+# What the pages name. Generated tables are left out: they name what may not have been made yet.
+
+
+def named(text: str) -> str:
+    return re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
+
+
+def code(text: str) -> list[str]:
+    return re.findall(r"^```\w*\n(.*?)^```", named(text), re.MULTILINE | re.DOTALL) + re.findall(
+        r"`([^`\n]+)`", named(text)
+    )
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_paths_links_and_modules_are_there(path: Path) -> None:
+    text = named(path.read_text())
+    links = [path.parent / target for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
+    folders = "recalkv|stages|tests|benchmarks|docs|grids|reports"
+    paths = [ROOT / part for span in code(text) for part in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./-]+", span)]
+    missing = [str(each) for each in [*links, *paths] if not each.exists()]
+    modules = [
+        part for span in code(text) for part in re.findall(r"\b(?:recalkv|stages|benchmarks)(?:\.[a-z]\w*)+", span)
+    ]
+    for module in modules:
+        whole, parent = (ROOT.joinpath(*parts) for parts in (module.split("."), module.split(".")[:-1]))
+        files = [parent.with_suffix(".py"), parent / "__init__.py"]
+        inside = any(re.search(rf"\b{whole.name}\b", file.read_text()) for file in files if file.exists())
+        if not (whole.is_dir() or whole.with_suffix(".py").exists() or inside):
+            missing.append(module)
+    assert missing == []
+
+
+def test_anchors_are_headings() -> None:
+    for path in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text()):
+            headings = re.findall(r"^#+ (.+)$", (path.parent / target if target else path).read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in slugs, f"{path.name}: #{anchor}"
+
+
+def test_commands_are_there() -> None:
+    from recalkv.cli import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for path in PAGES:
+        for span in code(path.read_text()):
+            for line in span.split("\n"):
+                if match := re.match(r"make ([\w-]+)", line):
+                    assert match[1] in targets, line
+                if match := re.match(r"recalkv ([a-z-]+)", line):
+                    options = {name for parameter in commands[match[1]].params for name in parameter.opts}
+                    assert set(re.findall(r"(?<=\s)--[\w-]+", line.split("&&")[0])) <= options, line
+
+
+def test_parameters_are_there() -> None:
+    for path in PAGES:
+        for span in code(path.read_text()):
+            if match := re.fullmatch(rf"({'|'.join(Params.model_fields)})\.(\w+)(?:: (.+))?", span):
+                section = Params.model_fields[match[1]].annotation
+                assert isinstance(section, type) and issubclass(section, BaseModel)
+                assert match[2] in section.model_fields, span
+                if match[3] is not None:
+                    section.model_validate({match[2]: yaml.safe_load(match[3])})
