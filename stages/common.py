@@ -55,12 +55,14 @@ class Stage:
     ----------
     name, params, data, reports
         Name of the stage, all parameters, and the folders of stores and of reports.
+    changes
+        What --set changed, as given.
     device : torch.device
         Where it computes.
     """
 
-    def __init__(self, name: str, params: Params, data: Path, reports: Path) -> None:
-        self.name, self.params, self.data, self.reports = name, params, data, reports
+    def __init__(self, name: str, params: Params, data: Path, reports: Path, changes: Sequence[str] = ()) -> None:
+        self.name, self.params, self.data, self.reports, self.changes = name, params, data, reports, changes
         self.device = distributed.own_device(device_of(params.runtime.device))
         # The first store read that is of calibration windows, and their digest.
         self._windows: tuple[Path, str] | None = None
@@ -188,7 +190,7 @@ def stage(body: Callable[..., None] | None = None, *, parallel: bool = False) ->
             loaded = load_params(params, changes or ())
             if distributed.launched() and not parallel:
                 raise ParameterError(f"the stage {name} runs in one process; start it without torchrun.")
-            run = Stage(name, loaded, data, reports)
+            run = Stage(name, loaded, data, reports, changes or ())
             with distributed.group(run.device):
                 body(run, **further)
                 if distributed.is_first():

@@ -1,4 +1,4 @@
-"""The pictures of a run: CKA heat maps, ranks, errors, stage times, and perplexity of all methods."""
+"""The pictures of a run: CKA heat maps, ranks, errors, latency, retrieval, and perplexity against bytes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,16 +10,7 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-__all__ = [
-    "bar_chart",
-    "cka_heat_maps",
-    "latency_lines",
-    "layer_lines",
-    "needle_heat_maps",
-    "perplexity_against_bytes",
-    "predicted_against_measured",
-    "stage_costs",
-]
+__all__ = ["against_bytes", "cka_heat_maps", "draw_report", "latency_lines", "layer_lines", "needle_heat_maps"]
 
 _DPI = 120
 
@@ -133,92 +124,65 @@ def latency_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     _save(figure, path)
 
 
-def stage_costs(path: Path, timings: dict[str, dict[str, float]]) -> None:
-    """Wall time and peak memory of each stage, side by side."""
-    names = list(timings)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for axis, key, label in (
-        (left, "wall_seconds", "wall time (s)"),
-        (right, "peak_resident_mib", "peak resident memory (MiB)"),
-    ):
-        bars = axis.barh(names, [timings[name][key] for name in names], color="tab:blue")
-        axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=2)
-        axis.set_xlabel(label)
-        axis.margins(x=0.12)
-    left.invert_yaxis()
+def against_bytes(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Perplexity against the bytes cached per token, 16 bits an element; settings that differ in ratio make a line.
+
+    ``rows`` are what the ``cell`` stage wrote.
+    """
+    figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        further = [f"{key}={value}" for key, value in row["setting"].items() if key not in ("method", "ratio")]
+        name = ", ".join([row["method"], *further])
+        series.setdefault(name, []).append((row["bytes_per_token"], row["perplexity"]))
+    for number, (name, points) in enumerate(series.items()):
+        axis.plot(*zip(*sorted(points), strict=True), marker="osd^vP*Xh"[number % 9], markersize=5, label=name)
+    dense = rows[0]["perplexity_dense"]
+    axis.plot(rows[0]["dense_bytes_per_token"], dense, "k*", markersize=10, label="dense")
+    axis.axhline(dense, color="black", linewidth=0.8, linestyle=":")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:.0f}")
+    axis.yaxis.set_minor_formatter("{x:.0f}")
+    axis.set_xlabel("cache (bytes per token, 16 bits an element)")
+    axis.set_ylabel("perplexity (log scale; lower is better)")
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(fontsize=8)
     _save(figure, path)
 
 
-def bar_chart(path: Path, labels: Sequence[str], values: Sequence[float], xlabel: str, title: str) -> None:
-    """Horizontal bars with their values."""
-    figure, axis = plt.subplots(figsize=(7.5, 0.4 * len(labels) + 1.2), layout="constrained")
-    bars = axis.barh(labels, values, color="tab:blue")
-    axis.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
-    axis.set_xlabel(xlabel)
-    axis.set_title(title, fontsize=10)
-    axis.margins(x=0.12)
-    axis.invert_yaxis()
-    _save(figure, path)
+def draw_report(folder: Path, layers: Sequence[dict[str, float]], groupings: Sequence[Any]) -> None:
+    """Heat maps of some layers' heads, and ranks, Fisher scores and errors of all layers."""
 
+    def column(name: str) -> list[float]:
+        return [layer[name] for layer in layers]
 
-def perplexity_against_bytes(path: Path, result: dict[str, Any]) -> None:
-    """Perplexity of every method against the bytes that its live cache holds per token, one panel a group size."""
-    rows = result["rows"]
-    sizes = sorted({row["group_size"] for row in rows})
-    figure, axes = plt.subplots(
-        1, len(sizes), figsize=(4.6 * len(sizes) + 0.6, 4.2), squeeze=False, sharey=True, layout="constrained"
+    shown = sorted({round(i * (len(layers) - 1) / 4) for i in range(5)})
+    similarities = [grouping.similarity.numpy() for grouping in groupings]
+    cka_heat_maps(folder / "cka.png", similarities, [grouping.permutation for grouping in groupings], shown)
+    layer_lines(
+        folder / "ranks.png",
+        {"keys": column("rank_key"), "values": column("rank_value"), "cached": column("cached_elements")},
+        "rank (cached elements per token)",
+        "Allocated rank per layer",
     )
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    for axis, size in zip(axes[0], sizes, strict=True):
-        for number, method in enumerate(methods):
-            points = sorted(
-                (row["cache_bytes_per_token"], row["perplexity"])
-                for row in rows
-                if row["method"] == method and row["group_size"] == size
-            )
-            if not points:
-                continue
-            axis.plot(*zip(*points, strict=True), marker="osd^vP*Xh"[number % 9], markersize=5, label=method)
-        dense = rows[0]["dense_cache_bytes_per_token"]
-        axis.plot([dense], [result["perplexity_dense"]], "k*", markersize=10, label="dense")
-        axis.axhline(result["perplexity_dense"], color="black", linewidth=0.8, linestyle=":")
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter("{x:.0f}")
-        axis.yaxis.set_minor_formatter("{x:.0f}")
-        axis.set_xlabel("cache (bytes per token)")
-        axis.set_title(f"groups of {size} key/value head{'s' if size > 1 else ''}", fontsize=10)
-        axis.grid(alpha=0.3, which="both")
-    axes[0][0].set_ylabel("perplexity (log scale; lower is better)")
-    axes[0][-1].legend(fontsize=8)
-    _save(figure, path)
-
-
-def predicted_against_measured(path: Path, result: dict[str, Any]) -> None:
-    """Rise of the loss, predicted and measured: by ratio (left) and layer by layer (right)."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.0), layout="constrained")
-    ratios = [100 * row["ratio"] for row in result["rows"]]
-    left.plot(ratios, [row["excess_nats"] for row in result["rows"]], "o-", label="measured")
-    left.plot(ratios, [row["predicted_rise_nats"] for row in result["rows"]], "s--", label="predicted")
-    left.set_yscale("log")
-    left.set_xlabel("cache removed (%)")
-    left.set_ylabel("rise of the loss (nats per token)")
-    left.set_title("whole model", fontsize=10)
-    left.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    predicted = [layer["predicted_rise_nats"] for layer in result["layers"]]
-    measured = [layer["excess_nats"] for layer in result["layers"]]
-    bound = max(*predicted, *measured) * 1.1
-    right.axline((0, 0), slope=1, color="black", linewidth=0.8, linestyle=":")
-    right.scatter(predicted, measured, s=16)
-    for number, point in enumerate(zip(predicted, measured, strict=True)):
-        right.annotate(str(number), point, fontsize=7, xytext=(3, 3), textcoords="offset points")
-    right.set_xlim(0, bound)
-    right.set_ylim(min(0.0, *measured) - 0.02 * bound, bound)
-    right.set_xlabel("predicted rise (nats per token)")
-    right.set_ylabel("measured rise (nats per token)")
-    right.set_title(f"one layer at a time, {result['layer_ratio']:.0%} removed", fontsize=10)
-    right.grid(alpha=0.3)
-    _save(figure, path)
+    layer_lines(
+        folder / "fisher.png",
+        {"keys": column("fisher_key"), "values": column("fisher_value")},
+        "Fisher score",
+        "Empirical Fisher information per projection",
+        log=True,
+    )
+    layer_lines(
+        folder / "errors.png",
+        {
+            "keys, dense inputs": column("error_key"),
+            "values, dense inputs": column("error_value"),
+            "behind compressed prefix, before refit": column("error_before_refit"),
+            "behind compressed prefix, after refit": column("error_after_refit"),
+        },
+        "relative squared output error",
+        "Error per layer",
+    )
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -1,0 +1,290 @@
+"""The page of a run, reports/README.md, from what the stages left."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recalkv.method.grouping import HeadGrouping
+from recalkv.method.methods import Method
+from recalkv.method.similarity import within_group_similarity
+from recalkv.params import Params
+from recalkv.reports.grid import excess, removed_by_rank
+from recalkv.reports.latency import attention_rows, latency_section
+from recalkv.reports.paper import Measured, beside_paper
+
+__all__ = ["Facts", "page"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything the page shows.
+
+    Attributes
+    ----------
+    params, method
+        Parameters of the run, and the method that they resolve to.
+    layers
+        Ranks, scores and errors of each layer.
+    groupings
+        Groups of each layer's heads.
+    allocation
+        Budget and what was allocated, elements per token.
+    metrics, latency, latency_rows, environment, samples
+        What ``evaluate`` and ``latency`` wrote.
+    comparison
+        All methods at the same bytes.
+    paper
+        The paper's rows for this model.
+    """
+
+    params: Params
+    method: Method
+    layers: Sequence[dict[str, float]]
+    groupings: Sequence[HeadGrouping]
+    allocation: dict[str, Any]
+    metrics: dict[str, Any]
+    comparison: dict[str, Any]
+    latency: dict[str, Any]
+    latency_rows: list[dict[str, Any]]
+    environment: dict[str, str]
+    samples: list[dict[str, str]]
+    paper: Sequence[dict[str, Any]]
+
+
+def page(facts: Facts) -> str:
+    """Render the report as Markdown."""
+    return "\n".join(
+        [
+            *_head(facts),
+            *_beside_dense(facts),
+            *_further_texts(facts.metrics["further_texts"]),
+            *latency_section(facts.latency, facts.latency_rows),
+            *_paper(facts),
+            *_methods(facts.comparison),
+            *_layers(facts),
+            *_heads(facts.groupings),
+            "## Text",
+            "",
+            *(line for sample in facts.samples for line in _sample(sample)),
+        ]
+    )
+
+
+def _head(facts: Facts) -> list[str]:
+    environment, method, ppl, cache = (
+        facts.environment,
+        facts.method,
+        facts.metrics["perplexity"],
+        facts.metrics["cache"],
+    )
+    calibration, evaluation = facts.params.calibration, facts.params.evaluation
+    return [
+        "# Report",
+        "",
+        "Written by the `report` stage from the current parameters; do not edit.",
+        "",
+        f"Model `{environment['model']}` on {environment['device']}, {environment['threads']} threads, "
+        f"torch {environment['torch']}, transformers {environment['transformers']}.",
+        "",
+        f"Method `{facts.params.compression.method}`: {method.metric} metric, "
+        f"{'joint' if method.joint else 'separate'} latents, {method.grouping} groups of {method.group_size}, "
+        f"{method.allocation} ranks, refit: {method.refit}.",
+        "",
+        f"Calibrated on {calibration.samples} x {calibration.length} tokens of `{calibration.text}` "
+        f"({calibration.split}), {environment['calibration_precision']} matrix products. Evaluated on {ppl['windows']} "
+        f"windows of {ppl['tokens_per_window']} tokens of {ppl['documents']} documents of `{evaluation.text}` "
+        f"({evaluation.split}), {environment['evaluation_precision']} matrix products.",
+        "",
+        f"Asked to remove {cache['requested_ratio']:.1%} of the cache's bytes, removed "
+        f"**{cache['compression_ratio']:.2%}**, measured from the live cache. Excess loss over the dense model: "
+        f"**{excess(ppl)} nats per token** (standard error over documents).",
+        "",
+    ]
+
+
+def _beside_dense(facts: Facts) -> list[str]:
+    metrics, latency = facts.metrics, facts.latency
+    live = {side: metrics["cache"][f"{side}_bytes_per_token"] for side in ("dense", "compressed")}
+    sides = [
+        ("perplexity", metrics["perplexity"], ".2f"),
+        ("cache, bytes per token (live cache)", live, ",.0f"),
+        ("parameters", metrics["parameters"], ",.0f"),
+        *_whole_model(latency),
+        *attention_rows(facts.latency_rows),
+    ]
+    return [
+        "## Dense beside compressed",
+        "",
+        "| | dense | compressed | compressed / dense |",
+        "|---|---:|---:|---:|",
+        *(
+            f"| {name} | {pair['dense']:{form}} | {pair['compressed']:{form}} "
+            f"| {pair['compressed'] / pair['dense']:.3f} |"
+            for name, pair, form in sides
+        ),
+        "",
+        f"{metrics['parameters']['layers_with_fused_values']} of {len(facts.layers)} layers have R_v fused into W_o by "
+        "the cost rule.",
+        "",
+    ]
+
+
+def _whole_model(latency: dict[str, Any]) -> list[tuple[str, dict[str, float], str]]:
+    """Prefill, decoding and memory of the whole model, as far as they were measured."""
+    rows = []
+    for key, name, form in (
+        ("prefill_seconds", "prefill, s", ".2f"),
+        ("peak_memory_mib", "peak memory, MiB", ",.0f"),
+    ):
+        if key in latency:
+            rows.append((name, latency[key], form))
+    for context, batches in latency["decode_tokens_per_second"].items():
+        for batch, caches in batches.items():
+            for cache, rates in caches.items():
+                what = f"decoding, tokens/s ({context}, {batch}, {cache} cache)".replace("_", " ")
+                rows.append((what, rates, ".1f"))
+    return rows
+
+
+def _further_texts(texts: dict[str, Any]) -> list[str]:
+    if not texts:
+        return []
+    lines = [
+        "## Other texts",
+        "",
+        "| text | windows | dense | compressed | excess loss (nats/token) |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, text in texts.items():
+        lines.append(
+            f"| {name} | {text['windows']} | {text['dense']:.2f} | {text['compressed']:.2f} | {excess(text)} |"
+        )
+    return [*lines, ""]
+
+
+def _methods(comparison: dict[str, Any]) -> list[str]:
+    rows = comparison["rows"]
+    return [
+        "## All methods at the same bytes",
+        "",
+        "![Perplexity against cached bytes](comparison.png)",
+        "",
+        "| method | group size | removed | bytes per token (16 bits) | perplexity | excess loss (nats/token) |",
+        "|---|---:|---:|---:|---:|---:|",
+        f"| dense | | 0 % | {rows[0]['dense_bytes_per_token']:,.0f} | {comparison['perplexity_dense']:.2f} | 0 |",
+        *(
+            f"| {row['method']} | {row['group_size']} | {row['removed']:.2%} | {row['bytes_per_token']:,.0f} "
+            f"| {row['perplexity']:.2f} | {excess(row)} |"
+            for row in rows
+        ),
+        "",
+    ]
+
+
+def _layers(facts: Facts) -> list[str]:
+    allocation = facts.allocation
+    return [
+        "## Ranks",
+        "",
+        f"Budget {allocation['budget_elements_per_token']} cached elements per token, allocated "
+        f"{allocation['used_elements_per_token']} of the dense model's {allocation['dense_elements_per_token']}.",
+        "",
+        "![Ranks](figures/ranks.png)",
+        "![Fisher scores](figures/fisher.png)",
+        "",
+        "## Error per layer",
+        "",
+        "![Errors](figures/errors.png)",
+        "",
+        "| layer | key rank | value rank | cached | key error | value error | predicted rise | before refit | after |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        *(
+            f"| {row['layer']} | {row['rank_key']} | {row['rank_value']} | {row['cached_elements']} "
+            f"| {row['error_key']:.4f} | {row['error_value']:.4f} | {row['predicted_rise']:.3g} "
+            f"| {row['error_before_refit']:.4f} | {row['error_after_refit']:.4f} |"
+            for row in facts.layers
+        ),
+        "",
+        "Errors are relative and squared: of the projections' outputs on the dense model's inputs; *before refit* and "
+        "*after*, of what the method fits again (value outputs, or the attention's output) behind the compressed "
+        "prefix, against its target. *Predicted rise*: half the energy that the factors discard, in nats per token "
+        "under the loss-aware metric. *Cached*: elements per token; a shared latent counts once.",
+        "",
+    ]
+
+
+def _heads(groupings: Sequence[HeadGrouping]) -> list[str]:
+    before = [within_group_similarity(each.similarity, _neighbours(each)) for each in groupings]
+    after = [within_group_similarity(each.similarity, each.groups) for each in groupings]
+    moved = sum(each.permutation != sorted(each.permutation) for each in groupings)
+    return [
+        "## Head similarity and reordering",
+        "",
+        f"Grouping moved heads in {moved} of {len(groupings)} layers; mean CKA within groups: {_mean(before)} before, "
+        f"{_mean(after)} after.",
+        "",
+        "![CKA before and after](figures/cka.png)",
+        "",
+    ]
+
+
+def _neighbours(grouping: HeadGrouping) -> list[list[int]]:
+    """Groups of the same sizes in the model's own head order."""
+    start, groups = 0, []
+    for group in grouping.groups:
+        groups.append(list(range(start, start + len(group))))
+        start += len(group)
+    return groups
+
+
+def _mean(values: Iterable[float]) -> str:
+    finite = [value for value in values if value == value]
+    return f"{sum(finite) / len(finite):.3f}" if finite else "undefined (groups of one head)"
+
+
+def _paper(facts: Facts) -> list[str]:
+    """Our figures beside the paper's, for a model that the paper has."""
+    wanted, text = facts.params.compression, facts.params.evaluation.text
+    by_rank = removed_by_rank(wanted.ratio, str(wanted.bits))
+    measured = []
+    for name, figures in {text: facts.metrics["perplexity"], **facts.metrics["further_texts"]}.items():
+        measured.append(Measured("dense", 0.0, 16, name, figures["dense"]))
+        if by_rank is not None:
+            measured.append(Measured(wanted.method, by_rank, wanted.bits, name, figures["compressed"]))
+    for row in facts.comparison["rows"]:
+        if row["method"] != wanted.method:
+            measured.append(Measured(row["method"], row["ratio"], 16, text, row["perplexity"]))
+    found = beside_paper(facts.paper, measured)
+    if not found:
+        return []
+    lines = [
+        "## Beside the paper",
+        "",
+        "| text | method | removed by rank | bits | ours | paper: Palu | paper: ReCalKV | ours less ReCalKV |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for pair in found:
+        ours, printed = pair.ours, (pair.palu, pair.recalkv)
+        palu, recalkv = ("" if value is None else f"{value:.2f}" for value in printed)
+        less = "" if pair.difference is None else f"{pair.difference:+.2f}"
+        lines.append(
+            f"| {ours.score} | {ours.method} | {ours.ratio:.0%} | {ours.bits} | {ours.value:.2f} | {palu} | {recalkv} "
+            f"| {less} |"
+        )
+    return [*lines, ""]
+
+
+def _sample(sample: dict[str, str]) -> list[str]:
+    """One prompt, and how both models go on."""
+
+    def quote(text: str) -> str:
+        return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+    return [
+        f"**{quote(sample['prompt'])}** …",
+        "",
+        "| dense | compressed |",
+        "|---|---|",
+        f"| {quote(sample['dense'])} | {quote(sample['compressed'])} |",
+        "",
+    ]

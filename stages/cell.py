@@ -1,0 +1,75 @@
+"""Step 9c: one setting of the method, compressed from the pipeline's statistics and measured on its windows."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from recalkv.compression import Statistics, assemble, compress_layers
+from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText, further_text, measured_losses
+from recalkv.method.methods import resolve_method
+from recalkv.model.source import checkpoint_dtype
+from recalkv.model.spec import DENSE_BITS, LatentSpec
+from recalkv.params import CompressionParams
+from stages.common import Stage, stage, write_json
+from stages.stored import Stored
+
+# What the pipeline's own checkpoint may have changed; a cell's method is as it is meant, but for what --set says.
+_AS_MEANT: dict[str, Any] = {
+    **dict.fromkeys(("metric", "joint", "grouping", "allocation", "refit"), "auto"),
+    "bits": 16,
+}
+
+
+@stage
+def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figures.")]) -> None:
+    """Compress as --set says and measure perplexity and bytes; write them to OUT."""
+    setting = {key.split(".")[1]: yaml.safe_load(value) for key, _, value in (c.partition("=") for c in run.changes)}
+    own = {key: value for key, value in setting.items() if key in CompressionParams.model_fields}
+    parameters = run.params.compression.model_copy(update=_AS_MEANT | own)
+    stored, baseline, folder = Stored(run), run.read("baseline"), run.model().folder
+    result = compress_layers(
+        stored.source,
+        run.read("sample").get("windows"),
+        run.params.calibration,
+        parameters,
+        statistics=Statistics(stored.statistics, stored.scores()),
+    )
+    provenance: dict[str, str | None] = {"name": run.model().name, "revision": None, "fingerprint": None}
+    model = assemble(stored.source, result, parameters, checkpoint_dtype(folder), provenance).to(run.device)
+    names = baseline.attributes["parameters"]["further_texts"]
+    texts = {place: MeasuredText.read(baseline, place) for place in (MAIN_TEXT, *map(further_text, names))}
+    total = sum(len(text.windows) for text in texts.values())
+    with run.bar(total, "window") as bar:
+        figures = {
+            place: text.against_dense(measured_losses(model, text.windows.tokens, run.params.evaluation, bar.update))
+            for place, text in texts.items()
+        }
+    spec, main = LatentSpec.from_config(model.config), figures[MAIN_TEXT]
+    loss = resolve_method(parameters).metric == "loss"
+    write_json(
+        out,
+        {
+            "method": parameters.method,
+            "ratio": parameters.ratio,
+            "group_size": parameters.group_size,
+            "bits": str(parameters.bits),
+            "setting": setting,
+            "perplexity": main["compressed"],
+            "perplexity_dense": main["dense"],
+            "further_texts": {name: figures[further_text(name)] for name in names},
+            "excess_nats": main["excess_nats"],
+            "excess_standard_error_nats": main["excess_standard_error_nats"],
+            # Other metrics do not count in nats.
+            **({"predicted_rise_nats": sum(result.predicted_rises)} if loss else {}),
+            "cached_elements_per_token": spec.cached_elements_per_token,
+            "bytes_per_token": spec.cached_bits_per_token / 8,
+            "dense_bytes_per_token": spec.dense_elements_per_token * DENSE_BITS / 8,
+            "removed": spec.removed,
+        },
+    )
+
+
+if __name__ == "__main__":
+    typer.run(cell)

@@ -1,0 +1,37 @@
+"""A grid's cells as one table and one picture."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recalkv.reports.grid import grid_page
+from recalkv.reports.paper import paper_rows
+from recalkv.reports.plots import against_bytes
+from stages.common import Stage, stage, write_json
+
+
+@stage
+def table(
+    run: Stage,
+    name: Annotated[str, typer.Argument(help="Name of the grid; its cells are in DATA/cells/NAME.")],
+    title: Annotated[str, typer.Option(help="Title of the page.")],
+) -> None:
+    """Gather a grid's cells; write REPORTS/grids/NAME.json (metrics by cell), NAME.md and NAME.png."""
+    cells = {path.stem: json.loads(path.read_text()) for path in sorted((run.data / "cells" / name).glob("*.json"))}
+    folder = run.reports / "grids"
+    write_json(folder / f"{name}.json", cells)
+    against_bytes(folder / f"{name}.png", list(cells.values()))
+    paper = paper_rows(Path("reports/paper.json"), run.params.model.id)
+    calibration, evaluation = run.params.calibration, run.params.evaluation
+    setting = (
+        f"{run.model().name}; calibrated, unless said otherwise, on {calibration.samples} x {calibration.length} "
+        f"tokens of `{Path(calibration.text).name}`; windows of {evaluation.window} tokens of `{Path(evaluation.text).name}`; "
+        f"groups of {run.params.compression.group_size} unless said otherwise."
+    )
+    (folder / f"{name}.md").write_text(grid_page(title, setting, f"{name}.png", cells, paper))
+
+
+if __name__ == "__main__":
+    typer.run(table)
