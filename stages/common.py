@@ -153,7 +153,7 @@ class Stage:
                 yield item
                 bar.update()
 
-    def bar(self, total: int, unit: str) -> tqdm:
+    def bar(self, total: int | None, unit: str) -> tqdm:
         """Progress bar on standard error, to be moved by whoever does the work."""
         return tqdm(
             desc=self.name, total=total, unit=unit, file=sys.stderr, mininterval=1.0,

@@ -1,4 +1,4 @@
-"""LongBench: official prompts and truncation, lm-eval's metrics, and nothing run twice."""
+"""LongBench: official prompts and truncation, lm-eval's metrics, and the suite."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.evaluation.longbench import TASKS, LongBenchScore, cut_middle, longbench
+from recalkv.evaluation.suites.longbench import TASKS, cut_middle, longbench
+from recalkv.params import LongBenchParams
 from tests import tiny
 from tests.pipeline import COMPRESSION, invoke
 
@@ -53,6 +54,13 @@ class Scripted:
         return torch.cat([ids, torch.tensor([answer])], dim=1)
 
 
+def asked(**changes: Any) -> LongBenchParams:
+    return LongBenchParams(**changes)
+
+
+ASKED = asked()
+
+
 def write(folder: Path, task: str, question: str = "question", **fields: Any) -> Path:
     path = folder / f"{task}.test.jsonl"
     row = {question: "Who is it?", "context": "It is a cache.", "answers": ["a cache"], "all_classes": None} | fields
@@ -81,7 +89,7 @@ def test_prompts_are_the_official_ones(tmp_path: Path, task: str, question: str)
     classes = ["a cache", "no cache"] if task == "trec" else None
     calls: list[None] = []
     file = write(tmp_path, task, question, all_classes=classes)
-    score = longbench(model, Characters(), task, file, progress=lambda: calls.append(None))
+    score = longbench(model, Characters(), task, file, ASKED, lambda: calls.append(None))
     assert model.prompts[0].endswith(ENDS[task])
     assert "{" not in model.prompts[0]
     assert len(score.scores) == len(calls) == 2
@@ -96,9 +104,11 @@ def test_prompts_are_the_official_ones(tmp_path: Path, task: str, question: str)
 @pytest.mark.parametrize(("answer", "score"), [("\n\na cache\nmore text", 1.0), ("no\na cache", 0.0)])
 def test_first_line_counts_where_it_does_officially(tmp_path: Path, answer: str, score: float) -> None:
     file = write(tmp_path, "triviaqa")
-    assert longbench(Scripted(answer), Characters(), "triviaqa", file, limit=1).scores == (score,)
+    assert longbench(Scripted(answer), Characters(), "triviaqa", file, asked(limit=1)).scores == (score,)
     # Elsewhere the whole answer counts: one of five words is right once.
-    whole = longbench(Scripted("cache of two or three"), Characters(), "qasper", write(tmp_path, "qasper"), limit=1)
+    whole = longbench(
+        Scripted("cache of two or three"), Characters(), "qasper", write(tmp_path, "qasper"), asked(limit=1)
+    )
     assert whole.scores == (pytest.approx(2 * 0.2 * 1 / 1.2),)
 
 
@@ -109,80 +119,75 @@ def test_long_prompts_lose_their_middle(tmp_path: Path) -> None:
     context = "".join(f"{number:05d} " for number in range(2000))
     file = write(tmp_path, "trec", context=context, all_classes=["a"])
     model = Scripted("a")
-    longbench(model, Characters(), "trec", file, limit=1)
+    longbench(model, Characters(), "trec", file, asked(limit=1))
     # 4000 positions less 64 of the answer.
     assert len(model.prompts[0]) == 3936
     assert model.prompts[0].startswith("Please determine")
     assert model.prompts[0].endswith("01999 \nWho is it?")
-    longbench(model, Characters(), "trec", file, limit=1, max_length=100)
+    longbench(model, Characters(), "trec", file, asked(limit=1, max_length=100))
     assert len(model.prompts[1]) == 100
 
 
 def test_chat_template_where_officially_used(tmp_path: Path) -> None:
     for task, wrapped in (("qasper", True), ("trec", False), ("lcc", False)):
         model = Scripted("a")
-        longbench(model, Characters(), task, write(tmp_path, task, all_classes=["a"]), limit=1, chat=True)
+        longbench(model, Characters(), task, write(tmp_path, task, all_classes=["a"]), asked(limit=1, chat=True))
         assert model.prompts[0].startswith("<user>") is wrapped
     plain = Characters()
     plain.chat_template = None
     with pytest.raises(ParameterError, match="chat=true needs a tokenizer with a chat template"):
-        longbench(Scripted("a"), plain, "qasper", write(tmp_path, "qasper"), chat=True)
+        longbench(Scripted("a"), plain, "qasper", write(tmp_path, "qasper"), asked(chat=True))
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"'narrativeqa' is not one of qasper, qmsum"):
-        longbench(Scripted("a"), Characters(), "narrativeqa", None)
+        longbench(Scripted("a"), Characters(), "narrativeqa", None, ASKED)
     path = tmp_path / "qasper.test.jsonl"
     path.write_text(json.dumps({"question": "Who?", "answers": ["a"]}) + "\n")
     with pytest.raises(DataError, match=r"line 1: column 'context' does not exist"):
-        longbench(Scripted("a"), Characters(), "qasper", path)
+        longbench(Scripted("a"), Characters(), "qasper", path, ASKED)
     path = write(tmp_path, "trec")
     path.write_text(path.read_text() + json.dumps({"question": "Who?", "context": "It.", "answers": ["a"]}) + "\n")
     with pytest.raises(DataError, match=r"line 3: column 'all_classes' does not exist"):
-        longbench(Scripted("a"), Characters(), "trec", path)
+        longbench(Scripted("a"), Characters(), "trec", path, ASKED)
     with pytest.raises(ParameterError, match=r"max_length=4000 leaves no positions .* 4000 in all"):
-        longbench(Scripted("a"), Characters(), "lcc", None, max_length=4000)
+        longbench(Scripted("a"), Characters(), "lcc", None, asked(max_length=4000))
 
 
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (["trec", "narrative"], "'narrative' is not one of qasper"),
+        ([], "longbench.tasks is empty; name some of qasper"),
+    ],
+)
 def test_all_sets_are_checked_before_the_first_is_answered(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capfd: pytest.CaptureFixture[str]
+    prepared: Path,
+    change_parameters: Callable[[Path, str, Any], None],
+    capfd: pytest.CaptureFixture[str],
+    tasks: list[str],
+    message: str,
 ) -> None:
-    change_parameters(prepared, "longbench.tasks", ["trec", "narrative"])
-    assert invoke("longbench") == 1
-    assert "'narrative' is not one of qasper" in capfd.readouterr().err
-    assert not (prepared / "data/finished").exists()
+    change_parameters(prepared, "longbench.tasks", tasks)
+    assert invoke("suite", name="longbench") == 1
+    assert message in capfd.readouterr().err
+    assert not (prepared / "reports/suites").exists()
 
 
-def test_stage_keeps_finished_sets(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_suite_answers_the_same_items_with_both_models(
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None], tmp_path: Path
 ) -> None:
-    from stages import longbench as stage
-
-    ran: list[tuple[str, str]] = []
-
-    def counted(model: Any, tokenizer: Any, task: str, *arguments: Any, **options: Any) -> LongBenchScore:
-        ran.append((task, type(model).__name__))
-        return longbench(model, tokenizer, task, *arguments, **options)
-
-    monkeypatch.setattr(stage, "longbench", counted)
     folder = tmp_path / "items"
     folder.mkdir()
     for task in ("qasper", "trec"):
         write(folder, task, all_classes=["a cache"])
-    for name in ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "longbench"):
-        assert invoke(name) == 0
-    # Without tasks nothing is run.
-    assert json.loads((prepared / "reports/longbench.json").read_text()) == {"tasks": {}}
-    assert ran == []
-    change_parameters(prepared, "longbench.items", str(folder))
-    change_parameters(prepared, "longbench.max_length", 64)
-    change_parameters(prepared, "longbench.limit", 1)
-    for tasks in (["qasper"], ["qasper", "trec"], ["qasper", "trec"]):
-        change_parameters(prepared, "longbench.tasks", tasks)
-        assert invoke("longbench") == 0
-    dense, compressed = "LlamaForCausalLM", "ReCalKVLlamaForCausalLM"
-    assert ran == [("qasper", dense), ("qasper", compressed), ("trec", dense), ("trec", compressed)]
-    metrics = json.loads((prepared / "reports/longbench.json").read_text())
+    for stage in COMPRESSION:
+        assert invoke(stage) == 0
+    for name, value in {"tasks": ["qasper", "trec"], "items": str(folder), "max_length": 64, "limit": 1}.items():
+        change_parameters(prepared, f"longbench.{name}", value)
+    assert invoke("suite", name="longbench") == 0
+    metrics = json.loads((prepared / "reports/suites/longbench.json").read_text())
     assert set(metrics["tasks"]) == {"qasper", "trec"}
     assert metrics["tasks"]["trec"]["items"] == 1
     assert 0 <= metrics["average"]["compressed"] <= 100
+    assert "| trec | 1 | " in (prepared / "reports/suites/longbench.md").read_text()

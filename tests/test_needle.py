@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.evaluation.needle import DIGITS, answer_score, find_needles, needle_prompt
+from recalkv.evaluation.suites import needle
+from recalkv.evaluation.suites.needle import DIGITS, answer_score, find_needles, needle_prompt
 from recalkv.params import NeedleParams
 from tests import tiny
 from tests.pipeline import COMPRESSION, invoke
@@ -55,6 +56,10 @@ class Copier:
 HAYSTACK = torch.tensor([ord("abcdefghij"[i % 10]) for i in range(2000)])
 
 
+def asked(lengths: list[int], depths: list[float], trials: int = 1, seed: int = 0) -> NeedleParams:
+    return NeedleParams(lengths=lengths, depths=depths, trials=trials, seed=seed)
+
+
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_prompt_holds_the_sentence_at_its_depth(depth: float) -> None:
     ids, number = needle_prompt(Characters(), HAYSTACK, 300, depth, random.Random(0))
@@ -82,12 +87,12 @@ def test_score_counts_leading_digits(answer: str, score: float) -> None:
 def test_scores_by_length_depth_and_trial() -> None:
     calls: list[None] = []
     copier = Copier()
-    scores = find_needles(copier, Characters(), HAYSTACK, [200, 300], [0.0, 1.0], 3, 0, lambda: calls.append(None))
+    scores = find_needles(copier, Characters(), HAYSTACK, asked([200, 300], [0.0, 1.0], 3), lambda: calls.append(None))
     assert scores.shape == (2, 2, 3)
     assert bool((scores == 1).all())
     assert len(calls) == 4
     assert len(set(copier.prompts)) == 12
-    worse = find_needles(Copier(wrong=3), Characters(), HAYSTACK, [200], [0.5], 2, 0)
+    worse = find_needles(Copier(wrong=3), Characters(), HAYSTACK, asked([200], [0.5], 2))
     assert worse.tolist() == [[[0.5, 0.5]]]
 
 
@@ -95,53 +100,50 @@ def test_every_model_sees_the_same_prompts() -> None:
     seen = []
     for seed in (0, 0, 1):
         copier = Copier()
-        find_needles(copier, Characters(), HAYSTACK, [200], [0.25, 0.5], 2, seed)
+        find_needles(copier, Characters(), HAYSTACK, asked([200], [0.25, 0.5], 2, seed))
         seen.append(copier.prompts)
     assert seen[0] == seen[1] != seen[2]
 
 
 def test_prompts_that_cannot_be_made_are_refused() -> None:
     with pytest.raises(ParameterError, match=r"needle.lengths: 70 tokens .* take \d+"):
-        find_needles(Copier(), Characters(), HAYSTACK, [70], [0.5], 1, 0)
+        find_needles(Copier(), Characters(), HAYSTACK, asked([70], [0.5]))
     with pytest.raises(ParameterError, match=r"needle.lengths=990 .* 1000 positions; use at most 988"):
-        find_needles(Copier(), Characters(), HAYSTACK, [200, 990], [0.5], 1, 0)
+        find_needles(Copier(), Characters(), HAYSTACK, asked([200, 990], [0.5]))
     with pytest.raises(DataError, match=r"has 100 tokens, fewer than a prompt of needle.lengths=300"):
-        find_needles(Copier(), Characters(), HAYSTACK[:100], [300], [0.5], 1, 0)
+        find_needles(Copier(), Characters(), HAYSTACK[:100], asked([300], [0.5]))
 
 
 def test_stage_names_the_length_that_is_too_long(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     change_parameters(prepared, "needle.lengths", [64, 5000])
-    assert invoke("needle") == 1
+    assert invoke("suite", name="needle") == 1
     assert "5000" in capsys.readouterr().err
-    assert not (prepared / "reports/needle.json").exists()
+    assert not (prepared / "reports/suites").exists()
     assert NeedleParams().lengths == [2048, 4096, 8000]
 
 
 def test_metrics_have_every_place(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stages import needle as stage
+    def scores(model: Any, tokenizer: Any, haystack: Any, wanted: NeedleParams, progress: Any) -> Tensor:
+        assert len(haystack) > 1000
+        right = torch.ones(1, 3, 2).double()
+        return right * torch.tensor([1.0, 0.5, 0.25])[:, None] if hasattr(model.config, "recalkv") else right
 
-    asked: list[Any] = []
-
-    def scores(model: Any, tokenizer: Any, haystack: Any, lengths: Any, depths: Any, *rest: Any) -> Tensor:
-        asked.append((lengths, depths))
-        return torch.full((1, 1, 2), 0.5 if hasattr(model.config, "recalkv") else 1.0).double()
-
-    monkeypatch.setattr(stage, "find_needles", scores)
-    change_parameters(prepared, "needle.trials", 2)
-    for name in ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "needle"):
-        assert invoke(name) == 0
-    metrics = json.loads((prepared / "reports/needle.json").read_text())
+    monkeypatch.setattr(needle, "find_needles", scores)
+    change_parameters(prepared, "needle.depths", [0.0, 0.333, 1.0])
+    for stage in COMPRESSION:
+        assert invoke(stage) == 0
+    assert invoke("suite", name="needle") == 0
+    metrics = json.loads((prepared / "reports/suites/needle.json").read_text())
     assert metrics["dense"]["average"] == 1.0
-    assert metrics["compressed"]["by_length"]["64_tokens"] == {"depth_0.00": 0.5, "depth_1.00": 0.5}
-    assert (prepared / "reports/needle.png").stat().st_size > 1000
-    # Finished places are kept; only a new one is asked for.
-    assert len(asked) == 4
-    change_parameters(prepared, "needle.depths", [0.0, 1.0, 0.333])
-    assert invoke("needle") == 0
-    assert asked[4:] == [([64], [0.333])] * 2
-    again = json.loads((prepared / "reports/needle.json").read_text())
-    assert set(again["dense"]["by_length"]["64_tokens"]) == {"depth_0.00", "depth_1.00", "depth_0.333"}
+    assert metrics["compressed"]["by_length"]["64_tokens"] == {
+        "depth_0.00": 1.0,
+        "depth_0.333": 0.5,
+        "depth_1.00": 0.25,
+    }
+    page = (prepared / "reports/suites/needle.md").read_text()
+    assert "dense 100%, compressed 58%" in page
+    assert "needle.png" in page and (prepared / "reports/suites/needle.png").stat().st_size > 1000

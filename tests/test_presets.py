@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from recalkv.cli import app, apply_preset, preset_names
 from recalkv.compression import compress_layers
-from recalkv.evaluation.zeroshot import PAPER_TASKS
+from recalkv.evaluation.suites.zeroshot import PAPER_TASKS
 from recalkv.model.layers import ModuleSource
 from recalkv.params import parse_params
 from tests import tiny

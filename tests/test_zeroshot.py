@@ -11,8 +11,9 @@ import torch
 
 from recalkv import compress
 from recalkv.errors import DataError, ParameterError
-from recalkv.evaluation.continuation import continuation_items
-from recalkv.evaluation.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, local_data, zero_shot
+from recalkv.evaluation.suites.continuation import continuation_items
+from recalkv.evaluation.suites.items import local_data
+from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, zero_shot
 from tests import tiny
 from tests.conftest import SENTENCE
 from tests.pipeline import COMPRESSION, invoke
@@ -154,9 +155,10 @@ def test_stage_scores_both_models_on_the_same_items(
     change_parameters(prepared, "zeroshot.tasks", ["continuation", "arc_easy"])
     change_parameters(prepared, "zeroshot.items", str(arc_file.parent))
     change_parameters(prepared, "zeroshot.limit", 4)
-    for stage in ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "zeroshot"):
+    for stage in COMPRESSION:
         assert invoke(stage) == 0
-    scores = json.loads((prepared / "reports" / "zeroshot.json").read_text())
+    assert invoke("suite", name="zeroshot") == 0
+    scores = json.loads((prepared / "reports/suites/zeroshot.json").read_text())
     assert list(scores["tasks"]) == ["arc_easy", "continuation"]
     for task in scores["tasks"].values():
         dense, compressed = task["dense"]["accuracy"], task["compressed"]["accuracy"]
@@ -164,15 +166,21 @@ def test_stage_scores_both_models_on_the_same_items(
         assert 0 <= task["agreement"] <= 1 - abs(task["difference"])
     mean = sum(task["dense"]["accuracy"] for task in scores["tasks"].values()) / 2
     assert scores["average"]["dense"] == pytest.approx(mean)
+    page = (prepared / "reports/suites/zeroshot.md").read_text()
+    for task in scores["tasks"]:
+        assert f"| {task} | 4 | " in page
+    assert f"| average |  | {mean:.1%} | " in page
 
 
 def test_stage_names_an_unknown_task(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     change_parameters(prepared, "zeroshot.tasks", ["continuations"])
-    assert invoke("zeroshot") == 1
+    assert invoke("suite", name="zeroshot") == 1
     assert "lm-eval has no single task continuations; `lm-eval ls subtasks`" in capfd.readouterr().err
-    assert not (prepared / "reports" / "zeroshot.json").exists()
+    assert not (prepared / "reports/suites").exists()
+    assert invoke("suite", name="questions") == 1
+    assert "'questions' is no suite; choose one of zeroshot, needle, longbench" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -188,42 +196,6 @@ def test_a_file_of_another_schema_is_refused_by_line(arc_file: Path, line: str, 
     arc_file.write_text("\n".join([*rows[:2], line, *rows[2:]]))
     with pytest.raises(DataError, match=message):
         check_tasks({"arc_easy": arc_file})
-
-
-def test_finished_tasks_are_not_run_again(
-    prepared: Path,
-    arc_file: Path,
-    change_parameters: Callable[[Path, str, Any], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from stages import zeroshot as stage
-
-    ran: list[tuple[str, str]] = []
-
-    def counted(model: Any, tokenizer: Any, tasks: dict[str, Any], **options: Any) -> list[TaskScore]:
-        ran.append((next(iter(tasks)), type(model).__name__))
-        return zero_shot(model, tokenizer, tasks, **options)
-
-    monkeypatch.setattr(stage, "zero_shot", counted)
-    change_parameters(prepared, "zeroshot.items", str(arc_file.parent))
-    change_parameters(prepared, "zeroshot.limit", 3)
-    chain = ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse", "zeroshot")
-    for tasks in (["arc_easy"], ["arc_easy", "continuation"]):
-        change_parameters(prepared, "zeroshot.tasks", tasks)
-        for name in chain:
-            assert invoke(name) == 0
-    dense, compressed = "LlamaForCausalLM", "ReCalKVLlamaForCausalLM"
-    assert ran == [
-        ("arc_easy", dense),
-        ("arc_easy", compressed),
-        ("continuation", dense),
-        ("continuation", compressed),
-    ]
-    # Another ratio is another compressed model; the dense one stays as it was.
-    change_parameters(prepared, "compression.ratio", 0.7)
-    for name in chain:
-        assert invoke(name) == 0
-    assert ran[4:] == [("arc_easy", compressed), ("continuation", compressed)]
 
 
 def test_the_papers_tasks_are_known_to_lm_eval() -> None:

@@ -1,18 +1,23 @@
-"""Step 9, long contexts: a number hidden in a long text and asked for at its end (needle in a haystack).
+"""Long contexts: a number hidden in a long text and asked for at its end (needle in a haystack).
 
 The answer is generated, so it comes out of the cache: dense rows, latents, or quantised latents.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
+from recalkv.evaluation.suites.suite import Progress, Suite
+from recalkv.params import NeedleParams, Params
+from recalkv.text.corpora import main_documents
+from recalkv.text.windows import joined_tokens
 
-__all__ = ["DIGITS", "answer_score", "check_lengths", "find_needles", "needle_prompt"]
+__all__ = ["DIGITS", "Needle", "answer_score", "check_lengths", "find_needles", "needle_prompt"]
 
 DIGITS = 6
 _SUBJECTS = ("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Cairo", "Quito", "Riga", "Dakar", "Perth")
@@ -102,14 +107,7 @@ def check_lengths(config: Any, lengths: Sequence[int]) -> None:
 
 @torch.inference_mode()
 def find_needles(
-    model: Any,
-    tokenizer: Any,
-    haystack: Tensor,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    trials: int,
-    seed: int,
-    progress: Callable[[], object] = lambda: None,
+    model: Any, tokenizer: Any, haystack: Tensor, wanted: NeedleParams, progress: Progress = lambda: None
 ) -> Tensor:
     """Ask a model for numbers hidden at every depth of prompts of every length.
 
@@ -119,12 +117,8 @@ def find_needles(
         A causal Hugging Face model, dense or compressed, and its tokenizer.
     haystack : (tokens,) int64
         Text to hide them in.
-    lengths, depths
-        Prompt lengths in tokens, and places as fractions of the text.
-    trials
-        Prompts of each length and depth; they share a batch.
-    seed
-        Same seed: same prompts for every model.
+    wanted
+        Lengths and depths; prompts of each, which share a batch; and the seed: the same prompts for every model.
     progress
         Called after each length and depth.
 
@@ -138,14 +132,14 @@ def find_needles(
     ParameterError
         If a prompt is longer than the model's positions.
     """
-    check_lengths(model.config, lengths)
+    check_lengths(model.config, wanted.lengths)
     device = next(model.parameters()).device
     end = model.config.eos_token_id
-    scores = torch.zeros(len(lengths), len(depths), trials, dtype=torch.float64)
-    for i, length in enumerate(lengths):
-        for j, depth in enumerate(depths):
-            generator = random.Random(f"{seed} {length} {depth}")
-            prompts = [needle_prompt(tokenizer, haystack, length, depth, generator) for _ in range(trials)]
+    scores = torch.zeros(len(wanted.lengths), len(wanted.depths), wanted.trials, dtype=torch.float64)
+    for i, length in enumerate(wanted.lengths):
+        for j, depth in enumerate(wanted.depths):
+            generator = random.Random(f"{wanted.seed} {length} {depth}")
+            prompts = [needle_prompt(tokenizer, haystack, length, depth, generator) for _ in range(wanted.trials)]
             ids = torch.stack([prompt for prompt, _ in prompts]).to(device)
             output = model.generate(
                 ids,
@@ -159,3 +153,61 @@ def find_needles(
                 scores[i, j, k] = answer_score(answer, number)
             progress()
     return scores
+
+
+class Needle(Suite):
+    """Numbers hidden in ``evaluation.text``."""
+
+    def __init__(self, params: Params, dense: Path, scratch: Path) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        wanted = self._wanted = params.needle
+        check_lengths(AutoConfig.from_pretrained(dense), wanted.lengths)
+        tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=False)
+        self._haystack = joined_tokens(tokenizer, main_documents(params.evaluation))
+        self.steps = len(wanted.lengths) * len(wanted.depths)
+
+    def score(self, model: Any, tokenizer: Any, progress: Progress) -> Tensor:
+        """(lengths, depths, trials) float64."""
+        return find_needles(model, tokenizer, self._haystack, self._wanted, progress)
+
+    def metrics(self, dense: Tensor, compressed: Tensor) -> dict[str, Any]:
+        """Fractions of the numbers' digits, by prompt length and depth."""
+        wanted = self._wanted
+        return {
+            side: {
+                "average": float(scores.mean()),
+                "by_length": {
+                    f"{length}_tokens": {
+                        _depth_name(depth): float(scores[i, j].mean()) for j, depth in enumerate(wanted.depths)
+                    }
+                    for i, length in enumerate(wanted.lengths)
+                },
+            }
+            for side, scores in (("dense", dense), ("compressed", compressed))
+        }
+
+    def page(self, metrics: dict[str, Any]) -> list[str]:
+        """The heat maps and their means."""
+        wanted = self._wanted
+        return [
+            "# Numbers hidden in long texts",
+            "",
+            "![Retrieval by prompt length and depth](needle.png)",
+            "",
+            f"Digits of a number that come out right when it is asked for at the end of the prompt, read from the "
+            f"cache by `generate()`: dense {metrics['dense']['average']:.0%}, compressed "
+            f"{metrics['compressed']['average']:.0%}. Prompts of {', '.join(map(str, wanted.lengths))} tokens, "
+            f"{len(wanted.depths)} depths, {wanted.trials} of each.",
+        ]
+
+    def draw(self, folder: Path, dense: Tensor, compressed: Tensor) -> None:
+        """Heat maps over length and depth."""
+        from recalkv.reports.plots import needle_heat_maps
+
+        grids = {"dense": dense.mean(dim=2).numpy(), "compressed": compressed.mean(dim=2).numpy()}
+        needle_heat_maps(folder / "needle.png", grids, self._wanted.lengths, self._wanted.depths)
+
+
+def _depth_name(depth: float) -> str:
+    return f"depth_{depth:.2f}" if round(depth, 2) == depth else f"depth_{depth:g}"

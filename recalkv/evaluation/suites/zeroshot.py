@@ -1,13 +1,11 @@
-"""Step 9, zero-shot accuracy: lm-eval's own tasks and its Hugging Face adapter around a model.
+"""Zero-shot accuracy: lm-eval's own tasks and its Hugging Face adapter around a model.
 
 lm-eval is imported where it is used, so that the rest of the package works without it.
 """
 
-import contextlib
 import functools
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +13,15 @@ from typing import Any
 import torch
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.evaluation.continuation import TASK as CONTINUATION
+from recalkv.evaluation.suites.continuation import TASK as CONTINUATION
+from recalkv.evaluation.suites.continuation import continuation_items
+from recalkv.evaluation.suites.items import check_columns, local_data, local_override, quiet
+from recalkv.evaluation.suites.suite import Progress, Suite, table
+from recalkv.model.precision import resolve_precision
+from recalkv.params import Params
+from recalkv.text.corpora import main_documents
 
-__all__ = [
-    "PAPER_TASKS",
-    "TaskScore",
-    "average",
-    "check_columns",
-    "check_tasks",
-    "first_columns",
-    "local_data",
-    "local_override",
-    "metric_of",
-    "quiet",
-    "zero_shot",
-]
+__all__ = ["PAPER_TASKS", "TaskScore", "ZeroShot", "average", "check_tasks", "metric_of", "zero_shot"]
 
 PAPER_TASKS = ("openbookqa", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
 """The six sets of the paper's Table 1, by their names in lm-eval."""
@@ -93,26 +85,6 @@ def average(scores: Sequence[TaskScore]) -> float:
     return sum(score.accuracy for score in scores) / len(scores)
 
 
-def local_data(folder: Path, tasks: Sequence[str]) -> dict[str, Path]:
-    """Find each task's items in a folder, as ``TASK.SPLIT.jsonl`` in the schema of the hub's set.
-
-    Raises
-    ------
-    DataError
-        If a task has no file, or more than one.
-    """
-    found = {}
-    for task in tasks:
-        matches = sorted(folder.glob(f"{task}.*.jsonl"))
-        if len(matches) != 1:
-            names = ", ".join(path.name for path in matches) or "none"
-            raise DataError(
-                f"{folder} must hold one file {task}.SPLIT.jsonl, found {names}; add it, or leave the task out."
-            )
-        found[task] = matches[0]
-    return found
-
-
 def check_tasks(tasks: Mapping[str, Path | None]) -> None:
     """Refuse tasks that lm-eval does not know, and local items that do not fit them.
 
@@ -157,8 +129,8 @@ def zero_shot(
     model, tokenizer
         A causal Hugging Face model, dense or compressed, and its tokenizer.
     tasks
-        Names of lm-eval tasks, each with a local .jsonl file in the schema of the hub's set, or None
-        for the hub; or ``continuation`` with a file of :func:`recalkv.evaluation.continuation.continuation_items`.
+        Names of lm-eval tasks, each with a local .jsonl file in the schema of the hub's set, or None for the hub;
+        or ``continuation`` with a file of its items.
     limit
         Use the first so many items of each task; None for all.
     batch_size
@@ -205,6 +177,77 @@ def zero_shot(
     return scores
 
 
+class ZeroShot(Suite):
+    """Multiple-choice questions without examples in the prompt."""
+
+    def __init__(self, params: Params, dense: Path, scratch: Path) -> None:
+        wanted = self._wanted = params.zeroshot
+        self._precision = params.evaluation.precision
+        tasks: dict[str, Path | None] = dict.fromkeys(wanted.tasks)
+        if wanted.items is not None:
+            check_tasks(tasks)
+            tasks |= local_data(Path(wanted.items), [task for task in tasks if task != CONTINUATION])
+        if CONTINUATION in tasks:
+            documents = main_documents(params.evaluation)
+            items = continuation_items(documents, wanted.limit or max(50, len(documents)), wanted.seed)
+            scratch.mkdir(parents=True, exist_ok=True)
+            path = tasks[CONTINUATION] = scratch / "continuation.jsonl"
+            path.write_text("".join(json.dumps(item) + "\n" for item in items))
+        check_tasks(tasks)
+        self._tasks, self.steps = tasks, len(tasks)
+
+    def score(self, model: Any, tokenizer: Any, progress: Progress) -> list[TaskScore]:
+        """Answers to each task's items."""
+        precision = resolve_precision(self._precision, next(model.parameters()).device)
+        scores = []
+        for task, path in self._tasks.items():
+            scores += zero_shot(
+                model, tokenizer, {task: path},
+                limit=self._wanted.limit, batch_size=self._wanted.batch_size, precision=precision,
+            )  # fmt: skip
+            progress()
+        return scores
+
+    def metrics(self, dense: list[TaskScore], compressed: list[TaskScore]) -> dict[str, Any]:
+        """Fractions of the items, standard errors over items, paired for the difference."""
+        tasks = {}
+        for reference, score in zip(dense, compressed, strict=True):
+            difference, error = score.against(reference)
+            same = sum(a == b for a, b in zip(score.correct, reference.correct, strict=True))
+            tasks[score.task] = {
+                "items": len(score.correct),
+                "dense": {"accuracy": reference.accuracy, "standard_error": reference.standard_error},
+                "compressed": {"accuracy": score.accuracy, "standard_error": score.standard_error},
+                "difference": difference,
+                "difference_standard_error": error,
+                "agreement": same / len(score.correct),
+            }
+        return {"average": {"dense": average(dense), "compressed": average(compressed)}, "tasks": tasks}
+
+    def page(self, metrics: dict[str, Any]) -> list[str]:
+        """A row a task."""
+        rows = []
+        for task, score in metrics["tasks"].items():
+            sides = [
+                f"{score[side]['accuracy']:.1%} ± {score[side]['standard_error']:.1%}"
+                for side in ("dense", "compressed")
+            ]
+            difference = f"{score['difference']:+.1%} ± {score['difference_standard_error']:.1%}"
+            rows.append([task, str(score["items"]), *sides, difference, f"{score['agreement']:.0%}"])
+        mean = metrics["average"]
+        rows.append(["average", "", f"{mean['dense']:.1%}", f"{mean['compressed']:.1%}", "", ""])
+        return [
+            "# Zero-shot accuracy",
+            "",
+            *table(["task", "items", "dense", "compressed", "difference", "same verdict"], rows),
+            "",
+            "By lm-eval, no examples in the prompt; standard errors over items, paired for the difference. "
+            "`continuation` asks which of four passages of 12 words goes on where 64 words stop; the wrong ones are of "
+            "the same document. OpenBookQA, HellaSwag and ARC-Challenge count likelihood over length (`acc_norm`), as "
+            "in the paper.",
+        ]
+
+
 def _known_tasks() -> set[str]:
     """Single tasks that lm-eval has; groups and tags of them have no items of their own."""
     manager = _task_manager()
@@ -231,54 +274,6 @@ def _task(name: str, path: Path | None) -> Any:
     return {"group": f"{name} (local)", "task": [{"task": name, **local_override(path)}]}
 
 
-def local_override(path: Path) -> dict[str, Any]:
-    """Changes of a task of lm-eval that turn it to a local .jsonl file."""
-    return {
-        "dataset_path": "json",
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": {"test": str(path)}},
-        "training_split": None,
-        "validation_split": None,
-        "fewshot_split": None,
-        "test_split": "test",
-    }
-
-
-def first_columns(path: Path) -> set[str]:
-    """Columns of a .jsonl file's first line."""
-    return set(_row(path, 1, path.open(encoding="utf-8").readline()))
-
-
-def _row(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}: not JSON: {error}.") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}, not an object.")
-    return row
-
-
-def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
-    """Refuse a .jsonl file with a line that lacks a column.
-
-    Raises
-    ------
-    DataError
-        Names the line and the column.
-    """
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                row = _row(path, number, line)
-                for column in needed:
-                    if column not in row:
-                        raise DataError(
-                            f"{path}, line {number}: column {column!r} does not exist; {task} needs "
-                            f"{', '.join(needed)}, as its set on the hub has them."
-                        )
-
-
 _COLUMNS = {
     "openbookqa": ("question_stem", "choices", "answerKey"),
     "hellaswag": ("ctx_a", "ctx_b", "activity_label", "endings", "label"),
@@ -296,18 +291,6 @@ _CONTINUATION = {
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     "metadata": {"version": 1.0},
 }
-
-
-@contextlib.contextmanager
-def quiet(name: str) -> Iterator[None]:
-    """Only errors of a logger, for a while."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _standard_error(values: Sequence[float]) -> float:

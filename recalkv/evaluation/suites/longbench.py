@@ -1,4 +1,4 @@
-"""Step 9, long contexts: LongBench (the paper's Table 2), generated through the cache.
+"""Long contexts: LongBench (the paper's Table 2), generated through the cache.
 
 Data and metrics are those of lm-eval's tasks. Prompts, truncation and the treatment of answers follow
 LongBench's own code instead, from which lm-eval 0.4.13 differs in five ways: one newline instead of two
@@ -7,7 +7,7 @@ prompts lose their beginning, not their middle; answers of TREC, TriviaQA and SA
 newline even if nothing stands before it; and no chat template is left out for few-shot and code tasks.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from recalkv.errors import ParameterError
-from recalkv.evaluation.zeroshot import check_columns, first_columns, local_override, quiet
+from recalkv.evaluation.suites.items import check_columns, first_columns, local_data, local_override, quiet
+from recalkv.evaluation.suites.suite import Progress, Suite, table
+from recalkv.params import LongBenchParams, Params
 
-__all__ = ["TASKS", "LongBenchScore", "check_sets", "longbench"]
+__all__ = ["TASKS", "LongBench", "LongBenchScore", "check_sets", "longbench"]
 
 TASKS = ("qasper", "qmsum", "multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p")
 """The eight sets of the paper."""
@@ -63,11 +65,8 @@ def longbench(
     tokenizer: Any,
     task: str,
     items: Path | None,
-    *,
-    limit: int | None = None,
-    max_length: int | None = None,
-    chat: bool = False,
-    progress: Callable[[], object] = lambda: None,
+    wanted: LongBenchParams,
+    progress: Progress = lambda: None,
 ) -> LongBenchScore:
     """Generate the answers of one set, and score them.
 
@@ -79,12 +78,10 @@ def longbench(
         One of :data:`TASKS`.
     items
         Local .jsonl file in the schema of the hub's set, or None for the hub.
-    limit
-        Use the first so many items; None for all.
-    max_length
-        Tokens of a prompt; the middle of longer ones is left out. None for what the model's positions leave.
-    chat
-        Put prompts into the tokenizer's chat template, where LongBench does so for chat models.
+    wanted
+        ``limit`` (use the first so many items), ``max_length`` (tokens of a prompt; the middle of longer ones is left
+        out; None for what the model's positions leave) and ``chat`` (put prompts into the tokenizer's chat template,
+        where LongBench does so for chat models).
     progress
         Called after each item.
 
@@ -95,7 +92,7 @@ def longbench(
     DataError
         If a local file lacks a column.
     """
-    check_sets({task: items}, model.config, tokenizer, max_length, chat)
+    check_sets({task: items}, model.config, tokenizer, wanted)
     with quiet("lm_eval"):
         try:
             import jieba  # noqa: F401  (imported by lm-eval's metrics)
@@ -117,9 +114,9 @@ def longbench(
         if task in _PROMPTS:
             changes["doc_to_text"] = _PROMPTS[task]
         result = simple_evaluate(
-            _reader(model, tokenizer, task, max_length, chat, progress),
+            _reader(model, tokenizer, task, wanted, progress),
             tasks=[{"group": f"{name} (official prompts)", "task": [changes]}],
-            limit=limit,
+            limit=wanted.limit,
             bootstrap_iters=0,
             # The index of all tasks would take seconds.
             task_manager=TaskManager(include_defaults=False, include_path=str(_folder(known_tasks) / "longbench")),
@@ -128,9 +125,48 @@ def longbench(
     return LongBenchScore(task, str(result["versions"][name]), tuple(float(sample["score"]) for sample in samples))
 
 
-def check_sets(
-    items: Mapping[str, Path | None], config: Any, tokenizer: Any, max_length: int | None, chat: bool
-) -> None:
+class LongBench(Suite):
+    """The sets of ``longbench.tasks``."""
+
+    def __init__(self, params: Params, dense: Path, scratch: Path) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        wanted = self._wanted = params.longbench
+        if not wanted.tasks:
+            raise ParameterError(f"longbench.tasks is empty; name some of {', '.join(TASKS)}.")
+        items: dict[str, Path | None] = dict.fromkeys(wanted.tasks)
+        if wanted.items is not None:
+            items |= local_data(Path(wanted.items), [task for task in items if task in TASKS])
+        tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=False)
+        check_sets(items, AutoConfig.from_pretrained(dense), tokenizer, wanted)
+        self._items = items
+
+    def score(self, model: Any, tokenizer: Any, progress: Progress) -> list[LongBenchScore]:
+        """Scores of each set."""
+        return [longbench(model, tokenizer, task, path, self._wanted, progress) for task, path in self._items.items()]
+
+    def metrics(self, dense: list[LongBenchScore], compressed: list[LongBenchScore]) -> dict[str, Any]:
+        """Means, 0 to 100 as in the paper."""
+        sides = {"dense": dense, "compressed": compressed}
+        return {
+            "average": {side: sum(score.mean for score in scores) / len(scores) for side, scores in sides.items()},
+            "tasks": {
+                before.task: {"items": len(before.scores), "dense": before.mean, "compressed": after.mean}
+                for before, after in zip(dense, compressed, strict=True)
+            },
+        }
+
+    def page(self, metrics: dict[str, Any]) -> list[str]:
+        """A row a set."""
+        scores = [(task, str(score["items"]), score) for task, score in metrics["tasks"].items()]
+        rows = [
+            [task, items, f"{score['dense']:.2f}", f"{score['compressed']:.2f}"]
+            for task, items, score in [*scores, ("average", "", metrics["average"])]
+        ]
+        return ["# LongBench", "", *table(["set", "items", "dense", "compressed"], rows)]
+
+
+def check_sets(items: Mapping[str, Path | None], config: Any, tokenizer: Any, wanted: LongBenchParams) -> None:
     """Refuse what could not be answered or scored, before the first item is.
 
     Raises
@@ -143,12 +179,12 @@ def check_sets(
     unknown = [task for task in items if task not in TASKS]
     if unknown:
         raise ParameterError(f"longbench.tasks: {unknown[0]!r} is not one of {', '.join(TASKS)}.")
-    if chat and not getattr(tokenizer, "chat_template", None):
+    if wanted.chat and not getattr(tokenizer, "chat_template", None):
         raise ParameterError("longbench.chat=true needs a tokenizer with a chat template; set it to false.")
     positions = getattr(config, "max_position_embeddings", None)
-    if max_length is not None and positions is not None and max_length >= positions:
+    if wanted.max_length is not None and positions is not None and wanted.max_length >= positions:
         raise ParameterError(
-            f"longbench.max_length={max_length} leaves no positions for the answer, of which the model has "
+            f"longbench.max_length={wanted.max_length} leaves no positions for the answer, of which the model has "
             f"{positions} in all; lower it, or set it to null."
         )
     for task, path in items.items():
@@ -176,9 +212,7 @@ def _rename_input(documents: Any) -> Any:
     return documents.rename_column("input", "question")
 
 
-def _reader(
-    model: Any, tokenizer: Any, task: str, max_length: int | None, chat: bool, progress: Callable[[], object]
-) -> Any:
+def _reader(model: Any, tokenizer: Any, task: str, wanted: LongBenchParams, progress: Progress) -> Any:
     """lm-eval's view of a model that reads long prompts as LongBench's own code does."""
     from lm_eval.api.model import LM
 
@@ -188,13 +222,13 @@ def _reader(
     ends = list(end) if isinstance(end, (list, tuple)) else [end]
 
     def answer(prompt: str, new_tokens: int) -> str:
-        length = max_length or (positions or 10**9) - new_tokens
+        length = wanted.max_length or (positions or 10**9) - new_tokens
         ids = tokenizer(prompt)["input_ids"]
         if len(ids) > length:
             kept, half = cut_middle(ids, length), length // 2
             prompt = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (kept[:half], kept[half:]))
         special = True
-        if chat and task not in _PLAIN:
+        if wanted.chat and task not in _PLAIN:
             message = [{"role": "user", "content": prompt}]
             prompt, special = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True), False
         inputs = torch.tensor([tokenizer(prompt, add_special_tokens=special)["input_ids"]], device=device)

@@ -1,0 +1,92 @@
+"""Items of lm-eval's tasks from local files, in the schema of the hub's sets."""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from recalkv.errors import DataError
+
+__all__ = ["check_columns", "first_columns", "local_data", "local_override", "quiet"]
+
+
+def local_data(folder: Path, tasks: Sequence[str]) -> dict[str, Path]:
+    """Find each task's items in a folder, as ``TASK.SPLIT.jsonl`` in the schema of the hub's set.
+
+    Raises
+    ------
+    DataError
+        If a task has no file, or more than one.
+    """
+    found = {}
+    for task in tasks:
+        matches = sorted(folder.glob(f"{task}.*.jsonl"))
+        if len(matches) != 1:
+            names = ", ".join(path.name for path in matches) or "none"
+            raise DataError(
+                f"{folder} must hold one file {task}.SPLIT.jsonl, found {names}; add it, or leave the task out."
+            )
+        found[task] = matches[0]
+    return found
+
+
+def local_override(path: Path) -> dict[str, Any]:
+    """Changes of a task of lm-eval that turn it to a local .jsonl file."""
+    return {
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "training_split": None,
+        "validation_split": None,
+        "fewshot_split": None,
+        "test_split": "test",
+    }
+
+
+def first_columns(path: Path) -> set[str]:
+    """Columns of a .jsonl file's first line."""
+    return set(_row(path, 1, path.open(encoding="utf-8").readline()))
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: not JSON: {error}.") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}, not an object.")
+    return row
+
+
+def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
+    """Refuse a .jsonl file with a line that lacks a column.
+
+    Raises
+    ------
+    DataError
+        Names the line and the column.
+    """
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                row = _row(path, number, line)
+                for column in needed:
+                    if column not in row:
+                        raise DataError(
+                            f"{path}, line {number}: column {column!r} does not exist; {task} needs "
+                            f"{', '.join(needed)}, as its set on the hub has them."
+                        )
+
+
+@contextlib.contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Only errors of a logger, for a while."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

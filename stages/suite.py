@@ -1,0 +1,40 @@
+"""Step 9d: a suite of tasks (zeroshot, needle, longbench), dense beside compressed, on the same items."""
+
+from typing import Annotated, Any
+
+import typer
+
+from recalkv.errors import ParameterError
+from recalkv.evaluation.suites import SUITES
+from recalkv.kernels.module import choose_kernels
+from recalkv.model.loading import load_model
+from recalkv.model.source import checkpoint_dtype
+from stages.common import Stage, stage, write_json
+
+
+@stage
+def suite(run: Stage, name: Annotated[str, typer.Argument(help=f"One of {', '.join(SUITES)}.")]) -> None:
+    """Score both models; write REPORTS/suites/NAME.json and a page, NAME.md."""
+    from transformers import AutoTokenizer
+
+    if name not in SUITES:
+        raise ParameterError(f"{name!r} is no suite; choose one of {', '.join(SUITES)}.")
+    run.name = name
+    folders = {"dense": run.model().folder, "compressed": run.data / "compressed"}
+    tasks = SUITES[name](run.params, folders["dense"], run.data / "suites")
+    scores: dict[str, Any] = {}
+    with run.bar(tasks.steps and len(folders) * tasks.steps, "step") as bar:
+        for side, folder in folders.items():
+            model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
+            choose_kernels(model, run.params.runtime.kernels)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            scores[side] = tasks.score(model, tokenizer, bar.update)
+            del model
+    metrics, reports = tasks.metrics(**scores), run.reports / "suites"
+    write_json(reports / f"{name}.json", metrics)
+    tasks.draw(reports, **scores)
+    (reports / f"{name}.md").write_text("\n".join(tasks.page(metrics)) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(suite)
