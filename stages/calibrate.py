@@ -5,6 +5,7 @@ import typer
 from recalkv.method.basis import quantizable
 from recalkv.method.methods import resolve_method
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
+from recalkv.store.records import put_factors
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 from stages.stored import Stored
@@ -40,8 +41,8 @@ def calibrate(run: Stage) -> None:
                 store.put(f"{name}/input_mean", problem.input_mean.float())
             else:
                 final = refit
-            store.put_factors(f"{name}/key", final.keys)
-            store.put_factors(f"{name}/value", final.values)
+            put_factors(store, f"{name}/key", final.keys)
+            put_factors(store, f"{name}/value", final.values)
             if final.output is not None:
                 store.put(f"{name}/output", final.output)
             store.finish(index, error_before=final.error_before, error_after=final.error_after)

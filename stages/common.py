@@ -14,16 +14,18 @@ import torch
 import transformers
 import typer
 import zarr
+from torch import Tensor
 from tqdm import tqdm
 
 import recalkv
 from recalkv.errors import ParameterError, ReCalKVError, StoreError
 from recalkv.evaluation.resources import peak_device_mib, peak_resident_mib
-from recalkv.model.layers import CheckpointSource
+from recalkv.model.layers import CheckpointSource, LayerSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, read_reference
 from recalkv.params import Params, load_params
 from recalkv.statistics import distributed
+from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.store.stores import (
     SCHEMA_VERSION,
     StoreReader,
@@ -79,6 +81,11 @@ class Stage:
     def source(self) -> CheckpointSource:
         """Open the dense model, layer by layer, in the calibration's precision."""
         return CheckpointSource(self.model().folder, self.device, self.precision)
+
+    def layer_inputs(self, source: LayerSource, windows: Tensor) -> LayerInputs:
+        """Inputs of the windows that the gradients are of, which whiten leaves in DATA/activations for fisher."""
+        samples, length = windows[: self.params.calibration.fisher_samples].shape
+        return LayerInputs(self.data / "activations", (samples, length, source.geometry.hidden), source.precision)
 
     def read(self, stage: str) -> StoreReader:
         """Open another stage's store; refuses one from another model, or of other windows than those read before."""

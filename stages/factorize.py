@@ -3,6 +3,7 @@
 import typer
 
 from recalkv.method.factors import factorize_layer
+from recalkv.store.records import put_factors
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 from stages.stored import Stored
@@ -19,8 +20,8 @@ def factorize(run: Stage) -> None:
         left = [index for index in range(len(specs)) if index not in store.finished]
         for index in run.progress(left, len(left)):
             factors = factorize_layer(stored.problem(index), stored.groups(index), specs[index])
-            store.put_factors(f"{layer_name(index)}/key", factors.keys)
-            store.put_factors(f"{layer_name(index)}/value", factors.values)
+            put_factors(store, f"{layer_name(index)}/key", factors.keys)
+            put_factors(store, f"{layer_name(index)}/value", factors.values)
             store.finish(
                 index,
                 error_key=factors.key_error,

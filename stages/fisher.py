@@ -5,9 +5,9 @@ import typer
 from recalkv.statistics import distributed
 from recalkv.statistics.fisher import collect_gradients
 from recalkv.statistics.whitening import collect_input_moments
+from recalkv.store.records import put_loss_moments
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
-from stages.stored import are_kept, kept_inputs, layer_inputs, remove_inputs
 
 
 @stage(parallel=True)
@@ -16,24 +16,24 @@ def fisher(run: Stage) -> None:
     windows, source, wanted = run.read("sample").get("windows"), run.source(), run.params.calibration
     used = windows[: wanted.fisher_samples]
     distributed.share(len(used))  # too few for all processes? Before any work.
-    inputs, moments = layer_inputs(run, source, windows), run.read("whiten").digest
-    if not are_kept(run, moments):
+    inputs, moments = run.layer_inputs(source, windows), run.read("whiten").digest
+    if not inputs.are_of(moments):
         # Whole batches, as whiten has them: the same matrix products, the same bytes.
         whole = windows[: -(-len(used) // wanted.batch_size) * wanted.batch_size]
         again = collect_input_moments(source, whole, wanted.batch_size, inputs)
         for _ in run.progress(again, source.num_layers):
             pass
-        kept_inputs(run, moments)
+        inputs.sign(moments)
     record = {"precision": run.precision, "sink_tokens": wanted.sink_tokens, "tokens": used.numel()}
     settings = wanted.model_dump(mode="json", exclude={"precision"})
     with run.write_layers(record, ["sample", "whiten"], settings) as store:
         layers = collect_gradients(source, used, wanted, inputs, store.finished)
         for layer in run.progress(layers, source.num_layers - len(store.finished)):
-            store.put_loss_moments(layer_name(layer.index), layer.moments)
+            put_loss_moments(store, layer_name(layer.index), layer.moments)
             store.finish(layer.index, key=layer.key_score, value=layer.value_score, loss=layer.loss)
         for name in ("key", "value", "loss"):
             store.put(name, store.figure(name))
-    remove_inputs(run)
+    inputs.remove()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Read what earlier stages stored, layer by layer, as the types that the method works with."""
 
 import functools
-import hashlib
-import shutil
 from collections.abc import Sequence
 
 import torch
@@ -15,16 +13,14 @@ from recalkv.method.methods import resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit
 from recalkv.model.families import group_sizes
-from recalkv.model.layers import LayerSource
 from recalkv.model.spec import LayerSpec
-from recalkv.statistics import distributed
 from recalkv.statistics.fisher import FisherScores
-from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.whitening import InputMoments
-from recalkv.store.stores import StoreReader, StoreWriter, layer_name, partial_path
+from recalkv.store.records import get_factors, get_loss_moments
+from recalkv.store.stores import StoreReader, StoreWriter, layer_name
 from stages.common import Stage
 
-__all__ = ["Stored", "are_kept", "kept_inputs", "layer_inputs", "remove_inputs", "segment_widths"]
+__all__ = ["Stored", "segment_widths"]
 
 
 class Stored:
@@ -46,7 +42,7 @@ class Stored:
         whiten, name = self._read("whiten"), layer_name(index)
         tokens: int = whiten.attributes["parameters"]["tokens"]
         moments = InputMoments(whiten.get(f"{name}/gram"), whiten.get(f"{name}/mean"), tokens)
-        return LayerStatistics(moments, self._read("fisher").get_loss_moments(name))
+        return LayerStatistics(moments, get_loss_moments(self._read("fisher"), name))
 
     def scores(self) -> FisherScores:
         """Fisher scores of all layers."""
@@ -91,7 +87,7 @@ class Stored:
     def factors(self, index: int) -> LayerFactors:
         """Factors of one layer as the factorize stage left them."""
         store, name = self._read("factorize"), layer_name(index)
-        keys, values = store.get_factors(f"{name}/key"), store.get_factors(f"{name}/value")
+        keys, values = get_factors(store, f"{name}/key"), get_factors(store, f"{name}/value")
         errors = (float(store.get(part)[index]) for part in ("error_key", "error_value", "predicted_rise"))
         return LayerFactors(keys, values, *errors)
 
@@ -100,7 +96,7 @@ class Stored:
     ) -> LayerRefit:
         """Final factors of one layer, from the calibrate stage's store."""
         reader, name = store if isinstance(store, StoreReader) else store.reader(), layer_name(index)
-        keys, values = reader.get_factors(f"{name}/key"), reader.get_factors(f"{name}/value")
+        keys, values = get_factors(reader, f"{name}/key"), get_factors(reader, f"{name}/value")
         return LayerRefit(keys, values, reader.find(f"{name}/output"), error_before, error_after)
 
 
@@ -113,43 +109,3 @@ def segment_widths(segments: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
 def _segments(widths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Undo :func:`segment_widths`."""
     return [[(width, bits) for width, bits in zip(group, BITS, strict=True) if width] for group in widths]
-
-
-def layer_inputs(run: Stage, source: LayerSource, windows: Tensor) -> LayerInputs:
-    """Inputs of the windows that the gradients are of, in DATA/activations."""
-    samples, length = windows[: run.params.calibration.fisher_samples].shape
-    return LayerInputs(run.data / "activations", (samples, length, source.geometry.hidden), source.precision)
-
-
-def kept_inputs(run: Stage, moments: str) -> None:
-    """Say that the inputs are whole, and of the pass that left these moments."""
-    distributed.barrier()
-    if distributed.is_first():
-        (run.data / "activations" / "of").write_text(_mark(run, moments))
-
-
-def are_kept(run: Stage, moments: str) -> bool:
-    """Whether whole inputs of the pass that left these moments are there."""
-    mark = run.data / "activations" / "of"
-    kept = mark.exists() and mark.read_text() == _mark(run, moments)
-    distributed.barrier()
-    if not kept and distributed.is_first():
-        shutil.rmtree(run.data / "activations", ignore_errors=True)
-    distributed.barrier()
-    return kept
-
-
-def remove_inputs(run: Stage) -> None:
-    """Remove the inputs, by a rename first: what is half removed must not be taken for whole."""
-    distributed.barrier()
-    if distributed.is_first():
-        path = run.data / "activations"
-        partial = partial_path(path)
-        shutil.rmtree(partial, ignore_errors=True)
-        path.replace(partial)
-        shutil.rmtree(partial)
-
-
-def _mark(run: Stage, moments: str) -> str:
-    kept = [moments, run.params.calibration.fisher_samples]
-    return hashlib.sha256(repr(kept).encode()).hexdigest()[:32]

@@ -27,7 +27,8 @@ def table(
     calibration, evaluation = run.params.calibration, run.params.evaluation
     setting = (
         f"{run.model().name}; calibrated, unless said otherwise, on {calibration.samples} x {calibration.length} "
-        f"tokens of `{Path(calibration.text).name}`; windows of {evaluation.window} tokens of `{Path(evaluation.text).name}`; "
+        f"tokens of `{Path(calibration.text).name}`; windows of {evaluation.window} tokens of "
+        f"`{Path(evaluation.text).name}`; "
         f"groups of {run.params.compression.group_size} unless said otherwise."
     )
     (folder / f"{name}.md").write_text(grid_page(title, setting, f"{name}.png", cells, paper))

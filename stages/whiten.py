@@ -8,7 +8,6 @@ from recalkv.statistics import distributed
 from recalkv.statistics.whitening import collect_input_moments
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
-from stages.stored import kept_inputs, layer_inputs
 
 
 @stage(parallel=True)
@@ -29,13 +28,13 @@ def whiten(run: Stage) -> None:
     record = {"precision": run.precision, "tokens": windows.numel()}
     settings = wanted.model_dump(mode="json", include={"batch_size", "fisher_samples"})
     with run.write_layers(record, ["sample"], settings) as store:
-        keep = layer_inputs(run, source, windows)
+        keep = run.layer_inputs(source, windows)
         layers = collect_input_moments(source, windows, wanted.batch_size, keep, store.finished)
         for index, moments in run.progress(layers, source.num_layers - len(store.finished)):
             store.put(f"{layer_name(index)}/gram", moments.gram)
             store.put(f"{layer_name(index)}/mean", moments.mean)
             store.finish(index)
-        kept_inputs(run, store.digest())
+        keep.sign(store.digest())
 
 
 if __name__ == "__main__":

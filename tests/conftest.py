@@ -1,8 +1,11 @@
 """Fixtures of several test files: a tiny model folder with a tokenizer, and a copy of the pipeline around it."""
 
+import contextlib
+import copy
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
-from tests.pipeline import invoke
+from tests.pipeline import STAGES, invoke_in_pipeline, watching
 
 # Tiny tensors: a second thread costs more than it helps, here and in the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -59,18 +62,12 @@ def tiny_texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "calibration.txt", folder / "evaluation.txt"
 
 
-@pytest.fixture
-def tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[str, Any]:
-    """The project's params.yaml, turned to the tiny model and texts."""
+@pytest.fixture(scope="session")
+def _tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[str, Any]:
     parameters = yaml.safe_load((ROOT / "params.yaml").read_text())
     parameters["model"]["id"] = str(tiny_folder)
     parameters["calibration"] |= {"text": str(tiny_texts[0]), "samples": 6, "length": 32, "precision": "float32"}
-    parameters["evaluation"] |= {
-        "text": str(tiny_texts[1]),
-        "window": 32,
-        "max_windows": 3,
-        "sample_tokens": 4,
-    }
+    parameters["evaluation"] |= {"text": str(tiny_texts[1]), "window": 32, "max_windows": 3, "sample_tokens": 4}
     parameters["zeroshot"]["limit"] = 6
     parameters["needle"] |= {"lengths": [64], "depths": [0.0, 1.0]}
     parameters["latency"] |= {"contexts": [32], "repeats": 2, "decode_tokens": 2}
@@ -79,10 +76,37 @@ def tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[st
 
 
 @pytest.fixture
+def tiny_parameters(_tiny_parameters: dict[str, Any]) -> dict[str, Any]:
+    """The project's params.yaml, turned to the tiny model and texts."""
+    return copy.deepcopy(_tiny_parameters)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The pipeline, run once: its folder, and the parameter sections and stores that each stage read."""
+
+    folder: Path
+    seen: dict[str, dict[str, set[str]]]
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, _tiny_parameters: dict[str, Any]) -> Finished:
+    """Every stage of the pipeline on the tiny model; read it, or copy it (``prepared``)."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "reports").mkdir()
+    shutil.copy(ROOT / "reports/paper.json", folder / "reports")
+    (folder / "params.yaml").write_text(yaml.safe_dump(_tiny_parameters))
+    with contextlib.chdir(folder), watching() as seen:
+        for stage in STAGES:
+            assert invoke_in_pipeline(stage) == 0, stage
+    return Finished(folder, seen)
+
+
+@pytest.fixture
 def project(tmp_path: Path, tiny_parameters: dict[str, Any]) -> Path:
     """A copy of the pipeline's files in an empty folder, with the tiny parameters."""
     (tmp_path / "reports").mkdir()
-    for name in ("dvc.yaml", "recalkv", "stages", "reports/paper.json"):
+    for name in ("dvc.yaml", ".dvcignore", "recalkv", "stages", "reports/paper.json"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -107,9 +131,10 @@ def change_parameters() -> Callable[[Path, str, Any], None]:
 
 
 @pytest.fixture
-def prepared(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The pipeline's copy with its statistics and dense losses; the current folder."""
-    monkeypatch.chdir(project)
-    for stage in ("model", "sample", "whiten", "fisher", "baseline"):
-        assert invoke(stage) == 0
-    return project
+def prepared(tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the finished pipeline's parameters, statistics, dense losses and checkpoint; the current folder."""
+    shutil.copytree(finished.folder / "data", tmp_path / "data")
+    shutil.copytree(finished.folder / "reports", tmp_path / "reports")
+    shutil.copy(finished.folder / "params.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

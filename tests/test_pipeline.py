@@ -1,6 +1,5 @@
-"""The pipeline end to end on a tiny model: repro, no-op, changed ratio, metrics, and the one-call interface."""
+"""The pipeline end to end on a tiny model: repro, no-op, bad input, stores that do not belong together, one call."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,132 +14,115 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv
-from recalkv.cli import STAGES
-from tests.pipeline import invoke as _invoke
-
-STORES = (
-    "sample",
-    "whiten",
-    "fisher",
-    "reestimate",
-    "reorder",
-    "allocate",
-    "factorize",
-    "calibrate",
-    "baseline",
-)
+from tests.conftest import Finished
+from tests.pipeline import COMPRESSION, STAGES, folder_hash, invoke, invoke_in_pipeline
 
 
-def folder_hash(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def dvc(project: Path, *arguments: str) -> str:
     environment = os.environ | {
         "PYTHONPATH": str(project),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "DVC_NO_ANALYTICS": "1",
     }
-    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
-
-
-def dvc(project: Path, *arguments: str) -> str:
-    done = run(project, "dvc", *arguments)
+    done = subprocess.run(
+        ("dvc", *arguments), cwd=project, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_whole_pipeline(
-    project: Path, change_parameters: Callable[[Path, str, Any], None], tiny_texts: tuple[Path, Path]
-) -> None:
+def test_repro_runs_every_stage_once(project: Path, finished: Finished) -> None:
+    dvc(project, "init", "--no-scm", "-q")
+    first = dvc(project, "repro")
+    for stage in ("compare@svd", "compare@palu", "compare@recalkv", *(set(STAGES) - {"cell"})):
+        assert f"Running stage '{stage}'" in first
+    # The same bytes as the stages leave without DVC.
+    for name in ("whiten.zarr", "calibrate.zarr", "compressed"):
+        assert folder_hash(project / "data" / name) == folder_hash(finished.folder / "data" / name)
+    assert not (project / "data/activations").exists()
+    assert "perplexity" in dvc(project, "metrics", "show")
+    again = dvc(project, "repro")
+    assert "Running stage" not in again and "up to date" in again
+    # The cost of a rerun is recorded, and nothing reruns for it.
+    timings = json.loads((project / "reports/timings.json").read_text())
+    assert set(timings) == {*STAGES}
+    assert all(set(each) == {"wall_seconds", "cpu_seconds", "peak_resident_mib"} for each in timings.values())
+    (project / "reports/timings.json").unlink()
+    assert "up to date" in dvc(project, "status")
+
+
+@pytest.mark.slow
+def test_who_pulls_has_nothing_to_compute(project: Path) -> None:
     dvc(project, "init", "--no-scm", "-q")
     dvc(project, "repro")
-    metrics = json.loads((project / "reports/metrics.json").read_text())
+    dvc(project, "remote", "add", "-d", "shared", str(project.parent / "remote"))
+    dvc(project, "push")
+    other = project.parent / "other"
+    shutil.copytree(project, other, ignore=shutil.ignore_patterns("data", "cache", "tmp", "__pycache__"))
+    assert not (other / "data").exists() and not (other / ".dvc/cache").exists()
+    dvc(other, "pull")
+    assert folder_hash(other / "data/compressed") == folder_hash(project / "data/compressed")
+    assert "Running stage" not in dvc(other, "repro")
+    # What no remote holds is made again where it is needed, to the same bytes.
+    before = folder_hash(other / "data/fisher.zarr")
+    dvc(other, "repro", "--single-item", "--force", "fisher")
+    assert folder_hash(other / "data/fisher.zarr") == before
+    # A changed ratio reruns nothing before the groups.
+    parameters = project / "params.yaml"
+    parameters.write_text(parameters.read_text().replace("ratio: 0.5", "ratio: 0.7"))
+    rerun = dvc(project, "repro")
+    ran = {stage for stage in STAGES if f"Running stage '{stage}'" in rerun}
+    assert ran == {*COMPRESSION, "evaluate", "latency", "report"}
 
-    # The figures that scripts outside rely on, and what they must satisfy.
+
+def test_figures_of_the_run(finished: Finished) -> None:
+    metrics = json.loads((finished.folder / "reports/metrics.json").read_text())
     cache = metrics["cache"]
     assert cache["compressed_bytes_per_token"] == cache["allocated_bytes_per_token"]
     assert cache["compression_ratio"] == pytest.approx(0.5, abs=1 / 144)
     assert cache["compression_ratio"] >= 0.5
     assert 1 < metrics["perplexity"]["dense"] < 1e6
     assert metrics["perplexity"]["compressed"] > 1
-    assert "perplexity" in dvc(project, "metrics", "show")
+    rows = json.loads((finished.folder / "reports/comparison.json").read_text())["rows"]
+    assert {row["method"] for row in rows} == {"palu", "loss-aware"}
+    assert all(row["removed"] == pytest.approx(0.5, abs=1 / 144) for row in rows)
 
-    # The exported checkpoint is a model that generates; the dense model's name is in its config.
-    model = AutoModelForCausalLM.from_pretrained(project / "data/compressed")
-    tokenizer = AutoTokenizer.from_pretrained(project / "data/compressed")
+
+def test_report_names_what_it_was_made_from_and_shows_its_pictures(finished: Finished) -> None:
+    reports = finished.folder / "reports"
+    page = (reports / "README.md").read_text()
+    assert "on a CPU, plain torch; the kernels need a CUDA device" in page
+    for picture in ("comparison.png", "latency.png", *(f"figures/{name}.png" for name in ("cka", "ranks", "errors"))):
+        assert picture in page
+        assert (reports / picture).stat().st_size > 1000
+
+
+def test_the_checkpoint_generates_and_is_that_of_the_one_call(
+    finished: Finished, tiny_texts: tuple[Path, Path]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished.folder / "data/compressed")
+    tokenizer = AutoTokenizer.from_pretrained(finished.folder / "data/compressed")
     ids = tokenizer("the cache holds", return_tensors="pt")
     assert model.generate(**ids, max_new_tokens=5, do_sample=False).shape[1] > ids["input_ids"].shape[1]
-
-    # One call gives the same factors as the stages.
-    parameters = json.loads(json.dumps(model.config.recalkv["parameters"]))
-    dense = AutoModelForCausalLM.from_pretrained(json.loads((project / "data/model/source.json").read_text())["folder"])
-    keep = {"ratio", "method", "group_size"}
-    direct = recalkv.compress(
-        dense,
-        tokenizer,
-        [tiny_texts[0].read_text()],
-        samples=6,
-        length=32,
-        precision="float32",
-        **{key: parameters[key] for key in keep},
-    )
+    source = json.loads((finished.folder / "data/model/source.json").read_text())["folder"]
+    dense = AutoModelForCausalLM.from_pretrained(source)
+    direct = recalkv.compress(dense, tokenizer, [tiny_texts[0].read_text()], samples=6, length=32, precision="float32")
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(direct.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
 
-    # The report names what it was made from and shows its pictures.
-    page = (project / "reports/README.md").read_text()
-    assert "latency.png" in page and "on a CPU, plain torch; the kernels need a CUDA device" in page
-    for picture in ("cka", "ranks", "errors", "stages", "methods", "fisher"):
-        assert f"figures/{picture}.png" in page
-        assert (project / f"reports/figures/{picture}.png").stat().st_size > 1000
 
-    # Nothing to do the second time.
-    again = dvc(project, "repro")
-    assert "Running stage" not in again
-    assert "up to date" in again
-
-    # Whoever gets the results from a remote has nothing to compute.
-    dvc(project, "remote", "add", "-d", "shared", str(project.parent / "remote"))
-    dvc(project, "push")
-    other = project.parent / "other"
-    shutil.copytree(project, other, ignore=shutil.ignore_patterns("data", "cache", "tmp", "__pycache__"))
-    assert not (other / "data").exists()
-    assert not (other / ".dvc/cache").exists()
-    dvc(other, "pull")
-    assert folder_hash(other / "data/compressed") == folder_hash(project / "data/compressed")
-    assert "Running stage" not in dvc(other, "repro")
-    # What no remote holds is made again where it is needed, to the same bytes.
-    assert not (project / "data/activations.zarr").exists()
-    before = folder_hash(other / "data/fisher.zarr")
-    dvc(other, "repro", "--single-item", "--force", "fisher")
-    assert folder_hash(other / "data/fisher.zarr") == before
-
-    # A changed ratio reruns nothing before the allocation.
-    change_parameters(project, "compression.ratio", 0.7)
-    rerun = dvc(project, "repro")
-    ran = {stage for stage in STAGES if f"Running stage '{stage}'" in rerun}
-    after = {
-        "reestimate",
-        "reorder",
-        "allocate",
-        "factorize",
-        "calibrate",
-        "fuse",
-        "evaluate",
-        "zeroshot",
-        "needle",
-        "longbench",
-        "latency",
-        "report",
-    }
-    assert ran == after
-    changed = json.loads((project / "reports/metrics.json").read_text())
-    assert changed["cache"]["compression_ratio"] == pytest.approx(0.7, abs=1 / 144)
-    assert changed["perplexity"]["dense"] == metrics["perplexity"]["dense"]
+@pytest.mark.parametrize(
+    "compression", [{"bits": "mixed", "ratio": 0.8}, {"method": "recalkv", "bits": 4, "ratio": 0.8}]
+)
+def test_a_changed_ratio_and_bits_from_the_same_statistics(prepared: Path, compression: dict[str, Any]) -> None:
+    before = folder_hash(prepared / "data/whiten.zarr"), folder_hash(prepared / "data/fisher.zarr")
+    changes = [f"compression.{key}={value}" for key, value in compression.items()]
+    for stage in (*COMPRESSION, "evaluate", "report"):
+        assert invoke(stage, changes=changes) == 0
+    cache = json.loads((prepared / "reports/metrics.json").read_text())["cache"]
+    assert cache["compressed_bytes_per_token"] == cache["allocated_bytes_per_token"]
+    assert 0.8 <= cache["compression_ratio"] < 0.9
+    assert before == (folder_hash(prepared / "data/whiten.zarr"), folder_hash(prepared / "data/fisher.zarr"))
 
 
 @pytest.mark.parametrize(
@@ -151,14 +133,14 @@ def test_whole_pipeline(
         ("compression.group_size", 4, "allocate", ("group_size=4", "3 key/value heads", "set it to 3")),
         ("compression.group_size", 4, "reorder", ("group_size=4", "3 key/value heads")),
         ("calibration.samples", 10_000, "sample", ("calibration.samples=10000", "at most")),
-        ("evaluation.window", 10**6, "baseline", ("evaluation.window=1000000", "shorter window")),
+        ("evaluation.window", 10**6, "baseline", ("1000000", "shorter window")),
         ("model.id", "nowhere/at-all", "model", ("nowhere/at-all", "embedded")),
         ("calibration.text", "no-such-file.txt", "sample", ("no-such-file.txt",)),
         ("runtime.device", "abacus", "whiten", ("runtime.device='abacus'", "auto")),
     ],
 )
 def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
-    project: Path,
+    prepared: Path,
     change_parameters: Callable[[Path, str, Any], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -167,71 +149,94 @@ def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
     stage: str,
     words: tuple[str, ...],
 ) -> None:
-    monkeypatch.chdir(project)
     monkeypatch.setattr("huggingface_hub.snapshot_download", _unreachable)
-    for earlier in _inputs_of(stage):
-        assert _invoke(earlier) == 0
-    change_parameters(project, parameter, value)
-    before = _files(project)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", _unreachable)
+    change_parameters(prepared, parameter, value)
+    before = _files(prepared)
     capsys.readouterr()
-    assert _invoke(stage) == 1
+    assert invoke(stage) == 1
     message = capsys.readouterr().err
     for word in words:
         assert word in message, message
-    assert _files(project) == before
+    assert _files(prepared) == before
 
 
-def test_store_of_another_model_is_refused(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(project)
-    for stage in ("model", "sample"):
-        assert _invoke(stage) == 0
-    record = json.loads((project / "data/model/source.json").read_text())
-    attributes = project / "data/sample.zarr/zarr.json"
+def test_store_of_another_model_is_refused(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads((prepared / "data/model/source.json").read_text())
+    attributes = prepared / "data/sample.zarr/zarr.json"
     attributes.write_text(attributes.read_text().replace(record["fingerprint"], "0123456789abcdef"))
-    assert _invoke("whiten") == 1
+    shutil.rmtree(prepared / "data/whiten.zarr")
+    assert invoke("whiten") == 1
     assert "0123456789abcdef" in capsys.readouterr().err
-    assert not (project / "data/whiten.zarr").exists()
+    assert not (prepared / "data/whiten.zarr").exists()
 
 
 def test_stores_of_different_windows_are_not_read_together(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     change_parameters(prepared, "calibration.seed", 1)
+    shutil.rmtree(prepared / "data/reorder.zarr")
     for stage in ("sample", "whiten"):
-        assert _invoke(stage) == 0
+        assert invoke(stage) == 0
     # The gradients are still those of the windows of seed 0.
-    assert _invoke("reestimate") == 1
+    assert invoke("reorder") == 1
     message = capsys.readouterr().err
-    assert "fisher.zarr is of other calibration windows than data/whiten.zarr; run `dvc repro whiten fisher`" in message
-    assert not list((prepared / "data").glob("reestimate*"))
-    assert _invoke("fisher") == 0
-    assert _invoke("reestimate") == 0
+    assert "is of other calibration windows than" in message and "run `dvc repro" in message
+    assert not list((prepared / "data").glob("reorder*"))
+    assert invoke("fisher") == 0
+    assert invoke("reorder") == 0
 
 
-def test_few_calibration_tokens_only_warn(
-    project: Path,
-    change_parameters: Callable[[Path, str, Any], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(project)
-    change_parameters(project, "calibration.samples", 1)
-    for stage in ("model", "sample", "whiten"):
-        assert _invoke(stage) == 0
+def test_the_layers_inputs_are_made_again_where_they_are_gone(prepared: Path) -> None:
+    before = folder_hash(prepared / "data/fisher.zarr")
+    assert not (prepared / "data/activations").exists()
+    assert invoke("fisher") == 0
+    assert folder_hash(prepared / "data/fisher.zarr") == before
+
+
+def test_few_calibration_tokens_only_warn(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["calibration.samples=1"]
+    for stage in ("sample", "whiten"):
+        assert invoke(stage, changes=changes) == 0
     assert "compression.damping" in capsys.readouterr().err
+
+
+def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
+    # The pipeline's own choices do not leak into the methods beside it; what --set names does.
+    changes = ["compression.method=palu", "compression.ratio=0.6"]
+    own = [*changes, "compression.allocation=uniform"]
+    for name, settings in (("plain", changes), ("own", own)):
+        assert invoke("cell", out=prepared / f"{name}.json", changes=settings) == 0
+    plain, uniform = (json.loads((prepared / f"{name}.json").read_text()) for name in ("plain", "own"))
+    assert plain["removed"] == pytest.approx(0.6, abs=1 / 144)
+    assert plain["setting"] == {"method": "palu", "ratio": 0.6}
+    assert plain["perplexity"] != uniform["perplexity"]
+    compared = json.loads((prepared / "data/cells/compare/palu.json").read_text())
+    assert compared["perplexity_dense"] == plain["perplexity_dense"]
+
+
+def test_a_grid_becomes_a_table(prepared: Path) -> None:
+    for ratio in (0.5, 0.7):
+        out = prepared / f"data/cells/methods/ratio={ratio}.json"
+        assert invoke("cell", out=out, changes=[f"compression.ratio={ratio}"]) == 0
+    assert invoke("table", name="methods", title="Methods") == 0
+    cells = json.loads((prepared / "reports/grids/methods.json").read_text())
+    assert set(cells) == {"ratio=0.5", "ratio=0.7"}
+    page = (prepared / "reports/grids/methods.md").read_text()
+    for cell in cells.values():
+        assert f"| {cell['perplexity']:.2f} |" in page
+    assert f"| {cells['ratio=0.5']['perplexity_dense']:.2f} |" in page
+    assert (prepared / "reports/grids/methods.png").stat().st_size > 1000
+
+
+def test_unknown_change_of_a_parameter_is_refused(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for change, words in (("compression.rato=0.5", "compression.rato"), ("ratio=0.5", "SECTION.KEY=VALUE")):
+        assert invoke_in_pipeline("reorder", changes=[change]) == 1
+        assert words in capsys.readouterr().err
 
 
 def _unreachable(*_: Any, **__: Any) -> None:
     raise OSError("no network in the tests")
-
-
-def _inputs_of(stage: str) -> list[str]:
-    order = {"model": [], "sample": ["model"], "baseline": ["model"], "whiten": ["model", "sample"]}
-    order["reorder"] = [*order["whiten"], "whiten", "fisher", "reestimate"]
-    order["allocate"] = [*order["reorder"], "reorder"]
-    return order[stage]
 
 
 def _files(folder: Path) -> list[Path]:

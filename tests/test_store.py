@@ -14,8 +14,17 @@ import zarr
 
 from recalkv.errors import StoreError
 from recalkv.method.lowrank import LowRank
-from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, partial_path, writing_folder, writing_store
-from recalkv.store.stores import stores as module
+from recalkv.store import stores as module
+from recalkv.store.records import get_factors, put_factors
+from recalkv.store.stores import (
+    SCHEMA_VERSION,
+    StoreWriter,
+    open_store,
+    partial_path,
+    writing_folder,
+    writing_layers,
+    writing_store,
+)
 
 TENSORS = {
     "float64": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4),
@@ -84,8 +93,8 @@ def test_factors_round_trip(path: Path) -> None:
     down = [torch.randn(6, rank, generator=generator, dtype=torch.float64) for rank in (3, 1, 2)]
     up = [torch.randn(rank, 4, generator=generator, dtype=torch.float64) for rank in (3, 1, 2)]
     with writing_store(path, "factorize", "abc", {}) as store:
-        store.put_factors("layers/000/key", LowRank(down, up))
-    actual = open_store(path, "factorize").get_factors("layers/000/key")
+        put_factors(store, "layers/000/key", LowRank(down, up))
+    actual = get_factors(open_store(path, "factorize"), "layers/000/key")
     assert actual.ranks == [3, 1, 2]
     for read, written in zip([*actual.down, *actual.up], [*down, *up], strict=True):
         assert torch.equal(read, written.float())
@@ -271,3 +280,65 @@ def test_folder_replaces_the_old_one_whole(path: Path) -> None:
             assert folder == partial_path(path)
             (folder / name).write_text(name)
     assert [p.name for p in path.iterdir()] == ["new"]
+
+
+def write_layers(path: Path, key: str = "k", stop: int | None = None, kill: bool = False) -> list[int]:
+    """Write three layers that are not there yet, from the last to the first; the layers that were written."""
+    written: list[int] = []
+    with writing_layers(path, "fisher", "abc", {"samples": 3}, key) as store:
+        for layer in (2, 1, 0):
+            if layer in store.finished:
+                continue
+            store.put(f"layers/{layer:03d}/gram", torch.full((2, 2), layer + 0.1))
+            if layer == stop:
+                if kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise KeyboardInterrupt
+            store.finish(layer, score=layer / 3)
+            written.append(layer)
+        store.put("score", store.figure("score"))
+    return written
+
+
+def test_an_interrupted_store_goes_on_after_its_whole_layers(path: Path, tmp_path: Path) -> None:
+    assert write_layers(tmp_path / "whole.zarr") == [2, 1, 0]
+    expected = digest(tmp_path / "whole.zarr")
+    for kill in (False, True):
+        if kill:
+            child = multiprocessing.get_context("fork").Process(target=write_layers, args=(path, "k", 1, True))
+            child.start()
+            child.join(timeout=60)
+            assert child.exitcode == -signal.SIGKILL
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                write_layers(path, stop=1)
+        with pytest.raises(StoreError, match="unfinished"):
+            open_store(path, "fisher")
+        assert write_layers(path) == [1, 0]
+        assert digest(path) == expected
+        assert list(path.parent.iterdir()) == [path]
+        # Figures of the interrupted run count, too, and in the layers' order.
+        assert open_store(path, "fisher").get("score").tolist() == [0, 1 / 3, 2 / 3]
+        path.rename(tmp_path / f"done-{kill}")
+
+
+@pytest.mark.parametrize("what", ["key", "damaged layer", "damaged mark"])
+def test_what_was_left_under_another_key_or_damaged_is_written_again(path: Path, what: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write_layers(path, stop=1)
+    partial = partial_path(path)
+    if what == "damaged layer":
+        chunk = next(p for p in (partial / "layers/002/gram").rglob("*") if p.is_file() and p.name != "zarr.json")
+        chunk.write_bytes(bytes(chunk.stat().st_size))
+    elif what == "damaged mark":
+        (partial / "layers/002/zarr.json").write_text("{no")
+    assert write_layers(path, "other" if what == "key" else "k") == [2, 1, 0]
+    assert open_store(path, "fisher").get("layers/002/gram").tolist() == [[pytest.approx(2.1)] * 2] * 2
+
+
+def test_an_ordinary_error_leaves_no_layers(path: Path) -> None:
+    with pytest.raises(RuntimeError), writing_layers(path, "fisher", "abc", {}, "k") as store:
+        store.put("layers/000/gram", torch.ones(2))
+        store.finish(0)
+        raise RuntimeError
+    assert list(path.parent.iterdir()) == []

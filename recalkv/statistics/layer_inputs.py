@@ -5,11 +5,14 @@ calibration tokens x hidden size x layers and can be had again, so they are raw 
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from recalkv.statistics import distributed
 
 __all__ = ["LayerInputs"]
 
@@ -65,6 +68,32 @@ class LayerInputs:
         count = (stop - first) * size // self._raw.itemsize
         rows = np.fromfile(path, self._raw, count, offset=first * size)
         return torch.from_numpy(rows).view(self._dtype).view(stop - first, *self._shape[1:]).float()
+
+    def sign(self, moments: str) -> None:
+        """Say that the inputs are whole, and of the pass whose moments have this digest."""
+        distributed.barrier()
+        if distributed.is_first():
+            (self._folder / "of").write_text(self._mark(moments))
+
+    def are_of(self, moments: str) -> bool:
+        """Whether whole inputs of that pass are there; others are removed."""
+        mark = self._folder / "of"
+        whole = mark.exists() and mark.read_text() == self._mark(moments)
+        distributed.barrier()
+        if not whole:
+            self.remove()
+        return whole
+
+    def remove(self) -> None:
+        """Remove the inputs; the mark first: what is half removed must not be taken for whole."""
+        distributed.barrier()
+        if distributed.is_first():
+            (self._folder / "of").unlink(missing_ok=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        distributed.barrier()
+
+    def _mark(self, moments: str) -> str:
+        return f"{moments} {self._shape} {self._dtype}"
 
     @property
     def _window_bytes(self) -> int:

@@ -24,8 +24,6 @@ import zarr
 from torch import Tensor
 
 from recalkv.errors import StoreError
-from recalkv.method.lowrank import LowRank
-from recalkv.statistics.loss_metric import LossMoments
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -44,7 +42,7 @@ __all__ = [
     "writing_store",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class StoreWriter:
@@ -154,20 +152,6 @@ class StoreWriter:
         )
         target[...] = array
 
-    def put_factors(self, name: str, factors: LowRank) -> None:
-        """Write one projection's factors as float32: ``down`` side by side, ``up`` per group."""
-        self.put(f"{name}/down", torch.cat(factors.down, dim=1).float())
-        for number, up in enumerate(factors.up):
-            self.put(f"{name}/up_{number}", up.float())
-
-    def put_loss_moments(self, name: str, moments: LossMoments) -> None:
-        """Write one layer's moments of the loss-aware metric."""
-        self.put(f"{name}/gram", moments.gram)
-        self.put(f"{name}/key_gradient", moments.key_gradient)
-        self.put(f"{name}/value_gradient", moments.value_gradient)
-        self.put(f"{name}/tokens", torch.tensor(moments.tokens))
-        self.put(f"{name}/mean", moments.mean)
-
 
 class StoreReader:
     """Read access to a complete store."""
@@ -230,25 +214,6 @@ class StoreReader:
     def find(self, name: str) -> Tensor | None:
         """Read one array, or return None where the stage had no reason to write it."""
         return self.get(name) if name in self._group else None
-
-    def get_factors(self, name: str) -> LowRank:
-        """Read what :meth:`StoreWriter.put_factors` wrote."""
-        down = self.get(f"{name}/down")
-        up: list[Tensor] = []
-        while f"{name}/up_{len(up)}" in self._group:
-            up.append(self.get(f"{name}/up_{len(up)}"))
-        down_parts = list(down.split([part.shape[0] for part in up], dim=1))
-        return LowRank(down_parts, up)
-
-    def get_loss_moments(self, name: str) -> LossMoments:
-        """Read what :meth:`StoreWriter.put_loss_moments` wrote."""
-        return LossMoments(
-            self.get(f"{name}/gram"),
-            self.get(f"{name}/key_gradient"),
-            self.get(f"{name}/value_gradient"),
-            int(self.get(f"{name}/tokens")),
-            self.get(f"{name}/mean"),
-        )
 
 
 def array_digest(array: np.ndarray) -> str:
