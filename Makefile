@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: setup reproduce grid grids test test-all lint constraints clean
+.PHONY: setup reproduce grid grids suites test test-all lint constraints clean
 
 setup: $(INSTALLED)
 
@@ -28,14 +28,19 @@ reproduce: setup
 	$(IN_VENV) dvc repro
 	@sed -n '/^## Dense beside/,/^## Ranks/p' reports/README.md | sed '/^## Ranks/d; /^!/d' | cat -s
 
-# One table of grids/grids.yaml: make grid NAME=methods
+# One table of grids/dvc.yaml: make grid NAME=methods
 grid: setup
-	$(IN_VENV) dvc repro grids/dvc.yaml:grid@$(NAME)
+	$(IN_VENV) dvc repro grids/dvc.yaml:table@$(NAME)
 	@cat reports/grids/$(NAME).md
 
 # All of them.
 grids: setup
-	$(IN_VENV) dvc repro grids/dvc.yaml
+	$(IN_VENV) dvc repro grids/dvc.yaml:table
+
+# Zero-shot accuracy and retrieval from long texts.
+suites: setup
+	$(IN_VENV) dvc repro grids/dvc.yaml:suite
+	@cat reports/suites/*.md
 
 # One thread a worker: two workers of two threads each are slower than two of one.
 test: setup lint
@@ -58,4 +63,4 @@ constraints: setup
 	sed -i.bak -E '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.bak
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/model data/compressed data/continuation.jsonl data/grids
+	rm -rf data/*.zarr data/*.partial data/*.inputs data/model data/compressed data/cells data/calibrations data/suites

@@ -28,12 +28,14 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.scale_page import write_page
+from recalkv.errors import user_errors
 from recalkv.evaluation.timing import environment
+from recalkv.model.device import device_of
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 from recalkv.model.source import read_reference
 from recalkv.store.stores import writing_store
-from stages.common import device_of, user_errors, write_json
+from stages.common import write_json
 
 RESULTS = Path("reports/scale")
 STAGES = ("whiten", "fisher", "reorder", "allocate", "factorize", "calibrate", "fuse")

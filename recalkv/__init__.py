@@ -1,24 +1,29 @@
 """ReCalKV: low-rank latent KV caches for pretrained language models, without training.
 
-Importing the package registers the compressed model classes with transformers' auto classes.
+Importing the package registers the compressed model classes with transformers' auto classes, whichever of the two
+is imported first.
 """
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from recalkv.model.modeling import register as _register
-from recalkv.model.modeling import set_value_mode
 
 if TYPE_CHECKING:
     from recalkv.compression import compress
 
-__all__ = ["__version__", "compress", "set_value_mode"]
+__all__ = ["__version__", "compress"]
 __version__ = "0.2.0"
 
-_register()
+# The auto classes import torch, for which the help of the command `recalkv` is not to wait: its tools register the
+# classes where they load a model.
+if Path(*sys.argv[:1]).stem != "recalkv":
+    from recalkv.model.modeling import register
+
+    register()
 
 
 def __getattr__(name: str) -> Any:
-    # Compression needs pydantic; loading and running a compressed checkpoint does not.
+    # Loading and running a compressed checkpoint needs nothing of the calibration.
     if name == "compress":
         from recalkv.compression import compress
 

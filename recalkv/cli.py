@@ -1,128 +1,126 @@
-"""The console script `recalkv`: every stage, and the tools that need no pipeline."""
+"""ReCalKV: low-rank latent KV caches for pretrained language models, without training.
 
-import sys
-from importlib import import_module
-from importlib.resources import files
+These tools need no pipeline; its stages are `python -m stages.NAME`, or all of them `dvc repro`.
+"""
+
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
+from pydantic import BaseModel
 
-from recalkv.errors import ParameterError
-from recalkv.method.bits import DENSE_BITS
-from recalkv.params import parse_params
-from stages.common import STAGES, ParamsOption, user_errors
+from recalkv.errors import ParameterError, user_errors
+from recalkv.params import CalibrationParams, CompressionParams, ModelParams, RuntimeParams, parse_section
+from recalkv.presets import describe, is_rendered, preset_names, render
+from recalkv.presets import preset as parameters_of
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-for _name in STAGES:
-    app.command(_name, rich_help_panel="Stages, in order")(import_module(f"stages.{_name}").main)
+# Modules that need torch are imported where they are used: help is not to wait for them.
 
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 
-def preset_names() -> list[str]:
-    """Names of the presets that come with the package."""
-    return sorted(p.name.removesuffix(".yaml") for p in files("recalkv.presets").iterdir() if p.name.endswith(".yaml"))
-
-
-def apply_preset(base: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a full parameter mapping: ``base`` with the preset's values in place of its own."""
-    if name not in preset_names():
-        raise ParameterError(f"preset {name!r} does not exist; choose one of: {', '.join(preset_names())}.")
-    overlay = yaml.safe_load((files("recalkv.presets") / f"{name}.yaml").read_text())
-    merged = {section: {**base[section], **overlay.get(section, {})} for section in base}
-    parse_params(merged, f"preset {name}")
-    return merged
+_COMPRESSION, _CALIBRATION = CompressionParams(), CalibrationParams()
 
 
-@app.command(rich_help_panel="Tools")
+def _option(section: type[BaseModel], name: str) -> Any:
+    """Option with a parameter's description."""
+    return typer.Option(help=describe(section.model_fields[name]))
+
+
+@app.command()
+def compress(
+    source: Annotated[str, typer.Argument(help=describe(ModelParams.model_fields["id"]))],
+    out: Annotated[Path, typer.Option(help="New folder for the compressed checkpoint.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the folder, if it holds a compressed checkpoint.")
+    ] = False,
+    revision: Annotated[str | None, _option(ModelParams, "revision")] = None,
+    method: Annotated[str, _option(CompressionParams, "method")] = _COMPRESSION.method,
+    ratio: Annotated[float, _option(CompressionParams, "ratio")] = _COMPRESSION.ratio,
+    group_size: Annotated[int, _option(CompressionParams, "group_size")] = _COMPRESSION.group_size,
+    bits: Annotated[str, _option(CompressionParams, "bits")] = str(_COMPRESSION.bits),
+    text: Annotated[str, _option(CalibrationParams, "text")] = _CALIBRATION.text,
+    samples: Annotated[int, _option(CalibrationParams, "samples")] = _CALIBRATION.samples,
+    length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
+    seed: Annotated[int, _option(CalibrationParams, "seed")] = _CALIBRATION.seed,
+    device: Annotated[str, _option(RuntimeParams, "device")] = RuntimeParams().device,
+) -> None:
+    """Compress a model in one call, without the pipeline, and save the checkpoint."""
+    given = {"method": method, "ratio": ratio, "group_size": group_size, "bits": yaml.safe_load(bits)}
+    sampling = {"text": text, "samples": samples, "length": length, "seed": seed}
+    with user_errors():
+        parameters = parse_section(CompressionParams, given, "recalkv compress")
+        calibration = parse_section(CalibrationParams, sampling, "recalkv compress")
+
+        from recalkv.model.source import EMBEDDED
+        from recalkv.store.folders import check_output, writing_folder
+
+        check_output(out, Path(source) if source != EMBEDDED and Path(source).exists() else None, overwrite)
+
+        from tqdm import tqdm
+
+        from recalkv.compression import compress_checkpoint
+        from recalkv.method.methods import resolve_method
+        from recalkv.model.device import device_of
+        from recalkv.model.source import resolve_model
+        from recalkv.text.documents import load_documents
+
+        resolve_method(parameters)
+        where = device_of(device)
+        documents = load_documents(calibration.text, split=calibration.split)
+        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, tqdm(unit="layer", mininterval=1.0) as bar:
+
+            def advance(step: str, done: int, total: int) -> None:
+                if done == 1:
+                    bar.reset(total)
+                    bar.set_description(step)
+                bar.update()
+
+            # First, so that a folder that cannot be written is known before the work.
+            with writing_folder(out.resolve()) as folder:
+                reference = resolve_model(source, revision, Path(scratch))
+                spec = compress_checkpoint(reference, documents, calibration, parameters, where, folder, advance)
+        print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense model in 16 bits")
+
+
+@app.command()
 def preset(
     name: Annotated[str, typer.Argument(help="Name of the preset; `list` shows them.")],
-    params: ParamsOption = Path("params.yaml"),
-    ratio: Annotated[float | None, typer.Option(help="Fraction of the cache's bytes to remove.")] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("params.yaml"),
+    ratio: Annotated[float | None, _option(CompressionParams, "ratio")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a file even if it was changed by hand.")
+    ] = False,
 ) -> None:
-    """Rewrite the parameter file with the settings of a known model; then run `dvc repro`."""
+    """Write a parameter file: the defaults, or the paper's settings for a model. Then run `dvc repro`."""
     with user_errors():
         if name == "list":
             print("\n".join(preset_names()))
             return
-        merged = apply_preset(yaml.safe_load(params.read_text()), name)
-        if ratio is not None:
-            merged["compression"]["ratio"], merged["compare"]["ratios"] = ratio, [ratio]
-            parse_params(merged, f"preset {name}")
-        params.write_text(yaml.safe_dump(merged, sort_keys=False))
-        print(f"{params} now holds preset {name}; run `dvc repro`.")
+        content = render(parameters_of(name, ratio))
+        if out.exists() and not overwrite and not is_rendered(out.read_text()):
+            raise ParameterError(
+                f"{out} is no preset as it was written, so something in it would be lost; --overwrite."
+            )
+        out.write_text(content)
+        print(f"{out} now holds preset {name}; run `dvc repro`.")
 
 
-@app.command(rich_help_panel="Tools")
-def compress(
-    model: Annotated[str, typer.Argument(help="`embedded`, a Hugging Face id, or a local folder.")],
-    out: Annotated[Path, typer.Option(help="Folder for the compressed checkpoint.")],
-    ratio: Annotated[float, typer.Option(help="Fraction of the dense cache's bytes to remove, in [0, 1).")] = 0.5,
-    method: Annotated[str, typer.Option(help="loss-aware, recalkv, palu or svd.")] = "loss-aware",
-    group_size: Annotated[int | None, typer.Option(help="Heads per group; default 4, or all if fewer.")] = None,
-    bits: Annotated[str, typer.Option(help="Per cached element: 16, 8, 4, 3, 2 or mixed.")] = "16",
-    scales: Annotated[str, typer.Option(help="Below 16 bits: per token, or channel (and block; KIVI).")] = "token",
-    block: Annotated[int, typer.Option(help="Tokens of a block with --scales channel, a multiple of 8.")] = 32,
-    text: Annotated[str, typer.Option(help="Calibration text, as calibration.text in params.yaml.")] = "embedded",
-    samples: Annotated[int, typer.Option(help="Calibration windows.")] = 32,
-    length: Annotated[int, typer.Option(help="Tokens per window.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of windows.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-) -> None:  # fmt: skip
-    """Compress a model in one call, without the pipeline, and save the checkpoint."""
-    import tempfile
-
-    from tqdm import tqdm
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from recalkv.compression import compress as run
-    from recalkv.model.source import resolve_model
-    from recalkv.store.stores import writing_folder
-    from recalkv.text.documents import load_documents
-    from stages.common import device_of
-
-    with user_errors(), tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
-        where = device_of(device)
-        reference = resolve_model(model, None, Path(scratch))
-        dense = AutoModelForCausalLM.from_pretrained(reference.folder, dtype="auto").to(where)
-        tokenizer = AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False)
-        bar: Any = tqdm(unit="layer", file=sys.stderr, mininterval=1.0)
-
-        def advance(step: str, done: int, total: int) -> None:
-            if done == 1:
-                bar.reset(total)
-                bar.set_description(step)
-            bar.update()
-
-        with bar:
-            compressed = run(
-                dense, tokenizer, load_documents(text, split="train"), ratio=ratio, method=method,
-                group_size=group_size, samples=samples, length=length, seed=seed, progress=advance, text_name=text,
-                bits=int(bits) if bits.isdigit() else bits, scales=scales, block=block,
-            )  # fmt: skip
-        with writing_folder(out) as folder:
-            compressed.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        spec = compressed.config.recalkv
-        kept = spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"]
-        print(f"{out}: caches {kept:.2%} of the bytes per token of the dense model in 16 bits")
-
-
-@app.command(rich_help_panel="Tools")
+@app.command()
 def push(
     repo: Annotated[str, typer.Argument(help="Repository on the hub, OWNER/NAME.")],
     folder: Annotated[Path, typer.Option(help="Compressed checkpoint.")] = Path("data/compressed"),
     reports: Annotated[Path, typer.Option(help="Reports with the checkpoint's figures.")] = Path("reports"),
-    private: Annotated[bool, typer.Option(help="Make a new repository private.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be uploaded.")] = False,
 ) -> None:
     """Upload a checkpoint with a model card that has its measured figures."""
-    import tempfile
-
     from huggingface_hub import HfApi
 
-    from recalkv.model.card import CARD
-    from stages.upload import measured_card
+    from recalkv.model.card import CARD, measured_card
 
     with user_errors(), tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
         card = Path(scratch) / CARD
@@ -140,7 +138,7 @@ def push(
         print(f"uploaded to {repo}")
 
 
-@app.command(rich_help_panel="Tools")
+@app.command()
 def cache_size(
     config: Annotated[
         str, typer.Option(help="Folder with a config.json, dense or compressed, or a preset's name; default all known.")
@@ -148,7 +146,7 @@ def cache_size(
     group_size: Annotated[int, typer.Option(help="Key heads per group.", min=1)] = 4,
 ) -> None:
     """Print how large the cache is, dense and compressed, and how much of it fits beside the weights."""
-    from recalkv.cache.size import checkpoint_bytes, markdown, table
+    from recalkv.cache.size import markdown, table
     from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 
     with user_errors():
@@ -157,11 +155,13 @@ def cache_size(
         elif (Path(config) / "config.json").exists():
             from transformers import AutoConfig
 
-            import recalkv  # noqa: F401  (registers the compressed classes)
+            from recalkv.model.modeling import register
+            from recalkv.model.spec import LatentSpec
 
+            register()
             loaded = AutoConfig.from_pretrained(config)
             sizes = ModelSizes.from_config(loaded)
-            own = checkpoint_bytes(loaded) if getattr(loaded, "recalkv", None) else None
+            own = LatentSpec.from_config(loaded).cached_bytes_per_token() if hasattr(loaded, "recalkv") else None
             tables = [(Path(config).name, sizes, table(sizes, group_size, own))]
         else:
             sizes = known_sizes(config, "--config (no folder with a config.json)")

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer, GenerationConfig
 
-from recalkv.errors import ParameterError
 from recalkv.method.allocation import allocate
 from recalkv.method.basis import quantizable
 from recalkv.method.factors import LayerFactors, factorize_layer
@@ -23,17 +23,26 @@ from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
 from recalkv.method.reorder import check_group_size
 from recalkv.model.export import build_model, compressed_config, other_tensors
-from recalkv.model.layers import LayerSource, ModuleSource
+from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource
 from recalkv.model.precision import resolve_precision
-from recalkv.model.spec import LayerSpec
-from recalkv.params import CalibrationParams, CompressionParams
+from recalkv.model.source import ModelReference, checkpoint_dtype
+from recalkv.model.spec import LatentSpec, LayerSpec
+from recalkv.params import CalibrationParams, CompressionParams, parse_section
 from recalkv.statistics.fisher import FisherScores, collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
 from recalkv.text.windows import joined_tokens, sample_windows
 
-__all__ = ["CompressedLayers", "Statistics", "assemble", "collect_statistics", "compress", "compress_layers"]
+__all__ = [
+    "CompressedLayers",
+    "Statistics",
+    "assemble",
+    "collect_statistics",
+    "compress",
+    "compress_checkpoint",
+    "compress_layers",
+]
 
 Progress = Callable[[str, int, int], None]
 
@@ -143,11 +152,9 @@ def compress(
         If a parameter is unknown or out of range.
     """
     given = {"samples": samples, "length": length, "seed": seed, "batch_size": batch_size, "precision": precision}
-    try:
-        parameters = CompressionParams(**compression)
-        calibration = CalibrationParams(**{name: value for name, value in given.items() if value is not None})
-    except ValueError as error:
-        raise ParameterError(str(error)) from error
+    parameters = parse_section(CompressionParams, compression, "compress")
+    given = {name: value for name, value in given.items() if value is not None}
+    calibration = parse_section(CalibrationParams, given, "compress")
     device = next(model.parameters()).device
     source = ModuleSource(model, device, resolve_precision(calibration.precision, device))
     tokens = joined_tokens(tokenizer, texts)
@@ -159,6 +166,52 @@ def compress(
     compressed = assemble(source, result, parameters, dtype, provenance, named)
     compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
     return compressed
+
+
+def compress_checkpoint(
+    reference: ModelReference,
+    documents: Sequence[str],
+    calibration: CalibrationParams,
+    parameters: CompressionParams,
+    device: torch.device,
+    folder: Path,
+    progress: Progress = _silent,
+) -> LatentSpec:
+    """Compress a checkpoint into a folder; the dense model is read a layer at a time.
+
+    The folder's tensors are those of the pipeline's ``fuse`` stage with the same parameters.
+
+    Parameters
+    ----------
+    reference
+        The dense model.
+    documents
+        Of ``calibration.text``.
+    device
+        Where it is computed.
+    folder
+        Existing folder for the checkpoint.
+    progress
+        Called with the step's name, finished layers and all layers.
+
+    Returns
+    -------
+    LatentSpec
+        What the latents are.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False)
+    tokens = joined_tokens(tokenizer, documents)
+    windows = sample_windows(tokens, calibration.samples, calibration.length, calibration.seed)
+    source = CheckpointSource(reference.folder, device, resolve_precision(calibration.precision, device))
+    result = compress_layers(source, windows, calibration, parameters, progress)
+    dtype = checkpoint_dtype(reference.folder) if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
+    provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
+    compressed = assemble(source, result, parameters, dtype, provenance, calibration)
+    if (reference.folder / "generation_config.json").exists():
+        compressed.generation_config = GenerationConfig.from_pretrained(reference.folder)
+    compressed.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return LatentSpec.from_config(compressed.config)
 
 
 def collect_statistics(

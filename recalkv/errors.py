@@ -1,13 +1,18 @@
 """The errors a user can cause, each naming the value, the rule and the remedy.
 
 Every class derives from :class:`ReCalKVError`, which the command line turns into one clear message
-and exit code 1. Programming mistakes stay ordinary Python exceptions.
+and exit code 1 (:func:`user_errors`). Programming mistakes stay ordinary Python exceptions.
 """
+
+import contextlib
+import sys
+from collections.abc import Iterator
 
 __all__ = [
     "BudgetError",
     "CheckpointError",
     "DataError",
+    "MissingPackageError",
     "ModelUnavailableError",
     "NonFiniteError",
     "ParameterError",
@@ -15,6 +20,8 @@ __all__ = [
     "ReportError",
     "StoreError",
     "UnsupportedModelError",
+    "needing",
+    "user_errors",
 ]
 
 
@@ -56,3 +63,28 @@ class CheckpointError(ReCalKVError):
 
 class ReportError(ReCalKVError):
     """A page cites a figure that no report has."""
+
+
+class MissingPackageError(ReCalKVError):
+    """A package is not installed that only some uses of the library need."""
+
+
+@contextlib.contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Import packages of an extra; one that is not installed is a :class:`MissingPackageError` that names it."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{error.name or error} cannot be imported; it comes with `pip install 'recalkv[{extra}]'`."
+        ) from error
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Print an error of the user's making as one message on standard error and leave with exit code 1."""
+    try:
+        yield
+    except ReCalKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error

@@ -1,12 +1,12 @@
 """``params.yaml``: every parameter with its meaning, unit and range. Unknown and missing keys are errors.
 
-The defaults here are those of the Python interface; the file must spell every key out, so that it
-is a complete record of the run.
+The defaults here are those of the file, the command line and Python alike. The file spells every key out, so that it
+is a complete record of the run; `recalkv preset` writes it from what is written here.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,6 +24,7 @@ __all__ = [
     "ZeroShotParams",
     "load_params",
     "parse_params",
+    "parse_section",
 ]
 
 
@@ -32,6 +33,9 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=_Section)
 
 
 class ModelParams(_Section):
@@ -66,8 +70,8 @@ class CalibrationParams(_TextParams):
     batch_size: int = Field(2, ge=1, description="windows per step: changes memory, not results")
     precision: Precision = Field(
         "auto",
-        description="type of the matrix products of the calibration passes; auto is bfloat16 where the device multiplies "
-        "it natively, else float32. Statistics are float32/64",
+        description="type of the matrix products of the calibration passes; auto is bfloat16 where the device "
+        "multiplies it natively, else float32. Statistics are float32/64",
     )
 
 
@@ -137,7 +141,10 @@ class EvaluationParams(_TextParams):
     precision: Precision = Field(
         "auto", description="type of the matrix products where perplexity is measured, dense and compressed alike"
     )
-    prompts: list[str] = Field(default_factory=list, description="prompts of the side-by-side samples")
+    prompts: list[str] = Field(
+        default_factory=lambda: ["To bake a loaf of bread, you first", "The ship left the harbour at dawn, and"],
+        description="prompts of the side-by-side samples",
+    )
     sample_tokens: int = Field(32, ge=1, description="length of each side-by-side sample, tokens")
 
 
@@ -295,14 +302,21 @@ def parse_params(raw: Mapping[str, Any], where: str) -> Params:
     try:
         return Params.model_validate(raw)
     except ValidationError as error:
-        raise ParameterError("\n".join(_explain(item, where) for item in error.errors())) from error
+        raise ParameterError("\n".join(_explain(item, where, Params) for item in error.errors())) from error
 
 
-def _explain(item: Any, where: str) -> str:
+def parse_section(section: type[S], values: Mapping[str, Any], where: str) -> S:
+    """Check the values of one section; what is not given has its default."""
+    try:
+        return section(**values)
+    except ValidationError as error:
+        raise ParameterError("\n".join(_explain(item, where, section) for item in error.errors())) from error
+
+
+def _explain(item: Any, where: str, model: Any) -> str:
     """One line for one pydantic error: the key, the value, the rule."""
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        model: Any = Params
         for part in item["loc"][:-1]:
             model = model.model_fields[part].annotation
         return f"{where}: unknown parameter `{key}`; known here: {', '.join(model.model_fields)}."

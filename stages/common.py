@@ -18,27 +18,28 @@ from torch import Tensor
 from tqdm import tqdm
 
 import recalkv
-from recalkv.errors import ParameterError, ReCalKVError, StoreError
+from recalkv.errors import ParameterError, StoreError, user_errors
 from recalkv.evaluation.resources import peak_device_mib, peak_resident_mib
+from recalkv.model.device import device_of
 from recalkv.model.layers import CheckpointSource, LayerSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, read_reference
 from recalkv.params import Params, load_params
 from recalkv.statistics import distributed
 from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.store.folders import partial_path
 from recalkv.store.stores import (
     SCHEMA_VERSION,
     StoreReader,
     StoreWriter,
     digest_of,
     open_store,
-    partial_path,
     source_digest,
     writing_layers,
     writing_store,
 )
 
-__all__ = ["Stage", "device_of", "stage", "user_errors", "write_json"]
+__all__ = ["Stage", "stage", "write_json"]
 
 ParamsOption = Annotated[Path, typer.Option("--params", help="Parameter file (YAML).")]
 DataOption = Annotated[Path, typer.Option("--data", help="Folder of the stages' stores.")]
@@ -213,35 +214,12 @@ def stage(body: Callable[..., None] | None = None, *, parallel: bool = False) ->
     return command
 
 
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Print errors of the user's making as one message and leave with exit code 1."""
-    try:
-        yield
-    except ReCalKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-
-
 def write_json(path: Path, content: Any) -> None:
     """Write sorted, indented JSON through a partial name, so that it is whole or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
     partial.replace(path)
-
-
-def device_of(name: str) -> torch.device:
-    """Return the device of this name; ``auto`` is the accelerator, where there is one, else the CPU."""
-    if name == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator if accelerator is not None else torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ParameterError(f"runtime.device={name!r} cannot be used here; set it to auto or cpu.") from error
-    return device
 
 
 def _record_timing(run: Stage, wall_seconds: float, cpu_seconds: float) -> None:

@@ -3,7 +3,7 @@
 import typer
 
 from recalkv.model.source import resolve_model, write_reference
-from recalkv.store.stores import writing_folder
+from recalkv.store.folders import writing_folder
 from stages.common import Stage, stage
 
 

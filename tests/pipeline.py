@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from stages import common
 
 STATISTICS = ("model", "sample", "whiten", "fisher")
@@ -23,8 +21,8 @@ def invoke(stage: str, **arguments: Any) -> int:
     """Run a stage with the defaults of its options; returns the exit code."""
     try:
         getattr(importlib.import_module(f"stages.{stage}"), stage)(**arguments)
-    except typer.Exit as stop:
-        return stop.exit_code
+    except SystemExit as stop:
+        return int(stop.code or 0)
     return 0
 
 

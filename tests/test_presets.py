@@ -1,20 +1,22 @@
 """Presets: complete, with the paper's settings, and runnable on the same architectures scaled down."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
-from recalkv.cli import app, apply_preset, preset_names
+from recalkv.cli import app
 from recalkv.compression import compress_layers
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS
 from recalkv.model.layers import ModuleSource
-from recalkv.params import parse_params
+from recalkv.model.spec import LatentSpec
+from recalkv.params import Params, load_params
+from recalkv.presets import is_rendered, preset, preset_names, render
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,16 +48,41 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 
 def test_every_preset_has_an_architecture_here() -> None:
-    assert set(preset_names()) == set(ARCHITECTURES)
+    assert set(preset_names()) == {"default", *ARCHITECTURES}
+
+
+def test_the_project_starts_from_the_defaults() -> None:
+    """One set of defaults: those of recalkv.params are the file's, with every description."""
+    assert (ROOT / "params.yaml").read_text() == render(preset("default")), "run `recalkv preset default --overwrite`"
+
+
+@pytest.mark.parametrize("name", ["default", *sorted(ARCHITECTURES)])
+def test_rendered_file_reads_as_the_preset(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(render(preset(name, 0.6)))
+    assert load_params(path) == preset(name, 0.6)
+    assert load_params(path).compression.ratio == 0.6
+
+
+def test_every_value_is_explained() -> None:
+    text = render(preset("default"))
+    for section in Params.model_fields.values():
+        for key, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
+            assert field.description, key
+            assert re.search(rf"^  {key}:", text, re.MULTILINE)
+            assert " ".join(field.description.split()[:3]) in re.sub(r"\n *# *", " ", text)
+    assert "# loss-aware | recalkv | palu | svd: " in text
+    assert "# auto | true | false: " in text
+    assert all(len(line) <= 120 for line in text.splitlines())
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_preset_has_the_papers_settings(name: str) -> None:
-    base = yaml.safe_load((ROOT / "params.yaml").read_text())
-    parameters = parse_params(apply_preset(base, name), name)
+    parameters = preset(name)
     calibration, compression = parameters.calibration, parameters.compression
     assert (calibration.text, calibration.samples, calibration.length) == ("wikitext2", 256, 2048)
     assert parameters.evaluation.further_texts == ["ptb", "c4"]
+    assert (parameters.evaluation.window, parameters.evaluation.max_windows) == (2048, None)
     assert set(parameters.zeroshot.tasks) == set(PAPER_TASKS)
     assert (compression.method, compression.group_size, compression.ratio) == ("recalkv", 4, 0.5)
 
@@ -66,16 +93,15 @@ def test_preset_compresses_its_architecture_scaled_down(name: str) -> None:
     sizes = {"hidden_size": 160, "head_dim": 16, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 128}
     torch.manual_seed(0)
     dense = model_class(config_class(**sizes, **special, initializer_range=0.2)).eval()
-    base = yaml.safe_load((ROOT / "params.yaml").read_text())
-    parameters = parse_params(apply_preset(base, name), name).compression
+    parameters = preset(name).compression
     windows = tiny.windows(4, 32)
     result = compress_layers(ModuleSource(dense), windows, tiny.calibration(), parameters)
     compressed, twin = tiny.assemble(dense, result, parameters), tiny.reconstructed_twin(dense, result)
     with torch.no_grad():
         torch.testing.assert_close(compressed(windows).logits, twin(windows).logits, rtol=1e-3, atol=1e-3)
-    spec = compressed.config.recalkv
-    assert spec["cached_elements_per_token"] <= 0.5 * spec["dense_elements_per_token"]
-    assert all(rank % 16 == 0 for layer in spec["layers"] for rank in layer["key_ranks"] + layer["value_ranks"])
+    spec = LatentSpec.from_config(compressed.config)
+    assert spec.cached_elements_per_token <= 0.5 * spec.dense_elements_per_token
+    assert all(rank % 16 == 0 for layer in spec.layers for rank in (*layer.key_ranks, *layer.value_ranks))
 
 
 def test_every_model_of_the_papers_tables_has_a_preset() -> None:
@@ -83,20 +109,50 @@ def test_every_model_of_the_papers_tables_has_a_preset() -> None:
     assert {row["model"] for row in rows} <= set(preset_names())
 
 
-def test_preset_command_rewrites_the_file_and_takes_a_ratio(tmp_path: Path) -> None:
-    path = tmp_path / "params.yaml"
-    path.write_text((ROOT / "params.yaml").read_text())
-    result = CliRunner().invoke(app, ["preset", "llama-2-7b", "--params", str(path), "--ratio", "0.7"])
-    assert result.exit_code == 0, result.output
-    parameters = yaml.safe_load(path.read_text())
-    assert parameters["compression"]["ratio"] == 0.7
-    assert parameters["model"]["id"] == "meta-llama/Llama-2-7b-hf"
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["preset", *arguments])
 
 
-def test_unknown_preset_names_the_known(tmp_path: Path) -> None:
+def test_command_needs_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("llama-2-7b", "--ratio", "0.7").exit_code == 0
+    assert (tmp_path / "params.yaml").read_text() == render(preset("llama-2-7b", 0.7))
+
+
+def test_command_starts_from_the_defaults_and_keeps_what_was_changed(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    assert run("llama-7b", "--out", str(path)).exit_code == 0
+    # A preset as it was written has nothing to lose, at whatever ratio.
+    assert run("llama-2-7b", "--out", str(path), "--ratio", "0.6").exit_code == 0
+    assert run("llama-3.1-8b", "--out", str(path)).exit_code == 0
+    assert path.read_text() == render(preset("llama-3.1-8b"))
+
+    changed = path.read_text().replace("seed: 0 ", "seed: 7 ", 1)
+    path.write_text(changed)
+    refused = run("default", "--out", str(path))
+    assert refused.exit_code == 1
+    assert "mine.yaml" in refused.output
+    assert "--overwrite" in refused.output
+    assert path.read_text() == changed
+    assert run("default", "--out", str(path), "--overwrite").exit_code == 0
+    assert path.read_text() == render(preset("default"))
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "a: {", "compression:\n  ratio: 7\n"])
+def test_any_other_file_counts_as_changed(content: str) -> None:
+    assert not is_rendered(content)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [(["gpt-5"], "llama-2-7b"), (["default", "--ratio", "1.2"], "ratio=1.2")]
+)
+def test_refused_presets_write_nothing(arguments: list[str], named: str, tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
-    path.write_text((ROOT / "params.yaml").read_text())
-    result = CliRunner().invoke(app, ["preset", "gpt-5", "--params", str(path)])
-    assert result.exit_code == 1
-    assert "llama-2-7b" in result.output
-    assert path.read_text() == (ROOT / "params.yaml").read_text()
+    refused = run(*arguments, "--out", str(path))
+    assert refused.exit_code == 1
+    assert named in refused.output
+    assert not path.exists()
+
+
+def test_list_shows_all_names() -> None:
+    assert run("list").output.split() == preset_names()

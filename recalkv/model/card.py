@@ -1,20 +1,24 @@
 """The model card of a compressed checkpoint: what was done to which model, and what it costs.
 
-A checkpoint carries a card from the start, without figures; the ``report`` stage writes one with the
-measured figures, and ``recalkv push`` uploads the checkpoint with it.
+A checkpoint carries a card from the start, without figures; ``recalkv push`` uploads it with one that has the
+reports' figures, if they are of this very checkpoint.
 """
 
+import json
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
+from transformers import AutoConfig
 
-from recalkv.method.bits import DENSE_BITS
-from recalkv.method.methods import resolve_method
-from recalkv.params import CompressionParams
+from recalkv.errors import CheckpointError
+from recalkv.model.source import fingerprint
+from recalkv.model.spec import LatentSpec
 
-__all__ = ["CARD", "model_card"]
+__all__ = ["CARD", "measured_card", "model_card"]
 
 CARD = "README.md"
 """Name of the card in a checkpoint's folder, as model hubs want it."""
@@ -32,7 +36,7 @@ tokenizer = AutoTokenizer.from_pretrained({folder!r})
 
 
 def model_card(
-    spec: Mapping[str, Any],
+    spec: LatentSpec,
     metrics: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
     accuracy: Mapping[str, Mapping[str, Any]] | None = None,
@@ -43,7 +47,7 @@ def model_card(
     Parameters
     ----------
     spec
-        The ``recalkv`` section of its config.
+        What its config says of the latents.
     metrics
         ``reports/metrics.json`` of this checkpoint, or None where it was not evaluated.
     evaluation
@@ -53,26 +57,25 @@ def model_card(
     folder
         What a user loads it by: a hub id or a folder.
     """
-    parameters, source = CompressionParams(**spec["parameters"]), spec["source"]
-    kept = spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"]
-    name = source["name"] or "an unnamed model"
+    revision = f" (revision `{spec.source['revision']}`)" if spec.source.get("revision") else ""
+    name = spec.source.get("name") or "an unnamed model"
+    title = f"{name}, {spec.removed:.0%} of the KV cache removed"
     base = _EMBEDDED if name == "embedded" else name if _HUB_ID.fullmatch(name) else None
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["recalkv", "kv-cache-compression", "low-rank", parameters.method],
-        model_name=f"{name}, {1 - kept:.0%} of the KV cache removed",
+        tags=["recalkv", "kv-cache-compression", "low-rank", spec.method],
+        model_name=title,
         eval_results=_results(metrics, evaluation, accuracy),
     )
-    revision = f" (revision `{source['revision']}`)" if source["revision"] else ""
     lines = [
-        f"# {name}, {1 - kept:.0%} of the KV cache removed",
+        f"# {title}",
         "",
         f"`{name}`{revision} with a low-rank latent KV cache, made by ReCalKV without training. The cache holds "
         f"latents in `generate()`; weights are otherwise those of the dense model.",
         "",
-        *_table(_settings(spec, parameters, kept)),
+        *_table(_settings(spec)),
         "",
         *_figures(metrics, evaluation, accuracy),
         "## Use",
@@ -85,27 +88,62 @@ def model_card(
     return f"---\n{data.to_yaml()}\n---\n" + "\n".join(lines)
 
 
-def _settings(spec: Mapping[str, Any], parameters: CompressionParams, kept: float) -> list[tuple[str, str]]:
-    method, calibration = resolve_method(parameters), spec.get("calibration")
-    rows = [
-        ("method", f"`{parameters.method}`: {method.metric} metric, {method.allocation} ranks, refit {method.refit}"),
-        ("bytes removed, asked", f"{parameters.ratio:.1%}"),
-        ("bytes removed, of a dense cache in 16 bits", f"{1 - kept:.2%}"),
-        ("cache in 16 bits, bytes per token, dense", f"{spec['dense_elements_per_token'] * DENSE_BITS / 8:,.0f}"),
-        ("cache, bytes per token, compressed", f"{spec['cached_bits_per_token'] / 8:,.0f}"),
-        ("heads per group", f"{parameters.group_size}"),
-        ("bits per cached element", f"{parameters.bits}"),
-        ("latents", "shared by keys and values" if spec["joint"] else "separate for keys and values"),
-        ("fingerprint of the dense model", f"`{spec['source']['fingerprint']}`"),
+def measured_card(folder: Path, reports: Path, name: str) -> str:
+    """Card of the checkpoint in ``folder`` under the name that users will load it by, with the reports' figures.
+
+    Without figures, and with a warning on standard error, where the reports are of another checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        If the folder holds no compressed checkpoint.
+    """
+    from recalkv.model.modeling import register
+
+    if not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds no compressed checkpoint; make one with `dvc repro` or `recalkv compress`."
+        )
+    register()
+    spec = LatentSpec.from_config(AutoConfig.from_pretrained(folder))
+    metrics, environment = _read(reports / "metrics.json"), _read(reports / "environment.json")
+    if metrics is None or environment is None or environment.get("checkpoint") != fingerprint(folder):
+        print(
+            f"warning: {reports} has no figures of the checkpoint in {folder}, so the card has none; "
+            f"`dvc repro` measures it.",
+            file=sys.stderr,
+        )
+        return model_card(spec, folder=name)
+    accuracy = _read(reports / "zeroshot.json")
+    text = {"text": environment["evaluation_text"], "split": environment["evaluation_split"]}
+    return model_card(spec, metrics, text, accuracy and accuracy["tasks"], name)
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _settings(spec: LatentSpec) -> list[tuple[str, str]]:
+    parameters, calibration = spec.parameters, spec.calibration
+    rows = []
+    if parameters:
+        steps = "{metric} metric, {allocation} ranks, refit {refit}".format_map(parameters)
+        rows = [("method", f"`{spec.method}`: {steps}"), ("bytes removed, asked", f"{parameters['ratio']:.1%}")]
+    rows += [
+        ("bytes removed, of a dense cache in 16 bits", f"{spec.removed:.2%}"),
+        ("cache in 16 bits, bytes per token, dense", f"{spec.dense_bytes_per_token:,.0f}"),
+        ("cache, bytes per token, compressed", f"{spec.cached_bytes_per_token():,.0f}"),
+        ("heads per group", f"{spec.key_group_size}"),
+        ("latents", "shared by keys and values" if spec.joint else "separate for keys and values"),
+        (
+            "bits per cached element",
+            "16, the model's type" if not spec.layers[0].quantised else f"{parameters['bits']}",
+        ),
+        ("fingerprint of the dense model", f"`{spec.source.get('fingerprint')}`"),
     ]
     if calibration:
-        rows.append(
-            (
-                "calibrated on",
-                f"{calibration['samples']} x {calibration['length']} tokens of `{calibration['text']}`, "
-                f"seed {calibration['seed']}",
-            )
-        )
+        windows = f"{calibration['samples']} x {calibration['length']} tokens of `{calibration['text']}`"
+        rows.append(("calibrated on", f"{windows}, seed {calibration['seed']}"))
     return rows
 
 
@@ -115,7 +153,7 @@ def _figures(
     accuracy: Mapping[str, Mapping[str, Any]] | None,
 ) -> list[str]:
     if metrics is None:
-        return ["Not evaluated yet: the pipeline's `report` stage writes a card with figures.", ""]
+        return ["Not evaluated yet: `dvc repro` measures it, and `recalkv push` puts the figures here.", ""]
     texts = {_text_name(evaluation): metrics["perplexity"], **metrics["further_texts"]}
     rows = [
         (f"perplexity, {name} ({ppl['windows']} windows)", f"{ppl['dense']:.2f} | {ppl['compressed']:.2f}")

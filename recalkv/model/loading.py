@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-import recalkv  # noqa: F401  (registers the compressed classes)
+from recalkv.model.modeling import register
 
 __all__ = ["load_model"]
 
@@ -26,4 +26,5 @@ def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype, dev
         ``auto``, ``balanced`` or ``sequential``: how accelerate splits the model over the GPUs and the CPU. None for
         one device.
     """
+    register()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device_map or {"": device}).eval()

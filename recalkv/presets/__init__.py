@@ -1,1 +1,130 @@
-"""Parameter files of the paper's models: overlays on the project's ``params.yaml``."""
+"""Parameter files: the defaults, or the paper's settings for the models of its tables, each value explained."""
+
+import functools
+import re
+import textwrap
+from importlib.resources import files
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from recalkv.errors import ParameterError
+from recalkv.params import Params, parse_params
+
+__all__ = ["DEFAULT", "describe", "is_rendered", "preset", "preset_names", "render"]
+
+DEFAULT = "default"
+"""The preset that changes nothing: the embedded model with the defaults of :mod:`recalkv.params`."""
+
+_HEADER = """\
+# Every parameter of the pipeline, as recalkv/params.py checks and documents it. A missing or unknown key is an error.
+# `recalkv preset NAME` writes this file: `default`, or a model of the paper's tables.
+"""
+_WIDTH = 120
+_COLUMN = 34
+"""Where comments begin that stand behind a value."""
+
+
+def preset_names() -> list[str]:
+    """Names of all presets."""
+    return [DEFAULT, *_papers()["models"]]
+
+
+def preset(name: str, ratio: float | None = None) -> Params:
+    """Parameters of a preset: the defaults, with the preset's values in place of some.
+
+    Parameters
+    ----------
+    name
+        Of :func:`preset_names`.
+    ratio
+        ``compression.ratio`` in place of the preset's.
+
+    Raises
+    ------
+    ParameterError
+        If the preset does not exist or the ratio is out of range.
+    """
+    if name not in preset_names():
+        raise ParameterError(f"preset {name!r} does not exist; choose one of: {', '.join(preset_names())}.")
+    overlays = [] if name == DEFAULT else [_papers()["all"], _papers()["models"][name]]
+    if ratio is not None:
+        overlays.append({"compression": {"ratio": ratio}})
+    values = {section: model().model_dump() for section, model in _sections().items()}
+    for overlay in overlays:
+        for section, changes in overlay.items():
+            values[section] |= changes
+    return parse_params(values, f"preset {name}")
+
+
+def render(params: Params) -> str:
+    """Content of ``params.yaml``: every value, with its description as a comment."""
+    lines = [_HEADER.rstrip()]
+    for section, model in _sections().items():
+        values = getattr(params, section)
+        lines += ["", *_comment((model.__doc__ or "").splitlines()[0], ""), f"{section}:"]
+        for key, field in model.model_fields.items():
+            lines += _entry(key, getattr(values, key), describe(field))
+    return "\n".join(lines) + "\n"
+
+
+def describe(field: FieldInfo) -> str:
+    """Description of a parameter, behind the values that it can have where they are listed."""
+    choices = _choices(field.annotation)
+    return f"{choices}: {field.description}" if choices else field.description or ""
+
+
+def is_rendered(text: str) -> bool:
+    """Whether a parameter file is one that :func:`render` wrote and nobody changed, but for its ratio."""
+    found = re.search(r"^  ratio: ([0-9.]+)\b", text, re.MULTILINE)
+    ratio = float(found[1]) if found else 0.0
+    return 0 <= ratio < 1 and any(text == render(preset(name, ratio)) for name in preset_names())
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    """Sections of the file, by name."""
+    return {name: field.annotation for name, field in Params.model_fields.items()}  # type: ignore[misc]
+
+
+@functools.cache
+def _papers() -> dict[str, Any]:
+    """``all``: settings of every model; ``models``: what each has of its own."""
+    content: dict[str, Any] = yaml.safe_load((files(__package__) / "paper.yaml").read_text())
+    return content
+
+
+def _entry(key: str, value: Any, description: str) -> list[str]:
+    """One value with its comment behind it, or above it where both do not fit a line."""
+    if isinstance(value, list) and any(isinstance(item, str) and " " in item for item in value):
+        shown = f"  {key}:" + "".join(f"\n    - {_scalar(item)}" for item in value)
+    else:
+        shown = f"  {key}: {_scalar(value)}"
+    beside = f"{shown.ljust(_COLUMN)}  # {description}"
+    if "\n" not in shown and len(beside) <= _WIDTH:
+        return [beside]
+    return [*_comment(description, "  "), shown]
+
+
+def _choices(annotation: Any) -> str:
+    """Values that a parameter can have, where they are listed; else nothing."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    if not any(get_origin(kind) is Literal for kind in kinds):
+        return ""
+    listed: list[Any] = []
+    for kind in kinds:
+        listed += (True, False) if kind is bool else (None,) if kind is type(None) else get_args(kind)
+    return " | ".join(map(_scalar, listed))
+
+
+def _scalar(value: Any) -> str:
+    """A value, or a list of some, as YAML on one line."""
+    dumped: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return dumped.removesuffix("\n").removesuffix("\n...")
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    prefix = f"{indent}# "
+    return textwrap.wrap(text, _WIDTH, initial_indent=prefix, subsequent_indent=prefix, break_long_words=False)

@@ -10,7 +10,6 @@ its last whole layer when its stage was interrupted.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import shutil
@@ -24,6 +23,7 @@ import zarr
 from torch import Tensor
 
 from recalkv.errors import StoreError
+from recalkv.store.folders import partial_path, telling_full_disk, writing_folder
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -34,10 +34,7 @@ __all__ = [
     "joint_digest",
     "layer_name",
     "open_store",
-    "partial_path",
     "source_digest",
-    "telling_full_disk",
-    "writing_folder",
     "writing_layers",
     "writing_store",
 ]
@@ -227,46 +224,6 @@ def joint_digest(digests: Mapping[str, str]) -> str:
     """Digest of a store from those of its arrays."""
     lines = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:32]
-
-
-def partial_path(path: Path) -> Path:
-    """Name under which an output is written until it is complete."""
-    return path.with_name(path.name + ".partial")
-
-
-@contextlib.contextmanager
-def writing_folder(path: Path) -> Iterator[Path]:
-    """Fill a new folder under a partial name; replace ``path`` by it if the block succeeds.
-
-    Leftovers of a killed run are removed first. On any error nothing stays behind; a full disk
-    becomes a :class:`StoreError` that says so.
-    """
-    partial = partial_path(path)
-    shutil.rmtree(partial, ignore_errors=True)
-    with telling_full_disk(path.parent):
-        try:
-            partial.mkdir(parents=True)
-            yield partial
-            shutil.rmtree(path, ignore_errors=True)
-            partial.replace(path)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-
-@contextlib.contextmanager
-def telling_full_disk(folder: Path) -> Iterator[None]:
-    """Turn a full disk into a :class:`StoreError` that says so."""
-    try:
-        yield
-    except Exception as error:
-        # safetensors reports a full disk in the text of an exception of its own.
-        if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
-            raise StoreError(
-                f"no space left on the disk of {folder}; free some space or move the project, then run "
-                f"`dvc repro` again. Nothing half-written was kept."
-            ) from error
-        raise
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import iterparse
 
-from recalkv.errors import DataError
+from recalkv.errors import DataError, needing
 
 __all__ = ["load_documents"]
 
@@ -150,9 +150,9 @@ def _hub_documents(
     if files and split not in files:
         raise DataError(f"{name!r} has no split {split!r}; choose one of {', '.join(files)}.")
     only: dict[str, Any] = {"data_files": {split: files[split]}} if files else {}  # not the other shard
-    try:
+    with needing("pipeline"):
         from datasets import load_dataset
-
+    try:
         rows = load_dataset(known.id, subset, split=split, revision=revision, **only)
     except Exception as error:  # `datasets` raises many unrelated types for "not reachable" and "not found"
         what = f"{known.id!r} (subset {subset!r}, split {split!r}, revision {revision!r})"
@@ -197,7 +197,8 @@ _HOLES = re.compile(r" ?\([\s,;]*\)|(?<=\()[\s,;]+|\s*[,;](?=\s*[,;)])| +(?=[,.;
 
 def _plain_text(wikitext: str) -> str:
     """Prose and headings of an article, one paragraph, heading or list item a line."""
-    import mwparserfromhell
+    with needing("pipeline"):
+        import mwparserfromhell
 
     lines: list[str] = []
     headings: list[tuple[int, str]] = []  # levels and titles not yet in `lines`: they may stay without text

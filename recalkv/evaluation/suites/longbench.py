@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from recalkv.errors import ParameterError
+from recalkv.errors import ParameterError, needing
 from recalkv.evaluation.suites.items import check_columns, first_columns, local_data, local_override, quiet
 from recalkv.evaluation.suites.suite import Progress, Suite, table
 from recalkv.params import LongBenchParams, Params
@@ -88,21 +88,17 @@ def longbench(
     Raises
     ------
     ParameterError
-        If the task is unknown, its packages are missing, or the tokenizer has no chat template.
+        If the task is unknown or the tokenizer has no chat template.
     DataError
         If a local file lacks a column.
     """
     check_sets({task: items}, model.config, tokenizer, wanted)
     with quiet("lm_eval"):
-        try:
+        with needing("eval"):
             import jieba  # noqa: F401  (imported by lm-eval's metrics)
             from lm_eval import simple_evaluate
             from lm_eval import tasks as known_tasks
             from lm_eval.tasks import TaskManager
-        except ImportError as error:
-            raise ParameterError(
-                "LongBench needs lm-eval and the packages of its metrics; install `lm-eval[longbench]`."
-            ) from error
         name = f"longbench_{task}"
         changes: dict[str, Any] = {"task": name}
         question = "question"

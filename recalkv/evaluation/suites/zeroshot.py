@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from recalkv.errors import DataError, ParameterError
+from recalkv.errors import DataError, ParameterError, needing
 from recalkv.evaluation.suites.continuation import TASK as CONTINUATION
 from recalkv.evaluation.suites.continuation import continuation_items
 from recalkv.evaluation.suites.items import check_columns, local_data, local_override, quiet
@@ -91,15 +91,12 @@ def check_tasks(tasks: Mapping[str, Path | None]) -> None:
     Raises
     ------
     ParameterError
-        If a task is unknown, or lm-eval is not installed.
+        If a task is unknown.
     DataError
         If a file is missing, or lacks a column of the task's set on the hub.
     """
     with quiet("lm_eval"):
-        try:
-            known = _known_tasks()
-        except ImportError as error:
-            raise ParameterError("zero-shot accuracy needs lm-eval; install it with `pip install lm-eval`.") from error
+        known = _known_tasks()
     unknown = [name for name in tasks if name != CONTINUATION and name not in known]
     if unknown:
         raise ParameterError(
@@ -147,8 +144,9 @@ def zero_shot(
     """
     check_tasks(tasks)
     with quiet("lm_eval"):
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
+        with needing("eval"):
+            from lm_eval import simple_evaluate
+            from lm_eval.models.huggingface import HFLM
 
         adapter = HFLM(
             pretrained=model,
@@ -257,7 +255,8 @@ def _known_tasks() -> set[str]:
 @functools.cache
 def _task_manager() -> Any:
     """lm-eval's index of its tasks, which takes seconds to build."""
-    from lm_eval.tasks import TaskManager
+    with needing("eval"):
+        from lm_eval.tasks import TaskManager
 
     return TaskManager()
 

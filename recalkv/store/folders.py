@@ -1,0 +1,97 @@
+"""Folders that are whole or absent: written under a partial name and moved to their own in one rename."""
+
+import contextlib
+import errno
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from recalkv.errors import ParameterError, StoreError
+
+__all__ = ["check_output", "partial_path", "telling_full_disk", "writing_folder"]
+
+
+def partial_path(path: Path) -> Path:
+    """Name under which an output is written until it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
+@contextlib.contextmanager
+def writing_folder(path: Path) -> Iterator[Path]:
+    """Fill a new folder under a partial name; replace ``path`` by it if the block succeeds.
+
+    Leftovers of a killed run are removed first. On any error nothing stays behind; a full disk
+    becomes a :class:`StoreError` that says so.
+    """
+    partial = partial_path(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    with telling_full_disk(path.parent):
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            shutil.rmtree(path, ignore_errors=True)
+            partial.replace(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def telling_full_disk(folder: Path) -> Iterator[None]:
+    """Turn a full disk into a :class:`StoreError` that says so."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors reports a full disk in the text of an exception of its own.
+        if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
+            raise StoreError(
+                f"no space left on the disk of {folder}; free some space or write to another, then run the command "
+                f"again. Nothing half-written was kept."
+            ) from error
+        raise
+
+
+def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
+    """Refuse a folder for a checkpoint that holds anything else, before there is work to lose.
+
+    Parameters
+    ----------
+    out
+        The folder that :func:`writing_folder` is to replace.
+    source
+        Folder that is read, None where it is not local.
+    overwrite
+        Whether a checkpoint of this library may be replaced.
+
+    Raises
+    ------
+    ParameterError
+        Also if ``out`` is ``source`` or the current folder, lies in ``source``, or holds either.
+    """
+    place, remedy = out.resolve(), "name a new folder"
+    if place.exists() and not place.is_dir():
+        raise ParameterError(f"--out {out} is a file; {remedy}.")
+    if Path.cwd().is_relative_to(place):
+        raise ParameterError(f"--out {out} is or holds the current folder; {remedy}.")
+    if source is not None:
+        dense = source.resolve()
+        if place.is_relative_to(dense) or dense.is_relative_to(place):
+            raise ParameterError(f"--out {out} is, holds or lies in the model's folder {source}; {remedy} elsewhere.")
+    if place.is_dir() and any(place.iterdir()):
+        inner = sorted(entry.name for entry in place.iterdir() if entry.is_dir())
+        if not overwrite:
+            raise ParameterError(f"--out {out} is not empty; {remedy}, or --overwrite a compressed checkpoint.")
+        if not _holds_checkpoint(place) or inner:
+            found = f"the folder(s) {', '.join(inner)}" if inner else "no compressed checkpoint"
+            raise ParameterError(f"--out {out} holds {found}: --overwrite replaces checkpoints alone; {remedy}.")
+    if partial_path(place).exists():
+        raise ParameterError(f"{partial_path(place)} is there, perhaps of an interrupted run; remove it, or {remedy}.")
+
+
+def _holds_checkpoint(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("recalkv"))

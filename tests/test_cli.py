@@ -1,0 +1,220 @@
+"""The command `recalkv`: quick to start, checked before it loads anything, and careful with what is on the disk."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+import recalkv.compression
+import recalkv.model.source
+from recalkv.cli import app
+from recalkv.params import CalibrationParams, CompressionParams
+from tests.pipeline import invoke
+
+STEPS = ("allocate", "reorder", "factorize", "calibrate", "fuse")
+
+
+def compress(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["compress", *map(str, arguments)])
+
+
+@pytest.fixture
+def settings(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> list[str | Path]:
+    return [tiny_folder, "--text", tiny_texts[0], "--samples", "6", "--length", "32", "--device", "cpu"]
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no model be found, read or compressed."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("loaded something before its arguments were checked")
+
+    monkeypatch.setattr(recalkv.model.source, "resolve_model", fail)
+    monkeypatch.setattr(recalkv.compression, "compress_checkpoint", fail)
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = """
+import sys
+sys.argv = ["/usr/bin/recalkv", "--help"]
+from recalkv.cli import app
+app(standalone_mode=False)
+print(sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(name in output for name in ("compress", "preset", "push", "cache-size"))
+    assert output.endswith("[]\n")
+
+
+@pytest.mark.parametrize("first", ["recalkv", "transformers"])
+def test_both_orders_of_import_load_a_checkpoint(first: str, tiny_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_folder / "config.json").read_text()) | {"model_type": "recalkv_llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    second = {"recalkv": "transformers", "transformers": "recalkv"}[first]
+    code = f"""
+import {first}
+from transformers import AutoModelForCausalLM, AutoConfig
+import {second}
+config = AutoConfig.from_pretrained({str(tmp_path)!r})
+print(AutoModelForCausalLM._model_mapping[type(config)].__name__)
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == "ReCalKVLlamaForCausalLM\n"
+
+
+def test_defaults_are_those_of_the_parameters() -> None:
+    command = typer.main.get_command(app)
+    assert isinstance(command, click.Group) or hasattr(command, "commands")
+    options = {option.name: option for option in command.commands["compress"].params}  # type: ignore[attr-defined]
+    shared = 0
+    for section in (CompressionParams, CalibrationParams):
+        for name, field in section.model_fields.items():
+            if name in options and name != "revision":
+                assert str(options[name].default) == str(field.default), name
+                assert field.description in options[name].help
+                shared += 1
+    assert shared == 8
+
+
+def test_compress_gives_the_pipelines_checkpoint(
+    project: Path, settings: list[str | Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    parameters = yaml.safe_load((project / "params.yaml").read_text())
+    parameters["calibration"]["precision"] = "auto"
+    (project / "params.yaml").write_text(yaml.safe_dump(parameters))
+    for stage in ("model", "sample", "whiten", "fisher", *STEPS):
+        assert invoke(stage) == 0
+    done = compress(*settings, "--out", project / "out")
+    assert done.exit_code == 0, done.output
+
+    tensors = [
+        {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+        for folder in (project / "out", project / "data" / "compressed")
+    ]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        assert tensor.dtype == tensors[1][name].dtype
+        assert tensor.equal(tensors[1][name]), name
+    ours, theirs = (
+        json.loads((folder / "config.json").read_text()) for folder in (project / "out", project / "data/compressed")
+    )
+    assert ours == theirs
+    assert {path.name for path in (project / "out").iterdir()} >= {"tokenizer.json", "generation_config.json"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ratio", "1.5"], "ratio=1.5"),
+        (["--bits", "5"], "bits=5"),
+        (["--method", "pca"], "method='pca'"),
+        (["--group-size", "0"], "group_size=0"),
+        (["--samples", "0"], "samples=0"),
+        (["--method", "palu", "--bits", "mixed"], "water-filling"),
+        (["--text", "missing.txt"], "missing.txt"),
+        (["--device", "abacus"], "device='abacus'"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_loaded(
+    arguments: list[str], message: str, unloaded: None, settings: list[str | Path], tmp_path: Path
+) -> None:
+    refused = compress(*settings, *arguments, "--out", tmp_path / "out")
+    assert refused.exit_code == 1, refused.output
+    assert message in refused.output
+    assert not list(tmp_path.iterdir())
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+OURS = {"config.json": json.dumps({"recalkv": {"version": 5}}), "model.safetensors": "x"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["plain", "overwrite"])
+@pytest.mark.parametrize(
+    ("content", "out", "message"),
+    [
+        ({"out/thesis.tex": "years"}, "out", None),
+        ({"out/config.json": json.dumps({"model_type": "llama"})}, "out", None),
+        ({"out/config.json": "{"}, "out", None),
+        ({f"out/{name}": text for name, text in OURS.items()} | {"out/.git/HEAD": "main"}, "out", None),
+        ({"out": "a file"}, "out", "is a file"),
+        ({}, ".", "current folder"),
+        ({}, "..", "current folder"),
+        ({}, "dense", "model's folder"),
+        ({}, "dense/out", "model's folder"),
+        ({"out.partial/notes.txt": "mine"}, "out", "out.partial"),
+    ],
+)
+def test_nothing_of_the_users_is_deleted(
+    content: dict[str, str],
+    out: str,
+    message: str | None,
+    overwrite: bool,
+    unloaded: None,
+    settings: list[str | Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, text in ({"dense/config.json": "{}", "work/x": "y"} | content).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path if out != ".." else tmp_path / "work")
+    before = everything(tmp_path)
+    refused = compress(tmp_path / "dense", *settings[1:], "--out", out, *(["--overwrite"] if overwrite else []))
+    assert refused.exit_code == 1, refused.output
+    assert (message or ("--overwrite replaces checkpoints alone" if overwrite else "is not empty")) in refused.output
+    assert everything(tmp_path) == before
+
+
+def test_folder_that_holds_the_source_is_refused(
+    unloaded: None, settings: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    for name, text in OURS.items():
+        (tmp_path / name).write_text(text)
+    source = tmp_path / "dense"
+    source.mkdir()
+    monkeypatch.chdir(source)
+    monkeypatch.chdir(Path(__file__).parent)
+    refused = compress(source, *settings[1:], "--out", tmp_path, "--overwrite")
+    assert refused.exit_code == 1
+    assert "model's folder" in refused.output
+    assert source.exists()
+
+
+def test_checkpoints_are_replaced_only_when_asked(settings: list[str | Path], tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    assert compress(*settings, "--out", out).exit_code == 0
+    before = everything(out)
+    again = [*settings, "--ratio", "0.7", "--out", out]
+    assert compress(*again).exit_code == 1
+    assert everything(out) == before
+    done = compress(*again, "--overwrite")
+    assert done.exit_code == 0, done.output
+    assert json.loads((out / "config.json").read_text())["recalkv"]["parameters"]["ratio"] == 0.7
+    assert "caches 30" in done.output or "caches 29" in done.output
+
+
+def test_failed_run_leaves_nothing_and_keeps_the_old(settings: list[str | Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    too_long = [*settings, "--samples", "1000", "--out", out]
+    refused = compress(*too_long)
+    assert refused.exit_code == 1
+    assert "calibration.samples=1000" in refused.output
+    assert not list(tmp_path.iterdir())
+    assert compress(*settings, "--out", out).exit_code == 0
+    before = everything(out)
+    assert compress(*too_long, "--overwrite").exit_code == 1
+    assert everything(tmp_path) == {f"out/{name}": content for name, content in before.items()}
