@@ -11,7 +11,6 @@ from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText, further_text,
 from recalkv.method.methods import resolve_method
 from recalkv.model.source import checkpoint_dtype
 from recalkv.model.spec import DENSE_BITS, LatentSpec
-from recalkv.params import CompressionParams
 from stages.common import Stage, stage, write_json
 from stages.stored import Stored
 
@@ -25,8 +24,9 @@ _AS_MEANT: dict[str, Any] = {
 @stage
 def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figures.")]) -> None:
     """Compress as --set says and measure perplexity and bytes; write them to OUT."""
-    setting = {key.split(".")[1]: yaml.safe_load(value) for key, _, value in (c.partition("=") for c in run.changes)}
-    own = {key: value for key, value in setting.items() if key in CompressionParams.model_fields}
+    setting = {name: yaml.safe_load(value) for name, _, value in (change.partition("=") for change in run.changes)}
+    setting = {name.removeprefix("compression."): value for name, value in setting.items()}
+    own = {name: value for name, value in setting.items() if "." not in name}
     parameters = run.params.compression.model_copy(update=_AS_MEANT | own)
     stored, baseline, folder = Stored(run), run.read("baseline"), run.model().folder
     result = compress_layers(

@@ -5,7 +5,7 @@ from typing import Any
 
 from recalkv.reports.paper import Measured, beside_paper
 
-__all__ = ["excess", "grid_page"]
+__all__ = ["excess", "grid_page", "removed_by_rank", "varied"]
 
 
 def excess(row: Mapping[str, Any]) -> str:
@@ -30,7 +30,7 @@ def grid_page(
         Rows of the paper for this model (:func:`recalkv.reports.paper.paper_rows`).
     """
     rows = sorted(cells.values(), key=lambda row: (-row["bytes_per_token"], row["perplexity"]))
-    columns = list(dict.fromkeys(key for row in rows for key in row["setting"] if key not in ("ratio", "method")))
+    columns = varied([row["setting"] for row in rows])
     texts = list(rows[0]["further_texts"])
     head = ["method", *columns, "removed", "bytes per token", "perplexity", *texts, "excess loss (nats/token)"]
     first = rows[0]
@@ -61,6 +61,12 @@ def grid_page(
         cells_ += [f"{row['further_texts'][text]['compressed']:.2f}" for text in texts]
         lines.append("| " + " | ".join([*cells_, excess(row)]) + " |")
     return "\n".join([*lines, "", *_beside(rows, paper)])
+
+
+def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names, but for method and ratio, whose values tell settings apart."""
+    names = dict.fromkeys(name for setting in settings for name in setting if name not in ("method", "ratio"))
+    return [name for name in names if len({str(setting.get(name)) for setting in settings}) > 1]
 
 
 def removed_by_rank(ratio: float, bits: str) -> float | None:

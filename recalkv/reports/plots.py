@@ -7,6 +7,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from recalkv.reports.grid import varied
+
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
@@ -131,8 +133,9 @@ def against_bytes(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """
     figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     series: dict[str, list[tuple[float, float]]] = {}
+    names = varied([row["setting"] for row in rows])
     for row in rows:
-        further = [f"{key}={value}" for key, value in row["setting"].items() if key not in ("method", "ratio")]
+        further = [f"{name}={row['setting'][name]}" for name in names if name in row["setting"]]
         name = ", ".join([row["method"], *further])
         series.setdefault(name, []).append((row["bytes_per_token"], row["perplexity"]))
     for number, (name, points) in enumerate(series.items()):
