@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: setup reproduce grid grids suites test test-all lint constraints clean
+.PHONY: setup reproduce grid grids suites wikitext test test-all lint constraints clean
 
 setup: $(INSTALLED)
 
@@ -41,6 +41,11 @@ grids: setup
 suites: setup
 	$(IN_VENV) dvc repro grids/dvc.yaml:suite
 	@cat reports/suites/*.md
+
+# Methods and bits on WikiText-2; grids/wikitext/dvc.yaml says which files it needs.
+wikitext: setup
+	$(IN_VENV) dvc repro grids/wikitext/dvc.yaml
+	@cat reports/grids/wikitext.md
 
 # One thread a worker: two workers of two threads each are slower than two of one.
 test: setup lint
