@@ -6,12 +6,11 @@ Importing the package registers the compressed model classes with transformers' 
 from typing import TYPE_CHECKING, Any
 
 from recalkv.model.modeling import register as _register
-from recalkv.model.modeling import set_value_mode
 
 if TYPE_CHECKING:
     from recalkv.compression import compress
 
-__all__ = ["__version__", "compress", "set_value_mode"]
+__all__ = ["__version__", "compress"]
 __version__ = "0.2.0"
 
 _register()

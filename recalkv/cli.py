@@ -10,7 +10,7 @@ import typer
 import yaml
 
 from recalkv.errors import ParameterError
-from recalkv.method.bits import DENSE_BITS
+from recalkv.model.spec import LatentSpec
 from recalkv.params import parse_params
 from stages.common import STAGES, ParamsOption, user_errors
 
@@ -103,8 +103,7 @@ def compress(
         with writing_folder(out) as folder:
             compressed.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        spec = compressed.config.recalkv
-        kept = spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"]
+        kept = 1 - LatentSpec.from_config(compressed.config).removed
         print(f"{out}: caches {kept:.2%} of the bytes per token of the dense model in 16 bits")
 
 
@@ -148,7 +147,7 @@ def cache_size(
     group_size: Annotated[int, typer.Option(help="Key heads per group.", min=1)] = 4,
 ) -> None:
     """Print how large the cache is, dense and compressed, and how much of it fits beside the weights."""
-    from recalkv.cache.size import checkpoint_bytes, markdown, table
+    from recalkv.cache.size import markdown, table
     from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 
     with user_errors():
@@ -161,7 +160,7 @@ def cache_size(
 
             loaded = AutoConfig.from_pretrained(config)
             sizes = ModelSizes.from_config(loaded)
-            own = checkpoint_bytes(loaded) if getattr(loaded, "recalkv", None) else None
+            own = LatentSpec.from_config(loaded).cached_bytes_per_token() if getattr(loaded, "recalkv", None) else None
             tables = [(Path(config).name, sizes, table(sizes, group_size, own))]
         else:
             sizes = known_sizes(config, "--config (no folder with a config.json)")

@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from recalkv.errors import CheckpointError
 from recalkv.model.card import model_card
 from recalkv.model.source import fingerprint
+from recalkv.model.spec import LatentSpec
 
 __all__ = ["measured_card"]
 
@@ -20,12 +23,12 @@ def measured_card(folder: Path, reports: Path, name: str) -> str:
     CheckpointError
         If the folder holds no compressed checkpoint.
     """
-    config = folder / "config.json"
-    spec = json.loads(config.read_text()).get("recalkv") if config.exists() else None
-    if spec is None:
+    config = AutoConfig.from_pretrained(folder) if (folder / "config.json").exists() else None
+    if getattr(config, "recalkv", None) is None:
         raise CheckpointError(
             f"{folder} holds no compressed checkpoint; make one with `dvc repro` or `recalkv compress`."
         )
+    spec = LatentSpec.from_config(config)
     metrics, environment = _read(reports / "metrics.json"), _read(reports / "environment.json")
     if metrics is None or environment is None or environment.get("checkpoint") != fingerprint(folder):
         print(

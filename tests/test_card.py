@@ -1,5 +1,6 @@
 """Model cards: what they say, that they are in every checkpoint, and that uploads carry them."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from recalkv.cli import app
 from recalkv.model.card import CARD, model_card
 from recalkv.model.source import fingerprint
+from recalkv.model.spec import LatentSpec
 from tests.tiny import compressed_pair
 
 pair = functools.cache(compressed_pair)
@@ -34,14 +36,16 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_card_says_what_was_done(checkpoint: Path) -> None:
-    spec = pair("llama-gqa")[1].config.recalkv | {
-        "source": {"name": "meta-llama/Llama-2-7b-hf", "revision": "abc", "fingerprint": "f00d"},
-        "calibration": {"samples": 16, "length": 1024, "text": "wikitext2", "seed": 3},
-    }
+    spec = dataclasses.replace(
+        LatentSpec.from_config(pair("llama-gqa")[1].config),
+        source={"name": "meta-llama/Llama-2-7b-hf", "revision": "abc", "fingerprint": "f00d"},
+        calibration={"samples": 16, "length": 1024, "text": "wikitext2", "seed": 3},
+    )
     text = model_card(spec, METRICS, {"text": "wikitext2", "split": "test"}, ACCURACY, "me/smaller")
     # 3 layers, 3 heads of 8 dimensions, keys and values, 2 bytes.
     assert "| cache in 16 bits, bytes per token, dense | 288 |" in text
-    assert f"| cache, bytes per token, compressed | {spec['cached_bits_per_token'] / 8:,.0f} |" in text
+    assert f"| cache, bytes per token, compressed | {spec.cached_bytes_per_token()} |" in text
+    assert "| method | `recalkv`: activation metric, fisher ranks, refit values |" in text
     assert "16 x 1024 tokens of `wikitext2`, seed 3" in text
     assert "| perplexity, wikitext2, test (8 windows) | 20.00 | 22.50 |" in text
     assert "| perplexity, ptb (8 windows) | 20.00 | 31.25 |" in text

@@ -10,9 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from recalkv.method.bits import DENSE_BITS
-from recalkv.method.methods import resolve_method
-from recalkv.params import CompressionParams
+from recalkv.model.spec import LatentSpec
 
 __all__ = ["CARD", "model_card"]
 
@@ -32,7 +30,7 @@ tokenizer = AutoTokenizer.from_pretrained({folder!r})
 
 
 def model_card(
-    spec: Mapping[str, Any],
+    spec: LatentSpec,
     metrics: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
     accuracy: Mapping[str, Mapping[str, Any]] | None = None,
@@ -53,26 +51,25 @@ def model_card(
     folder
         What a user loads it by: a hub id or a folder.
     """
-    parameters, source = CompressionParams(**spec["parameters"]), spec["source"]
-    kept = spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"]
+    source = spec.source
     name = source["name"] or "an unnamed model"
     base = _EMBEDDED if name == "embedded" else name if _HUB_ID.fullmatch(name) else None
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["recalkv", "kv-cache-compression", "low-rank", parameters.method],
-        model_name=f"{name}, {1 - kept:.0%} of the KV cache removed",
+        tags=["recalkv", "kv-cache-compression", "low-rank", spec.method],
+        model_name=f"{name}, {spec.removed:.0%} of the KV cache removed",
         eval_results=_results(metrics, evaluation, accuracy),
     )
     revision = f" (revision `{source['revision']}`)" if source["revision"] else ""
     lines = [
-        f"# {name}, {1 - kept:.0%} of the KV cache removed",
+        f"# {name}, {spec.removed:.0%} of the KV cache removed",
         "",
         f"`{name}`{revision} with a low-rank latent KV cache, made by ReCalKV without training. The cache holds "
         f"latents in `generate()`; weights are otherwise those of the dense model.",
         "",
-        *_table(_settings(spec, parameters, kept)),
+        *_table(_settings(spec)),
         "",
         *_figures(metrics, evaluation, accuracy),
         "## Use",
@@ -85,18 +82,19 @@ def model_card(
     return f"---\n{data.to_yaml()}\n---\n" + "\n".join(lines)
 
 
-def _settings(spec: Mapping[str, Any], parameters: CompressionParams, kept: float) -> list[tuple[str, str]]:
-    method, calibration = resolve_method(parameters), spec.get("calibration")
+def _settings(spec: LatentSpec) -> list[tuple[str, str]]:
+    parameters, calibration = spec.parameters, spec.calibration
+    steps = f"{parameters['metric']} metric, {parameters['allocation']} ranks, refit {parameters['refit']}"
     rows = [
-        ("method", f"`{parameters.method}`: {method.metric} metric, {method.allocation} ranks, refit {method.refit}"),
-        ("bytes removed, asked", f"{parameters.ratio:.1%}"),
-        ("bytes removed, of a dense cache in 16 bits", f"{1 - kept:.2%}"),
-        ("cache in 16 bits, bytes per token, dense", f"{spec['dense_elements_per_token'] * DENSE_BITS / 8:,.0f}"),
-        ("cache, bytes per token, compressed", f"{spec['cached_bits_per_token'] / 8:,.0f}"),
-        ("heads per group", f"{parameters.group_size}"),
-        ("bits per cached element", f"{parameters.bits}"),
-        ("latents", "shared by keys and values" if spec["joint"] else "separate for keys and values"),
-        ("fingerprint of the dense model", f"`{spec['source']['fingerprint']}`"),
+        ("method", f"`{spec.method}`: {steps}"),
+        ("bytes removed, asked", f"{parameters['ratio']:.1%}"),
+        ("bytes removed, of a dense cache in 16 bits", f"{spec.removed:.2%}"),
+        ("cache in 16 bits, bytes per token, dense", f"{spec.dense_bytes_per_token:,}"),
+        ("cache, bytes per token, compressed", f"{spec.cached_bytes_per_token():,}"),
+        ("heads per group", f"{spec.key_group_size}"),
+        ("bits per cached element", f"{parameters['bits']}"),
+        ("latents", "shared by keys and values" if spec.joint else "separate for keys and values"),
+        ("fingerprint of the dense model", f"`{spec.source['fingerprint']}`"),
     ]
     if calibration:
         rows.append(

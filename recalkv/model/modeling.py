@@ -94,9 +94,7 @@ class LatentModelMixin:
             If a tensor is missing, unknown or of another shape.
         """
         load = super().from_pretrained  # type: ignore[misc]
-        model, info = load(
-            name, *args, output_loading_info=True, **kwargs | {"ignore_mismatched_sizes": True}
-        )
+        model, info = load(name, *args, output_loading_info=True, **kwargs | {"ignore_mismatched_sizes": True})
         wrong = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
         if any(wrong.values()):
             found = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in wrong.items() if names)

@@ -14,6 +14,9 @@ from recalkv.errors import ParameterError
 
 __all__ = ["SlotRotary", "check_positions", "rotated"]
 
+_FAR = 1 << 62
+"""Further than any slot."""
+
 
 class SlotRotary:
     """Rotary tables by cache slot, grown by doubling and shared by all layers of a model on the same device."""
@@ -42,7 +45,9 @@ def rotated(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def check_positions(position_ids: Tensor, mask: Any, start: int | Tensor) -> None:
-    """Refuse positions that are neither the slots of the new tokens nor these less each sequence's left padding.
+    """Refuse positions that do not run along with the slots of the new tokens, in every sequence.
+
+    They may be ahead of the slots by a constant, and behind them by the sequence's left padding.
 
     Parameters
     ----------
@@ -58,28 +63,30 @@ def check_positions(position_ids: Tensor, mask: Any, start: int | Tensor) -> Non
     Raises
     ------
     ParameterError
-        For positions that restart (packed sequences), leave out padding between tokens, or are shifted.
+        For positions that restart (packed sequences) or leave out padding between tokens.
     """
     tokens = position_ids.shape[-1]
     slots = torch.arange(tokens, device=position_ids.device) + start
-    shift = slots - position_ids
-    if mask is None:
-        right = not bool(shift.any())
-    elif isinstance(mask, Tensor) and mask.dim() == 2:
-        attended = mask.to(shift.device) != 0
-        padding = attended.int().argmax(dim=-1, keepdim=True)
-        # Of caches that hold all tokens masks cover all slots; what is behind the new tokens does not matter.
-        end = min(attended.shape[-1], int(start) + tokens)
-        ignored = ~attended[:, end - tokens : end]
-        rows = ((shift == 0) | ignored).all(-1) | ((shift == padding) | ignored).all(-1)
-        right = bool(rows.all())
+    behind = slots - position_ids
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        padding: int | Tensor = 0
+        low = high = behind
+        if mask is not None:
+            attended = mask.to(behind.device) != 0
+            padding = attended.int().argmax(dim=-1)
+            # Masks cover all slots up to the new tokens, and may cover more.
+            end = min(attended.shape[-1], int(start) + tokens)
+            ignored = ~attended[:, end - tokens : end]
+            low, high = behind.masked_fill(ignored, _FAR), behind.masked_fill(ignored, -_FAR)
+        low, high = low.amin(-1), high.amax(-1)
+        # A sequence all of whose new tokens are padding has low above high.
+        right = (low > high) | ((low == high) & ((low <= 0) | (low == padding)))
     else:
-        padding = shift[:, -1:]
-        alike = torch.where(slots >= padding, shift == padding, position_ids == position_ids[:, :1])
-        right = bool((alike & (padding >= 0)).all())
-    if not right:
+        last = behind[:, -1:]
+        right = torch.where(slots >= last, behind == last, position_ids == position_ids[:, :1]).all(-1)
+    if not bool(right.all()):
         raise ParameterError(
-            "position_ids must be the slots of the tokens in the cache, or count from each sequence's first token "
-            "after its left padding: keys are cached before RoPE and rotated by slot. Pad on the left, and pass packed "
-            "sequences one by one, or all at once with use_cache=False."
+            "position_ids must run along with the slots of the tokens in the cache, behind them by no more than a "
+            "sequence's left padding: keys are cached before RoPE and rotated by slot. Pad on the left only, and pass "
+            "packed sequences one by one, or with use_cache=False."
         )
