@@ -7,13 +7,13 @@ groups of two heads, and how many times faster than dense attention the kernels 
 1, 2 and 4 heads, keys rebuilt in bfloat16, in INT8 (latents cached in 8 bits: half the bytes that the ratio says),
 and for joint latents by one pass in the identity gauge (:mod:`recalkv.kernels.one_pass`). Dense is flash decoding
 over a static cache in a CUDA graph, and in the last column transformers' eager attention over its growing cache. The
-model and its efficiencies are in :mod:`recalkv.kernels.cost`.
+model and its efficiencies are in :mod:`benchmarks.cost`.
 """
 
 import argparse
 import itertools
 
-from recalkv.kernels.cost import DEVICES, Device, LayerShape, dense_growing, dense_static, latent_kernels, one_pass
+from benchmarks.cost import DEVICES, Device, LayerShape, dense_growing, dense_static, latent_kernels, one_pass
 from recalkv.model.sizes import KNOWN
 
 __all__ = ["LAYOUTS", "MODELS", "goals", "layer_shape", "main", "speedup"]

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from recalkv.method.allocation import allocate
 from recalkv.method.basis import quantizable
 from recalkv.method.factors import LayerFactors, factorize_layer
-from recalkv.method.fuse_layer import fuse_layer
+from recalkv.method.fusion import fuse_layer, stored_layers
 from recalkv.method.grouping import group_layers, layer_energies
 from recalkv.method.lowrank import LowRank
 from recalkv.method.methods import Method, resolve_method
@@ -307,11 +307,10 @@ def assemble(
     calibration: CalibrationParams | None = None,
 ) -> Any:
     """Build the compressed model in memory from its factors."""
-    config = compressed_config(source, result.specs, result.permutations, parameters, provenance, calibration)
+    specs = stored_layers(source.geometry, result.specs, result.permutations)
+    config = compressed_config(source, specs, parameters, provenance, calibration)
     layers = (
-        fuse_layer(source, index, spec, permutation, refit, mean)
-        for index, (spec, permutation, refit, mean) in enumerate(
-            zip(result.specs, result.permutations, result.refits, result.input_means, strict=True)
-        )
+        fuse_layer(source, index, spec, refit, mean)
+        for index, (spec, refit, mean) in enumerate(zip(specs, result.refits, result.input_means, strict=True))
     )
     return build_model(config, other_tensors(source), layers, dtype)

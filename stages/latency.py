@@ -27,12 +27,12 @@ from recalkv.evaluation.latency import (
 )
 from recalkv.evaluation.timing import Timing, environment
 from recalkv.kernels.module import KernelAttention, choose_kernels, why_not
-from recalkv.method.bits import DENSE_BITS
 from recalkv.method.methods import resolve_method
 from recalkv.model.loading import load_model
 from recalkv.model.random_models import random_dense, random_latent
 from recalkv.model.sizes import ModelSizes, known_sizes
 from recalkv.model.source import checkpoint_dtype
+from recalkv.model.spec import LatentSpec
 from recalkv.params import LatencyParams
 from recalkv.reports.plots import latency_lines
 from stages.common import DataOption, ParamsOption, ReportsOption, Stage, running, write_json
@@ -104,11 +104,11 @@ def _own(stage: Stage, compressed: Path) -> tuple[list[dict[str, Any]], dict[str
                 batches.setdefault(f"{context}_tokens", {})[side] = largest_batch(model, contents, context)
             kind_of_module = {"geometry": OWN, "layer": layer, **_kind(module)}
             del model, module, contents
-    spec = config.recalkv
+    spec = LatentSpec.from_config(config)
     shared = {
         **kind_of_module,
-        "ratio": 1 - spec["cached_bits_per_token"] / DENSE_BITS / spec["dense_elements_per_token"],
-        "group_size": spec["key_group_size"],
+        "ratio": spec.removed,
+        "group_size": spec.key_group_size,
     }
     rows = [
         comparison_row({**shared, **setting}, ours, baseline)
@@ -170,7 +170,7 @@ def _steps(
 def _kind(module: AttentionModule) -> dict[str, str]:
     """Type of the weights, and how latents are decoded."""
     attention = module.attention
-    if isinstance(attention, KernelAttention) and attention._mode(1, 1, None) == "latent":
+    if isinstance(attention, KernelAttention) and attention.over_latents(1, 1, None):
         path = "kernels"
     elif module.device.type == "cpu":
         path = "on a CPU, plain torch; the kernels need a CUDA device"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from recalkv.algorithm import LayerFactors, LayerRanks, LayerRefit, LayerStatistics, in_model_order, refit_layers
 from torch import Tensor
 
 from recalkv import algorithm
-from recalkv.algorithm import LayerFactors, LayerRanks, LayerRefit, LayerStatistics, in_model_order, refit_layers
 from recalkv.compression import CompressedLayers, compress_layers
 from recalkv.errors import BudgetError, NonFiniteError, ParameterError
 from recalkv.method.lowrank import LowRank

@@ -8,11 +8,12 @@ import torch
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from recalkv.cache.size import GIB, KINDS, CacheKind, bytes_per_token, checkpoint_bytes, table
+from recalkv.cache.size import GIB, KINDS, CacheKind, bytes_per_token, table
 from recalkv.cli import app, preset_names
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.evaluation.perplexity import cache_bytes_per_token, parameter_count
 from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
+from recalkv.model.spec import LatentSpec
 from tests.tiny import FAMILIES, compressed_pair, dense_model, windows
 
 
@@ -60,8 +61,9 @@ def test_scales_and_padding_count() -> None:
 def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Path) -> None:
     dense, compressed, _ = compressed_pair("llama-gqa", **changes)
     compressed.save_pretrained(tmp_path)
+    spec = LatentSpec.from_config(compressed.config)
     for model, expected in (
-        (compressed, checkpoint_bytes(compressed.config, element_bytes=4)),
+        (compressed, spec.cached_bytes_per_token(element_bytes=4)),
         (dense, 2 * bytes_per_token(ModelSizes.from_config(dense.config).attention, KINDS[0])),
     ):
         cache = DynamicCache(config=model.config)
@@ -70,7 +72,7 @@ def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Pa
         assert cache_bytes_per_token(cache) == expected
     result = CliRunner().invoke(app, ["cache-size", "--config", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert f"| this checkpoint | {checkpoint_bytes(compressed.config):,} |" in result.output
+    assert f"| this checkpoint | {spec.cached_bytes_per_token():,} |" in result.output
 
 
 @pytest.mark.parametrize("name", preset_names())

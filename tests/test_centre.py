@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from recalkv.algorithm import LayerRanks, LayerStatistics, factorize_layer
 from torch import Tensor
 
-from recalkv.algorithm import LayerRanks, LayerStatistics, factorize_layer
 from recalkv.cache.rows import RowLayout
 from recalkv.compression import collect_statistics, factorize_layers
 from recalkv.method.lowrank import LowRank
@@ -94,7 +94,7 @@ def test_compressed_model_is_the_twin_with_biases(family: str) -> None:
 
 
 @pytest.mark.parametrize("choice", [
-    {"method": "recalkv"}, {"method": "recalkv", "value_mode": "fused"}, {"method": "palu"}, {"refit": "factors"},
+    {"method": "recalkv"}, {"method": "recalkv", "values": "fused"}, {"method": "palu"}, {"refit": "factors"},
     {"refit": "none"}, {"joint": False}, {"reestimate": [0.3]}, {"bits": 4},
 ])  # fmt: skip
 @torch.no_grad()

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import recalkv
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
-from recalkv.method.fusion import VALUE_MODES, absorbed_output, choose_value_layout, fuse_output
+from recalkv.method.fusion import choose_value_layout, fuse_output, stored_layers
 from recalkv.model.families import SUPPORTED_FAMILIES, AttentionGeometry, check_supported
-from recalkv.model.modeling import FORMAT_VERSION
-from tests.tiny import FAMILIES, SIZES, VOCABULARY, compressed_pair, dense_model, windows
+from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
+from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
+from tests.tiny import FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, dense_model, over_values, windows
 
 pair = functools.cache(compressed_pair)
 METHODS = ["recalkv", "palu", "svd"]
@@ -110,10 +111,6 @@ def test_loading_without_the_library_fails_loudly(checkpoint: Path, tmp_path: Pa
     assert kind == "RuntimeError" and "mismatch" in message
 
 
-def set_version(config: Any) -> None:
-    config["recalkv"]["version"] = FORMAT_VERSION + 1
-
-
 def drop_layer(config: Any) -> None:
     config["recalkv"]["layers"].pop()
 
@@ -121,64 +118,51 @@ def drop_layer(config: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_version, f"version {FORMAT_VERSION + 1} is not {FORMAT_VERSION}"),
+        (lambda config: config["recalkv"].update(version=4), f"version 4 is not {FORMAT_VERSION}; load it with"),
         (lambda config: config["recalkv"].pop("version"), "version None"),
         (lambda config: config.pop("recalkv"), "no `recalkv` section"),
         (drop_layer, "describes 2 layers, the model has 3"),
+        (lambda config: config["recalkv"]["layers"][1].update(key_ranks=[99, 1]), r"layer 1: key_ranks=\[99, 1\]"),
     ],
-    ids=["other version", "no version", "no section", "missing layer"],
+    ids=["other version", "no version", "no section", "missing layer", "wide rank"],
 )
 def test_a_config_that_does_not_fit_is_refused(checkpoint: Path, tmp_path: Path, change: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         AutoModelForCausalLM.from_pretrained(edited(checkpoint, tmp_path, change))
 
 
-def test_ranks_that_do_not_fit_the_tensors_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    def change(config: Any) -> None:
-        config["recalkv"]["layers"][1]["key_ranks"][0] += 1
-
-    with pytest.raises(RuntimeError, match="mismatch"):
-        AutoModelForCausalLM.from_pretrained(edited(checkpoint, tmp_path, change))
-
-
-def test_set_value_mode_switches_between_equal_paths() -> None:
-    _, compressed, _ = compressed_pair("llama-gqa", value_mode="absorbed")
-    expected = {length: logits(compressed, length) for length in (24, 100)}
-    attention = [layer.self_attn for layer in compressed.model.layers]
-    for mode in ("reconstructed", "auto", "absorbed"):
-        recalkv.set_value_mode(compressed, mode)
-        assert {layer.value_mode for layer in attention} == {mode}
-        for length, before in expected.items():
-            torch.testing.assert_close(logits(compressed, length), before, atol=1e-4, rtol=1e-4)
-    recalkv.set_value_mode(compressed, "reconstructed")
-    assert {layer._mode(1, 9, None) for layer in attention} == {"sdpa"}
-    recalkv.set_value_mode(compressed, "absorbed")
-    assert {layer._mode(1, 9, None) for layer in attention} == {"latent"}
+def other_rank(config: Any) -> None:
+    config["recalkv"]["layers"][1]["key_ranks"][0] += 1
 
 
 @pytest.mark.parametrize(
-    ("stored", "mode", "message"),
+    ("change", "message"),
     [
-        ("fused", "absorbed", r"layers \[0, 1, 2\] are stored fused.*compression.value_mode=absorbed"),
-        ("fused", "reconstructed", r"are stored fused.*compression.value_mode=reconstructed"),
-        ("absorbed", "fused", r"layers \[0, 1, 2\] are stored not fused.*compression.value_mode=fused"),
-        ("auto", "quick", "value_mode='quick' must be one of: auto, fused, absorbed, reconstructed"),
+        (other_rank, r"mismatched: .*layers\.1\.self_attn\.k"),
+        (lambda config: config["recalkv"].update(biases=["k"]), r"missing: .*layers\.0\.self_attn\.key_bias"),
+        (lambda config: config.update(num_hidden_layers=2) or drop_layer(config), r"unexpected: .*layers\.2\."),
+        (lambda config: config.update(tie_word_embeddings=False), r"missing: lm_head\.weight"),
     ],
+    ids=["rank", "bias", "depth", "head"],
 )
-def test_set_value_mode_refuses_what_is_not_stored(stored: str, mode: str, message: str) -> None:
-    _, compressed, _ = pair("llama-gqa", value_mode=stored)
-    before = [layer.self_attn.value_mode for layer in compressed.model.layers]
-    with pytest.raises(ParameterError, match=message):
-        recalkv.set_value_mode(compressed, mode)
-    assert [layer.self_attn.value_mode for layer in compressed.model.layers] == before
+def test_tensors_that_do_not_fit_the_config_are_refused(
+    checkpoint: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    """Most of these only warn in transformers, and go on with new weights."""
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(edited(checkpoint, tmp_path, change))
 
 
-@pytest.mark.parametrize("stored", ["auto", "fused"])
-def test_auto_is_possible_whatever_is_stored(stored: str) -> None:
-    _, compressed, _ = compressed_pair("llama-gqa", value_mode=stored)
-    before = logits(compressed)
-    recalkv.set_value_mode(compressed, "auto")
-    assert torch.equal(logits(compressed), before)
+def test_the_cost_rule_and_a_limit_choose_between_equal_paths() -> None:
+    _, compressed, _ = compressed_pair("llama-gqa", values="absorbed")
+    attention = [layer.self_attn for layer in compressed.model.layers]
+    assert all(layer.over_latents(MAX_EXPLICIT_QUERIES, 99, None) for layer in attention)
+    assert not any(layer.over_latents(MAX_EXPLICIT_QUERIES + 1, 99, None) for layer in attention)
+    expected = {length: logits(compressed, length) for length in (24, 100)}
+    over_values(compressed, "reconstructed")
+    assert not any(layer.over_latents(1, 9, None) for layer in attention)
+    for length, before in expected.items():
+        torch.testing.assert_close(logits(compressed, length), before, atol=1e-4, rtol=1e-4)
 
 
 def rope(**parameters: Any) -> Any:
@@ -208,19 +192,22 @@ GEOMETRY = AttentionGeometry(hidden=48, heads=6, kv_heads=3, head_dim=8, layers=
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mode", "layout"),
-    [
-        ([9], "auto", "fused"),
-        ([10], "auto", "separate"),
-        ([3, 9], "auto", "fused"),
-        ([3, 10], "auto", "separate"),
-        ([24], "fused", "fused"),
-        ([1], "absorbed", "separate"),
-        ([1], "reconstructed", "separate"),
-    ],
+    ("ranks", "layout"), [([9], "fused"), ([10], "separate"), ([3, 9], "fused"), ([3, 10], "separate")]
 )
-def test_fusion_rule(ranks: list[int], mode: str, layout: str) -> None:
-    assert choose_value_layout(GEOMETRY, ranks, mode) == layout
+def test_fusion_rule(ranks: list[int], layout: str) -> None:
+    assert choose_value_layout(GEOMETRY, ranks) == layout
+    (stored,) = stored_layers(GEOMETRY, [LayerSpec([5], ranks)], [[2, 0, 1]])
+    assert stored == LayerSpec([5], ranks, value_layout=layout, head_permutation=[2, 0, 1])
+
+
+def test_the_query_limit_is_that_of_the_multiplications() -> None:
+    for heads, kv_heads, head_dim, rank in ((32, 32, 128, 200), (32, 8, 128, 512), (6, 3, 8, 20)):
+        geometry = AttentionGeometry(8 * heads, heads, kv_heads, head_dim, 1)
+        for queries in range(1, 200):
+            absorbed = queries * heads * rank
+            reconstructed = rank * geometry.kv_width + queries * heads * head_dim
+            assert (queries <= decode_query_limit(geometry, rank)) == (absorbed <= reconstructed)
+    assert decode_query_limit(GEOMETRY, GEOMETRY.head_dim) == float("inf")
 
 
 def test_fusion_rule_is_that_of_the_multiplications() -> None:
@@ -229,9 +216,9 @@ def test_fusion_rule_is_that_of_the_multiplications() -> None:
         for rank in range(1, 2 * head_dim):
             fused = heads * rank * hidden
             separate = heads * rank * head_dim + heads * head_dim * hidden
-            assert (choose_value_layout(geometry, [rank], "auto") == "fused") == (fused <= separate)
+            assert (choose_value_layout(geometry, [rank]) == "fused") == (fused <= separate)
     wide_heads = AttentionGeometry(hidden=8, heads=2, kv_heads=2, head_dim=8, layers=1)
-    assert choose_value_layout(wide_heads, [16], "auto") == "fused"
+    assert choose_value_layout(wide_heads, [16]) == "fused"
 
 
 @pytest.mark.parametrize("sizes", [[3], [2, 1], [1, 1, 1]])
@@ -263,40 +250,40 @@ def test_fused_output_equals_reconstruction_then_output(sizes: list[int]) -> Non
     torch.testing.assert_close(torch.cat(absorbed, dim=1).flatten() @ output, expected)
 
 
-@pytest.mark.parametrize("mode", VALUE_MODES)
+@pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("method", METHODS)
-def test_stored_parameters_follow_the_layout(method: str, mode: str) -> None:
-    dense, compressed, _ = pair("llama-gqa", method=method, value_mode=mode)
+def test_stored_parameters_follow_the_layout(method: str, values: str) -> None:
+    dense, compressed, _ = pair("llama-gqa", method=method, values=values)
     m, d_h, repeats = GEOMETRY.hidden, GEOMETRY.head_dim, GEOMETRY.queries_per_kv
     sizes = [3] if method == "recalkv" else [2, 1]
-    for spec, layer, source in zip(
-        compressed.config.recalkv["layers"], compressed.model.layers, dense.model.layers, strict=True
-    ):
-        ranks = spec["value_ranks"]
-        assert spec["value_layout"] == choose_value_layout(GEOMETRY, ranks, mode)
-        keys = sum(rank * (m + size * d_h) for rank, size in zip(spec["key_ranks"], [2, 1], strict=True))
-        values = sum(ranks) * m
-        if spec["value_layout"] == "fused":
+    specs = LatentSpec.from_config(compressed.config).layers
+    for spec, layer, source in zip(specs, compressed.model.layers, dense.model.layers, strict=True):
+        ranks = spec.value_ranks
+        rule = choose_value_layout(GEOMETRY, ranks)
+        assert spec.value_layout == {"auto": rule, "fused": "fused"}.get(values, "separate")
+        keys = sum(rank * (m + size * d_h) for rank, size in zip(spec.key_ranks, [2, 1], strict=True))
+        cached = sum(ranks) * m
+        if spec.value_layout == "fused":
             output = sum(rank * size * repeats for rank, size in zip(ranks, sizes, strict=True)) * m
         else:
-            values += sum(rank * size * d_h for rank, size in zip(ranks, sizes, strict=True))
+            cached += sum(rank * size * d_h for rank, size in zip(ranks, sizes, strict=True))
             output = source.self_attn.o_proj.weight.numel()
         count = sum(parameter.numel() for parameter in layer.self_attn.parameters())
-        assert count == source.self_attn.q_proj.weight.numel() + keys + values + output
+        assert count == source.self_attn.q_proj.weight.numel() + keys + cached + output
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["fused", "absorbed", "reconstructed"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_group_size(method: str, mode: str, group_size: int) -> None:
-    _, compressed, twin = compressed_pair("qwen2-bias", method=method, value_mode=mode, group_size=group_size)
+    _, compressed, twin = compressed_pair("qwen2-bias", method=method, values=mode, group_size=group_size)
     groups = -(-3 // group_size)
-    for spec in compressed.config.recalkv["layers"]:
-        assert len(spec["key_ranks"]) == groups
-        assert len(spec["value_ranks"]) == (1 if method == "recalkv" else groups)
-        assert sorted(spec["head_permutation"]) == [0, 1, 2]
+    for spec in LatentSpec.from_config(compressed.config).layers:
+        assert len(spec.key_ranks) == groups
+        assert len(spec.value_ranks) == (1 if method == "recalkv" else groups)
+        assert sorted(spec.head_permutation) == [0, 1, 2]
         if method != "recalkv":
-            assert spec["head_permutation"] == [0, 1, 2]
+            assert spec.head_permutation == (0, 1, 2)
     for length in (24, 100):
         torch.testing.assert_close(logits(compressed, length), logits(twin, length), atol=1e-4, rtol=1e-4)
 
@@ -340,10 +327,9 @@ def test_compress_in_one_call(family: str, method: str, tmp_path: Path) -> None:
     assert torch.equal(logits(dense), expected)
     assert all(parameter.grad is None for parameter in dense.parameters())
 
-    record = compressed.config.recalkv
-    assert (record["method"], record["key_group_size"]) == (method, 3)
-    achieved = 1 - record["cached_elements_per_token"] / record["dense_elements_per_token"]
-    assert achieved == pytest.approx(0.4, abs=1 / record["dense_elements_per_token"])
+    record = LatentSpec.from_config(compressed.config)
+    assert (record.method, record.key_group_size) == (method, 2)
+    assert record.removed == pytest.approx(0.4, abs=1 / record.dense_elements_per_token)
     assert compressed.dtype == dense.dtype
     assert compressed.generation_config.max_new_tokens == 7
     assert compressed.generate(windows(1, 8), min_new_tokens=7).shape == (1, 15)

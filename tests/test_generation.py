@@ -11,8 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from recalkv.method.fusion import VALUE_MODES
-from tests.tiny import FAMILIES, VOCABULARY, compressed_pair, dense_model, windows
+from tests.tiny import FAMILIES, VALUES, VOCABULARY, compressed_pair, dense_model, windows
 
 WINDOW = 16  # of the sliding families
 SLIDING = ["mistral-sliding", "qwen2-mixed-sliding"]
@@ -72,12 +71,12 @@ def test_greedy_in_every_family(family: str, cache: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["loss-aware", "recalkv", "palu"])
-@pytest.mark.parametrize("mode", VALUE_MODES)
+@pytest.mark.parametrize("mode", VALUES)
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen2-mixed-sliding"])
 def test_greedy_in_every_value_mode(family: str, mode: str, method: str) -> None:
     # The second prompt is beyond the limit of explicit scores.
     for length in (30, 90):
-        assert_same(pair(family, value_mode=mode, method=method), windows(2, length), tokens=20)
+        assert_same(pair(family, values=mode, method=method), windows(2, length), tokens=20)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -91,7 +90,7 @@ def test_strategies(family: str, strategy: str, cache: str) -> None:
 @pytest.mark.parametrize("mode", ["auto", "reconstructed"])
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn", "qwen2-bias", "qwen3-qk-norm", *SLIDING])
 def test_left_padding_equals_generation_alone(family: str, mode: str) -> None:
-    compressed, twin = pair(family, value_mode=mode)
+    compressed, twin = pair(family, values=mode)
     lengths = (70, 5, 24)
     ids, mask = left_padded(lengths)
     batch = generate(compressed, ids, attention_mask=mask)
@@ -180,10 +179,10 @@ def test_several_turns_with_one_cache(family: str, cache: type) -> None:
     assert_equal(*outputs)
 
 
-@pytest.mark.parametrize("mode", VALUE_MODES)
+@pytest.mark.parametrize("mode", VALUES)
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3-qk-norm", *SLIDING])
 def test_crop_then_continue_equals_recomputation(family: str, mode: str) -> None:
-    compressed, _ = pair(family, value_mode=mode)
+    compressed, _ = pair(family, values=mode)
     first, wrong, right = windows(2, 30).split([18, 12], dim=1) + (windows(2, 7, seed=3),)
     cache = DynamicCache(config=compressed.config)
     cache.activate_past_recording()
@@ -226,10 +225,3 @@ def test_kernels_without_a_mask_tensor(family: str, mask: Any) -> None:
         assert_equal(generate(compressed, ids), expected)
     finally:
         compressed.set_attn_implementation("sdpa")
-
-
-@pytest.mark.xfail(reason="keys are rotated by slot: padding between tokens counts as distance", strict=True)
-def test_padding_between_turns() -> None:
-    mask = torch.ones(2, 30, dtype=torch.int64)
-    mask[1, 12:20] = 0
-    assert_same(pair("llama-gqa"), windows(2, 30), attention_mask=mask)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from recalkv.algorithm import LayerStatistics
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from recalkv import algorithm
-from recalkv.algorithm import LayerStatistics
 from recalkv.compression import collect_statistics
 from recalkv.errors import ParameterError
 from recalkv.method.lowrank import LowRank

@@ -1,4 +1,4 @@
-"""Predicted costs, the rule of `kernels: auto` and the simulation of 8-bit reconstruction."""
+"""Predicted costs, and the simulation of 8-bit reconstruction."""
 
 import json
 from pathlib import Path
@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from benchmarks import decode_attention, decode_roofline, int8_reconstruction
-from benchmarks.decode_roofline import LAYOUTS, MODELS, layer_shape, speedup
-from recalkv.evaluation import generation as measure
-from recalkv.kernels.cost import (
+from benchmarks.cost import (
     DEVICES,
     DIRECT_SHARE,
     LayerShape,
     dense_growing,
     dense_static,
     latent_kernels,
-    latent_torch,
     one_pass,
 )
-from recalkv.kernels.rule import known_device, why_torch_is_faster
+from benchmarks.decode_roofline import LAYOUTS, MODELS, layer_shape, speedup
+from recalkv.evaluation import generation as measure
 from tests import tiny
 
 H200 = DEVICES["H200"]
@@ -63,7 +61,7 @@ def test_predictions_go_the_right_way(model: str, latents: str) -> None:
     assert faster(0.7, 2) < faster(0.7, 2, growing=True)
     shape = layer_shape(model, 0.5, 2, latents)
     assert shape.columns == pytest.approx(shape.dense_columns / 2, abs=2 * len(shape.key_ranks))
-    for cost in (dense_static, dense_growing, latent_kernels, latent_torch, one_pass):
+    for cost in (dense_static, dense_growing, latent_kernels, one_pass):
         assert cost(shape, H200, 4096, 1).seconds < cost(shape, H200, 65536, 8).seconds
 
 
@@ -73,17 +71,6 @@ def test_roofline_prints_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = lines[:4], lines[4:]
     assert len({line.count("|") for line in first}) == len({line.count("|") for line in second}) == 1
     assert len(second) == 2 + (2 + 2 + 3) * 3
-
-
-def test_rule_by_device_and_prediction() -> None:
-    assert known_device("NVIDIA H200") == H200
-    assert known_device("NVIDIA A800-SXM4-80GB") == DEVICES["A100"]
-    shape = layer_shape("llama-2-7b", 0.7, 2, "separate")
-    assert why_torch_is_faster(shape, "NVIDIA H200") is None
-    assert "interpreted" in (why_torch_is_faster(shape, None) or "")
-    # So many ranks for so small a head that rebuilding costs more than its traffic.
-    odd = LayerShape(64, 64, 64, 16, (1024,) * 2, (32, 32), (16,), (64,))
-    assert "predicted to take" in (why_torch_is_faster(odd, "H200", context=1 << 22) or "")
 
 
 def test_8_bit_products_are_those_of_integers() -> None:

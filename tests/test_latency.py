@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from stages.latency_section import attention_rows, latency_section
 from torch.nn.functional import scaled_dot_product_attention
 
 from recalkv.errors import CheckpointError, ParameterError
@@ -35,9 +36,9 @@ from recalkv.model.attention import LatentAttention
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.random_models import random_dense, random_latent
 from recalkv.model.sizes import ModelSizes
-from stages.latency_section import attention_rows, latency_section
+from recalkv.model.spec import LatentSpec, LayerSpec
 from tests import tiny
-from tests.pipeline import COMPRESSION, invoke
+from tests.pipeline import invoke
 
 pair = functools.cache(tiny.compressed_pair)
 CPU = torch.device("cpu")
@@ -77,8 +78,8 @@ def test_rows_of_packed_latents_count_their_bytes() -> None:
 CASES = [
     ("llama-gqa", {}),
     ("llama3-rope", {"method": "loss-aware"}),
-    ("llama-yarn", {"value_mode": "fused"}),
-    ("llama-bias", {"value_mode": "reconstructed"}),
+    ("llama-yarn", {"values": "fused"}),
+    ("llama-bias", {"values": "reconstructed"}),
     ("qwen2-bias", {"method": "loss-aware", "bits": 8, "ratio": 0.6}),
     ("qwen3-qk-norm", {"bits": 4, "ratio": 0.8}),
 ]
@@ -199,8 +200,10 @@ def test_largest_batch_is_the_last_that_is_allocated(monkeypatch: pytest.MonkeyP
 
 
 def test_typical_layer_is_nearest_to_the_mean_and_full() -> None:
-    config = pair("llama-gqa")[1].config.__class__(num_hidden_layers=4)
-    config.recalkv = {"joint": True, "layers": [{"key_ranks": [rank]} for rank in (2, 30, 14, 10)]}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 32}
+    config = pair("llama-gqa")[1].config.__class__(num_hidden_layers=4, **sizes)
+    layers = [LayerSpec([rank], [rank], joint=True) for rank in (2, 30, 14, 10)]
+    config.recalkv = LatentSpec(AttentionGeometry.from_config(config), layers, 2, 2, joint=True).to_dict()
     assert typical_layer(config) == 2
     config.layer_types = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
     assert typical_layer(config) == 3

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
-from recalkv.method.fusion import VALUE_MODES
-from recalkv.model.attention import MAX_EXPLICIT_QUERIES
-from tests.tiny import FAMILIES, SIZES, VOCABULARY, compressed_pair, windows
+from recalkv.model.spec import LatentSpec
+from recalkv.model.values import MAX_EXPLICIT_QUERIES
+from tests.tiny import FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, windows
 
 pair = functools.cache(compressed_pair)
 LONG = 2 * MAX_EXPLICIT_QUERIES + 2  # beyond the limit of explicit scores
@@ -66,9 +66,9 @@ def test_the_cache_holds_only_latents(family: str, method: str, ratio: float) ->
         width = 0 if method == "loss-aware" else sum(spec["value_ranks"])
         assert layer.values.shape == (batch, 1, tokens, width)
     dense_bytes, latent_bytes = (cache_bytes(cache) / (batch * tokens) for cache in caches)
-    record = compressed.config.recalkv
-    assert latent_bytes == record["cached_elements_per_token"] * 4
-    assert dense_bytes == record["dense_elements_per_token"] * 4
+    spec = LatentSpec.from_config(compressed.config)
+    assert latent_bytes == spec.cached_bytes_per_token(4)
+    assert dense_bytes == spec.dense_elements_per_token * 4
     # From below, within one element: the budget is met in whole ranks.
     assert 0 <= (1 - ratio) * dense_bytes - latent_bytes < 4
 
@@ -90,7 +90,7 @@ def test_full_rank_equals_the_dense_model(family: str, method: str) -> None:
     assert_close(in_pieces(compressed, ids, [LONG - 4, 1, 3]), expected)
 
 
-@pytest.mark.parametrize("mode", VALUE_MODES)
+@pytest.mark.parametrize("mode", VALUES)
 @pytest.mark.parametrize(
     ("family", "method"),
     [
@@ -102,7 +102,7 @@ def test_full_rank_equals_the_dense_model(family: str, method: str) -> None:
 def test_every_value_mode_equals_the_reconstructed_weights(family: str, mode: str, method: str) -> None:
     """In one pass and in pieces, below and above the limit of explicit scores, eager and sdpa."""
     with torch.enable_grad():
-        _, compressed, twin = pair(family, value_mode=mode, method=method)
+        _, compressed, twin = pair(family, values=mode, method=method)
     ids = windows(2, LONG)
     expected = twin(ids).logits
     assert_close(compressed(ids).logits, expected)
@@ -128,10 +128,10 @@ def test_token_by_token_equals_one_pass(family: str, static: bool) -> None:
     assert_close(in_pieces(compressed, ids, lengths, cache), compressed(ids).logits)
 
 
-@pytest.mark.parametrize("mode", VALUE_MODES)
+@pytest.mark.parametrize("mode", VALUES)
 @pytest.mark.parametrize("prompt", [MAX_EXPLICIT_QUERIES, MAX_EXPLICIT_QUERIES + 1])
 def test_prompts_at_the_limit_of_explicit_scores(prompt: int, mode: str) -> None:
-    compressed = compressed_model("llama-gqa", value_mode=mode)
+    compressed = compressed_model("llama-gqa", values=mode)
     ids = windows(2, LONG)
     for cache in (None, StaticCache(config=compressed.config, max_cache_len=LONG + 7)):
         actual = in_pieces(compressed, ids, [prompt, LONG - prompt], cache)
@@ -163,11 +163,11 @@ class LargestMatrix(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("method", ["recalkv", "palu"])
-@pytest.mark.parametrize("mode", VALUE_MODES)
+@pytest.mark.parametrize("mode", VALUES)
 def test_prefill_makes_no_score_matrix(mode: str, method: str) -> None:
     tokens = 300
     assert tokens > VOCABULARY, "else the logits are as large as the scores"
-    compressed = compressed_model("llama-gqa", value_mode=mode, method=method)
+    compressed = compressed_model("llama-gqa", values=mode, method=method)
     with LargestMatrix() as monitor:
         compressed(windows(1, tokens))
     assert monitor.elements < tokens**2
@@ -197,11 +197,11 @@ def test_shifted_positions(family: str) -> None:
     assert_close(torch.cat(pieces, dim=1), compressed(ids).logits)
 
 
-@pytest.mark.parametrize("mode", VALUE_MODES)
+@pytest.mark.parametrize("mode", VALUES)
 @pytest.mark.parametrize("lengths", [[10, 25], [50, 40]])
 def test_packed_sequences(lengths: list[int], mode: str) -> None:
     """Sequences packed into one row, told by restarting positions, do not see each other."""
-    compressed = compressed_model("llama-gqa", value_mode=mode)
+    compressed = compressed_model("llama-gqa", values=mode)
     ids = windows(1, sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = compressed(ids, position_ids=positions, use_cache=False).logits
@@ -209,12 +209,12 @@ def test_packed_sequences(lengths: list[int], mode: str) -> None:
     assert_close(packed, torch.cat(alone, dim=1))
 
 
-@pytest.mark.parametrize("mode", VALUE_MODES)
+@pytest.mark.parametrize("mode", VALUES)
 @pytest.mark.parametrize("tokens", [20, LONG])
 def test_prepared_masks(tokens: int, mode: str) -> None:
     """Boolean and additive four-dimensional masks, here one that blocks a middle token."""
     with torch.enable_grad():
-        _, compressed, twin = pair("llama-gqa", value_mode=mode)
+        _, compressed, twin = pair("llama-gqa", values=mode)
     ids = windows(2, tokens)
     allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     allowed[8:, 7] = False
@@ -226,9 +226,9 @@ def test_prepared_masks(tokens: int, mode: str) -> None:
     assert_close(compressed(ids, attention_mask=additive).logits, expected)
 
 
-@pytest.mark.parametrize("mode", VALUE_MODES)
+@pytest.mark.parametrize("mode", VALUES)
 def test_rows_of_padding_are_finite(mode: str) -> None:
-    compressed = compressed_model("llama-gqa", value_mode=mode)
+    compressed = compressed_model("llama-gqa", values=mode)
     for tokens in (20, LONG):
         mask = torch.ones(2, tokens, dtype=torch.int64)
         mask[0, :9] = 0
@@ -236,16 +236,15 @@ def test_rows_of_padding_are_finite(mode: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen2-bias", "qwen3-qk-norm"])
-@pytest.mark.parametrize("mode", VALUE_MODES)
+@pytest.mark.parametrize("mode", VALUES)
 def test_bfloat16(family: str, mode: str) -> None:
     with torch.enable_grad():
-        _, exact, _ = pair(family, value_mode=mode)
+        _, exact, _ = pair(family, values=mode)
     compressed = copy.deepcopy(exact).to(torch.bfloat16)
     ids, cache = windows(2, LONG), DynamicCache(config=compressed.config)
     logits = in_pieces(compressed, ids, [LONG - 3, 1, 2], cache)
     assert logits.dtype == cache.layers[0].keys.dtype == cache.layers[0].values.dtype == torch.bfloat16
-    spec = compressed.config.recalkv
-    assert cache_bytes(cache) == ids.numel() * spec["cached_elements_per_token"] * 2
+    assert cache_bytes(cache) == ids.numel() * LatentSpec.from_config(compressed.config).cached_bytes_per_token()
     expected = exact(ids).logits
     error = (logits.float() - expected).norm() / expected.norm()
     assert error < 0.1

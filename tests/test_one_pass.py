@@ -203,7 +203,7 @@ QUICK = ("llama-mha", "mistral-sliding", "qwen2-bias", "qwen3-qk-norm")
 
 
 @pytest.mark.parametrize(
-    ("family", "value_mode"),
+    ("family", "values"),
     [
         *(
             pytest.param(family, "auto", marks=[] if family in QUICK else pytest.mark.slow)
@@ -212,8 +212,8 @@ QUICK = ("llama-mha", "mistral-sliding", "qwen2-bias", "qwen3-qk-norm")
         ("llama-gqa", "fused"),
     ],
 )
-def test_every_family_generates_the_same_tokens(family: str, value_mode: str, counted: list[str]) -> None:
-    _, model, _ = tiny.compressed_pair(family, method="loss-aware", value_mode=value_mode)
+def test_every_family_generates_the_same_tokens(family: str, values: str, counted: list[str]) -> None:
+    _, model, _ = tiny.compressed_pair(family, method="loss-aware", values=values)
     model, ids = model.to(DEVICE), tiny.windows(2, 19)
     expected = greedy(model, ids, 3)
     assert torch.equal(greedy(use_kernels(model, gauge=True), ids, 3), expected)
@@ -224,8 +224,8 @@ def test_every_family_generates_the_same_tokens(family: str, value_mode: str, co
 
 @torch.no_grad()
 def test_regauging_changes_logits_by_rounding_only() -> None:
-    for value_mode in ("absorbed", "fused"):
-        _, model, _ = tiny.compressed_pair("llama-mha", method="loss-aware", value_mode=value_mode, group_size=3)
+    for values in ("absorbed", "fused"):
+        _, model, _ = tiny.compressed_pair("llama-mha", method="loss-aware", values=values, group_size=3)
         model, ids = model.double(), tiny.windows(2, 19)
         before = model(ids).logits
         found = [regauge(layer, 1e4) for layer in model.modules() if isinstance(layer, LatentAttention)]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from recalkv.algorithm import LayerFactors, LayerRefit, LayerStatistics, refit_layers
 from recalkv.steps import grouping as grouping_step
 from torch import Tensor
 
 from recalkv import algorithm
-from recalkv.algorithm import LayerFactors, LayerRefit, LayerStatistics, refit_layers
 from recalkv.compression import collect_statistics
 from recalkv.method.output_fit import OutputMoments, fit_output
 from recalkv.method.ovc import dense_output_target

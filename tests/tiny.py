@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import (
@@ -15,14 +16,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from recalkv.method.refit import install
 from recalkv import compression as oneshot
 from recalkv.compression import CompressedLayers, compress_layers
+from recalkv.method.refit import install
 from recalkv.method.svd import group_columns
 from recalkv.model.layers import ModuleSource
+from recalkv.model.values import MAX_EXPLICIT_QUERIES
 from recalkv.params import CalibrationParams, CompressionParams
 
 VOCABULARY = 128
+VALUES = ("auto", "fused", "absorbed", "reconstructed")
+"""Paths of the values that tests can force."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -112,12 +116,26 @@ def calibration(**changes: Any) -> CalibrationParams:
     return CalibrationParams(**({"batch_size": 4, "precision": "float32"} | changes))
 
 
-def compressed_pair(family: str, **compression: Any) -> tuple[Any, Any, Any]:
+def compressed_pair(family: str, values: str = "auto", **compression: Any) -> tuple[Any, Any, Any]:
     """Compress a tiny model: (dense, compressed, dense twin with the reconstructed weights).
 
-    Keyword arguments are fields of CompressionParams; defaults: recalkv, ratio 0.5, group_size 2.
+    Keyword arguments are fields of CompressionParams; defaults: recalkv, ratio 0.5, group_size 2. ``values`` is
+    ``fused``, ``absorbed`` or ``reconstructed`` to force that path of the values, which the ranks decide otherwise.
     """
     dense = dense_model(family)
     parameters = CompressionParams(**({"method": "recalkv", "ratio": 0.5, "group_size": 2} | compression))
     result = compress_layers(ModuleSource(dense), windows(), calibration(), parameters)
-    return dense, assemble(dense, result, parameters), reconstructed_twin(dense, result)
+    twin = reconstructed_twin(dense, result)
+    if values == "auto":
+        return dense, assemble(dense, result, parameters), twin
+    layout = "fused" if values == "fused" else "separate"
+    with mock.patch("recalkv.method.fusion.choose_value_layout", lambda *_: layout):
+        compressed = assemble(dense, result, parameters)
+    return dense, over_values(compressed, values), twin
+
+
+def over_values(model: Any, values: str) -> Any:
+    """The same model, whose short queries take the ``absorbed`` or the ``reconstructed`` path if R_v is not fused."""
+    for layer in model.model.layers:
+        layer.self_attn.query_limit = 0 if values == "reconstructed" else MAX_EXPLICIT_QUERIES
+    return model

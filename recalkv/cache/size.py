@@ -1,16 +1,13 @@
 """Bytes of the cache, dense and compressed, and what of it fits beside the weights: arithmetic, nothing is run."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from recalkv.cache.rows import RowLayout
-from recalkv.method.ranks import check_ratio
 from recalkv.model.families import AttentionGeometry, group_sizes
 from recalkv.model.sizes import ModelSizes
+from recalkv.model.spec import LayerSpec, check_ratio
 
-__all__ = ["CONTEXTS", "KINDS", "MEMORIES_GIB", "CacheKind", "bytes_per_token", "checkpoint_bytes", "markdown", "table"]
+__all__ = ["CONTEXTS", "KINDS", "MEMORIES_GIB", "CacheKind", "bytes_per_token", "markdown", "table"]
 
 GIB = 2**30
 WEIGHT_BYTES = 2
@@ -51,7 +48,7 @@ def bytes_per_token(sizes: AttentionGeometry, kind: CacheKind, group_size: int =
     """Bytes that all layers cache of one token, at uniform ranks.
 
     Keys share a latent in groups, values all (the paper's layout); ranks are rounded down. Below 16 bits
-    each latent carries its scale, as :class:`recalkv.cache.rows.RowLayout` counts it.
+    each latent carries its scale.
 
     Parameters
     ----------
@@ -70,31 +67,17 @@ def bytes_per_token(sizes: AttentionGeometry, kind: CacheKind, group_size: int =
     check_ratio(kind.ratio)
     if kind.ratio == 0 and kind.bits == 16:
         return 2 * sizes.dense_elements_per_token
-    heads = [*group_sizes(sizes.kv_heads, min(group_size, sizes.kv_heads)), sizes.kv_heads]
-    # 1 - 0.7 is a little less than 0.3.
-    ranks = [max(1, math.floor(size * sizes.head_dim * (1 - kind.ratio) + 1e-9)) for size in heads]
-    if kind.bits == 16:
-        return 2 * sizes.layers * sum(ranks)
-    return sizes.layers * RowLayout([[(rank, kind.bits)] for rank in ranks]).row_bytes
 
+    def rank(heads: int) -> int:
+        # 1 - 0.7 is a little less than 0.3.
+        return max(1, math.floor(heads * sizes.head_dim * (1 - kind.ratio) + 1e-9))
 
-def checkpoint_bytes(config: Any, element_bytes: int = 2) -> int:
-    """Bytes that a compressed checkpoint caches of one token, from its config: its own ranks and bits.
-
-    Parameters
-    ----------
-    config
-        A ``recalkv_*`` config.
-    element_bytes
-        Bytes of an element that is not quantised: the model's type.
-    """
-    total = 0
-    for layer in config.recalkv["layers"]:
-        for side in ("key",) if config.recalkv["joint"] else ("key", "value"):
-            segments = layer[f"{side}_segments"]
-            ranks: Sequence[int] = layer[f"{side}_ranks"]
-            total += sum(ranks) * element_bytes if segments is None else RowLayout(segments).row_bytes
-    return total
+    keys = [rank(heads) for heads in group_sizes(sizes.kv_heads, min(group_size, sizes.kv_heads))]
+    values = [rank(sizes.kv_heads)]
+    layer = LayerSpec(keys, values)
+    if kind.bits != 16:
+        layer = LayerSpec(keys, values, False, [[(each, kind.bits)] for each in keys], [[(values[0], kind.bits)]])
+    return sizes.layers * layer.cached_bytes()
 
 
 def table(sizes: ModelSizes, group_size: int = 4, own: int | None = None) -> dict[str, dict[str, float]]:
@@ -107,7 +90,7 @@ def table(sizes: ModelSizes, group_size: int = 4, own: int | None = None) -> dic
     group_size
         Key heads per group.
     own
-        Bytes per token of a checkpoint that is to have a line of its own (:func:`checkpoint_bytes`).
+        Bytes per token of a checkpoint that is to have a line of its own.
 
     Returns
     -------

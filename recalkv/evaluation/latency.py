@@ -23,6 +23,7 @@ from recalkv.evaluation.step_caches import FullCache, Recorder
 from recalkv.evaluation.timing import Timing, cold_copies, time_calls
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import AttentionGeometry, layer_attention_types
+from recalkv.model.spec import LatentSpec
 
 __all__ = [
     "BASELINES",
@@ -97,8 +98,7 @@ def module_of(model: Any, layer: int) -> AttentionModule:
 def typical_layer(config: Any) -> int:
     """The layer whose cached ranks are nearest to the layers' mean; of full attention where there is one."""
     types = layer_attention_types(config)
-    sides = ("key_ranks",) if config.recalkv["joint"] else ("key_ranks", "value_ranks")
-    widths = [sum(sum(layer[side]) for side in sides) for layer in config.recalkv["layers"]]
+    widths = [layer.cached_elements for layer in LatentSpec.from_config(config).layers]
     mean = sum(widths) / len(widths)
     return min(range(len(widths)), key=lambda i: (types[i] != "full_attention", abs(widths[i] - mean), i))
 
@@ -163,11 +163,9 @@ def step_work(attention: Any, context: int, batch: int) -> StepWork:
 
 def _latent_work(layer: LatentAttention, queries: int, element: int) -> tuple[int, int, int]:
     """Bytes of a cached row, and multiplications per cached token and per step."""
-    row = sum(layer.key_ranks) * element if layer.key_rows is None else layer.key_rows.row_bytes
-    if not layer.joint:
-        row += sum(layer.value_ranks) * element if layer.value_rows is None else layer.value_rows.row_bytes
+    row = layer.spec.cached_bytes(element)
     rebuilt = sum(up.numel() for up in layer.key_up)
-    if layer._mode(1, 1, None) == "sdpa" and not layer.fused:
+    if not layer.over_latents(1, 1, None) and not layer.fused:
         assert layer.value_up is not None
         return row, rebuilt + sum(up.numel() for up in layer.value_up) + 2 * queries, 0
     groups = zip(layer.value_ranks, layer.value_heads, strict=True)

@@ -8,21 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from recalkv.block_attention import BlockLatentAttention
 from recalkv.errors import ParameterError
-from recalkv.kernels.cost import LayerShape
 from recalkv.kernels.gauge import has_gauge, regauge
 from recalkv.kernels.plan import JOINT_TILE, MAX_ROWS, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
-from recalkv.kernels.rule import why_torch_is_faster
-from recalkv.model.attention import LatentAttention
+from recalkv.model.attention import Cached, LatentAttention
 
 if TYPE_CHECKING:
     from recalkv.kernels.joint import JointTables
 
-__all__ = ["KERNELS", "KernelAttention", "choose_kernels", "is_compressed", "use_kernels", "why_not", "why_torch"]
+__all__ = ["KERNELS", "KernelAttention", "choose_kernels", "is_compressed", "use_kernels", "why_not"]
 
 KERNELS = ("torch", "triton", "auto")
 
@@ -67,33 +63,28 @@ class KernelAttention(LatentAttention):
             self.prepare(self.tile_rotary, self._slots, self._int8)
         return self
 
-    def forward(
+    def _attend(
         self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
+        query: Tensor,
+        cached: Cached,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend (batch, queries, m) hidden states to the cache and themselves."""
-        if past_key_values is None or not self._by_kernel(hidden_states, attention_mask, past_key_values):
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        """What the output projection reads, (batch, queries, its inputs); no weights from the kernels."""
+        z_k, z_v, seen, offset, _ = cached
+        if not self._by_kernel(query, cached, mask):
+            return super()._attend(query, cached, rope, mask, kwargs)
         from recalkv.kernels.attention import latent_attention
 
-        length = hidden_states.shape[1]
-        query, z_k, z_v = self._new_states(hidden_states)
-        # Must be read before the update: static layers count in place, and so know their length afterwards.
-        slots, offset = past_key_values.get_mask_sizes(length, self.layer_idx)
-        start = past_key_values.get_seq_length(self.layer_idx)
-        z_k, z_v = past_key_values.update(z_k, z_v, self.layer_idx)
         output = latent_attention(
-            query.transpose(1, 2),
+            query,
             z_k[:, 0],
             None if self.joint else z_v[:, 0],
             self._layer_plan(),
             self.tile_rotary,
-            None if attention_mask is None else attention_mask[..., :slots],
-            start + length if isinstance(start, int) else past_key_values.get_seq_length(self.layer_idx),
+            None if mask is None else mask[..., : z_k.shape[2]],
+            seen,
             self.scaling,
             self.key_bias,
             None if self.k_norm is None else (self.k_norm.weight, self.k_norm.variance_epsilon),
@@ -101,24 +92,21 @@ class KernelAttention(LatentAttention):
             0,
             self._joint,
         )
-        return self.o_proj(output), None
+        return output, None
 
-    def _by_kernel(self, states: Tensor, mask: Any, cache: Cache) -> bool:
-        length = states.shape[1]
+    def _by_kernel(self, query: Tensor, cached: Cached, mask: Any) -> bool:
+        length, slots = query.shape[1], cached.z_k.shape[2]
         # Autocast keeps to plain torch, and so does whatever needs a gradient.
-        if torch.is_autocast_enabled(states.device.type):
+        if cached.fresh or torch.is_autocast_enabled(query.device.type):
             return False
-        if torch.is_grad_enabled() and (states.requires_grad or self.k_proj.weight.requires_grad):
+        if torch.is_grad_enabled() and (query.requires_grad or self.k_proj.weight.requires_grad):
             return False
         if length * self.num_key_value_groups > MAX_ROWS:
             return False
-        slots, _ = cache.get_mask_sizes(length, self.layer_idx)
-        if torch.compiler.is_compiling() and not self._prepared(length, slots, states.device):
+        if torch.compiler.is_compiling() and not self._prepared(length, slots, query.device):
             return False
-        start = cache.get_seq_length(self.layer_idx)
-        fresh = isinstance(start, int) and start == 0 and slots == length
         readable = mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape[1] == 1)
-        return not fresh and readable and self._mode(length, slots, mask) == "latent"
+        return readable and self.over_latents(length, slots, mask)
 
     def _prepared(self, length: int, slots: int, device: torch.device) -> bool:
         rows = length * self.num_key_value_groups
@@ -169,8 +157,6 @@ def why_not(model: nn.Module) -> str | None:
     layers = [module for module in model.modules() if isinstance(module, LatentAttention)]
     if not layers:
         return "the model has no latent attention; compress it first"
-    if any(isinstance(layer, BlockLatentAttention) for layer in layers):
-        return "its keys have scales per channel, and the kernels read scales per token; set compression.scales=token"
     installed = version("triton")
     if tuple(int(part) for part in installed.split(".")[:2]) < _TRITON:
         return f"triton is {installed}, and the kernels are tested with {'.'.join(map(str, _TRITON))} and newer"
@@ -188,19 +174,6 @@ def why_not(model: nn.Module) -> str | None:
     return None
 
 
-def why_torch(model: Any) -> str | None:
-    """Why plain torch serves a model better than the kernels would, as predicted; None if they pay."""
-    layer = next(module for module in model.modules() if isinstance(module, LatentAttention))
-    weight = layer.k_proj.weight
-    name = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else None
-    shape = LayerShape(
-        layer.geometry.hidden, layer.geometry.heads, layer.geometry.kv_heads, layer.head_dim,
-        tuple(layer.key_ranks), tuple(layer.key_heads), tuple(layer.value_ranks), tuple(layer.value_heads),
-        layer.joint, layer.fused,
-    )  # fmt: skip
-    return why_torch_is_faster(shape, name)
-
-
 def choose_kernels(model: Any, kernel: str) -> None:
     """:func:`use_kernels` for any model: dense ones are left alone, and ``auto`` without a GPU is torch, silently."""
     if is_compressed(model) and not (kernel == "auto" and model.device.type == "cpu"):
@@ -215,9 +188,9 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: b
     model
         A model of :mod:`recalkv.model.modeling`, on its device.
     kernel
-        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can, are
-        predicted to pay (:mod:`recalkv.kernels.rule`) and get a trial step right (:mod:`recalkv.kernels.trial`), and
-        says in one warning why not; ``torch`` goes back to plain torch.
+        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can and get a
+        trial step right (:mod:`recalkv.kernels.trial`), and says in one warning why not; ``torch`` goes back to plain
+        torch.
     int8
         In layers that cache 8-bit codes (``compression.bits`` 8), rebuild keys by products of 8-bit numbers: R_k is
         rounded to 8 bits with one scale per column (``benchmarks.int8_reconstruction`` has what that costs).
@@ -234,8 +207,6 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: b
     if kernel not in KERNELS:
         raise ParameterError(f"kernel={kernel!r} must be one of: {', '.join(KERNELS)}.")
     reason = why_not(model) if kernel != "torch" else None
-    if reason is None and kernel == "auto":
-        reason = why_torch(model)
     if reason is not None:
         if kernel == "triton":
             raise ParameterError(f"kernel=triton cannot be used: {reason}. Use kernel=torch, or auto.")
@@ -255,7 +226,7 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: b
 def _install(model: Any, kernel: str, int8: bool = False, gauge: bool = False) -> None:
     rotary = None if kernel == "torch" else TileRotary(model.model.rotary_emb)
     for module in model.modules():
-        if isinstance(module, LatentAttention) and not isinstance(module, BlockLatentAttention):
+        if isinstance(module, LatentAttention):
             module.__dict__.pop("_plan", None)
             module.__class__ = LatentAttention if rotary is None else KernelAttention
             if rotary is not None:

@@ -1,6 +1,5 @@
 """One decoding step by the kernels beside plain torch, before ``kernels: auto`` trusts them on a device."""
 
-import copy
 from typing import Any
 
 import torch
@@ -32,11 +31,13 @@ def why_wrong(layer: Any) -> str | None:
     cache = DynamicCache()
     _, z_k, z_v = layer._new_states(states[:, :-1])
     cache.update(z_k, z_v, layer.layer_idx)
+    query, z_k, z_v = layer._new_states(states[:, -1:])
+    cached = layer._cached(z_k, z_v, cache)
     cos, sin = layer.slots.upto(_CACHED + 1, states)
     rope = cos[None, _CACHED:], sin[None, _CACHED:]
-    expected, _ = LatentAttention.forward(layer, states[:, -1:], rope, None, copy.deepcopy(cache))
+    expected = layer.o_proj(LatentAttention._attend(layer, query, cached, rope, None, {})[0])
     try:
-        found, _ = layer(states[:, -1:], rope, None, cache)
+        found = layer.o_proj(layer._attend(query, cached, rope, None, {})[0])
         error = float((found - expected).float().abs().max() / expected.float().square().mean().sqrt())
     except Exception as failure:  # a compiler or driver may raise anything
         return f"a trial step by the kernels failed ({type(failure).__name__}: {str(failure).splitlines()[0][:200]})"

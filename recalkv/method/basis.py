@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.cache.rows import Segment, natural_basis, random_rotation
+from recalkv.cache.rows import Segment
 from recalkv.method.lowrank import LowRank
 from recalkv.method.problem import LayerProblem
 from recalkv.method.refit import LayerRefit
 from recalkv.model.spec import LayerSpec
 
-__all__ = ["quantizable"]
+__all__ = ["natural_basis", "quantizable", "random_rotation"]
 
 
 def quantizable(
@@ -89,3 +89,47 @@ def _turn(
         rows.append(rotation.T @ right[part] * size)
         start += width
     return torch.cat(columns, dim=1), torch.cat(rows)
+
+
+def natural_basis(covariance: Tensor, noise_cost: Tensor) -> tuple[Tensor, Tensor]:
+    """Basis of latents in which noise costs the same in every direction, and the latents are uncorrelated.
+
+    Noise e on latents z costs ``e N e^T`` with ``N = R G R^T``. With ``z' = z M`` and
+    ``R' = M^-1 R`` it costs ``e' e'^T``, and the second moment of z' is diagonal: the setting of
+    reverse water-filling, in which a direction of variance v at b bits costs ``v DISTORTION[b]``.
+
+    Parameters
+    ----------
+    covariance : (r, r) float64
+        ``L^T C L``, second moment of the latents.
+    noise_cost : (r, r) float64
+        ``R G R^T``.
+
+    Returns
+    -------
+    M, M^-1 : (r, r) float64
+        Columns of M by descending variance, signs fixed.
+    """
+    values, vectors = torch.linalg.eigh(noise_cost)
+    roots = values.clamp_min(values[-1].clamp_min(1e-300) * 1e-12).sqrt()
+    inner = (vectors * roots).T @ covariance @ (vectors * roots)
+    _, turn = torch.linalg.eigh((inner + inner.T) / 2)
+    turn = turn.flip(1)
+    basis, inverse = (vectors * roots) @ turn, turn.T @ (vectors / roots).T
+    peak = basis.abs().argmax(dim=0)
+    sign = torch.sign(basis[peak, torch.arange(len(peak), device=peak.device)])
+    return basis * sign, inverse * sign[:, None]
+
+
+def random_rotation(size: int, seed: int, *place: int) -> Tensor:
+    """Random orthogonal matrix, (size, size) float64; the same for the same seed and place.
+
+    Any size, unlike a Hadamard matrix; folded into the factors, it costs nothing at run time.
+    """
+    mixed = seed
+    for number in (size, *place):
+        mixed = (mixed * 1000003 + number + 1) % (1 << 63)
+    generator = torch.Generator().manual_seed(mixed)
+    gaussian = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    rotation, triangle = torch.linalg.qr(gaussian)
+    return rotation * torch.sign(triangle.diagonal())

@@ -1,7 +1,7 @@
 """Rank and bits of every direction under one budget of bytes.
 
 A direction that is not cached has zero bits, so rank and precision are one question. In the natural
-basis (:func:`recalkv.cache.rows.natural_basis`) a direction of energy E, cached with b bits, leaves
+basis (:func:`recalkv.method.basis.natural_basis`) a direction of energy E, cached with b bits, leaves
 the loss ``E DISTORTION[b]``: reverse water-filling (Cover and Thomas, section 10.3.3) with the few
 rates that can be packed.
 """
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from recalkv.cache.rows import BITS, DISTORTION, RowLayout
 from recalkv.errors import BudgetError, NonFiniteError
-from recalkv.method.ranks import check_ratio
-from recalkv.model.spec import DENSE_BITS
+from recalkv.model.spec import DENSE_BITS, check_ratio
 
 __all__ = ["budget_bits", "equal_bits_elements", "mixed_bits"]
 

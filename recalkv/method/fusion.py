@@ -6,26 +6,52 @@
 * ``R_v`` is fused into ``W_o`` where that is cheaper than applying both.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from recalkv.method.lowrank import LowRank
+from recalkv.method.refit import LayerRefit
 from recalkv.model.families import AttentionGeometry
+from recalkv.model.layers import LayerSource
+from recalkv.model.spec import LayerSpec
 
-__all__ = [
-    "VALUE_MODES",
-    "absorbed_output",
-    "choose_value_layout",
-    "decode_query_limit",
-    "fuse_output",
-    "fused_attention_tensors",
-    "head_columns",
-    "query_order",
-]
+__all__ = ["choose_value_layout", "fuse_layer", "fuse_output", "fused_attention_tensors", "stored_layers"]
 
-VALUE_MODES = ("auto", "fused", "absorbed", "reconstructed")
+
+def stored_layers(
+    geometry: AttentionGeometry, specs: Sequence[LayerSpec], permutations: Sequence[Sequence[int]]
+) -> list[LayerSpec]:
+    """Latents of every layer as a checkpoint holds them: with the heads' order and the layout of the values."""
+    return [
+        dataclasses.replace(
+            spec, value_layout=choose_value_layout(geometry, spec.value_ranks), head_permutation=permutation
+        )
+        for spec, permutation in zip(specs, permutations, strict=True)
+    ]
+
+
+def fuse_layer(
+    source: LayerSource, index: int, spec: LayerSpec, refit: LayerRefit, input_mean: Tensor | None = None
+) -> dict[str, Tensor]:
+    """All tensors of one compressed decoder layer, by their names within it (Algorithm 1, Matrix_Fusion).
+
+    Parameters
+    ----------
+    spec
+        One of :func:`stored_layers`.
+    refit
+        Final factors and output projection.
+    input_mean : (m,) or None
+        Mean attention input, given where latents are quantised.
+    """
+    prefix = "self_attn."
+    tensors = source.layer_tensors(index)
+    dense = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    fused = fused_attention_tensors(dense, source.geometry, spec, refit.keys, refit.values, refit.output, input_mean)
+    return tensors | {prefix + name: tensor for name, tensor in fused.items()}
 
 
 def fusion_rank_limit(geometry: AttentionGeometry) -> float:
@@ -37,26 +63,9 @@ def fusion_rank_limit(geometry: AttentionGeometry) -> float:
     return float("inf") if m <= d_h else d_h * m / (m - d_h)
 
 
-def choose_value_layout(geometry: AttentionGeometry, value_ranks: Sequence[int], mode: str) -> str:
-    """``fused`` or ``separate``: how one layer's value reconstruction is stored.
-
-    ``auto`` fuses where every group's rank is within :func:`fusion_rank_limit`; ``fused`` always does.
-    """
-    if mode == "auto":
-        return "fused" if max(value_ranks) <= fusion_rank_limit(geometry) else "separate"
-    return "fused" if mode == "fused" else "separate"
-
-
-def decode_query_limit(geometry: AttentionGeometry, value_rank: int) -> float:
-    """Queries up to which attention over latents costs less per cached token than rebuilding values.
-
-    Absorbed: ``q h r``; reconstructed: ``r n + q h d_h`` multiplications per cached token. The limit is
-    ``r n / (h (r - d_h))`` and infinite for ``r <= d_h``.
-    """
-    excess = value_rank - geometry.head_dim
-    if excess <= 0:
-        return float("inf")
-    return value_rank * geometry.kv_width / (geometry.heads * excess)
+def choose_value_layout(geometry: AttentionGeometry, value_ranks: Sequence[int]) -> str:
+    """``fused`` where every group's rank is within :func:`fusion_rank_limit`, else ``separate``."""
+    return "fused" if max(value_ranks) <= fusion_rank_limit(geometry) else "separate"
 
 
 def head_columns(order: Sequence[int], head_dim: int) -> Tensor:
@@ -92,32 +101,12 @@ def fuse_output(value_up: Sequence[Tensor], output: Tensor, geometry: AttentionG
     return torch.cat(blocks)
 
 
-def absorbed_output(context: Tensor, value_up: Tensor, queries_per_kv: int, head_dim: int) -> Tensor:
-    """Apply ``R_v`` after attention: contexts over one group's latents to head outputs.
-
-    Parameters
-    ----------
-    context : (batch, group query heads, queries, r_g)
-    value_up : (r_g, w_g)
-
-    Returns
-    -------
-    (batch, group query heads, queries, d_h)
-    """
-    batch, heads, queries, rank = context.shape
-    per_kv = context.reshape(batch, heads // queries_per_kv, queries_per_kv * queries, rank)
-    up = value_up.reshape(rank, -1, head_dim).transpose(0, 1)  # [group kv heads, rank, head_dim]
-    return (per_kv @ up).reshape(batch, heads, queries, head_dim)
-
-
 def fused_attention_tensors(
     dense: Mapping[str, Tensor],
     geometry: AttentionGeometry,
-    permutation: Sequence[int],
+    spec: LayerSpec,
     keys: LowRank,
     values: LowRank,
-    value_layout: str,
-    joint: bool = False,
     fitted_output: Tensor | None = None,
     input_mean: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -127,14 +116,10 @@ def fused_attention_tensors(
     ----------
     dense
         The dense attention's tensors by their Hugging Face names (``q_proj.weight``, ...).
-    permutation
-        Original key/value head at each new position (HSR).
+    spec
+        One of :func:`stored_layers`; where it is ``joint``, ``keys.down`` serves keys and values.
     keys, values
         Factors whose groups follow the permuted heads.
-    value_layout
-        ``fused`` or ``separate``.
-    joint
-        Keys and values share their latents, so ``keys.down`` serves both.
     fitted_output : (h * d_h, m) or None
         Takes the place of the dense W_o (:mod:`recalkv.method.output_fit`); rows in the model's order.
     input_mean : (m,) or None
@@ -147,18 +132,18 @@ def fused_attention_tensors(
         Float64 for what was computed, the dense type for what was only moved.
     """
     d_h = geometry.head_dim
-    queries = head_columns(query_order(permutation, geometry.queries_per_kv), d_h)
-    heads = head_columns(permutation, d_h)
+    queries = head_columns(query_order(spec.head_permutation, geometry.queries_per_kv), d_h)
+    heads = head_columns(spec.head_permutation, d_h)
     output = (dense["o_proj.weight"].T if fitted_output is None else fitted_output)[queries]  # [h * d_h, m]
     tensors = {
         "q_proj.weight": dense["q_proj.weight"][queries],
         "k_proj.weight": torch.cat(keys.down, dim=1).T,
     }
-    if not joint:
+    if not spec.joint:
         tensors["v_proj.weight"] = torch.cat(values.down, dim=1).T
     for number, up in enumerate(keys.up):
         tensors[f"key_up.{number}"] = up
-    if value_layout == "fused":
+    if spec.value_layout == "fused":
         tensors["o_proj.weight"] = fuse_output(values.up, output, geometry).T
     else:
         tensors["o_proj.weight"] = output.T
@@ -170,17 +155,13 @@ def fused_attention_tensors(
         tensors["key_bias"] = dense["k_proj.bias"][heads]
     bias = dense.get("o_proj.bias")
     constant = dense["v_proj.bias"][heads].double() if "v_proj.bias" in dense else None
-    added = {"key": keys.constant, "value": values.constant}
     if input_mean is not None:
-        for side, name, factors in (("key", "k_proj", keys), ("value", "v_proj", values)):
-            centre, through = _centred(input_mean, factors)
-            added[side] = _sum(added[side], through)
-            if side == "key" or not joint:
-                tensors[f"{name}.bias"] = centre
-    if added["key"] is not None:
-        own = [tensors["key_bias"]] if "key_bias" in tensors else []
-        tensors["key_bias"] = torch.stack([part.double() for part in [*own, added["key"]]]).sum(dim=0)
-    constant = _sum(constant, added["value"])
+        tensors["k_proj.bias"], key_mean = _centred(input_mean, keys)
+        centre, value_mean = _centred(input_mean, values)
+        if not spec.joint:
+            tensors["v_proj.bias"] = centre
+        tensors["key_bias"] = _sum(tensors.get("key_bias"), key_mean)
+        constant = _sum(constant, value_mean)
     if constant is not None:
         per_head = constant.reshape(geometry.kv_heads, d_h)
         through = per_head.repeat_interleave(geometry.queries_per_kv, dim=0).reshape(-1) @ output.double()
@@ -193,10 +174,9 @@ def fused_attention_tensors(
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _sum(*parts: Tensor | None) -> Tensor | None:
-    """Float64 sum of those that are there; None if none is."""
-    there = [part.double() for part in parts if part is not None]
-    return torch.stack(there).sum(dim=0) if there else None
+def _sum(first: Tensor | None, second: Tensor) -> Tensor:
+    """Float64 sum, the first of which may be missing."""
+    return second.double() if first is None else first.double() + second.double()
 
 
 def _centred(input_mean: Tensor, factors: LowRank) -> tuple[Tensor, Tensor]:

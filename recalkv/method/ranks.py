@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recalkv.errors import BudgetError, NonFiniteError, ParameterError
+from recalkv.model.spec import check_ratio
 
 __all__ = [
     "Allocation",
     "Projection",
     "allocate_ranks",
-    "check_ratio",
     "proportional_shares",
     "water_filling",
     "water_level",
@@ -67,15 +67,6 @@ class Allocation:
     def compression_ratio(self) -> float:
         """Achieved fraction of the dense cache's bytes that is removed."""
         return 1 - self.used / self.dense
-
-
-def check_ratio(ratio: float) -> None:
-    """Raise :class:`ParameterError` unless 0 <= ratio < 1."""
-    if not 0 <= ratio < 1:
-        raise ParameterError(
-            f"compression.ratio={ratio} must be in [0, 1): it is the fraction of the dense cache's bytes to "
-            f"remove (0.7 keeps 30 %)."
-        )
 
 
 def allocate_ranks(projections: Sequence[Projection], ratio: float, multiple: int = 1) -> Allocation:

@@ -3,56 +3,30 @@
 The cache holds ``z_k`` and ``z_v`` of each token, before RoPE, as one "head" each, in transformers' own
 cache classes; where keys and values share one latent, it stands in the place of the keys, and the
 values' place is zero columns wide. Keys are rebuilt (``z_k R_k``, bias, qk-norm) and rotated where
-attention needs them; values take one of three equal paths (see :mod:`recalkv.method.fusion`).
+attention needs them; values take one of three equal paths (:mod:`recalkv.model.values`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaRMSNorm,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
+
+from recalkv.model.families import layer_attention_types
+from recalkv.model.slots import SlotRotary, rotated
+from recalkv.model.spec import LatentSpec
+from recalkv.model.values import (
+    MAX_EXPLICIT_QUERIES,
+    absorbed_output,
+    decode_query_limit,
+    latent_blocks,
+    latent_context,
 )
 
-from recalkv.cache.rows import RowLayout
-from recalkv.errors import CheckpointError
-from recalkv.method.fusion import absorbed_output, decode_query_limit
-from recalkv.model.families import AttentionGeometry, group_sizes, layer_attention_types
-
-__all__ = ["LatentAttention", "SlotRotary", "latent_context", "rotated"]
-
-# With more new tokens than this, scores are never materialised: SDPA on rebuilt or padded values.
-MAX_EXPLICIT_QUERIES = 64
-
-
-class SlotRotary:
-    """Rotary tables by cache slot, grown by doubling and shared by all layers of a model on the same device.
-
-    Rotations matter only through distances, so slot indices serve as positions for queries and keys
-    alike; under left padding they differ from the true positions by a constant per sequence.
-    """
-
-    def __init__(self, rotary: nn.Module) -> None:
-        self._rotary = rotary
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-
-    def upto(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin, (>= length, d_h) each, in the type and on the device of ``like``."""
-        key = like.device, like.dtype
-        tables = self._tables.get(key)
-        if tables is None or tables[0].shape[0] < length:
-            size = max(256, 1 << (length - 1).bit_length())
-            # The tables outlive the call: made in inference mode, they could not serve a backward pass later.
-            with torch.inference_mode(False):
-                cos, sin = self._rotary(like, torch.arange(size, device=like.device)[None])
-                self._tables[key] = tables = cos[0], sin[0]
-        return tables
+__all__ = ["Cached", "LatentAttention"]
 
 
 class Reconstruction(nn.Module):
@@ -83,6 +57,28 @@ class Reconstruction(nn.Module):
         return len(self._parameters)
 
 
+class Cached(NamedTuple):
+    """The cache as new queries see it, their own tokens included.
+
+    Attributes
+    ----------
+    z_k, z_v : (batch, 1, slots, columns)
+        Latents, or packed rows (uint8).
+    seen
+        Tokens up to the last query, itself included; on the device where a static cache counts there.
+    offset
+        Tokens that are no longer among the slots.
+    fresh
+        The slots are those of the new tokens and no others.
+    """
+
+    z_k: Tensor
+    z_v: Tensor
+    seen: int | Tensor
+    offset: int
+    fresh: bool
+
+
 class LatentAttention(nn.Module):
     """Drop-in for the dense attention of LLaMA, Mistral, Qwen2 and Qwen3 that caches latents.
 
@@ -93,16 +89,18 @@ class LatentAttention(nn.Module):
     ----------
     config
         A ``recalkv_*`` config (:mod:`recalkv.model.modeling`).
+    spec
+        Its ``recalkv`` section.
     layer_idx
         Index of the decoder layer.
     """
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(self, config: Any, spec: LatentSpec, layer_idx: int) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        geometry = AttentionGeometry.from_config(config)
-        self.geometry = geometry
+        geometry, layer = spec.geometry, spec.layers[layer_idx]
+        self.geometry, self.spec = geometry, layer
         self.head_dim = geometry.head_dim
         self.num_key_value_groups = geometry.queries_per_kv
         self.scaling = geometry.head_dim**-0.5
@@ -111,37 +109,29 @@ class LatentAttention(nn.Module):
         sliding = layer_attention_types(config)[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if sliding else None
 
-        spec = config.recalkv["layers"][layer_idx]
-        self.key_heads = group_sizes(geometry.kv_heads, config.recalkv["key_group_size"])
-        self.value_heads = group_sizes(geometry.kv_heads, config.recalkv["value_group_size"])
-        self.key_ranks: list[int] = list(spec["key_ranks"])
-        self.value_ranks: list[int] = list(spec["value_ranks"])
-        self.key_rows = _row_layout(spec["key_segments"], self.key_ranks)
-        self.value_rows = None if config.recalkv["joint"] else _row_layout(spec["value_segments"], self.value_ranks)
-        self.fused = spec["value_layout"] == "fused"
-        self.joint: bool = config.recalkv["joint"]
-        self.value_mode: str = config.recalkv["value_mode"]
+        self.key_heads, self.value_heads = spec.key_heads, spec.value_heads
+        self.key_ranks, self.value_ranks = list(layer.key_ranks), list(layer.value_ranks)
+        self.key_rows, self.value_rows = layer.key_rows, layer.value_rows
+        self.fused, self.joint = layer.value_layout == "fused", spec.joint
+        # Most queries that attend over latents where R_v is not fused: absorbed up to here, reconstructed beyond.
         self.query_limit = min(MAX_EXPLICIT_QUERIES, decode_query_limit(geometry, max(self.value_ranks)))
         m, d_h, n_rep = geometry.hidden, geometry.head_dim, geometry.queries_per_kv
-        biases = config.recalkv["biases"]
-        # Quantised latents are cached without their mean. Constant keys are in the key bias, values in the output's.
-        centred: bool = config.recalkv["latents_centred"]
-        constants: bool = config.recalkv["constants"]
+        # Latents without their mean: what it stands for is in the bias of the keys, and that of values in the output's.
+        centred, biases = spec.latents_centred, spec.biases
         self.q_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases)
         self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=centred)
         self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=centred)
         self.key_up = Reconstruction(self.key_ranks, self.key_heads, d_h)
-        self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if "k" in biases or constants else None
+        self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if centred or "k" in biases else None
         if self.fused:
             self.value_up = None
             inner = sum(rank * size * n_rep for rank, size in zip(self.value_ranks, self.value_heads, strict=True))
         else:
             self.value_up = Reconstruction(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
-        self.o_proj = nn.Linear(inner, m, bias=constants or "o" in biases or "v" in biases)
-        norm = config.recalkv["qk_norm"]
-        self.q_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if norm else None
-        self.k_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if norm else None
+        self.o_proj = nn.Linear(inner, m, bias=centred or "o" in biases or "v" in biases)
+        self.q_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if spec.qk_norm else None
         # Set by the model, which owns the rotary module.
         self.slots: SlotRotary | None = None
 
@@ -154,40 +144,13 @@ class LatentAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend (batch, queries, m) hidden states to the cache and themselves."""
-        length = hidden_states.shape[1]
         query, z_k, z_v = self._new_states(hidden_states)
-        query_rope = key_rope = position_embeddings
-        first: int | Tensor = 0
-        if past_key_values is not None:
-            # Both must be read before the update: static layers count in place.
-            slots, offset = past_key_values.get_mask_sizes(length, self.layer_idx)
-            start = past_key_values.get_seq_length(self.layer_idx)
-            first = start - offset
-            fresh = isinstance(start, int) and start == 0 and slots == length
-            if not fresh:
-                query_rope, key_rope = self._slot_rope(query, start, offset, slots)
-            z_k, z_v = past_key_values.update(z_k, z_v, self.layer_idx)
-        if self.key_rows is not None:
-            z_k = self.key_rows.unpack(z_k, query.dtype)
-        if self.value_rows is not None:
-            z_v = self.value_rows.unpack(z_v, query.dtype)
-        if self.joint:
-            z_v = z_k
-        query = rotated(query, query_rope)
-        key = rotated(self._rebuild_keys(z_k), key_rope)
-
-        mode = self._mode(length, key.shape[2], attention_mask)
-        if mode == "latent":
-            output, weights = self._attend_latents(query, key, z_v, attention_mask, first), None
-        elif self.fused:
-            output, weights = self._attend_fused_prefill(query, key, z_v, attention_mask, kwargs)
-        else:
-            output, weights = self._attend(query, key, self._rebuild_values(z_v), attention_mask, kwargs)
-            output = output.flatten(2)
+        cached = self._cached(z_k, z_v, past_key_values)
+        output, weights = self._attend(query, cached, position_embeddings, attention_mask, kwargs)
         return self.o_proj(output), weights
 
     def _new_states(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries before RoPE, (batch, h, queries, d_h), and what is cached of the new tokens, keys and values."""
+        """Queries before RoPE, (batch, queries, h, d_h), and what is cached of the new tokens, keys and values."""
         batch, length, _ = hidden_states.shape
         query = self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)
         if self.q_norm is not None:
@@ -201,36 +164,72 @@ class LatentAttention(nn.Module):
             z_v = self.value_rows.pack(z_v)
         elif self.joint:
             z_v = z_k[..., :0]
-        return query.transpose(1, 2), z_k, z_v
+        return query, z_k, z_v
 
-    def _mode(self, queries: int, slots: int, mask: Any) -> str:
-        """``latent`` to attend over ``z_v`` with explicit scores, else ``sdpa``; the cost rule of ``auto``."""
+    def _cached(self, z_k: Tensor, z_v: Tensor, cache: Cache | None) -> Cached:
+        """Put the new tokens' latents into the cache, where there is one."""
+        length = z_k.shape[2]
+        if cache is None:
+            return Cached(z_k, z_v, length, 0, True)
+        # Both must be read before the update: static layers count in place.
+        slots, offset = cache.get_mask_sizes(length, self.layer_idx)
+        start = cache.get_seq_length(self.layer_idx)
+        z_k, z_v = cache.update(z_k, z_v, self.layer_idx)
+        if isinstance(start, int):
+            return Cached(z_k, z_v, start + length, offset, start == 0 and slots == length)
+        return Cached(z_k, z_v, cache.get_seq_length(self.layer_idx), offset, False)
+
+    def _attend(
+        self,
+        query: Tensor,
+        cached: Cached,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the output projection reads, (batch, queries, its inputs), and weights where they are had."""
+        z_k, z_v, seen, offset, fresh = cached
+        length, slots = query.shape[1], z_k.shape[2]
+        if self.key_rows is not None:
+            z_k = self.key_rows.unpack(z_k, query.dtype)
+        if self.value_rows is not None:
+            z_v = self.value_rows.unpack(z_v, query.dtype)
+        z_v = z_k[:, 0] if self.joint else z_v[:, 0]
+        query_rope, key_rope = (rope, rope) if fresh else self._slot_rope(query, seen, offset, slots)
+        query = rotated(query.transpose(1, 2), query_rope)
+        key = rotated(self._rebuild_keys(z_k), key_rope)
+        if self.over_latents(length, slots, mask):
+            first = seen - (length + offset)
+            ranks, heads = self.value_ranks, self.value_heads
+            contexts = latent_context(query, key, z_v, mask, self.scaling, ranks, heads, first)
+            return self._merged(contexts), None
+        if self.fused:
+            return self._prefill_latents(query, key, z_v, mask, kwargs)
+        output, weights = self._attention(query, key, self._rebuild_values(z_v), mask, kwargs)
+        return output.flatten(2), weights
+
+    def over_latents(self, queries: int, slots: int, mask: Any) -> bool:
+        """Whether to attend over ``z_v`` with explicit scores; otherwise by transformers' attention function."""
         if mask is None:
             # Kernels that take no mask tensor apply the window themselves.
             readable = self.sliding_window is None or slots <= self.sliding_window
         else:
             readable = isinstance(mask, Tensor) and mask.dim() == 4
-        if not readable or queries > MAX_EXPLICIT_QUERIES or self.config._attn_implementation == "eager":
-            return "sdpa"
-        if self.fused:
-            return "latent"
-        if self.value_mode == "absorbed":
-            return "latent"
-        if self.value_mode == "reconstructed":
-            return "sdpa"
-        return "latent" if queries <= self.query_limit else "sdpa"
+        if not readable or self.config._attn_implementation == "eager":
+            return False
+        return queries <= (MAX_EXPLICIT_QUERIES if self.fused else self.query_limit)
 
     def _slot_rope(
-        self, query: Tensor, start: int | Tensor, offset: int, slots: int
+        self, query: Tensor, seen: int | Tensor, offset: int, slots: int
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Rotary tables of the new queries and of the ``slots`` keys from slot ``offset`` on."""
         if self.slots is None:
             raise RuntimeError("LatentAttention needs the rotary tables of a ReCalKV model")
-        length = query.shape[2]
+        length = query.shape[1]
         # A static cache knows its length only on the device, but its queries lie within its slots.
-        reach = max(offset + slots, start + length) if isinstance(start, int) else offset + slots
+        reach = max(offset + slots, seen) if isinstance(seen, int) else offset + slots
         cos, sin = self.slots.upto(reach, query)
-        positions = torch.arange(length, device=query.device) + start
+        positions = torch.arange(-length, 0, device=query.device) + seen
         queries = (cos[positions][None], sin[positions][None])
         return queries, (cos[None, offset : offset + slots], sin[None, offset : offset + slots])
 
@@ -246,10 +245,11 @@ class LatentAttention(nn.Module):
 
     def _rebuild_values(self, z_v: Tensor) -> Tensor:
         """``z_v R_v``: (batch, h_kv, slots, d_h)."""
-        value = _apply_up(z_v[:, 0], self.value_up, self.value_ranks)
+        assert self.value_up is not None
+        value = _apply_up(z_v, self.value_up, self.value_ranks)
         return value.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _attend(
+    def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Transformers' attention function of choice; (batch, queries, heads, d) and optional weights."""
@@ -261,121 +261,33 @@ class LatentAttention(nn.Module):
             dropout=0.0, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs,
         )  # fmt: skip
 
-    def _attend_latents(
-        self, query: Tensor, key: Tensor, z_v: Tensor, mask: Tensor | None, first: int | Tensor
-    ) -> Tensor:
-        """Few queries: softmax weights times latents, then R_v per head unless it is fused into W_o."""
-        contexts = latent_context(query, key, z_v[:, 0], mask, self.scaling, self.value_ranks, self.value_heads, first)
-        return self._merged(contexts)
-
     def _merged(self, contexts: Sequence[Tensor]) -> Tensor:
         """Contexts of all value groups as the output projection wants them, (batch, queries, its inputs)."""
-        if not self.fused:
-            assert self.value_up is not None
+        if self.value_up is not None:
             contexts = [
                 absorbed_output(context, up, self.num_key_value_groups, self.head_dim)
                 for context, up in zip(contexts, self.value_up(), strict=True)
             ]
         return torch.cat([context.transpose(1, 2).flatten(2) for context in contexts], dim=-1)
 
-    def _attend_fused_prefill(
+    def _prefill_latents(
         self, query: Tensor, key: Tensor, z_v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Many queries over latents of any rank, without a score matrix.
-
-        Attention functions want values as wide as keys: the latent is cut into blocks of d_h columns,
-        the last one padded with zeros.
-        """
+        """Many queries over latents of any rank as values, without a score matrix; R_v is in W_o."""
         outputs, weights = [], None
-        latents = z_v[:, 0].split(self.value_ranks, dim=-1)
-        first = 0
-        for z, heads in zip(latents, self.value_heads, strict=True):
-            last, n_rep = first + heads, self.num_key_value_groups
-            padded = F.pad(z, (0, -z.shape[-1] % self.head_dim))
-            blocks = []
-            for block in padded.split(self.head_dim, dim=-1):
-                value = block[:, None].expand(-1, heads, -1, -1)
-                part, weights = self._attend(
-                    query[:, first * n_rep : last * n_rep], key[:, first:last], value, mask, kwargs
-                )
+        first, n_rep = 0, self.num_key_value_groups
+        for z, heads in zip(z_v.split(self.value_ranks, dim=-1), self.value_heads, strict=True):
+            last, blocks = first + heads, []
+            own_query, own_key = query[:, first * n_rep : last * n_rep], key[:, first:last]
+            for value in latent_blocks(z, heads, self.head_dim):
+                part, weights = self._attention(own_query, own_key, value, mask, kwargs)
                 blocks.append(part)
             outputs.append(torch.cat(blocks, dim=-1)[..., : z.shape[-1]].flatten(2))
             first = last
         return torch.cat(outputs, dim=-1), weights if len(self.value_heads) == 1 else None
 
 
-def latent_context(
-    query: Tensor,
-    key: Tensor,
-    z_v: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    ranks: Sequence[int],
-    heads: Sequence[int],
-    first: int | Tensor,
-) -> list[Tensor]:
-    """Attention weights times value latents, for few queries; nothing is expanded over heads.
-
-    Parameters
-    ----------
-    query : (batch, h, queries, d_h), key : (batch, h_kv, slots, d_h)
-        Both rotated.
-    z_v : (batch, slots, sum of ranks)
-        Value latents of all groups.
-    mask : (batch or 1, 1 or h, queries, slots) or None
-        Boolean (True attends) or additive. None means causal, and no mask at all for one query, as
-        in transformers.
-    ranks, heads
-        Latent rank and key/value heads of each value group.
-    first
-        Place of the first query among the slots. A static cache has empty slots behind the last query.
-
-    Returns
-    -------
-    list of (batch, group query heads, queries, r_g)
-    """
-    batch, h, queries, d_h = query.shape
-    h_kv, slots = key.shape[1], key.shape[2]
-    n_rep = h // h_kv
-    scores = (query.reshape(batch, h_kv, n_rep * queries, d_h) @ key.mT).view(batch, h, queries, slots) * scaling
-    if mask is None and queries > 1:
-        places = torch.arange(queries, device=query.device) + first
-        mask = torch.arange(slots, device=query.device) <= places[:, None]
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            # A finite minimum keeps rows of padding, which attend to nothing, from becoming NaN.
-            scores = scores.masked_fill(~mask[..., :slots], torch.finfo(scores.dtype).min)
-        else:
-            scores = scores + mask[..., :slots]
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    contexts = []
-    per_group = weights.split([size * n_rep for size in heads], dim=1)
-    for part, z in zip(per_group, z_v.split(list(ranks), dim=-1), strict=True):
-        flat = part.reshape(batch, -1, slots) @ z
-        contexts.append(flat.view(batch, part.shape[1], queries, z.shape[-1]))
-    return contexts
-
-
-def _row_layout(segments: Sequence[Sequence[tuple[int, int]]] | None, ranks: Sequence[int]) -> RowLayout | None:
-    """Rows of quantised latents, or None; refuses segments that do not add up to the ranks."""
-    if segments is None:
-        return None
-    widths = [sum(width for width, _ in group) for group in segments]
-    if widths != list(ranks):
-        raise CheckpointError(
-            f"segments of {widths} latents do not fit groups of rank {list(ranks)}; config.json was edited or mixed up."
-        )
-    return RowLayout(segments)
-
-
-def _apply_up(latent: Tensor, up: Reconstruction | None, ranks: Sequence[int]) -> Tensor:
+def _apply_up(latent: Tensor, up: Reconstruction, ranks: Sequence[int]) -> Tensor:
     """``[z_1 R_1, z_2 R_2, ...]``: (batch, slots, sum of ranks) to (batch, slots, n)."""
-    assert up is not None
     parts = latent.split(list(ranks), dim=-1)
     return torch.cat([part @ factor for part, factor in zip(parts, up(), strict=True)], dim=-1)
-
-
-def rotated(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply RoPE to (batch, heads, tokens, d_h)."""
-    rotated, _ = apply_rotary_pos_emb(states, states[:, :0], *rope)
-    return rotated

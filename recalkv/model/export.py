@@ -1,6 +1,5 @@
 """Write a compressed model: an ordinary Hugging Face folder, one safetensors shard per layer."""
 
-import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from recalkv.method.fusion import choose_value_layout
 from recalkv.method.methods import resolve_method
 from recalkv.model.card import CARD, model_card
 from recalkv.model.layers import LayerSource
@@ -21,12 +19,13 @@ from recalkv.params import CalibrationParams, CompressionParams
 __all__ = ["build_model", "compressed_config", "other_tensors", "save_checkpoint"]
 
 _CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
+_RESOLVED = ("metric", "joint", "grouping", "allocation", "refit")
+"""Parameters whose ``auto`` the method decides; the checkpoint says what was done."""
 
 
 def compressed_config(
     source: LayerSource,
-    specs: Sequence[LayerSpec],
-    permutations: Sequence[Sequence[int]],
+    layers: Sequence[LayerSpec],
     parameters: CompressionParams,
     provenance: dict[str, str | None],
     calibration: CalibrationParams | None = None,
@@ -35,10 +34,8 @@ def compressed_config(
 
     Parameters
     ----------
-    specs
-        Latents of each layer.
-    permutations
-        Permutation of each layer's key/value heads.
+    layers
+        Latents of each layer, complete (:func:`recalkv.method.fusion.stored_layers`).
     provenance
         ``name``, ``revision`` and ``fingerprint`` of the dense model.
     calibration
@@ -52,12 +49,6 @@ def compressed_config(
     config = CONFIG_CLASSES[family](**content)
     config.architectures = [MODEL_CLASSES[family].__name__]
     method = resolve_method(parameters)
-    layers = [
-        dataclasses.replace(
-            spec, value_layout=choose_value_layout(geometry, spec.value_ranks, "auto"), head_permutation=permutation
-        )
-        for permutation, spec in zip(permutations, specs, strict=True)
-    ]
     config.recalkv = LatentSpec(
         geometry,
         layers,
@@ -68,7 +59,7 @@ def compressed_config(
         latents_centred=method.quantised,
         qk_norm="self_attn.k_norm.weight" in names,
         method=parameters.method,
-        parameters=parameters.model_dump(mode="json"),
+        parameters=parameters.model_dump(mode="json") | {name: getattr(method, name) for name in _RESOLVED},
         source=provenance,
         calibration=None if calibration is None else calibration.model_dump(mode="json", include=_CALIBRATION),
     ).to_dict()
@@ -102,7 +93,7 @@ def save_checkpoint(
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     config.save_pretrained(folder)
-    (folder / CARD).write_text(model_card(config.recalkv))
+    (folder / CARD).write_text(model_card(LatentSpec.from_config(config)))
     return parameters
 
 

@@ -13,7 +13,6 @@ __all__ = [
     "SUPPORTED_FAMILIES",
     "SUPPORTED_ROPE_TYPES",
     "AttentionGeometry",
-    "check_blocks",
     "check_group_size",
     "check_supported",
     "group_sizes",
@@ -107,22 +106,6 @@ def check_supported(config: Any) -> AttentionGeometry:
             f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; it must be 1."
         )
     return AttentionGeometry.from_config(config)
-
-
-def check_blocks(config: Any) -> None:
-    """Refuse a model whose keys cannot be cached in blocks of tokens, with a scale per channel.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If a layer has a sliding window, whose start would move through the blocks.
-    """
-    sliding = [index for index, kind in enumerate(layer_attention_types(config)) if kind != "full_attention"]
-    if sliding:
-        raise UnsupportedModelError(
-            f"layers {sliding} have a sliding window, which blocks of tokens with a scale per channel do not support; "
-            f"set compression.scales to token."
-        )
 
 
 def layer_attention_types(config: Any) -> list[str]:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -21,24 +22,17 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.cache_utils import Cache
 
-from recalkv.block_attention import BLOCK_ATTENTION, BlockLatentAttention
-from recalkv.block_cache import hold_in_blocks
-from recalkv.errors import CheckpointError, ParameterError
-from recalkv.method.fusion import VALUE_MODES
-from recalkv.model.attention import LatentAttention, SlotRotary
-from recalkv.model.families import check_blocks
+from recalkv.errors import CheckpointError
+from recalkv.model.attention import LatentAttention
+from recalkv.model.slots import SlotRotary, check_positions
+from recalkv.model.spec import LatentSpec
 
-__all__ = ["CONFIG_CLASSES", "FORMAT_VERSION", "MODEL_CLASSES", "LatentModelMixin", "register", "set_value_mode"]
-
-FORMAT_VERSION = 4
-_READABLE = (FORMAT_VERSION, 3)
-"""Version 3 knows no scales per channel; ``block`` is what is new since."""
+__all__ = ["CONFIG_CLASSES", "MODEL_CLASSES", "LatentModelMixin", "register"]
 
 
 class _LatentConfigMixin:
-    """Adds ``recalkv``: format version, group sizes, ranks and value layout of each layer, provenance."""
+    """Adds ``recalkv``, which :class:`recalkv.model.spec.LatentSpec` reads."""
 
     recalkv: dict[str, Any] | None = None
     base_model_tp_plan: Any = None
@@ -70,21 +64,45 @@ class ReCalKVQwen3Config(_LatentConfigMixin, Qwen3Config):
 
 
 class LatentModelMixin:
-    """Swaps every layer's attention for :class:`LatentAttention` while the model is built."""
+    """Swaps every layer's attention for :class:`LatentAttention` while the model is built.
+
+    Where a cache is used, ``position_ids`` must be slots, up to left padding (:mod:`recalkv.model.slots`): the forward
+    pass refuses others. It looks at prompts, and at single tokens only on a CPU: on a GPU that would make every
+    decoding step wait for the device. Compiled models do not look.
+    """
 
     _can_record_outputs: ClassVar = {"attentions": LatentAttention}
 
     def __init__(self, config: Any) -> None:
-        _check_config(config)
+        spec = LatentSpec.from_config(config)
         super().__init__(config)  # type: ignore[call-arg]
-        _check_implementation(self.config)  # type: ignore[attr-defined]
         model: nn.Module = self.model  # type: ignore[attr-defined]
         slots = SlotRotary(model.rotary_emb)  # type: ignore[arg-type]
-        attention = LatentAttention if config.recalkv.get("block") is None else BlockLatentAttention
         for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
-            layer.self_attn = attention(config, index)
+            layer.self_attn = LatentAttention(config, spec, index)
             layer.self_attn.slots = slots
+        model.register_forward_pre_hook(_check_positions, with_kwargs=True)
         self.post_init()  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As transformers does it, but tensors that do not fit the config are an error, never a warning.
+
+        Raises
+        ------
+        CheckpointError
+            If a tensor is missing, unknown or of another shape.
+        """
+        load = super().from_pretrained  # type: ignore[misc]
+        model, info = load(name, *args, output_loading_info=True, **kwargs | {"ignore_mismatched_sizes": True})
+        wrong = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
+        if any(wrong.values()):
+            found = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in wrong.items() if names)
+            raise CheckpointError(
+                f"the tensors of {name} do not fit its config.json ({found}); one of them was edited or mixed up: "
+                f"copy or export the checkpoint again."
+            )
+        return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As transformers does it, with a model card where the folder has none."""
@@ -94,39 +112,28 @@ class LatentModelMixin:
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         card = Path(save_directory) / CARD
         if not card.exists():
-            card.write_text(model_card(self.config.recalkv))  # type: ignore[attr-defined]
+            card.write_text(model_card(LatentSpec.from_config(self.config)))  # type: ignore[attr-defined]
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         from recalkv.model.card import CARD, model_card
 
         # push_to_hub has put a generic card there, which knows nothing of this model.
-        card = model_card(self.config.recalkv, folder=repo_id)  # type: ignore[attr-defined]
+        card = model_card(LatentSpec.from_config(self.config), folder=repo_id)  # type: ignore[attr-defined]
         (Path(working_dir) / CARD).write_text(card)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
 
-    def prepare_cache(self, cache: Cache) -> None:
-        """Make an empty cache hold this model's latents where they need layers of their own (scales per channel).
-
-        The first forward pass does it by itself; only what is asked of the layers before that, as
-        ``activate_past_recording``, would be lost.
-        """
-        for layer in self.model.layers:  # type: ignore[attr-defined]
-            if isinstance(layer.self_attn, BlockLatentAttention):
-                hold_in_blocks(cache, layer.self_attn.layer_idx, layer.self_attn.key_blocks)
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """As transformers does, with the layers that this model's latents need, before assisted decoding records."""
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
-        cache = model_kwargs.get("past_key_values")
-        if isinstance(cache, Cache):
-            self.prepare_cache(cache)
-            if getattr(generation_config, "is_assistant", False):
-                cache.activate_past_recording()
-
     def _get_static_cache_init_shape(self) -> None:
         """Leave static caches to take their sizes from the first latents; transformers would assume dense keys."""
+
+
+def _check_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before the forward pass of the decoder: refuse positions that are no slots, where that shows later."""
+    positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+    if positions is None or torch.compiler.is_compiling() or (positions.is_cuda and positions.shape[-1] == 1):
+        return
+    use_cache = kwargs.get("use_cache")
+    if cache is not None or (model.config.use_cache if use_cache is None else use_cache):
+        check_positions(positions, kwargs.get("attention_mask"), 0 if cache is None else cache.get_seq_length())
 
 
 class ReCalKVLlamaForCausalLM(LatentModelMixin, LlamaForCausalLM):
@@ -172,52 +179,3 @@ def register() -> None:
     for family, config in CONFIG_CLASSES.items():
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModelForCausalLM.register(config, MODEL_CLASSES[family], exist_ok=True)
-
-
-def set_value_mode(model: nn.Module, mode: str) -> None:
-    """Force the value path of every layer: ``auto``, ``absorbed`` or ``reconstructed``.
-
-    Layers whose R_v is fused into W_o have only the fused path; export with
-    ``compression.value_mode`` set to the wanted mode instead.
-    """
-    if mode not in VALUE_MODES:
-        raise ParameterError(f"value_mode={mode!r} must be one of: {', '.join(VALUE_MODES)}.")
-    layers = [module for module in model.modules() if isinstance(module, LatentAttention)]
-    stuck = [layer.layer_idx for layer in layers if layer.fused != (mode == "fused") and mode != "auto"]
-    if stuck:
-        state = "not fused" if mode == "fused" else "fused"
-        raise ParameterError(
-            f"value_mode={mode!r} cannot be set: layers {stuck} are stored {state}; export the checkpoint "
-            f"again with compression.value_mode={mode}."
-        )
-    for layer in layers:
-        layer.value_mode = mode
-
-
-def _check_config(config: Any) -> None:
-    """Refuse a config that the layers could not be built from, before any weight is read."""
-    spec = config.recalkv
-    if not spec:
-        raise CheckpointError(
-            f"{type(config).__name__} has no `recalkv` section; make the checkpoint with `recalkv compress`."
-        )
-    if spec.get("version") not in _READABLE:
-        raise CheckpointError(
-            f"checkpoint format version {spec.get('version')!r} is not {' or '.join(map(str, _READABLE))}; load it "
-            f"with the release of recalkv that wrote it, or export it again."
-        )
-    if len(spec["layers"]) != config.num_hidden_layers:
-        raise CheckpointError(
-            f"the `recalkv` section describes {len(spec['layers'])} layers, the model has "
-            f"{config.num_hidden_layers}; config.json was edited or mixed up."
-        )
-    if spec.get("block") is not None:
-        check_blocks(config)
-
-
-def _check_implementation(config: Any) -> None:
-    if config.recalkv.get("block") is not None and config._attn_implementation not in BLOCK_ATTENTION:
-        raise ParameterError(
-            f"attn_implementation={config._attn_implementation!r} cannot attend to latents with scales per channel; "
-            f"load the checkpoint with {' or '.join(BLOCK_ATTENTION)}."
-        )

@@ -1,15 +1,16 @@
 """Models of one layer with a known geometry and random weights: an attention module to time, and little memory."""
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from recalkv.method.ranks import check_ratio
 from recalkv.model.families import group_sizes
-from recalkv.model.modeling import CONFIG_CLASSES, FORMAT_VERSION, MODEL_CLASSES
+from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
 from recalkv.model.sizes import ModelSizes
+from recalkv.model.spec import LatentSpec, LayerSpec, check_ratio
 
 __all__ = ["random_dense", "random_latent"]
 
@@ -58,25 +59,13 @@ def random_latent(
     ranks = [_rank(heads * kept) for heads in group_sizes(shape.kv_heads, group_size)]
     value_ranks = ranks if joint else [_rank(shape.kv_width * (1 - ratio))]
     config = CONFIG_CLASSES[sizes.family](**_content(sizes))
-    layer = {
-        "key_ranks": ranks,
-        "value_ranks": value_ranks,
-        "key_segments": None if bits == 16 else [[(rank, bits)] for rank in ranks],
-        "value_segments": None if bits == 16 else [[(rank, bits)] for rank in value_ranks],
-        "value_layout": "separate",
-    }
-    config.recalkv = {
-        "version": FORMAT_VERSION,
-        "key_group_size": group_size,
-        "value_group_size": group_size if joint else shape.kv_heads,
-        "joint": joint,
-        "value_mode": "absorbed",
-        "biases": [],
-        "latents_centred": False,
-        "constants": False,
-        "qk_norm": False,
-        "layers": [layer],
-    }
+    layer = LayerSpec(ranks, value_ranks, joint)
+    if bits != 16:
+        segments = [[(rank, bits)] for rank in value_ranks]
+        layer = LayerSpec(ranks, value_ranks, joint, [[(rank, bits)] for rank in ranks], None if joint else segments)
+    one_layer = dataclasses.replace(shape, layers=1)
+    value_group_size = group_size if joint else shape.kv_heads
+    config.recalkv = LatentSpec(one_layer, [layer], group_size, value_group_size, joint).to_dict()
     torch.manual_seed(seed)
     model = MODEL_CLASSES[sizes.family](config)
     attention = model.model.layers[0].self_attn

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recalkv.cache.rows import RowLayout, Segment
-from recalkv.errors import CheckpointError
+from recalkv.errors import CheckpointError, ParameterError
 from recalkv.model.families import AttentionGeometry, group_sizes
 
-__all__ = ["DENSE_BITS", "FORMAT_VERSION", "VALUE_LAYOUTS", "LatentSpec", "LayerSpec"]
+__all__ = ["DENSE_BITS", "FORMAT_VERSION", "VALUE_LAYOUTS", "LatentSpec", "LayerSpec", "check_ratio"]
 
 FORMAT_VERSION = 5
 """Of the ``recalkv`` section; other versions are refused."""
@@ -30,6 +30,15 @@ _BIASES = "qkvo"
 _REMEDY = "config.json was edited or mixed up: export the checkpoint again."
 
 Segments = Sequence[Sequence[Segment]]
+
+
+def check_ratio(ratio: float) -> None:
+    """Raise :class:`ParameterError` unless 0 <= ratio < 1."""
+    if not 0 <= ratio < 1:
+        raise ParameterError(
+            f"compression.ratio={ratio} must be in [0, 1): it is the fraction of the dense cache's bytes to "
+            f"remove (0.7 keeps 30 %)."
+        )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A roofline: a kernel takes the longer of its memory traffic and its tensor-core work, plus what runs on the plain
 cores, plus a constant; kernels run one after the other. Efficiencies are guesses from the literature, and
 ``python -m benchmarks.decode_attention`` on a GPU has the last word. ``python -m benchmarks.decode_roofline``
-prints the predictions.
+prints the predictions; nothing is decided by them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,6 @@ __all__ = [
     "dense_growing",
     "dense_static",
     "latent_kernels",
-    "latent_torch",
     "one_pass",
 ]
 
@@ -41,9 +40,8 @@ rebuild, where its ranks allow 92 % (``benchmarks.identity_gauge``)."""
 _LEAST_ROWS = 16
 """Rows that tensor cores multiply at least."""
 
-# Operations of a step without a graph, by benchmarks.decode_launches: fixed, and per group of heads.
 _DENSE_OPERATIONS = 25
-_TORCH_OPERATIONS, _TORCH_OPERATIONS_PER_GROUP = 35, 3
+"""Operations of a dense step without a graph, by benchmarks.decode_launches."""
 
 
 @dataclass(frozen=True)
@@ -217,24 +215,6 @@ def one_pass(shape: LayerShape, device: Device, context: int, batch: int) -> Cos
     seconds += turning / device.vector / VECTOR_EFFICIENCY + 3 * KERNEL_SECONDS
     attention = Cost(latents, rebuilding + products + turning, seconds)
     return _projections(shape.weights, 3, batch, device) + attention
-
-
-def latent_torch(shape: LayerShape, device: Device, context: int, batch: int) -> Cost:
-    """Plain torch over the same cache, without a graph: keys are rebuilt in memory and turned there.
-
-    Keys are written once by the product and some eleven times read or written until they are turned and used:
-    concatenated, halves swapped, multiplied twice, added, multiplied with the queries.
-    """
-    tokens = float(batch * context)
-    latents = ELEMENT * tokens * (sum(shape.key_ranks) + sum(shape.value_ranks))
-    keys = ELEMENT * tokens * shape.kv_heads * shape.head_dim
-    moved = latents + 12 * keys + 6 * ELEMENT * tokens * shape.heads
-    rebuilding = 2 * tokens * _rebuilt(shape.key_ranks, shape.key_heads) * shape.head_dim
-    operations = rebuilding + 2 * tokens * shape.heads * (shape.head_dim + max(shape.value_ranks))
-    seconds = _memory(moved, device) + rebuilding / device.bf16 / TENSOR_EFFICIENCY
-    launches = _TORCH_OPERATIONS + _TORCH_OPERATIONS_PER_GROUP * len(shape.key_ranks)
-    step = _projections(shape.weights, 4, batch, device) + Cost(moved, operations, seconds)
-    return Cost(step.bytes, step.operations, max(step.seconds, launches * LAUNCH_SECONDS))
 
 
 def _projections(weights: int, kernels: int, batch: int, device: Device) -> Cost:
