@@ -8,7 +8,7 @@ from recalkv.errors import ParameterError
 from recalkv.evaluation.suites import SUITES
 from recalkv.kernels.module import choose_kernels
 from recalkv.model.loading import load_model
-from recalkv.model.source import checkpoint_dtype
+from recalkv.model.source import checkpoint_dtype, fingerprint
 from stages.common import Stage, stage, write_json
 
 
@@ -31,7 +31,7 @@ def suite(run: Stage, name: Annotated[str, typer.Argument(help=f"One of {', '.jo
             scores[side] = tasks.score(model, tokenizer, bar.update)
             del model
     metrics, reports = tasks.metrics(**scores), run.reports / "suites"
-    write_json(reports / f"{name}.json", metrics)
+    write_json(reports / f"{name}.json", metrics | {"checkpoint": fingerprint(folders["compressed"])})
     tasks.draw(reports, **scores)
     (reports / f"{name}.md").write_text("\n".join(tasks.page(metrics)) + "\n")
 

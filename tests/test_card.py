@@ -102,11 +102,20 @@ def test_push_shows_figures_of_this_checkpoint_only(checkpoint: Path, tmp_path: 
     environment = {"checkpoint": fingerprint(checkpoint), "evaluation_text": "ptb", "evaluation_split": "test"}
     (reports / "metrics.json").write_text(json.dumps(METRICS | {"further_texts": {}}))
     (reports / "environment.json").write_text(json.dumps(environment))
+    scores = reports / "suites" / "zeroshot.json"
+    scores.parent.mkdir()
+    scores.write_text(json.dumps({"tasks": ACCURACY, "checkpoint": fingerprint(checkpoint)}))
     command = ["push", "me/smaller", "--folder", str(checkpoint), "--reports", str(reports), "--dry-run"]
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output
     assert "| perplexity, ptb, test (8 windows) | 20.00 | 22.50 |" in shown.output
+    assert "| accuracy, piqa (50 items) | 70.0% | 64.0% |" in shown.output
     assert f"{(checkpoint / 'model.safetensors').stat().st_size:,}  model.safetensors" in shown.output
+
+    scores.write_text(json.dumps({"tasks": ACCURACY, "checkpoint": "another"}))
+    shown = CliRunner().invoke(app, command)
+    assert "22.50" in shown.output
+    assert "accuracy" not in shown.output
 
     (reports / "environment.json").write_text(json.dumps(environment | {"checkpoint": "another"}))
     shown = CliRunner().invoke(app, command)

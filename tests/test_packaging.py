@@ -112,7 +112,7 @@ def test_base_requirements_hold_nothing_of_the_extras(wheel: Path) -> None:
 def test_base_requirements_load_generate_and_compress(
     python: Path, tiny_folder: Path, tiny_texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    _, compressed = tiny.compressed_pair("llama-gqa")
+    compressed = tiny.compressed_pair("llama-gqa")[1]
     compressed.save_pretrained(tmp_path / "checkpoint")
     prompt = tiny.windows(1, 12)
     expected = compressed.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()

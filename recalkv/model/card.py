@@ -53,7 +53,7 @@ def model_card(
     evaluation
         ``text`` and ``split`` of the perplexity in ``metrics``.
     accuracy
-        ``tasks`` of ``reports/zeroshot.json``.
+        ``tasks`` of ``reports/suites/zeroshot.json``.
     folder
         What a user loads it by: a hub id or a folder.
     """
@@ -106,17 +106,19 @@ def measured_card(folder: Path, reports: Path, name: str) -> str:
         )
     register()
     spec = LatentSpec.from_config(AutoConfig.from_pretrained(folder))
+    mark = fingerprint(folder)
     metrics, environment = _read(reports / "metrics.json"), _read(reports / "environment.json")
-    if metrics is None or environment is None or environment.get("checkpoint") != fingerprint(folder):
+    if metrics is None or environment is None or environment.get("checkpoint") != mark:
         print(
             f"warning: {reports} has no figures of the checkpoint in {folder}, so the card has none; "
             f"`dvc repro` measures it.",
             file=sys.stderr,
         )
         return model_card(spec, folder=name)
-    accuracy = _read(reports / "zeroshot.json")
+    accuracy = _read(reports / "suites" / "zeroshot.json")
+    tasks = accuracy["tasks"] if accuracy is not None and accuracy.get("checkpoint") == mark else None
     text = {"text": environment["evaluation_text"], "split": environment["evaluation_split"]}
-    return model_card(spec, metrics, text, accuracy and accuracy["tasks"], name)
+    return model_card(spec, metrics, text, tasks, name)
 
 
 def _read(path: Path) -> Any:
