@@ -3,7 +3,7 @@
 import copy
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
 from recalkv.method.reorder import check_group_size
-from recalkv.model.export import build_model, compressed_config, other_tensors
+from recalkv.model.export import build_model, compressed_config, other_tensors, save_checkpoint
 from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype
@@ -177,9 +177,9 @@ def compress_checkpoint(
     folder: Path,
     progress: Progress = _silent,
 ) -> LatentSpec:
-    """Compress a checkpoint into a folder; the dense model is read a layer at a time.
+    """Compress a checkpoint into a folder, reading and writing a layer at a time.
 
-    The folder's tensors are those of the pipeline's ``fuse`` stage with the same parameters.
+    The folder is that of the pipeline's ``fuse`` stage with the same parameters.
 
     Parameters
     ----------
@@ -206,12 +206,13 @@ def compress_checkpoint(
     result = compress_layers(source, windows, calibration, parameters, progress)
     dtype = checkpoint_dtype(reference.folder) if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
-    compressed = assemble(source, result, parameters, dtype, provenance, calibration)
-    if (reference.folder / "generation_config.json").exists():
-        compressed.generation_config = GenerationConfig.from_pretrained(reference.folder)
-    compressed.save_pretrained(folder)
+    specs = stored_layers(source.geometry, result.specs, result.permutations)
+    config = compressed_config(source, specs, parameters, provenance, calibration)
+    save_checkpoint(folder, config, other_tensors(source), _fused(source, specs, result), dtype)
     tokenizer.save_pretrained(folder)
-    return LatentSpec.from_config(compressed.config)
+    if (reference.folder / "generation_config.json").exists():
+        GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)
+    return LatentSpec.from_config(config)
 
 
 def collect_statistics(
@@ -309,8 +310,10 @@ def assemble(
     """Build the compressed model in memory from its factors."""
     specs = stored_layers(source.geometry, result.specs, result.permutations)
     config = compressed_config(source, specs, parameters, provenance, calibration)
-    layers = (
-        fuse_layer(source, index, spec, refit, mean)
-        for index, (spec, refit, mean) in enumerate(zip(specs, result.refits, result.input_means, strict=True))
-    )
-    return build_model(config, other_tensors(source), layers, dtype)
+    return build_model(config, other_tensors(source), _fused(source, specs, result), dtype)
+
+
+def _fused(source: LayerSource, specs: Sequence[LayerSpec], result: CompressedLayers) -> Iterator[dict[str, Tensor]]:
+    """Weights of each layer of the compressed model."""
+    for index, (spec, refit, mean) in enumerate(zip(specs, result.refits, result.input_means, strict=True)):
+        yield fuse_layer(source, index, spec, refit, mean)

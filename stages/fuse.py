@@ -7,7 +7,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from recalkv.method.fusion import fuse_layer, stored_layers
 from recalkv.model.export import compressed_config, other_tensors, save_checkpoint
 from recalkv.model.source import checkpoint_dtype
-from recalkv.store.stores import layer_name, writing_folder
+from recalkv.store.folders import writing_folder
+from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 from stages.stored import Stored
 
