@@ -5,7 +5,7 @@ import typer
 from recalkv.method.basis import quantizable
 from recalkv.method.methods import resolve_method
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
-from recalkv.store.records import put_factors
+from recalkv.store.factors import put_factors
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 from stages.stored import Stored

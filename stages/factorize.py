@@ -3,7 +3,7 @@
 import typer
 
 from recalkv.method.factors import factorize_layer
-from recalkv.store.records import put_factors
+from recalkv.store.factors import put_factors
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 from stages.stored import Stored

@@ -5,7 +5,7 @@ import typer
 from recalkv.statistics import distributed
 from recalkv.statistics.fisher import collect_gradients
 from recalkv.statistics.whitening import collect_input_moments
-from recalkv.store.records import put_loss_moments
+from recalkv.store.moments import put_loss_moments
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 

@@ -16,7 +16,8 @@ from recalkv.model.families import group_sizes
 from recalkv.model.spec import LayerSpec
 from recalkv.statistics.fisher import FisherScores
 from recalkv.statistics.whitening import InputMoments
-from recalkv.store.records import get_factors, get_loss_moments
+from recalkv.store.factors import get_factors
+from recalkv.store.moments import get_loss_moments
 from recalkv.store.stores import StoreReader, StoreWriter, layer_name
 from stages.common import Stage
 

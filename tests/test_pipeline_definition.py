@@ -19,8 +19,9 @@ PIPELINE: dict[str, dict[str, Any]] = {
     for name, stage in yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].items()
 }
 GRIDS = {
-    name: stage.get("do", stage)
-    for name, stage in yaml.safe_load((ROOT / "grids/dvc.yaml").read_text())["stages"].items()
+    f"{file} {name}": stage.get("do", stage)
+    for file in ("grids/dvc.yaml", "grids/wikitext/dvc.yaml")
+    for name, stage in yaml.safe_load((ROOT / file).read_text())["stages"].items()
 }
 # Code that cannot change what a stage computes: messages, parameter descriptions (the values are tracked by DVC
 # themselves), time keeping, and the plumbing around the call.

@@ -15,8 +15,8 @@ import zarr
 from recalkv.errors import StoreError
 from recalkv.method.lowrank import LowRank
 from recalkv.store import stores as module
+from recalkv.store.factors import get_factors, put_factors
 from recalkv.store.folders import partial_path, writing_folder
-from recalkv.store.records import get_factors, put_factors
 from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, writing_layers, writing_store
 
 TENSORS = {

@@ -1,0 +1,28 @@
+"""Moments of the loss-aware metric in stores."""
+
+import torch
+
+from recalkv.statistics.loss_metric import LossMoments
+from recalkv.store.stores import StoreReader, StoreWriter
+
+__all__ = ["get_loss_moments", "put_loss_moments"]
+
+
+def put_loss_moments(store: StoreWriter, name: str, moments: LossMoments) -> None:
+    """Write one layer's moments of the loss-aware metric."""
+    store.put(f"{name}/gram", moments.gram)
+    store.put(f"{name}/key_gradient", moments.key_gradient)
+    store.put(f"{name}/value_gradient", moments.value_gradient)
+    store.put(f"{name}/tokens", torch.tensor(moments.tokens))
+    store.put(f"{name}/mean", moments.mean)
+
+
+def get_loss_moments(store: StoreReader, name: str) -> LossMoments:
+    """Read what :func:`put_loss_moments` wrote."""
+    return LossMoments(
+        store.get(f"{name}/gram"),
+        store.get(f"{name}/key_gradient"),
+        store.get(f"{name}/value_gradient"),
+        int(store.get(f"{name}/tokens")),
+        store.get(f"{name}/mean"),
+    )
