@@ -20,11 +20,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv  # noqa: F401  (registers the compressed classes)
-from recalkv.evaluation.perplexity import evaluation_windows, perplexity, window_losses
+from recalkv.evaluation.perplexity import perplexity, window_losses
 from recalkv.model.attention import LatentAttention
 from recalkv.params import load_params
-from recalkv.text.corpora import main_documents
-from recalkv.text.windows import joined_tokens
+from recalkv.text.corpora import main_windows
 
 __all__ = ["int8_codes", "int8_product", "simulate"]
 
@@ -97,8 +96,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     options = parser.parse_args(arguments)
     model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint, trust_remote_code=False)
-    tokens = joined_tokens(tokenizer, main_documents(load_params(options.params).evaluation))
-    windows = evaluation_windows(tokens, options.length, options.windows)
+    changes = {"window": options.length, "max_windows": options.windows}
+    windows = main_windows(tokenizer, load_params(options.params).evaluation.model_copy(update=changes)).tokens
     print(f"{len(windows)} windows of {options.length} tokens; {options.checkpoint}")
     print(f"{'keys rebuilt in':<28}{'perplexity':>12}{'rise':>9}")
     results: dict[str, float] = {}

@@ -1,7 +1,5 @@
 """Predicted costs, and the simulation of 8-bit reconstruction."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from benchmarks.cost import (
     one_pass,
 )
 from benchmarks.decode_roofline import LAYOUTS, MODELS, layer_shape, speedup
-from recalkv.evaluation import generation as measure
 from tests import tiny
 
 H200 = DEVICES["H200"]
@@ -110,15 +107,3 @@ def test_benchmark_says_that_no_backend_takes_a_shape(monkeypatch: pytest.Monkey
     assert spent is None
     assert backend.startswith("no backend takes it (FLASH_ATTENTION: No available kernel. Aborting execution.; CUDNN")
     assert decode_attention.line_end({"us": spent, "backend": backend}).endswith(f"  {backend}")
-
-
-def test_measurements_choose_the_kernels(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
-    model.save_pretrained(tmp_path)
-    chosen: list[Any] = []
-    monkeypatch.setattr(measure, "choose_kernels", lambda model, kernel: chosen.append((type(model).__name__, kernel)))
-    request = {"device": "cpu", "dtype": "float32", "kernels": "torch", "device_map": None, "prompt": [3, 4, 5],
-               "new_tokens": 2, "repeats": 1, "samples": [], "sample_tokens": 1}  # fmt: skip
-    for folder in (tiny_folder, tmp_path):
-        assert json.loads(json.dumps(measure.measure(str(folder), request)))["samples"] == []
-    assert chosen == [("LlamaForCausalLM", "torch"), ("ReCalKVLlamaForCausalLM", "torch")]
