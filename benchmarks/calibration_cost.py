@@ -15,7 +15,7 @@ from pathlib import Path
 import typer
 import yaml
 
-STEPS = ("model", "sample", "whiten", "fisher", "reestimate", "reorder", "allocate", "factorize", "calibrate")
+STEPS = ("model", "sample", "whiten", "fisher", "reorder", "allocate", "factorize", "calibrate")
 COUNTED = STEPS[2:]
 RELEASE_CPU_SECONDS, RELEASE_PEAK_MIB = 850.0, 4.2e9 / 2**20
 
@@ -28,9 +28,11 @@ def main(params: Path = Path("params.yaml"), samples: int = 32, length: int = 10
         changed, data = Path(scratch) / "params.yaml", Path(scratch) / "data"
         changed.write_text(yaml.safe_dump(parameters))
         for step in STEPS:
-            command = [sys.executable, "-m", f"stages.{step}", "--params", str(changed), "--data", str(data)]
+            options = ["--params", str(changed), "--data", str(data), "--reports", scratch]
+            command = [sys.executable, "-m", f"stages.{step}", *options]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        costs = {step: json.loads((data / "timings" / f"{step}.json").read_text()) for step in COUNTED}
+        timings = json.loads((Path(scratch) / "timings.json").read_text())
+    costs = {step: timings[step] for step in COUNTED}
     print(f"{samples} x {length} calibration tokens, {os.cpu_count()} cores")
     print(f"{'step':<12}{'wall s':>9}{'CPU s':>9}{'peak MiB':>10}")
     for step, cost in costs.items():

@@ -3,7 +3,7 @@
     python -m benchmarks.head_groups stories260K.bin
 
 The model's own samples are the calibration and the evaluation text (no data set of its kind is needed);
-every figure is a mean over draws of both. Writes reports/study/head_groups.json.
+every figure is a mean over draws of both. Writes reports/head_groups.json.
 """
 
 import statistics
@@ -19,8 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from recalkv.compression import assemble, collect_statistics, factorize_layers
+from recalkv.compression import assemble, collect_statistics, compress_layers
 from recalkv.evaluation.perplexity import window_losses
+from recalkv.method.methods import resolve_method
 from recalkv.model.layers import ModuleSource
 from recalkv.params import CalibrationParams, CompressionParams
 from stages.common import write_json
@@ -91,7 +92,7 @@ def main(
     length: int = 256,
     seeds: int = 3,
     ratios: str = "0.3,0.5,0.7",
-    out: Path = Path("reports/study/head_groups.json"),
+    out: Path = Path("reports/head_groups.json"),
 ) -> None:
     """Print the excess loss of every method, group size and grouping, and write it."""
     model = read_llama2c(checkpoint)
@@ -101,16 +102,14 @@ def main(
     for seed in tqdm(range(seeds), desc="draws"):
         windows, tests = (samples_of(model, samples, length, 2 * seed + part) for part in (0, 1))
         dense = window_losses(model, tests)
-        collected, scores = collect_statistics(source, windows, calibration, CompressionParams(group_size=1))
+        collected = collect_statistics(source, windows, calibration, resolve_method(CompressionParams()))
         for name, fields in METHODS.items():
             for ratio in map(float, ratios.split(",")):
                 for size in range(1, model.config.num_key_value_heads + 1):
                     free = 1 < size < model.config.num_key_value_heads
                     for grouping in GROUPINGS if free else GROUPINGS[:1]:
                         parameters = CompressionParams(**fields, ratio=ratio, group_size=size, grouping=grouping)
-                        result = factorize_layers(
-                            source, windows, calibration, collected.__getitem__, scores, parameters
-                        )
+                        result = compress_layers(source, windows, calibration, parameters, statistics=collected)
                         provenance: dict[str, str | None] = {"name": None, "revision": None, "fingerprint": None}
                         compressed = assemble(source, result, parameters, torch.float32, provenance)
                         excess = (window_losses(compressed, tests) - dense).mean()

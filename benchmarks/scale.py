@@ -207,8 +207,6 @@ def measure(setting: Setting, size: ModelSizes) -> dict[str, Any]:
         rates = measured_rates(device_of(setting.device), setting.precision, root)
         work, rows = floors(size, setting), []
         for name in STAGES:
-            if name == "reorder":
-                _stage("reestimate", root)  # nothing to do without a schedule, but its store is read
             timing = _stage(name, root)
             rows.append({"stage": name, **timing, "floor_seconds": work[name].seconds(rates)})
             print(f"{setting.name:<14}{name:<12}{timing['wall_seconds']:>8.1f} s{rows[-1]['floor_seconds']:>8.1f} s "
@@ -226,10 +224,11 @@ def measure(setting: Setting, size: ModelSizes) -> dict[str, Any]:
 
 def _stage(name: str, root: Path) -> dict[str, float]:
     command = [sys.executable, "-m", f"stages.{name}", "--params", str(root / "params.yaml")]
-    done = subprocess.run([*command, "--data", str(root / "data")], check=False, capture_output=True, text=True)
+    folders = ["--data", str(root / "data"), "--reports", str(root)]
+    done = subprocess.run([*command, *folders], check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"stage {name} failed: {done.stderr}")
-    timing: dict[str, float] = json.loads((root / "data" / "timings" / f"{name}.json").read_text())
+    timing: dict[str, float] = json.loads((root / "timings.json").read_text())[name]
     return timing
 
 

@@ -18,8 +18,8 @@ def allocate(run: Stage) -> None:
     stored, method = Stored(run), resolve_method(run.params.compression)
     geometry, energies = stored.source.geometry, None
     if method.allocation == "water-filling":
-        groups = [stored.groups(index) for index in range(geometry.layers)]
-        energies = layer_energies(stored.problem, run.progress(groups, len(groups)))
+        groups = (stored.groups(index) for index in range(geometry.layers))
+        energies = layer_energies(stored.problem, run.progress(groups, geometry.layers))
     specs, allocation = allocate_ranks(geometry, stored.scores(), method, energies)
     bits = sum(spec.cached_bits for spec in specs)
     record = {

@@ -5,7 +5,7 @@ and water-filling needs the groups' spectra. So heads are grouped first, ranks a
 way, and the allocation proper follows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,7 @@ def group_heads(problem: LayerProblem) -> HeadGrouping:
     return HeadGrouping(similarity, neighbour_groups(problem.kv_heads, method.group_size))
 
 
-def layer_energies(problems: Problems, groups: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
+def layer_energies(problems: Problems, groups: Iterable[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
     """Energies of every latent of every layer, keys first, as :func:`recalkv.method.allocation.allocate` wants them."""
     energies = []
     for index, own in enumerate(groups):

@@ -88,8 +88,9 @@ def refit_layers(
     """
     if method.refit == "none":
         for index in range(source.num_layers):
-            start = starts(index).factors
-            yield index, LayerRefit(start.keys, start.values, None, start.value_error, start.value_error)
+            if fitted(index) is None:
+                own = starts(index).factors
+                yield index, LayerRefit(own.keys, own.values, None, own.value_error, own.value_error)
         return
     used = windows[: method.refit_samples]
     mine = distributed.share(len(used))
