@@ -181,7 +181,7 @@ class NeedleParams(_Section):
 
 
 class LongBenchParams(_Section):
-    """LongBench (paper, Table 2 of scores), dense beside compressed; without tasks nothing is run."""
+    """LongBench (paper, Table 2 of scores), dense beside compressed; at least one task."""
 
     tasks: list[str] = Field(
         default_factory=list,
@@ -222,7 +222,8 @@ class LatencyParams(_Section):
         default_factory=lambda: [2], min_length=1, description="key/value heads per group of those modules"
     )
     repeats: int = Field(30, ge=1, description="timed runs of an attention module; median and quartiles are reported")
-    decode_tokens: int = Field(8, ge=1, description="timed steps of whole-model decoding")
+    decode_tokens: int = Field(6, ge=1, description="timed steps of whole-model decoding")
+    prompt_tokens: int = Field(512, ge=1, description="tokens of the prompt whose reading is timed")
     largest_batch: bool = Field(
         False, description="find the largest batch that fits at each context, by allocation; needs a CUDA device"
     )

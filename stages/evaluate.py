@@ -52,10 +52,10 @@ def evaluate(
         run.reports / "samples.json",
         [{"prompt": prompt, "dense": before, "compressed": after} for prompt, before, after in samples],
     )
-    write_json(run.reports / "environment.json", _environment(run, folder))
+    write_json(run.reports / "environment.json", _environment(run, folder, spec))
 
 
-def _environment(run: Stage, checkpoint: Path) -> dict[str, str]:
+def _environment(run: Stage, checkpoint: Path, spec: LatentSpec) -> dict[str, str]:
     """Where the figures come from: strings, so not metrics."""
     packages = {name: version(name) for name in ("torch", "transformers", "zarr", "dvc")}
     return {
@@ -65,7 +65,7 @@ def _environment(run: Stage, checkpoint: Path) -> dict[str, str]:
         "model": run.model().name,
         "model_fingerprint": run.model().fingerprint,
         "checkpoint": fingerprint(checkpoint),
-        "calibration_precision": run.precision,
+        "calibration_precision": (spec.calibration or {}).get("precision", "unknown"),
         "evaluation_text": Path(run.params.evaluation.text).name,
         "evaluation_split": run.params.evaluation.split,
         "evaluation_precision": resolve_precision(run.params.evaluation.precision, run.device),

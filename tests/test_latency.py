@@ -10,35 +10,36 @@ from typing import Any
 
 import pytest
 import torch
-from stages.latency_section import attention_rows, latency_section
 from torch.nn.functional import scaled_dot_product_attention
 
 from recalkv.errors import CheckpointError, ParameterError
-from recalkv.evaluation.decoding import CACHES, check_same, largest, largest_batch, prompt_contents, time_decoding
-from recalkv.evaluation.latency import (
+from recalkv.evaluation import latency
+from recalkv.evaluation.attention_step import (
     BASELINES,
     Step,
     StepTime,
-    StepWork,
     attention_function,
-    check_contexts,
-    comparison_row,
     dense_steps,
     latent_steps,
     module_of,
-    step_work,
     typical_layer,
 )
+from recalkv.evaluation.decoding import CACHES, check_same, largest, largest_batch, prompt_contents, time_decoding
+from recalkv.evaluation.latency import Machine, checked_geometries, comparison_row
 from recalkv.evaluation.reference import reference_output
-from recalkv.evaluation.resources import peak_device_mib
+from recalkv.evaluation.resources import PeakMemory, peak_device_mib, peak_resident_mib, used_mib
+from recalkv.evaluation.step_work import StepWork, step_work
 from recalkv.evaluation.timing import Timing, environment
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.random_models import random_dense, random_latent
 from recalkv.model.sizes import ModelSizes
+from recalkv.model.source import read_reference
 from recalkv.model.spec import LatentSpec, LayerSpec
+from recalkv.params import LatencyParams, RuntimeParams
+from recalkv.reports.latency import attention_rows, latency_section
 from tests import tiny
-from tests.pipeline import invoke
+from tests.pipeline import folder_hash, invoke
 
 pair = functools.cache(tiny.compressed_pair)
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ def test_flash_decoding_gets_the_packages_layout(package: str, monkeypatch: pyte
 
     fake = types.SimpleNamespace(flash_attn_with_kvcache=flash_attn, single_decode_with_kv_cache=flashinfer)
     monkeypatch.setitem(sys.modules, package, fake)
-    monkeypatch.setattr("recalkv.evaluation.latency.flash_decoding", lambda: package)
+    monkeypatch.setattr("recalkv.evaluation.attention_step.flash_decoding", lambda: package)
     step = Step(module_of(pair("llama-gqa")[0], 0), 32)
     with attention_function(step.module, "recalkv_flash_decoding"):
         assert step.measure("flash_static", 1, 1, growing=False).error < 1e-5
@@ -139,14 +140,14 @@ def test_a_wrong_module_is_not_timed(growing: bool, monkeypatch: pytest.MonkeyPa
     step = Step(module_of(pair("llama-gqa")[1], 0), 32)
     right = LatentAttention._rebuild_keys
     monkeypatch.setattr(LatentAttention, "_rebuild_keys", lambda self, z: right(self, z).flip(1))
-    monkeypatch.setattr("recalkv.evaluation.latency.time_calls", lambda *_, **__: pytest.fail("timed"))
+    monkeypatch.setattr("recalkv.evaluation.attention_step.time_calls", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(CheckpointError, match=r"layer 0, static, 32 tokens: .* differs from its float64 reference"):
         step.measure("static", 1, 1, growing)
 
 
 def test_a_row_holds_both_sides_and_names_the_baseline() -> None:
-    ours = StepTime("static", "", Timing(2e-6, 1e-6, 4e-6, 5), StepWork(4000, 8000), 1e-6)
-    theirs = StepTime("sdpa_static", "FLASH_ATTENTION", Timing(3e-6, 3e-6, 3e-6, 5), StepWork(9000, 3000), 1e-6)
+    ours = StepTime("static", "", Timing((1e-6, 1e-6, 2e-6, 4e-6, 5e-6)), StepWork(4000, 8000), 1e-6)
+    theirs = StepTime("sdpa_static", "FLASH_ATTENTION", Timing((3e-6,) * 5), StepWork(9000, 3000), 1e-6)
     row = comparison_row({"context": 32}, ours, theirs)
     assert row["baseline"] == "SDPA, static cache (FLASH_ATTENTION)"
     assert row["speed_up"] == pytest.approx(1.5)
@@ -155,9 +156,12 @@ def test_a_row_holds_both_sides_and_names_the_baseline() -> None:
     assert (row["us_first_quartile"], row["us_third_quartile"], row["bytes_moved"]) == pytest.approx((1, 4, 4000))
 
 
-def test_quartiles() -> None:
-    assert Timing.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(3.0, 2.0, 4.0, 5)
-    assert Timing.of([1.0]) == Timing(1.0, 1.0, 1.0, 1)
+def test_times_of_rounds_add_up() -> None:
+    rounds = Timing((1.0, 5.0, 3.0)) + Timing((2.0, 4.0))
+    assert (rounds.median, rounds.quartiles, rounds.runs) == (3.0, (2.0, 4.0), 5)
+    assert (Timing((1.0,)).median, Timing((1.0,)).quartiles) == (1.0, (1.0, 1.0))
+    first, second = (StepTime("static", "", Timing((time,)), StepWork(1, 1), error) for time, error in ((1, 2), (3, 1)))
+    assert first + second == StepTime("static", "", Timing((1, 3)), StepWork(1, 1), 2)
 
 
 @pytest.mark.parametrize("changes", [{}, {"method": "loss-aware", "bits": 4, "ratio": 0.8}])
@@ -210,33 +214,28 @@ def test_typical_layer_is_nearest_to_the_mean_and_full() -> None:
 
 
 def test_contexts_beyond_the_model_are_refused() -> None:
-    config = tiny.dense_model("llama-gqa").config
-    check_contexts(config, [256])
+    def check(family: str, contexts: list[int]) -> None:
+        here = Machine(CPU, RuntimeParams())
+        assert checked_geometries(LatencyParams(contexts=contexts), tiny.dense_model(family).config, here) == {}
+
+    check("llama-gqa", [256])
     with pytest.raises(ParameterError, match=r"latency.contexts=257 is more than the 256 positions .* at most 256"):
-        check_contexts(config, [32, 257])
+        check("llama-gqa", [32, 257])
     with pytest.raises(ParameterError, match=r"latency.contexts=32 is more than the 16 tokens of the sliding window"):
-        check_contexts(tiny.dense_model("mistral-sliding").config, [32])
-    check_contexts(tiny.dense_model("qwen2-mixed-sliding").config, [32])
-
-
-@pytest.fixture
-def compressed(prepared: Path) -> Path:
-    """The pipeline's copy with its compressed checkpoint."""
-    for name in ("reestimate", "reorder", "allocate", "factorize", "calibrate", "fuse"):
-        assert invoke(name) == 0
-    return prepared
+        check("mistral-sliding", [32])
+    check("qwen2-mixed-sliding", [32])
 
 
 def test_stage_writes_rows_metrics_and_a_picture(
-    compressed: Path, change_parameters: Callable[[Path, str, Any], None], monkeypatch: pytest.MonkeyPatch
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recalkv.model.sizes.KNOWN", {"smollm2-135m": TINY})
-    change_parameters(compressed, "latency.geometries", ["smollm2-135m"])
-    change_parameters(compressed, "latency.geometry_contexts", [16])
-    change_parameters(compressed, "latency.ratios", [0.5, 0.75])
-    change_parameters(compressed, "latency.batches", [1, 2])
+    change_parameters(prepared, "latency.geometries", ["smollm2-135m"])
+    change_parameters(prepared, "latency.geometry_contexts", [16])
+    change_parameters(prepared, "latency.ratios", [0.5, 0.75])
+    change_parameters(prepared, "latency.batches", [1, 2])
     assert invoke("latency") == 0
-    rows = json.loads((compressed / "reports/latency_rows.json").read_text())
+    rows = json.loads((prepared / "reports/latency_rows.json").read_text())
     # Of each setting: static beside two baselines, growing beside one.
     assert len(rows) == 2 * 3 + 2 * 2 * 3
     assert {(row["cache"], row["baseline"].split(" (")[0]) for row in rows} == {
@@ -250,7 +249,7 @@ def test_stage_writes_rows_metrics_and_a_picture(
     assert rows[0]["path"] == "on a CPU, plain torch; the kernels need a CUDA device"
     assert rows[0]["ratio"] == pytest.approx(0.5, abs=1 / 144)
 
-    metrics = json.loads((compressed / "reports/latency.json").read_text())
+    metrics = json.loads((prepared / "reports/latency.json").read_text())
     place = metrics["attention_us_per_step"]["smollm2-135m"]["16_tokens"]["batch_2"]
     assert set(place) == {
         "dense_eager_growing", "dense_sdpa_static", "removed_50_percent_groups_of_2", "removed_75_percent_groups_of_2",
@@ -258,7 +257,8 @@ def test_stage_writes_rows_metrics_and_a_picture(
     rates = metrics["decode_tokens_per_second"]["32_tokens"]["batch_1"]
     assert set(rates) == set(CACHES) and rates["static"]["compressed"] > 0
     assert "largest_batch" not in metrics
-    assert (compressed / "reports/latency.png").stat().st_size > 1000
+    assert metrics["prefill_seconds"].keys() == {"dense", "compressed"}
+    assert (prepared / "reports/latency.png").stat().st_size > 1000
 
     page = latency_section({**metrics, "largest_batch": {"32_tokens": {"dense": 10, "compressed": 21}}}, rows)
     assert "**on a CPU, plain torch; the kernels need a CUDA device**" in "\n".join(page)
@@ -289,20 +289,21 @@ def test_bad_input_names_value_rule_and_remedy(
     words: tuple[str, ...],
 ) -> None:
     # Refused before a weight is read: the config is all that is there of the checkpoint.
-    pair("llama-gqa")[1].config.save_pretrained(prepared / "data/compressed")
+    for weights in (prepared / "data/compressed").glob("*.safetensors"):
+        weights.unlink()
     change_parameters(prepared, parameter, value)
+    before = folder_hash(prepared / "reports")
     capsys.readouterr()
     assert invoke("latency") == 1
     message = capsys.readouterr().err
     for word in words:
         assert word in message, message
-    assert not list((prepared / "reports").glob("latency*"))
+    assert folder_hash(prepared / "reports") == before
 
 
 def test_group_size_beyond_the_geometry_is_refused(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pair("llama-gqa")[1].config.save_pretrained(prepared / "data/compressed")
     change_parameters(prepared, "latency.geometries", ["smollm2-135m"])
     change_parameters(prepared, "latency.group_sizes", [4])
     assert invoke("latency") == 1
@@ -313,3 +314,48 @@ def test_memory_on_a_device_is_reported_where_there_is_one(monkeypatch: pytest.M
     assert peak_device_mib(torch.device("cpu")) is None
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 3 << 20)
     assert peak_device_mib(torch.device("cuda")) == 3.0
+
+
+def test_both_models_are_measured_in_turn_on_a_cpu_and_one_at_a_time_elsewhere(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, loaded, calls = [], [], []
+    load, take = latency.load_model, latency._Times.take_round
+
+    def loading(folder: Path, *arguments: Any) -> Any:
+        loaded.append(Path(folder).name)
+        return load(folder, *arguments)
+
+    def taking(times: Any, side: Any, *arguments: Any) -> None:
+        order.append(type(side.model).__name__)
+        take(times, side, *arguments)
+
+    monkeypatch.setattr(latency, "load_model", loading)
+    monkeypatch.setattr(latency._Times, "take_round", taking)
+    folders = {"dense": read_reference(Path("data/model")).folder, "compressed": Path("data/compressed")}
+    wanted = LatencyParams(contexts=[32], repeats=6, decode_tokens=4, prompt_tokens=16)
+    machine = Machine(CPU, RuntimeParams())
+    assert machine.rounds == 3 and Machine(torch.device("cuda"), RuntimeParams()).rounds == 1
+    for rounds in (3, 1):
+        for each in (order, loaded, calls):
+            each.clear()
+        monkeypatch.setattr(Machine, "rounds", rounds)
+        rows, figures = latency.measure_models(folders, "own", wanted, machine, lambda: calls.append(None))
+        assert order == ["LlamaForCausalLM", "ReCalKVLlamaForCausalLM"] * rounds
+        assert len(loaded) == 2 and len(calls) == 2 * rounds
+        assert all(row["runs"] == row["baseline_runs"] == 6 and row["geometry"] == "own" for row in rows)
+        assert figures["prefill_seconds"]["dense"] > 0
+
+
+def test_peak_memory_is_that_of_the_block_and_the_process_keeps_its_own() -> None:
+    if used_mib(CPU) is None:
+        pytest.skip("the system does not tell")
+    large = torch.ones(256 * 2**18)
+    del large
+    highest, before = peak_resident_mib(), used_mib(CPU)
+    with PeakMemory(CPU) as peak:
+        small = torch.ones(64 * 2**18)
+        del small
+    assert peak.mib is not None and before is not None
+    assert 48 < peak.mib - before < 160
+    assert peak_resident_mib() >= highest > peak.mib

@@ -13,7 +13,7 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites.longbench import TASKS, cut_middle, longbench
 from recalkv.params import LongBenchParams
 from tests import tiny
-from tests.pipeline import COMPRESSION, invoke
+from tests.pipeline import invoke
 
 pytest.importorskip("jieba", reason="the packages of LongBench's metrics are not installed")
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -181,8 +181,6 @@ def test_suite_answers_the_same_items_with_both_models(
     folder.mkdir()
     for task in ("qasper", "trec"):
         write(folder, task, all_classes=["a cache"])
-    for stage in COMPRESSION:
-        assert invoke(stage) == 0
     for name, value in {"tasks": ["qasper", "trec"], "items": str(folder), "max_length": 64, "limit": 1}.items():
         change_parameters(prepared, f"longbench.{name}", value)
     assert invoke("suite", name="longbench") == 0

@@ -1,7 +1,7 @@
-"""Whole-model decoding: tokens per second at a context and batch, and the largest batch that fits.
+"""The whole model: time of a prompt and of single tokens at a context and batch, and the largest batch that fits.
 
-The cache's contents are those of a short random prompt, repeated up to the context: the prefill of a long
-prompt says nothing about decoding.
+When single tokens are timed, the cache's contents are those of a short random prompt, repeated up to the context: the
+prefill of a long prompt says nothing about decoding.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,20 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from recalkv.errors import CheckpointError
-from recalkv.evaluation.latency import TOLERANCE
+from recalkv.evaluation.attention_step import TOLERANCE
 from recalkv.evaluation.resources import now
 from recalkv.evaluation.timing import Timing
 
-__all__ = ["CACHES", "Contents", "check_same", "largest", "largest_batch", "prompt_contents", "time_decoding"]
+__all__ = [
+    "CACHES",
+    "Contents",
+    "check_same",
+    "largest",
+    "largest_batch",
+    "prompt_contents",
+    "time_decoding",
+    "time_prefill",
+]
 
 CACHES = ("growing", "static")
 """transformers' DynamicCache, which copies itself at every step, and its StaticCache."""
@@ -25,17 +34,29 @@ Contents = list[tuple[Tensor, Tensor]]
 """What every layer caches of the prompt: keys and values, (1, heads, tokens, width) each."""
 
 _PROMPT_TOKENS = 64
-_WARM_UP = 2
+_WARM_UP = 1
 
 
 @torch.no_grad()
 def prompt_contents(model: Any, seed: int = 0) -> Contents:
     """What the model caches of random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, model.config.vocab_size, (1, _PROMPT_TOKENS), generator=generator).to(model.device)
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(_random_ids(model, _PROMPT_TOKENS, seed), past_key_values=cache, logits_to_keep=1)
     return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _random_ids(model: Any, tokens: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab_size, (1, tokens), generator=generator).to(model.device)
+
+
+@torch.no_grad()
+def time_prefill(model: Any, tokens: int, seed: int = 0) -> Timing:
+    """Time of one prompt of random tokens up to its first answer, once."""
+    ids, cache = _random_ids(model, tokens, seed), DynamicCache(config=model.config)
+    start = now(model.device)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return Timing((now(model.device) - start,))
 
 
 def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, slots: int) -> Any:
@@ -90,7 +111,7 @@ def time_decoding(
         if step >= _WARM_UP:
             seconds.append(now(device) - start)
         logits.append(output)
-    return Timing.of(seconds), logits[0]
+    return Timing(tuple(seconds)), logits[0]
 
 
 def check_same(logits: dict[str, Tensor], what: str) -> None:

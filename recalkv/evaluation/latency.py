@@ -1,346 +1,324 @@
-"""One attention module in one decoding step: what it must do, that it does it right, and how long it takes.
+"""Latency of decoding, dense beside compressed: one attention module, the whole model, and the memory of both.
 
-A step reads one new token's state, writes it to a full cache's last slot and attends to all of it. The
-projections are part of it on every side. Nothing is timed before its output has been compared with attention
-in float64 over the reconstructed keys and values.
+Clocks and neighbours of a CPU drift over seconds, so there both models are in memory and measured in turn, a part of
+the runs in each of several rounds. A GPU holds one model at a time, and each is measured once.
 """
 
-import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch import Tensor
 
-from recalkv.errors import CheckpointError, ParameterError
-from recalkv.evaluation.reference import reference_output
-from recalkv.evaluation.step_caches import FullCache, Recorder
-from recalkv.evaluation.timing import Timing, cold_copies, time_calls
-from recalkv.model.attention import LatentAttention
-from recalkv.model.families import AttentionGeometry, layer_attention_types
+from recalkv.errors import ParameterError
+from recalkv.evaluation.attention_step import (
+    BASELINES,
+    AttentionModule,
+    Step,
+    StepTime,
+    dense_steps,
+    latent_steps,
+    module_of,
+    typical_layer,
+)
+from recalkv.evaluation.decoding import CACHES, check_same, largest_batch, prompt_contents, time_decoding, time_prefill
+from recalkv.evaluation.resources import PeakMemory, used_mib
+from recalkv.evaluation.timing import Timing, environment
+from recalkv.kernels.module import KernelAttention, choose_kernels, why_not
+from recalkv.model.families import layer_attention_types
+from recalkv.model.loading import load_model
+from recalkv.model.random_models import random_dense, random_latent
+from recalkv.model.sizes import ModelSizes, known_sizes
+from recalkv.model.source import checkpoint_dtype
 from recalkv.model.spec import LatentSpec
+from recalkv.params import LatencyParams, RuntimeParams
 
-__all__ = [
-    "BASELINES",
-    "TOLERANCE",
-    "AttentionModule",
-    "Step",
-    "StepTime",
-    "StepWork",
-    "attention_function",
-    "check_contexts",
-    "comparison_row",
-    "dense_steps",
-    "flash_decoding",
-    "latent_steps",
-    "module_of",
-    "step_work",
-    "typical_layer",
-]
+__all__ = ["Machine", "Row", "checked_geometries", "comparison_row", "measure_models", "measure_random"]
 
-BASELINES = {
-    "eager_growing": "transformers' eager attention, growing DynamicCache",
-    "sdpa_static": "SDPA, static cache",
-    "flash_static": "flash decoding, static cache",
-}
-"""What compressed steps are compared with, by the names of the metrics."""
+ROUNDS = 3
+"""Rounds on a CPU, in which both models are measured in turn."""
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest error of a step's output, relative to the reference's norm."""
+Place = tuple[int, int]
+"""Context and batch."""
 
-_CHUNK = 256
-_FLASH = "recalkv_flash_decoding"
+Row = dict[str, Any]
+"""A compressed step beside one baseline, flat."""
 
 
 @dataclass(frozen=True)
-class AttentionModule:
-    """One layer's attention, dense or latent, with what its step needs.
+class Machine:
+    """Where and how models run.
 
     Attributes
     ----------
-    attention
-        transformers' module, or :class:`recalkv.model.attention.LatentAttention`.
-    norm
-        The norm before it.
-    rotary
-        The model's rotary module.
-    layer
-        Its index.
+    device
+        Device of models that are not split.
+    runtime
+        ``device_map`` and ``kernels``.
     """
 
-    attention: Any
-    norm: nn.Module
-    rotary: Any
-    layer: int
+    device: torch.device
+    runtime: RuntimeParams
 
     @property
-    def device(self) -> torch.device:
-        """Where its weights are."""
-        return self.attention.q_proj.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of its weights."""
-        return self.attention.q_proj.weight.dtype
+    def rounds(self) -> int:
+        """How often each model is measured, with both in memory if more than once."""
+        return ROUNDS if self.device.type == "cpu" else 1
 
 
-def module_of(model: Any, layer: int) -> AttentionModule:
-    """The attention of a layer."""
-    block = model.model.layers[layer]
-    return AttentionModule(block.self_attn, block.input_layernorm, model.model.rotary_emb, layer)
+class _Side:
+    """One model in memory, and what its measurements start from."""
+
+    def __init__(self, folder: Path, layer: int, machine: Machine) -> None:
+        before = used_mib(machine.device)
+        self.model = load_model(folder, machine.device, checkpoint_dtype(folder), machine.runtime.device_map)
+        choose_kernels(self.model, machine.runtime.kernels)
+        after = used_mib(machine.device)
+        self.loaded_mib = None if before is None or after is None else after - before
+        self.contents = prompt_contents(self.model)
+        self.module = module_of(self.model, layer)
+        self._steps: dict[int, Step] = {}
+
+    def step(self, context: int) -> Step:
+        """The attention module at a context, with the output that is right."""
+        if context not in self._steps:
+            self._steps[context] = Step(self.module, context)
+        return self._steps[context]
 
 
-def typical_layer(config: Any) -> int:
-    """The layer whose cached ranks are nearest to the layers' mean; of full attention where there is one."""
-    types = layer_attention_types(config)
-    widths = [layer.cached_elements for layer in LatentSpec.from_config(config).layers]
-    mean = sum(widths) / len(widths)
-    return min(range(len(widths)), key=lambda i: (types[i] != "full_attention", abs(widths[i] - mean), i))
+@dataclass
+class _Times:
+    """What was measured of one model, all rounds together."""
+
+    steps: dict[Place, dict[str, StepTime]] = field(default_factory=dict)
+    decoding: dict[Place, dict[str, Timing]] = field(default_factory=dict)
+    prefill: Timing = field(default_factory=lambda: Timing(()))
+    largest_batch: dict[int, int] = field(default_factory=dict)
+    loaded_mib: float | None = None
+    peak_mib: float | None = None
+
+    def take_round(self, side: _Side, wanted: LatencyParams, rounds: int, progress: Callable[[], object]) -> None:
+        """Measure once more, a part of the runs."""
+        device = side.module.device
+        before = used_mib(device)
+        with PeakMemory(device) as peak:
+            self.prefill += time_prefill(side.model, wanted.prompt_tokens)
+        self.loaded_mib = side.loaded_mib
+        if self.peak_mib is None and None not in (before, peak.mib, side.loaded_mib):
+            self.peak_mib = side.loaded_mib + peak.mib - before  # type: ignore[operator]
+        repeats, tokens = -(-wanted.repeats // rounds), -(-wanted.decode_tokens // rounds)
+        for place in itertools.product(wanted.contexts, wanted.batches):
+            for each in _timed(side.step(place[0]), place[1], repeats):
+                _add(self.steps.setdefault(place, {}), each.name, each)
+            for kind, timing in _decoding(side, place, tokens).items():
+                _add(self.decoding.setdefault(place, {}), kind, timing)
+            progress()
+        for context in wanted.contexts if wanted.largest_batch else ():
+            self.largest_batch[context] = largest_batch(side.model, side.contents, context)
 
 
-def check_contexts(config: Any, contexts: Sequence[int], parameter: str = "latency.contexts") -> None:
-    """Raise :class:`ParameterError` for a context that the model was not made for, or that its window cuts off."""
+def _add(found: dict[str, Any], name: str, more: Any) -> None:
+    found[name] = found[name] + more if name in found else more
+
+
+def measure_models(
+    folders: Mapping[str, Path], name: str, wanted: LatencyParams, machine: Machine, progress: Callable[[], object]
+) -> tuple[list[Row], dict[str, Any]]:
+    """Measure the dense and the compressed model.
+
+    Parameters
+    ----------
+    folders
+        Checkpoints, ``dense`` and ``compressed``.
+    name
+        Of their geometry, in the rows.
+    wanted
+        Contexts, batches, and numbers of runs.
+    machine
+        Where they run.
+    progress
+        Called ``machine.rounds`` times for each model, context and batch.
+
+    Returns
+    -------
+    list of dict, dict
+        A row for each pair of steps (:func:`comparison_row`), and figures of the whole models.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folders["compressed"])
+    spec, layer = LatentSpec.from_config(config), typical_layer(config)
+    times = {side: _Times() for side in folders}
+    sides: dict[str, _Side] = {}
+    for _ in range(machine.rounds):
+        for side, folder in folders.items():
+            if machine.rounds == 1:
+                sides.clear()
+            if side not in sides:
+                sides[side] = _Side(folder, layer, machine)
+            times[side].take_round(sides[side], wanted, machine.rounds, progress)
+    # Right after the timed work: a clock that is read later is an idle one.
+    shared = {
+        "geometry": name,
+        "layer": layer,
+        "ratio": spec.removed,
+        "group_size": spec.key_group_size,
+        **_kind(sides["compressed"].module),
+        **environment(machine.device),
+    }
+    rows = []
+    for (context, batch), ours in times["compressed"].steps.items():
+        baselines = times["dense"].steps[context, batch].values()
+        rows += _rows({**shared, "context": context, "batch": batch}, list(ours.values()), list(baselines))
+    return rows, _whole_models(times)
+
+
+def _whole_models(times: Mapping[str, _Times]) -> dict[str, Any]:
+    """Figures of whole models, each dense and compressed."""
+    figures: dict[str, Any] = {"decode_tokens_per_second": {}, "prefill_seconds": {}}
+    for side, found in times.items():
+        figures["prefill_seconds"][side] = found.prefill.median
+        for (context, batch), kinds in found.decoding.items():
+            place = figures["decode_tokens_per_second"].setdefault(f"{context}_tokens", {})
+            for kind, timing in kinds.items():
+                place.setdefault(f"batch_{batch}", {}).setdefault(kind, {}).update(_rates(side, timing, batch))
+        for context, size in found.largest_batch.items():
+            figures.setdefault("largest_batch", {}).setdefault(f"{context}_tokens", {})[side] = size
+        for name, mib in (("loaded_memory_mib", found.loaded_mib), ("peak_memory_mib", found.peak_mib)):
+            if mib is not None:
+                figures.setdefault(name, {})[side] = mib
+    return figures
+
+
+def measure_random(
+    name: str, sizes: ModelSizes, joint: bool, wanted: LatencyParams, machine: Machine
+) -> Iterator[list[Row]]:
+    """Measure one attention module of a known geometry with random weights, dense and at every ratio and group size.
+
+    Yields
+    ------
+    list of dict
+        Rows of one ratio and group size (:func:`comparison_row`).
+    """
+    dtype = torch.bfloat16 if machine.device.type == "cuda" else torch.float32
+    places = list(itertools.product(wanted.geometry_contexts, wanted.batches))
+
+    def module(model: Any) -> AttentionModule:
+        choose_kernels(model, machine.runtime.kernels)
+        return module_of(model, 0)
+
+    dense = module(random_dense(sizes, machine.device, dtype))
+    baselines = {
+        (context, batch): list(_timed(Step(dense, context), batch, wanted.repeats)) for context, batch in places
+    }
+    del dense
+    for ratio, size in itertools.product(wanted.ratios, wanted.group_sizes):
+        latent = module(random_latent(sizes, ratio, size, joint, machine.device, dtype))
+        shared = {"geometry": name, "layer": 0, **_kind(latent), "ratio": ratio, "group_size": size}
+        rows = []
+        for context, batch in places:
+            ours = list(_timed(Step(latent, context), batch, wanted.repeats))
+            setting = {**shared, "context": context, "batch": batch, **environment(machine.device)}
+            rows += _rows(setting, ours, baselines[context, batch])
+        yield rows
+
+
+def checked_geometries(wanted: LatencyParams, config: Any, machine: Machine) -> dict[str, ModelSizes]:
+    """Sizes of ``latency.geometries``; refuses what cannot be timed before anything is.
+
+    Parameters
+    ----------
+    wanted
+        What is asked for.
+    config
+        The compressed model's.
+    machine
+        Where it is to run.
+
+    Raises
+    ------
+    ParameterError
+        Names the value, the rule and the remedy.
+    """
+    _check_contexts(config, wanted.contexts)
+    geometries = {name: known_sizes(name, "latency.geometries") for name in wanted.geometries}
+    for (name, sizes), size in itertools.product(geometries.items(), wanted.group_sizes):
+        heads = sizes.attention.kv_heads
+        if size > heads:
+            raise ParameterError(
+                f"latency.group_sizes={size} is more than the {heads} key/value heads of {name}; use at most {heads}."
+            )
+    if wanted.largest_batch and machine.device.type != "cuda":
+        raise ParameterError(
+            f"latency.largest_batch=true allocates a GPU's memory, and the device is {machine.device}; set it to false."
+        )
+    return geometries
+
+
+def _check_contexts(config: Any, contexts: list[int]) -> None:
+    """Refuse a context that the model was not made for, or that its window cuts off."""
     limits = {"positions": config.max_position_embeddings}
     if "full_attention" not in layer_attention_types(config):
         limits["tokens of the sliding window, all that a cache holds,"] = config.sliding_window
     for what, limit in limits.items():
         if max(contexts) > limit:
             raise ParameterError(
-                f"{parameter}={max(contexts)} is more than the {limit} {what} of the model; use at most {limit}."
+                f"latency.contexts={max(contexts)} is more than the {limit} {what} of the model; use at most {limit}."
             )
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """What a step cannot do without.
-
-    Attributes
-    ----------
-    bytes
-        Moved: every weight once, every cached row once, the new row, and the states in and out.
-    flops
-        Two for each multiplication and addition of matrix products.
-    """
-
-    bytes: int
-    flops: int
+def _timed(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
+    """The baselines of a dense module, both caches of a latent one."""
+    latent = getattr(step.module.attention.config, "recalkv", None)
+    return latent_steps(step, batch, repeats) if latent else dense_steps(step, batch, repeats)
 
 
-def step_work(attention: Any, context: int, batch: int) -> StepWork:
-    """Bytes and operations of one step, by formula.
+def _decoding(side: _Side, place: Place, tokens: int) -> dict[str, Timing]:
+    """Time of one token by kind of cache; the logits must agree."""
+    (context, batch), timings, logits = place, {}, dict[str, Tensor]()
+    for kind in CACHES:
+        timings[kind], logits[kind] = time_decoding(side.model, side.contents, kind, batch, context, tokens)
+    check_same(logits, f"{context} tokens, batch {batch}")
+    return timings
 
-    Dense: ``4 h d_h`` operations per cached token. Latent: ``2 sum(r_g w_g)`` to rebuild the keys, ``2 h d_h`` for the
-    scores and ``2 sum(h_g r_g)`` for the contexts in the latent (or as dense, with values rebuilt as keys are).
 
-    Parameters
-    ----------
-    attention
-        Dense or latent module.
-    context
-        Tokens attended to, the new one included.
-    batch
-        Sequences.
-    """
-    element = attention.q_proj.weight.element_size()
-    sizes = AttentionGeometry.from_config(attention.config)
-    queries = sizes.heads * sizes.head_dim
-    projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    products = sum(each.weight.numel() for each in projections if each is not None)
-    if isinstance(attention, LatentAttention):
-        row, per_token, once = _latent_work(attention, queries, element)
-        products += once
+def _kind(module: AttentionModule) -> dict[str, str]:
+    """Type of the weights, and how latents are decoded."""
+    attention = module.attention
+    if isinstance(attention, KernelAttention) and attention.over_latents(1, 1, None):
+        path = "kernels"
+    elif module.device.type == "cpu":
+        path = "on a CPU, plain torch; the kernels need a CUDA device"
     else:
-        row, per_token = 2 * sizes.kv_width * element, 2 * queries
-    weights = sum(parameter.nbytes for parameter in attention.parameters())
-    moved = weights + batch * ((context + 1) * row + 2 * sizes.hidden * element)
-    return StepWork(moved, 2 * batch * (products + context * per_token))
+        reason = why_not(attention) or "values are rebuilt, which the kernels do not do"
+        path = f"plain torch; {reason}"
+    return {"dtype": str(module.dtype).removeprefix("torch."), "path": path}
 
 
-def _latent_work(layer: LatentAttention, queries: int, element: int) -> tuple[int, int, int]:
-    """Bytes of a cached row, and multiplications per cached token and per step."""
-    row = layer.spec.cached_bytes(element)
-    rebuilt = sum(up.numel() for up in layer.key_up)
-    if not layer.over_latents(1, 1, None) and not layer.fused:
-        assert layer.value_up is not None
-        return row, rebuilt + sum(up.numel() for up in layer.value_up) + 2 * queries, 0
-    groups = zip(layer.value_ranks, layer.value_heads, strict=True)
-    contexts = sum(rank * heads for rank, heads in groups) * layer.num_key_value_groups
-    return row, rebuilt + queries + contexts, 0 if layer.fused else contexts * layer.head_dim
+def _rates(side: str, timing: Timing, batch: int) -> dict[str, float]:
+    """Tokens per second, of all sequences together."""
+    low, high = timing.quartiles
+    return {
+        side: batch / timing.median,
+        f"{side}_first_quartile": batch / high,
+        f"{side}_third_quartile": batch / low,
+    }
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """One kind of step, measured."""
-
-    name: str
-    detail: str
-    timing: Timing
-    work: StepWork
-    error: float
-
-
-class Step:
-    """One module at one context: random states, the cache that they leave, and the output that is right.
-
-    Parameters
-    ----------
-    module
-        What is timed.
-    context
-        Tokens attended to, the new one included.
-    seed
-        Of the states.
-    """
-
-    def __init__(self, module: AttentionModule, context: int, seed: int = 0) -> None:
-        self.module, self._context = module, context
-        generator = torch.Generator().manual_seed(seed)
-        width = module.attention.q_proj.in_features
-        states = torch.randn(1, context, width, generator=generator).to(module.device, module.dtype)
-        with torch.no_grad():
-            self.states = module.norm(states)
-            self._keys, self._values = self._contents()
-            self._expected = reference_output(module.attention, module.rotary, self.states)
-
-    def _contents(self) -> tuple[Tensor, Tensor]:
-        recorder, start = Recorder(), 0
-        for chunk in self.states.split(_CHUNK, dim=1):
-            positions = torch.arange(start, start + chunk.shape[1], device=chunk.device)[None]
-            rope = self.module.rotary(chunk, positions)
-            self.module.attention(chunk, rope, None, past_key_values=recorder)
-            start += chunk.shape[1]
-        keys, values = zip(*recorder.chunks, strict=True)
-        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
-
-    @torch.no_grad()
-    def measure(self, name: str, batch: int, repeats: int, growing: bool, detail: str = "") -> StepTime:
-        """Time the module as it is; every sequence of the batch has the same contents in memory of its own.
-
-        Raises
-        ------
-        CheckpointError
-            If the output is not the reference's.
-        """
-        module, device = self.module, self.module.device
-        states = self.states[:, -1:].expand(batch, -1, -1).contiguous()
-        rope = module.rotary(states, torch.full((batch, 1), self._context - 1, device=device))
-        size = batch * (self._keys.nbytes + self._values.nbytes)
-        calls = [self._call(states, rope, batch, growing) for _ in range(cold_copies(size, device))]
-        error = self._error(calls[0](), name)
-        timing = time_calls(calls, device, repeats, graphed=not growing)
-        return StepTime(name, detail, timing, step_work(module.attention, self._context, batch), error)
-
-    def _call(self, states: Tensor, rope: Any, batch: int, growing: bool) -> Callable[[], Tensor]:
-        def own(tensor: Tensor) -> Tensor:
-            return tensor.expand(batch, -1, -1, -1).clone(memory_format=torch.contiguous_format)
-
-        attention = self.module.attention
-        if not growing:
-            full = FullCache(own(self._keys), own(self._values))
-            return lambda: attention(states, rope, None, past_key_values=full)[0]
-        cache, layer = DynamicCache(), self.module.layer
-        for index in range(layer):
-            # Layers are made in order; those before this one stay empty.
-            cache.update(self._keys[:, :, :0], self._values[:, :, :0], index)
-        cache.update(own(self._keys[:, :, :-1]), own(self._values[:, :, :-1]), layer)
-
-        def step() -> Tensor:
-            output: Tensor = attention(states, rope, None, past_key_values=cache)[0]
-            cache.layers[layer].crop(-1)
-            return output
-
-        return step
-
-    def _error(self, output: Tensor, name: str) -> float:
-        expected = self._expected.to(output.device)
-        error = float(((output[:, 0].double() - expected).norm(dim=-1) / expected.norm()).max())
-        limit = TOLERANCE.get(self.module.dtype, 1e-3)
-        if not error <= limit:
-            raise CheckpointError(
-                f"layer {self.module.layer}, {name}, {self._context} tokens: the attention's output differs from its "
-                f"float64 reference by {error:.3g} of its norm, more than {limit}; the module is wrong, so it is not "
-                f"timed. Export the checkpoint again, or decode in plain torch."
-            )
-        return error
+def _rows(setting: Row, ours: list[StepTime], baselines: list[StepTime]) -> list[Row]:
+    """A growing cache beside a growing one; a static one beside everything."""
+    return [
+        comparison_row(setting, each, baseline)
+        for each in ours
+        for baseline in baselines
+        if each.name == "static" or baseline.name == "eager_growing"
+    ]
 
 
-def dense_steps(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
-    """Time every baseline that is at hand, by the names of :data:`BASELINES`."""
-    module = step.module
-    with attention_function(module, "eager"):
-        yield step.measure("eager_growing", batch, repeats, growing=True)
-    with attention_function(module, "sdpa"):
-        yield min(_sdpa(step, batch, repeats), key=lambda each: each.timing.median)
-    package = flash_decoding() if module.device.type == "cuda" and module.dtype != torch.float32 else None
-    if package is not None and (package == "flash_attn" or batch == 1):
-        # An installation that does not work here is like none; the report says that there is no such row.
-        with attention_function(module, _FLASH), suppress(ImportError, RuntimeError):
-            yield step.measure("flash_static", batch, repeats, growing=False, detail=package)
-
-
-def latent_steps(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
-    """Time the compressed module on a static and on a growing cache."""
-    yield step.measure("static", batch, repeats, growing=False)
-    yield step.measure("growing", batch, repeats, growing=True)
-
-
-def _sdpa(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
-    """SDPA by each backend that takes these shapes; on a CPU by torch's choice."""
-    backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-    found = False
-    for backend in backends if step.module.device.type == "cuda" else ():
-        try:
-            with sdpa_kernel(backend):
-                measured = step.measure("sdpa_static", batch, repeats, growing=False, detail=backend.name)
-        except RuntimeError:
-            continue
-        found = True
-        yield measured
-    if not found:
-        yield step.measure("sdpa_static", batch, repeats, growing=False, detail="torch's choice")
-
-
-def flash_decoding() -> str | None:
-    """The package for flash decoding that is installed; None without one."""
-    return next((name for name in ("flash_attn", "flashinfer") if importlib.util.find_spec(name)), None)
-
-
-def _flash(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
-) -> tuple[Tensor, None]:
-    """Flash decoding of one token as an attention function of transformers: (batch, 1, heads, d_h)."""
-    if flash_decoding() == "flash_attn":
-        from flash_attn import flash_attn_with_kvcache
-
-        rows = (part.transpose(1, 2) for part in (query, key, value))
-        return flash_attn_with_kvcache(*rows, softmax_scale=scaling), None
-    from flashinfer import single_decode_with_kv_cache
-
-    output = single_decode_with_kv_cache(query[0, :, 0], key[0], value[0], kv_layout="HND", sm_scale=scaling)
-    return output[None, None], None
-
-
-ALL_ATTENTION_FUNCTIONS.register(_FLASH, _flash)
-
-
-@contextmanager
-def attention_function(module: AttentionModule, name: str) -> Iterator[None]:
-    """Let the module use an attention function of transformers for a while."""
-    config = module.attention.config
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def comparison_row(setting: dict[str, Any], ours: StepTime, baseline: StepTime) -> dict[str, Any]:
+def comparison_row(setting: Row, ours: StepTime, baseline: StepTime) -> Row:
     """One flat record: a compressed step beside one baseline; times in microseconds."""
     return {
         **setting,
@@ -352,12 +330,13 @@ def comparison_row(setting: dict[str, Any], ours: StepTime, baseline: StepTime) 
     }
 
 
-def _figures(prefix: str, step: StepTime) -> dict[str, Any]:
+def _figures(prefix: str, step: StepTime) -> Row:
     timing, work = step.timing, step.work
+    low, high = timing.quartiles
     figures = {
         "us": 1e6 * timing.median,
-        "us_first_quartile": 1e6 * timing.low,
-        "us_third_quartile": 1e6 * timing.high,
+        "us_first_quartile": 1e6 * low,
+        "us_third_quartile": 1e6 * high,
         "runs": timing.runs,
         "bytes_moved": work.bytes,
         "gb_per_s": work.bytes / timing.median / 1e9,

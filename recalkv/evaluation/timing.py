@@ -20,20 +20,36 @@ _REPLAYS = 5
 
 @dataclass(frozen=True)
 class Timing:
-    """Median, first and third quartile of a call's time, seconds, over ``runs``."""
+    """Times of single runs, seconds; those of several rounds add up.
 
-    median: float
-    low: float
-    high: float
-    runs: int
+    Attributes
+    ----------
+    seconds
+        Of each run.
+    """
 
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Timing":
-        """Summarise single times."""
-        if len(seconds) == 1:
-            return cls(seconds[0], seconds[0], seconds[0], 1)
-        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(median, low, high, len(seconds))
+    seconds: tuple[float, ...]
+
+    def __add__(self, other: "Timing") -> "Timing":
+        return Timing(self.seconds + other.seconds)
+
+    @property
+    def runs(self) -> int:
+        """How many there are."""
+        return len(self.seconds)
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and third, seconds."""
+        if self.runs == 1:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
 
 
 def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int, graphed: bool = True) -> Timing:
@@ -55,17 +71,17 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, repeats
         for call in calls:
             call()
     if device.type != "cuda":
-        return Timing.of([_round(calls, device) / len(calls) for _ in range(repeats)])
+        return Timing(tuple(_round(calls, device) / len(calls) for _ in range(repeats)))
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         if not graphed:
-            return Timing.of([_events(calls) / len(calls) for _ in range(repeats)])
+            return Timing(tuple(_events(calls) / len(calls) for _ in range(repeats)))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
         graph.replay()
-        return Timing.of([_events([graph.replay] * _REPLAYS) / len(calls) / _REPLAYS for _ in range(repeats)])
+        return Timing(tuple(_events([graph.replay] * _REPLAYS) / len(calls) / _REPLAYS for _ in range(repeats)))
 
 
 def _round(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:

@@ -1,0 +1,270 @@
+"""One attention module in one decoding step: that it does it right, and how long it takes.
+
+A step reads one new token's state, writes it to a full cache's last slot and attends to all of it. The
+projections are part of it on every side. Nothing is timed before its output has been compared with attention
+in float64 over the reconstructed keys and values.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from recalkv.errors import CheckpointError
+from recalkv.evaluation.reference import reference_output
+from recalkv.evaluation.step_caches import FullCache, Recorder
+from recalkv.evaluation.step_work import StepWork, step_work
+from recalkv.evaluation.timing import Timing, cold_copies, time_calls
+from recalkv.model.families import layer_attention_types
+from recalkv.model.spec import LatentSpec
+
+__all__ = [
+    "BASELINES",
+    "TOLERANCE",
+    "AttentionModule",
+    "Step",
+    "StepTime",
+    "attention_function",
+    "dense_steps",
+    "flash_decoding",
+    "latent_steps",
+    "module_of",
+    "typical_layer",
+]
+
+BASELINES = {
+    "eager_growing": "transformers' eager attention, growing DynamicCache",
+    "sdpa_static": "SDPA, static cache",
+    "flash_static": "flash decoding, static cache",
+}
+"""What compressed steps are compared with, by the names of the metrics."""
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest error of a step's output, relative to the reference's norm."""
+
+_CHUNK = 256
+_FLASH = "recalkv_flash_decoding"
+
+
+@dataclass(frozen=True)
+class AttentionModule:
+    """One layer's attention, dense or latent, with what its step needs.
+
+    Attributes
+    ----------
+    attention
+        transformers' module, or :class:`recalkv.model.attention.LatentAttention`.
+    norm
+        The norm before it.
+    rotary
+        The model's rotary module.
+    layer
+        Its index.
+    """
+
+    attention: Any
+    norm: nn.Module
+    rotary: Any
+    layer: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.attention.q_proj.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its weights."""
+        return self.attention.q_proj.weight.dtype
+
+
+def module_of(model: Any, layer: int) -> AttentionModule:
+    """The attention of a layer."""
+    block = model.model.layers[layer]
+    return AttentionModule(block.self_attn, block.input_layernorm, model.model.rotary_emb, layer)
+
+
+def typical_layer(config: Any) -> int:
+    """The layer whose cached ranks are nearest to the layers' mean; of full attention where there is one."""
+    types = layer_attention_types(config)
+    widths = [layer.cached_elements for layer in LatentSpec.from_config(config).layers]
+    mean = sum(widths) / len(widths)
+    return min(range(len(widths)), key=lambda i: (types[i] != "full_attention", abs(widths[i] - mean), i))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One kind of step, measured; of the same kind, times of several rounds add up."""
+
+    name: str
+    detail: str
+    timing: Timing
+    work: StepWork
+    error: float
+
+    def __add__(self, other: "StepTime") -> "StepTime":
+        return dataclasses.replace(self, timing=self.timing + other.timing, error=max(self.error, other.error))
+
+
+class Step:
+    """One module at one context: random states, the cache that they leave, and the output that is right.
+
+    Parameters
+    ----------
+    module
+        What is timed.
+    context
+        Tokens attended to, the new one included.
+    seed
+        Of the states.
+    """
+
+    def __init__(self, module: AttentionModule, context: int, seed: int = 0) -> None:
+        self.module, self._context = module, context
+        generator = torch.Generator().manual_seed(seed)
+        width = module.attention.q_proj.in_features
+        states = torch.randn(1, context, width, generator=generator).to(module.device, module.dtype)
+        with torch.no_grad():
+            self.states = module.norm(states)
+            self._keys, self._values = self._contents()
+            self._expected = reference_output(module.attention, module.rotary, self.states)
+
+    def _contents(self) -> tuple[Tensor, Tensor]:
+        recorder, start = Recorder(), 0
+        for chunk in self.states.split(_CHUNK, dim=1):
+            positions = torch.arange(start, start + chunk.shape[1], device=chunk.device)[None]
+            rope = self.module.rotary(chunk, positions)
+            self.module.attention(chunk, rope, None, past_key_values=recorder)
+            start += chunk.shape[1]
+        keys, values = zip(*recorder.chunks, strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+    @torch.no_grad()
+    def measure(self, name: str, batch: int, repeats: int, growing: bool, detail: str = "") -> StepTime:
+        """Time the module as it is; every sequence of the batch has the same contents in memory of its own.
+
+        Raises
+        ------
+        CheckpointError
+            If the output is not the reference's.
+        """
+        module, device = self.module, self.module.device
+        states = self.states[:, -1:].expand(batch, -1, -1).contiguous()
+        rope = module.rotary(states, torch.full((batch, 1), self._context - 1, device=device))
+        size = batch * (self._keys.nbytes + self._values.nbytes)
+        calls = [self._call(states, rope, batch, growing) for _ in range(cold_copies(size, device))]
+        error = self._error(calls[0](), name)
+        timing = time_calls(calls, device, repeats, graphed=not growing)
+        return StepTime(name, detail, timing, step_work(module.attention, self._context, batch), error)
+
+    def _call(self, states: Tensor, rope: Any, batch: int, growing: bool) -> Callable[[], Tensor]:
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.expand(batch, -1, -1, -1).clone(memory_format=torch.contiguous_format)
+
+        attention = self.module.attention
+        if not growing:
+            full = FullCache(own(self._keys), own(self._values))
+            return lambda: attention(states, rope, None, past_key_values=full)[0]
+        cache, layer = DynamicCache(), self.module.layer
+        for index in range(layer):
+            # Layers are made in order; those before this one stay empty.
+            cache.update(self._keys[:, :, :0], self._values[:, :, :0], index)
+        cache.update(own(self._keys[:, :, :-1]), own(self._values[:, :, :-1]), layer)
+
+        def step() -> Tensor:
+            output: Tensor = attention(states, rope, None, past_key_values=cache)[0]
+            cache.layers[layer].crop(-1)
+            return output
+
+        return step
+
+    def _error(self, output: Tensor, name: str) -> float:
+        expected = self._expected.to(output.device)
+        error = float(((output[:, 0].double() - expected).norm(dim=-1) / expected.norm()).max())
+        limit = TOLERANCE.get(self.module.dtype, 1e-3)
+        if not error <= limit:
+            raise CheckpointError(
+                f"layer {self.module.layer}, {name}, {self._context} tokens: the attention's output differs from its "
+                f"float64 reference by {error:.3g} of its norm, more than {limit}; the module is wrong, so it is not "
+                f"timed. Export the checkpoint again, or decode in plain torch."
+            )
+        return error
+
+
+def dense_steps(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
+    """Time every baseline that is at hand, by the names of :data:`BASELINES`."""
+    module = step.module
+    with attention_function(module, "eager"):
+        yield step.measure("eager_growing", batch, repeats, growing=True)
+    with attention_function(module, "sdpa"):
+        yield min(_sdpa(step, batch, repeats), key=lambda each: each.timing.median)
+    package = flash_decoding() if module.device.type == "cuda" and module.dtype != torch.float32 else None
+    if package is not None and (package == "flash_attn" or batch == 1):
+        # An installation that does not work here is like none; the report says that there is no such row.
+        with attention_function(module, _FLASH), suppress(ImportError, RuntimeError):
+            yield step.measure("flash_static", batch, repeats, growing=False, detail=package)
+
+
+def latent_steps(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
+    """Time the compressed module on a static and on a growing cache."""
+    yield step.measure("static", batch, repeats, growing=False)
+    yield step.measure("growing", batch, repeats, growing=True)
+
+
+def _sdpa(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
+    """SDPA by each backend that takes these shapes; on a CPU by torch's choice."""
+    backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    found = False
+    for backend in backends if step.module.device.type == "cuda" else ():
+        try:
+            with sdpa_kernel(backend):
+                measured = step.measure("sdpa_static", batch, repeats, growing=False, detail=backend.name)
+        except RuntimeError:
+            continue
+        found = True
+        yield measured
+    if not found:
+        yield step.measure("sdpa_static", batch, repeats, growing=False, detail="torch's choice")
+
+
+def flash_decoding() -> str | None:
+    """The package for flash decoding that is installed; None without one."""
+    return next((name for name in ("flash_attn", "flashinfer") if importlib.util.find_spec(name)), None)
+
+
+def _flash(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """Flash decoding of one token as an attention function of transformers: (batch, 1, heads, d_h)."""
+    if flash_decoding() == "flash_attn":
+        from flash_attn import flash_attn_with_kvcache
+
+        rows = (part.transpose(1, 2) for part in (query, key, value))
+        return flash_attn_with_kvcache(*rows, softmax_scale=scaling), None
+    from flashinfer import single_decode_with_kv_cache
+
+    output = single_decode_with_kv_cache(query[0, :, 0], key[0], value[0], kv_layout="HND", sm_scale=scaling)
+    return output[None, None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_FLASH, _flash)
+
+
+@contextmanager
+def attention_function(module: AttentionModule, name: str) -> Iterator[None]:
+    """Let the module use an attention function of transformers for a while."""
+    config = module.attention.config
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
