@@ -162,7 +162,8 @@ class Bench:
             if way != "torch":
                 # The gauge changes what the same latents mean, so each way has a reference of its own.
                 use_kernels(model, "triton", int8="int8" in way, gauge="one pass" in way)
-                if not layer._by_kernel(states, None, caches[0]):
+                query, *new = layer._new_states(states)
+                if not layer._by_kernel(query, layer._cached(*new, caches[0]), None):
                     raise AssertionError(f"the kernels do not serve {base}")
                 output = calls[0]()[0]
                 use_kernels(model, "torch")

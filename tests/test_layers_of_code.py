@@ -1,0 +1,111 @@
+"""Who imports whom: what decodes stands by itself, and the rooms of the library depend on each other one way."""
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Modules of the library, by their dotted names.
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "recalkv").rglob("*.py")
+}
+DECODING = sorted(
+    name
+    for name in FILES
+    if name.startswith(("recalkv.cache", "recalkv.kernels"))
+    or name in {f"recalkv.model.{each}" for each in ("spec", "families", "slots", "values", "attention", "modeling")}
+)
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
+    """(module, name) of every import, those in functions too; not those for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module is not None, "imports are absolute"
+            yield from ((node.module, alias.name) for alias in node.names)
+        else:
+            yield from imported(node)
+
+
+@functools.cache
+def imports(module: str) -> frozenset[str]:
+    """What a module imports: modules of the library by their full names, others by their first part."""
+    found = set()
+    for name, member in imported(ast.parse(FILES[module].read_text())):
+        if name.split(".")[0] == "recalkv":
+            found.add(f"{name}.{member}" if f"{name}.{member}" in FILES else name)
+        else:
+            found.add(name.split(".")[0])
+    return frozenset(found)
+
+
+@functools.cache
+def reached(module: str) -> dict[str, tuple[str, ...]]:
+    """Everything that a module imports in the end, with one way there."""
+    ways: dict[str, tuple[str, ...]] = {module: (module,)}
+    queue = [module]
+    for at in queue:
+        for name in imports(at) - ways.keys():
+            ways[name] = (*ways[at], name)
+            # The package itself offers `compress` lazily, to those who ask for it.
+            if name in FILES and name != "recalkv":
+                queue.append(name)
+    return ways
+
+
+def room(module: str) -> str:
+    """Folder of a module of the library, or the module's own name where it stands outside of them."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "recalkv" and len(parts) > 1 else ""
+
+
+def crossings(module: str, rooms: set[str]) -> list[str]:
+    return sorted(" -> ".join(way) for name, way in reached(module).items() if room(name) in rooms)
+
+
+def test_the_graph_is_seen() -> None:
+    """Otherwise the tests below would pass on nothing."""
+    assert len(DECODING) > 20
+    assert "recalkv.model.attention" in reached("recalkv.kernels.module")
+    # Imports in functions count.
+    assert "recalkv.model.card" in imports("recalkv.model.modeling")
+    assert crossings("recalkv.method.refit", {"statistics"})
+
+
+@pytest.mark.parametrize("module", DECODING)
+def test_what_decodes_imports_nothing_that_calibrates(module: str) -> None:
+    offline = {"method", "statistics", "text", "store", "params", "evaluation", "reports", "compression", "cli"}
+    assert not crossings(module, offline)
+
+
+@pytest.mark.parametrize("module", DECODING)
+def test_what_decodes_needs_few_packages(module: str) -> None:
+    packages = {name for name in reached(module) if name not in FILES} - set(sys.stdlib_module_names)
+    assert packages <= {"torch", "transformers", "triton", "huggingface_hub", "safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        ("text", {"statistics", "method", "store", "evaluation", "reports", "compression", "cli"}),
+        ("statistics", {"method", "store", "evaluation", "reports", "compression", "cli"}),
+        ("method", {"store", "evaluation", "reports", "compression", "cli"}),
+        ("evaluation", {"compression", "cli"}),
+        ("reports", {"cli"}),
+    ],
+)
+def test_rooms_depend_one_way(own: str, others: set[str]) -> None:
+    assert not [way for name in sorted(FILES) if room(name) == own for way in crossings(name, others)]
+
+
+def test_the_library_knows_no_stages() -> None:
+    assert not [name for name in FILES if imports(name) & {"stages", "tests", "benchmarks"}]
