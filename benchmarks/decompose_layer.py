@@ -14,13 +14,14 @@ from torch import Tensor
 from recalkv.evaluation.resources import peak_resident_mib, resident_mib
 from recalkv.method.lowrank import LowRank
 from recalkv.method.reorder import neighbour_groups
-from recalkv.method.svd import factorize_groups, group_columns, group_parts, relative_error
-from recalkv.statistics.whitening import damped, whitening_factor
+from recalkv.method.svd import factorize_parts, group_columns, group_parts, relative_error
+from recalkv.statistics.whitening import damped
 
 
 def plain_svd(weight: Tensor, gram: Tensor, columns: list[Tensor], ranks: list[int]) -> LowRank:
-    """The textbook route: factor S of C, SVD of S^T W_g, L = S^-T U Sigma^1/2, R = Sigma^1/2 V^T."""
-    factor = whitening_factor(gram)
+    """The textbook route: factor S S^T of C, SVD of S^T W_g, L = S^-T U Sigma^1/2, R = Sigma^1/2 V^T."""
+    values, vectors = torch.linalg.eigh(gram)
+    factor = vectors * values.clamp_min(0).sqrt()
     down, up = [], []
     for index, rank in zip(columns, ranks, strict=True):
         u, s, vh = torch.linalg.svd(factor.T @ weight[:, index], full_matrices=False)
@@ -59,7 +60,7 @@ def main(hidden: int = 4096, heads: int = 32, group_size: int = 4, ratio: float 
     for name, groups in cases.items():
         columns = group_columns(groups, head_dim)
         ranks = [int(len(index) * (1 - ratio)) for index in columns]
-        ours, *our_cost = timed(lambda c=columns, r=ranks: factorize_groups(weight, gram, c, r))  # type: ignore[misc]
+        ours, *our_cost = timed(lambda c=columns, r=ranks: factorize_parts(group_parts(weight, gram, c), r))  # type: ignore[misc]
         theirs, *svd_cost = timed(lambda c=columns, r=ranks: plain_svd(weight, gram, c, r))  # type: ignore[misc]
         torch.testing.assert_close(ours.dense(), theirs.dense(), rtol=1e-6, atol=1e-8)
         for route, factors, cost in (("W^T C W, eigh", ours, our_cost), ("svd(S^T W)", theirs, svd_cost)):
@@ -73,7 +74,7 @@ def main(hidden: int = 4096, heads: int = 32, group_size: int = 4, ratio: float 
     columns = [torch.cat([index, index + hidden]) for index in group_columns(cases["keys (grouped)"], head_dim)]
     ranks = [int(len(index) * (1 - ratio)) for index in columns]
     both = torch.cat([weight, values], dim=1)
-    _, *cost = timed(lambda: factorize_groups(both, gram, columns, ranks, metric, 1e-3))
+    _, *cost = timed(lambda: factorize_parts(group_parts(both, gram, columns, metric, 1e-3), ranks))
     print(f"{'keys and values':<20}{'loss-aware':<14}{cost[0]:>9.1f}{cost[1]:>9.1f}{cost[2]:>10.0f}")
     parts = group_parts(both, gram, columns, metric, 1e-3)
     start = time.perf_counter()

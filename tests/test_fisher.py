@@ -1,5 +1,6 @@
 """Fisher scores: against plain autograd through the whole Hugging Face model, window by window."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +11,48 @@ from torch import Tensor
 from recalkv.errors import NonFiniteError
 from recalkv.model.layers import ModuleSource
 from recalkv.statistics import fisher
-from recalkv.statistics.fisher import FisherScores, collect_fisher_scores
+from recalkv.statistics.fisher import LayerGradients, collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.whitening import collect_input_moments
 from tests.tiny import FAMILIES, calibration, dense_model, windows
 
+Scores = dict[str, Tensor]
+"""``key`` and ``value`` of every layer, and the mean ``loss``."""
 
-def scores_of(
+
+def kept_inputs(source: ModuleSource, ids: Tensor, folder: Path, batch_size: int = 2) -> LayerInputs:
+    """What the whitening pass leaves behind."""
+    inputs = LayerInputs(folder / "inputs", (*ids.shape, source.geometry.hidden), source.precision)
+    for _ in collect_input_moments(source, ids, batch_size, inputs):
+        pass
+    return inputs
+
+
+def gradients_of(
     model: Any,
     ids: Tensor,
     folder: Path,
     batch_size: int = 2,
     kept_by: int = 2,
     precision: str = "float32",
-    **changes: Any,
-) -> FisherScores:
+    done: Collection[int] = (),
+) -> list[LayerGradients]:
     """Whitening pass (which keeps the layers' inputs) and Fisher pass, as the pipeline runs them."""
     source = ModuleSource(model, precision=precision)
-    inputs = LayerInputs(folder / "inputs", *ids.shape, source.geometry.hidden, kept_by, source.precision)
-    for _ in collect_input_moments(source, ids, kept_by, inputs):
-        pass
-    return collect_fisher_scores(source, ids, calibration(batch_size=batch_size, **changes), inputs)
+    inputs = kept_inputs(source, ids, folder, kept_by)
+    return list(collect_gradients(source, ids, calibration(batch_size=batch_size), inputs, done))
 
 
-def reference(model: Any, ids: Tensor) -> FisherScores:
+def scores_of(*arguments: Any, **options: Any) -> Scores:
+    layers = gradients_of(*arguments, **options)
+    assert [layer.index for layer in layers] == [2, 1, 0], "from the last layer to the first"
+    assert len({layer.loss for layer in layers}) == 1
+    figures = [(layer.key_score, layer.value_score) for layer in reversed(layers)]
+    key, value = torch.tensor(figures, dtype=torch.float64).T
+    return {"key": key, "value": value, "loss": torch.tensor(layers[0].loss, dtype=torch.float64)}
+
+
+def reference(model: Any, ids: Tensor) -> Scores:
     """sqrt(mean over windows of grad^2), averaged over the matrix, by plain backward passes."""
     projections = [[getattr(x.self_attn, f"{p}_proj").weight for x in model.model.layers] for p in "kv"]
     squared = [[torch.zeros_like(w, dtype=torch.float64) for w in weights] for weights in projections]
@@ -48,30 +67,27 @@ def reference(model: Any, ids: Tensor) -> FisherScores:
                 total += weight.grad.double() ** 2
     model.zero_grad()
     key, value = (torch.stack([(s / len(ids)).sqrt().mean() for s in sums]) for sums in squared)
-    return FisherScores(key, value, torch.tensor(losses, dtype=torch.float64))
+    return {"key": key, "value": value, "loss": torch.tensor(losses, dtype=torch.float64).mean()}
 
 
-def assert_close(actual: FisherScores, expected: FisherScores, tolerance: float) -> None:
-    for name in ("key", "value", "window_loss"):
-        torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=tolerance, atol=0)
+def assert_close(actual: Scores, expected: Scores, tolerance: float) -> None:
+    for name in ("key", "value", "loss"):
+        torch.testing.assert_close(actual[name], expected[name], rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_plain_autograd(family: str, tmp_path: Path) -> None:
     model, ids = dense_model(family), windows(samples=3, length=40)
-    actual = scores_of(model, ids, tmp_path)
-    assert actual.key.shape == actual.value.shape == (3,)
-    assert actual.key.dtype == actual.value.dtype == torch.float64
-    assert_close(actual, reference(model, ids), 1e-3)
+    assert_close(scores_of(model, ids, tmp_path), reference(model, ids), 1e-3)
 
 
 def test_shortest_windows(tmp_path: Path) -> None:
     model, ids = dense_model("llama-gqa"), windows(samples=4, length=2)
     actual, expected = scores_of(model, ids, tmp_path), reference(model, ids)
-    torch.testing.assert_close(actual.value, expected.value, rtol=1e-3, atol=0)
-    torch.testing.assert_close(actual.window_loss, expected.window_loss, rtol=1e-4, atol=0)
+    torch.testing.assert_close(actual["value"], expected["value"], rtol=1e-3, atol=0)
+    torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0)
     # The one prediction sees one token, whose softmax weight is 1 whatever its key.
-    assert bool((actual.key < 1e-5 * actual.value).all())
+    assert bool((actual["key"] < 1e-5 * actual["value"]).all())
 
 
 def test_batch_size_changes_nothing(tmp_path: Path) -> None:
@@ -79,16 +95,6 @@ def test_batch_size_changes_nothing(tmp_path: Path) -> None:
     expected = scores_of(model, ids, tmp_path / "a", batch_size=5, kept_by=5)
     for batch_size, kept_by in ((1, 5), (2, 3), (3, 1), (50, 2)):
         assert_close(scores_of(model, ids, tmp_path / "b", batch_size, kept_by), expected, 1e-4)
-
-
-def test_drawn_labels_are_each_windows_own(tmp_path: Path) -> None:
-    """Labels drawn from the model depend on the seed and the window, not on the batches."""
-    model, ids = dense_model("llama-gqa"), windows(samples=5, length=24)
-    drawn = scores_of(model, ids, tmp_path / "a", batch_size=5, labels="model")
-    assert_close(scores_of(model, ids, tmp_path / "b", batch_size=2, labels="model"), drawn, 1e-4)
-    assert torch.equal(drawn.window_loss, scores_of(model, ids, tmp_path / "c", batch_size=5).window_loss)
-    for changes in ({"labels": "data"}, {"labels": "model", "seed": 1}):
-        assert not torch.allclose(scores_of(model, ids, tmp_path / "d", **changes).key, drawn.key, rtol=1e-3)
 
 
 def test_logits_in_chunks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,34 +124,40 @@ def test_the_model_is_left_as_it_is(tmp_path: Path) -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_progress_counts_the_layers_down(tmp_path: Path) -> None:
-    source, ids = ModuleSource(dense_model("llama-gqa")), windows(samples=2, length=16)
-    inputs = LayerInputs(tmp_path / "inputs", 2, 16, source.geometry.hidden, 2, torch.float32)
-    list(collect_input_moments(source, ids, 2, inputs))
-    seen: list[int] = []
-    collect_fisher_scores(source, ids, calibration(), inputs, lambda index, _: seen.append(index))
-    assert seen == [2, 1, 0]
+@pytest.mark.parametrize("done", [{2}, {1, 2}, {1}, {0, 2}, {0, 1, 2}])
+def test_layers_that_are_done_are_passed_through_only(done: set[int], tmp_path: Path) -> None:
+    model, ids = dense_model("qwen2-bias"), windows(samples=3, length=16)
+    whole = {layer.index: layer for layer in gradients_of(model, ids, tmp_path)}
+    rest = gradients_of(model, ids, tmp_path, done=done)
+    assert [layer.index for layer in rest] == [index for index in (2, 1, 0) if index not in done]
+    for layer in rest:
+        expected = whole[layer.index]
+        assert (layer.key_score, layer.value_score, layer.loss) == (
+            expected.key_score,
+            expected.value_score,
+            expected.loss,
+        )
+        for name in ("gram", "mean", "key_gradient", "value_gradient"):
+            assert torch.equal(getattr(layer.moments, name), getattr(expected.moments, name))
 
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_nan_in_a_weight_names_the_layer(layer: int, tmp_path: Path) -> None:
     model, ids = dense_model("llama-gqa"), windows(samples=2, length=16)
     source = ModuleSource(model)
-    inputs = LayerInputs(tmp_path / "inputs", 2, 16, source.geometry.hidden, 2, torch.float32)
-    list(collect_input_moments(source, ids, 2, inputs))
+    inputs = kept_inputs(source, ids, tmp_path)
     with torch.no_grad():
         model.model.layers[layer].self_attn.v_proj.weight[0, 0] = float("nan")
     with pytest.raises(NonFiniteError, match=rf"weights of layer {layer} \(self_attn\.v_proj\.weight\)"):
-        collect_fisher_scores(source, ids, calibration(), inputs)
+        list(collect_gradients(source, ids, calibration(), inputs))
 
 
 def test_non_finite_gradients_name_the_layer(tmp_path: Path) -> None:
     source, ids = ModuleSource(dense_model("llama-gqa")), windows(samples=2, length=16)
-    inputs = LayerInputs(tmp_path / "inputs", 2, 16, source.geometry.hidden, 2, torch.float32)
-    list(collect_input_moments(source, ids, 2, inputs))
+    inputs = kept_inputs(source, ids, tmp_path)
     inputs.put(1, 0, torch.full((2, 16, source.geometry.hidden), float("nan")))
     with pytest.raises(NonFiniteError, match=r"gradients of layer 1;.*calibration\.precision.*weights"):
-        collect_fisher_scores(source, ids, calibration(), inputs)
+        list(collect_gradients(source, ids, calibration(), inputs))
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])

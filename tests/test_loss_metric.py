@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import NonFiniteError, ParameterError
-from recalkv.method.svd import factorize_groups, group_columns, spectrum, symmetric_roots, truncated_factors
+from recalkv.method.lowrank import LowRank
+from recalkv.method.svd import GroupPart, factorize_parts, group_columns, group_parts, spectrum, symmetric_roots
 from recalkv.model.layers import ModuleSource
-from recalkv.statistics.fisher import FisherScores, collect_fisher_scores
+from recalkv.statistics.fisher import collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator, predicted_rise
 from recalkv.statistics.whitening import collect_input_moments
@@ -19,13 +20,12 @@ from tests.tiny import calibration, dense_model, windows
 # --- moments ---
 
 
-def collected(model: Any, ids: Tensor, folder: Path, **changes: Any) -> tuple[list[LossMoments], FisherScores]:
+def collected(model: Any, ids: Tensor, folder: Path, **changes: Any) -> list[LossMoments]:
     source, parameters = ModuleSource(model), calibration(**changes)
-    inputs = LayerInputs(folder / "inputs", *ids.shape, source.geometry.hidden, parameters.batch_size, torch.float32)
+    inputs = LayerInputs(folder / "inputs", (*ids.shape, source.geometry.hidden), torch.float32)
     list(collect_input_moments(source, ids, parameters.batch_size, inputs))
-    kept: dict[int, LossMoments] = {}
-    scores = collect_fisher_scores(source, ids, parameters, inputs, kept.__setitem__)
-    return [kept[index] for index in range(source.num_layers)], scores
+    layers = {layer.index: layer.moments for layer in collect_gradients(source, ids, parameters, inputs)}
+    return [layers[index] for index in range(source.num_layers)]
 
 
 def tokens_of(model: Any, ids: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,24 +55,26 @@ def tokens_of(model: Any, ids: Tensor, index: int) -> tuple[Tensor, Tensor, Tens
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen2-bias", "qwen3-qk-norm", "mistral-sliding"])
 def test_moments_are_those_of_plain_autograd(family: str, sinks: int, tmp_path: Path) -> None:
     model, ids = dense_model(family), windows(samples=3, length=24)
-    moments, _ = collected(model, ids, tmp_path, sink_tokens=sinks, sink_weight=0.5, batch_size=2)
+    moments = collected(model, ids, tmp_path, sink_tokens=sinks, batch_size=2)
     for index in (0, 2):
         x, k, v = tokens_of(model, ids, index)
-        gram, weight = torch.zeros(48, 48, dtype=torch.float64), 0.0
+        gram, mean, weight = torch.zeros(48, 48, dtype=torch.float64), torch.zeros(48, dtype=torch.float64), 0.0
         key, value = torch.zeros(2, *k.shape[-1:], k.shape[-1], dtype=torch.float64)
         for window in range(3):
             for t in range(sinks, 24):
                 squared = float(k[window, t].square().sum() + v[window, t].square().sum())
                 gram += squared * torch.outer(x[window, t], x[window, t])
+                mean += squared * x[window, t]
                 weight += squared
                 key += torch.outer(k[window, t], k[window, t])
                 value += torch.outer(v[window, t], v[window, t])
         gram /= weight
         if sinks:
-            gram += 0.5 * sum(torch.outer(x[w, t], x[w, t]) for w in range(3) for t in range(sinks)) / (3 * sinks)
+            gram += sum(torch.outer(x[w, t], x[w, t]) for w in range(3) for t in range(sinks)) / (3 * sinks)
         count = 3 * (24 - sinks)
         for actual, expected in (
             (moments[index].gram, gram),
+            (moments[index].mean, mean / weight),
             (moments[index].key_gradient, key / count),
             (moments[index].value_gradient, value / count),
         ):
@@ -80,76 +82,43 @@ def test_moments_are_those_of_plain_autograd(family: str, sinks: int, tmp_path: 
         assert moments[index].tokens == count
 
 
-def test_gradients_summed_over_a_window(tmp_path: Path) -> None:
-    model, ids = dense_model("llama-gqa"), windows(samples=3, length=24)
-    moments, _ = collected(model, ids, tmp_path, gradients="window")
-    x, k, _ = tokens_of(model, ids, 1)
-    summed = [x[w, 1:].T @ k[w, 1:] for w in range(3)]
-    expected = sum(m.T @ m for m in summed) / (3 * 48)
-    torch.testing.assert_close(
-        moments[1].key_gradient, expected, rtol=1e-3, atol=1e-4 * float(torch.as_tensor(expected).abs().max())
-    )
-
-
 def test_batch_size_changes_nothing(tmp_path: Path) -> None:
     model, ids = dense_model("llama-bias"), windows(samples=5, length=24)
-    whole, _ = collected(model, ids, tmp_path / "a", batch_size=5)
-    split, _ = collected(model, ids, tmp_path / "b", batch_size=2)
+    whole = collected(model, ids, tmp_path / "a", batch_size=5)
+    split = collected(model, ids, tmp_path / "b", batch_size=2)
     for a, b in zip(whole, split, strict=True):
-        for name in ("gram", "key_gradient", "value_gradient"):
+        for name in ("gram", "mean", "key_gradient", "value_gradient"):
             expected = getattr(a, name)
             torch.testing.assert_close(getattr(b, name), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_labels_drawn_by_the_model(tmp_path: Path) -> None:
-    model, ids = dense_model("llama-gqa"), windows(samples=2, length=24)
-    runs = {
-        name: collected(model, ids, tmp_path / name, labels=labels, seed=seed)
-        for name, labels, seed in (("data", "data", 0), ("a", "model", 0), ("b", "model", 0), ("c", "model", 1))
-    }
-    assert torch.equal(runs["a"][0][0].key_gradient, runs["b"][0][0].key_gradient)
-    assert not torch.equal(runs["a"][0][0].key_gradient, runs["c"][0][0].key_gradient)
-    # The reported loss is that of the text, whatever the labels.
-    assert torch.equal(runs["a"][1].window_loss, runs["data"][1].window_loss)
-
-
-def test_drawn_labels_have_no_mean_gradient() -> None:
-    """The score's expectation is zero under the model's own distribution: the draw is from it."""
-    from recalkv.statistics.fisher import _token_losses
-
-    generator = torch.Generator().manual_seed(0)
-    states, head = torch.randn(1, 6, generator=generator).repeat(20000, 1), torch.randn(9, 6, generator=generator)
-    _, gradient = _token_losses(states, torch.zeros(20000, dtype=torch.int64), torch.nn.Identity(), head, generator)
-    error = gradient.std(dim=0) / 20000**0.5
-    assert (gradient.mean(dim=0).abs() < 5 * error).all()
-
-
 @pytest.mark.parametrize("sinks", [0, 1, 2])
-def test_centred_moment_is_that_of_centred_inputs(sinks: int) -> None:
+def test_sums_are_weighted_by_the_gradients_and_sinks_are_added(sinks: int) -> None:
     inputs, keys, values = torch.randn(3, 6, 5) + 2, torch.randn(3, 6, 4), torch.randn(3, 6, 4)
-    sums = LossMomentsAccumulator(5, 4, sinks, 0.5)
-    sums.add(inputs, keys, values)
+    sums = LossMomentsAccumulator(5, 4, sinks)
+    for batch in zip(inputs.split(2), keys.split(2), values.split(2), strict=True):
+        sums.add(*batch)
     moments = sums.finish("layer 0")
     rows = inputs[:, sinks:].flatten(0, 1).double()
     weights = torch.cat([keys, values], dim=-1)[:, sinks:].flatten(0, 1).double().square().sum(dim=1)
-    mean = weights @ rows / weights.sum()
-    torch.testing.assert_close(moments.mean, mean, rtol=1e-5, atol=1e-6)
-    centred = rows - mean
-    expected = centred.T @ (centred * weights[:, None]) / weights.sum()
+    torch.testing.assert_close(moments.mean, weights @ rows / weights.sum(), rtol=1e-5, atol=1e-6)
+    expected = rows.T @ (rows * weights[:, None]) / weights.sum()
     if sinks:
-        first = inputs[:, :sinks].flatten(0, 1).double() - mean
-        expected += 0.5 * first.T @ first / len(first)
-    torch.testing.assert_close(moments.centred_gram(), expected, rtol=1e-4, atol=1e-5)
+        first = inputs[:, :sinks].flatten(0, 1).double()
+        expected += first.T @ first / len(first)
+    torch.testing.assert_close(moments.gram, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(moments.gram, moments.gram.T)
 
 
 def test_zero_gradients_are_defined() -> None:
-    sums = LossMomentsAccumulator(6, 4, 1, 1.0)
+    sums = LossMomentsAccumulator(6, 4, 1)
     inputs, nothing = torch.randn(2, 5, 6), torch.zeros(2, 5, 4)
     sums.add(inputs, nothing, nothing)
     moments = sums.finish("layer 0")
     rows = inputs[:, 1:].flatten(0, 1).double()
     expected = rows.T @ rows / 8 + inputs[:, 0].double().T @ inputs[:, 0].double() / 2
     torch.testing.assert_close(moments.gram, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(moments.mean, rows.mean(dim=0), rtol=1e-5, atol=1e-6)
     assert not moments.key_gradient.any()
     weight = torch.randn(6, 4)
     factors = factorize_groups(weight, moments.gram, group_columns([[0, 1]], 2), [2], moments.key_gradient, 1e-3)
@@ -159,21 +128,21 @@ def test_zero_gradients_are_defined() -> None:
 
 
 def test_windows_of_nothing_but_sinks_are_refused() -> None:
-    sums = LossMomentsAccumulator(6, 4, 5, 1.0)
+    sums = LossMomentsAccumulator(6, 4, 5)
     sums.add(torch.randn(2, 5, 6), torch.randn(2, 5, 4), torch.randn(2, 5, 4))
     with pytest.raises(ParameterError, match=r"calibration\.sink_tokens=5 leaves no token .*calibration\.length"):
         sums.finish("layer 0")
 
 
 def test_non_finite_gradients_name_the_layer() -> None:
-    sums = LossMomentsAccumulator(6, 4, 1, 1.0)
+    sums = LossMomentsAccumulator(6, 4, 1)
     sums.add(torch.randn(1, 5, 6), torch.full((1, 5, 4), float("inf")), torch.zeros(1, 5, 4))
     with pytest.raises(NonFiniteError, match=r"gradients of layer 7;.*calibration\.precision"):
         sums.finish("layer 7")
 
 
 def test_one_window_and_one_token_work(tmp_path: Path) -> None:
-    moments, _ = collected(dense_model("llama-gqa"), windows(samples=1, length=2), tmp_path)
+    moments = collected(dense_model("llama-gqa"), windows(samples=1, length=2), tmp_path)
     assert all(torch.isfinite(layer.gram).all() and layer.tokens == 1 for layer in moments)
 
 
@@ -191,6 +160,16 @@ def problem(
     x = draw(inputs, m) * torch.logspace(0, -1, m, dtype=torch.float64)
     g = draw(outputs, w) * torch.logspace(0, -2, w, dtype=torch.float64)
     return draw(m, w), x.T @ x, g.T @ g
+
+
+def factorize_groups(
+    weight: Tensor, gram: Tensor, columns: list[Tensor], ranks: list[int], gradient: Any = None, damping: float = 0.0
+) -> LowRank:
+    return factorize_parts(group_parts(weight, gram, columns, gradient, damping), ranks)
+
+
+def truncated_factors(weight: Tensor, moment: Tensor, rank: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return GroupPart(weight, moment, gradient).factors(rank)
 
 
 def objective(weight: Tensor, product: Tensor, gram: Tensor, gradient: Tensor) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recalkv import compression as oneshot
 from recalkv.compression import compress_layers
-from recalkv.method.svd import factorize_groups, group_columns, relative_error
+from recalkv.method.svd import factorize_parts, group_columns, group_parts, relative_error
 from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams
 from recalkv.statistics.whitening import MomentAccumulator, damped
@@ -62,7 +62,7 @@ def test_float32_sums_of_outliers_give_the_factors_of_float64(size: float) -> No
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).double() / 8
     columns, ranks = group_columns([[0, 1], [2, 3]], 8), [7, 7]
     errors = [
-        relative_error(weight, factorize_groups(weight, damped(each, 1e-6), columns, ranks).dense(), exact)
+        relative_error(weight, factorize_parts(group_parts(weight, damped(each, 1e-6), columns), ranks).dense(), exact)
         for each in (gram, exact)
     ]
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
@@ -130,8 +130,8 @@ def test_factors_on_the_gpu_are_those_of_the_cpu() -> None:
     gram = damped(rows.double().T @ rows.double() / len(rows), 1e-6)
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).double() / 8
     columns, ranks = group_columns([[0, 1], [2, 3]], 8), [7, 7]
-    here = factorize_groups(weight, gram, columns, ranks).dense()
-    there = factorize_groups(weight.cuda(), gram.cuda(), [index.cuda() for index in columns], ranks).dense()
+    here = factorize_parts(group_parts(weight, gram, columns), ranks).dense()
+    there = factorize_parts(group_parts(weight.cuda(), gram.cuda(), [index.cuda() for index in columns]), ranks).dense()
     torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=1e-8)
 
 

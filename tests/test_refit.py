@@ -1,4 +1,4 @@
-"""Calibration under error beyond the paper's OVC: factors and output projections, each against its definition."""
+"""The refit behind the compressed prefix: values and output projections, each against its definition."""
 
 import copy
 import dataclasses
@@ -6,112 +6,118 @@ from typing import Any
 
 import pytest
 import torch
-from recalkv.algorithm import LayerFactors, LayerRefit, LayerStatistics, refit_layers
-from recalkv.steps import grouping as grouping_step
 from torch import Tensor
 
-from recalkv import algorithm
-from recalkv.compression import collect_statistics
+from recalkv.errors import NonFiniteError
+from recalkv.method import refit
 from recalkv.method.output_fit import OutputMoments, fit_output
-from recalkv.method.ovc import dense_output_target
-from recalkv.method.reorder import least_cost_groups
+from recalkv.method.ovc import calibrate_values
+from recalkv.method.refit import LayerRefit, in_model_order, install
 from recalkv.method.svd import group_columns
-from recalkv.model.layers import ModuleSource
-from recalkv.params import CompressionParams
-from recalkv.statistics.fisher import FisherScores
-from tests.tiny import calibration, dense_model, windows
+from tests.steps import Steps, inputs_of, steps, watched
 
-TARGETS = ("same-input", "dense-output", "residual")
+FAMILIES = ("llama-mha", "llama-bias", "mistral-sliding", "qwen2-mixed-sliding", "qwen3-qk-norm")
+VALUES: dict[str, Any] = {"method": "recalkv", "allocation": "uniform"}
 
 
-class Prepared:
-    """A tiny model with everything that the refit starts from."""
-
-    def __init__(self, family: str, **changes: Any) -> None:
-        self.model = dense_model(family)
-        self.source = ModuleSource(self.model)
-        self.ids = windows(samples=6, length=40)
-        self.parameters = CompressionParams(**({"ratio": 0.5, "group_size": 2} | changes))
-        self.statistics, scores = collect_statistics(self.source, self.ids, calibration(), self.parameters)
-        d_h = self.source.geometry.head_dim
-        groupings = algorithm.group_layers(
-            self.source.geometry, self.weights, self.statistics.__getitem__, scores, self.parameters
-        )
-        self.groups = [grouping.groups for grouping in groupings]
-        energies = algorithm.layer_energies(
-            self.weights, self.statistics.__getitem__, self.groups, d_h, self.parameters
-        )
-        self.ranks, _ = algorithm.allocate(self.source.geometry, scores, self.parameters, energies)
-        self.starts: list[LayerFactors] = [
-            algorithm.factorize_layer(
-                self.weights(i), self.statistics[i], self.groups[i], self.ranks[i], d_h, self.parameters
-            )
-            for i in range(self.source.num_layers)
-        ]
-
-    def weights(self, index: int) -> tuple[Tensor, Tensor]:
-        return algorithm.key_weight(self.source, index), algorithm.value_weight(self.source, index)
-
-    def order(self, index: int) -> Tensor:
-        heads = [head for group in self.groups[index] for head in group]
-        return torch.cat(group_columns([heads], self.source.geometry.head_dim))
-
-    def run(self, **changes: Any) -> list[LayerRefit]:
-        return list(
-            refit_layers(
-                self.source, self.ids, calibration(**changes), self.starts.__getitem__, self.statistics.__getitem__,
-                self.groups, self.ranks, self.parameters,
-            )
-        )  # fmt: skip
-
-    def prefix(self, results: list[LayerRefit], depth: int) -> Any:
-        model = copy.deepcopy(self.model)
-        for index in range(depth):
-            refit = results[index]
-            algorithm.install(model.model.layers[index], refit.keys, refit.values, refit.output, self.order(index))
-        return model
+def parts(layer: LayerRefit) -> list[Tensor]:
+    """All tensors of a refit."""
+    output = [] if layer.output is None else [layer.output]
+    return [*layer.keys.down, *layer.keys.up, *layer.values.down, *layer.values.up, *output]
 
 
-def watched(model: Any, ids: Tensor, index: int) -> dict[str, Tensor]:
-    """A layer's input, attention input, contexts and attention output (without bias) in a plain forward pass."""
-    layer, seen = model.model.layers[index], {}
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args: seen.__setitem__("stream", args[0])),
-        layer.self_attn.k_proj.register_forward_hook(lambda _, args, out: seen.__setitem__("read", args[0])),
-        layer.self_attn.o_proj.register_forward_hook(lambda _, args, out: seen.update(contexts=args[0], output=out)),
-    ]
-    with torch.no_grad():
-        model(ids)
-    for hook in hooks:
-        hook.remove()
-    bias = layer.self_attn.o_proj.bias
-    if bias is not None:
-        seen["output"] = seen["output"] - bias.detach()
-    return seen
+def assert_same(actual: LayerRefit, expected: LayerRefit) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(parts(actual), parts(expected), strict=True))
+    assert (actual.error_before, actual.error_after) == (expected.error_before, expected.error_after)
+
+
+def test_columns_return_to_the_models_order() -> None:
+    weight = torch.randn(5, 6, dtype=torch.float64)
+    order = torch.cat(group_columns([[2, 0], [1]], 2))
+    assert torch.equal(in_model_order(weight[:, order], order), weight)
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_layer_sees_the_compressed_prefix(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = steps(family, samples=4, **VALUES)
+    seen: list[list[Tensor]] = []
+
+    class Spy(refit.MomentAccumulator):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            seen.append([])
+
+        def add(self, inputs: Tensor) -> None:
+            seen[-1].append(inputs.flatten(0, 1).double())
+            super().add(inputs)
+
+    monkeypatch.setattr(refit, "MomentAccumulator", Spy)
+    results = list(given.refit().values())
+    assert len(results) == len(seen) == 3
+    for index, batches in enumerate(seen):
+        expected = inputs_of(given.prefix(index, results), given.ids, index)
+        torch.testing.assert_close(torch.cat(batches), expected, rtol=1e-3, atol=1e-3)
+        if index:
+            clean = inputs_of(given.model, given.ids, index)
+            assert (expected - clean).norm() > 0.05 * clean.norm()
+
+
+@pytest.mark.parametrize("method", ["recalkv", "palu"])
+def test_values_are_calibrated_on_their_layers_own_statistics(method: str) -> None:
+    # palu never calibrates by itself, but its grouped values go through the same code.
+    settings = VALUES | {"method": method, "refit": "values", "damping": 1e-3}
+    given = steps("llama-gqa", samples=8, length=48, **settings)
+    for index, result in enumerate(given.refits):
+        inputs = inputs_of(given.prefix(index), given.ids, index)
+        gram = inputs.T @ inputs / len(inputs)
+        start, columns = given.factors[index], group_columns(given.value_groups(index), 8)
+        expected = calibrate_values(start.values, columns, given.problem(index).values, gram, 1e-3)
+        torch.testing.assert_close(result.values.dense().double(), expected.factors.dense(), rtol=1e-2, atol=2e-3)
+        assert result.error_before == pytest.approx(expected.error_before, rel=1e-2)
+        assert result.error_after == pytest.approx(expected.error_after, rel=1e-2)
+        assert result.error_after <= result.error_before * (1 + 1e-6)
+        assert result.keys is start.keys
+        assert result.output is None
+
+
+def test_first_layer_has_nothing_to_gain() -> None:
+    given = steps("llama-gqa", samples=8, length=48, **VALUES)
+    first, *others = given.refits
+    assert first.error_after == pytest.approx(first.error_before, rel=1e-6)
+    torch.testing.assert_close(first.values.dense(), given.factors[0].values.dense(), rtol=1e-3, atol=1e-4)
+    assert all(layer.error_after < 0.999 * layer.error_before for layer in others)
+
+
+def test_overflow_behind_the_prefix_names_the_layer() -> None:
+    given = Steps("llama-gqa", **VALUES)
+    given.factors[0].keys.down[0].fill_(1e38)
+    with pytest.raises(NonFiniteError, match=r"layer 1 \(behind the compressed prefix\); check the weights"):
+        given.refit()
+
+
+# --- output projections ---
 
 
 @pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-bias", "qwen3-qk-norm", "mistral-sliding"])
-def test_output_is_fitted_to_its_target_behind_the_compressed_prefix(family: str, target: str, joint: bool) -> None:
-    prepared = Prepared(family, refit_target=target, joint=joint, refit_ridge=0.1)
-    results = prepared.run()
-    for index, result in enumerate(results):
-        behind = prepared.prefix(results, index)
-        same = watched(behind, prepared.ids, index)
-        dense = watched(prepared.model, prepared.ids, index)
-        aim = same["output"] if target == "same-input" else dense["output"]
-        if target == "residual":
-            aim = aim + dense["stream"] - same["stream"]
-        start = prepared.starts[index]
-        algorithm.install(behind.model.layers[index], start.keys, start.values, None, prepared.order(index))
-        contexts = watched(behind, prepared.ids, index)["contexts"]
-        weight = prepared.model.model.layers[index].self_attn.o_proj.weight.T.detach()
+def test_output_is_fitted_to_its_target_behind_the_compressed_prefix(family: str, joint: bool) -> None:
+    given = steps(family, joint=joint, refit_ridge=0.1)
+    for index, result in enumerate(given.refits):
+        behind, start = given.prefix(index), given.factors[index]
+        dense = watched(given.model, given.ids, index)
+        # The layer should add what it adds in the dense model, and what the stream already lacks.
+        aim = dense["output"] + dense["stream"] - watched(behind, given.ids, index)["stream"]
+        install(behind.model.layers[index], start.keys, start.values, None, given.order(index))
+        contexts = watched(behind, given.ids, index)["contexts"]
+        weight = given.model.model.layers[index].self_attn.o_proj.weight.T.detach()
         moments = OutputMoments.zeros(*weight.shape)
         moments.add(contexts, aim)
         expected = fit_output(moments, weight, 0.1)
         assert result.output is not None
-        torch.testing.assert_close(result.output, expected, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(result.output, expected.float(), rtol=1e-2, atol=1e-3)
         error = float((contexts @ expected.float() - aim).norm() ** 2 / aim.norm() ** 2)
         assert result.error_after == pytest.approx(error, rel=2e-2, abs=1e-6)
         assert result.error_after <= result.error_before + 1e-6
@@ -119,146 +125,86 @@ def test_output_is_fitted_to_its_target_behind_the_compressed_prefix(family: str
         assert result.values is start.values
 
 
-def test_blend_lies_between_the_targets() -> None:
-    outputs = {}
-    for blend in (0.0, 0.5, 1.0):
-        prepared = Prepared("llama-gqa", refit_target="residual", refit_blend=blend)
-        outputs[blend] = prepared.run()[0].output
-    same = Prepared("llama-gqa", refit_target="same-input").run()[0].output
-    torch.testing.assert_close(outputs[0.0], same, rtol=1e-5, atol=1e-6)
-    # In the first layer the streams agree and the fit is linear in its target.
-    torch.testing.assert_close(outputs[0.5], (outputs[0.0] + outputs[1.0]) / 2, rtol=1e-4, atol=1e-5)
+def test_output_fit_brings_the_stream_nearer_to_the_dense_one() -> None:
+    fitted, plain = (steps("llama-mha", ratio=0.7, refit=refit) for refit in ("output", "none"))
+    with torch.no_grad():
+        dense = fitted.model(fitted.ids, output_hidden_states=True).hidden_states[3]
+        errors = [
+            float((given.prefix(3)(given.ids, output_hidden_states=True).hidden_states[3] - dense).norm())
+            for given in (fitted, plain)
+        ]
+    assert errors[0] < 0.95 * errors[1]
 
 
-@pytest.mark.parametrize("refit", ["output", "factors"])
-@pytest.mark.parametrize("target", ["same-input", "dense-output"])
-def test_batch_size_changes_nothing(refit: str, target: str) -> None:
-    prepared = Prepared("qwen2-bias", refit=refit, refit_target=target, damping=1e-3, refit_ridge=0.1)
-    whole = prepared.run(batch_size=6)
-    for refitted, expected in zip(prepared.run(batch_size=2), whole, strict=True):
-        torch.testing.assert_close(refitted.keys.dense(), expected.keys.dense(), rtol=1e-2, atol=2e-3)
-        torch.testing.assert_close(refitted.values.dense(), expected.values.dense(), rtol=1e-2, atol=2e-3)
-        if refit == "output":
-            torch.testing.assert_close(refitted.output, expected.output, rtol=1e-2, atol=2e-3)
+# --- both ---
+
+REFITS: dict[str, dict[str, Any]] = {"values": VALUES, "output": {"refit_ridge": 0.1}}
 
 
-@pytest.mark.parametrize("target", ["same-input", "dense-output"])
-def test_factors_are_those_of_the_statistics_behind_the_prefix(target: str) -> None:
-    prepared = Prepared("llama-gqa", refit="factors", refit_target=target, damping=1e-3)
-    results = prepared.run()
-    for index, result in enumerate(results):
-        inputs = watched(prepared.prefix(results, index), prepared.ids, index)["read"].double()
-        dense = watched(prepared.model, prepared.ids, index)["read"].double().flatten(0, 1)
-        rows = inputs.flatten(0, 1)
-        gram, sinks = rows.T @ rows / len(rows), inputs[:, 0].T @ inputs[:, 0] / len(inputs)
-        weights = tuple(weight.double() for weight in prepared.weights(index))
-        if target == "dense-output":
-            cross = rows.T @ dense / len(rows)
-            weights = tuple(dense_output_target(gram, cross, weight, 1e-3) for weight in weights)
-        statistics = prepared.statistics[index]
-        loss = statistics.loss
-        assert loss is not None
-        moments = dataclasses.replace(loss, gram=gram + sinks)
-        inside = type(statistics.inputs)(gram, rows.mean(0), len(rows))
-        expected = algorithm.factorize_layer(
-            (weights[0], weights[1]), LayerStatistics(inside, moments), prepared.groups[index],
-            prepared.ranks[index], 8, prepared.parameters,
-        )  # fmt: skip
-        torch.testing.assert_close(result.keys.dense(), expected.keys.dense(), rtol=2e-2, atol=5e-3)
-        torch.testing.assert_close(result.values.dense(), expected.values.dense(), rtol=2e-2, atol=5e-3)
+@pytest.mark.parametrize("settings", REFITS.values(), ids=REFITS)
+def test_batch_size_changes_nothing(settings: dict[str, Any]) -> None:
+    given = steps("qwen2-bias", damping=1e-3, **settings)
+    expected = given.refit(batch_size=6)
+    for batch_size in (1, 4):
+        for index, layer in given.refit(batch_size).items():
+            for actual, other in zip(parts(layer)[-1:], parts(expected[index])[-1:], strict=True):
+                torch.testing.assert_close(actual, other, rtol=1e-2, atol=2e-3)
+            torch.testing.assert_close(layer.values.dense(), expected[index].values.dense(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("settings", REFITS.values(), ids=REFITS)
+def test_windows_beyond_the_refits_are_not_used(settings: dict[str, Any]) -> None:
+    few = steps("llama-gqa", refit_samples=2, **settings)
+    whole = steps("llama-gqa", **settings)
+    cut = copy.copy(whole)
+    cut.ids = whole.ids[:2]
+    for index, layer in cut.refit(batch_size=2).items():
+        assert_same(few.refit(batch_size=2)[index], layer)
+    assert not torch.equal(parts(few.refits[1])[-1], parts(whole.refits[1])[-1])
+
+
+@pytest.mark.parametrize("settings", REFITS.values(), ids=REFITS)
+def test_model_and_starts_are_left_as_they_are(settings: dict[str, Any]) -> None:
+    given = Steps("llama-gqa", **settings)
+    weights = {name: tensor.clone() for name, tensor in given.model.state_dict().items()}
+    starts = copy.deepcopy(given.factors)
+    given.refit()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in given.model.state_dict().items())
+    for factors, before in zip(given.factors, starts, strict=True):
+        for own, kept in ((factors.keys, before.keys), (factors.values, before.values)):
+            assert all(torch.equal(a, b) for a, b in zip(own.down + own.up, kept.down + kept.up, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-mixed-sliding"])
+@pytest.mark.parametrize("settings", [*REFITS.values(), {"refit": "none"}], ids=[*REFITS, "none"])
+@pytest.mark.parametrize("done", [{0}, {0, 1}, {0, 1, 2}, {1}, {2}])
+def test_the_others_get_the_same_bytes_where_layers_are_fitted_already(
+    family: str, settings: dict[str, Any], done: set[int]
+) -> None:
+    given = steps(family, samples=4, length=24, **settings)
+    # As a store gives them back: other tensors of the same values.
+    stored = copy.deepcopy(given.refits)
+    rest = given.refit(fitted=lambda index: stored[index] if index in done else None)
+    assert list(rest) == [index for index in range(3) if index not in done]
+    for index, layer in rest.items():
+        assert_same(layer, given.refits[index])
+
+
+def test_a_layer_that_is_fitted_already_is_the_prefix_of_the_next() -> None:
+    """What is given is taken, whatever it is."""
+    for settings in REFITS.values():
+        given = steps("llama-gqa", **settings)
+        changed = copy.deepcopy(given.refits[0])
+        if changed.output is not None:
+            changed = dataclasses.replace(changed, output=1.5 * changed.output)
+        else:
+            changed.values.up[0].mul_(1.5)
+        rest = given.refit(fitted=lambda index, changed=changed: changed if index == 0 else None)
+        assert not torch.equal(parts(rest[1])[-1], parts(given.refits[1])[-1])
 
 
 def test_no_refit_passes_everything_through() -> None:
-    prepared = Prepared("llama-gqa", refit="none")
-    for start, result in zip(prepared.starts, prepared.run(), strict=True):
+    given = steps("llama-gqa", refit="none")
+    for start, result in zip(given.factors, given.refits, strict=True):
         assert (result.keys, result.values, result.output) == (start.keys, start.values, None)
-
-
-def test_the_model_is_left_as_it_is() -> None:
-    prepared = Prepared("llama-gqa")
-    weights = {name: tensor.clone() for name, tensor in prepared.model.state_dict().items()}
-    prepared.run()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in prepared.model.state_dict().items())
-
-
-# --- groups of all layers ---
-
-
-def total_left_out(prepared: Prepared, groups: list[list[list[int]]]) -> float:
-    """Energy that the allocation leaves out with these groups."""
-    energies = algorithm.layer_energies(
-        prepared.weights, prepared.statistics.__getitem__, groups, 8, prepared.parameters
-    )
-    _, allocation = algorithm.allocate(prepared.source.geometry, None, prepared.parameters, energies)
-    ranks = [rank for unit in allocation.ranks for rank in unit]
-    return sum(float(e[r:].sum()) for e, r in zip((e for layer in energies for e in layer), ranks, strict=True))
-
-
-@pytest.mark.parametrize("joint", [True, False])
-def test_tail_energy_groups_leave_less_than_neighbours(joint: bool) -> None:
-    prepared = Prepared("llama-mha", joint=joint)
-    neighbours = [[[0, 1], [2, 3], [4, 5]]] * 3
-    assert prepared.groups != neighbours
-    assert total_left_out(prepared, prepared.groups) < total_left_out(prepared, neighbours)
-
-
-@pytest.mark.parametrize("allocation", ["uniform", "fisher"])
-def test_tail_energy_groups_under_other_allocations(allocation: str) -> None:
-    """Each layer's groups are the best of all partitions at its rank."""
-    prepared = Prepared("llama-mha", allocation=allocation, group_size=3)
-    index = 1
-    weights, statistics = prepared.weights(index), prepared.statistics[index]
-    kept = sum(prepared.ranks[index].key) / 96
-
-    def left_out(groups: list[list[int]]) -> float:
-        parts, _ = algorithm.latent_parts(weights, statistics, groups, 8, prepared.parameters)
-        return sum(float(part.energies()[round(48 * kept) :].sum()) for part in parts)
-
-    every = [[sorted([0, a, b]), sorted({1, 2, 3, 4, 5} - {a, b})] for a in range(1, 6) for b in range(a + 1, 6)]
-    assert left_out(prepared.groups[index]) <= min(map(left_out, every)) * 1.02
-
-
-def test_groups_by_pairs_save_most_of_what_the_best_groups_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where groups are too many to price each, pairs decide."""
-    prepared = Prepared("llama-mha", group_size=3)
-    inner = least_cost_groups
-    monkeypatch.setattr(grouping_step, "least_cost_groups", lambda *given: inner(*given, priced=0))
-    pairs = algorithm.group_layers(
-        prepared.source.geometry, prepared.weights, prepared.statistics.__getitem__, None, prepared.parameters
-    )
-    neighbours = [[[0, 1, 2], [3, 4, 5]]] * 3
-    least, found, given = (
-        total_left_out(prepared, groups) for groups in (prepared.groups, [g.groups for g in pairs], neighbours)
-    )
-    assert found < given
-    assert found - least <= 0.5 * (given - least)
-
-
-def test_scores_are_not_needed_without_the_fisher_allocation() -> None:
-    prepared = Prepared("llama-gqa", allocation="water-filling")
-    scores: FisherScores | None = None
-    groupings = algorithm.group_layers(
-        prepared.source.geometry, prepared.weights, prepared.statistics.__getitem__, scores, prepared.parameters
-    )
-    assert [grouping.groups for grouping in groupings] == prepared.groups
-
-
-def test_values_in_one_latent_do_not_sway_the_groups_of_keys() -> None:
-    """With whole-matrix values, only what the keys leave out counts."""
-    settings = {"method": "recalkv", "metric": "loss", "grouping": "tail-energy", "allocation": "uniform"}
-    prepared = Prepared("llama-mha", **settings)
-    for index, groups in enumerate(prepared.groups):
-        weights, statistics = prepared.weights(index), prepared.statistics[index]
-
-        def left_out(candidate: list[list[int]], weights: Any = weights, statistics: Any = statistics) -> float:
-            keys, _ = algorithm.latent_parts(weights, statistics, candidate, 8, prepared.parameters)
-            return sum(float(part.energies()[8:].sum()) for part in keys)
-
-        rest = [[1, 2, 3, 4, 5][:i] + [1, 2, 3, 4, 5][i + 1 :] for i in range(5)]
-        every = [
-            [[0, 1 + i], [four[0], four[1 + j]], [h for h in four[1:] if h != four[1 + j]]]
-            for i, four in enumerate(rest)
-            for j in range(3)
-        ]
-        # Up to the ridge on G, which is relative to the whole layer's diagonal in the search.
-        assert left_out(groups) <= min(map(left_out, every)) * 1.02
+        assert result.error_before == result.error_after == start.value_error

@@ -1,6 +1,8 @@
-"""Whitening statistics: moments against stacked activations of a plain forward pass, damping, the factor S."""
+"""Whitening statistics: moments against stacked activations of a plain forward pass, and damping."""
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,32 +11,20 @@ from torch import Tensor
 from recalkv.errors import NonFiniteError
 from recalkv.model.layers import ModuleSource
 from recalkv.statistics.layer_inputs import LayerInputs
-from recalkv.statistics.whitening import (
-    InputMoments,
-    MomentAccumulator,
-    collect_input_moments,
-    damped,
-    whitening_factor,
-)
+from recalkv.statistics.whitening import InputMoments, MomentAccumulator, collect_input_moments, damped
+from tests.steps import inputs_of
 from tests.tiny import FAMILIES, dense_model, windows
 
 
-def attention_inputs(model: torch.nn.Module, ids: Tensor) -> list[Tensor]:
+def attention_inputs(model: Any, ids: Tensor) -> list[Tensor]:
     """What k_proj of each layer read in a plain forward pass, (tokens, m) float64 each."""
-    seen: list[Tensor] = []
-    hooks = [
-        layer.self_attn.k_proj.register_forward_hook(lambda _, args, out: seen.append(args[0].flatten(0, 1).double()))
-        for layer in model.model.layers
-    ]
-    with torch.no_grad():
-        model(ids)
-    for hook in hooks:
-        hook.remove()
-    return seen
+    return [inputs_of(model, ids, index) for index in range(model.config.num_hidden_layers)]
 
 
-def moments_of(model: torch.nn.Module, ids: Tensor, batch_size: int) -> list[InputMoments]:
-    return list(collect_input_moments(ModuleSource(model), ids, batch_size))
+def moments_of(model: Any, ids: Tensor, batch_size: int, done: Collection[int] = ()) -> list[InputMoments]:
+    found = list(collect_input_moments(ModuleSource(model), ids, batch_size, done=done))
+    assert [index for index, _ in found] == [index for index in range(3) if index not in done]
+    return [moments for _, moments in found]
 
 
 def test_moments_of_two_tokens_by_hand() -> None:
@@ -83,15 +73,28 @@ def test_two_runs_agree_bit_for_bit() -> None:
         assert torch.equal(first.mean, second.mean)
 
 
+def test_layers_that_are_done_are_passed_through_only(tmp_path: Path) -> None:
+    model, ids = dense_model("llama-gqa"), windows(samples=5, length=24)
+    whole = moments_of(model, ids, 2)
+    for done in ({0}, {1}, {0, 1}, {2}, {0, 1, 2}):
+        left = [index for index in range(3) if index not in done]
+        for index, moments in zip(left, moments_of(model, ids, 2, done), strict=True):
+            assert torch.equal(moments.gram, whole[index].gram)
+            assert torch.equal(moments.mean, whole[index].mean)
+    keep = LayerInputs(tmp_path, (5, 24, 48), torch.float32)
+    list(collect_input_moments(ModuleSource(model), ids, 2, keep, done={0, 2}))
+    assert [path.name for path in tmp_path.iterdir()] == ["001.bin"]
+
+
 def test_inputs_are_kept_for_the_first_windows_only(tmp_path: Path) -> None:
     model, ids = dense_model("mistral-sliding"), windows(samples=5, length=24)
-    source = ModuleSource(model)
-    keep = LayerInputs(tmp_path / "inputs", 3, 24, source.geometry.hidden, 2, torch.float32)
-    list(collect_input_moments(source, ids, 2, keep))
+    keep = LayerInputs(tmp_path / "inputs", (3, 24, 48), torch.float32)
+    list(collect_input_moments(ModuleSource(model), ids, 2, keep))
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
-    for index in range(source.num_layers):
+    for index in range(3):
         torch.testing.assert_close(keep.get(index, 0, 3), states[index][:3], rtol=1e-4, atol=1e-4)
+    assert all(path.stat().st_size == 3 * 24 * 48 * 4 for path in (tmp_path / "inputs").iterdir())
 
 
 def test_fewer_tokens_than_hidden_size_are_legal() -> None:
@@ -100,8 +103,6 @@ def test_fewer_tokens_than_hidden_size_are_legal() -> None:
         values = torch.linalg.eigvalsh(moments.gram)
         assert int((values > values[-1] * 1e-5).sum()) <= 12
         assert torch.linalg.eigvalsh(damped(moments.gram, 1e-6))[0] > 0
-        factor = whitening_factor(moments.gram)
-        torch.testing.assert_close(factor @ factor.T, moments.gram, rtol=1e-6, atol=1e-6)
 
 
 def test_damping_by_hand() -> None:
@@ -111,15 +112,8 @@ def test_damping_by_hand() -> None:
 
 
 def test_damping_is_relative_to_the_scale() -> None:
-    gram = whitening_factor(torch.eye(5, dtype=torch.float64)) + 0.1
+    gram = torch.eye(5, dtype=torch.float64) + 0.1
     torch.testing.assert_close(damped(gram * 1e6, 1e-3), damped(gram, 1e-3) * 1e6)
-
-
-def test_whitening_factor_reproduces_the_gram_matrix() -> None:
-    inputs = torch.randn(30, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    gram = inputs.T @ inputs
-    factor = whitening_factor(gram)
-    torch.testing.assert_close(factor @ factor.T, gram)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

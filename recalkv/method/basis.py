@@ -52,13 +52,8 @@ def quantizable(
         both = LowRank(
             refit.keys.down, [torch.cat(pair, dim=1) for pair in zip(refit.keys.up, refit.values.up, strict=True)]
         )
-        both = turned(both, key_parts, spec.key_segments, 0)
-        halves = [up.split(up.shape[1] // 2, dim=1) for up in both.up]
-        return replace(
-            refit,
-            keys=LowRank(both.down, [key.contiguous() for key, _ in halves]),
-            values=LowRank(both.down, [value.contiguous() for _, value in halves]),
-        )
+        keys, values = turned(both, key_parts, spec.key_segments, 0).halves()
+        return replace(refit, keys=keys, values=values)
     assert spec.value_segments is not None
     return replace(
         refit,

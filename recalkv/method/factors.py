@@ -38,16 +38,15 @@ def factorize_layer(problem: LayerProblem, groups: Sequence[Sequence[int]], spec
     key_parts, value_parts = problem.parts(groups)
     first, ranks = factorize_parts(key_parts, spec.key_ranks), list(spec.key_ranks)
     if problem.method.joint:
-        halves = [up.split(up.shape[1] // 2, dim=1) for up in first.up]
-        keys = LowRank(first.down, [key.contiguous() for key, _ in halves])
-        values = LowRank(first.down, [value.contiguous() for _, value in halves])
+        keys, values = first.halves()
+        stored = first.float().halves()
     else:
         keys, values = first, factorize_parts(value_parts, spec.value_ranks)
+        stored = keys.float(), values.float()
         ranks += spec.value_ranks
     order, gram = problem.order(groups), problem.statistics.inputs.gram
     return LayerFactors(
-        keys.float(),
-        values.float(),
+        *stored,
         relative_error(problem.keys[:, order], keys.dense(), gram),
         relative_error(problem.values[:, order], values.dense(), gram),
         predicted_rise([part.energies() for part in key_parts + value_parts], ranks),

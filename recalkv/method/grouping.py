@@ -6,7 +6,7 @@ way, and the allocation proper follows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -124,7 +124,9 @@ def _group_costs(problem: LayerProblem, level: float | None, kept: Sequence[int]
     heads, head_dim, method = problem.kv_heads, problem.head_dim, problem.method
     # Comparing pairs of many heads needs no more than float32, and half the memory for products of all with all.
     few = few_groups(heads, method.group_size) or level is None
-    keys, values = problem.parts([list(range(heads))], torch.float64 if few else torch.float32)
+    # One group of all heads, values included, whose moments hold those of every group.
+    whole = replace(problem, method=replace(method, group_size=heads))
+    keys, values = whole.parts([list(range(heads))], torch.float64 if few else torch.float32)
     if method.whole_values:
         # One latent for all values: the groups do not change it.
         values = []

@@ -32,6 +32,12 @@ class LowRank:
         """The m x n projection ``[L_1 R_1, L_2 R_2, ...]`` that the factors stand for."""
         return torch.cat([left @ right for left, right in zip(self.down, self.up, strict=True)], dim=1)
 
+    def halves(self) -> tuple["LowRank", "LowRank"]:
+        """Keys and values that share these latents: the halves of each group's columns, both of this ``down``."""
+        pairs = [up.split(up.shape[1] // 2, dim=1) for up in self.up]
+        keys, values = ([pair[side].contiguous() for pair in pairs] for side in (0, 1))
+        return LowRank(self.down, keys), LowRank(self.down, values)
+
     def float(self) -> "LowRank":
         """The same in float32, as stores keep it."""
         return LowRank([part.float() for part in self.down], [part.float() for part in self.up])

@@ -63,11 +63,6 @@ class Allocation:
     used: int
     dense: int
 
-    @property
-    def compression_ratio(self) -> float:
-        """Achieved fraction of the dense cache's bytes that is removed."""
-        return 1 - self.used / self.dense
-
 
 def allocate_ranks(projections: Sequence[Projection], ratio: float, multiple: int = 1) -> Allocation:
     """Ranks proportional to the scores (Palu, ReCalKV), clipped to [minimum, full], on budget.

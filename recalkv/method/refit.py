@@ -97,15 +97,18 @@ def refit_layers(
     hidden = source.embed(used[mine.start : mine.stop], batch_size)
     dense_hidden = list(hidden) if method.refit == "output" else []
     for index in range(source.num_layers):
-        start, last = starts(index), index + 1 == source.num_layers
+        refit = done = fitted(index)
+        last = index + 1 == source.num_layers
+        if last and done is not None:
+            return
+        start = starts(index)
         order = torch.cat(group_columns(start.groups, source.geometry.head_dim))
         with source.layer(index) as dense_layer:
             layer = _Layer(source, dense_layer, index, order)
-            refit = done = fitted(index)
             if method.refit == "output":
                 targets = _residual_targets(layer, hidden, dense_hidden)
                 layer.install(start.factors.keys, start.factors.values)
-                contexts = [layer.contexts(states) for states in hidden] if done is None or not last else []
+                contexts = [layer.contexts(states) for states in hidden]
                 if refit is None:
                     refit = _fit_output(layer, contexts, targets, start.factors, method)
                 layer.install(start.factors.keys, start.factors.values, refit.output)

@@ -1,4 +1,4 @@
-"""Steps 6 and 7a, grouped (whitened) SVD of key and value projections.
+"""Step 6, grouped (whitened) SVD of key and value projections.
 
 The rank-r minimiser of ``|| S^T (W - L R) ||_F`` with ``S S^T = C`` is usually written with an SVD of
 the m x n matrix ``S^T W``. Its right singular vectors are the eigenvectors of the small n x n matrix
@@ -22,29 +22,23 @@ from recalkv.statistics.whitening import damped
 
 __all__ = [
     "GroupPart",
-    "factorize_groups",
     "factorize_parts",
     "group_columns",
     "group_parts",
     "log_volume",
-    "output_moment",
     "relative_error",
     "spectrum",
     "symmetric_roots",
-    "truncated_factors",
 ]
+
+_Decomposition = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
+"""Energies (descending), eigenvectors, and the roots of G (None for the identity or a zero matrix)."""
 
 
 def group_columns(groups: Sequence[Sequence[int]], head_dim: int) -> list[Tensor]:
     """Column indices of each head group in the projection, (s_g * d_h,) int64 each."""
     offsets = torch.arange(head_dim)
     return [torch.cat([head * head_dim + offsets for head in group]) for group in groups]
-
-
-def output_moment(weight: Tensor, gram: Tensor | None) -> Tensor:
-    """Second moment ``W^T C W`` of the outputs, (n, n); ``gram=None`` stands for the identity (plain SVD)."""
-    moment = weight.T @ (weight if gram is None else gram @ weight)
-    return (moment + moment.T) / 2
 
 
 def spectrum(moment: Tensor, gradient: Tensor | None = None) -> Tensor:
@@ -78,34 +72,7 @@ def log_volume(moment: Tensor, gradient: Tensor | None = None) -> float:
     return 2 * float(torch.linalg.cholesky((inner + inner.T) / 2).diagonal().log().sum())
 
 
-def truncated_factors(
-    weight: Tensor, moment: Tensor, rank: int, gradient: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Best rank-r factors of one group: the minimiser of ``tr(C D G D^T)`` (paper eq. 1 for G = I).
-
-    Parameters
-    ----------
-    weight : (m, w) float64
-        The group's columns ``W_g``.
-    moment : (w, w) float64
-        ``W_g^T C W_g``.
-    rank
-        ``r``, 1 to ``w``.
-    gradient : (w, w) float64 or None
-        Output metric ``G``; None, or a zero matrix, for the identity.
-
-    Returns
-    -------
-    L : (m, r), R : (r, w) float64
-        ``R`` has orthonormal rows, so latents are of the outputs' own magnitude whatever that of G.
-        The sign of each row is fixed (largest component positive): the same input gives the same
-        factors.
-    """
-    return _factors(weight, _decompose(moment, gradient), rank)
-
-
-def _decompose(moment: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Energies (descending), eigenvectors, and the roots of G (None for the identity or a zero matrix)."""
+def _decompose(moment: Tensor, gradient: Tensor | None) -> _Decomposition:
     if gradient is None or not bool(gradient.any()):
         values, vectors = torch.linalg.eigh(moment)
         energies = values.flip(0).clamp_min(0)
@@ -116,22 +83,6 @@ def _decompose(moment: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor,
     return values.flip(0).clamp_min(0), vectors.flip(1), roots
 
 
-def _factors(
-    weight: Tensor, decomposition: tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None], rank: int
-) -> tuple[Tensor, Tensor]:
-    _, vectors, roots = decomposition
-    kept = vectors[:, :rank]
-    if roots is None:
-        right, left = kept, weight @ kept
-    else:
-        root, inverse = roots
-        right, change = torch.linalg.qr(inverse @ kept)
-        left = weight @ (root @ kept) @ change.T
-    peak = right.abs().argmax(dim=0)
-    sign = torch.sign(right[peak, torch.arange(rank, device=right.device)])
-    return left * sign, (right * sign).T.contiguous()
-
-
 def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric square root of a positive semi-definite matrix, and that root's pseudo-inverse."""
     values, vectors = torch.linalg.eigh(matrix)
@@ -139,35 +90,6 @@ def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     root = torch.where(keep, values, 0.0).sqrt()
     inverse = torch.where(keep, 1 / torch.where(keep, root, 1.0), 0.0)
     return (vectors * root) @ vectors.T, (vectors * inverse) @ vectors.T
-
-
-def factorize_groups(
-    weight: Tensor,
-    gram: Tensor | None,
-    columns: Sequence[Tensor],
-    ranks: Sequence[int],
-    gradient: Tensor | None = None,
-    gradient_damping: float = 0.0,
-) -> LowRank:
-    """Grouped SVD of one projection (paper, section 3.2).
-
-    Parameters
-    ----------
-    weight : (m, n)
-        The projection ``W``, row convention (the transpose of ``nn.Linear.weight``).
-    gram : (m, m) or None
-        ``C`` for whitening, or None for a plain SVD.
-    columns
-        Column indices of each group (:func:`group_columns`); one group of all columns is the paper's
-        treatment of values.
-    ranks
-        Rank of each group.
-    gradient : (n, n) or None
-        ``G`` of the loss-aware metric; each group uses its own block.
-    gradient_damping
-        Ridge on each block, relative to its mean diagonal.
-    """
-    return factorize_parts(group_parts(weight, gram, columns, gradient, gradient_damping), ranks)
 
 
 @dataclass(frozen=True)
@@ -181,7 +103,7 @@ class GroupPart:
     moment : (w, w) float64
         ``W_g^T C W_g``.
     gradient : (w, w) float64 or None
-        ``G`` of the group's outputs.
+        ``G`` of the group's outputs; None, or a zero matrix, for the identity.
     """
 
     weight: Tensor
@@ -189,7 +111,7 @@ class GroupPart:
     gradient: Tensor | None
 
     @functools.cached_property
-    def _decomposition(self) -> "tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]":
+    def _decomposition(self) -> _Decomposition:
         return _decompose(self.moment, self.gradient)
 
     def energies(self) -> Tensor:
@@ -197,8 +119,31 @@ class GroupPart:
         return self._decomposition[0]
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Best factors of this rank; see :func:`truncated_factors`. Shares its eigenvectors with the energies."""
-        return _factors(self.weight, self._decomposition, rank)
+        """Best factors of this rank: the minimiser of ``tr(C D G D^T)`` (paper eq. 1 for G = I).
+
+        Parameters
+        ----------
+        rank
+            ``r``, 1 to ``w``.
+
+        Returns
+        -------
+        L : (m, r), R : (r, w) float64
+            ``R`` has orthonormal rows, so latents are of the outputs' own magnitude whatever that of G.
+            The sign of each row is fixed (largest component positive): the same input gives the same
+            factors.
+        """
+        _, vectors, roots = self._decomposition
+        kept = vectors[:, :rank]
+        if roots is None:
+            right, left = kept, self.weight @ kept
+        else:
+            root, inverse = roots
+            right, change = torch.linalg.qr(inverse @ kept)
+            left = self.weight @ (root @ kept) @ change.T
+        peak = right.abs().argmax(dim=0)
+        sign = torch.sign(right[peak, torch.arange(rank, device=right.device)])
+        return left * sign, (right * sign).T.contiguous()
 
 
 def factorize_parts(parts: Sequence[GroupPart], ranks: Sequence[int]) -> LowRank:
@@ -215,7 +160,24 @@ def group_parts(
     gradient_damping: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> list[GroupPart]:
-    """Cut one projection into its groups; see :func:`factorize_groups`."""
+    """Cut one projection into its groups (paper, section 3.2).
+
+    Parameters
+    ----------
+    weight : (m, n)
+        The projection ``W``, row convention (the transpose of ``nn.Linear.weight``).
+    gram : (m, m) or None
+        ``C`` for whitening, or None for a plain SVD.
+    columns
+        Column indices of each group (:func:`group_columns`); one group of all columns is the paper's
+        treatment of values.
+    gradient : (n, n) or None
+        ``G`` of the loss-aware metric; each group uses its own block.
+    gradient_damping
+        Ridge on each block, relative to its mean diagonal.
+    dtype
+        Of the products.
+    """
     weight = weight.to(dtype)
     # One m x m x n product serves all groups.
     weighted = weight if gram is None else gram.to(dtype) @ weight
@@ -230,13 +192,8 @@ def group_parts(
     return parts
 
 
-def relative_error(weight: Tensor, approximation: Tensor, gram: Tensor, error_gram: Tensor | None = None) -> float:
-    """Relative squared output error ``|| X (W' - W) ||^2 / || X W ||^2``, from ``C`` alone.
-
-    ``error_gram`` is that of the inputs which meet the difference, where they are centred.
-    """
-    difference = (approximation - weight).double()
-    gram = gram.double()
-    error = (difference * ((gram if error_gram is None else error_gram.double()) @ difference)).sum()
-    reference = (weight.double() * (gram @ weight.double())).sum()
-    return float(error / reference)
+def relative_error(weight: Tensor, approximation: Tensor, gram: Tensor) -> float:
+    """Relative squared output error ``|| X (W' - W) ||^2 / || X W ||^2``, from ``C`` alone."""
+    weight, gram = weight.double(), gram.double()
+    difference = approximation.double() - weight
+    return float((difference * (gram @ difference)).sum() / (weight * (gram @ weight)).sum())

@@ -54,7 +54,7 @@ class LayerInputs:
         # Opened without truncation: other processes write other windows of the file.
         file = os.open(self._folder / f"{layer:03d}.bin", os.O_WRONLY | os.O_CREAT, 0o644)
         try:
-            content = memoryview(rows.view(torch.uint8).numpy().tobytes())
+            content = rows.view(torch.uint8).numpy().data.cast("B")
             place = first * self._window_bytes
             while content:
                 written = os.pwrite(file, content, place)

@@ -15,7 +15,7 @@ from recalkv.model.layers import LayerSource, attention_input, run_layer
 from recalkv.statistics import distributed
 from recalkv.statistics.layer_inputs import LayerInputs
 
-__all__ = ["InputMoments", "MomentAccumulator", "collect_input_moments", "damped", "whitening_factor"]
+__all__ = ["InputMoments", "MomentAccumulator", "collect_input_moments", "damped"]
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,3 @@ def damped(gram: Tensor, damping: float) -> Tensor:
     """
     ridge = damping * gram.diagonal().mean()
     return gram + ridge * torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
-
-
-def whitening_factor(gram: Tensor) -> Tensor:
-    """Factor ``S`` with ``S S^T = C``, (m, m), by eigen-decomposition (paper, section 4.1; SVD-LLM).
-
-    The grouped SVD of :mod:`recalkv.method.svd` does not need it; it is the reference that the tests
-    and the benchmark compare with. A rank-deficient C is legal.
-    """
-    values, vectors = torch.linalg.eigh(gram.double())
-    return vectors * values.clamp_min(0).sqrt()

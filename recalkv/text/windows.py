@@ -46,7 +46,7 @@ def document_tokens(tokenizer: Any, documents: Sequence[str]) -> list[Tensor]:
 
 def joined_tokens(tokenizer: Any, documents: Sequence[str]) -> Tensor:
     """Token ids of all documents joined by blank lines, (tokens,) int64."""
-    return torch.cat(document_tokens(tokenizer, documents))
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *document_tokens(tokenizer, documents)])
 
 
 def consecutive_windows(tokens: Tensor, window: int, max_windows: int | None = None) -> Windows:

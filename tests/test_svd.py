@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from recalkv.method.lowrank import LowRank
 from recalkv.method.svd import (
-    LowRank,
-    factorize_groups,
+    GroupPart,
+    factorize_parts,
     group_columns,
+    group_parts,
     log_volume,
-    output_moment,
     relative_error,
     spectrum,
-    truncated_factors,
 )
 
 WIDTH, HEADS, HEAD_DIM = 20, 5, 4
@@ -25,6 +25,15 @@ def problem(seed: int = 0, tokens: int = 60) -> tuple[Tensor, Tensor, Tensor]:
     inputs = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
     inputs = inputs * torch.logspace(0, -2, WIDTH, dtype=torch.float64)
     return weight, inputs, inputs.T @ inputs
+
+
+def factorize_groups(weight: Tensor, gram: Tensor | None, columns: list[Tensor], ranks: list[int]) -> LowRank:
+    return factorize_parts(group_parts(weight, gram, columns), ranks)
+
+
+def part_of(weight: Tensor, gram: Tensor | None) -> GroupPart:
+    """One group of all columns."""
+    return group_parts(weight, gram, [torch.arange(weight.shape[1])])[0]
 
 
 def reference(weight: Tensor, gram: Tensor, rank: int) -> tuple[Tensor, float]:
@@ -85,10 +94,17 @@ def test_error_is_that_of_the_outputs() -> None:
     assert relative_error(weight, torch.zeros_like(weight), gram) == pytest.approx(1.0)
 
 
-def test_output_moment_is_that_of_the_outputs() -> None:
+@pytest.mark.parametrize("groups", [[[0, 1, 2, 3, 4]], [[0, 3], [1, 4], [2]]])
+def test_moments_are_those_of_the_outputs(groups: list[list[int]]) -> None:
     weight, inputs, gram = problem()
-    torch.testing.assert_close(output_moment(weight, gram), (inputs @ weight).T @ (inputs @ weight))
-    torch.testing.assert_close(output_moment(weight, None), weight.T @ weight)
+    columns = group_columns(groups, HEAD_DIM)
+    whitened, plain = group_parts(weight, gram, columns), group_parts(weight, None, columns)
+    for index, part, unweighted in zip(columns, whitened, plain, strict=True):
+        outputs = inputs @ weight[:, index]
+        torch.testing.assert_close(part.moment, outputs.T @ outputs)
+        assert torch.equal(part.moment, part.moment.T)
+        torch.testing.assert_close(unweighted.moment, weight[:, index].T @ weight[:, index])
+        assert torch.equal(part.weight, weight[:, index])
 
 
 @pytest.mark.parametrize("whiten", [True, False])
@@ -125,18 +141,16 @@ def test_rank_deficient_gram_needs_no_ridge() -> None:
 
 def test_rows_are_orthonormal_and_signs_fixed() -> None:
     weight, _, gram = problem(4)
-    _, up = truncated_factors(weight, output_moment(weight, gram), 8)
+    _, up = part_of(weight, gram).factors(8)
     torch.testing.assert_close(up @ up.T, torch.eye(8, dtype=torch.float64))
     assert bool((up.gather(1, up.abs().argmax(dim=1, keepdim=True)) > 0).all())
-    again = truncated_factors(weight, output_moment(weight, gram), 8)[1]
-    assert torch.equal(up, again)
-    torch.testing.assert_close(truncated_factors(-weight, output_moment(weight, gram), 8)[1], up)
+    assert torch.equal(up, part_of(weight, gram).factors(8)[1])
+    torch.testing.assert_close(part_of(-weight, gram).factors(8)[1], up)
 
 
 def test_directions_come_in_order_of_importance() -> None:
     weight, _, gram = problem(5)
-    larger = truncated_factors(weight, output_moment(weight, gram), 9)
-    smaller = truncated_factors(weight, output_moment(weight, gram), 4)
+    larger, smaller = (part_of(weight, gram).factors(rank) for rank in (9, 4))
     assert torch.equal(larger[1][:4], smaller[1])
     torch.testing.assert_close(larger[0][:, :4], smaller[0])
 
@@ -145,11 +159,6 @@ def test_float32_weights_are_factorised_in_float64() -> None:
     weight, _, gram = problem(6)
     factors = factorize_groups(weight.float(), gram.float(), [torch.arange(weight.shape[1])], [3])
     assert factors.down[0].dtype == factors.up[0].dtype == torch.float64
-
-
-def test_dense_product_puts_groups_side_by_side() -> None:
-    factors = LowRank([torch.ones(2, 1), 2 * torch.ones(2, 1)], [torch.ones(1, 2), torch.ones(1, 1)])
-    assert factors.dense().tolist() == [[1.0, 1.0, 2.0], [1.0, 1.0, 2.0]]
 
 
 @pytest.mark.parametrize("metric", ["none", "full", "singular", "zero"])

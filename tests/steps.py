@@ -1,0 +1,154 @@
+"""Algorithm 1 on tiny models, step by step and once per session, and what a plain forward pass shows."""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recalkv.compression import Statistics, collect_statistics
+from recalkv.method.allocation import allocate
+from recalkv.method.factors import LayerFactors, factorize_layer
+from recalkv.method.grouping import group_layers, layer_energies
+from recalkv.method.methods import Method, resolve_method
+from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
+from recalkv.method.refit import LayerRefit, LayerStart, install, refit_layers
+from recalkv.method.svd import group_columns
+from recalkv.model.layers import ModuleSource
+from recalkv.params import CompressionParams
+from recalkv.statistics.whitening import InputMoments, MomentAccumulator
+from tests.tiny import calibration, dense_model, windows
+
+
+def method_of(**changes: Any) -> Method:
+    """Method of these compression parameters; the default one at half the bytes, in pairs of heads."""
+    return resolve_method(CompressionParams(**changes))
+
+
+@functools.cache
+def statistics_of(family: str, samples: int = 8, length: int = 48) -> Statistics:
+    """Everything that calibration can know of a tiny model."""
+    return collect_statistics(ModuleSource(dense_model(family)), windows(samples, length), calibration(), method_of())
+
+
+class Steps:
+    """A tiny model and the results of every step; models and results are shared, so tests change copies.
+
+    Parameters
+    ----------
+    family
+        Of :data:`tests.tiny.FAMILIES`.
+    samples, length
+        Calibration windows.
+    changes
+        Compression parameters.
+    """
+
+    def __init__(self, family: str, samples: int = 6, length: int = 40, **changes: Any) -> None:
+        self.model, self.ids = dense_model(family), windows(samples, length)
+        self.source, self.method = ModuleSource(self.model), method_of(**changes)
+        self.geometry, self.statistics = self.source.geometry, statistics_of(family, samples, length)
+
+    @functools.cached_property
+    def groups(self) -> list[list[list[int]]]:
+        """Key groups of every layer."""
+        scores = self.statistics.scores
+        return [grouping.groups for grouping in group_layers(self.geometry, self.problem, scores, self.method)]
+
+    @functools.cached_property
+    def specs(self) -> list[Any]:
+        """Ranks of every layer."""
+        energies = layer_energies(self.problem, self.groups) if self.method.allocation == "water-filling" else None
+        return allocate(self.geometry, self.statistics.scores, self.method, energies)[0]
+
+    @functools.cached_property
+    def factors(self) -> list[LayerFactors]:
+        """Factors of every layer, on the dense model's inputs."""
+        layers = zip(range(self.geometry.layers), self.groups, self.specs, strict=True)
+        return [factorize_layer(self.problem(index), groups, spec) for index, groups, spec in layers]
+
+    @functools.cached_property
+    def refits(self) -> list[LayerRefit]:
+        """Every layer after the refit, in batches of three windows."""
+        return list(self.refit().values())
+
+    def problem(self, index: int) -> LayerProblem:
+        """Problem of one layer."""
+        return LayerProblem.of(self.source, index, self.statistics.layer(index), self.method)
+
+    def value_groups(self, index: int) -> list[list[int]]:
+        """Value groups of one layer."""
+        return value_groups(self.groups[index], self.method)
+
+    def order(self, index: int) -> Tensor:
+        """Columns of the projections in the order of the factors."""
+        return torch.cat(group_columns(self.groups[index], self.geometry.head_dim))
+
+    def refit(
+        self, batch_size: int = 3, fitted: Callable[[int], LayerRefit | None] = lambda index: None
+    ) -> dict[int, LayerRefit]:
+        """The refit of all layers but the fitted ones, by layer."""
+        return dict(refit_layers(self.source, self.ids, batch_size, self.start, self.method, fitted))
+
+    def start(self, index: int) -> LayerStart:
+        """What the refit of one layer starts from."""
+        return LayerStart(self.factors[index], self.groups[index], self.value_groups(index))
+
+    def prefix(self, depth: int, refits: Sequence[LayerRefit] | None = None) -> Any:
+        """A fresh dense model whose first layers have the reconstructed weights."""
+        model = copy.deepcopy(self.model)
+        for index, refit in enumerate((refits or self.refits)[:depth]):
+            install(model.model.layers[index], refit.keys, refit.values, refit.output, self.order(index))
+        return model
+
+
+@functools.cache
+def steps(family: str, samples: int = 6, length: int = 40, **changes: Any) -> Steps:
+    """The same of the same arguments."""
+    return Steps(family, samples, length, **changes)
+
+
+@torch.no_grad()
+def watched(model: Any, ids: Tensor, index: int) -> dict[str, Tensor]:
+    """What passes through one layer in a plain forward pass, (windows, length, .) float32.
+
+    ``stream``: the layer's input; ``read``: that of its projections; ``contexts``: the heads' outputs side by side;
+    ``output``: what the output projection adds, without its bias.
+    """
+    layer, seen = model.model.layers[index], {}
+    attention = layer.self_attn
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: seen.__setitem__("stream", args[0])),
+        attention.k_proj.register_forward_hook(lambda _, args, out: seen.__setitem__("read", args[0])),
+        attention.o_proj.register_forward_hook(lambda _, args, out: seen.update(contexts=args[0], output=out)),
+    ]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    if attention.o_proj.bias is not None:
+        seen["output"] = seen["output"] - attention.o_proj.bias
+    return seen
+
+
+def inputs_of(model: Any, ids: Tensor, index: int) -> Tensor:
+    """What the projections of one layer read in a plain forward pass, (tokens, m) float64."""
+    return watched(model, ids, index)["read"].flatten(0, 1).double()
+
+
+def moments_of(rows: Tensor) -> InputMoments:
+    """Moments of (tokens, m) inputs."""
+    sums = MomentAccumulator(rows.shape[1])
+    sums.add(rows)
+    return sums.finish("layer 0")
+
+
+def problem_of(keys: Tensor, values: Tensor, rows: Tensor, head_dim: int, **changes: Any) -> LayerProblem:
+    """Problem of these weights, with the plain moments of these inputs."""
+    return LayerProblem(keys, values, LayerStatistics(moments_of(rows)), head_dim, method_of(**changes))
+
+
+def left_out(energies: Sequence[Tensor], ranks: Sequence[int]) -> float:
+    """Energy that these ranks discard."""
+    return sum(float(own[rank:].sum()) for own, rank in zip(energies, ranks, strict=True))

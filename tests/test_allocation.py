@@ -1,0 +1,100 @@
+"""Allocation over a whole model: which latents there are, whose scores and energies they get, and their bits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from recalkv.errors import BudgetError, ParameterError
+from recalkv.method.allocation import allocate
+from recalkv.method.bits import mixed_bits
+from recalkv.method.ranks import water_filling
+from recalkv.model.families import AttentionGeometry
+from recalkv.model.spec import LayerSpec
+from recalkv.statistics.fisher import FisherScores
+from tests.steps import method_of
+
+GEOMETRY = AttentionGeometry(hidden=240, heads=6, kv_heads=3, head_dim=80, layers=2)
+SCORES = FisherScores(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+
+
+def energies_of(*widths: int, seed: int = 0) -> list[list[torch.Tensor]]:
+    """Descending energies of two layers' latents."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.rand(width, generator=generator).sort(descending=True).values for width in widths] for _ in "ab"]
+
+
+def test_keys_get_a_rank_per_group_and_whole_values_one() -> None:
+    specs, allocation = allocate(GEOMETRY, None, method_of(method="recalkv", allocation="uniform"))
+    assert specs == [LayerSpec([80, 40], [120])] * 2
+    assert allocation.dense == GEOMETRY.dense_elements_per_token == 960
+    assert allocation.used == allocation.budget == 480
+
+
+def test_grouped_values_get_a_rank_per_group() -> None:
+    specs, _ = allocate(GEOMETRY, None, method_of(method="palu", allocation="uniform"))
+    assert specs == [LayerSpec([80, 40], [80, 40])] * 2
+
+
+def test_joint_latents_are_as_wide_as_keys_and_values() -> None:
+    specs, allocation = allocate(GEOMETRY, None, method_of(allocation="uniform"))
+    assert specs == [LayerSpec([160, 80], [160, 80], joint=True)] * 2
+    assert allocation.used == sum(spec.cached_elements for spec in specs) == 480
+
+
+def test_scores_reach_their_own_projections() -> None:
+    settings = {"method": "recalkv", "ratio": 0.75, "group_size": 3}
+    specs, _ = allocate(GEOMETRY, SCORES, method_of(**settings))
+    assert specs == [LayerSpec([24], [72]), LayerSpec([48], [96])]
+    uniform, _ = allocate(GEOMETRY, SCORES, method_of(allocation="uniform", **settings))
+    assert uniform == [LayerSpec([60], [60])] * 2
+    # A latent of both has the scores of both: 4 and 6.
+    joint, _ = allocate(GEOMETRY, SCORES, method_of(allocation="fisher", ratio=0.75, group_size=3))
+    assert joint == [LayerSpec([96], [96], joint=True), LayerSpec([144], [144], joint=True)]
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_energies_reach_their_own_latents(joint: bool) -> None:
+    energies = energies_of(*((320, 160) if joint else (160, 80, 160, 80)))
+    specs, allocation = allocate(GEOMETRY, None, method_of(joint=joint, ratio=0.7), energies)
+    flat = [unit.tolist() for layer in energies for unit in layer]
+    ranks, budget, used = water_filling(flat, 0.7)
+    assert (allocation.budget, allocation.used, allocation.dense) == (budget, used, 960)
+    given = [rank for spec in specs for rank in [*spec.key_ranks, *(() if joint else spec.value_ranks)]]
+    assert given == ranks
+    assert all(spec.joint == joint and not spec.quantised for spec in specs)
+
+
+@pytest.mark.parametrize("changes", [{}, {"joint": False}, {"method": "recalkv"}, {"method": "palu"}])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_equal_bits_meet_the_bytes_of_the_ratio(changes: dict[str, Any], bits: int) -> None:
+    method = method_of(bits=bits, ratio=0.9, **changes)
+    widths = (320, 160) if method.joint else (160, 80, 240) if method.whole_values else (160, 80, 160, 80)
+    specs, allocation = allocate(GEOMETRY, SCORES, method, energies_of(*widths))
+    assert sum(spec.cached_elements for spec in specs) == allocation.used
+    for spec in specs:
+        assert spec.key_segments == tuple(((rank, bits),) for rank in spec.key_ranks)
+        assert spec.value_segments == (None if method.joint else tuple(((rank, bits),) for rank in spec.value_ranks))
+    budget, spent = round(960 * 16 * 0.1), sum(spec.cached_bits for spec in specs)
+    # Less than an element is left over, and what padding each latent did not need.
+    assert budget - bits - 7 * 2 * len(widths) < spent <= budget
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_mixed_bits_give_every_latent_segments_of_its_own(joint: bool) -> None:
+    energies = energies_of(*((320, 160) if joint else (160, 80, 160, 80)))
+    specs, allocation = allocate(GEOMETRY, None, method_of(joint=joint, ratio=0.8, bits="mixed"), energies)
+    expected = mixed_bits([unit.tolist() for layer in energies for unit in layer], 0.8)
+    given = [list(group) for spec in specs for group in [*spec.key_segments, *(spec.value_segments or ())]]
+    assert given == expected
+    assert allocation.used == sum(width for unit in expected for width, _ in unit)
+
+
+def test_refusals_name_the_remedy() -> None:
+    with pytest.raises(ParameterError, match=r"compression\.group_size=4 .* 3 key/value heads; set it to 3"):
+        allocate(GEOMETRY, None, method_of(method="recalkv", group_size=4))
+    with pytest.raises(BudgetError, match=r"compression\.ratio=0\.99"):
+        allocate(GEOMETRY, None, method_of(method="palu", ratio=0.99, rank_multiple=32, allocation="uniform"))
+    narrow = AttentionGeometry(hidden=48, heads=6, kv_heads=3, head_dim=8, layers=2)
+    with pytest.raises(BudgetError, match=r"ratio=0\.97 leaves \d+ latents of 8 bits to 4 groups; lower the ratio"):
+        allocate(narrow, None, method_of(ratio=0.97, bits=8, allocation="uniform"))

@@ -1,0 +1,211 @@
+"""The one call's steps as a whole: on layers, with and without statistics, and the model that is put together."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from recalkv.compression import CompressedLayers, collect_statistics, compress_layers
+from recalkv.errors import NonFiniteError
+from recalkv.method.refit import LayerRefit
+from recalkv.method.svd import relative_error
+from recalkv.model.layers import ModuleSource
+from recalkv.params import CompressionParams
+from tests.steps import inputs_of, method_of, statistics_of, steps
+from tests.tiny import assemble, calibration, dense_model, reconstructed_twin, windows
+
+FAMILIES = ("llama-mha", "llama-bias", "mistral-sliding", "qwen2-mixed-sliding", "qwen3-qk-norm")
+METHODS = ("loss-aware", "recalkv", "palu", "svd")
+
+
+def layers_of(model: Any, ids: Tensor, batch_size: int = 4, **changes: Any) -> CompressedLayers:
+    return compress_layers(ModuleSource(model), ids, calibration(batch_size=batch_size), CompressionParams(**changes))
+
+
+def tensors(result: CompressedLayers) -> list[Tensor]:
+    """All factors, output projections and means."""
+    factors = [part for each in result.keys + result.values for part in (*each.down, *each.up)]
+    return factors + [part for part in (*result.outputs, *result.input_means) if part is not None]
+
+
+def assert_same(first: CompressedLayers, second: CompressedLayers) -> None:
+    assert first.specs == second.specs
+    assert first.permutations == second.permutations
+    assert first.predicted_rises == second.predicted_rises
+    assert all(torch.equal(a, b) for a, b in zip(tensors(first), tensors(second), strict=True))
+
+
+def output_errors(model: Any, result: CompressedLayers, ids: Tensor) -> float:
+    """Sum of the relative output errors of all keys and values on the dense model's inputs."""
+    total, twin = 0.0, reconstructed_twin(model, result)
+    for index in range(len(result.keys)):
+        inputs = inputs_of(model, ids, index)
+        for name in ("k_proj", "v_proj"):
+            dense, changed = (getattr(m.model.layers[index].self_attn, name).weight.detach().T for m in (model, twin))
+            total += relative_error(dense, changed, inputs.T @ inputs)
+    return total
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["loss-aware", "recalkv"])
+def test_no_compression_reproduces_the_model(method: str, family: str) -> None:
+    model, ids = dense_model(family), windows(samples=2, length=40)
+    result = layers_of(model, ids, ratio=0.0, method=method)
+    with torch.no_grad():
+        expected, actual = model(ids).logits, reconstructed_twin(model, result)(ids).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_error_grows_with_the_ratio(method: str) -> None:
+    model, ids, known = dense_model("llama-gqa"), windows(samples=4, length=24), statistics_of("llama-gqa", 4, 24)
+    errors, rises = [], []
+    for ratio in (0.0, 0.3, 0.6, 0.9):
+        parameters = CompressionParams(ratio=ratio, method=method)  # type: ignore[arg-type, call-arg]
+        result = compress_layers(ModuleSource(model), ids, calibration(), parameters, statistics=known)
+        errors.append(output_errors(model, result, ids))
+        rises.append(sum(result.predicted_rises))
+        assert len(result.predicted_rises) == 3
+    for series in (errors, rises):
+        assert series == sorted(series)
+        assert series[0] < 1e-6 < series[1]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"method": "recalkv"}, {"method": "palu"}, {"damping": 0.0}, {"refit_ridge": 0.0}, {"bits": 4}]
+)
+def test_fewer_tokens_than_hidden_size_work(changes: dict[str, Any]) -> None:
+    model, ids = dense_model("llama-gqa"), windows(samples=1, length=12)  # 12 tokens, m = 48
+    result = layers_of(model, ids, batch_size=1, **changes)
+    assert all(bool(torch.isfinite(part).all()) for part in tensors(result))
+    with torch.no_grad():
+        assert bool(torch.isfinite(reconstructed_twin(model, result)(ids).logits).all())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", [{}, {"method": "recalkv", "bits": 4}], ids=["default", "quantised"])
+def test_two_runs_agree_bit_for_bit(precision: str, changes: dict[str, Any]) -> None:
+    first, second = (
+        compress_layers(
+            ModuleSource(dense_model("llama-gqa"), precision=precision),
+            windows(),
+            calibration(),
+            CompressionParams(**changes),
+        )
+        for _ in range(2)
+    )
+    assert_same(first, second)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"method": "recalkv"}, {"method": "palu", "allocation": "uniform"}, {"bits": "mixed"}]
+)
+def test_given_statistics_give_the_same_as_collected_ones(changes: dict[str, Any]) -> None:
+    """Also statistics that know more than the method asks for."""
+    result = compress_layers(
+        ModuleSource(dense_model("llama-gqa")),
+        windows(),
+        calibration(),
+        CompressionParams(**changes),
+        statistics=statistics_of("llama-gqa", 8, 48),
+    )
+    assert_same(layers_of(dense_model("llama-gqa"), windows(), **changes), result)
+
+
+def test_given_statistics_are_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recalkv.compression.collect_statistics", lambda *_: pytest.fail("collected again"))
+    known = statistics_of("llama-gqa", 8, 48)
+    compress_layers(
+        ModuleSource(dense_model("llama-gqa")), windows(), calibration(), CompressionParams(), statistics=known
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "gradients"),
+    [
+        ({}, True),
+        ({"method": "recalkv"}, True),
+        ({"method": "recalkv", "allocation": "uniform"}, False),
+        ({"method": "svd", "metric": "loss", "allocation": "uniform"}, True),
+    ],
+)
+def test_gradients_are_collected_where_the_method_needs_them(
+    changes: dict[str, Any], gradients: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    known = collect_statistics(
+        ModuleSource(dense_model("llama-gqa")), windows(2, 8), calibration(), method_of(**changes)
+    )
+    assert (known.scores is not None) == gradients
+    for index in range(3):
+        assert (known.layer(index).loss is not None) == gradients
+        assert known.layer(index).inputs.tokens == 16
+    assert not list(tmp_path.iterdir()), "inputs are left behind"
+
+
+def test_gradients_are_of_the_first_windows() -> None:
+    source, ids = ModuleSource(dense_model("llama-gqa")), windows(4, 16)
+    few = collect_statistics(source, ids, calibration(fisher_samples=2), method_of())
+    expected = collect_statistics(source, ids[:2], calibration(), method_of())
+    for index in range(3):
+        assert few.layer(index).inputs.tokens == 64
+        assert few.layer(index).loss.tokens == expected.layer(index).loss.tokens == 30
+        torch.testing.assert_close(few.layer(index).loss.gram, expected.layer(index).loss.gram, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(few.scores.key, expected.scores.key, rtol=1e-5, atol=0)
+
+
+def test_nan_in_the_last_layer_is_found_without_fisher_scores() -> None:
+    model = dense_model("llama-gqa")
+    with torch.no_grad():
+        model.model.layers[2].self_attn.k_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"weights of layer 2 \(self_attn\.k_proj\.weight\)"):
+        layers_of(model, windows(), method="recalkv", allocation="uniform")
+
+
+def test_progress_names_every_step_and_counts_to_the_end() -> None:
+    told: list[tuple[str, int, int]] = []
+    source = ModuleSource(dense_model("llama-gqa"))
+    compress_layers(source, windows(2, 8), calibration(), CompressionParams(), lambda *step: told.append(step))
+    names = ("whiten", "fisher", "reorder", "factorize", "calibrate")
+    assert told == [(name, done, 3) for name in names for done in (1, 2, 3)]
+
+
+def test_results_are_those_of_the_steps() -> None:
+    for changes in ({}, {"method": "recalkv"}):
+        given = steps("llama-mha", samples=8, length=48, **changes)
+        source, parameters = ModuleSource(given.model), CompressionParams(**changes)
+        result = compress_layers(source, given.ids, calibration(batch_size=3), parameters, statistics=given.statistics)
+        assert result.specs == given.specs
+        assert result.permutations == [[head for group in groups for head in group] for groups in given.groups]
+        assert result.predicted_rises == [layer.predicted_rise for layer in given.factors]
+        assert result.input_means == [None] * 3
+        for actual, expected in zip(result.refits, given.refits, strict=True):
+            assert isinstance(actual, LayerRefit)
+            assert torch.equal(actual.keys.dense(), expected.keys.dense())
+            assert torch.equal(actual.values.dense(), expected.values.dense())
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": "recalkv"}, {"bits": 4}], ids=["joint", "separate", "quantised"])
+def test_checkpoint_round_trip(changes: dict[str, Any], tmp_path: Path) -> None:
+    dense, parameters = dense_model("llama-gqa"), CompressionParams(**changes)
+    result = compress_layers(
+        ModuleSource(dense), windows(), calibration(), parameters, statistics=statistics_of("llama-gqa", 8, 48)
+    )
+    compressed = assemble(dense, result, parameters)
+    compressed.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert any("v_proj" in name for name in loaded.state_dict()) == (changes.get("method") == "recalkv")
+    with torch.no_grad():
+        assert torch.equal(loaded(windows(2, 20)).logits, compressed(windows(2, 20)).logits)
+
+
+def test_the_dense_model_is_left_as_it_is() -> None:
+    model = dense_model("llama-gqa")
+    before = copy.deepcopy(model.state_dict())
+    layers_of(model, windows(2, 24))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,103 @@
+"""The method is resolved once: its own choices, those of the parameters, and what excludes what."""
+
+import dataclasses
+import typing
+from typing import Any
+
+import pytest
+import torch
+
+from recalkv.compression import compress_layers
+from recalkv.errors import ParameterError
+from recalkv.method.methods import METHODS, Choices, resolve_method
+from recalkv.model.layers import ModuleSource
+from recalkv.params import CompressionParams
+from tests.steps import method_of
+from tests.tiny import calibration, dense_model, windows
+
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "metric": ("weight", "activation", "loss"),
+    "joint": (True, False),
+    "grouping": ("neighbours", "cka", "tail-energy"),
+    "allocation": ("water-filling", "fisher", "uniform"),
+    "refit": ("none", "values", "output"),
+}
+
+
+def chosen(method: Choices) -> dict[str, Any]:
+    return {each.name: getattr(method, each.name) for each in dataclasses.fields(Choices)}
+
+
+def test_every_method_of_the_parameters_is_described() -> None:
+    assert set(typing.get_args(CompressionParams.model_fields["method"].annotation)) == set(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_auto_is_the_methods_own(name: str) -> None:
+    method = method_of(method=name)
+    assert chosen(method) == chosen(METHODS[name])
+    given = CompressionParams(method=name)  # type: ignore[call-arg]
+    numbers = {each.name for each in dataclasses.fields(method)} - set(chosen(method))
+    assert {number: getattr(method, number) for number in numbers} == given.model_dump(include=numbers)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("choice", "value"), [(choice, value) for choice in OTHERS for value in OTHERS[choice]])
+def test_a_choice_of_its_own_changes_nothing_else(name: str, choice: str, value: Any) -> None:
+    # A latent of keys and values has no OVC; the two are refused together below.
+    refit = {"refit": "none"} if (choice, value) in (("joint", True), ("refit", "values")) else {}
+    joint = {"joint": False} if (choice, value) == ("refit", "values") else {}
+    changes = refit | joint | {choice: value}
+    expected = chosen(METHODS[name]) | changes
+    if expected["joint"]:
+        expected["whole_values"] = False
+    assert chosen(method_of(method=name, **changes)) == expected
+
+
+def test_values_are_grouped_alone_with_the_keys_or_all_at_once() -> None:
+    assert method_of(method="recalkv", group_size=2).value_group_size(5) == 5
+    assert method_of(method="palu", group_size=2).value_group_size(5) == 2
+    # Values that share the keys' latents are grouped as these are.
+    assert method_of(method="recalkv", joint=True, refit="none", group_size=2).value_group_size(5) == 2
+
+
+@pytest.mark.parametrize(("bits", "quantised"), [(16, False), (8, True), (2, True), ("mixed", True)])
+def test_fewer_than_sixteen_bits_are_quantised(bits: int | str, quantised: bool) -> None:
+    assert method_of(bits=bits).quantised is quantised
+
+
+CONFLICTS: list[tuple[dict[str, Any], str]] = [
+    ({"refit": "values"}, r"compression\.refit=values .*joint=true shares .*; set joint to false, or refit to output"),
+    ({"method": "recalkv", "joint": True}, r"compression\.refit=values .* set joint to false, or refit to"),
+    (
+        {"method": "palu", "bits": "mixed"},
+        r"compression\.bits=mixed .* compression\.allocation=fisher does not use; set allocation to water-filling, or",
+    ),
+    ({"bits": "mixed", "allocation": "uniform"}, r"bits=mixed .*allocation=uniform does not use; set allocation to"),
+    ({"bits": "mixed", "rank_multiple": 16}, r"compression\.rank_multiple=16 must be 1 with compression\.bits=mixed"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFLICTS)
+def test_choices_that_exclude_each_other_are_refused_before_any_work(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = CompressionParams(**changes)
+    with pytest.raises(ParameterError, match=message):
+        resolve_method(parameters)
+    source = ModuleSource(dense_model("llama-gqa"))
+    monkeypatch.setattr(source, "tensor", lambda name: pytest.fail(f"{name} was read"))
+    with pytest.raises(ParameterError, match=message):
+        compress_layers(source, windows(), calibration(), parameters)
+
+
+@pytest.mark.parametrize("changes", [{"bits": "mixed"}, {"bits": 4, "rank_multiple": 16}, {"joint": False}])
+def test_their_neighbours_are_legal(changes: dict[str, Any]) -> None:
+    method_of(**changes)
+
+
+def test_too_large_a_group_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ModuleSource(dense_model("llama-gqa"))
+    monkeypatch.setattr(source, "tensor", lambda name: pytest.fail(f"{name} was read"))
+    with pytest.raises(ParameterError, match=r"compression\.group_size=4 must be between 1 and .* 3 .*; set it to 3"):
+        compress_layers(source, torch.zeros(1, 2), calibration(), CompressionParams(group_size=4))  # type: ignore[call-arg]
