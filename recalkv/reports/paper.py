@@ -3,11 +3,10 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
+from recalkv.presets import DEFAULT, preset, preset_names
 
 __all__ = ["Beside", "Measured", "beside_paper", "paper_rows"]
 
@@ -51,11 +50,7 @@ class Beside:
 
 def paper_rows(path: Path, model_id: str) -> list[dict[str, Any]]:
     """Rows of the paper's tables for a model by its id on the hub; none for a model that it does not have."""
-    known = {
-        yaml.safe_load(preset.read_text())["model"]["id"]: preset.name.removesuffix(".yaml")
-        for preset in files("recalkv.presets").iterdir()
-        if preset.name.endswith(".yaml")
-    }
+    known = {preset(name).model.id: name for name in preset_names() if name != DEFAULT}
     if model_id not in known or not path.exists():
         return []
     rows = json.loads(path.read_text())["rows"]
