@@ -14,7 +14,7 @@ from stages.stored import Stored
 @stage(parallel=True)
 def calibrate(run: Stage) -> None:
     """Fit each layer again, as the method asks; write the final factors, in the basis of the cache."""
-    stored, method = Stored(run), resolve_method(run.params.compression)
+    stored, method = Stored(run, run.precision), resolve_method(run.params.compression)
     specs, windows = stored.specs(), run.read("sample").get("windows")
     record = run.params.compression.model_dump(mode="json", include={"method", "refit", "refit_ridge", "refit_samples"})
     settings = run.params.model_dump(mode="json", include={"calibration", "compression"}) | {"precision": run.precision}

@@ -28,7 +28,7 @@ def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figur
     setting = {name.removeprefix("compression."): value for name, value in setting.items()}
     own = {name: value for name, value in setting.items() if "." not in name}
     parameters = run.params.compression.model_copy(update=_AS_MEANT | own)
-    stored, baseline, folder = Stored(run), run.read("baseline"), run.model().folder
+    stored, baseline, folder = Stored(run, run.precision), run.read("baseline"), run.model().folder
     result = compress_layers(
         stored.source,
         run.read("sample").get("windows"),

@@ -79,9 +79,9 @@ class Stage:
         """Type of the calibration's matrix products on this device."""
         return resolve_precision(self.params.calibration.precision, self.device)
 
-    def source(self) -> CheckpointSource:
-        """Open the dense model, layer by layer, in the calibration's precision."""
-        return CheckpointSource(self.model().folder, self.device, self.precision)
+    def source(self, precision: str = "float32") -> CheckpointSource:
+        """Open the dense model, layer by layer; ``precision`` matters to who runs the layers."""
+        return CheckpointSource(self.model().folder, self.device, precision)
 
     def layer_inputs(self, source: LayerSource, windows: Tensor) -> LayerInputs:
         """Inputs of the windows that the gradients are of, which whiten leaves in DATA/activations for fisher."""

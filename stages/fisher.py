@@ -13,7 +13,7 @@ from stages.common import Stage, stage
 @stage(parallel=True)
 def fisher(run: Stage) -> None:
     """Score all projections in one backward pass over the calibration windows; removes the layers' inputs."""
-    windows, source, wanted = run.read("sample").get("windows"), run.source(), run.params.calibration
+    windows, source, wanted = run.read("sample").get("windows"), run.source(run.precision), run.params.calibration
     used = windows[: wanted.fisher_samples]
     distributed.share(len(used))  # too few for all processes? Before any work.
     inputs, moments = run.layer_inputs(source, windows), run.read("whiten").digest

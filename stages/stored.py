@@ -31,10 +31,12 @@ class Stored:
     ----------
     run
         The running stage.
+    precision
+        Of the matrix products, where it runs layers.
     """
 
-    def __init__(self, run: Stage) -> None:
-        self._run, self.source = run, run.source()
+    def __init__(self, run: Stage, precision: str = "float32") -> None:
+        self.source = run.source(precision)
         self._method = resolve_method(run.params.compression)
         self._read = functools.cache(run.read)
 

@@ -16,7 +16,7 @@ def whiten(run: Stage) -> None:
 
     The layers' inputs are left in DATA/activations for the fisher stage, which removes them.
     """
-    windows, source, wanted = run.read("sample").get("windows"), run.source(), run.params.calibration
+    windows, source, wanted = run.read("sample").get("windows"), run.source(run.precision), run.params.calibration
     hidden = source.geometry.hidden
     if windows.numel() < hidden and distributed.is_first():
         print(
