@@ -283,7 +283,10 @@ def load_params(path: str | Path, changes: Sequence[str] = ()) -> Params:
         section, dot, key = name.partition(".")
         if not (equals and dot) or not isinstance(raw.get(section), dict):
             raise ParameterError(f"--set {change!r} must be SECTION.KEY=VALUE, such as compression.ratio=0.7.")
-        raw[section][key] = yaml.safe_load(value)
+        try:
+            raw[section][key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ParameterError(f"--set {change!r}: the value is not valid YAML: {error}; quote it.") from error
     return parse_params(raw, str(path))
 
 

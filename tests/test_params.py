@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from recalkv.errors import ParameterError
-from recalkv.params import CompressionParams, Params, load_params, parse_params
+from recalkv.params import CompressionParams, Params, load_params, parse_params, parse_section
 
 SECTIONS = {name: field.annotation for name, field in Params.model_fields.items()}
 EVERY_KEY = [(section, key) for section, model in SECTIONS.items() for key in model.model_fields]  # type: ignore[union-attr]
@@ -35,8 +35,12 @@ def test_complete_file_is_read(raw: dict[str, Any], tmp_path: Path) -> None:
     assert params.compression.ratio == 0.7
 
 
-def test_the_projects_own_file_is_valid() -> None:
-    load_params(Path(__file__).resolve().parent.parent / "params.yaml")
+def test_the_projects_own_file_holds_the_defaults(raw: dict[str, dict[str, Any]]) -> None:
+    own = load_params(Path(__file__).resolve().parent.parent / "params.yaml").model_dump()
+    differing = {
+        (section, key): own[section][key] for section, key in EVERY_KEY if own[section][key] != raw[section][key]
+    }
+    assert not differing
 
 
 def test_parameters_cannot_be_changed_afterwards(raw: dict[str, Any]) -> None:
@@ -80,7 +84,9 @@ def test_unknown_key_is_named_with_the_known_ones(raw: dict[str, Any], section: 
 
 def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> None:
     raw["compresion"] = {}
-    with pytest.raises(ParameterError, match=r"unknown parameter `compresion`; known here: model, calibration"):
+    with pytest.raises(
+        ParameterError, match=r"unknown parameter `compresion`; known here: model, calibration, compression"
+    ):
         parse_params(raw, "params.yaml")
 
 
@@ -96,8 +102,11 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("compression.group_size", 1.5, "valid integer"),
         ("compression.method", "magic", "'recalkv', 'palu' or 'svd'"),
         ("compression.grouping", "perhaps", "'auto', 'neighbours', 'cka' or 'tail-energy'"),
-        ("compression.refit_target", "x", "'auto', 'same-input', 'dense-output' or 'residual'"),
-        ("compression.ovc_iterations", 0, "greater than or equal to 1"),
+        ("compression.allocation", 0.5, "'auto', 'water-filling', 'fisher' or 'uniform'"),
+        ("compression.refit", "factors", "'auto', 'none', 'values' or 'output'"),
+        ("compression.refit_ridge", -0.1, "greater than or equal to 0"),
+        ("compression.refit_samples", 0, "greater than or equal to 1"),
+        ("compression.bits", 5, "16, 8, 4, 3, 2 or 'mixed'"),
         ("compression.rank_multiple", 0, "greater than or equal to 1"),
         ("compression.damping", -1e-9, "greater than or equal to 0"),
         ("compression.damping", float("inf"), "finite number"),
@@ -105,11 +114,16 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("calibration.samples", [4], "valid integer"),
         ("calibration.length", 1, "greater than or equal to 2"),
         ("calibration.batch_size", 0, "greater than or equal to 1"),
-        ("calibration.precision", "float16", "'float32' or 'bfloat16'"),
+        ("calibration.precision", "float16", "'auto', 'float32' or 'bfloat16'"),
+        ("calibration.sink_tokens", -1, "greater than or equal to 0"),
+        ("calibration.fisher_samples", 0, "greater than or equal to 1"),
         ("calibration.max_documents", 0, "greater than or equal to 1"),
         ("evaluation.window", 1, "greater than or equal to 2"),
         ("evaluation.prompts", "one", "valid list"),
-        ("compare.ratios", [], "at least 1 item"),
+        ("evaluation.precision", "half", "'auto', 'float32' or 'bfloat16'"),
+        ("latency.ratios", [], "at least 1 item"),
+        ("needle.lengths", [], "at least 1 item"),
+        ("runtime.kernels", "cuda", "'auto', 'triton' or 'torch'"),
         ("model.id", None, "valid string"),
         ("runtime.device", 0, "valid string"),
     ],
@@ -176,6 +190,84 @@ def test_python_defaults_need_no_file() -> None:
 
 
 def test_illegal_item_of_a_list_is_named(raw: dict[str, Any]) -> None:
-    raw["compare"]["ratios"] = [0.5, 1.0]
-    with pytest.raises(ParameterError, match=r"compare\.ratios\.1=1\.0 is not allowed: .*less than 1"):
+    raw["latency"]["ratios"] = [0.5, 1.0]
+    with pytest.raises(ParameterError, match=r"latency\.ratios\.1=1\.0 is not allowed: .*less than 1"):
         parse_params(raw, "params.yaml")
+
+
+# --- changes from the command line ---
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("compression.ratio=0.7", 0.7),
+        ("compression.damping=1e-4", 1e-4),
+        ("compression.bits=mixed", "mixed"),
+        ("compression.bits=4", 4),
+        ("compression.joint=false", False),
+        ("model.revision=null", None),
+        ("model.id=owner/name", "owner/name"),
+        ("calibration.text=texts/a=b.txt", "texts/a=b.txt"),
+        ("evaluation.further_texts=[c4, ptb]", ["c4", "ptb"]),
+        ("evaluation.further_texts=[]", []),
+    ],
+)
+def test_changes_stand_in_place_of_the_files_values(
+    raw: dict[str, dict[str, Any]], tmp_path: Path, change: str, value: Any
+) -> None:
+    section, key = change.split("=")[0].split(".")
+    raw["model"]["revision"], raw["evaluation"]["further_texts"] = "main", ["c4"]
+    path = write(tmp_path, raw)
+    changed = load_params(path, [change])
+    assert getattr(getattr(changed, section), key) == value
+    raw[section][key] = value
+    assert changed.model_dump() == raw
+    assert path.read_text() != yaml.safe_dump(raw), "the file is not written to"
+
+
+def test_the_last_of_several_changes_holds(raw: dict[str, Any], tmp_path: Path) -> None:
+    changes = ["compression.ratio=0.7", "compression.group_size=1", "compression.ratio=0.6"]
+    changed = load_params(write(tmp_path, raw), changes).compression
+    assert (changed.ratio, changed.group_size) == (0.6, 1)
+
+
+def test_a_change_can_repair_the_file(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["compression"]["ratio"] = 7
+    assert load_params(write(tmp_path, raw), ["compression.ratio=0.7"]).compression.ratio == 0.7
+
+
+@pytest.mark.parametrize(
+    "change", ["", "compression.ratio", "ratio=0.7", "compresion.ratio=0.7", "=0.7", "compression=0.7"]
+)
+def test_a_change_of_another_form_is_told_the_form(raw: dict[str, Any], tmp_path: Path, change: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        load_params(write(tmp_path, raw), [change])
+    assert str(caught.value) == f"--set {change!r} must be SECTION.KEY=VALUE, such as compression.ratio=0.7."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("compression.ration=0.7", r"unknown parameter `compression\.ration`; known here: method, ratio"),
+        ("compression.ratio=1.5", r"compression\.ratio=1\.5 is not allowed: .*less than 1"),
+        ("compression.ratio=", r"compression\.ratio=None is not allowed: .*valid number"),
+        ("evaluation.prompts=[one", r"--set 'evaluation\.prompts=\[one': the value is not valid YAML.*quote it"),
+    ],
+)
+def test_a_change_is_checked_as_the_file_is(raw: dict[str, Any], tmp_path: Path, change: str, message: str) -> None:
+    with pytest.raises(ParameterError, match=f"(?s){message}"):
+        load_params(write(tmp_path, raw), [change])
+
+
+# --- one section ---
+
+
+def test_a_section_by_itself_has_the_defaults_and_the_same_errors() -> None:
+    assert parse_section(CompressionParams, {"ratio": 0.7}, "compress") == CompressionParams(ratio=0.7)  # type: ignore[call-arg]
+    with pytest.raises(ParameterError, match=r"compress: ratio=1 is not allowed: .*less than 1"):
+        parse_section(CompressionParams, {"ratio": 1}, "compress")
+    with pytest.raises(
+        ParameterError, match=r"compress: unknown parameter `ration`; known here: method, ratio, .*dtype"
+    ):
+        parse_section(CompressionParams, {"ration": 0.5}, "compress")
