@@ -7,9 +7,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import BitsAndBytesConfig, GgufConfig
 
 from recalkv.errors import ModelUnavailableError, StoreError, UnsupportedModelError
 from recalkv.model import source
+from recalkv.model.layers import CheckpointSource, ModuleSource
 from recalkv.model.source import checkpoint_dtype, fingerprint, read_reference, resolve_model, write_reference
 from tests.tiny import dense_model
 
@@ -26,12 +29,31 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Make the hub unreachable; returns the ids that were asked for."""
     asked: list[str] = []
 
-    def unreachable(name: str, **_: Any) -> str:
+    def unreachable(name: str, *_: Any, **__: Any) -> str:
         asked.append(name)
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
     return asked
+
+
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[tuple[str, dict[str, Any]]]]:
+    """A hub with one model: its snapshot, and what was asked of it in which order."""
+    snapshot = folder.rename(tmp_path / "0123abcd")
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def one_file(name: str, file: str, **options: Any) -> str:
+        calls.append((f"{name}/{file}", options))
+        return str(snapshot / file)
+
+    def everything(name: str, **options: Any) -> str:
+        calls.append((name, options))
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", one_file)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", everything)
+    return snapshot, calls
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -47,22 +69,35 @@ def test_local_folder_is_found(folder: Path, tmp_path: Path, offline: list[str])
 
 
 def test_hub_model_is_downloaded_without_code_or_pickles(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
 ) -> None:
-    snapshot = folder.rename(tmp_path / "0123abcd")
-    calls = []
-
-    def download(name: str, **options: Any) -> str:
-        calls.append((name, options))
-        return str(snapshot)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    snapshot, calls = hub
     reference = resolve_model("someone/model", "main", tmp_path)
     assert (reference.folder, reference.name, reference.revision) == (snapshot, "someone/model", "0123abcd")
-    ((name, options),) = calls
-    assert (name, options["revision"]) == ("someone/model", "main")
+    first, (name, options) = calls
+    assert first == ("someone/model/config.json", {"revision": "main"})
+    # Weights of the commit whose config was looked at, even if the branch has moved on.
+    assert (name, options["revision"]) == ("someone/model", "0123abcd")
     assert "*.safetensors" in options["allow_patterns"]
     assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in options["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='dynamic'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
+    ],
+)
+def test_unsupported_hub_models_cost_no_download(
+    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    snapshot, calls = hub
+    edit_config(snapshot, **changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        resolve_model("someone/model", None, tmp_path)
+    assert [name for name, _ in calls] == ["someone/model/config.json"]
 
 
 def test_unreachable_id_names_id_revision_and_remedies(tmp_path: Path, offline: list[str]) -> None:
@@ -96,6 +131,84 @@ def test_compressed_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
     edit_config(folder, model_type="recalkv_llama")
     with pytest.raises(UnsupportedModelError, match=r"already a ReCalKV checkpoint; compress the dense model"):
         resolve_model(str(folder), None, tmp_path)
+
+
+# What the configs of quantised checkpoints hold, of each library the part that matters.
+QUANTISED = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "config_groups": {}},
+    "None": {"bits": 8},
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised_configs_are_refused_by_name(folder: Path, tmp_path: Path, method: str) -> None:
+    edit_config(folder, quantization_config=QUANTISED[method])
+    message = rf"quantization_config .* quantised \(quant_method='{method}'\); dequantise them first: .*dequantize"
+    with pytest.raises(UnsupportedModelError, match=message):
+        resolve_model(str(folder), None, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=message):
+        CheckpointSource(folder)
+
+
+WEIGHT = "model.layers.1.self_attn.v_proj.weight"
+# What quantised checkpoints hold beside codes, or in place of them.
+LEFTOVERS = {
+    "scale beside 16 bits": ({f"{WEIGHT}_scale": torch.ones(1)}, rf"unknown to model_type='llama', as {WEIGHT}_scale"),
+    "8-bit floating point": ({WEIGHT: torch.zeros(24, 48).to(torch.float8_e4m3fn)}, rf"as {WEIGHT} \((F8|float8)_"),
+    "8-bit integers": ({WEIGHT: torch.zeros(24, 48, dtype=torch.int8)}, rf"as {WEIGHT} \((I8|int8)\)"),
+    "packed": ({WEIGHT.replace("weight", "qweight"): torch.zeros(6, 24, dtype=torch.int32)}, "v_proj.qweight"),
+    "scale of the head": ({"lm_head.weight_scale_inv": torch.ones(1)}, r"lm_head\.weight_scale_inv"),
+}
+
+
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_codes_and_scales_are_refused_whatever_the_config_says(folder: Path, name: str) -> None:
+    tensors, message = LEFTOVERS[name]
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*dequantise them first"):
+        CheckpointSource(folder)
+
+
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_models_in_memory_are_looked_at_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, message = LEFTOVERS[name]
+    model = dense_model("llama-gqa")
+    state = model.state_dict() | tensors
+    monkeypatch.setattr(model, "state_dict", lambda: state)
+    with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*dequantise them first"):
+        ModuleSource(model)
+
+
+class Packed(torch.Tensor):
+    """Codes that say they are of the model's type, as those of torchao do."""
+
+
+def test_classes_of_codes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dense_model("llama-gqa")
+    state = model.state_dict()
+    state[WEIGHT] = state[WEIGHT].as_subclass(Packed)
+    monkeypatch.setattr(model, "state_dict", lambda: state)
+    with pytest.raises(UnsupportedModelError, match=rf"as {WEIGHT} \(Packed\)"):
+        ModuleSource(model)
+
+
+def test_unpacked_models_and_old_buffers_pass(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(load_file(path) | inverse, path, metadata={"format": "pt"})
+    assert CheckpointSource(folder).num_layers == 3
+    model = dense_model("llama-gqa")
+    # Unpacked as they were loaded, though the config keeps saying what the file was.
+    model.config.quantization_config = GgufConfig()
+    assert ModuleSource(model).num_layers == 3
+    model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(UnsupportedModelError, match="quant_method='bitsandbytes'"):
+        ModuleSource(model)
 
 
 def test_length_dependent_rope_is_refused(folder: Path, tmp_path: Path) -> None:

