@@ -71,17 +71,17 @@ def compress(
         resolve_method(parameters)
         where = device_of(device)
         documents = load_documents(calibration.text, split=calibration.split)
-        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, tqdm(unit="layer", mininterval=1.0) as bar:
+        # The folder first, so that one that cannot be written is known before the work.
+        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, writing_folder(out.resolve()) as folder:
+            reference = resolve_model(source, revision, Path(scratch))
+            with tqdm(unit="layer", mininterval=1.0) as bar:
 
-            def advance(step: str, done: int, total: int) -> None:
-                if done == 1:
-                    bar.reset(total)
-                    bar.set_description(step)
-                bar.update()
+                def advance(step: str, done: int, total: int) -> None:
+                    if done == 1:
+                        bar.reset(total)
+                        bar.set_description(step)
+                    bar.update()
 
-            # First, so that a folder that cannot be written is known before the work.
-            with writing_folder(out.resolve()) as folder:
-                reference = resolve_model(source, revision, Path(scratch))
                 spec = compress_checkpoint(reference, documents, calibration, parameters, where, folder, advance)
         print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense model in 16 bits")
 

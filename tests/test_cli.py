@@ -135,6 +135,7 @@ OURS = {"config.json": json.dumps({"recalkv": {"version": 5}}), "model.safetenso
         ({"out/config.json": "{"}, "out", None),
         ({f"out/{name}": text for name, text in OURS.items()} | {"out/.git/HEAD": "main"}, "out", None),
         ({"out": "a file"}, "out", "is a file"),
+        ({"out": "a file"}, "out/new", "no folder that can be written to"),
         ({}, ".", "current folder"),
         ({}, "..", "current folder"),
         ({}, "dense", "model's folder"),

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,9 @@ def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
     place, remedy = out.resolve(), "name a new folder"
     if place.exists() and not place.is_dir():
         raise ParameterError(f"--out {out} is a file; {remedy}.")
+    above = next(folder for folder in place.parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ParameterError(f"--out {out}: {above} is no folder that can be written to; {remedy} elsewhere.")
     if Path.cwd().is_relative_to(place):
         raise ParameterError(f"--out {out} is or holds the current folder; {remedy}.")
     if source is not None:
