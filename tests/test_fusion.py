@@ -1,0 +1,126 @@
+"""Everything fixed is folded into the weights: one token through the folded tensors against the unfolded factors."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recalkv.method.fusion import fused_attention_tensors
+from recalkv.method.lowrank import LowRank
+from recalkv.model.families import AttentionGeometry
+from recalkv.model.spec import LayerSpec
+
+GEOMETRY = AttentionGeometry(hidden=20, heads=6, kv_heads=3, head_dim=4, layers=1)
+PERMUTATION = [2, 0, 1]
+QUERIES = [4, 5, 0, 1, 2, 3]
+"""Query heads in the order of their key/value heads."""
+COLUMNS = [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]
+"""Columns of the projections in the order of the heads."""
+ROWS = [4 * head + offset for head in QUERIES for offset in range(4)]
+WIDTHS = {"joint": ([8, 4], [8, 4]), "grouped": ([8, 4], [8, 4]), "whole-values": ([8, 4], [12])}
+RANKS = {"joint": ([6, 3], [6, 3]), "grouped": ([6, 3], [5, 2]), "whole-values": ([6, 3], [7])}
+
+
+class Case:
+    """Random factors and dense tensors, and the tensors that they are folded into; float64."""
+
+    def __init__(self, shape: str, layout: str, biased: bool, centred: bool, fitted: bool) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.joint, self.layout = shape == "joint", layout
+        (key_widths, value_widths), (key_ranks, value_ranks) = WIDTHS[shape], RANKS[shape]
+        self.keys, self.values = self.factors(key_widths, key_ranks), self.factors(value_widths, value_ranks)
+        if self.joint:
+            self.values = LowRank(self.keys.down, self.values.up)
+        sizes = {"q_proj": (24, 20), "k_proj": (12, 20), "v_proj": (12, 20), "o_proj": (20, 24)}
+        self.dense = {f"{name}.weight": self.draw(*size) for name, size in sizes.items()}
+        if biased:
+            self.dense |= {f"{name}.bias": self.draw(size[0]) for name, size in sizes.items()}
+        self.mean = self.draw(20) if centred else None
+        self.output = self.draw(24, 20) if fitted else self.dense["o_proj.weight"].T
+        spec = LayerSpec(key_ranks, value_ranks, self.joint, value_layout=layout, head_permutation=PERMUTATION)
+        self.tensors = fused_attention_tensors(
+            self.dense, GEOMETRY, spec, self.keys, self.values, self.output if fitted else None, self.mean
+        )
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def factors(self, widths: list[int], ranks: list[int]) -> LowRank:
+        return LowRank(
+            [self.draw(20, rank) for rank in ranks], [self.draw(*size) for size in zip(ranks, widths, strict=True)]
+        )
+
+    def bias(self, name: str, size: int) -> Tensor:
+        return self.dense.get(f"{name}.bias", torch.zeros(size, dtype=torch.float64))
+
+    def latents(self, inputs: Tensor, side: str) -> list[Tensor]:
+        """What is cached of each group."""
+        name = "k_proj" if self.joint or side == "key" else "v_proj"
+        cached = inputs @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", torch.zeros(1))
+        return list(cached.split((self.keys if name == "k_proj" else self.values).ranks, dim=-1))
+
+
+def cases() -> list[Any]:
+    every = [
+        (shape, layout, biased, centred, fitted)
+        for shape in WIDTHS
+        for layout in ("separate", "fused")
+        for biased in (False, True)
+        for centred in (False, True)
+        for fitted in (False, True)
+    ]
+    return [pytest.param(case, id="-".join(map(str, case))) for case in every]
+
+
+@pytest.mark.parametrize("arguments", cases())
+def test_keys_queries_and_outputs_are_those_of_the_factors(arguments: Any) -> None:
+    case = Case(*arguments)
+    tensors, inputs = case.tensors, case.draw(7, 20)
+
+    queries = inputs @ tensors["q_proj.weight"].T + tensors.get("q_proj.bias", torch.zeros(1))
+    expected = inputs @ case.dense["q_proj.weight"].T + case.bias("q_proj", 24)
+    torch.testing.assert_close(queries, expected[:, ROWS])
+
+    rebuilt = [latent @ tensors[f"key_up.{group}"] for group, latent in enumerate(case.latents(inputs, "key"))]
+    keys = torch.cat(rebuilt, dim=1) + tensors.get("key_bias", torch.zeros(1))
+    torch.testing.assert_close(keys, inputs @ case.keys.dense() + case.bias("k_proj", 12)[COLUMNS])
+
+    # Every query attends to one token of each row: what it reads is that token's values.
+    values = inputs @ case.values.dense() + case.bias("v_proj", 12)[COLUMNS]
+    contexts = values.view(7, 3, 4).repeat_interleave(2, dim=1).flatten(1)
+    expected = contexts @ case.output[ROWS] + case.bias("o_proj", 20)
+    latents = case.latents(inputs, "value")
+    if case.layout == "fused":
+        heads = [up.shape[1] // 4 for up in case.values.up]
+        read = torch.cat([own for own, count in zip(latents, heads, strict=True) for _ in range(2 * count)], dim=1)
+        assert not any("value_up" in name for name in tensors)
+    else:
+        rebuilt = [latent @ tensors[f"value_up.{group}"] for group, latent in enumerate(latents)]
+        read = torch.cat(rebuilt, dim=1).view(7, 3, 4).repeat_interleave(2, dim=1).flatten(1)
+    output = read @ tensors["o_proj.weight"].T + tensors.get("o_proj.bias", torch.zeros(1))
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("shape", WIDTHS)
+def test_the_mean_input_is_cached_as_nothing(shape: str) -> None:
+    case = Case(shape, "separate", biased=True, centred=True, fitted=False)
+    assert case.mean is not None
+    for side in ("key", "value"):
+        for latent in case.latents(case.mean, side):
+            torch.testing.assert_close(latent, torch.zeros_like(latent))
+    assert ("v_proj.bias" in case.tensors) == (shape != "joint")
+
+
+def test_without_biases_and_means_there_are_none() -> None:
+    tensors = Case("joint", "fused", biased=False, centred=False, fitted=True).tensors
+    assert set(tensors) == {"q_proj.weight", "k_proj.weight", "key_up.0", "key_up.1", "o_proj.weight"}
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+
+
+def test_norms_of_queries_and_keys_are_kept() -> None:
+    case = Case("joint", "separate", biased=False, centred=False, fitted=False)
+    norms = {f"{name}_norm.weight": case.draw(4) for name in "qk"}
+    spec = LayerSpec([6, 3], [6, 3], True, head_permutation=PERMUTATION)
+    tensors = fused_attention_tensors(case.dense | norms, GEOMETRY, spec, case.keys, case.values)
+    assert all(torch.equal(tensors[name], norm) for name, norm in norms.items())
