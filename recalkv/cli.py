@@ -120,7 +120,8 @@ def push(
     """Upload a checkpoint with a model card that has its measured figures."""
     from huggingface_hub import HfApi
 
-    from recalkv.model.card import CARD, measured_card
+    from recalkv.model.card import CARD
+    from recalkv.reports.card import measured_card
 
     with user_errors(), tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
         card = Path(scratch) / CARD
