@@ -21,8 +21,8 @@ from recalkv.method.lowrank import LowRank
 from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
-from recalkv.method.reorder import check_group_size
 from recalkv.model.export import build_model, compressed_config, other_tensors, save_checkpoint
+from recalkv.model.families import check_group_size
 from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from recalkv.errors import ParameterError
 from recalkv.method.reorder import (
-    check_group_size,
     greedy_groups,
-    group_sizes,
     least_cost_groups,
     neighbour_groups,
     permutation_of,
 )
+from recalkv.model.families import check_group_size, group_sizes
 
 GEOMETRIES = [(heads, size) for heads in range(1, 13) for size in range(1, heads + 1)]
 

@@ -16,7 +16,6 @@ from recalkv.method.methods import Method
 from recalkv.method.problem import LayerProblem
 from recalkv.method.ranks import water_level
 from recalkv.method.reorder import (
-    check_group_size,
     few_groups,
     greedy_groups,
     least_cost_groups,
@@ -25,7 +24,7 @@ from recalkv.method.reorder import (
 )
 from recalkv.method.similarity import head_cka
 from recalkv.method.svd import group_columns, log_volume, spectrum
-from recalkv.model.families import AttentionGeometry
+from recalkv.model.families import AttentionGeometry, check_group_size
 from recalkv.statistics.fisher import FisherScores
 
 __all__ = ["HeadGrouping", "group_heads", "group_layers", "layer_energies"]

@@ -14,7 +14,7 @@ from recalkv.model.layers import LayerSource
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, damped
 
-__all__ = ["LayerProblem", "LayerStatistics", "key_weight", "value_groups", "value_weight"]
+__all__ = ["LayerProblem", "LayerStatistics", "value_groups"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,6 @@ class LayerStatistics:
 
     inputs: InputMoments
     loss: LossMoments | None = None
-
-
-def key_weight(source: LayerSource, index: int) -> Tensor:
-    """``W_k``, (m, n) float32 on the CPU."""
-    return source.tensor(f"model.layers.{index}.self_attn.k_proj.weight").T.cpu()
-
-
-def value_weight(source: LayerSource, index: int) -> Tensor:
-    """``W_v``, (m, n) float32 on the CPU."""
-    return source.tensor(f"model.layers.{index}.self_attn.v_proj.weight").T.cpu()
 
 
 def value_groups(groups: Sequence[Sequence[int]], method: Method) -> list[list[int]]:
@@ -74,9 +64,9 @@ class LayerProblem:
 
     @classmethod
     def of(cls, source: LayerSource, index: int, statistics: LayerStatistics, method: Method) -> "LayerProblem":
-        """Read a layer's weights."""
-        weights = key_weight(source, index), value_weight(source, index)
-        return cls(*weights, statistics, source.geometry.head_dim, method)
+        """Read a layer's weights, float32 on the CPU."""
+        keys, values = (source.tensor(f"model.layers.{index}.self_attn.{name}_proj.weight").T.cpu() for name in "kv")
+        return cls(keys, values, statistics, source.geometry.head_dim, method)
 
     @property
     def kv_heads(self) -> int:

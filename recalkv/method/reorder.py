@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from recalkv.model.families import check_group_size, group_sizes
+from recalkv.model.families import group_sizes
 
 __all__ = [
     "PRICED_GROUPS",
-    "check_group_size",
     "few_groups",
     "greedy_groups",
-    "group_sizes",
     "least_cost_groups",
     "neighbour_groups",
     "permutation_of",
