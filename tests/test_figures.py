@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from recalkv.errors import ReportError
 from recalkv.params import Params
-from recalkv.reports.figures import look_up, main, refreshed, untagged
-from recalkv.reports.tables import TABLES
+from recalkv.reports import tables
+from recalkv.reports.figures import TABLES, look_up, main, refreshed, untagged
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
@@ -134,6 +134,75 @@ def test_what_looks_measured(text: str) -> None:
 )
 def test_what_does_not(text: str) -> None:
     assert list(untagged(text)) == []
+
+
+def cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_dense_beside_compressed() -> None:
+    rates = {"static": {"dense": 8.0, "compressed": 4.0}}
+    times = {"dense_sdpa_static": 500.0, "dense_eager_growing": 800.0, "removed": {"static": 2500.0, "growing": 3000.0}}
+    metrics = {
+        "perplexity": {"dense": 20.0, "compressed": 25.0},
+        "cache": {"dense_bytes_per_token": 46080.0, "compressed_bytes_per_token": 23040.0},
+        "parameters": {"dense": 1000, "compressed": 990},
+    }
+    latency = {
+        "decode_tokens_per_second": {"4096_tokens": {"batch_2": rates}, "512_tokens": {"batch_2": rates}},
+        "attention_us_per_step": {
+            "pipeline": {"512_tokens": {"batch_2": times}},
+            "other": {"512_tokens": {"batch_2": times}},
+        },
+    }
+    _, _, *rows = cells_of(tables.dense_beside_compressed(metrics, latency))
+    assert rows == [
+        ["perplexity", "20.00", "25.00", "1.25"],
+        ["live cache, bytes per token", "46,080", "23,040", "0.50"],
+        ["parameters", "1,000", "990", "0.99"],
+        ["decoding, tokens/s (512 cached, batch 2, static cache)", "8.0", "4.0", "0.50"],
+        ["decoding, tokens/s (4,096 cached, batch 2, static cache)", "8.0", "4.0", "0.50"],
+        ["one attention module, ms (512 cached, batch 2, static cache)", "0.50", "2.50", "5.00"],
+    ]
+    _, _, *rows = cells_of(tables.attention(latency))
+    assert [row[4:] for row in rows[:2]] == [
+        ["dense sdpa static", "2,500", "500", "0.20"],
+        ["dense eager growing", "3,000", "800", "0.27"],
+    ]
+
+
+def test_cells_of_a_grid() -> None:
+    shared = {
+        "further_texts": {},
+        "perplexity_dense": 20.0,
+        "dense_bytes_per_token": 1000.0,
+        "excess_standard_error_nats": 0,
+    }
+    sizes = [("palu", 4, 125.0, 30.0), ("loss-aware", 4, 125.0, 25.0), ("palu", 16, 500.0, 22.0)]
+    cells = {
+        str(number): shared
+        | {"method": method, "setting": {"method": method, "ratio": 0.5, "bits": bits}, "bytes_per_token": size}
+        | {"perplexity": perplexity, "removed": 1 - size / 1000, "excess_nats": perplexity / 20}
+        for number, (method, bits, size, perplexity) in enumerate(sizes)
+    }
+    assert cells_of(tables.grid(cells)) == [
+        ["method", "bits", "removed", "bytes per token", "perplexity", "excess loss (nats/token)"],
+        ["---", "---", "---:", "---:", "---:", "---:"],
+        ["dense", "", "0.0%", "1,000", "20.00", "0"],
+        ["palu", "16", "50.0%", "500", "22.00", "1.100 ± 0.000"],
+        ["loss-aware", "4", "87.5%", "125", "25.00", "1.250 ± 0.000"],
+        ["palu", "4", "87.5%", "125", "30.00", "1.500 ± 0.000"],
+    ]
+
+
+def test_every_parameter_is_described() -> None:
+    rows = cells_of(tables.parameters())
+    sections = [field.annotation for field in Params.model_fields.values()]
+    assert [row[0] for row in rows if row[0].startswith("`")] == [
+        f"`{name}`" for section in sections if section is not None for name in section.model_fields
+    ]
+    ratio = next(row for row in rows if row[0] == "`ratio`")
+    assert ratio == ["`ratio`", "`0.5`", "`>= 0 and < 1`", "fraction of the dense cache's bytes to remove"]
 
 
 def test_every_table_is_used() -> None:

@@ -23,14 +23,29 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from recalkv.errors import ReCalKVError, ReportError
-from recalkv.reports.tables import TABLES
+from recalkv.reports import tables
 
-__all__ = ["look_up", "main", "refreshed", "untagged"]
+__all__ = ["TABLES", "look_up", "main", "refreshed", "untagged"]
+
+TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+    "attention": (tables.attention, ("latency",)),
+    "cache-sizes": (tables.cache_sizes, ("scale/cache_sizes",)),
+    "dense-beside-compressed": (tables.dense_beside_compressed, ("metrics", "latency")),
+    "grid": (tables.grid, ("grids/{}",)),
+    "methods": (tables.methods, ("comparison",)),
+    "needle": (tables.needle, ("suites/needle",)),
+    "parameters": (tables.parameters, ()),
+    "scale": (tables.scale, ("scale/runs/*",)),
+    "setting": (tables.setting, ("environment", "metrics")),
+    "stages": (tables.stages, ("timings",)),
+    "zeroshot": (tables.zeroshot, ("suites/zeroshot",)),
+}
+"""Functions by the names that pages use, and the reports that they take; ``{}`` is a further word (``grid bits``)."""
 
 _CODE = r"^```.*?^```|`[^`\n]*`"
 _BLOCK = r"<!-- table: (?P<table>[\w -]+) -->\n.*?<!-- end -->"
@@ -104,10 +119,7 @@ def refreshed(text: str, root: Path) -> str:
     def replace(match: re.Match[str]) -> str:
         try:
             if match["table"]:
-                name, *arguments = match["table"].split()
-                if name not in TABLES:
-                    raise ReportError(f"there is no table {name!r}; choose one of: {', '.join(TABLES)}.")
-                return f"<!-- table: {match['table']} -->\n{TABLES[name](root, *arguments)}\n<!-- end -->"
+                return f"<!-- table: {match['table']} -->\n{_table(root, *match['table'].split())}\n<!-- end -->"
             if match["report"]:
                 path = root / match["report"]
                 keys, _, form = match["source"].strip().rpartition(" ")
@@ -117,12 +129,27 @@ def refreshed(text: str, root: Path) -> str:
                     raise ReportError(f"{match['report']} does not exist; run the stage that writes it.")
                 figure = format(look_up(json.loads(path.read_text()), keys), form)
                 return f"{figure}<!-- {match['report']} {keys} {form} -->"
-        except (ReportError, ValueError, TypeError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             line = text.count("\n", 0, match.start()) + 1
             raise ReportError(f"line {line}: {error}") from error
         return match[0]
 
     return _TAGGED.sub(replace, text)
+
+
+def _table(root: Path, name: str, *words: str) -> str:
+    """One table, or a line that says which of its reports is not there."""
+    if name not in TABLES:
+        raise ReportError(f"there is no table {name!r}; choose one of: {', '.join(TABLES)}.")
+    function, patterns = TABLES[name]
+    contents = []
+    for pattern in patterns:
+        path = f"reports/{pattern.format(*words)}.json"
+        found = sorted(root.glob(path))
+        if not found:
+            return f"(`{path}` has not been made yet.)"
+        contents += [json.loads(each.read_text()) for each in found]
+    return function(*contents)
 
 
 def untagged(text: str) -> Iterator[tuple[int, str]]:

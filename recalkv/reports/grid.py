@@ -4,13 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recalkv.reports.paper import Measured, beside_paper
+from recalkv.reports.tables import grid, markdown
 
-__all__ = ["excess", "grid_page", "removed_by_rank", "varied"]
-
-
-def excess(row: Mapping[str, Any]) -> str:
-    """Rise of the loss with its standard error, nats per token."""
-    return f"{row['excess_nats']:.3f} ± {row['excess_standard_error_nats']:.3f}"
+__all__ = ["grid_page", "removed_by_rank"]
 
 
 def grid_page(
@@ -29,44 +25,23 @@ def grid_page(
     paper
         Rows of the paper for this model (:func:`recalkv.reports.paper.paper_rows`).
     """
-    rows = sorted(cells.values(), key=lambda row: (-row["bytes_per_token"], row["perplexity"]))
-    columns = varied([row["setting"] for row in rows])
-    texts = list(rows[0]["further_texts"])
-    head = ["method", *columns, "removed", "bytes per token", "perplexity", *texts, "excess loss (nats/token)"]
-    first = rows[0]
-    dense = ["dense", *[""] * len(columns), "0.0%", f"{first['dense_bytes_per_token']:,.0f}"]
-    dense += [
-        f"{first['perplexity_dense']:.2f}",
-        *(f"{first['further_texts'][text]['dense']:.2f}" for text in texts),
-        "0",
-    ]
-    lines = [
-        f"# {title}",
-        "",
-        "Written by `stages.table`; do not edit. Bytes are counted against a dense 16-bit cache, scales included; "
-        "*excess* is the rise of the mean loss over the dense model's on the same windows, with its standard "
-        "error over documents.",
-        "",
-        setting,
-        "",
-        f"![Perplexity against bytes]({picture})",
-        "",
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * (1 + len(columns)) + "---:|" * (len(head) - 1 - len(columns)),
-        "| " + " | ".join(dense) + " |",
-    ]
-    for row in rows:
-        cells_ = [row["method"], *(str(row["setting"].get(key, "")) for key in columns), f"{row['removed']:.1%}"]
-        cells_ += [f"{row['bytes_per_token']:,.0f}", f"{row['perplexity']:.2f}"]
-        cells_ += [f"{row['further_texts'][text]['compressed']:.2f}" for text in texts]
-        lines.append("| " + " | ".join([*cells_, excess(row)]) + " |")
-    return "\n".join([*lines, "", *_beside(rows, paper)])
-
-
-def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names, but for method and ratio, whose values tell settings apart."""
-    names = dict.fromkeys(name for setting in settings for name in setting if name not in ("method", "ratio"))
-    return [name for name in names if len({str(setting.get(name)) for setting in settings}) > 1]
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            "Written by `stages.table`; do not edit. Bytes are counted against a dense 16-bit cache, scales included; "
+            "*excess* is the rise of the mean loss over the dense model's on the same windows, with its standard "
+            "error over documents.",
+            "",
+            setting,
+            "",
+            f"![Perplexity against bytes]({picture})",
+            "",
+            grid(cells),
+            "",
+            *_beside(list(cells.values()), paper),
+        ]
+    )
 
 
 def removed_by_rank(ratio: float, bits: str) -> float | None:
@@ -85,16 +60,10 @@ def _beside(rows: Sequence[Mapping[str, Any]], paper: Sequence[dict[str, Any]]) 
     found = beside_paper(paper, measured)
     if not found:
         return []
-    lines = [
-        "## Beside the paper",
-        "",
-        "| score | method | removed by rank | bits | ours | paper: Palu | paper: ReCalKV |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for pair in found:
-        palu, recalkv = ("" if value is None else f"{value:.2f}" for value in (pair.palu, pair.recalkv))
-        ours = pair.ours
-        lines.append(
-            f"| {ours.score} | {ours.method} | {ours.ratio:.0%} | {ours.bits} | {ours.value:.2f} | {palu} | {recalkv} |"
-        )
-    return [*lines, ""]
+        ours, printed = pair.ours, (pair.palu, pair.recalkv)
+        theirs = ["" if value is None else f"{value:.2f}" for value in printed]
+        lines.append([ours.score, ours.method, f"{ours.ratio:.0%}", str(ours.bits), f"{ours.value:.2f}", *theirs])
+    head = ["score", "method", "removed by rank", "bits", "ours", "paper: Palu", "paper: ReCalKV"]
+    return ["## Beside the paper", "", markdown(head, lines, left=2), ""]

@@ -2,26 +2,10 @@
 
 from typing import Any
 
-__all__ = ["OWN", "attention_rows", "latency_section"]
+__all__ = ["OWN", "latency_section"]
 
 OWN = "pipeline"
 """Name of the pipeline's own model among the latency stage's geometries."""
-
-
-def attention_rows(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, float], str]]:
-    """Lines of the main table: the pipeline's own module on a static cache, dense by SDPA, one sequence."""
-    batch = min(row["batch"] for row in rows)
-    return [
-        (
-            f"one attention module, one decoding step, {row['context']:,} cached tokens"
-            f"{f', batch {batch}' if batch > 1 else ''}, ms",
-            {"dense": row["baseline_us"] / 1e3, "compressed": row["us"] / 1e3},
-            ".3f",
-        )
-        for row in rows
-        if (row["geometry"], row["batch"], row["cache"]) == (OWN, batch, "static")
-        and row["baseline"].startswith("SDPA")
-    ]
 
 
 def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:

@@ -8,9 +8,10 @@ from recalkv.method.grouping import HeadGrouping
 from recalkv.method.methods import Method
 from recalkv.method.similarity import within_group_similarity
 from recalkv.params import Params
-from recalkv.reports.grid import excess, removed_by_rank
-from recalkv.reports.latency import attention_rows, latency_section
+from recalkv.reports.grid import removed_by_rank
+from recalkv.reports.latency import latency_section
 from recalkv.reports.paper import Measured, beside_paper
+from recalkv.reports.tables import dense_beside_compressed, excess, markdown, methods
 
 __all__ = ["Facts", "page"]
 
@@ -103,82 +104,31 @@ def _head(facts: Facts) -> list[str]:
 
 
 def _beside_dense(facts: Facts) -> list[str]:
-    metrics, latency = facts.metrics, facts.latency
-    live = {side: metrics["cache"][f"{side}_bytes_per_token"] for side in ("dense", "compressed")}
-    sides = [
-        ("perplexity", metrics["perplexity"], ".2f"),
-        ("cache, bytes per token (live cache)", live, ",.0f"),
-        ("parameters", metrics["parameters"], ",.0f"),
-        *_whole_model(latency),
-        *attention_rows(facts.latency_rows),
-    ]
     return [
         "## Dense beside compressed",
         "",
-        "| | dense | compressed | compressed / dense |",
-        "|---|---:|---:|---:|",
-        *(
-            f"| {name} | {pair['dense']:{form}} | {pair['compressed']:{form}} "
-            f"| {pair['compressed'] / pair['dense']:.3f} |"
-            for name, pair, form in sides
-        ),
+        dense_beside_compressed(facts.metrics, facts.latency),
         "",
-        f"{metrics['parameters']['layers_with_fused_values']} of {len(facts.layers)} layers have R_v fused into W_o by "
-        "the cost rule.",
+        f"{facts.metrics['parameters']['layers_with_fused_values']} of {len(facts.layers)} layers have R_v fused into "
+        "W_o by the cost rule.",
         "",
     ]
-
-
-def _whole_model(latency: dict[str, Any]) -> list[tuple[str, dict[str, float], str]]:
-    """Prefill, decoding and memory of the whole model, as far as they were measured."""
-    rows = []
-    for key, name, form in (
-        ("prefill_seconds", "prefill, s", ".2f"),
-        ("peak_memory_mib", "peak memory, MiB", ",.0f"),
-    ):
-        if key in latency:
-            rows.append((name, latency[key], form))
-    for context, batches in latency["decode_tokens_per_second"].items():
-        for batch, caches in batches.items():
-            for cache, rates in caches.items():
-                what = f"decoding, tokens/s ({context}, {batch}, {cache} cache)".replace("_", " ")
-                rows.append((what, rates, ".1f"))
-    return rows
 
 
 def _further_texts(texts: dict[str, Any]) -> list[str]:
     if not texts:
         return []
     lines = [
-        "## Other texts",
-        "",
-        "| text | windows | dense | compressed | excess loss (nats/token) |",
-        "|---|---:|---:|---:|---:|",
+        [name, str(text["windows"]), f"{text['dense']:.2f}", f"{text['compressed']:.2f}", excess(text)]
+        for name, text in texts.items()
     ]
-    for name, text in texts.items():
-        lines.append(
-            f"| {name} | {text['windows']} | {text['dense']:.2f} | {text['compressed']:.2f} | {excess(text)} |"
-        )
-    return [*lines, ""]
+    head = ["text", "windows", "dense", "compressed", "excess loss (nats/token)"]
+    return ["## Other texts", "", markdown(head, lines), ""]
 
 
 def _methods(comparison: dict[str, Any]) -> list[str]:
-    rows = comparison["rows"]
-    return [
-        "## All methods at the same bytes",
-        "",
-        "![Perplexity against cached bytes](comparison.png)",
-        "",
-        "| method | group size | removed | bytes per token (16 bits) | perplexity | excess loss (nats/token) |",
-        "|---|---:|---:|---:|---:|---:|",
-        f"| dense | | 0 % | {rows[0]['dense_bytes_per_token']:,.0f} | {comparison['perplexity_dense']:.2f} | 0 |",
-        *(
-            f"| {row['method']} | {row['group_size']} | {row['removed']:.2%} | {row['bytes_per_token']:,.0f} "
-            f"| {row['perplexity']:.2f} | {excess(row)} |"
-            for row in rows
-        ),
-        "",
-    ]
+    picture = "![Perplexity against cached bytes](comparison.png)"
+    return ["## All methods at the same bytes", "", picture, "", methods(comparison), ""]
 
 
 def _layers(facts: Facts) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from recalkv.reports.grid import varied
+from recalkv.reports.tables import varied
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -1,280 +1,244 @@
-"""Tables of README and docs, from the committed reports and the parameters' own descriptions.
+"""Tables of what the stages measured, in Markdown: for the run's own page, for grids, and for README and docs.
 
-Each function takes the folder that holds ``reports`` and returns Markdown. Where its report has not been made yet, it
-returns one line that says so, and the page is complete without it.
+Each function takes the content of reports, as JSON gives it, and looks nothing up elsewhere.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, get_args, get_origin
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from pydantic import BaseModel
 
 from recalkv.params import Params
+from recalkv.presets import describe
 
-__all__ = ["TABLES"]
+__all__ = [
+    "cache_sizes",
+    "decoding",
+    "dense_beside_compressed",
+    "excess",
+    "grid",
+    "markdown",
+    "methods",
+    "modules",
+    "needle",
+    "parameters",
+    "scale",
+    "setting",
+    "stages",
+    "varied",
+    "zeroshot",
+]
 
-
-def dense_beside_compressed(root: Path) -> str:
-    """Perplexity, cache, parameters and speed of the default run."""
-    metrics, latency = _read(root, "metrics"), _read(root, "latency")
-    if metrics is None or latency is None:
-        return _absent("metrics")
-    rows = [
-        ("perplexity", metrics["perplexity"]["dense"], metrics["perplexity"]["compressed"], ".2f"),
-        (
-            "live cache, bytes per token",
-            metrics["cache"]["dense_bytes_per_token"], metrics["cache"]["compressed_bytes_per_token"], ",.0f",
-        ),
-        ("parameters", metrics["parameters"]["dense"], metrics["parameters"]["compressed"], ",.0f"),
-    ]  # fmt: skip
-    for context, batches in sorted(latency["decode_tokens_per_second"].items(), key=_natural):
-        for batch, caches in batches.items():
-            for cache, rates in caches.items():
-                tokens, sequences = int(context.split("_")[0]), batch.split("_")[1]
-                what = f"decoding, tokens/s ({tokens:,} tokens cached, batch {sequences}, {cache} cache)"
-                rows.append((what, rates["dense"], rates["compressed"], ".1f"))
-    return _table(
-        ["", "dense", "compressed", "compressed / dense"],
-        ([what, f"{dense:{f}}", f"{small:{f}}", f"{small / dense:.2f}"] for what, dense, small, f in rows),
-    )
+_SIDES = ("dense", "compressed")
 
 
-def methods(root: Path) -> str:
-    """All methods of the default comparison at the same bytes."""
-    report = _read(root, "comparison")
-    if report is None:
-        return _absent("comparison")
-    rows = [row for row in report["rows"] if row["method"] != "dense"]
-    dense = f"{rows[0]['dense_cache_bytes_per_token']:,.0f}"
-    cells = [["dense", "0%", dense, f"{report['perplexity_dense']:.2f}", "0"]]
-    cells += [
-        [
-            f"`{row['method']}`",
-            f"{row['compression_ratio']:.0%}",
-            f"{row['cache_bytes_per_token']:,.0f}",
-            f"{row['perplexity']:.2f}",
-            _excess(row),
-        ]
-        for row in rows
-    ]
-    return _table(["method", "removed", "bytes per token", "perplexity", "excess loss (nats/token)"], cells)
-
-
-def setting(root: Path) -> str:
-    """Where and on what the default run was measured, in one sentence."""
-    report, where = _read(root, "comparison"), _read(root, "environment")
-    if report is None or where is None:
-        return _absent("environment")
-    return (
-        f"Model `{where['model']}`, {report['windows']} windows of {report['tokens_per_window']} tokens of "
-        f"`{where['evaluation_text']}` ({where['evaluation_split']}), groups of "
-        f"{', '.join(sorted({str(row['group_size']) for row in report['rows'] if row['method'] != 'dense'}))} heads; "
-        f"{where['device']}, {where['threads']} threads, torch `{where['torch']}`."
-    )
-
-
-def grid(root: Path, name: str) -> str:
-    """Return one grid's cells, by falling bytes; its fields are columns."""
-    report = _read(root, f"grids/{name}")
-    if report is None:
-        return _absent(f"grids/{name}")
-    cells = [(key, _fields(key), row) for key, row in report.items() if key != "dense"]
-    fields = list(dict.fromkeys(field for _, each, _ in cells for field in each))
-    texts = list(report["dense"]["perplexity"])
-    scored = "zero_shot_average" in report["dense"]
-    head = [*fields, "bytes per token", "removed", *(f"perplexity, {text}" for text in texts), "excess (nats/token)"]
-    ordered = sorted(cells, key=lambda cell: (-cell[2]["bytes_per_token"], _natural((cell[0],))))
-    lines = []
-    for _, own, row in [("dense", {fields[0]: "dense"}, report["dense"]), *ordered]:
-        line = [own.get(field, "") for field in fields]
-        line += [f"{row['bytes_per_token']:,.0f}", f"{row['removed']:.1%}"]
-        line += [f"{row['perplexity'][text]:.2f}" for text in texts]
-        line.append(_excess(row))
-        if scored:
-            line.append(f"{row['zero_shot_average']:.0%}")
-        lines.append(line)
-    return _table([*head, *(["accuracy"] if scored else [])], lines, left=len(fields))
-
-
-def attention(root: Path) -> str:
-    """One attention module in one decoding step, beside every dense baseline."""
-    report = _read(root, "latency")
-    if report is None:
-        return _absent("latency")
-    lines = []
-    for geometry, contexts in report["attention_us_per_step"].items():
-        for context, batches in sorted(contexts.items(), key=_natural):
-            for batch, times in batches.items():
-                dense = {name: us for name, us in times.items() if name.startswith("dense")}
-                for name, caches in times.items():
-                    for cache, us in () if name in dense else caches.items():
-                        for other, beside in dense.items():
-                            if other.endswith(cache):
-                                words = [label.replace("_", " ") for label in (geometry, context, batch, name, other)]
-                                lines.append([*words, f"{us:,.0f}", f"{beside:,.0f}", f"{beside / us:.2f}"])
-    head = ["module", "cached", "batch", "latents", "beside", "µs", "dense, µs", "dense / latents"]
-    return _table(head, lines, left=5)
-
-
-def stages(root: Path) -> str:
-    """Time and memory of each stage of the default run."""
-    report = _read(root, "timings")
-    if report is None:
-        return _absent("timings")
-    lines = [
-        [f"`{name}`", f"{row['wall_seconds']:.1f}", f"{row['cpu_seconds']:.1f}", f"{row['peak_resident_mib']:,.0f}"]
-        for name, row in report.items()
-    ]
-    wall, cpu = (sum(row[key] for row in report.values()) for key in ("wall_seconds", "cpu_seconds"))
-    peak = max(row["peak_resident_mib"] for row in report.values())
-    lines.append(["all", f"{wall:.0f}", f"{cpu:.0f}", f"{peak:,.0f}"])
-    return _table(["stage", "wall, s", "CPU, s", "peak resident, MiB"], lines)
-
-
-def scale(root: Path) -> str:
-    """Statistics to checkpoint on random weights of real geometries."""
-    lines = []
-    for path in sorted((root / "reports/scale/runs").glob("*.json")):
-        run = json.loads(path.read_text())
-        setting, steps, depth = run["setting"], run["stages"], run["geometry"]["attention"]["layers"]
-        wall, peak = sum(step["wall_seconds"] for step in steps), max(step["peak_resident_mib"] for step in steps)
-        floor = sum(step["floor_seconds"] for step in steps)
-        lines.append(
-            [
-                setting["name"], run["machine"]["device"], f"{setting['layers']} of {depth}",
-                f"{setting['samples']} x {setting['length']}", f"{wall / setting['layers']:.1f}", f"{wall / floor:.1f}",
-                f"{peak:,.0f}",
-            ]
-        )  # fmt: skip
-    head = ["geometry", "device", "layers run", "tokens", "s a layer", "/ least work", "peak resident, MiB"]
-    return _table(head, sorted(lines, key=lambda line: float(line[4])), left=2)
-
-
-def cache_sizes(root: Path) -> str:
-    """Cache of one sequence of 32768 tokens, by model and kind of cache."""
-    report = _read(root, "scale/cache_sizes")
-    if report is None:
-        return _absent("scale/cache_sizes")
-    kinds = list(next(iter(report.values())))
-    kinds.sort(key=lambda kind: -next(iter(report.values()))[kind]["bytes_per_token"])
-    lines = [
-        [model, *(f"{rows[kind]['gib_at_32768_tokens']:.2f}" for kind in kinds)]
-        for model, rows in sorted(report.items(), key=lambda item: item[1][kinds[0]]["bytes_per_token"])
-    ]
-    return _table(["GiB", *kinds], lines)
-
-
-def needle(root: Path) -> str:
-    """Digits of hidden numbers that come out right, by length and depth, dense beside compressed."""
-    report = _read(root, "suites/needle")
-    if report is None:
-        return _absent("suites/needle")
-    lengths = sorted(report["dense"]["by_length"], key=lambda name: _natural((name,)))
-    depths = list(report["dense"]["by_length"][lengths[0]])
-    lines = [
-        [
-            f"{int(length.split('_')[0]):,}",
-            *(
-                " / ".join(f"{report[kind]['by_length'][length][depth]:.0%}" for kind in ("dense", "compressed"))
-                for depth in depths
-            ),
-        ]
-        for length in lengths
-    ]
-    return _table(["prompt, tokens", *(f"at {depth.split('_')[1]}" for depth in depths)], lines)
-
-
-def zeroshot(root: Path) -> str:
-    """Accuracy on multiple-choice tasks, dense beside compressed."""
-    report = _read(root, "suites/zeroshot")
-    if report is None:
-        return _absent("suites/zeroshot")
-    lines = []
-    for name, task in report["tasks"].items():
-        scores = [f"{task[k]['accuracy']:.1%} ± {task[k]['standard_error']:.1%}" for k in ("dense", "compressed")]
-        gap = f"{task['difference']:+.1%} ± {task['difference_standard_error']:.1%}"
-        lines.append([name, str(task["items"]), *scores, gap])
-    return _table(["task", "items", "dense", "compressed", "difference"], lines)
-
-
-def parameters(root: Path) -> str:
-    """Every parameter of ``params.yaml``: default, allowed values, meaning."""
-    lines: list[str] = []
-    for section, field in Params.model_fields.items():
-        model = field.annotation
-        assert isinstance(model, type) and issubclass(model, BaseModel)
-        lines += ["" if not lines else "\n", f"**`{section}`**: {(model.__doc__ or '').strip()}", ""]
-        rows = []
-        for name, info in model.model_fields.items():
-            default = info.get_default(call_default_factory=True)
-            shown = "null" if default is None else json.dumps(default)
-            rows.append([f"`{name}`", f"`{shown}`", _allowed(info), (info.description or "").replace("|", "\\|")])
-        lines.append(_table(["key", "default", "values", "meaning"], rows, left=4))
-    return "\n".join(lines).replace("\n\n\n", "\n\n").strip()
-
-
-TABLES: dict[str, Callable[..., str]] = {
-    "dense-beside-compressed": dense_beside_compressed,
-    "methods": methods,
-    "setting": setting,
-    "grid": grid,
-    "attention": attention,
-    "stages": stages,
-    "scale": scale,
-    "cache-sizes": cache_sizes,
-    "needle": needle,
-    "zeroshot": zeroshot,
-    "parameters": parameters,
-}
-"""Functions by the names that pages use; further words of a name are arguments (``table: grid bits``)."""
-
-
-def _allowed(info: Any) -> str:
-    """Values or range of a field, in the words of its type."""
-    kinds = [info.annotation, *get_args(info.annotation)]
-    literals = [value for kind in kinds if "Literal" in str(get_origin(kind)) for value in get_args(kind)]
-    literals += [value for kind in kinds if kind is bool for value in (True, False)]
-    if literals:
-        nothing = ["null"] if type(None) in kinds else []
-        return ", ".join(f"`{json.dumps(v)}`".replace('"', "") for v in literals) + "".join(f", `{n}`" for n in nothing)
-    limits = [str(rule).partition("(")[2].rstrip(")") for rule in info.metadata]
-    signs = {"ge=": ">= ", "gt=": "> ", "le=": "<= ", "lt=": "< "}
-    parts = []
-    for limit in limits:
-        for sign, words in signs.items():
-            if limit.startswith(sign):
-                parts.append(f"`{words}{limit.removeprefix(sign)}`")
-    return " and ".join(parts)
-
-
-def _fields(key: str) -> dict[str, str]:
-    """Fields of a grid's cell, ``method=palu,ratio=0.5``; a bare name is a variant."""
-    parts = (part.partition("=") for part in key.split(","))
-    return {name if equals else "variant": value if equals else name for name, equals, value in parts}
-
-
-def _natural(item: Sequence[Any]) -> list[Any]:
-    """Sort names by the numbers in them."""
-    return [(float(p), "") if re.fullmatch(r"[\d.]+", p) else (-1.0, p) for p in re.split(r"(\d+\.?\d*)", item[0])]
-
-
-def _excess(row: Mapping[str, float]) -> str:
-    return f"{row['excess_nats']:.3f} ± {row['excess_standard_error_nats']:.3f}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Markdown; numbers stand to the right, the first columns to the left."""
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Render a table; the first ``left`` columns are text, the others numbers."""
     rule = ["---"] * left + ["---:"] * (len(head) - left)
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *rows])
 
 
-def _read(root: Path, name: str) -> Any:
-    path = root / f"reports/{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def excess(row: Mapping[str, Any]) -> str:
+    """Rise of the loss with its standard error, nats per token."""
+    return f"{row['excess_nats']:.3f} ± {row['excess_standard_error_nats']:.3f}"
 
 
-def _absent(name: str) -> str:
-    return f"(`reports/{name}.json` has not been made yet.)"
+def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
+    """Perplexity, cache, parameters and speed of the pipeline's checkpoint, its module beside SDPA on a static one."""
+    live = {side: metrics["cache"][f"{side}_bytes_per_token"] for side in _SIDES}
+    sides = [
+        ("perplexity", metrics["perplexity"], ".2f"),
+        ("live cache, bytes per token", live, ",.0f"),
+        ("parameters", metrics["parameters"], ",.0f"),
+    ]
+    for name, what, form in (
+        ("prefill_seconds", "prefill, s", ".2f"),
+        ("peak_memory_mib", "peak memory, MiB", ",.0f"),
+    ):
+        if name in latency:
+            sides.append((what, latency[name], form))
+    for context, batch, cache, rates in decoding(latency):
+        sides.append((f"decoding, tokens/s ({context:,} cached, batch {batch}, {cache} cache)", rates, ".1f"))
+    for geometry, context, batch, _, times, dense in modules(latency):
+        if geometry == "pipeline" and "static" in times and "dense_sdpa_static" in dense:
+            pair = {"dense": dense["dense_sdpa_static"] / 1e3, "compressed": times["static"] / 1e3}
+            sides.append((f"one attention module, ms ({context:,} cached, batch {batch}, static cache)", pair, ".2f"))
+    return markdown(
+        ["", "dense", "compressed", "compressed / dense"],
+        (
+            [what, *(f"{pair[side]:{form}}" for side in _SIDES), f"{pair['compressed'] / pair['dense']:.2f}"]
+            for what, pair, form in sides
+        ),
+    )
+
+
+def decoding(latency: Mapping[str, Any]) -> Iterable[tuple[int, int, str, Mapping[str, float]]]:
+    """Rates of whole-model decoding, tokens/s, by context, batch and cache."""
+    for context, batches in sorted(latency["decode_tokens_per_second"].items(), key=_natural):
+        for batch, caches in sorted(batches.items(), key=_natural):
+            for cache, rates in caches.items():
+                yield _number(context), _number(batch), cache, rates
+
+
+def modules(
+    latency: Mapping[str, Any],
+) -> Iterable[tuple[str, int, int, str, Mapping[str, float], Mapping[str, float]]]:
+    """Times of one module, µs: geometry, context, batch, latents, their times by cache, and those of the baselines."""
+    for geometry, contexts in latency["attention_us_per_step"].items():
+        for context, batches in sorted(contexts.items(), key=_natural):
+            for batch, times in sorted(batches.items(), key=_natural):
+                dense = {name: us for name, us in times.items() if name.startswith("dense")}
+                for name, caches in times.items():
+                    if name not in dense:
+                        yield geometry, _number(context), _number(batch), name, caches, dense
+
+
+def attention(latency: Mapping[str, Any]) -> str:
+    """One attention module in one decoding step, beside the baselines on the same kind of cache."""
+    lines = [
+        [
+            geometry, f"{context:,}", str(batch), name.replace("_", " "), other.replace("_", " "),
+            f"{times[cache]:,.0f}", f"{us:,.0f}", f"{us / times[cache]:.2f}",
+        ]
+        for geometry, context, batch, name, times, dense in modules(latency)
+        for cache in times
+        for other, us in dense.items()
+        if other.endswith(cache)
+    ]  # fmt: skip
+    return markdown(["module", "cached", "batch", "latents", "beside", "µs", "dense, µs", "speed-up"], lines, left=5)
+
+
+def methods(comparison: Mapping[str, Any]) -> str:
+    """All methods at the same bytes; bytes against a dense 16-bit cache."""
+    rows = comparison["rows"]
+    lines = [["dense", "0%", f"{rows[0]['dense_bytes_per_token']:,.0f}", f"{comparison['perplexity_dense']:.2f}", "0"]]
+    for row in rows:
+        name = f"`{row['method']}`"
+        bytes_per_token = f"{row['bytes_per_token']:,.0f}"
+        lines.append([name, f"{row['removed']:.1%}", bytes_per_token, f"{row['perplexity']:.2f}", excess(row)])
+    head = ["method", "removed", "bytes per token (16 bits)", "perplexity", "excess loss (nats/token)"]
+    return markdown(head, lines)
+
+
+def setting(environment: Mapping[str, str], metrics: Mapping[str, Any]) -> str:
+    """Where and on what the default run was measured, in one sentence."""
+    text = metrics["perplexity"]
+    documents = f" of {text['documents']} documents" if "documents" in text else ""
+    return (
+        f"Model `{environment['model']}`, {text['windows']} windows of {text['tokens_per_window']} tokens{documents} "
+        f"of `{environment['evaluation_text']}` ({environment['evaluation_split']}).\n"
+        f"{environment['device']}, {environment['threads']} threads, torch `{environment['torch']}`."
+    )
+
+
+def grid(cells: Mapping[str, Mapping[str, Any]]) -> str:
+    """One grid's cells, by falling bytes; what tells them apart are columns."""
+    rows = sorted(cells.values(), key=lambda row: (-row["bytes_per_token"], row["perplexity"]))
+    columns, texts, first = varied([row["setting"] for row in rows]), list(rows[0]["further_texts"]), rows[0]
+    further = [f"{first['further_texts'][text]['dense']:.2f}" for text in texts]
+    dense = [f"{first['dense_bytes_per_token']:,.0f}", f"{first['perplexity_dense']:.2f}", *further, "0"]
+    lines = [["dense", *[""] * len(columns), "0.0%", *dense]]
+    for row in rows:
+        line = [row["method"], *(str(row["setting"].get(name, "")) for name in columns), f"{row['removed']:.1%}"]
+        line += [f"{row['bytes_per_token']:,.0f}", f"{row['perplexity']:.2f}"]
+        lines.append([*line, *(f"{row['further_texts'][text]['compressed']:.2f}" for text in texts), excess(row)])
+    head = ["method", *columns, "removed", "bytes per token", "perplexity", *texts, "excess loss (nats/token)"]
+    return markdown(head, lines, left=1 + len(columns))
+
+
+def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names, but for method and ratio, whose values tell settings apart."""
+    names = dict.fromkeys(name for setting in settings for name in setting if name not in ("method", "ratio"))
+    return [name for name in names if len({str(setting.get(name)) for setting in settings}) > 1]
+
+
+def needle(suite: Mapping[str, Any]) -> str:
+    """Digits of hidden numbers that come out right, dense / compressed, by length and depth."""
+    by_length = {side: suite[side]["by_length"] for side in _SIDES}
+    depths = list(next(iter(by_length["dense"].values())))
+    lines = [
+        [
+            f"{_number(length):,}",
+            *(" / ".join(f"{by_length[side][length][depth]:.0%}" for side in _SIDES) for depth in depths),
+        ]
+        for length, _ in sorted(by_length["dense"].items(), key=_natural)
+    ]
+    return markdown(["prompt, tokens", *(f"at {depth.split('_')[1]}" for depth in depths)], lines)
+
+
+def zeroshot(suite: Mapping[str, Any]) -> str:
+    """Accuracy on multiple-choice tasks, dense beside compressed."""
+    lines = []
+    for name, task in suite["tasks"].items():
+        scores = [f"{task[side]['accuracy']:.1%} ± {task[side]['standard_error']:.1%}" for side in _SIDES]
+        gap = f"{task['difference']:+.1%} ± {task['difference_standard_error']:.1%}"
+        lines.append([name, str(task["items"]), *scores, gap])
+    return markdown(["task", "items", "dense", "compressed", "difference"], lines)
+
+
+def stages(timings: Mapping[str, Mapping[str, float]]) -> str:
+    """Time and memory of each stage, and of all."""
+    wall, cpu = (sum(row[key] for row in timings.values()) for key in ("wall_seconds", "cpu_seconds"))
+    peak = max(row["peak_resident_mib"] for row in timings.values())
+    lines = [
+        [f"`{name}`", *(f"{row[key]:,.0f}" for key in ("wall_seconds", "cpu_seconds", "peak_resident_mib"))]
+        for name, row in timings.items()
+    ]
+    lines.append(["all", f"{wall:,.0f}", f"{cpu:,.0f}", f"{peak:,.0f}"])
+    return markdown(["stage", "wall, s", "CPU, s", "peak resident, MiB"], lines)
+
+
+def scale(*runs: Mapping[str, Any]) -> str:
+    """Statistics to checkpoint on random weights of real geometries (``benchmarks/scale.py``)."""
+    lines = []
+    for run in runs:
+        own, steps = run["setting"], run["stages"]
+        wall, floor = (sum(step[key] for step in steps) for key in ("wall_seconds", "floor_seconds"))
+        cells = [own["name"], run["machine"]["device"], f"{own['layers']} of {run['geometry']['attention']['layers']}"]
+        cells += [f"{own['samples']} x {own['length']}", f"{wall / own['layers']:.1f}", f"{wall / floor:.1f}"]
+        lines.append([*cells, f"{max(step['peak_resident_mib'] for step in steps):,.0f}"])
+    head = ["geometry", "device", "layers run", "tokens", "s a layer", "/ least work", "peak resident, MiB"]
+    return markdown(head, sorted(lines, key=lambda line: float(line[4])), left=2)
+
+
+def cache_sizes(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """Cache of one sequence of 32768 tokens, GiB, by model and kind of cache (``benchmarks/cache_sizes.py``)."""
+    models = sorted(sizes.items(), key=lambda item: max(row["bytes_per_token"] for row in item[1].values()))
+    kinds = sorted(models[0][1], key=lambda kind: -models[0][1][kind]["bytes_per_token"])
+    lines = [[model, *(f"{rows[kind]['gib_at_32768_tokens']:.2f}" for kind in kinds)] for model, rows in models]
+    return markdown(["GiB", *kinds], lines)
+
+
+def parameters() -> str:
+    """Every parameter of ``params.yaml``: its default, its range, its meaning."""
+    parts = []
+    for section, field in Params.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type) and issubclass(model, BaseModel)
+        rows = []
+        for name, info in model.model_fields.items():
+            default = info.get_default(call_default_factory=True)
+            shown = "null" if default is None else str(default).replace("'", '"')
+            meaning = describe(info).replace(" | ", ", ").replace("|", "\\|")
+            rows.append([f"`{name}`", f"`{shown}`", _limits(info), meaning])
+        parts.append(f"**`{section}`**: {model.__doc__}\n\n{markdown(['key', 'default', 'range', 'meaning'], rows, 4)}")
+    return "\n\n".join(parts)
+
+
+def _limits(info: Any) -> str:
+    """Range of a field, as pydantic has it: ``>= 0 and < 1``."""
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    found = [f"{signs[key]} {getattr(rule, key)}" for rule in info.metadata for key in signs if hasattr(rule, key)]
+    return f"`{' and '.join(found)}`" if found else ""
+
+
+def _number(name: str) -> int:
+    """The number in a key such as ``1024_tokens`` or ``batch_1``."""
+    found = re.search(r"\d+", name)
+    assert found is not None
+    return int(found[0])
+
+
+def _natural(item: tuple[str, Any]) -> int:
+    return _number(item[0])
