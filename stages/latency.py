@@ -1,4 +1,4 @@
-"""Step 9f: how long a decoding step takes, dense beside compressed: one attention module, and the whole model."""
+"""Step 9e: how long a decoding step takes, dense beside compressed: one attention module, and the whole model."""
 
 from typing import Any
 

@@ -1,15 +1,18 @@
-"""Items of lm-eval's tasks from local files, in the schema of the hub's sets."""
+"""lm-eval's tasks: items from local files in the schema of the hub's sets, and one way to run them."""
 
 import contextlib
 import json
 import logging
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from recalkv.errors import DataError
 
-__all__ = ["check_columns", "first_columns", "local_data", "local_override", "quiet"]
+__all__ = ["check_columns", "first_columns", "local_data", "local_override", "quiet", "run_tasks"]
 
 
 def local_data(folder: Path, tasks: Sequence[str]) -> dict[str, Path]:
@@ -78,6 +81,36 @@ def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
                             f"{path}, line {number}: column {column!r} does not exist; {task} needs "
                             f"{', '.join(needed)}, as its set on the hub has them."
                         )
+
+
+def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | None) -> dict[str, Any]:
+    """Results of lm-eval's tasks without examples in the prompt.
+
+    As ``lm_eval.simple_evaluate`` does it, but for the description of the machine, for which that starts several
+    programs at every call.
+
+    Parameters
+    ----------
+    adapter
+        lm-eval's view of a model.
+    tasks
+        Names, or changes of tasks.
+    manager
+        lm-eval's index of tasks.
+    limit
+        Use the first so many items of each; None for all.
+    """
+    from lm_eval import evaluate
+
+    # Tasks that shuffle do so alike for every model.
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (theirs)
+    found = manager.load(list(tasks))
+    for task in found["tasks"].values():
+        task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=0)
+    results: dict[str, Any] = evaluate(adapter, found, limit=limit, bootstrap_iters=0)
+    return results
 
 
 @contextlib.contextmanager

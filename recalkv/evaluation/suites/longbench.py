@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from recalkv.errors import ParameterError, needing
-from recalkv.evaluation.suites.items import check_columns, first_columns, local_data, local_override, quiet
+from recalkv.evaluation.suites.items import check_columns, first_columns, local_data, local_override, quiet, run_tasks
 from recalkv.evaluation.suites.suite import Progress, Suite, table
 from recalkv.params import LongBenchParams, Params
 
@@ -96,7 +96,6 @@ def longbench(
     with quiet("lm_eval"):
         with needing("eval"):
             import jieba  # noqa: F401  (imported by lm-eval's metrics)
-            from lm_eval import simple_evaluate
             from lm_eval import tasks as known_tasks
             from lm_eval.tasks import TaskManager
         name = f"longbench_{task}"
@@ -109,14 +108,10 @@ def longbench(
                 changes["process_docs"] = _rename_input
         if task in _PROMPTS:
             changes["doc_to_text"] = _PROMPTS[task]
-        result = simple_evaluate(
-            _reader(model, tokenizer, task, wanted, progress),
-            tasks=[{"group": f"{name} (official prompts)", "task": [changes]}],
-            limit=wanted.limit,
-            bootstrap_iters=0,
-            # The index of all tasks would take seconds.
-            task_manager=TaskManager(include_defaults=False, include_path=str(_folder(known_tasks) / "longbench")),
-        )
+        # The index of all tasks would take seconds.
+        manager = TaskManager(include_defaults=False, include_path=str(_folder(known_tasks) / "longbench"))
+        reader = _reader(model, tokenizer, task, wanted, progress)
+        result = run_tasks(reader, [{"group": f"{name} (official prompts)", "task": [changes]}], manager, wanted.limit)
     samples = sorted(result["samples"][name], key=lambda sample: sample["doc_id"])
     return LongBenchScore(task, str(result["versions"][name]), tuple(float(sample["score"]) for sample in samples))
 

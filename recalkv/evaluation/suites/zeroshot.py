@@ -15,7 +15,7 @@ import torch
 from recalkv.errors import DataError, ParameterError, needing
 from recalkv.evaluation.suites.continuation import TASK as CONTINUATION
 from recalkv.evaluation.suites.continuation import continuation_items
-from recalkv.evaluation.suites.items import check_columns, local_data, local_override, quiet
+from recalkv.evaluation.suites.items import check_columns, local_data, local_override, quiet, run_tasks
 from recalkv.evaluation.suites.suite import Progress, Suite, table
 from recalkv.model.precision import resolve_precision
 from recalkv.params import Params
@@ -95,9 +95,10 @@ def check_tasks(tasks: Mapping[str, Path | None]) -> None:
     DataError
         If a file is missing, or lacks a column of the task's set on the hub.
     """
+    named = [name for name in tasks if name != CONTINUATION]
     with quiet("lm_eval"):
-        known = _known_tasks()
-    unknown = [name for name in tasks if name != CONTINUATION and name not in known]
+        known = _known_tasks() if named else set()
+    unknown = [name for name in named if name not in known]
     if unknown:
         raise ParameterError(
             f"lm-eval has no single task {', '.join(unknown)}; `lm-eval ls subtasks` lists all, the paper's are "
@@ -145,7 +146,6 @@ def zero_shot(
     check_tasks(tasks)
     with quiet("lm_eval"):
         with needing("eval"):
-            from lm_eval import simple_evaluate
             from lm_eval.models.huggingface import HFLM
 
         adapter = HFLM(
@@ -154,14 +154,8 @@ def zero_shot(
             batch_size=batch_size,
             mixed_precision_dtype=torch.bfloat16 if precision == "bfloat16" else None,
         )
-        result = simple_evaluate(
-            adapter,
-            tasks=[_task(name, path) for name, path in tasks.items()],
-            num_fewshot=0,
-            limit=limit,
-            bootstrap_iters=0,
-            task_manager=_task_manager(),
-        )
+        manager = _task_manager(indexed=set(tasks) != {CONTINUATION})
+        result = run_tasks(adapter, [_task(name, path) for name, path in tasks.items()], manager, limit)
     scores = []
     for name in tasks:
         # Sorted, because lm-eval returns the items in the order in which it ran them.
@@ -248,17 +242,17 @@ class ZeroShot(Suite):
 
 def _known_tasks() -> set[str]:
     """Single tasks that lm-eval has; groups and tags of them have no items of their own."""
-    manager = _task_manager()
+    manager = _task_manager(indexed=True)
     return set(manager.all_tasks) - set(manager.all_groups) - set(manager.all_tags)
 
 
 @functools.cache
-def _task_manager() -> Any:
-    """lm-eval's index of its tasks, which takes seconds to build."""
+def _task_manager(indexed: bool) -> Any:
+    """lm-eval's way to find tasks, with or without the index of its own, which takes seconds to build."""
     with needing("eval"):
         from lm_eval.tasks import TaskManager
 
-    return TaskManager()
+    return TaskManager(include_defaults=indexed)
 
 
 def _task(name: str, path: Path | None) -> Any:
