@@ -342,6 +342,16 @@ def test_compress_at_ratio_zero_is_the_dense_model() -> None:
     torch.testing.assert_close(logits(quick(dense, ratio=0.0)), logits(dense), atol=1e-4, rtol=1e-4)
 
 
+def test_the_seed_of_the_call_draws_the_windows() -> None:
+    dense = dense_model("llama-gqa")
+    options = {"samples": 2, "length": 16, "method": "recalkv", "allocation": "uniform"}
+    first, again, other = (quick(dense, seed=seed, **options).state_dict() for seed in (3, 3, 4))
+    factors = [name for name in first if "key_up" in name or "k_proj" in name]
+    assert factors
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.allclose(first[name], other[name]) for name in factors)
+
+
 def test_compressed_weights_are_not_the_dense_models() -> None:
     """Training or changing one must not change the other."""
     dense = dense_model("llama-gqa")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from recalkv.errors import DataError, ParameterError
+from recalkv.errors import DataError, NonFiniteError, ParameterError
 from recalkv.evaluation.perplexity import excess_loss, window_losses
 from recalkv.params import EvaluationParams
 from recalkv.text import corpora
@@ -58,6 +58,29 @@ def test_batches_change_nothing() -> None:
     torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
     assert len(calls) == 5
     torch.testing.assert_close(one, window_losses(model, windows, batch_size=3, prefill=7), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 40, 600])
+def test_losses_are_those_of_the_library(length: int) -> None:
+    """The next token's, also where a window is longer than the logits that exist at a time."""
+    model, windows = tiny.dense_model("llama-gqa"), tiny.windows(2, length, seed=5)
+    with torch.no_grad():
+        expected = torch.stack([model(ids, labels=ids).loss for ids in windows.split(1)]).double()
+    torch.testing.assert_close(window_losses(model, windows), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["head", "embedding"])
+def test_losses_that_are_not_finite_are_refused(part: str, value: float) -> None:
+    model, windows = tiny.dense_model("llama-mha"), tiny.windows(3, 12) % 100
+    windows[1, 4] = 100
+    with torch.no_grad():
+        # The head spoils all losses, the embedding of token 100 that of one window.
+        {"head": model.lm_head, "embedding": model.model.embed_tokens}[part].weight[100] = value
+    with pytest.raises(NonFiniteError, match=r"evaluation loss; export in bfloat16 or float32 \(compression\.dtype\)"):
+        window_losses(model, windows)
+    if part == "embedding":
+        assert bool(torch.isfinite(window_losses(model, windows[::2])).all())
 
 
 def test_excess_is_paired() -> None:

@@ -126,15 +126,26 @@ def code_bits(segments: list[list[tuple[int, int]]]) -> int:
     return sum(width * bits for unit in segments for width, bits in unit)
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7, 0.85])
-@pytest.mark.parametrize("seed", range(3))
-def test_mixed_bits_equal_exhaustive_search(ratio: float, seed: int) -> None:
-    """No other assignment of bits to blocks of four latents loses less with as many bits of codes."""
+def random_energies(spread: float, seed: int) -> list[list[float]]:
+    """Log-normal energies of two latents of three and two blocks."""
     generator = torch.Generator().manual_seed(seed)
-    energies = []
-    for blocks in (3, 2):
-        per_block = (torch.randn(blocks, generator=generator) * 3).exp().sort(descending=True).values
-        energies.append(per_block.repeat_interleave(4).tolist())
+    return [(torch.randn(n, generator=generator) * spread).exp().sort().values.flip(0).tolist() for n in (3, 2)]
+
+
+SPECTRA = {
+    **{f"steep-{seed}": random_energies(3, seed) for seed in range(3)},
+    **{f"gentle-{seed}": random_energies(0.5, seed) for seed in range(3)},
+    "geometric": [[0.9 ** (4 * block) for block in range(n)] for n in (3, 2)],
+    # Four more bits of the first block save more than two of any other, but not more than two of two others.
+    "one-strong": [[14.0, 1.0, 0.8], [1.2, 1.0]],
+}
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7, 0.85])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_mixed_bits_equal_exhaustive_search(spectrum: str, ratio: float) -> None:
+    """No other assignment of bits to blocks of four latents loses less with as many bits of codes."""
+    energies = [[energy for energy in unit for _ in range(4)] for unit in SPECTRA[spectrum]]
     found = mixed_bits(energies, ratio)
     assert sum(8 * RowLayout([unit]).row_bytes for unit in found) <= budget_bits(20, ratio)
     best = math.inf

@@ -1,4 +1,4 @@
-"""Calibration sampling: reproducible, non-overlapping windows and joined documents."""
+"""Windows for calibration and evaluation: runs of tokens that do not overlap, and calibration's reproducible."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recalkv.errors import DataError
-from recalkv.text.windows import joined_tokens, sample_windows
+from recalkv.text.windows import consecutive_windows, joined_tokens, sample_windows, spread_windows
 
 
 class Characters:
@@ -79,3 +79,35 @@ def test_too_few_tokens_name_both_counts_and_a_remedy() -> None:
     with pytest.raises(DataError, match=message):
         sample_windows(torch.arange(99), 10, 10, 0)
     assert sample_windows(torch.arange(99), 9, 10, 0).shape == (9, 10)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "most", "count"), [(100, 10, None, 10), (99, 10, None, 9), (99, 10, 4, 4), (23, 23, 5, 1)]
+)
+def test_consecutive_windows_are_the_text_in_order(tokens: int, window: int, most: int | None, count: int) -> None:
+    windows = consecutive_windows(torch.arange(tokens), window, most)
+    assert torch.equal(windows.tokens, torch.arange(count * window).view(count, window))
+    assert torch.equal(windows.documents, torch.arange(count))
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 20, None])
+@pytest.mark.parametrize("window", [2, 5, 16])
+def test_spread_windows_are_runs_that_do_not_overlap(window: int, most: int | None) -> None:
+    lengths = (16, 45, 17, 33, 64)
+    windows = spread_windows(torch.arange(sum(lengths)).split(lengths), window, most)
+    assert len(windows) == min(most or 999, sum(length // window for length in lengths))
+    assert windows.tokens.shape == (len(windows), window)
+    assert bool((windows.tokens.diff(dim=1) == 1).all())
+    assert windows.tokens.unique().numel() == windows.tokens.numel()
+    ends = torch.tensor(lengths).cumsum(0)
+    # The first and the last token are of the document that is recorded.
+    for place in (0, -1):
+        assert torch.equal(torch.bucketize(windows.tokens[:, place].contiguous(), ends, right=True), windows.documents)
+
+
+def test_text_shorter_than_an_evaluation_window_is_refused() -> None:
+    message = r"has 9 tokens, fewer than one window of evaluation\.window=10; use a longer text or a shorter window"
+    with pytest.raises(DataError, match=message):
+        consecutive_windows(torch.arange(9), 10)
+    with pytest.raises(DataError, match=message):
+        spread_windows(torch.arange(9).split(4), 10)
