@@ -8,26 +8,39 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from recalkv.kernels.compile_gate import CONFIGURATIONS, Compiled, faults
+from recalkv.kernels.compile_gate import CONFIGURATIONS, Compiled, faults, main
+
+ALL = [configuration.name for configuration in CONFIGURATIONS]
+# Of every kernel one, plain, packed, 8-bit and in one pass.
+SOME = [
+    "mistral-7b joint s=2 70%",
+    "mistral-7b joint s=2 packed",
+    "llama-2-7b joint s=2 int8",
+    "llama-2-7b joint s=2 50%, one pass",
+]
 
 
-def test_all_configurations_compile_within_limits() -> None:
+@pytest.mark.parametrize("names", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_configurations_compile_within_limits(names: list[str]) -> None:
     """In a process of its own: where kernels are interpreted, they cannot be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "recalkv.kernels.compile_gate"]
+    command = [sys.executable, "-m", "recalkv.kernels.compile_gate", *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
-    one_pass = sum(configuration.direct is not None for configuration in CONFIGURATIONS)
-    assert len(lines) == 2 * (3 * len(CONFIGURATIONS) - one_pass)
+    one_pass = sum(each.direct is not None for each in CONFIGURATIONS if each.name in names)
+    assert len(lines) == 2 * (3 * len(names) - one_pass)
 
 
-def test_the_gate_does_not_interpret() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "recalkv.kernels.compile_gate"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "TRITON_INTERPRET=1 interprets kernels; unset it" in done.stderr
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["llama-2-7b", SOME[0]]) == 2
+    assert capsys.readouterr().err.startswith("llama-2-7b: none of llama-2-7b joint s=2 50%, ")
+
+
+def test_the_gate_does_not_interpret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main() == 2
+    assert "TRITON_INTERPRET=1 interprets kernels; unset it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """Fused decode attention over latents, in Triton.
 
-:mod:`recalkv.kernels.decode` has the kernels, :mod:`recalkv.kernels.plan` what they need to know of a layer,
-:mod:`recalkv.kernels.module` the attention module that uses them. Nothing here is imported by the rest of
-the package; stages that generate call :func:`recalkv.kernels.module.use_kernels` as ``runtime.kernels`` says,
-and Triton is imported only there.
+:mod:`recalkv.kernels.scores` and :mod:`recalkv.kernels.contexts` are flash decoding in two passes and a sum,
+:mod:`recalkv.kernels.one_pass` in one; :mod:`recalkv.kernels.plan` is what they need to know of a layer, and
+:mod:`recalkv.kernels.module` the attention module that uses them. How many slots are filled is read from the device:
+tiles of a static cache that lie behind the last query cost nothing, and no number travels to the host.
+
+Nothing here is imported by the run-time itself; :func:`recalkv.kernels.module.use_kernels` puts the kernels into a
+model, and Triton is imported only there.
 """

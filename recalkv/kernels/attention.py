@@ -15,7 +15,7 @@ import triton.knobs
 import triton.language as tl
 from torch import Tensor
 
-from recalkv.kernels.decode import combine_kernel, scores_kernel, values_kernel
+from recalkv.kernels.contexts import combine_kernel, values_kernel
 from recalkv.kernels.joint import JointTables, joint_attention, joint_operator
 from recalkv.kernels.launch import device_runs, output_room, split
 from recalkv.kernels.plan import (
@@ -29,6 +29,7 @@ from recalkv.kernels.plan import (
     value_warps,
 )
 from recalkv.kernels.rotary import TileRotary
+from recalkv.kernels.scores import scores_kernel
 
 __all__ = ["latent_attention"]
 

@@ -3,7 +3,7 @@
 ``python -m recalkv.kernels.compile_gate`` prints one line per kernel, geometry and architecture: shared
 memory, registers, bytes spilled, tensor-core instructions and asynchronous copies. It ends with status 1 if
 a kernel would not launch, spills heavily, multiplies matrices without tensor cores, or reads latents of
-ranks that are multiples of eight in small pieces.
+ranks that are multiples of eight in small pieces. Names of configurations may follow; all takes minutes.
 """
 
 import math
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from recalkv.kernels.decode import combine_kernel, scores_kernel, values_kernel
+from recalkv.kernels.contexts import combine_kernel, values_kernel
 from recalkv.kernels.joint import CHUNK, JOINT_STAGES, JOINT_WARPS, cover_pairs, joint_shared
 from recalkv.kernels.one_pass import attend_kernel
 from recalkv.kernels.plan import (
@@ -37,8 +37,9 @@ from recalkv.kernels.plan import (
     value_blocks,
     value_warps,
 )
+from recalkv.kernels.scores import scores_kernel
 
-__all__ = ["CONFIGURATIONS", "Compiled", "Configuration", "compile_all", "faults"]
+__all__ = ["CONFIGURATIONS", "Compiled", "Configuration", "compile_all", "faults", "main"]
 
 SHARED_LIMITS = {80: 166_912, 90: 232_448}
 """Bytes of shared memory that one program can have, by architecture (163 KB on A100, 227 KB on H100 and H200)."""
@@ -133,10 +134,12 @@ class Compiled:
     async_copies: int
 
 
-def compile_all(architectures: tuple[int, ...] = (80, 90)) -> Iterator[Compiled]:
+def compile_all(
+    configurations: Sequence[Configuration] = CONFIGURATIONS, architectures: tuple[int, ...] = (80, 90)
+) -> Iterator[Compiled]:
     """Compile every kernel of every configuration; kernels of equal constants once."""
     done: dict[Any, tuple[int, int, int, int, int]] = {}
-    for configuration in CONFIGURATIONS:
+    for configuration in configurations:
         for architecture in architectures:
             for name, kernel, types, constants, warps, stages in _kernels(configuration, architecture):
                 key = (name, architecture, warps, stages, tuple(types.items()), tuple(constants.items()))
@@ -291,8 +294,13 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def main() -> int:
-    """Print the table; 1 if anything is wrong."""
+def main(names: Sequence[str] = ()) -> int:
+    """Print the table, of these configurations or of all; 1 if anything is wrong."""
+    known = {configuration.name: configuration for configuration in CONFIGURATIONS}
+    unknown = sorted(set(names) - known.keys())
+    if unknown:
+        print(f"{', '.join(unknown)}: none of {', '.join(known)}", file=sys.stderr)
+        return 2
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("TRITON_INTERPRET=1 interprets kernels; unset it to compile them", file=sys.stderr)
         return 2
@@ -300,7 +308,7 @@ def main() -> int:
     print(
         f"{'configuration':<38}{'kernel':<9}{'sm':>4}{'shared':>9}{'registers':>11}{'spilled':>9}{'mma':>6}{'copies':>8}"
     )
-    for one in compile_all():
+    for one in compile_all([known[name] for name in names or known]):
         line = f"{one.configuration.name:<38}{one.kernel:<9}{one.architecture:>4}{one.shared:>9,}{one.registers:>11}"
         problems = faults(one)
         wrong += bool(problems)
@@ -312,4 +320,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ import triton
 import triton.knobs
 from torch import Tensor
 
-from recalkv.kernels.decode import combine_kernel
+from recalkv.kernels.contexts import combine_kernel
 from recalkv.kernels.gauge import pair_columns
 from recalkv.kernels.launch import output_room, split
 from recalkv.kernels.one_pass import attend_kernel, turn_kernel

@@ -6,13 +6,13 @@ of the RoPE pairs of a group's keys are latents themselves, the others are rebui
 1. ``turn_kernel`` turns the queries, pair by pair in the order of the latents. Queries of a group's heads are rows of
    one matrix, zero where a pair belongs to another head, so that heads need no loop.
 2. ``attend_kernel``: one program takes a group of heads and a run of tiles, as flash decoding does.
-3. :func:`recalkv.kernels.decode.combine_kernel` sums the runs and applies R_v.
+3. :func:`recalkv.kernels.contexts.combine_kernel` sums the runs and applies R_v.
 """
 
 import triton
 import triton.language as tl
 
-from recalkv.kernels.decode import _latents, _turned, _up
+from recalkv.kernels.blocks import load_latents, load_up, turned_pairs
 
 __all__ = ["attend_kernel", "turn_kernel"]
 
@@ -41,9 +41,9 @@ def turn_kernel(
     right = tl.load(at + HALF, mask=own, other=0.0).to(tl.float32)
     # By the start of its tile, then by its place there: no angle is larger than float64 tells apart.
     tile_at = anchor_ptr + (own_slot // BLOCK_N)[:, None] * (2 * HALF) + place[None, :]
-    left, right = _turned(left, right, tile_at, own, HALF, 1)
+    left, right = turned_pairs(left, right, tile_at, own, HALF, 1)
     place_at = offset_ptr + (own_slot % BLOCK_N)[:, None] * (2 * HALF) + place[None, :]
-    left, right = _turned(left, right, place_at, own, HALF, 1)
+    left, right = turned_pairs(left, right, place_at, own, HALF, 1)
     at = turned_ptr + (batch * tl.num_programs(0) + group).to(tl.int64) * (2 * BLOCK_M * PAIRS)
     at += rows[:, None] * PAIRS + columns[None, :]
     tl.store(at, left)
@@ -62,8 +62,8 @@ def _products(
         left += tl.load(at, mask=pairs_ok, other=0.0).to(tl.float32)[None, :]
         right += tl.load(at + HALF, mask=pairs_ok, other=0.0).to(tl.float32)[None, :]
     # Keys turn by their place in the tile, queries back by the tile's start.
-    left, right = _turned(left, right, offset_at + place[None, :], pairs_ok[None, :], HALF, 1)
-    query_left, query_right = _turned(
+    left, right = turned_pairs(left, right, offset_at + place[None, :], pairs_ok[None, :], HALF, 1)
+    query_left, query_right = turned_pairs(
         tl.load(query_at), tl.load(query_at + query_half), anchor_at + place[None, :], pairs_ok[None, :], HALF, -1
     )
     if not UPCAST:
@@ -96,9 +96,9 @@ def attend_kernel(
     up_ptr
         Columns of R_k that are rebuilt, of each group (rank, 2, its rebuilt pairs): left and right halves.
     anchor_ptr, offset_ptr, seen_ptr, behind, mask_ptr, MASK
-        As in :func:`recalkv.kernels.decode.scores_kernel`.
+        As in :func:`recalkv.kernels.scores.scores_kernel`.
     partial_ptr, most_ptr, sum_ptr
-        As in :func:`recalkv.kernels.decode.values_kernel`.
+        As in :func:`recalkv.kernels.contexts.values_kernel`.
     groups_ptr : (groups, 8) int32
         First latent column, rank, direct pairs, rebuilt pairs, first key/value head, heads, ranks of all heads
         before, start of its block of ``up_ptr``. A group's latents begin with the left and then the right halves
@@ -148,11 +148,11 @@ def attend_kernel(
         slot_ok = slot < seen
         slot_offsets = slot.to(tl.int64) * latent_slot_stride
         anchor_at = anchor_ptr + tile * (2 * HALF)
-        latents_a = _latents(
+        latents_a = load_latents(
             base, slot_ok, first_column + columns_a, ok_a, slot_offsets, seen_ptr, seen_ptr, 0, False, UPCAST, kind
         )
         if RANK_B > 0:
-            latents_b = _latents(
+            latents_b = load_latents(
                 base, slot_ok, first_column + columns_b, ok_b, slot_offsets, seen_ptr, seen_ptr, 0, False, UPCAST, kind
             )
         scores = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -171,16 +171,18 @@ def attend_kernel(
             pairs_ok = start + in_chunk < rebuilt
             stride, at = 2 * rebuilt, up_start + start
             left = tl.dot(
-                latents_a, _up(up_ptr, at, stride, columns_a, ok_a, in_chunk, pairs_ok, UPCAST), input_precision="ieee"
+                latents_a,
+                load_up(up_ptr, at, stride, columns_a, ok_a, in_chunk, pairs_ok, UPCAST),
+                input_precision="ieee",
             )
             right = tl.dot(
-                latents_a, _up(up_ptr, at + rebuilt, stride, columns_a, ok_a, in_chunk, pairs_ok, UPCAST),
+                latents_a, load_up(up_ptr, at + rebuilt, stride, columns_a, ok_a, in_chunk, pairs_ok, UPCAST),
                 input_precision="ieee",
             )  # fmt: skip
             if RANK_B > 0:
-                up = _up(up_ptr, at, stride, columns_b, ok_b, in_chunk, pairs_ok, UPCAST)
+                up = load_up(up_ptr, at, stride, columns_b, ok_b, in_chunk, pairs_ok, UPCAST)
                 left = tl.dot(latents_b, up, left, input_precision="ieee")
-                up = _up(up_ptr, at + rebuilt, stride, columns_b, ok_b, in_chunk, pairs_ok, UPCAST)
+                up = load_up(up_ptr, at + rebuilt, stride, columns_b, ok_b, in_chunk, pairs_ok, UPCAST)
                 right = tl.dot(latents_b, up, right, input_precision="ieee")
             scores = _products(
                 scores, query_at + DIRECT + start, query_half, left, right, tl.load(table + DIRECT + start), pairs_ok,

@@ -1,0 +1,85 @@
+"""What the kernels share: blocks of latents and factors in registers, and their turns by RoPE.
+
+Latents are plain (batch, slots, columns) or rows of packed codes (:mod:`recalkv.cache.rows`), which are
+read as they are. Everything elementwise is float32; products take the latents' type.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["head_row", "load_codes", "load_latents", "load_up", "turned_pairs"]
+
+# The interpreter multiplies bfloat16 wrongly and without a word; UPCAST makes products float32 there.
+
+
+@triton.jit
+def load_latents(
+    base, slots_ok, columns, columns_ok, slot_offsets, columns_ptr, steps_ptr, table_width,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Latents (slots, columns) of one sequence: plain, or unpacked from rows of codes."""
+    ok = slots_ok[:, None] & columns_ok[None, :]
+    if PACKED:
+        # Of each column: its first byte, shift and bits, the byte of its scale, and the step of its codes.
+        first = tl.load(columns_ptr + columns, mask=columns_ok, other=0)
+        shift = tl.load(columns_ptr + table_width + columns, mask=columns_ok, other=0)
+        bits = tl.load(columns_ptr + 2 * table_width + columns, mask=columns_ok, other=8)
+        level_at = tl.load(columns_ptr + 3 * table_width + columns, mask=columns_ok, other=0)
+        step = tl.load(steps_ptr + columns, mask=columns_ok, other=0.0)
+        rows = base + slot_offsets[:, None]
+        low = tl.load(rows + first[None, :], mask=ok, other=0).to(tl.int32)
+        astride = (shift + bits) > 8
+        high = tl.load(rows + first[None, :] + 1, mask=ok & astride[None, :], other=0).to(tl.int32)
+        code = ((low | (high << 8)) >> shift[None, :]) & ((1 << bits) - 1)[None, :]
+        level = tl.load(rows + level_at[None, :], mask=ok, other=0).to(tl.float32)
+        centre = ((1 << bits) - 1).to(tl.float32) * 0.5
+        size = tl.exp2((level - 128.0) * 0.125) * step[None, :]
+        latents = ((code.to(tl.float32) - centre[None, :]) * size).to(TYPE)
+        latents = tl.where(ok, latents, 0.0)
+    else:
+        latents = tl.load(base + slot_offsets[:, None] + columns[None, :], mask=ok, other=0.0)
+    if UPCAST:
+        latents = latents.to(tl.float32)
+    return latents
+
+
+@triton.jit
+def load_codes(base, slots_ok, columns, columns_ok, slot_offsets):
+    """8-bit codes (slots, columns) of one sequence from rows of bytes, less 128; zero where there is nothing."""
+    ok = slots_ok[:, None] & columns_ok[None, :]
+    codes = tl.load(base + slot_offsets[:, None] + columns[None, :], mask=ok, other=128)
+    return (codes ^ 128).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def head_row(heads_ptr, head, ALIGN: tl.constexpr):
+    """Row of a table of heads: first column, rank, start of the head's block of R and the row stride there."""
+    first_column = tl.multiple_of(tl.load(heads_ptr + 4 * head), ALIGN)
+    rank = tl.multiple_of(tl.load(heads_ptr + 4 * head + 1), ALIGN)
+    up_start = tl.multiple_of(tl.load(heads_ptr + 4 * head + 2), ALIGN)
+    up_stride = tl.multiple_of(tl.load(heads_ptr + 4 * head + 3), ALIGN)
+    return first_column, rank, up_start, up_stride
+
+
+@triton.jit
+def turned_pairs(left, right, angles_ptr, angles_ok, HALF: tl.constexpr, SIGN: tl.constexpr):
+    """Pairs turned by the angles at these places of a table, or with SIGN -1 back."""
+    cos = tl.load(angles_ptr, mask=angles_ok, other=0.0)
+    sin = tl.load(angles_ptr + HALF, mask=angles_ok, other=0.0) * SIGN
+    return left * cos - right * sin, right * cos + left * sin
+
+
+@triton.jit
+def load_up(
+    up_ptr, start, stride, columns, columns_ok, places, places_ok, UPCAST: tl.constexpr, INT8: tl.constexpr = False,
+):  # fmt: skip
+    """A block of one head's R, (columns, places)."""
+    if INT8:
+        # Tensor cores take 8-bit factors with the summed index running first.
+        offsets = start + places[:, None] * stride + columns[None, :]
+        return tl.trans(tl.load(up_ptr + offsets, mask=places_ok[:, None] & columns_ok[None, :], other=0))
+    offsets = start + columns[:, None] * stride + places[None, :]
+    block = tl.load(up_ptr + offsets, mask=columns_ok[:, None] & places_ok[None, :], other=0.0)
+    if UPCAST:
+        block = block.to(tl.float32)
+    return block

@@ -1,0 +1,165 @@
+"""Contexts of decode attention over latents, in Triton: softmax weights times value latents (flash decoding).
+
+1. ``values_kernel``: one program per block of latent columns, block of query rows and run of tiles; softmax
+   weights over the run times the value latents. Ranks far wider than a register file are cut in columns.
+2. ``combine_kernel``: sums the runs and applies R_v, and so writes what the output projection reads.
+"""
+
+import triton
+import triton.language as tl
+
+from recalkv.kernels.blocks import head_row, load_latents, load_up
+
+__all__ = ["combine_kernel", "values_kernel"]
+
+
+@triton.jit(do_not_specialize=["behind", "tiles", "latent_batch_stride"])
+def values_kernel(
+    logits_ptr, latent_ptr, partial_ptr, most_ptr, sum_ptr, seen_ptr, blocks_ptr, columns_ptr, steps_ptr,
+    latent_batch_stride, latent_slot_stride, logits_stride, table_width, all_rows, total, behind, tiles,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Softmax weights of a run of tiles times a block of value latents, not yet normalised.
+
+    Grid: (blocks, runs, batch).
+
+    Parameters
+    ----------
+    logits_ptr : (batch, all_rows, logits_stride) float32
+        From :func:`recalkv.kernels.scores.scores_kernel`.
+    seen_ptr : (1,) int64
+        As there.
+    blocks_ptr : (blocks, 6) int32
+        Of each block: first latent column, columns, first row, rows, place of its first element in the
+        context of one sequence, and the row stride there.
+    partial_ptr : (batch, runs, total) float32
+    most_ptr, sum_ptr : (batch, runs, all_rows) float32
+        Largest score of a row, and the sum of its weights; minus infinity and 0 where it attends to nothing.
+    """
+    block, run, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    runs = tl.num_programs(1)
+    first_column = tl.multiple_of(tl.load(blocks_ptr + 6 * block), ALIGN)
+    width = tl.multiple_of(tl.load(blocks_ptr + 6 * block + 1), ALIGN)
+    first_row = tl.load(blocks_ptr + 6 * block + 2)
+    count = tl.load(blocks_ptr + 6 * block + 3)
+    place = tl.load(blocks_ptr + 6 * block + 4)
+    stride = tl.load(blocks_ptr + 6 * block + 5)
+    rows = tl.arange(0, BLOCK_M)
+    rows_ok = rows < count
+    in_block = tl.arange(0, BLOCK_C)
+    columns_ok = in_block < width
+    logits_at = logits_ptr + (batch.to(tl.int64) * all_rows + first_row + rows[:, None]) * logits_stride
+    base = latent_ptr + tl.multiple_of(batch.to(tl.int64) * latent_batch_stride, ALIGN)
+    most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    context = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
+    seen = tl.load(seen_ptr).to(tl.int32) + behind
+    first_tile = run * tiles
+    for tile in range(first_tile, tl.minimum(first_tile + tiles, tl.cdiv(seen, BLOCK_N))):
+        slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot_ok = slot < seen
+        scores = tl.load(logits_at + slot[None, :], mask=rows_ok[:, None] & slot_ok[None, :], other=float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, axis=1))
+        finite = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(scores - finite[:, None])
+        shrink = tl.exp2(most - finite)
+        # Slots that nobody attends to may hold anything, NaN included.
+        used = slot_ok & (tl.max(weights, axis=0) > 0)
+        latents = load_latents(
+            base, used, first_column + in_block, columns_ok, slot.to(tl.int64) * latent_slot_stride, columns_ptr,
+            steps_ptr, table_width, PACKED, UPCAST, TYPE,
+        )  # fmt: skip
+        context = tl.dot(weights.to(latents.dtype), latents, context * shrink[:, None], input_precision="ieee")
+        weight = weight * shrink + tl.sum(weights, axis=1)
+        most = larger
+    sequence = (batch * runs + run).to(tl.int64)
+    at = partial_ptr + sequence * total + place + rows[:, None] * stride + in_block[None, :]
+    tl.store(at, context, mask=rows_ok[:, None] & columns_ok[None, :])
+    # Blocks of the same rows have the same sums; whoever writes them last writes the same.
+    at = sequence * all_rows + first_row + rows
+    tl.store(most_ptr + at, most, mask=rows_ok)
+    tl.store(sum_ptr + at, weight, mask=rows_ok)
+
+
+@triton.jit
+def _context(
+    partial_ptr, most_ptr, sequence, runs, all_rows, total, row, rows_ok, most, at, ok,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """A block of latent context, (rows, columns), summed over the runs; not normalised."""
+    context = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
+    for run in range(runs):
+        own = tl.load(most_ptr + (sequence + run) * all_rows + row, mask=rows_ok, other=float("-inf"))
+        part = tl.load(partial_ptr + (sequence + run) * total + at, mask=ok, other=0.0)
+        context += part * tl.exp2(own - most)[:, None]
+    return context
+
+
+@triton.jit(do_not_specialize=["runs"])
+def combine_kernel(
+    partial_ptr, most_ptr, sum_ptr, heads_ptr, up_ptr, output_ptr, all_rows, total, inner, runs,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, HAS_UP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Sum the runs of :func:`values_kernel`, normalise, apply R_v. Grid: (kv heads, blocks of columns, batch).
+
+    Parameters
+    ----------
+    heads_ptr : (kv heads, 4) int32
+        Ranks of all heads before, rank, start of the head's block of R_v in ``up_ptr`` and the row stride there.
+    output_ptr : (batch, QUERIES, inner)
+        What the output projection reads. With HAS_UP blocks are BLOCK_D columns of a head's output; without,
+        R_v being in the output projection, BLOCK_C columns of its latent context.
+    """
+    head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    before, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN)
+    rows = tl.arange(0, BLOCK_M)
+    rows_ok = rows < ROWS
+    row = head * ROWS + rows
+    sequence = (batch * runs).to(tl.int64)
+    most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for run in range(runs):
+        own = tl.load(most_ptr + (sequence + run) * all_rows + row, mask=rows_ok, other=float("-inf"))
+        sums = tl.load(sum_ptr + (sequence + run) * all_rows + row, mask=rows_ok, other=0.0)
+        larger = tl.maximum(most, own)
+        finite = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = weight * tl.exp2(most - finite) + sums * tl.exp2(own - finite)
+        most = larger
+    most = tl.where(most == float("-inf"), 0.0, most)
+    # A row that attends to nothing, as padding does, is zero.
+    share = (1.0 / tl.where(weight > 0, weight, 1.0))[:, None]
+    # Rows of the context of one sequence: all of a head before those of the next.
+    context_at = (before * ROWS + rows * rank)[:, None]
+    query_head = rows // QUERIES
+    token = (batch * QUERIES + rows % QUERIES)[:, None].to(tl.int64) * inner
+    if HAS_UP:
+        places = block * BLOCK_D + tl.arange(0, BLOCK_D)
+        places_ok = places < HEAD_DIM
+        result = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        for start in range(0, rank, BLOCK_C):
+            columns = start + tl.arange(0, BLOCK_C)
+            columns_ok = columns < rank
+            context = _context(
+                partial_ptr, most_ptr, sequence, runs, all_rows, total, row, rows_ok, most,
+                context_at + columns[None, :], rows_ok[:, None] & columns_ok[None, :], BLOCK_M, BLOCK_C,
+            )  # fmt: skip
+            up = load_up(up_ptr, up_start, up_stride, columns, columns_ok, places, places_ok, UPCAST)
+            if BLOCK_M == 1:
+                result += tl.sum(tl.trans(context) * up.to(tl.float32), axis=0)[None, :]
+            else:
+                result = tl.dot((context * share).to(up.dtype), up, result, input_precision="ieee")
+        if BLOCK_M == 1:
+            result *= share
+        at = token + ((head * (ROWS // QUERIES) + query_head) * HEAD_DIM)[:, None] + places[None, :]
+        ok = rows_ok[:, None] & places_ok[None, :]
+    else:
+        columns = block * BLOCK_C + tl.arange(0, BLOCK_C)
+        ok = rows_ok[:, None] & (columns < rank)[None, :]
+        result = share * _context(
+            partial_ptr, most_ptr, sequence, runs, all_rows, total, row, rows_ok, most,
+            context_at + columns[None, :], ok, BLOCK_M, BLOCK_C,
+        )  # fmt: skip
+        at = token + (before * (ROWS // QUERIES) + query_head * rank)[:, None] + columns[None, :]
+    tl.store(output_ptr + at, result.to(output_ptr.dtype.element_ty), mask=ok)

@@ -1,0 +1,183 @@
+"""Scores of decode attention over latents, in Triton: keys are rebuilt, turned and multiplied with the queries.
+
+One program per key/value head and run of tiles rebuilds keys from latents, turns them and the head's queries by RoPE
+and takes their products. A group's latents are read once per head, from the level-2 cache after the first.
+"""
+
+import triton
+import triton.language as tl
+
+from recalkv.kernels.blocks import head_row, load_codes, load_latents, load_up, turned_pairs
+
+__all__ = ["scores_kernel"]
+
+
+@triton.jit
+def _scaled(sums, size, scales_ptr, half_sums_at, places_ok):
+    """Keys from sums of products of codes: (slots, places) int32 to float32."""
+    scale = tl.load(scales_ptr, mask=places_ok, other=0.0)[None, :]
+    half = tl.load(scales_ptr + half_sums_at, mask=places_ok, other=0.0)[None, :]
+    return (sums.to(tl.float32) + half) * scale * size
+
+
+# What changes while a sequence grows must not be compiled in.
+@triton.jit(
+    do_not_specialize=["behind", "tiles", "latent_batch_stride", "mask_batch_stride", "mask_query_stride"]
+)  # fmt: skip
+def scores_kernel(
+    query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, logits_ptr,
+    heads_ptr, columns_ptr, steps_ptr, scales_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride,
+    mask_query_stride, logits_stride, table_width, behind, tiles, scaling, eps,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    RANK_A: tl.constexpr, RANK_B: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """Scores of one key/value head's queries against a run of tiles, in units of log 2.
+
+    Grid: (runs, key/value heads, batch).
+
+    Parameters
+    ----------
+    query_ptr : (batch, QUERIES, kv heads, ROWS / QUERIES, 2 HALF), before RoPE
+        ROWS = query heads of a key/value head x queries; row = query head x QUERIES + query.
+    anchor_ptr, offset_ptr : (tiles, 2, HALF), (BLOCK_N, 2, HALF) float32
+        Cos and sin of the starts of tiles and of the places within one.
+    seen_ptr : (1,) int64
+        Plus ``behind``: slots up to the last query's, itself included. The queries stand in the last of them.
+    heads_ptr : (kv heads, 4) int32
+        First latent column, rank, start of the head's block in ``up_ptr`` and the row stride there.
+    mask_ptr
+        Unused with MASK 0 (every slot that is seen) and 1 (causal); with 2 a boolean (batch, QUERIES, slots).
+    logits_ptr : (batch, kv heads, ROWS, logits_stride) float32
+        Minus infinity where masked; not written behind the last query.
+    scales_ptr : (2, kv heads, 2 HALF) float32
+        With INT8, where latents are packed in one run of 8-bit codes per group and R_k is int8: scale of each of
+        its columns, and half the sum of its codes, as the middle of the latents' codes lies between two.
+    ALIGN
+        Divides the entries of ``heads_ptr`` and the batch stride: how many elements may be read at once.
+    RANK_A, RANK_B
+        Powers of two that cover the ranks. With RESIDENT R_k stays in registers or shared memory for the
+        whole run, in blocks of these sizes; otherwise it is read again for each tile, RANK_A rows at a time.
+    """
+    run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads = tl.num_programs(1)
+    first_column, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN)
+    seen = tl.load(seen_ptr).to(tl.int32) + behind
+    kind = up_ptr.dtype.element_ty
+    SUMS: tl.constexpr = tl.int32 if INT8 else tl.float32  # noqa: N806  (a constant)
+    if INT8:
+        first_byte = tl.load(columns_ptr + first_column)
+        level_at = tl.load(columns_ptr + 3 * table_width + first_column)
+        code_step = tl.load(steps_ptr + first_column)
+    places = tl.arange(0, BLOCK_H)
+    places_ok = places < HALF
+    rows = tl.arange(0, BLOCK_M)
+    rows_ok = rows < ROWS
+    whole_head = (batch * kv_heads + head).to(tl.int64)
+    own_slot = seen - QUERIES + rows % QUERIES
+    query_head = (batch * QUERIES + rows % QUERIES) * kv_heads * (ROWS // QUERIES) + head * (ROWS // QUERIES)
+    query_head += rows // QUERIES
+    query_at = query_ptr + query_head[:, None].to(tl.int64) * (2 * HALF) + places[None, :]
+    query_ok = rows_ok[:, None] & places_ok[None, :]
+    query_left = tl.load(query_at, mask=query_ok, other=0.0).to(tl.float32)
+    query_right = tl.load(query_at + HALF, mask=query_ok, other=0.0).to(tl.float32)
+    # By the start of its tile, then by its place there: no angle is larger than float64 tells apart.
+    own_tile = anchor_ptr + (own_slot // BLOCK_N)[:, None] * (2 * HALF) + places[None, :]
+    query_left, query_right = turned_pairs(query_left, query_right, own_tile, query_ok, HALF, 1)
+    own_place = offset_ptr + (own_slot % BLOCK_N)[:, None] * (2 * HALF) + places[None, :]
+    query_left, query_right = turned_pairs(query_left, query_right, own_place, query_ok, HALF, 1)
+    base = latent_ptr + tl.multiple_of(batch.to(tl.int64) * latent_batch_stride, ALIGN)
+    up_right = up_start + HALF * (up_stride if INT8 else 1)
+    columns_a = tl.arange(0, RANK_A)
+    ok_a = columns_a < rank
+    if RESIDENT:
+        up_left_a = load_up(up_ptr, up_start, up_stride, columns_a, ok_a, places, places_ok, UPCAST, INT8)
+        up_right_a = load_up(up_ptr, up_right, up_stride, columns_a, ok_a, places, places_ok, UPCAST, INT8)
+        if RANK_B > 0:
+            columns_b = RANK_A + tl.arange(0, RANK_B)
+            ok_b = columns_b < rank
+            up_left_b = load_up(up_ptr, up_start, up_stride, columns_b, ok_b, places, places_ok, UPCAST, INT8)
+            up_right_b = load_up(up_ptr, up_right, up_stride, columns_b, ok_b, places, places_ok, UPCAST, INT8)
+    in_tile = tl.arange(0, BLOCK_N)
+    first_tile = run * tiles
+    for tile in range(first_tile, tl.minimum(first_tile + tiles, tl.cdiv(seen, BLOCK_N))):
+        slot = tile * BLOCK_N + in_tile
+        slot_ok = slot < seen
+        slot_offsets = slot.to(tl.int64) * latent_slot_stride
+        left = tl.zeros((BLOCK_N, BLOCK_H), dtype=SUMS)
+        right = tl.zeros((BLOCK_N, BLOCK_H), dtype=SUMS)
+        if RESIDENT:
+            if INT8:
+                latents = load_codes(base + first_byte, slot_ok, columns_a, ok_a, slot_offsets)
+            else:
+                latents = load_latents(
+                    base, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, steps_ptr, table_width,
+                    PACKED, UPCAST, kind,
+                )  # fmt: skip
+            left = tl.dot(latents, up_left_a, left, input_precision="ieee", out_dtype=SUMS)
+            right = tl.dot(latents, up_right_a, right, input_precision="ieee", out_dtype=SUMS)
+            if RANK_B > 0:
+                if INT8:
+                    latents_b = load_codes(base + first_byte, slot_ok, columns_b, ok_b, slot_offsets)
+                else:
+                    latents_b = load_latents(
+                        base, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, steps_ptr,
+                        table_width, PACKED, UPCAST, kind,
+                    )  # fmt: skip
+                left = tl.dot(latents_b, up_left_b, left, input_precision="ieee", out_dtype=SUMS)
+                right = tl.dot(latents_b, up_right_b, right, input_precision="ieee", out_dtype=SUMS)
+        else:
+            for start in range(0, rank, RANK_A):
+                columns = start + columns_a
+                ok = columns < rank
+                if INT8:
+                    latents = load_codes(base + first_byte, slot_ok, columns, ok, slot_offsets)
+                else:
+                    latents = load_latents(
+                        base, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, steps_ptr, table_width,
+                        PACKED, UPCAST, kind,
+                    )  # fmt: skip
+                block = load_up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
+                left = tl.dot(latents, block, left, input_precision="ieee", out_dtype=SUMS)
+                block = load_up(up_ptr, up_right, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
+                right = tl.dot(latents, block, right, input_precision="ieee", out_dtype=SUMS)
+        if INT8:
+            level = tl.load(base + level_at + slot_offsets, mask=slot_ok, other=0).to(tl.float32)
+            size = (tl.exp2((level - 128.0) * 0.125) * code_step)[:, None]
+            left = _scaled(left, size, scales_ptr + head * (2 * HALF) + places, kv_heads * (2 * HALF), places_ok)
+            right = _scaled(
+                right, size, scales_ptr + head * (2 * HALF) + HALF + places, kv_heads * (2 * HALF), places_ok
+            )
+        if HAS_BIAS:
+            at = bias_ptr + head * (2 * HALF) + places
+            left += tl.load(at, mask=places_ok, other=0.0).to(tl.float32)[None, :]
+            right += tl.load(at + HALF, mask=places_ok, other=0.0).to(tl.float32)[None, :]
+        if HAS_NORM:
+            power = (tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / (2 * HALF)
+            inverse = tl.rsqrt(power + eps)[:, None]
+            left *= inverse * tl.load(norm_ptr + places, mask=places_ok, other=0.0).to(tl.float32)[None, :]
+            right *= inverse * tl.load(norm_ptr + HALF + places, mask=places_ok, other=0.0).to(tl.float32)[None, :]
+        # Keys turn by their place in the tile, queries back by the tile's start.
+        in_tile_at = offset_ptr + in_tile[:, None] * (2 * HALF) + places[None, :]
+        key_left, key_right = turned_pairs(left, right, in_tile_at, places_ok[None, :], HALF, 1)
+        tile_at = anchor_ptr + tile * (2 * HALF) + places[None, :]
+        turned_left, turned_right = turned_pairs(query_left, query_right, tile_at, places_ok[None, :], HALF, -1)
+        if BLOCK_M == 1:
+            scores = (tl.sum(turned_left * key_left, axis=1) + tl.sum(turned_right * key_right, axis=1))[None, :]
+        else:
+            if not UPCAST:
+                exact = query_ptr.dtype.element_ty
+                turned_left, turned_right = turned_left.to(exact), turned_right.to(exact)
+                key_left, key_right = key_left.to(exact), key_right.to(exact)
+            scores = tl.dot(turned_left, tl.trans(key_left), input_precision="ieee")
+            scores = tl.dot(turned_right, tl.trans(key_right), scores, input_precision="ieee")
+        scores *= scaling
+        wanted = rows_ok[:, None] & slot_ok[None, :]
+        if MASK == 1:
+            scores = tl.where(slot[None, :] <= own_slot[:, None], scores, float("-inf"))
+        if MASK == 2:
+            at = mask_ptr + batch.to(tl.int64) * mask_batch_stride + (rows % QUERIES)[:, None] * mask_query_stride
+            allowed = tl.load(at + slot[None, :], mask=wanted, other=0)
+            scores = tl.where(allowed != 0, scores, float("-inf"))
+        tl.store(logits_ptr + (whole_head * ROWS + rows[:, None]) * logits_stride + slot[None, :], scores, mask=wanted)
