@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -128,6 +129,19 @@ def change_parameters() -> Callable[[Path, str, Any], None]:
         path.write_text(yaml.safe_dump(parameters))
 
     return change
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is reserved and not written stays NaN."""
+    for name in ("empty", "empty_like"):
+        reserve = getattr(torch, name)
+
+        def fill(*size: Any, _reserve: Any = reserve, **options: Any) -> torch.Tensor:
+            tensor = _reserve(*size, **options)
+            return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, fill)
 
 
 @pytest.fixture

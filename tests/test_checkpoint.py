@@ -272,32 +272,6 @@ def test_stored_parameters_follow_the_layout(method: str, values: str) -> None:
         assert count == source.self_attn.q_proj.weight.numel() + keys + cached + output
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["fused", "absorbed", "reconstructed"])
-@pytest.mark.parametrize("method", METHODS)
-def test_every_group_size(method: str, mode: str, group_size: int) -> None:
-    _, compressed, twin = compressed_pair("qwen2-bias", method=method, values=mode, group_size=group_size)
-    groups = -(-3 // group_size)
-    for spec in LatentSpec.from_config(compressed.config).layers:
-        assert len(spec.key_ranks) == groups
-        assert len(spec.value_ranks) == (1 if method == "recalkv" else groups)
-        assert sorted(spec.head_permutation) == [0, 1, 2]
-        if method != "recalkv":
-            assert spec.head_permutation == (0, 1, 2)
-    for length in (24, 100):
-        torch.testing.assert_close(logits(compressed, length), logits(twin, length), atol=1e-4, rtol=1e-4)
-
-
-def test_heads_do_get_reordered() -> None:
-    """Otherwise the tests above would not see a wrong permutation."""
-    specs = [
-        spec
-        for family in ("llama-mha", "llama-gqa", "qwen2-bias", "qwen3-qk-norm")
-        for spec in pair(family)[1].config.recalkv["layers"]
-    ]
-    assert any(spec["head_permutation"] != sorted(spec["head_permutation"]) for spec in specs)
-
-
 class LetterTokenizer:
     """A token per character."""
 

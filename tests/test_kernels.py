@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from recalkv.cache.rows import RowLayout
 from recalkv.errors import ParameterError
@@ -201,13 +201,7 @@ class Problem:
         )
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not written stays NaN."""
-    empty, empty_like = torch.empty, torch.empty_like
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(math.nan))
-    monkeypatch.setattr(torch, "empty_like", lambda *size, **options: empty_like(*size, **options).fill_(math.nan))
-
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 GEOMETRIES = {
     "mha": Case(),
@@ -365,9 +359,12 @@ def test_value_blocks_tile_the_context(ranks: list[int], heads: list[int], rows:
 # --- in the model ----------------------------------------------------------------------------------------------------
 
 
-def greedy(model: Any, ids: Tensor, tokens: int = 5, **options: Any) -> Tensor:
-    options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None} | options
-    return model.generate(ids.to(DEVICE), **options).cpu()
+@torch.no_grad()
+def last_logits(model: Any, ids: Tensor) -> Tensor:
+    """Of a token that is decoded after a prompt."""
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :-1].to(DEVICE), past_key_values=cache)
+    return model(ids[:, -1:].to(DEVICE), past_key_values=cache).logits.cpu()
 
 
 @pytest.fixture
@@ -384,26 +381,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
-def test_every_family_generates_the_same_tokens(family: str, counted: list[int]) -> None:
-    _, model, _ = tiny.compressed_pair(family, method="loss-aware")
-    model = model.to(DEVICE)
-    ids = tiny.windows(2, 19)
-    expected = greedy(model, ids)
-    assert torch.equal(greedy(use_kernels(model), ids), expected)
-    # Prompts stay with SDPA; then one query a layer and token.
-    assert counted == [1] * 3 * 4
-
-
 @torch.no_grad()
 def test_many_queries_stay_with_torch(counted: list[int]) -> None:
-    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", values="absorbed")
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", values="absorbed", layers=1)
     model, ids = use_kernels(model.to(DEVICE)), tiny.windows(1, 48).to(DEVICE)
     cache = DynamicCache(config=model.config)
     for part in ids.split([10, 17, 16, 5], dim=1):
         model(part, past_key_values=cache)
     # Two query heads of each key/value head: 34 rows are too many, 32 are not.
-    assert counted == [16] * 3 + [5] * 3
+    assert counted == [16, 5]
 
 
 def test_gradients_and_autocast_stay_with_torch(counted: list[int]) -> None:
@@ -426,124 +412,30 @@ def test_gradients_and_autocast_stay_with_torch(counted: list[int]) -> None:
     assert counted == [1] * 3
 
 
-@pytest.mark.parametrize(
-    ("name", "compression", "options"),
-    [
-        ("separate latents", {"method": "recalkv"}, {}),
-        ("unfused values", {"method": "recalkv", "values": "absorbed"}, {}),
-        ("packed", {"method": "loss-aware", "bits": "mixed", "ratio": 0.8}, {}),
-        ("packed, separate", {"method": "palu", "bits": 4, "ratio": 0.8}, {}),
-        ("static", {"method": "loss-aware"}, {"cache_implementation": "static"}),
-        ("beams", {"method": "loss-aware"}, {"num_beams": 2}),
-        ("lookup", {"method": "loss-aware"}, {"prompt_lookup_num_tokens": 3}),
-    ],
-)
-def test_every_way_to_generate(name: str, compression: Any, options: Any, counted: list[int]) -> None:
-    _, model, _ = tiny.compressed_pair("llama-gqa", **compression)
-    model = model.to(DEVICE)
-    ids = tiny.windows(1, 8).repeat(1, 2) if name == "lookup" else tiny.windows(2, 15)
-    expected = greedy(model, ids, 8, **options)
-    assert torch.equal(greedy(use_kernels(model), ids, 8, **options), expected)
-    assert counted
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry per launch of ``scores_kernel``, by compiled models too."""
-    from recalkv.kernels import attention
-
-    launches: list[int] = []
-    kernel = attention.scores_kernel
-
-    class Counting:
-        def __getitem__(self, grid: Any) -> Any:
-            launches.append(1)
-            return kernel[grid]
-
-    monkeypatch.setattr(attention, "scores_kernel", Counting())
-    return launches
-
-
-@pytest.mark.parametrize("compression", [{"values": "absorbed"}, {"bits": "mixed", "ratio": 0.8}])
-@torch.no_grad()
-def test_compiled_models_keep_the_kernels(compression: Any, launched: list[int]) -> None:
-    """Whole graphs with a static cache, compiled once for all lengths."""
-    _, model, _ = tiny.compressed_pair("llama-gqa", **{"method": "loss-aware", **compression})
-    model, ids = model.to(DEVICE), tiny.windows(2, 9).to(DEVICE)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch._dynamo.reset()
-    tokens: list[Tensor] = []
-    for kernel, step in (("torch", model), ("triton", compiled)):
-        use_kernels(model, kernel)
-        cache = StaticCache(config=model.config, max_cache_len=70)
-        output = model(ids, past_key_values=cache)
-        launched.clear()
-        for number in range(3):
-            tokens.append(output.logits[:, -1:].argmax(-1))
-            # The first step may compile, a later one may not.
-            with torch.compiler.set_stance("fail_on_recompile" if number > 1 else "default"):
-                output = step(tokens[-1], past_key_values=cache)
-    assert torch.equal(torch.cat(tokens[:3]), torch.cat(tokens[3:]))
-    assert len(launched) == 3 * 3
-
-
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "qwen3-qk-norm"])
-@torch.no_grad()
-def test_some_new_tokens_at_once(family: str, counted: list[int]) -> None:
-    """As assisted decoding and short chunks of a prompt have it; past a sliding window too."""
-    _, model, _ = tiny.compressed_pair(family, method="loss-aware", values="absorbed")
-    model, ids = model.to(DEVICE), tiny.windows(2, 33).to(DEVICE)
-    logits = []
-    for kernel in ("torch", "triton"):
-        cache = DynamicCache(config=use_kernels(model, kernel).config)
-        parts = [model(part, past_key_values=cache).logits for part in ids.split([20, 4, 1, 8], dim=1)]
-        logits.append(torch.cat(parts, dim=1))
-    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
-    assert counted == [4] * 3 + [1] * 3 + [8] * 3
-
-
-def test_left_padding_gives_the_same_tokens() -> None:
-    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
-    ids = tiny.windows(2, 12)
-    padded = torch.cat([torch.zeros(2, 5, dtype=torch.int64), ids], dim=1)
-    mask = (torch.arange(17) >= torch.tensor([[5], [0]])).long().to(DEVICE)
-    model = model.to(DEVICE)
-    expected = greedy(model, padded, attention_mask=mask)
-    assert torch.equal(greedy(use_kernels(model), padded, attention_mask=mask), expected)
-
-
 def test_new_factors_are_seen() -> None:
-    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", layers=1)
     model, ids = use_kernels(model.to(DEVICE)), tiny.windows(1, 12)
-    before = greedy(model, ids)
+    before = last_logits(model, ids)
     with torch.no_grad():
-        for layer in model.model.layers:
-            for up in layer.self_attn.key_up:
-                up.mul_(-1.0)
-    changed = greedy(model, ids)
-    use_kernels(model, "torch")
-    assert torch.equal(greedy(model, ids), changed)
-    assert not torch.equal(before, changed)
+        for up in model.model.layers[0].self_attn.key_up:
+            up.mul_(-1.0)
+    changed = last_logits(model, ids)
+    torch.testing.assert_close(last_logits(use_kernels(model, "torch"), ids), changed, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(before, changed, atol=1e-2)
 
 
 @torch.no_grad()
 def test_8_bit_products_follow_the_factors() -> None:
-    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", bits=8, ratio=0.6)
-    model, ids = model.to(DEVICE), tiny.windows(1, 20).to(DEVICE)
-
-    def logits() -> Tensor:
-        cache = DynamicCache(config=model.config)
-        model(ids[:, :19], past_key_values=cache)
-        return model(ids[:, 19:], past_key_values=cache).logits
-
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", bits=8, ratio=0.6, layers=1)
+    model, ids = model.to(DEVICE), tiny.windows(1, 20)
+    layer = model.model.layers[0].self_attn
     for _ in range(2):
-        exact, rounded = logits(), (use_kernels(model, int8=True), logits())[1]
-        layer = model.model.layers[0].self_attn
+        exact, rounded = last_logits(model, ids), last_logits(use_kernels(model, int8=True), ids)
         assert layer._layer_plan().key_factors.dtype == torch.int8
         assert 0 < float((rounded - exact).abs().max() / exact.abs().max()) < 0.05
         for up in layer.key_up:
             up.mul_(-1.0)
-        assert float((logits() - rounded).abs().max()) > 1e-2
+        assert float((last_logits(model, ids) - rounded).abs().max()) > 1e-2
         use_kernels(model, "torch")
 
 
@@ -622,22 +514,21 @@ def test_auto_trusts_the_kernels_after_a_trial(settings: dict[str, Any], monkeyp
         assert type(layer) is LatentAttention
 
 
-@pytest.mark.parametrize("bits", [16, 8])
-def test_benchmark_compares_before_it_times(bits: int, tmp_path: Path) -> None:
+def test_benchmark_compares_before_it_times(tmp_path: Path) -> None:
     """In a process of its own, without the pipeline's packages."""
     absent = ["dvc", "zarr", "lm_eval", "datasets", "gguf", "matplotlib", "typer", "pydantic"]
     arguments = ["--geometry", "tiny", "--contexts", "20", "--ratios", "0.5", "--dtype", "float32", "--repeats", "1"]
-    arguments += ["--bits", str(bits), "--out", str(tmp_path / "rows.json")]
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
-    code += f"from benchmarks.decode_attention import main; main({arguments})"
+    code += "from benchmarks.decode_attention import main\n"
+    code += f"for bits in ('16', '8'): main({arguments} + ['--bits', bits, '--out', {str(tmp_path)!r} + '/' + bits])"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    result = json.loads((tmp_path / "rows.json").read_text())
-    rows = {row["what"]: row for row in result["rows"]}
-    assert rows["latents, kernels"]["error"] < 1e-5
-    # 3 heads x 2 x 8 elements of 4 bytes and 20 tokens; half of that is latents, or a byte each and one per group.
-    assert rows["dense, SDPA, static cache"]["cache_bytes"] == 3 * 2 * 8 * 4 * 20
-    assert rows["latents, torch"]["cache_bytes"] == (3 * 2 * 8 * 4 * 20 / 2 if bits == 16 else (24 + 2) * 20)
-    assert ("latents, kernels, int8" in rows) == (bits == 8)
-    assert ("latents, kernels, one pass" in rows) == (bits == 16)
-    assert all(row["error"] < (0.03 if "int8" in what else 1e-5) for what, row in rows.items() if "kernels" in what)
-    assert "dense, eager, growing cache" in rows
+    for bits in (16, 8):
+        rows = {row["what"]: row for row in json.loads((tmp_path / str(bits)).read_text())["rows"]}
+        assert rows["latents, kernels"]["error"] < 1e-5
+        # 3 heads x 2 x 8 elements of 4 bytes and 20 tokens; half of that is latents, or a byte each and one per group.
+        assert rows["dense, SDPA, static cache"]["cache_bytes"] == 3 * 2 * 8 * 4 * 20
+        assert rows["latents, torch"]["cache_bytes"] == (3 * 2 * 8 * 4 * 20 / 2 if bits == 16 else (24 + 2) * 20)
+        assert ("latents, kernels, int8" in rows) == (bits == 8)
+        assert ("latents, kernels, one pass" in rows) == (bits == 16)
+        assert all(row["error"] < (0.03 if "int8" in what else 1e-5) for what, row in rows.items() if "kernels" in what)
+        assert "dense, eager, growing cache" in rows

@@ -1,6 +1,5 @@
-"""What the cache holds, and that every path over it gives the same logits: prefill, decode, masks, types."""
+"""What the cache holds to the byte, and what conformance does not combine: masks, positions, weights, gradients."""
 
-import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -47,10 +46,9 @@ def in_pieces(model: Any, ids: Tensor, lengths: list[int], cache: Any = None, **
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("method", ["loss-aware", "recalkv", "palu"])
-@pytest.mark.parametrize("family", ["llama-mha", "qwen3-qk-norm", "mistral-full"])
-def test_the_cache_holds_only_latents(family: str, method: str, ratio: float) -> None:
+def test_the_cache_holds_only_latents(method: str, ratio: float) -> None:
     with torch.enable_grad():
-        dense, compressed, _ = pair(family, method=method, ratio=ratio)
+        dense, compressed, _ = pair("llama-mha", method=method, ratio=ratio)
     batch, tokens = 2, 12
     ids = windows(batch, 10)
     caches = []
@@ -79,8 +77,9 @@ def cache_bytes(cache: Any) -> int:
     return sum(tensor.nbytes for tensor in held if tensor.dim() > 0)
 
 
-@pytest.mark.parametrize("method", ["loss-aware", "recalkv", "palu"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "method"), [*((family, "loss-aware") for family in FAMILIES), ("llama-mha", "recalkv")]
+)
 def test_full_rank_equals_the_dense_model(family: str, method: str) -> None:
     with torch.enable_grad():
         dense, compressed, _ = pair(family, ratio=0.0, method=method)
@@ -91,44 +90,6 @@ def test_full_rank_equals_the_dense_model(family: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("mode", VALUES)
-@pytest.mark.parametrize(
-    ("family", "method"),
-    [
-        *((family, method) for method in ("recalkv", "loss-aware") for family in FAMILIES),
-        ("llama-gqa", "palu"),
-        ("qwen2-mixed-sliding", "palu"),
-    ],
-)
-def test_every_value_mode_equals_the_reconstructed_weights(family: str, mode: str, method: str) -> None:
-    """In one pass and in pieces, below and above the limit of explicit scores, eager and sdpa."""
-    with torch.enable_grad():
-        _, compressed, twin = pair(family, values=mode, method=method)
-    ids = windows(2, LONG)
-    expected = twin(ids).logits
-    assert_close(compressed(ids).logits, expected)
-    assert_close(compressed(ids[:, :30]).logits, expected[:, :30])
-    for lengths in ([20, MAX_EXPLICIT_QUERIES, LONG - 21 - MAX_EXPLICIT_QUERIES, 1], [1, LONG - 1]):
-        assert_close(in_pieces(compressed, ids, lengths), expected)
-    compressed.set_attn_implementation("eager")
-    try:
-        assert_close(compressed(ids).logits, expected)
-        assert_close(in_pieces(compressed, ids, [LONG - 21, 20, 1]), expected)
-    finally:
-        compressed.set_attn_implementation("sdpa")
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_token_by_token_equals_one_pass(family: str, static: bool) -> None:
-    compressed = compressed_model(family)
-    ids = windows(2, 40)
-    cache = StaticCache(config=compressed.config, max_cache_len=50) if static else None
-    # A static cache is first filled by a prompt shorter than it: its empty slots must not be attended to.
-    lengths = [3] + [1] * 37 if static else [1] * 40
-    assert_close(in_pieces(compressed, ids, lengths, cache), compressed(ids).logits)
-
-
-@pytest.mark.parametrize("mode", VALUES)
 @pytest.mark.parametrize("prompt", [MAX_EXPLICIT_QUERIES, MAX_EXPLICIT_QUERIES + 1])
 def test_prompts_at_the_limit_of_explicit_scores(prompt: int, mode: str) -> None:
     compressed = compressed_model("llama-gqa", values=mode)
@@ -136,15 +97,6 @@ def test_prompts_at_the_limit_of_explicit_scores(prompt: int, mode: str) -> None
     for cache in (None, StaticCache(config=compressed.config, max_cache_len=LONG + 7)):
         actual = in_pieces(compressed, ids, [prompt, LONG - prompt], cache)
         assert_close(actual, compressed(ids).logits)
-
-
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-mixed-sliding"])
-def test_batch_size_does_not_matter(family: str) -> None:
-    compressed = compressed_model(family)
-    ids = windows(5, LONG)
-    together = in_pieces(compressed, ids, [LONG - 1, 1])
-    for row in range(5):
-        assert_close(in_pieces(compressed, ids[row : row + 1], [LONG - 1, 1]), together[row : row + 1])
 
 
 class LargestMatrix(TorchDispatchMode):
@@ -235,21 +187,6 @@ def test_rows_of_padding_are_finite(mode: str) -> None:
         assert compressed(windows(2, tokens), attention_mask=mask).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-bias", "qwen3-qk-norm"])
-@pytest.mark.parametrize("mode", VALUES)
-def test_bfloat16(family: str, mode: str) -> None:
-    with torch.enable_grad():
-        _, exact, _ = pair(family, values=mode)
-    compressed = copy.deepcopy(exact).to(torch.bfloat16)
-    ids, cache = windows(2, LONG), DynamicCache(config=compressed.config)
-    logits = in_pieces(compressed, ids, [LONG - 3, 1, 2], cache)
-    assert logits.dtype == cache.layers[0].keys.dtype == cache.layers[0].values.dtype == torch.bfloat16
-    assert cache_bytes(cache) == ids.numel() * LatentSpec.from_config(compressed.config).cached_bytes_per_token()
-    expected = exact(ids).logits
-    error = (logits.float() - expected).norm() / expected.norm()
-    assert error < 0.1
-
-
 def test_tables_made_in_inference_mode_serve_training() -> None:
     with torch.enable_grad():
         _, compressed, _ = compressed_pair("llama-gqa")
@@ -286,3 +223,34 @@ def test_output_attentions() -> None:
         assert len(compressed(windows(1, 8), output_attentions=True).attentions) == SIZES["num_hidden_layers"]
     finally:
         compressed.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("family", ["llama3-rope", "llama-yarn", "mistral-sliding"])
+def test_rotary_tables_grow(family: str) -> None:
+    with torch.enable_grad():
+        _, compressed, twin = compressed_pair(family)
+    ids = windows(1, 290)
+    assert_close(in_pieces(compressed, ids, [20, 230, *[1] * 20, 20]), twin(ids).logits)
+    cos, _ = compressed.model.layers[0].self_attn.slots.upto(1, torch.zeros(1))
+    assert cos.shape[0] == 512
+
+
+def test_the_window_matters() -> None:
+    """Otherwise tests of sliding families would pass without one."""
+    compressed, window = compressed_model("mistral-sliding"), 16
+    ids = windows(1, 4 * window)
+    windowed = compressed(ids).logits
+    changed = compressed(torch.cat([(ids[:, :1] + 1) % VOCABULARY, ids[:, 1:]], dim=1)).logits
+    shift = (windowed - changed)[0].abs().amax(-1)
+    # Each of the three layers reaches window - 1 tokens back.
+    reach = 3 * (window - 1)
+    assert shift[: reach + 1].min() > 0
+    assert shift[reach + 1 :].max() < 1e-5
+
+
+def test_the_compressed_model_assists_the_dense_one() -> None:
+    with torch.enable_grad():
+        dense, compressed, _ = compressed_pair("llama-gqa", ratio=0.2)
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    alone = dense.generate(windows(1, 12), **options)
+    assert torch.equal(dense.generate(windows(1, 12), assistant_model=compressed, **options), alone)

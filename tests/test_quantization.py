@@ -1,32 +1,28 @@
 """Quantised latents: packing by hand, distortion, allocation of bits, and models that cache packed rows."""
 
 import copy
-import functools
 import itertools
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from recalkv.cache.rows import BITS, DISTORTION, RowLayout, pack_codes, unpack_codes
 from recalkv.compression import compress_layers
 from recalkv.errors import BudgetError, CheckpointError, NonFiniteError, ParameterError
-from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache
 from recalkv.evaluation.perplexity import window_losses
 from recalkv.method.basis import natural_basis, random_rotation
 from recalkv.method.bits import budget_bits, equal_bits_elements, mixed_bits
 from recalkv.model.layers import ModuleSource
-from recalkv.model.spec import LatentSpec
 from recalkv.params import CompressionParams
 from recalkv.store.stores import open_store
 from tests import tiny
-from tests.pipeline import invoke
+from tests.pipeline import COMPRESSION, invoke
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
@@ -196,31 +192,15 @@ def test_bad_budgets_name_the_remedy() -> None:
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
-CASES = [("loss-aware", 8), ("loss-aware", 4), ("loss-aware", "mixed"), ("recalkv", 3), ("palu", 2)]
 
-
-@functools.cache
-def quantised(family: str, method: str = "loss-aware", bits: Any = 4, ratio: float = 0.8) -> Any:
-    dense = tiny.dense_model(family)
-    parameters = CompressionParams(method=method, bits=bits, ratio=ratio, group_size=2)
-    result = compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters)
-    model = tiny.assemble(dense, result, parameters)
+def quantised(family: str, bits: Any, ratio: float = 0.8) -> Any:
+    model = tiny.compressed_pair(family, method="loss-aware", bits=bits, ratio=ratio)[1]
     model.generation_config.eos_token_id = None
     return model
 
 
 def greedy(model: Any, ids: Tensor, tokens: int = 20, **options: Any) -> Tensor:
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, **options)
-
-
-@pytest.mark.parametrize(("method", "bits"), CASES)
-def test_live_cache_is_packed_and_as_large_as_allocated(method: str, bits: Any) -> None:
-    model = quantised("llama-gqa", method, bits)
-    cache = fill_cache(model, tiny.windows(2, 12))
-    spec = LatentSpec.from_config(model.config)
-    assert all(layer.keys.dtype == torch.uint8 for layer in cache.layers)
-    assert cache_bytes_per_token(cache) == spec.cached_bytes_per_token() == spec.cached_bits_per_token / 8
-    assert spec.removed >= 0.8
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
@@ -234,50 +214,6 @@ def test_eight_bits_at_full_rank_are_almost_the_dense_model(family: str) -> None
         for layer in model.config.recalkv["layers"]
     )
     torch.testing.assert_close(window_losses(model, ids), dense, atol=0.1, rtol=0)
-
-
-@pytest.mark.parametrize("method", ["loss-aware", "recalkv"])
-def test_without_rounding_nothing_but_the_factors_counts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Natural basis, rotation and mean cancel: with exact rows the model is that of the plain factors."""
-    dense = tiny.dense_model("qwen2-bias")
-    parameters = CompressionParams(method=method, bits=4, ratio=0.85, group_size=2)
-    result = compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters)
-    assert all(mean is not None and bool(mean.any()) for mean in result.input_means)
-    model, twin = tiny.assemble(dense, result, parameters), tiny.reconstructed_twin(dense, result)
-    monkeypatch.setattr(RowLayout, "pack", lambda self, latents: latents)
-    monkeypatch.setattr(RowLayout, "unpack", lambda self, rows, dtype: rows)
-    ids = tiny.windows(2, 24, seed=5)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, twin(ids).logits, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "qwen3-qk-norm"])
-@pytest.mark.parametrize("bits", [4, "mixed"])
-@torch.no_grad()
-def test_decoding_sees_what_prefill_sees(family: str, bits: Any) -> None:
-    """Perplexity of one forward pass is that of tokens fed one by one through the packed cache."""
-    model, ids = quantised(family, bits=bits), tiny.windows(2, 40, seed=6)
-    at_once = model(ids, use_cache=False).logits
-    cache = DynamicCache(config=model.config)
-    one_by_one = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(1, dim=1)], dim=1)
-    torch.testing.assert_close(one_by_one, at_once, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize(("method", "bits"), CASES)
-def test_every_way_to_generate_gives_the_same_tokens(method: str, bits: Any) -> None:
-    model, ids = quantised("llama-gqa", method, bits), tiny.windows(2, 12, seed=7)
-    expected = greedy(model, ids, use_cache=False)
-    assert expected[:, 12:].unique().numel() > 4
-    for options in ({}, {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}):
-        if "prompt_lookup_num_tokens" in options:  # crops the cache; one sequence at a time
-            assert torch.equal(greedy(model, ids[:1], **options), expected[:1])
-        else:
-            assert torch.equal(greedy(model, ids, **options), expected)
-    padded = torch.cat([torch.zeros(2, 5, dtype=torch.int64), ids], dim=1)
-    mask = (torch.arange(17) >= 5).long().expand(2, -1)
-    assert torch.equal(greedy(model, padded, attention_mask=mask)[:, 5:], expected)
-    beams = {"num_beams": 3}
-    assert torch.equal(greedy(model, ids, **beams), greedy(model, ids, use_cache=False, **beams))
 
 
 @pytest.mark.parametrize("bits", [4, "mixed"])
@@ -328,17 +264,11 @@ def test_checkpoint_round_trip_and_broken_segments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [3, "mixed"])
-def test_pipeline_agrees_with_the_one_call_interface(
-    project: Path, monkeypatch: pytest.MonkeyPatch, change_parameters: Callable[[Path, str, Any], None], bits: Any
-) -> None:
-    monkeypatch.chdir(project)
-    change_parameters(project, "compression.bits", bits)
-    change_parameters(project, "compression.ratio", 0.85)
-    stages = "model sample whiten fisher reorder allocate factorize calibrate fuse"
-    for stage in stages.split():
-        assert invoke(stage) == 0
-    model = AutoModelForCausalLM.from_pretrained(project / "data" / "compressed")
-    windows = open_store(project / "data" / "sample.zarr", "sample").get("windows")
+def test_pipeline_agrees_with_the_one_call_interface(prepared: Path, bits: Any) -> None:
+    for stage in COMPRESSION:
+        assert invoke(stage, changes=[f"compression.bits={bits}", "compression.ratio=0.85"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(prepared / "data" / "compressed")
+    windows = open_store(prepared / "data" / "sample.zarr", "sample").get("windows")
     dense = tiny.dense_model("llama-gqa")
     parameters = CompressionParams(bits=bits, ratio=0.85, group_size=2)
     calibration = tiny.calibration(samples=6, length=32, batch_size=2)

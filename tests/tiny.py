@@ -1,6 +1,7 @@
 """Tiny models of every supported family, and the dense model that a compressed one must equal."""
 
 import copy
+import functools
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,8 @@ from transformers import (
 )
 
 from recalkv import compression as oneshot
-from recalkv.compression import CompressedLayers, compress_layers
+from recalkv.compression import CompressedLayers, Statistics, collect_statistics, compress_layers
+from recalkv.method.methods import resolve_method
 from recalkv.method.refit import install
 from recalkv.method.svd import group_columns
 from recalkv.model.layers import ModuleSource
@@ -116,15 +118,23 @@ def calibration(**changes: Any) -> CalibrationParams:
     return CalibrationParams(**({"batch_size": 4, "precision": "float32"} | changes))
 
 
-def compressed_pair(family: str, values: str = "auto", **compression: Any) -> tuple[Any, Any, Any]:
+@functools.cache
+def statistics(family: str, layers: int) -> Statistics:
+    """What every method needs to know of a tiny model, collected once."""
+    source = ModuleSource(dense_model(family, num_hidden_layers=layers))
+    return collect_statistics(source, windows(), calibration(), resolve_method(CompressionParams(group_size=1)))
+
+
+def compressed_pair(family: str, values: str = "auto", layers: int = 3, **compression: Any) -> tuple[Any, Any, Any]:
     """Compress a tiny model: (dense, compressed, dense twin with the reconstructed weights).
 
     Keyword arguments are fields of CompressionParams; defaults: recalkv, ratio 0.5, group_size 2. ``values`` is
     ``fused``, ``absorbed`` or ``reconstructed`` to force that path of the values, which the ranks decide otherwise.
     """
-    dense = dense_model(family)
+    dense = dense_model(family, num_hidden_layers=layers)
     parameters = CompressionParams(**({"method": "recalkv", "ratio": 0.5, "group_size": 2} | compression))
-    result = compress_layers(ModuleSource(dense), windows(), calibration(), parameters)
+    known = statistics(family, layers)
+    result = compress_layers(ModuleSource(dense), windows(), calibration(), parameters, statistics=known)
     twin = reconstructed_twin(dense, result)
     if values == "auto":
         return dense, assemble(dense, result, parameters), twin

@@ -1,0 +1,531 @@
+"""Model kinds x ways to generate, by pairwise covering arrays: tokens and logits are those of the dense twin.
+
+A kind is what is in the checkpoint; its twin is the dense model with the reconstructed weights. Quantised latents have
+no twin: there the reference is the same model without a cache, and without the rounding it is the twin again.
+"""
+
+import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from recalkv.cache.rows import RowLayout
+from recalkv.kernels.module import use_kernels
+from recalkv.kernels.plan import MAX_ROWS
+from recalkv.model.spec import LatentSpec
+from recalkv.model.values import MAX_EXPLICIT_QUERIES
+from tests import tiny
+from tests.covering import cover, pairs, settings
+from tests.tiny import FAMILIES, windows
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+# --- what is tried ---------------------------------------------------------------------------------------------------
+
+METHODS: dict[str, dict[str, Any]] = {
+    "joint": {"method": "loss-aware"},
+    "separate": {"method": "loss-aware", "joint": False},
+    "whole-values": {"method": "recalkv"},
+    "grouped": {"method": "palu"},
+}
+RATIOS = {16: 0.5, 8: 0.6, 4: 0.8, 3: 0.8, 2: 0.85, "mixed": 0.8}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A checkpoint, and which of its value paths short queries take."""
+
+    family: str
+    latents: str
+    group: int | str
+    bits: int | str
+    values: str
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to generate, or to feed tokens in pieces."""
+
+    way: str
+    prompt: int
+    cache: str
+    attention: str
+
+
+KINDS: dict[str, list[Any]] = {
+    "family": list(FAMILIES),
+    "latents": list(METHODS),
+    "group": [1, 2, "all"],
+    "bits": list(RATIOS),
+    "values": ["fused", "absorbed", "reconstructed"],
+}
+TOKENS = [
+    "greedy",
+    "sampling",
+    "beams",
+    "sampled-beams",
+    "padded",
+    "turns",
+    "lookup",
+    "assisted",
+    "chunks7",
+    "chunks32",
+]
+LOGITS = ["one-pass", "singly", "pieces", "crop", "half-precision"]
+WAYS: dict[str, list[Any]] = {
+    "way": TOKENS + LOGITS,
+    # Around the window of the sliding families, 16, and beyond the limit of explicit scores, 64.
+    "prompt": [4, 15, 16, 40, 90],
+    "cache": ["dynamic", "whole", "static"],
+    "attention": ["sdpa", "eager", "maskless", "mask-object"],
+}
+
+
+def legal_kind(kind: Kind) -> bool:
+    # Only water-filling gives directions bits of their own.
+    return kind.bits != "mixed" or METHODS[kind.latents]["method"] == "loss-aware"
+
+
+def legal_way(way: Way) -> bool:
+    if way.cache == "static" and way.way in ("lookup", "assisted", "crop"):
+        return False  # transformers crops no static cache
+    if way.attention in ("maskless", "mask-object") and (way.cache == "static" or way.way == "padded"):
+        return False  # neither empty slots nor padding are known without a mask that can be read
+    return way.way != "one-pass" or way.cache == "dynamic"
+
+
+def cases(kinds: list[Kind], ways: list[Any], legal: Callable[[Kind, Any], bool] = lambda *_: True) -> list[Any]:
+    """Kinds that cover the pairs of their factors, ways that do, and of these together what covers the others."""
+    kind_rows, way_rows = cover((kind,) for kind in kinds), cover((way,) for way in ways)
+    chosen = cover((kind, way) for (kind,) in kind_rows for (way,) in way_rows if legal(kind, way))
+    order = {row: place for place, row in enumerate(kind_rows)}
+    return sorted(chosen, key=lambda case: order[(case[0],)])
+
+
+def name(*parts: Any) -> str:
+    """Readable id of settings."""
+    names = {"group": "groups-of-{}", "bits": "{}-bits", "prompt": "prompt-{}"}
+    entries = [entry for part in parts for entry in (vars(part) if hasattr(part, "__dict__") else {"": part}).items()]
+    return "_".join(names.get(key, "{}").format(value) for key, value in entries)
+
+
+def named(rows: list[Any], marks: Any = ()) -> list[Any]:
+    return [pytest.param(*row, id=name(*row), marks=marks) for row in rows]
+
+
+CASES = cases(settings(Kind, KINDS, legal_kind), settings(Way, WAYS, legal_way))
+
+
+CHOSEN_KINDS = list(dict.fromkeys(kind for kind, _ in CASES))
+
+
+def test_every_legal_pair_is_covered() -> None:
+    held = set().union(*(pairs(*case) for case in CASES))
+    for rows in (settings(Kind, KINDS, legal_kind), settings(Way, WAYS, legal_way)):
+        assert set().union(*map(pairs, rows)) <= held
+    # Every kind goes with every way.
+    atoms = [[(factor, value) for factor in side for value in side[factor]] for side in (KINDS, WAYS)]
+    assert {tuple(sorted(pair, key=lambda atom: atom[0])) for pair in itertools.product(*atoms)} <= held
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def models(kind: Kind) -> tuple[Any, Any]:
+    """(compressed, dense twin) of two layers, float32; whatever its ranks, R_v is stored as the kind says."""
+    heads = tiny.SIZES["num_key_value_heads"] if kind.family != "llama-mha" else tiny.SIZES["num_attention_heads"]
+    size = heads if kind.group == "all" else kind.group
+    method = METHODS[kind.latents] | {"bits": kind.bits, "ratio": RATIOS[kind.bits], "group_size": size}
+    _, compressed, twin = tiny.compressed_pair(kind.family, kind.values, layers=2, **method)
+    return endless(compressed), endless(twin)
+
+
+@functools.cache
+def in_type(kind: Kind, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(compressed, reference) of a kind in this type."""
+    compressed, twin = (endless(copy.deepcopy(model).to(dtype)) for model in models(kind))
+    return compressed, twin if kind.bits == 16 else Uncached(
+        tiny.over_values(copy.deepcopy(compressed), "reconstructed")
+    )
+
+
+def exact(kind: Kind) -> tuple[Any, Any]:
+    """(compressed, reference) that agree on every token.
+
+    A code at the edge of its step, and with it a token, turns on the last bits of a sum: not so in float64.
+    """
+    return in_type(kind, torch.float32 if kind.bits == 16 else torch.float64)
+
+
+def endless(model: Any) -> Any:
+    """The same model, which no end-of-sequence token stops."""
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Uncached:
+    """A model that reads everything again for every token."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, ids: Tensor) -> Any:
+        return self.model(ids, use_cache=False)
+
+    def generate(self, ids: Tensor, **options: Any) -> Tensor:
+        return self.model.generate(ids, use_cache=False, **options)
+
+
+def opaque_kernel(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
+    *, scaling: float, sliding_window: int | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Like the flash and flex kernels: causality and window come from arguments, not from a mask tensor."""
+    queries, slots = query.shape[2], key.shape[2]
+    distance = torch.arange(queries)[:, None] + slots - queries - torch.arange(slots)
+    allowed = (distance >= 0) & (distance < (sliding_window or slots))
+    repeats = query.shape[1] // key.shape[1]
+    output = scaled_dot_product_attention(
+        query, repeat_kv(key, repeats), repeat_kv(value, repeats), attn_mask=allowed, scale=scaling
+    )
+    return output.transpose(1, 2), None
+
+
+for own_name, made in (("maskless", None), ("mask-object", SimpleNamespace())):
+    AttentionInterface.register(own_name, opaque_kernel)
+    AttentionMaskInterface.register(own_name, lambda *_, made=made, **__: made)
+
+
+@contextlib.contextmanager
+def attending(model: Any, implementation: str) -> Iterator[Any]:
+    """The model, which attends by an implementation of transformers."""
+    model.set_attn_implementation(implementation)
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=name(kind)) for kind in CHOSEN_KINDS])
+@torch.no_grad()
+def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the rounding of codes: natural basis, rotation and mean cancel, and biases are where they belong."""
+    compressed, twin = models(kind)
+    spec, sizes = LatentSpec.from_config(compressed.config), tiny.SIZES
+    heads = sizes["num_attention_heads" if kind.family == "llama-mha" else "num_key_value_heads"]
+    groups = -(-heads // (heads if kind.group == "all" else int(kind.group)))
+    for layer, attention in zip(spec.layers, compressed.model.layers, strict=True):
+        assert len(layer.key_ranks) == groups
+        assert len(layer.value_ranks) == (1 if kind.latents == "whole-values" else groups)
+        assert sorted(layer.head_permutation) == list(range(heads))
+        assert layer.value_layout == ("fused" if kind.values == "fused" else "separate")
+        assert attention.self_attn.fused == (kind.values == "fused")
+        bits = {bits for rows in (layer.key_rows, layer.value_rows) if rows is not None for _, bits in rows.segments}
+        assert bits <= {8, 4, 2} if kind.bits == "mixed" else bits == ({kind.bits} - {16})
+    assert spec.joint == (kind.latents == "joint")
+    assert spec.removed >= RATIOS[kind.bits]
+    monkeypatch.setattr(RowLayout, "pack", lambda self, latents: latents)
+    monkeypatch.setattr(RowLayout, "unpack", lambda self, rows, dtype: rows)
+    ids = windows(2, 24, seed=5)
+    assert_near(compressed(ids).logits, twin(ids).logits, 1e-4)
+
+
+def test_kinds_differ_where_it_matters() -> None:
+    """Else a wrong order of heads, or a wrong rank, would not show."""
+    specs = [LatentSpec.from_config(models(kind)[0].config) for kind in CHOSEN_KINDS]
+    orders = [layer.head_permutation for spec in specs for layer in spec.layers]
+    assert sum(order != tuple(sorted(order)) for order in orders) > len(orders) / 10
+    assert sum(len({layer.cached_elements for layer in spec.layers}) > 1 for spec in specs) > len(specs) / 2
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+NEW_TOKENS = 16
+SAMPLE = {"do_sample": True, "temperature": 1.3, "top_k": 0}
+# Of the outcome, and of how it is reached.
+CHOICES: dict[str, dict[str, Any]] = {
+    "sampling": SAMPLE | {"num_return_sequences": 2},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "sampled-beams": SAMPLE | {"num_beams": 3},
+}
+SPEED: dict[str, dict[str, Any]] = {
+    "lookup": {"prompt_lookup_num_tokens": 4},
+    "chunks7": {"prefill_chunk_size": 7},
+    "chunks32": {"prefill_chunk_size": 32},
+}
+
+
+def generate(model: Any, ids: Tensor, tokens: int = NEW_TOKENS, **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    output = model.generate(ids, max_new_tokens=tokens, **({"do_sample": False} | options))
+    assert output.shape[1] == ids.shape[1] + tokens
+    return output
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Without pytest's comparison of long lists, which can take minutes."""
+    where = (actual != expected).nonzero()
+    assert not len(where), f"{len(where)} tokens differ, the first at {where[0].tolist()}"
+
+
+def new_cache(model: Any, cache: str, slots: int = 0) -> Any:
+    if cache == "static":
+        return StaticCache(model.config, max_cache_len=slots)
+    # Made without the config, it keeps all slots of sliding layers, too.
+    return DynamicCache() if cache == "whole" else DynamicCache(config=model.config)
+
+
+def cache_options(model: Any, way: Way, slots: int) -> dict[str, Any]:
+    if way.cache == "whole":
+        return {"past_key_values": new_cache(model, way.cache)}
+    if way.way == "turns":
+        return {"past_key_values": new_cache(model, way.cache, slots)}
+    return {"cache_implementation": "static"} if way.cache == "static" else {}
+
+
+def turns(model: Any, way: Way, **options: Any) -> Tensor:
+    """A prompt, a turn of one token and one of several, each answered."""
+    ids = torch.zeros(2, 0, dtype=torch.int64)
+    for seed, length in enumerate((way.prompt, 1, 9)):
+        ids = torch.cat([ids, windows(2, length, seed)], dim=1)
+        # Without a mask, generate would take a generated token 0 for padding.
+        ids = generate(model, ids, NEW_TOKENS // 2, attention_mask=torch.ones_like(ids), **options)
+    return ids
+
+
+@pytest.mark.parametrize(("kind", "way"), named([case for case in CASES if case[1].way in TOKENS]))
+def test_tokens(kind: Kind, way: Way) -> None:
+    compressed, reference = exact(kind)
+    options = cache_options(compressed, way, slots=256)
+    if way.way == "turns":
+        expected = turns(reference, way)
+        with attending(compressed, way.attention):
+            assert_same(turns(compressed, way, **options), expected)
+        return
+    if way.way in ("lookup", "assisted"):  # one sequence at a time; repeated, so that there is something to look up
+        ids = windows(1, -(-way.prompt // 2)).repeat(1, 2)[:, : way.prompt]
+    else:
+        ids = windows(2, way.prompt)
+    options |= CHOICES.get(way.way, {}) | SPEED.get(way.way, {})
+    if way.way == "assisted":  # a new one each time, as generation changes its config
+        options["assistant_model"] = endless(tiny.dense_model("llama-gqa", seed=7))
+    if way.way == "padded":
+        length = -(-way.prompt // 3)
+        rows = [ids[:1], ids[1:, -length:]]
+        mask = torch.ones_like(ids)
+        mask[1, :-length] = 0
+        expected = [generate(reference, row)[0] for row in rows]
+        with attending(compressed, way.attention):
+            actual = generate(compressed, ids * mask, attention_mask=mask, **options)
+        for row, alone in zip(actual, expected, strict=True):
+            assert_same(row[-len(alone) :], alone)
+    else:
+        expected = generate(reference, ids, **CHOICES.get(way.way, {}))
+        with attending(compressed, way.attention):
+            assert_same(generate(compressed, ids, **options), expected)
+        assert expected[:, ids.shape[1] :].unique().numel() > 2, "a text this monotonous compares nothing"
+
+
+# --- logits ----------------------------------------------------------------------------------------------------------
+
+
+def feed(model: Any, ids: Tensor, lengths: list[int], cache: Any, mask: Tensor | None = None) -> Tensor:
+    """Logits of all tokens, fed through a cache in pieces of these lengths."""
+    assert sum(lengths) == ids.shape[1]
+    device, seen, logits = model.device, 0, []
+    for part in ids.to(device).split(lengths, dim=1):
+        seen += part.shape[1]
+        own = None if mask is None else mask[:, :seen].to(device)
+        logits.append(model(part, attention_mask=own, past_key_values=cache).logits.cpu())
+    return torch.cat(logits, dim=1)
+
+
+def assert_near(actual: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
+    """Root mean square of the difference, relative to that of what is expected."""
+    assert actual.shape == expected.shape
+    assert float((actual.double() - expected.double()).norm() / expected.double().norm()) < bound
+
+
+def assert_holds_latents_alone(cache: Any, model: Any) -> None:
+    """Every tensor of a layer, whatever its name, is what the checkpoint's specification counts for its slots."""
+    element = torch.empty((), dtype=model.dtype).element_size()
+    for layer, spec in zip(cache.layers, LatentSpec.from_config(model.config).layers, strict=True):
+        held = [value for value in vars(layer).values() if isinstance(value, Tensor) and value.dim() > 0]
+        batch, _, slots, _ = layer.keys.shape
+        assert sum(tensor.nbytes for tensor in held) == batch * slots * spec.cached_bytes(element)
+        assert layer.keys.dtype == (torch.uint8 if spec.quantised else model.dtype)
+
+
+@pytest.mark.parametrize(("kind", "way"), named([case for case in CASES if case[1].way in LOGITS]))
+@torch.no_grad()
+def test_logits(kind: Kind, way: Way) -> None:
+    half = way.way == "half-precision"
+    compressed, reference = in_type(kind, torch.bfloat16) if half else exact(kind)
+    pieces = [way.prompt, 20, 1, 3, MAX_EXPLICIT_QUERIES + 2]
+    lengths = {"one-pass": [way.prompt], "singly": [1] * way.prompt, "crop": [way.prompt, 1, 11]}.get(way.way, pieces)
+    ids = windows(2, sum(lengths))
+    expected = reference(ids).logits
+    cache = new_cache(compressed, way.cache, ids.shape[1] + 3)
+    with attending(compressed, way.attention):
+        if way.way == "one-pass":
+            actual = compressed(ids, use_cache=False).logits
+        elif way.way == "crop":
+            cache.activate_past_recording()
+            first, wrong = way.prompt // 2, windows(2, 12, seed=3)
+            feed(compressed, torch.cat([ids[:, :first], wrong], dim=1), [first + 5, 7], cache)
+            cache.crop(-12)
+            actual = feed(compressed, ids[:, first:], [way.prompt - first, *lengths[1:]], cache)
+            expected = expected[:, first:]
+        else:
+            actual = feed(compressed, ids, lengths, cache)
+    assert actual.dtype == compressed.dtype
+    if way.way != "one-pass":
+        assert_holds_latents_alone(cache, compressed)
+    assert_near(actual, expected, 0.1 if half else 1e-5)
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelWay:
+    """How the kernels get their queries."""
+
+    way: str
+    prompt: int
+    cache: str
+    passes: str
+
+
+FEW = ["llama-mha", "mistral-sliding", "qwen2-bias", "qwen3-qk-norm"]
+KERNEL_KINDS = KINDS | {"bits": [16, 4, "mixed"], "values": ["fused", "absorbed"]}
+KERNEL_WAYS = {
+    "way": ["step", "several", "padded", "reordered", "crop"],
+    # Within one tile of slots, beyond a sliding window, and in two tiles.
+    "prompt": [9, 19, 66],
+    "cache": ["dynamic", "whole", "static"],
+    "passes": ["two", "one"],
+}
+
+
+def legal_kernel_way(way: KernelWay) -> bool:
+    return way.way != "crop" or way.cache != "static"
+
+
+def legal_kernel(kind: Kind, way: KernelWay) -> bool:
+    return way.passes == "two" or (kind.latents == "joint" and kind.bits == 16)
+
+
+def kernel_cases(families: list[str]) -> list[Any]:
+    kinds = settings(Kind, KERNEL_KINDS | {"family": families}, legal_kind)
+    return cases(kinds, settings(KernelWay, KERNEL_WAYS, legal_kernel_way), legal_kernel)
+
+
+KERNEL_CASES = named(kernel_cases(FEW)) + named(
+    kernel_cases([family for family in FAMILIES if family not in FEW]), marks=pytest.mark.slow
+)
+
+
+class Counting:
+    """A kernel that notes its launches."""
+
+    def __init__(self, kernel: Any, note: str, launches: list[str]) -> None:
+        self.kernel, self.note, self.launches = kernel, note, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launches.append(self.note)
+        return self.kernel[grid]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> list[str]:
+    """One entry per layer and step that attends by kernels, of compiled models too."""
+    from recalkv.kernels import attention, joint
+
+    launches: list[str] = []
+    for module, kernel, passes in ((attention, "scores_kernel", "two"), (joint, "attend_kernel", "one")):
+        monkeypatch.setattr(module, kernel, Counting(getattr(module, kernel), passes, launches))
+    return launches
+
+
+@pytest.mark.parametrize(("kind", "way"), KERNEL_CASES)
+@torch.no_grad()
+def test_kernels(kind: Kind, way: KernelWay, launched: list[str]) -> None:
+    compressed, reference = in_type(kind, torch.float32)
+    lengths = [way.prompt, 4 if way.way == "several" else 1]
+    ids = windows(2, sum(lengths))
+    expected = reference(ids).logits
+    model = use_kernels(copy.deepcopy(compressed).to(DEVICE), gauge=way.passes == "one")
+    cache = new_cache(model, way.cache, ids.shape[1] + 3)
+    if way.way == "padded":
+        padding = way.prompt // 2
+        mask = torch.ones_like(ids)
+        mask[1, :padding] = 0
+        actual = feed(model, ids * mask, lengths, cache, mask)[:, -1:]
+        expected = torch.cat([expected[:1, -1:], reference(ids[1:, padding:]).logits[:, -1:]])
+    elif way.way == "reordered":
+        feed(model, ids[:, : way.prompt], [way.prompt], cache)
+        cache.reorder_cache(torch.tensor([1, 1], device=DEVICE))
+        actual = feed(model, ids[[1, 1], way.prompt :], lengths[1:], cache)
+        expected = expected[[1, 1], way.prompt :]
+    elif way.way == "crop":
+        cache.activate_past_recording()
+        kept, wrong = ids[:, : way.prompt - 2], windows(2, MAX_ROWS + 1, seed=3)
+        feed(model, torch.cat([kept, wrong], dim=1), [kept.shape[1], wrong.shape[1]], cache)
+        cache.crop(-wrong.shape[1])
+        actual, expected = feed(model, ids[:, -3:], [3], cache), expected[:, -3:]
+    else:
+        actual = feed(model, ids, lengths, cache)
+    # Queries and keys of qk-norm are no product of factors that another basis could turn.
+    assert launched[-2:] == ["two" if "norm" in kind.family else way.passes] * 2
+    # In float32 a code may turn on the last bits of a sum; a wrong one would change far more.
+    assert_near(actual, expected, 1e-5 if kind.bits == 16 else 0.02)
+
+
+LLAMA, QWEN = ("llama-gqa", "joint", 2), ("qwen2-mixed-sliding", "joint", 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "passes"),
+    [
+        (Kind(*LLAMA, 16, "absorbed"), "none"),
+        (Kind(*LLAMA, 4, "absorbed"), "two"),
+        (Kind(*QWEN, 16, "fused"), "one"),
+        pytest.param(Kind(*QWEN, "mixed", "fused"), "none", marks=pytest.mark.slow),
+        pytest.param(Kind(*QWEN, 16, "absorbed"), "two", marks=pytest.mark.slow),
+        pytest.param(Kind("qwen3-qk-norm", "whole-values", "all", 3, "absorbed"), "two", marks=pytest.mark.slow),
+    ],
+    ids=name,
+)
+@torch.no_grad()
+def test_compiled(kind: Kind, passes: str, launched: list[str]) -> None:
+    """Whole graphs over a static cache, compiled once for all lengths."""
+    compressed, reference = in_type(kind, torch.float32)
+    ids = windows(2, 22)
+    model = copy.deepcopy(compressed).to(DEVICE)
+    if passes != "none":
+        use_kernels(model, gauge=passes == "one")
+    cache = new_cache(model, "static", 70)
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="eager" if passes == "none" else "aot_eager", fullgraph=True)
+    prompt, *tokens = ids.to(DEVICE).split([19, 1, 1, 1], dim=1)
+    logits = [model(prompt, past_key_values=cache).logits]
+    launched.clear()
+    for number, token in enumerate(tokens):
+        # The first step may compile, a later one may not.
+        with torch.compiler.set_stance("fail_on_recompile" if number > 1 else "default"):
+            logits.append(step(token, past_key_values=cache).logits)
+    assert launched == ([] if passes == "none" else [passes] * 2 * len(tokens))
+    assert_near(torch.cat(logits, dim=1).cpu(), reference(ids).logits, 1e-5 if kind.bits == 16 else 0.02)
