@@ -10,11 +10,13 @@ import click
 import pytest
 import typer
 import yaml
+from transformers import AutoConfig
 from typer.testing import CliRunner, Result
 
 import recalkv.compression
 import recalkv.model.source
 from recalkv.cli import app
+from recalkv.model.spec import LatentSpec
 from recalkv.params import CalibrationParams, CompressionParams
 from tests.pipeline import COMPRESSION, STATISTICS, invoke
 
@@ -89,12 +91,15 @@ def test_compress_gives_the_pipelines_checkpoint(
 ) -> None:
     monkeypatch.chdir(project)
     parameters = yaml.safe_load((project / "params.yaml").read_text())
-    parameters["calibration"]["precision"] = "auto"
+    parameters["calibration"] |= {"precision": "auto", "seed": 3}
+    parameters["compression"] |= {"ratio": 0.6, "group_size": 3}
     (project / "params.yaml").write_text(yaml.safe_dump(parameters))
     for stage in (*STATISTICS, *COMPRESSION):
         assert invoke(stage) == 0
-    done = compress(*settings, "--out", project / "out")
+    done = compress(*settings, "--ratio", "0.6", "--seed", "3", "--group-size", "3", "--out", project / "out")
     assert done.exit_code == 0, done.output
+    spec = LatentSpec.from_config(AutoConfig.from_pretrained(project / "out"))
+    assert spec.removed == pytest.approx(0.6, abs=1 / spec.dense_elements_per_token)
 
     ours, theirs = everything(project / "out"), everything(project / "data" / "compressed")
     assert ours == theirs
