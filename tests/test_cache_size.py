@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from recalkv.cache.size import GIB, KINDS, CacheKind, bytes_per_token, table
 from recalkv.cli import app, preset_names
 from recalkv.errors import ParameterError, UnsupportedModelError
-from recalkv.evaluation.perplexity import cache_bytes_per_token, parameter_count
+from recalkv.evaluation.generation import cache_bytes_per_token, parameter_count
 from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 from recalkv.model.spec import LatentSpec
 from tests.tiny import FAMILIES, compressed_pair, dense_model, windows

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from recalkv.errors import DataError
-from recalkv.text.documents import documents as text
+from recalkv.text import documents as text
 from recalkv.text.documents import load_documents
 
 WIKITEXT = """{{Infobox|name={{nested|x}}}}
