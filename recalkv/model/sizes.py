@@ -108,7 +108,7 @@ KNOWN: dict[str, ModelSizes] = {
 }
 """From the models' published configs; Mistral is v0.2, without a sliding window."""
 
-_ALIASES = {"llama-2-13b-chat": "llama-2-13b", "mistral-7b-instruct-v0.2": "mistral-7b"}
+_ALIASES = {"default": "smollm2-135m", "llama-2-13b-chat": "llama-2-13b", "mistral-7b-instruct-v0.2": "mistral-7b"}
 
 
 def known_sizes(name: str, parameter: str) -> ModelSizes:
