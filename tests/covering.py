@@ -44,3 +44,8 @@ def cover(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         missing -= held[place]
         chosen.append(candidates[place])
     return chosen
+
+
+def covering(rows: Iterable[Any]) -> list[Any]:
+    """The same of settings that are one dataclass each."""
+    return [row for (row,) in cover((row,) for row in rows)]
