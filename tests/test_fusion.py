@@ -1,13 +1,15 @@
 """Everything fixed is folded into the weights: one token through the folded tensors against the unfolded factors."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from recalkv.method.fusion import fused_attention_tensors
+from recalkv.method.fusion import fuse_layer, fused_attention_tensors
 from recalkv.method.lowrank import LowRank
+from recalkv.method.refit import LayerRefit
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.spec import LayerSpec
 
@@ -124,3 +126,27 @@ def test_norms_of_queries_and_keys_are_kept() -> None:
     spec = LayerSpec([6, 3], [6, 3], True, head_permutation=PERMUTATION)
     tensors = fused_attention_tensors(case.dense | norms, GEOMETRY, spec, case.keys, case.values)
     assert all(torch.equal(tensors[name], norm) for name, norm in norms.items())
+
+
+def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device() -> None:
+    """Whatever device the factors are read to."""
+    case = Case("grouped", "fused", biased=True, centred=True, fitted=True)
+    held = {f"self_attn.{name}": tensor for name, tensor in case.dense.items()} | {"mlp.weight": case.draw(3, 20)}
+    refit = LayerRefit(case.keys, case.values, case.output, 0.0, 0.0)
+    spec = LayerSpec([6, 3], [5, 2], value_layout="fused", head_permutation=PERMUTATION)
+    here, there = (
+        SimpleNamespace(
+            device=torch.device(device),
+            geometry=GEOMETRY,
+            layer_tensors=lambda index, device=device: {name: tensor.to(device) for name, tensor in held.items()},
+        )
+        for device in ("cpu", "meta")
+    )
+    expected = {f"self_attn.{name}": tensor for name, tensor in case.tensors.items()} | {
+        "mlp.weight": held["mlp.weight"]
+    }
+    fused = fuse_layer(here, 0, spec, refit, case.mean)  # type: ignore[arg-type]
+    assert fused.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in fused.items())
+    away = fuse_layer(there, 0, spec, refit, case.mean)  # type: ignore[arg-type]
+    assert {tensor.device.type for tensor in away.values()} == {"meta"}

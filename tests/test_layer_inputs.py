@@ -67,3 +67,25 @@ def test_two_writers_of_different_windows(tmp_path: Path, first: int) -> None:
         writers[(window >= 3) ^ first].put(0, window, whole[window : window + 1])
     for writer in writers:
         assert torch.equal(writer.get(0, 0, 5), whole)
+
+
+def test_only_whole_inputs_of_the_pass_are_taken(tmp_path: Path) -> None:
+    folder, whole = tmp_path / "inputs", states(*SHAPE)
+
+    def kept(shape: tuple[int, int, int] = SHAPE, dtype: torch.dtype = torch.float32) -> LayerInputs:
+        return LayerInputs(folder, shape, dtype)
+
+    kept().put(0, 0, whole)
+    assert not kept().are_of("digest"), "nothing says that they are whole"
+    for other, moments in (
+        (kept(), "another"),
+        (kept(shape=(4, 3, 4)), "digest"),
+        (kept(dtype=torch.bfloat16), "digest"),
+    ):
+        kept().put(0, 0, whole)
+        kept().sign("digest")
+        assert kept().are_of("digest")
+        assert torch.equal(kept().get(0, 0, 5), whole)
+        assert not other.are_of(moments)
+        assert not folder.exists(), "others are removed"
+    kept().remove()

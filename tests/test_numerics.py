@@ -143,3 +143,14 @@ def test_models_compressed_on_the_gpu_lose_what_those_of_the_cpu_lose(method: st
     assert loss(assemble(copy.deepcopy(dense).cuda(), result, parameters).cpu()) == pytest.approx(
         loss(single), abs=1e-3
     )
+
+
+@pytest.mark.gpu
+def test_latents_quantised_on_the_gpu_lose_what_those_of_the_cpu_lose() -> None:
+    dense, parameters = dense_model("qwen2-bias"), CompressionParams(bits=4, ratio=0.7)
+    losses = []
+    for device in ("cpu", "cuda"):
+        model = copy.deepcopy(dense).to(device)
+        result = compress_layers(ModuleSource(model), windows(), calibration(), parameters)
+        losses.append(loss(assemble(model, result, parameters).cpu()))
+    assert losses[1] == pytest.approx(losses[0], abs=0.02)

@@ -14,6 +14,7 @@ from recalkv.method.output_fit import OutputMoments, fit_output
 from recalkv.method.ovc import calibrate_values
 from recalkv.method.refit import LayerRefit, in_model_order, install
 from recalkv.method.svd import group_columns
+from recalkv.model.layers import ModuleSource
 from tests.steps import Steps, inputs_of, steps, watched
 
 FAMILIES = ("llama-mha", "llama-bias", "mistral-sliding", "qwen2-mixed-sliding", "qwen3-qk-norm")
@@ -201,6 +202,17 @@ def test_a_layer_that_is_fitted_already_is_the_prefix_of_the_next() -> None:
             changed.values.up[0].mul_(1.5)
         rest = given.refit(fitted=lambda index, changed=changed: changed if index == 0 else None)
         assert not torch.equal(parts(rest[1])[-1], parts(given.refits[1])[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", REFITS.values(), ids=REFITS)
+def test_factors_of_a_store_are_fitted_on_the_gpu(settings: dict[str, Any]) -> None:
+    """Statistics and factors are on the CPU, where stores read them to; the model is not."""
+    here, there = steps("llama-gqa", damping=1e-3, **settings), Steps("llama-gqa", damping=1e-3, **settings)
+    there.source = ModuleSource(there.model, "cuda")
+    for actual, expected in zip(there.refits, here.refits, strict=True):
+        assert actual.error_after == pytest.approx(expected.error_after, rel=1e-2)
+        torch.testing.assert_close(parts(actual)[-1].cpu(), parts(expected)[-1], rtol=1e-2, atol=2e-3)
 
 
 def test_no_refit_passes_everything_through() -> None:

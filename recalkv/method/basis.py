@@ -43,7 +43,7 @@ def quantizable(
         ):
             gradient = part.gradient if method.bits == "mixed" else None
             seed = (method.rotation_seed, index, side, number)
-            new_left, new_right = _turn(left.double(), right.double(), gram, gradient, pieces, seed)
+            new_left, new_right = _turn(left.to(part.moment), right.to(part.moment), gram, gradient, pieces, seed)
             down.append(new_left)
             up.append(new_right)
         return LowRank(down, up).float()
@@ -79,7 +79,7 @@ def _turn(
     for number, (width, _) in enumerate(segments):
         part = slice(start, start + width)
         size = float(variances[part].mean().sqrt()) or 1.0
-        rotation = random_rotation(width, *seed, number)
+        rotation = random_rotation(width, *seed, number).to(left)
         columns.append(left[:, part] @ rotation / size)
         rows.append(rotation.T @ right[part] * size)
         start += width

@@ -50,7 +50,10 @@ def fuse_layer(
     prefix = "self_attn."
     tensors = source.layer_tensors(index)
     dense = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
-    fused = fused_attention_tensors(dense, source.geometry, spec, refit.keys, refit.values, refit.output, input_mean)
+    # What a store holds is on the CPU.
+    keys, values = refit.keys.to(source.device), refit.values.to(source.device)
+    output, mean = (None if part is None else part.to(source.device) for part in (refit.output, input_mean))
+    fused = fused_attention_tensors(dense, source.geometry, spec, keys, values, output, mean)
     return tensors | {prefix + name: tensor for name, tensor in fused.items()}
 
 

@@ -40,4 +40,8 @@ class LowRank:
 
     def float(self) -> "LowRank":
         """The same in float32, as stores keep it."""
-        return LowRank([part.float() for part in self.down], [part.float() for part in self.up])
+        return self.to(torch.float32)
+
+    def to(self, place: torch.device | torch.dtype) -> "LowRank":
+        """The same on another device, or of another type."""
+        return LowRank([part.to(place) for part in self.down], [part.to(place) for part in self.up])

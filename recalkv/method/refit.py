@@ -132,7 +132,7 @@ def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, me
     gram = moments.finish(f"layer {layer.index} (behind the compressed prefix)").gram
     weight = layer.attention.v_proj.weight.T.double()
     columns = group_columns(start.value_groups, layer.source.geometry.head_dim)
-    fit = calibrate_values(start.factors.values, columns, weight, gram, method.damping)
+    fit = calibrate_values(start.factors.values.to(gram.device), columns, weight, gram, method.damping)
     return LayerRefit(start.factors.keys, fit.factors.float(), None, fit.error_before, fit.error_after)
 
 
