@@ -156,7 +156,8 @@ def compress(
     given = {name: value for name, value in given.items() if value is not None}
     calibration = parse_section(CalibrationParams, given, "compress")
     device = next(model.parameters()).device
-    source = ModuleSource(model, device, resolve_precision(calibration.precision, device))
+    calibration = _resolved(calibration, device)
+    source = ModuleSource(model, device, calibration.precision)
     tokens = joined_tokens(tokenizer, texts)
     windows = sample_windows(tokens, calibration.samples, calibration.length, calibration.seed)
     result = compress_layers(source, windows, calibration, parameters, progress)
@@ -202,7 +203,8 @@ def compress_checkpoint(
     tokenizer = AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False)
     tokens = joined_tokens(tokenizer, documents)
     windows = sample_windows(tokens, calibration.samples, calibration.length, calibration.seed)
-    source = CheckpointSource(reference.folder, device, resolve_precision(calibration.precision, device))
+    calibration = _resolved(calibration, device)
+    source = CheckpointSource(reference.folder, device, calibration.precision)
     result = compress_layers(source, windows, calibration, parameters, progress)
     dtype = checkpoint_dtype(reference.folder) if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
@@ -317,3 +319,8 @@ def _fused(source: LayerSource, specs: Sequence[LayerSpec], result: CompressedLa
     """Weights of each layer of the compressed model."""
     for index, (spec, refit, mean) in enumerate(zip(specs, result.refits, result.input_means, strict=True)):
         yield fuse_layer(source, index, spec, refit, mean)
+
+
+def _resolved(calibration: CalibrationParams, device: torch.device) -> CalibrationParams:
+    """The same with the precision that this device takes, which the checkpoint's card is to name."""
+    return calibration.model_copy(update={"precision": resolve_precision(calibration.precision, device)})

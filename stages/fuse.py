@@ -21,7 +21,9 @@ def fuse(run: Stage) -> None:
     permutations = [stored.permutation(index) for index in range(source.num_layers)]
     specs = stored_layers(source.geometry, stored.specs(), permutations)
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
-    config = compressed_config(source, specs, wanted, provenance, run.params.calibration)
+    # What the statistics were taken in, where the parameter leaves it to the machine.
+    calibration = run.params.calibration.model_copy(update={"precision": run.precision})
+    config = compressed_config(source, specs, wanted, provenance, calibration)
     dtype = checkpoint_dtype(reference.folder) if wanted.dtype == "auto" else getattr(torch, wanted.dtype)
     layers = (
         fuse_layer(source, index, spec, stored.refit(refitted, index), refitted.find(f"{layer_name(index)}/input_mean"))
