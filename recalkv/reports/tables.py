@@ -52,12 +52,8 @@ def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, An
         ("live cache, bytes per token", live, ",.0f"),
         ("parameters", metrics["parameters"], ",.0f"),
     ]
-    for name, what, form in (
-        ("prefill_seconds", "prefill, s", ".2f"),
-        ("peak_memory_mib", "peak memory, MiB", ",.0f"),
-    ):
-        if name in latency:
-            sides.append((what, latency[name], form))
+    if "prefill_seconds" in latency:
+        sides.append(("prefill, s", latency["prefill_seconds"], ".2f"))
     for context, batch, cache, rates in decoding(latency):
         sides.append((f"decoding, tokens/s ({context:,} cached, batch {batch}, {cache} cache)", rates, ".1f"))
     for geometry, context, batch, _, times, dense in modules(latency):
