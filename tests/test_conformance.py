@@ -398,6 +398,19 @@ def test_logits(kind: Kind, way: Way) -> None:
     assert_near(actual, expected, 0.1 if half else 1e-5)
 
 
+@pytest.mark.parametrize("values", ["fused", "absorbed"])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "qwen2-mixed-sliding"])
+@torch.no_grad()
+def test_without_a_mask_around_the_window(family: str, values: str) -> None:
+    """One query or several, which see as many slots as the window of 16, fewer, or one more; sooner or later."""
+    compressed, reference = exact(Kind(family, "separate", 2, 16, values))
+    ids = windows(2, 18)
+    expected = reference(ids).logits
+    with attending(compressed, "maskless"):
+        for lengths in ([16, 1, 1], [10, 5, 1, 2], [9, 7, 2], [17, 1]):
+            assert_near(feed(compressed, ids, lengths, new_cache(compressed, "whole")), expected)
+
+
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 

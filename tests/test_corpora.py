@@ -1,6 +1,7 @@
 """Evaluation texts: the paper's protocols, more than one text, and losses through the cache."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from recalkv.errors import DataError, NonFiniteError, ParameterError
-from recalkv.evaluation.perplexity import excess_loss, window_losses
+from recalkv.evaluation.perplexity import excess_loss, perplexity, window_losses
 from recalkv.params import EvaluationParams
 from recalkv.text import corpora
 from recalkv.text.corpora import PROTOCOLS, further_windows, main_windows, text_names
@@ -208,3 +209,8 @@ def test_further_texts_are_measured_by_all_stages(
     assert other["windows"] == 3
     assert other["dense"] != main["dense"]
     assert other["compressed"] > 1 and other["excess_nats"] != main["excess_nats"]
+
+
+def test_perplexity_is_that_of_the_mean_loss() -> None:
+    # Not the mean of the windows' perplexities, which is larger.
+    assert perplexity(torch.tensor([0.0, 2.0], dtype=torch.float64)) == pytest.approx(math.e)
