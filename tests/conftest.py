@@ -84,7 +84,7 @@ def tiny_parameters(_tiny_parameters: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Finished:
-    """The pipeline, run once: its folder, and the parameter sections and stores that each stage read."""
+    """The pipeline, run once: its folder, and the parameter sections and files that each stage read."""
 
     folder: Path
     seen: dict[str, dict[str, set[str]]]

@@ -1,8 +1,11 @@
 """Stages run in this process, in the current folder, and what they read while they run."""
 
 import contextlib
+import functools
 import hashlib
 import importlib
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,26 +56,42 @@ class _Watched:
         return getattr(self._target, name)
 
 
+class _Files:
+    """Notes files under data/ and reports/ that are opened for reading, while it is ``on``."""
+
+    def __init__(self) -> None:
+        self.on: set[str] | None = None
+        sys.addaudithook(self)  # which stays: there is no way to take one back
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.on is None or event != "open" or not isinstance(arguments[0], str | bytes | os.PathLike):
+            return
+        path, mode, flags = arguments
+        if (mode is None and flags & (os.O_WRONLY | os.O_RDWR)) or (mode or "")[:1] in ("w", "a", "x"):
+            return
+        place = Path(os.path.relpath(os.fsdecode(path)))
+        if place.parts[:1] in (("data",), ("reports",)):
+            self.on.add(str(place))
+
+
+@functools.cache
+def _files() -> _Files:
+    return _Files()
+
+
 @contextlib.contextmanager
 def watching() -> Iterator[dict[str, dict[str, set[str]]]]:
-    """Note the parameter sections (``params``) and stores (``stores``) that each stage reads."""
-    seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: {"params": set(), "stores": set()})
-    made, read, model = common.Stage.__init__, common.Stage.read, common.Stage.model
+    """Note the parameter sections (``params``) and the files (``files``) that each stage reads."""
+    seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: {"params": set(), "files": set()})
+    made, files = common.Stage.__init__, _files()
 
     def watched_init(self: Any, name: str, params: Any, *arguments: Any) -> None:
+        files.on = seen[name]["files"]
         made(self, name, params, *arguments)
         self.params = _Watched(params, seen[name]["params"])
 
-    def watched_read(self: Any, stage: str) -> Any:
-        seen[self.name]["stores"].add(f"data/{stage}.zarr")
-        return read(self, stage)
-
-    def watched_model(self: Any) -> Any:
-        seen[self.name]["stores"].add("data/model")
-        return model(self)
-
-    common.Stage.__init__, common.Stage.read, common.Stage.model = watched_init, watched_read, watched_model
+    common.Stage.__init__ = watched_init
     try:
         yield seen
     finally:
-        common.Stage.__init__, common.Stage.read, common.Stage.model = made, read, model
+        common.Stage.__init__, files.on = made, None

@@ -27,7 +27,7 @@ from recalkv.evaluation.attention_step import (
 from recalkv.evaluation.decoding import CACHES, check_same, largest, largest_batch, prompt_contents, time_decoding
 from recalkv.evaluation.latency import Machine, checked_geometries, comparison_row
 from recalkv.evaluation.reference import reference_output
-from recalkv.evaluation.resources import PeakMemory, peak_device_mib, peak_resident_mib, used_mib
+from recalkv.evaluation.resources import allocated_mib, peak_device_mib
 from recalkv.evaluation.step_work import StepWork, step_work
 from recalkv.evaluation.timing import Timing, environment
 from recalkv.model.attention import LatentAttention
@@ -308,9 +308,11 @@ def test_group_size_beyond_the_geometry_is_refused(
 
 
 def test_memory_on_a_device_is_reported_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert peak_device_mib(torch.device("cpu")) is None
+    # Resident memory of a process with memory-mapped weights is no such figure.
+    assert peak_device_mib(CPU) is None and allocated_mib(CPU) is None
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 3 << 20)
-    assert peak_device_mib(torch.device("cuda")) == 3.0
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 2 << 20)
+    assert peak_device_mib(torch.device("cuda")) == 3.0 and allocated_mib(torch.device("cuda")) == 2.0
 
 
 def test_both_models_are_measured_in_turn_on_a_cpu_and_one_at_a_time_elsewhere(
@@ -342,17 +344,10 @@ def test_both_models_are_measured_in_turn_on_a_cpu_and_one_at_a_time_elsewhere(
         assert len(loaded) == 2 and len(calls) == 2 * rounds
         assert all(row["runs"] == row["baseline_runs"] == 6 and row["geometry"] == "own" for row in rows)
         assert figures["prefill_seconds"]["dense"] > 0
-
-
-def test_peak_memory_is_that_of_the_block_and_the_process_keeps_its_own() -> None:
-    if used_mib(CPU) is None:
-        pytest.skip("the system does not tell")
-    large = torch.ones(256 * 2**18)
-    del large
-    highest, before = peak_resident_mib(), used_mib(CPU)
-    with PeakMemory(CPU) as peak:
-        small = torch.ones(64 * 2**18)
-        del small
-    assert peak.mib is not None and before is not None
-    assert 48 < peak.mib - before < 160
-    assert peak_resident_mib() >= highest > peak.mib
+        assert "loaded_memory_mib" not in figures and "peak_memory_mib" not in figures
+    allocated, peaks = iter([1.0, 5.0, 2.0, 5.0]), iter([9.0, 8.0])
+    monkeypatch.setattr(latency, "allocated_mib", lambda device: next(allocated))
+    monkeypatch.setattr(latency, "peak_device_mib", lambda device: next(peaks))
+    _, figures = latency.measure_models(folders, "own", wanted, machine, lambda: None)
+    assert figures["loaded_memory_mib"] == {"dense": 4.0, "compressed": 3.0}
+    assert figures["peak_memory_mib"] == {"dense": 9.0, "compressed": 8.0}

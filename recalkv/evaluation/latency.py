@@ -25,7 +25,7 @@ from recalkv.evaluation.attention_step import (
     typical_layer,
 )
 from recalkv.evaluation.decoding import CACHES, check_same, largest_batch, prompt_contents, time_decoding, time_prefill
-from recalkv.evaluation.resources import PeakMemory, used_mib
+from recalkv.evaluation.resources import allocated_mib, forget_peak, peak_device_mib
 from recalkv.evaluation.timing import Timing, environment
 from recalkv.kernels.module import KernelAttention, choose_kernels, why_not
 from recalkv.model.families import layer_attention_types
@@ -73,10 +73,10 @@ class _Side:
     """One model in memory, and what its measurements start from."""
 
     def __init__(self, folder: Path, layer: int, machine: Machine) -> None:
-        before = used_mib(machine.device)
+        before = allocated_mib(machine.device)
         self.model = load_model(folder, machine.device, checkpoint_dtype(folder), machine.runtime.device_map)
         choose_kernels(self.model, machine.runtime.kernels)
-        after = used_mib(machine.device)
+        after = allocated_mib(machine.device)
         self.loaded_mib = None if before is None or after is None else after - before
         self.contents = prompt_contents(self.model)
         self.module = module_of(self.model, layer)
@@ -103,12 +103,9 @@ class _Times:
     def take_round(self, side: _Side, wanted: LatencyParams, rounds: int, progress: Callable[[], object]) -> None:
         """Measure once more, a part of the runs."""
         device = side.module.device
-        before = used_mib(device)
-        with PeakMemory(device) as peak:
-            self.prefill += time_prefill(side.model, wanted.prompt_tokens)
-        self.loaded_mib = side.loaded_mib
-        if self.peak_mib is None and None not in (before, peak.mib, side.loaded_mib):
-            self.peak_mib = side.loaded_mib + peak.mib - before  # type: ignore[operator]
+        forget_peak(device)
+        self.prefill += time_prefill(side.model, wanted.prompt_tokens)
+        self.loaded_mib, self.peak_mib = side.loaded_mib, peak_device_mib(device)
         repeats, tokens = -(-wanted.repeats // rounds), -(-wanted.decode_tokens // rounds)
         for place in itertools.product(wanted.contexts, wanted.batches):
             for each in _timed(side.step(place[0]), place[1], repeats):

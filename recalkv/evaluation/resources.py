@@ -1,5 +1,6 @@
 """What the running process uses: memory, the clock, and the device."""
 
+import contextlib
 import platform
 import resource
 import sys
@@ -8,7 +9,15 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["PeakMemory", "device_name", "now", "peak_device_mib", "peak_resident_mib", "resident_mib", "used_mib"]
+__all__ = [
+    "allocated_mib",
+    "device_name",
+    "forget_peak",
+    "now",
+    "peak_device_mib",
+    "peak_resident_mib",
+    "resident_mib",
+]
 
 
 def now(device: torch.device) -> float:
@@ -34,10 +43,8 @@ def peak_resident_mib() -> float:
 
     Linux's ``VmHWM`` starts afresh with each program; ``ru_maxrss`` starts at its parent's.
     """
-    highest = _status_mib("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        2**20 if sys.platform == "darwin" else 2**10
-    )
-    return max(highest, PeakMemory.forgotten_mib)
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return _status_mib("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def peak_device_mib(device: torch.device) -> float | None:
@@ -55,51 +62,21 @@ def resident_mib() -> float:
     return _status_mib("VmRSS") or 0.0
 
 
-def used_mib(device: torch.device) -> float | None:
-    """Memory in use now, MiB: resident for the CPU, that of tensors on other devices; None where it is not counted."""
+def allocated_mib(device: torch.device) -> float | None:
+    """Memory of this process's tensors on the device now, MiB; None on the CPU and where it is not counted."""
     if device.type == "cpu":
-        return _status_mib("VmRSS")
+        return None
     try:
         return torch.accelerator.memory_allocated(device) / 2**20
     except RuntimeError:
         return None
 
 
-class PeakMemory:
-    """Most memory in use, as :func:`used_mib` counts it, while a ``with`` block runs.
-
-    Attributes
-    ----------
-    mib
-        After the block; None where the system does not tell.
-    forgotten_mib
-        Highest resident memory before the kernel's own record was set back by the last block.
-    """
-
-    forgotten_mib: float = 0.0
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.mib: float | None = None
-
-    def __enter__(self) -> "PeakMemory":
-        self._counted = True
-        try:
-            if self._device.type == "cpu":
-                PeakMemory.forgotten_mib = peak_resident_mib()
-                _CLEAR.write_text("5")  # sets VmHWM back to what is resident
-            else:
-                torch.accelerator.reset_peak_memory_stats(self._device)
-        except (OSError, RuntimeError):
-            self._counted = False
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._counted:
-            self.mib = _status_mib("VmHWM") if self._device.type == "cpu" else peak_device_mib(self._device)
-
-
-_CLEAR = Path("/proc/self/clear_refs")
+def forget_peak(device: torch.device) -> None:
+    """Let :func:`peak_device_mib` begin again from what is allocated now, where it is counted."""
+    if device.type != "cpu":
+        with contextlib.suppress(RuntimeError):
+            torch.accelerator.reset_peak_memory_stats(device)
 
 
 def _status_mib(field: str) -> float | None:
