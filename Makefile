@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: setup reproduce grid grids suites wikitext test test-all lint constraints clean
+.PHONY: setup reproduce grid grids suites wikitext frontier frontier-quick test test-all lint constraints clean
 
 setup: $(INSTALLED)
 
@@ -46,6 +46,11 @@ suites: setup
 wikitext: setup
 	$(IN_VENV) dvc repro grids/wikitext/dvc.yaml
 	@cat reports/grids/wikitext.md
+
+# Our settings beside quantised caches of the dense model, on three texts; and a few of them on few windows.
+frontier frontier-quick: setup
+	$(IN_VENV) dvc repro $(if $(findstring quick,$@),grids/frontier/dvc.yaml:page@set1,grids/frontier/dvc.yaml:page@set0)
+	@cat reports/$@.md
 
 # One thread a worker: two workers of two threads each are slower than two of one.
 test: setup lint

@@ -22,7 +22,6 @@ from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
 from recalkv.model.export import build_model, compressed_config, other_tensors, save_checkpoint
-from recalkv.model.families import check_group_size
 from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype
@@ -265,8 +264,7 @@ def compress_layers(
     statistics
         Of these windows, where they have been collected; None to collect them.
     """
-    method, total = resolve_method(parameters), source.num_layers
-    check_group_size(method.group_size, source.geometry.kv_heads)
+    method, total = resolve_method(parameters, source.geometry.kv_heads), source.num_layers
     known = statistics or collect_statistics(source, windows, calibration, method, progress)
 
     def problems(index: int) -> LayerProblem:

@@ -46,7 +46,10 @@ class ModelParams(_Section):
 
 
 class _TextParams(_Section):
-    text: str = Field("embedded", description="`embedded`, wikitext2, ptb, c4, a hub id, or a local .txt/.jsonl file")
+    text: str = Field(
+        "embedded",
+        description="`embedded` (articles), embedded-news, embedded-code, wikitext2, ptb, c4, a hub id, or a file",
+    )
     split: str = Field("train", description="split of the data set; ignored for local files")
     subset: str | None = Field(None, description="configuration name of a hub data set")
     field: str = Field("text", description="column that holds the text")
@@ -81,8 +84,8 @@ class CompressionParams(_Section):
     method: Literal["loss-aware", "recalkv", "palu", "svd"] = Field(
         "loss-aware", description="see recalkv.method.methods"
     )
-    ratio: float = Field(0.5, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
-    group_size: int = Field(2, ge=1, description="key/value heads per group, 1 to the model's number of them")
+    ratio: float = Field(0.75, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
+    group_size: int = Field(4, ge=1, description="key/value heads per group, all where the model has fewer")
     metric: Literal["auto", "weight", "activation", "loss"] = Field(
         "auto", description="error that the factors minimise: of the weight, of its outputs, or of the loss"
     )
@@ -100,16 +103,22 @@ class CompressionParams(_Section):
     )
     refit_ridge: float = Field(0.3, ge=0, description="ridge of the output's fit, relative to the mean diagonal")
     refit_samples: int | None = Field(None, ge=1, description="calibration windows of the fit; null for all")
-    bits: Literal[16, 8, 4, 3, 2, "mixed"] = Field(
-        16,
+    bits: Literal["auto", 16, 8, 4, 3, 2, "mixed"] = Field(
+        "auto",
         description="bits per cached element; 16 leaves latents in the model's type, mixed gives every direction 0, 2, "
-        "4 or 8 under the one budget. Below 16, `ratio` counts bytes against a dense 16-bit cache",
+        "4 or 8 under the one budget, auto is mixed where the allocation is water-filling, else 16. Below 16, `ratio` "
+        "counts bytes against a dense 16-bit cache",
     )  # fmt: skip
     rotation_seed: int = Field(0, ge=0, description="seed of the rotations of quantised latents")
     rank_multiple: int = Field(1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs")
-    damping: float = Field(1e-6, ge=0, description="ridge on Gram matrices, relative to their mean diagonal")
+    damping: float | None = Field(
+        None,
+        ge=0,
+        description="ridge on Gram matrices, relative to their mean diagonal; null for 0.1 in the loss metric, which "
+        "serves text unlike that of the calibration, and 1e-6 in others, which keeps them regular",
+    )
     gradient_damping: float = Field(
-        1e-3, ge=0, description="ridge on the gradients' second moments, relative to their mean diagonal"
+        0.1, ge=0, description="ridge on the gradients' second moments, relative to their mean diagonal"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the exported weights; auto is the dense checkpoint's"
@@ -129,7 +138,7 @@ class EvaluationParams(_TextParams):
     )
     further_texts: list[str] = Field(
         default_factory=list,
-        description="more texts to measure perplexity on: wikitext2, ptb or c4 as the paper uses them, or local files",
+        description="more texts to measure on: embedded-news, embedded-code, wikitext2, ptb or c4, or local files",
     )
     batch_size: int = Field(1, ge=1, description="perplexity windows per forward pass: memory, not results")
     prefill: int | None = Field(

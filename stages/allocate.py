@@ -5,7 +5,6 @@ import typer
 
 from recalkv.method.allocation import allocate as allocate_ranks
 from recalkv.method.grouping import layer_energies
-from recalkv.method.methods import resolve_method
 from recalkv.model.spec import DENSE_BITS
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
@@ -15,7 +14,8 @@ from stages.stored import Stored, segment_widths
 @stage
 def allocate(run: Stage) -> None:
     """Allocate ranks by water-filling, by Fisher score, or uniformly; on budget from below."""
-    stored, method = Stored(run), resolve_method(run.params.compression)
+    stored = Stored(run)
+    method = stored.method
     geometry, energies = stored.source.geometry, None
     if method.allocation == "water-filling":
         groups = (stored.groups(index) for index in range(geometry.layers))

@@ -3,7 +3,7 @@
 import typer
 
 from recalkv.evaluation.generation import measure_generation
-from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText, further_text, measured_losses
+from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText, further_text, measured
 from recalkv.model.loading import load_model
 from recalkv.model.source import checkpoint_dtype
 from recalkv.text.corpora import further_windows, main_windows, text_names
@@ -25,8 +25,7 @@ def baseline(run: Stage) -> None:
     record = {"text": wanted.text, "split": wanted.split, "window": wanted.window, "further_texts": names}
     with run.bar(sum(map(len, texts.values())), "window") as bar, run.write(record) as store:
         for place, windows in texts.items():
-            measured = MeasuredText(windows, measured_losses(model, windows.tokens, wanted, bar.update))
-            measured.write(store, place)
+            MeasuredText(windows, measured(model, windows.tokens, wanted, bar.update, keep=True)).write(store, place)
         generated = measure_generation(model, tokenizer, texts[MAIN_TEXT].tokens, wanted)
         store.describe(record | {"dense": generated.record()})
 

@@ -3,7 +3,6 @@
 import typer
 
 from recalkv.method.basis import quantizable
-from recalkv.method.methods import resolve_method
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
 from recalkv.store.factors import put_factors
 from recalkv.store.stores import layer_name
@@ -14,7 +13,8 @@ from stages.stored import Stored
 @stage(parallel=True)
 def calibrate(run: Stage) -> None:
     """Fit each layer again, as the method asks; write the final factors, in the basis of the cache."""
-    stored, method = Stored(run, run.precision), resolve_method(run.params.compression)
+    stored = Stored(run, run.precision)
+    method = stored.method
     specs, windows = stored.specs(), run.read("sample").get("windows")
     record = run.params.compression.model_dump(mode="json", include={"method", "refit", "refit_ridge", "refit_samples"})
     settings = run.params.model_dump(mode="json", include={"calibration", "compression"}) | {"precision": run.precision}

@@ -7,7 +7,7 @@ import typer
 import yaml
 
 from recalkv.compression import Statistics, assemble, compress_layers
-from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText, further_text, measured_losses
+from recalkv.evaluation.perplexity import MeasuredText, cell_figures
 from recalkv.method.methods import resolve_method
 from recalkv.model.source import checkpoint_dtype
 from recalkv.model.spec import DENSE_BITS, LatentSpec
@@ -38,31 +38,21 @@ def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figur
     )
     provenance: dict[str, str | None] = {"name": run.model().name, "revision": None, "fingerprint": None}
     model = assemble(stored.source, result, parameters, checkpoint_dtype(folder), provenance).to(run.device)
-    names = baseline.attributes["parameters"]["further_texts"]
-    texts = {place: MeasuredText.read(baseline, place) for place in (MAIN_TEXT, *map(further_text, names))}
-    total = sum(len(text.windows) for text in texts.values())
-    with run.bar(total, "window") as bar:
-        figures = {
-            place: text.against_dense(measured_losses(model, text.windows.tokens, run.params.evaluation, bar.update))
-            for place, text in texts.items()
-        }
-    spec, main = LatentSpec.from_config(model.config), figures[MAIN_TEXT]
-    loss = resolve_method(parameters).metric == "loss"
+    texts = MeasuredText.read_all(baseline)
+    with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
+        figures = {name: text.compare(model, run.params.evaluation, bar.update) for name, text in texts.items()}
+    spec, method = LatentSpec.from_config(model.config), resolve_method(parameters)
     write_json(
         out,
         {
             "method": parameters.method,
             "ratio": parameters.ratio,
-            "group_size": parameters.group_size,
-            "bits": str(parameters.bits),
+            "group_size": spec.key_group_size,
+            "bits": str(method.bits),
             "setting": setting,
-            "perplexity": main["compressed"],
-            "perplexity_dense": main["dense"],
-            "further_texts": {name: figures[further_text(name)] for name in names},
-            "excess_nats": main["excess_nats"],
-            "excess_standard_error_nats": main["excess_standard_error_nats"],
+            **cell_figures(figures),
             # Other metrics do not count in nats.
-            **({"predicted_rise_nats": sum(result.predicted_rises)} if loss else {}),
+            **({"predicted_rise_nats": sum(result.predicted_rises)} if method.metric == "loss" else {}),
             "cached_elements_per_token": spec.cached_elements_per_token,
             "bytes_per_token": spec.cached_bits_per_token / 8,
             "dense_bytes_per_token": spec.dense_elements_per_token * DENSE_BITS / 8,

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from recalkv.evaluation.generation import Generated, cache_metrics, measure_generation, parameter_metrics
-from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText, further_text, measured_losses
+from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText
 from recalkv.evaluation.resources import device_name
 from recalkv.model.loading import load_model
 from recalkv.model.precision import resolve_precision
@@ -29,20 +29,16 @@ def evaluate(
     wanted, folder = run.params.evaluation, Path(checkpoint) if checkpoint else run.data / "compressed"
     baseline = run.read("baseline")
     record = baseline.attributes["parameters"]
-    dense, names = Generated(**record["dense"]), record["further_texts"]
-    texts = {place: MeasuredText.read(baseline, place) for place in (MAIN_TEXT, *map(further_text, names))}
+    dense, texts = Generated(**record["dense"]), MeasuredText.read_all(baseline)
     model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
-        against = {
-            place: text.against_dense(measured_losses(model, text.windows.tokens, wanted, bar.update))
-            for place, text in texts.items()
-        }
+        against = {place: text.compare(model, wanted, bar.update) for place, text in texts.items()}
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     compressed = measure_generation(model, tokenizer, texts[MAIN_TEXT].windows.tokens, wanted)
     spec = LatentSpec.from_config(model.config)
     metrics = {
-        "perplexity": against[MAIN_TEXT],
-        "further_texts": {name: against[further_text(name)] for name in names},
+        "perplexity": against.pop(MAIN_TEXT),
+        "further_texts": against,
         "cache": cache_metrics(spec, dense, compressed, model.dtype.itemsize),
         "parameters": parameter_metrics(spec, dense, compressed),
     }

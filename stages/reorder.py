@@ -4,7 +4,6 @@ import torch
 import typer
 
 from recalkv.method.grouping import group_layers
-from recalkv.method.methods import resolve_method
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 from stages.stored import Stored
@@ -13,7 +12,8 @@ from stages.stored import Stored
 @stage
 def reorder(run: Stage) -> None:
     """Measure CKA similarity and group the heads of every layer."""
-    stored, method = Stored(run), resolve_method(run.params.compression)
+    stored = Stored(run)
+    method = stored.method
     geometry = stored.source.geometry
     groupings = group_layers(geometry, stored.problem, stored.scores(), method)
     with run.write({"group_size": method.group_size, "grouping": method.grouping}) as store:

@@ -6,7 +6,6 @@ from typing import Any
 
 import typer
 
-from recalkv.method.methods import resolve_method
 from recalkv.reports import plots
 from recalkv.reports.page import Facts, page
 from recalkv.reports.paper import paper_rows
@@ -45,12 +44,12 @@ def _gather(run: Stage) -> Facts:
     cells = [json.loads(path.read_text()) for path in sorted((run.data / "cells" / "compare").glob("*.json"))]
     return Facts(
         params=run.params,
-        method=resolve_method(run.params.compression),
+        method=stored.method,
         layers=layers,
         groupings=[stored.grouping(index) for index in range(len(specs))],
         allocation=run.read("allocate").attributes["parameters"],
         metrics=metrics,
-        comparison=_comparison(run, metrics, cells, sum(layer["predicted_rise"] for layer in layers)),
+        comparison=_comparison(stored, run, metrics, cells, sum(layer["predicted_rise"] for layer in layers)),
         latency=_read(reports / "latency.json"),
         latency_rows=_read(reports / "latency_rows.json"),
         environment=_read(reports / "environment.json"),
@@ -59,7 +58,9 @@ def _gather(run: Stage) -> Facts:
     )
 
 
-def _comparison(run: Stage, metrics: dict[str, Any], cells: list[dict[str, Any]], predicted: float) -> dict[str, Any]:
+def _comparison(
+    stored: Stored, run: Stage, metrics: dict[str, Any], cells: list[dict[str, Any]], predicted: float
+) -> dict[str, Any]:
     """Every method at the same bytes: the cells, and the pipeline's own checkpoint."""
     wanted, ppl, allocation = (
         run.params.compression,
@@ -69,16 +70,15 @@ def _comparison(run: Stage, metrics: dict[str, Any], cells: list[dict[str, Any]]
     own = {
         "method": wanted.method,
         "ratio": wanted.ratio,
-        "group_size": wanted.group_size,
-        "bits": str(wanted.bits),
+        "group_size": stored.method.group_size,
+        "bits": str(stored.method.bits),
         "setting": {"method": wanted.method},
         "perplexity": ppl["compressed"],
         "perplexity_dense": ppl["dense"],
         "further_texts": metrics["further_texts"],
-        "excess_nats": ppl["excess_nats"],
-        "excess_standard_error_nats": ppl["excess_standard_error_nats"],
-        **({"predicted_rise_nats": predicted} if resolve_method(wanted).metric == "loss" else {}),
-        "cached_elements_per_token": sum(spec.cached_elements for spec in Stored(run).specs()),
+        **{name: value for name, value in ppl.items() if name.startswith(("excess", "kl", "top1"))},
+        **({"predicted_rise_nats": predicted} if stored.method.metric == "loss" else {}),
+        "cached_elements_per_token": sum(spec.cached_elements for spec in stored.specs()),
         "bytes_per_token": allocation["cached_bits_per_token"] / 8,
         "dense_bytes_per_token": 2.0 * allocation["dense_elements_per_token"],
         "removed": allocation["achieved_ratio"],

@@ -37,7 +37,7 @@ class Stored:
 
     def __init__(self, run: Stage, precision: str = "float32") -> None:
         self.source = run.source(precision)
-        self._method = resolve_method(run.params.compression)
+        self.method = resolve_method(run.params.compression, self.source.geometry.kv_heads)
         self._read = functools.cache(run.read)
 
     def statistics(self, index: int) -> LayerStatistics:
@@ -53,7 +53,7 @@ class Stored:
 
     def problem(self, index: int) -> LayerProblem:
         """Weights and statistics of one layer, with the method."""
-        return LayerProblem.of(self.source, index, self.statistics(index), self._method)
+        return LayerProblem.of(self.source, index, self.statistics(index), self.method)
 
     def permutation(self, index: int) -> list[int]:
         """Permutation of one layer's key/value heads."""
@@ -62,7 +62,7 @@ class Stored:
     def groups(self, index: int) -> list[list[int]]:
         """Key heads of each group: the permutation, cut into groups."""
         left, groups = self.permutation(index), []
-        for size in group_sizes(len(left), self._method.group_size):
+        for size in group_sizes(len(left), self.method.group_size):
             groups.append(left[:size])
             left = left[size:]
         return groups
@@ -73,13 +73,13 @@ class Stored:
 
     def value_groups(self, index: int) -> list[list[int]]:
         """Value heads of each group."""
-        return value_groups(self.groups(index), self._method)
+        return value_groups(self.groups(index), self.method)
 
     def specs(self) -> list[LayerSpec]:
         """Ranks and bits of all layers."""
-        store, joint = self._read("allocate"), self._method.joint
+        store, joint = self._read("allocate"), self.method.joint
         ranks = zip(store.get("key").tolist(), store.get("value").tolist(), strict=True)
-        if not self._method.quantised:
+        if not self.method.quantised:
             return [LayerSpec(key, value, joint) for key, value in ranks]
         widths = zip(store.get("key_widths").tolist(), store.get("value_widths").tolist(), strict=True)
         return [

@@ -16,7 +16,7 @@ from stages import common
 STATISTICS = ("model", "sample", "whiten", "fisher")
 COMPRESSION = ("reorder", "allocate", "factorize", "calibrate", "fuse")
 """What follows the statistics, up to the compressed checkpoint."""
-MEASUREMENTS = ("baseline", "evaluate", "latency", "cell", "report")
+MEASUREMENTS = ("baseline", "evaluate", "latency", "cell", "quantiser", "report")
 STAGES = (*STATISTICS, *COMPRESSION, *MEASUREMENTS)
 
 
@@ -33,6 +33,8 @@ def invoke_in_pipeline(stage: str, **arguments: Any) -> int:
     """The same, with the arguments that dvc.yaml gives it, of its first item where it has several."""
     if stage == "cell":
         arguments |= {"out": Path("data/cells/compare/palu.json"), "changes": ["compression.method=palu"]}
+    if stage == "quantiser":
+        arguments |= {"out": Path("data/cells/compare/fp8.json"), "name": "fp8"}
     return invoke(stage, **arguments)
 
 

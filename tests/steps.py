@@ -17,14 +17,13 @@ from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, install, refit_layers
 from recalkv.method.svd import group_columns
 from recalkv.model.layers import ModuleSource
-from recalkv.params import CompressionParams
 from recalkv.statistics.whitening import InputMoments, MomentAccumulator
-from tests.tiny import calibration, dense_model, windows
+from tests.tiny import calibration, dense_model, plain, windows
 
 
 def method_of(**changes: Any) -> Method:
     """Method of these compression parameters; the default one at half the bytes, in pairs of heads."""
-    return resolve_method(CompressionParams(**changes))
+    return resolve_method(plain(**changes))
 
 
 @functools.cache

@@ -14,16 +14,15 @@ from recalkv.errors import NonFiniteError
 from recalkv.method.refit import LayerRefit
 from recalkv.method.svd import relative_error
 from recalkv.model.layers import ModuleSource
-from recalkv.params import CompressionParams
 from tests.steps import inputs_of, method_of, statistics_of, steps
-from tests.tiny import assemble, calibration, dense_model, reconstructed_twin, windows
+from tests.tiny import assemble, calibration, dense_model, plain, reconstructed_twin, windows
 
 FAMILIES = ("llama-mha", "llama-bias", "mistral-sliding", "qwen2-mixed-sliding", "qwen3-qk-norm")
 METHODS = ("loss-aware", "recalkv", "palu", "svd")
 
 
 def layers_of(model: Any, ids: Tensor, batch_size: int = 4, **changes: Any) -> CompressedLayers:
-    return compress_layers(ModuleSource(model), ids, calibration(batch_size=batch_size), CompressionParams(**changes))
+    return compress_layers(ModuleSource(model), ids, calibration(batch_size=batch_size), plain(**changes))
 
 
 def tensors(result: CompressedLayers) -> list[Tensor]:
@@ -65,7 +64,7 @@ def test_error_grows_with_the_ratio(method: str) -> None:
     model, ids, known = dense_model("llama-gqa"), windows(samples=4, length=24), statistics_of("llama-gqa", 4, 24)
     errors, rises = [], []
     for ratio in (0.0, 0.3, 0.6, 0.9):
-        parameters = CompressionParams(ratio=ratio, method=method)  # type: ignore[arg-type, call-arg]
+        parameters = plain(ratio=ratio, method=method)
         result = compress_layers(ModuleSource(model), ids, calibration(), parameters, statistics=known)
         errors.append(output_errors(model, result, ids))
         rises.append(sum(result.predicted_rises))
@@ -94,7 +93,7 @@ def test_two_runs_agree_bit_for_bit(precision: str, changes: dict[str, Any]) -> 
             ModuleSource(dense_model("llama-gqa"), precision=precision),
             windows(),
             calibration(),
-            CompressionParams(**changes),
+            plain(**changes),
         )
         for _ in range(2)
     )
@@ -110,7 +109,7 @@ def test_given_statistics_give_the_same_as_collected_ones(changes: dict[str, Any
         ModuleSource(dense_model("llama-gqa")),
         windows(),
         calibration(),
-        CompressionParams(**changes),
+        plain(**changes),
         statistics=statistics_of("llama-gqa", 8, 48),
     )
     assert_same(layers_of(dense_model("llama-gqa"), windows(), **changes), result)
@@ -119,9 +118,7 @@ def test_given_statistics_give_the_same_as_collected_ones(changes: dict[str, Any
 def test_given_statistics_are_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recalkv.compression.collect_statistics", lambda *_: pytest.fail("collected again"))
     known = statistics_of("llama-gqa", 8, 48)
-    compress_layers(
-        ModuleSource(dense_model("llama-gqa")), windows(), calibration(), CompressionParams(), statistics=known
-    )
+    compress_layers(ModuleSource(dense_model("llama-gqa")), windows(), calibration(), plain(), statistics=known)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,7 @@ def test_nan_in_the_last_layer_is_found_without_fisher_scores() -> None:
 def test_progress_names_every_step_and_counts_to_the_end() -> None:
     told: list[tuple[str, int, int]] = []
     source = ModuleSource(dense_model("llama-gqa"))
-    compress_layers(source, windows(2, 8), calibration(), CompressionParams(), lambda *step: told.append(step))
+    compress_layers(source, windows(2, 8), calibration(), plain(), lambda *step: told.append(step))
     names = ("whiten", "fisher", "reorder", "factorize", "calibrate")
     assert told == [(name, done, 3) for name in names for done in (1, 2, 3)]
 
@@ -177,7 +174,7 @@ def test_progress_names_every_step_and_counts_to_the_end() -> None:
 def test_results_are_those_of_the_steps() -> None:
     for changes in ({}, {"method": "recalkv"}):
         given = steps("llama-mha", samples=8, length=48, **changes)
-        source, parameters = ModuleSource(given.model), CompressionParams(**changes)
+        source, parameters = ModuleSource(given.model), plain(**changes)
         result = compress_layers(source, given.ids, calibration(batch_size=3), parameters, statistics=given.statistics)
         assert result.specs == given.specs
         assert result.permutations == [[head for group in groups for head in group] for groups in given.groups]
@@ -191,7 +188,7 @@ def test_results_are_those_of_the_steps() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"method": "recalkv"}, {"bits": 4}], ids=["joint", "separate", "quantised"])
 def test_checkpoint_round_trip(changes: dict[str, Any], tmp_path: Path) -> None:
-    dense, parameters = dense_model("llama-gqa"), CompressionParams(**changes)
+    dense, parameters = dense_model("llama-gqa"), plain(**changes)
     result = compress_layers(
         ModuleSource(dense), windows(), calibration(), parameters, statistics=statistics_of("llama-gqa", 8, 48)
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recalkv.errors import DataError, NonFiniteError, ParameterError
-from recalkv.evaluation.perplexity import excess_loss, perplexity, window_losses
+from recalkv.evaluation.perplexity import over_documents, perplexity, window_losses, window_scores
 from recalkv.params import EvaluationParams
 from recalkv.text import corpora
 from recalkv.text.corpora import PROTOCOLS, further_windows, main_windows, text_names
@@ -84,23 +84,39 @@ def test_losses_that_are_not_finite_are_refused(part: str, value: float) -> None
         assert bool(torch.isfinite(window_losses(model, windows[::2])).all())
 
 
-def test_excess_is_paired() -> None:
-    dense, other = torch.tensor([1.0, 3.0, 5.0]).double(), torch.tensor([1.5, 3.5, 5.5]).double()
-    assert excess_loss(other, dense, torch.arange(3)) == (0.5, 0.0)
-    assert excess_loss(other[:1], dense[:1], torch.arange(1)) == (0.5, 0.0)
-
-
-def test_errors_are_of_documents() -> None:
-    dense, rise = torch.zeros(4).double(), torch.tensor([1.0, 2.0, 4.0, 7.0]).double()
-    # Each window a document of its own: the usual standard error of the mean.
-    alone = excess_loss(rise, dense, torch.arange(4))
+def test_errors_are_those_of_documents() -> None:
+    rise = torch.tensor([1.0, 2.0, 4.0, 7.0], dtype=torch.float64)
+    # A document each: the standard error of the mean.
+    alone = over_documents(rise, torch.arange(4))
     assert alone == pytest.approx((3.5, float(rise.std()) / 2))
     # Deviations -2.5, -1.5, 0.5 and 3.5 add up to -4 and 4 within two documents: sqrt(2 / 1 * 32) / 4.
-    assert excess_loss(rise, dense, torch.tensor([7, 7, 9, 9])) == pytest.approx((3.5, 2.0))
+    assert over_documents(rise, torch.tensor([7, 7, 9, 9])) == pytest.approx((3.5, 2.0))
     # Windows that tell the same twice tell no more than once.
-    twice = excess_loss(rise.repeat(2), dense.repeat(2), torch.arange(4).repeat(2))
+    twice = over_documents(rise.repeat(2), torch.arange(4).repeat(2))
     assert twice == pytest.approx(alone)
-    assert excess_loss(rise, dense, torch.zeros(4).long()) == (3.5, 0.0)
+    assert over_documents(rise, torch.zeros(4).long()) == (3.5, 0.0)
+    assert over_documents(rise[:1], torch.arange(1)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("prefill", [None, 5])
+def test_divergence_and_agreement_are_those_of_whole_logits(prefill: int | None) -> None:
+    dense, model, _ = tiny.compressed_pair("llama-gqa")
+    windows = torch.randint(0, tiny.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(3))
+    reference = window_scores(dense, windows, keep=True)
+    scores = window_scores(model, windows, dense=reference.states, batch_size=2, prefill=prefill)
+    with torch.no_grad():
+        theirs, own = (each(windows).logits[:, :-1].double().log_softmax(-1) for each in (dense, model))
+    divergences = (theirs.exp() * (theirs - own)).sum(-1).mean(1)
+    assert scores.divergences is not None and scores.agreements is not None
+    # Kept states are float16.
+    torch.testing.assert_close(scores.divergences, divergences, rtol=2e-2, atol=1e-6)
+    expected = (theirs.argmax(-1) == own.argmax(-1)).double().mean(1)
+    torch.testing.assert_close(scores.agreements, expected, atol=0.05, rtol=0)
+    torch.testing.assert_close(scores.losses, window_losses(model, windows), rtol=1e-5, atol=1e-5)
+    same = window_scores(dense, windows, dense=reference.states)
+    assert same.divergences is not None and same.agreements is not None
+    assert float(same.divergences.max()) < 1e-4 < float(divergences.min())
+    assert float(same.agreements.min()) > 0.95
 
 
 def numbered(*lengths: int) -> list[torch.Tensor]:
@@ -189,11 +205,13 @@ def test_names_of_texts(tmp_path: Path) -> None:
     for path in (tmp_path / "news.txt", tmp_path / "a" / "news.txt"):
         path.write_text("text")
     assert text_names(["ptb", str(tmp_path / "news.txt")]) == ["ptb", "news.txt"]
-    with pytest.raises(ParameterError, match=r"'pbt' is neither a file nor one of embedded, wikitext2, ptb, c4"):
+    with pytest.raises(
+        ParameterError, match=r"'pbt' is neither a file nor one of embedded, embedded-news, embedded-code"
+    ):
         text_names(["pbt"])
     with pytest.raises(ParameterError, match=r"two texts are called 'news.txt'"):
         text_names([str(tmp_path / "news.txt"), str(tmp_path / "a" / "news.txt")])
-    assert set(PROTOCOLS) == {"embedded", "wikitext2", "ptb", "c4"}
+    assert set(PROTOCOLS) == {"embedded", "embedded-news", "embedded-code", "wikitext2", "ptb", "c4"}
 
 
 def test_further_texts_are_measured_by_all_stages(

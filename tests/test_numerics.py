@@ -14,7 +14,7 @@ from recalkv.method.svd import factorize_parts, group_columns, group_parts, rela
 from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams
 from recalkv.statistics.whitening import MomentAccumulator, damped
-from tests.tiny import assemble, calibration, dense_model, windows
+from tests.tiny import assemble, calibration, dense_model, plain, windows
 
 # Fisher scores, and a ridge relative to the mean diagonal, depend on how inputs and weights share a factor;
 # energies of outputs do not.
@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {"loss-aware": {}, "recalkv": PLAIN, "palu"
 
 
 def settings(method: str, ratio: float = 0.5) -> CompressionParams:
-    return CompressionParams(method=method, ratio=ratio, group_size=2, **METHODS[method])  # type: ignore[arg-type]
+    return plain(method=method, ratio=ratio, group_size=2, **METHODS[method])
 
 
 def outliers(width: int = 64, tokens: int = 512, size: float = 1e4) -> Tensor:
@@ -147,7 +147,7 @@ def test_models_compressed_on_the_gpu_lose_what_those_of_the_cpu_lose(method: st
 
 @pytest.mark.gpu
 def test_latents_quantised_on_the_gpu_lose_what_those_of_the_cpu_lose() -> None:
-    dense, parameters = dense_model("qwen2-bias"), CompressionParams(bits=4, ratio=0.7)
+    dense, parameters = dense_model("qwen2-bias"), plain(bits=4, ratio=0.7)
     losses = []
     for device in ("cpu", "cuda"):
         model = copy.deepcopy(dense).to(device)

@@ -129,7 +129,7 @@ print(loaded.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist())
 dense = AutoModelForCausalLM.from_pretrained({str(tiny_folder)!r})
 tokenizer = AutoTokenizer.from_pretrained({str(tiny_folder)!r})
 texts = [Path({str(tiny_texts[0])!r}).read_text()]
-smaller = recalkv.compress(dense, tokenizer, texts, samples=4, length=32, ratio=0.5)
+smaller = recalkv.compress(dense, tokenizer, texts, samples=4, length=32, ratio=0.5, bits=16)
 cache = smaller(prompt).past_key_values
 full = dense(prompt).past_key_values
 print(sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)

@@ -161,11 +161,11 @@ def rerun_by(section: str) -> set[str]:
 def test_what_reruns_follows_from_the_graph() -> None:
     everything = set(PIPELINE)
     statistics = set(STATISTICS)
-    after_statistics = everything - statistics - {"baseline"}
+    after_statistics = everything - statistics - {"baseline", "quantiser"}
     assert rerun_by("model") == everything
-    assert rerun_by("calibration") == everything - {"model", "baseline"}
+    assert rerun_by("calibration") == everything - {"model", "baseline", "quantiser"}
     assert rerun_by("compression") == after_statistics
-    assert rerun_by("evaluation") == {"baseline", "evaluate", "compare", "report"}
+    assert rerun_by("evaluation") == {"baseline", "evaluate", "compare", "quantiser", "report"}
     assert rerun_by("latency") == {"latency", "report"}
     assert rerun_by("zeroshot") == rerun_by("needle") == rerun_by("longbench") == set()
     for name, stage in PIPELINE.items():

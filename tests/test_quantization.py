@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from recalkv.cache.rotation import random_rotation
 from recalkv.cache.rows import BITS, DISTORTION, RowLayout, pack_codes, unpack_codes
 from recalkv.compression import compress_layers
 from recalkv.errors import BudgetError, CheckpointError, NonFiniteError, ParameterError
 from recalkv.evaluation.perplexity import window_losses
-from recalkv.method.basis import natural_basis, random_rotation
+from recalkv.method.basis import natural_basis, shared_scales
 from recalkv.method.bits import budget_bits, equal_bits_elements, mixed_bits
 from recalkv.model.layers import ModuleSource
-from recalkv.params import CompressionParams
+from recalkv.statistics.whitening import damped
 from recalkv.store.stores import open_store
 from tests import tiny
 from tests.pipeline import COMPRESSION, invoke
+from tests.tiny import plain
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
@@ -145,7 +147,7 @@ def test_mixed_bits_equal_exhaustive_search(spectrum: str, ratio: float) -> None
     found = mixed_bits(energies, ratio)
     assert sum(8 * RowLayout([unit]).row_bytes for unit in found) <= budget_bits(20, ratio)
     best = math.inf
-    for choice in itertools.product((0, 2, 4, 8), repeat=5):
+    for choice in itertools.product((0, 2, 3, 4, 8), repeat=5):
         if 4 * sum(choice) <= code_bits(found) and choice[0] and choice[3]:
             split = [choice[:3], choice[3:]]
             segments = [[(4, bits) for bits in unit if bits] for unit in split if list(unit) == sorted(unit)[::-1]]
@@ -179,7 +181,7 @@ def test_bad_budgets_name_the_remedy() -> None:
     dense = tiny.dense_model("llama-gqa")
 
     def compressed(**fields: Any) -> Any:
-        parameters = CompressionParams(**({"ratio": 0.8} | fields))
+        parameters = plain(**({"ratio": 0.8} | fields))
         return compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters)
 
     with pytest.raises(ParameterError, match=r"bits=mixed .*allocation=fisher does not use; set allocation to water"):
@@ -216,25 +218,47 @@ def test_eight_bits_at_full_rank_are_almost_the_dense_model(family: str) -> None
     torch.testing.assert_close(window_losses(model, ids), dense, atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize("bits", [4, "mixed"])
-def test_equal_bits_spread_their_noise_over_the_outputs(bits: Any) -> None:
-    """With one width of bits, noise on any latent costs the same plain error; mixed bits answer to their metric."""
-    dense = tiny.dense_model("llama-gqa")
-    parameters = CompressionParams(bits=bits, ratio=0.85, group_size=2)
-    result = compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters)
-    for keys, values in zip(result.keys, result.values, strict=True):
-        for key_up, value_up in zip(keys.up, values.up, strict=True):
-            cost = torch.cat([key_up, value_up], dim=1).double()
-            cost = cost @ cost.T
-            white = torch.eye(len(cost), dtype=torch.float64) * cost.diagonal().mean()
-            assert torch.allclose(cost, white, rtol=0, atol=1e-4 * float(white[0, 0])) == (bits == 4)
+def test_shared_scales_leave_the_least_noise_for_one_step() -> None:
+    variances = torch.tensor([100.0, 4.0, 1.0, 0.01], dtype=torch.float64)
+    sizes = shared_scales(variances)
+
+    def cost(own: Tensor) -> float:
+        return float((own**2).sum() * (variances / own**2).mean())
+
+    assert cost(sizes) == pytest.approx(float(variances.sqrt().sum()) ** 2 / 4)
+    assert float((variances / sizes**2).mean()) == pytest.approx(1)
+    for other in (
+        torch.ones(4),
+        variances.sqrt(),
+        sizes * torch.tensor([1.1, 1, 1, 1]),
+        sizes * torch.tensor([1, 1, 1, 0.9]),
+    ):
+        assert cost(other.double()) > cost(sizes)
+    flat = shared_scales(torch.tensor([1.0, 0.0], dtype=torch.float64))
+    assert bool((flat > 0).all()) and bool(torch.isfinite(1 / flat).all())
+
+
+def test_noise_costs_most_where_latents_vary_most() -> None:
+    """With scales shared, a segment's latents vary as their noise costs: in the plain error, where bits are equal."""
+    dense, parameters = tiny.dense_model("llama-gqa"), plain(bits=4, ratio=0.7, group_size=3)
+    statistics = tiny.statistics("llama-gqa", 3)
+    result = compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters, statistics=statistics)
+    for index, (keys, values) in enumerate(zip(result.keys, result.values, strict=True)):
+        moments = statistics.layer(index).loss
+        assert moments is not None
+        gram = damped(moments.gram, 1e-6)
+        up, down = torch.cat([keys.up[0], values.up[0]], dim=1).double(), keys.down[0].double()
+        covariance, cost = down.T @ gram @ down, up @ up.T
+        covariance, cost = covariance / covariance.trace(), cost / cost.trace()
+        torch.testing.assert_close(covariance, cost, rtol=0, atol=1e-4)
+        assert float((cost - torch.eye(len(cost)) / len(cost)).abs().max()) > 1e-2
 
 
 def test_same_seed_same_bytes_other_seed_other_rotation() -> None:
     dense = tiny.dense_model("llama-gqa")
 
     def factors(seed: int) -> Tensor:
-        parameters = CompressionParams(bits=4, ratio=0.85, group_size=2, rotation_seed=seed)
+        parameters = plain(bits=4, ratio=0.85, group_size=2, rotation_seed=seed)
         result = compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters)
         return torch.cat(result.keys[0].down, dim=1)
 
@@ -270,7 +294,7 @@ def test_pipeline_agrees_with_the_one_call_interface(prepared: Path, bits: Any) 
     model = AutoModelForCausalLM.from_pretrained(prepared / "data" / "compressed")
     windows = open_store(prepared / "data" / "sample.zarr", "sample").get("windows")
     dense = tiny.dense_model("llama-gqa")
-    parameters = CompressionParams(bits=bits, ratio=0.85, group_size=2)
+    parameters = plain(bits=bits, ratio=0.85, group_size=2)
     calibration = tiny.calibration(samples=6, length=32, batch_size=2)
     result = compress_layers(ModuleSource(dense), windows, calibration, parameters)
     same = tiny.assemble(dense, result, parameters)

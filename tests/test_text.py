@@ -102,7 +102,7 @@ def small_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     pages.insert(2, "<page><ns>0</ns><redirect title='x'/><revision><text>#REDIRECT [[x]]</text></revision></page>")
     pages.insert(5, "<page><ns>4</ns><revision><text>Project page.</text></revision></page>")
-    path = tmp_path / text._EMBEDDED_FILE
+    path = tmp_path / text._ARTICLES
     path.parent.mkdir(parents=True)
     path.write_bytes(bz2.compress(f"<mediawiki xmlns='urn:any'>{''.join(pages)}</mediawiki>".encode()))
     monkeypatch.setattr(importlib.util, "find_spec", gensim_at(tmp_path))
@@ -127,7 +127,7 @@ def test_embedded_without_the_file(installed: bool, tmp_path: Path, monkeypatch:
 
 def test_embedded_articles() -> None:
     spec = importlib.util.find_spec("gensim")
-    if spec is None or spec.origin is None or not (Path(spec.origin).parent / text._EMBEDDED_FILE).is_file():
+    if spec is None or spec.origin is None or not (Path(spec.origin).parent / text._ARTICLES).is_file():
         pytest.skip("gensim 4.4.0, whose files hold the embedded text, is not installed")
     documents = load_documents("embedded", split="test")
     assert "gensim" not in sys.modules
@@ -139,6 +139,19 @@ def test_embedded_articles() -> None:
         assert not re.search(r"\[\[|\]\]|\{\{|\}\}|\{\||''|</?ref|\n\n\n|&nbsp;|\(\s*\)|\0", document)
     first = load_documents("embedded", split="train", max_documents=1)[0]
     assert first.startswith("Anarchism is a political philosophy that advocates self-governed societies")
+
+
+def test_embedded_news_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {text._ARTICLES: "", text._NEWS: "First.\nSecond.\nThird.\n", "b.py": "b", "a/c.py": "c", "test/d.py": "d"}
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    monkeypatch.setattr(importlib.util, "find_spec", gensim_at(tmp_path))
+    assert load_documents("embedded-news", split="train") == ["First.", "Third."]
+    assert load_documents("embedded-news", split="test") == ["Second."]
+    assert load_documents("embedded-code", split="train") == ["c"]
+    assert load_documents("embedded-code", split="test") == ["b"]
 
 
 # Local files ---------------------------------------------------------------------------------------------

@@ -122,17 +122,24 @@ def calibration(**changes: Any) -> CalibrationParams:
 def statistics(family: str, layers: int) -> Statistics:
     """What every method needs to know of a tiny model, collected once."""
     source = ModuleSource(dense_model(family, num_hidden_layers=layers))
-    return collect_statistics(source, windows(), calibration(), resolve_method(CompressionParams(group_size=1)))
+    return collect_statistics(source, windows(), calibration(), resolve_method(plain(group_size=1)))
+
+
+def plain(**changes: Any) -> CompressionParams:
+    """Compression parameters: 16-bit latents of pairs of heads at half of the bytes, hardly damped, but for changes."""
+    return CompressionParams(
+        **({"ratio": 0.5, "group_size": 2, "bits": 16, "damping": 1e-6, "gradient_damping": 1e-3} | changes)
+    )
 
 
 def compressed_pair(family: str, values: str = "auto", layers: int = 3, **compression: Any) -> tuple[Any, Any, Any]:
     """Compress a tiny model: (dense, compressed, dense twin with the reconstructed weights).
 
-    Keyword arguments are fields of CompressionParams; defaults: recalkv, ratio 0.5, group_size 2. ``values`` is
+    Keyword arguments are fields of CompressionParams; defaults: recalkv, else :func:`plain`. ``values`` is
     ``fused``, ``absorbed`` or ``reconstructed`` to force that path of the values, which the ranks decide otherwise.
     """
     dense = dense_model(family, num_hidden_layers=layers)
-    parameters = CompressionParams(**({"method": "recalkv", "ratio": 0.5, "group_size": 2} | compression))
+    parameters = plain(**({"method": "recalkv"} | compression))
     known = statistics(family, layers)
     result = compress_layers(ModuleSource(dense), windows(), calibration(), parameters, statistics=known)
     twin = reconstructed_twin(dense, result)

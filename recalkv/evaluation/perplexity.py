@@ -1,6 +1,6 @@
-"""Step 9, perplexity: losses of windows through the model that a user loads, and their rise over the dense model's."""
+"""Step 9: losses of windows through the model that a user loads, and how far it is from the dense model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,11 +17,14 @@ from recalkv.text.windows import Windows
 __all__ = [
     "MAIN_TEXT",
     "MeasuredText",
-    "excess_loss",
+    "Scores",
+    "cell_figures",
     "further_text",
-    "measured_losses",
+    "measured",
+    "over_documents",
     "perplexity",
     "window_losses",
+    "window_scores",
 ]
 
 MAIN_TEXT = "main"
@@ -30,17 +33,42 @@ MAIN_TEXT = "main"
 _HEAD_TOKENS = 512
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What each window says of a model, averaged over its predicted tokens.
+
+    Attributes
+    ----------
+    losses : (windows,) float64
+        Next-token loss, nats per token.
+    divergences : (windows,) float64 or None
+        Kullback-Leibler divergence of the model from the dense one, nats per token.
+    agreements : (windows,) float64 or None
+        Fraction of tokens of which both models think the same the likeliest.
+    states : (windows, tokens - 1, m) float16 or None
+        Last hidden states that predict a token, where they were to be kept.
+    """
+
+    losses: Tensor
+    divergences: Tensor | None = None
+    agreements: Tensor | None = None
+    states: Tensor | None = None
+
+
 @torch.inference_mode()
-def window_losses(
+def window_scores(
     model: Any,
     windows: Tensor,
     progress: Callable[[], object] = lambda: None,
     precision: str = "float32",
     *,
+    dense: Tensor | None = None,
+    keep: bool = False,
     batch_size: int = 1,
     prefill: int | None = None,
-) -> Tensor:
-    """Mean next-token loss of each window; logits exist for 512 tokens of one window at a time.
+    cache: Callable[[], Any] | None = None,
+) -> Scores:
+    """Next-token losses of windows, and how far the model is from the dense one; logits exist for 512 tokens at a time.
 
     Parameters
     ----------
@@ -52,15 +80,17 @@ def window_losses(
         Called after each window.
     precision
         With ``bfloat16`` matrix products run in bfloat16 under autocast, whatever the weights' type.
+    dense : (windows, tokens - 1, m) or None
+        The dense model's last hidden states on these windows; its output head is this model's.
+    keep
+        Whether to return this model's.
     batch_size
         Windows per forward pass: memory and speed, not results beyond rounding.
     prefill
         Tokens of a window that go through the model in one pass; the others are decoded one by one from
         the cache. None for all in one pass, without a cache.
-
-    Returns
-    -------
-    (windows,) float64, nats per token
+    cache
+        Makes the cache that is decoded from; None for transformers' growing one.
 
     Raises
     ------
@@ -69,29 +99,53 @@ def window_losses(
     """
     device = next(model.parameters()).device
     mixed = torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
-    head = model.get_output_embeddings()
-    losses = []
-    for batch in windows.to(device).split(batch_size):
+    head, predicted = model.get_output_embeddings(), windows.shape[1] - 1
+    sums, kept = torch.zeros(len(windows), 3, dtype=torch.float64), []
+    for first in range(0, len(windows), batch_size):
+        batch = windows[first : first + batch_size].to(device)
         with mixed:
-            states = _last_states(model, batch, prefill)
-            for window, ids in zip(states, batch, strict=True):
-                parts = zip(window[:-1].split(_HEAD_TOKENS), ids[1:].split(_HEAD_TOKENS), strict=True)
-                sums = [nn.functional.cross_entropy(head(part).float(), ids_, reduction="sum") for part, ids_ in parts]
-                losses.append(torch.stack(sums).double().sum() / (len(ids) - 1))
+            states = _last_states(model, batch, prefill, cache)[:, :-1]
+            for row, (own, ids) in enumerate(zip(states, batch, strict=True)):
+                theirs = None if dense is None else dense[first + row].to(own)
+                for start in range(0, predicted, _HEAD_TOKENS):
+                    part = slice(start, start + _HEAD_TOKENS)
+                    reference = None if theirs is None else head(theirs[part])
+                    sums[first + row] += _token_scores(head(own[part]), ids[1:][part], reference)
                 progress()
-    result = torch.stack(losses).cpu()
-    if not bool(torch.isfinite(result).all()):
+        if keep:
+            kept.append(states.half().cpu())
+    if not bool(torch.isfinite(sums).all()):
         raise NonFiniteError(
             "NaN or infinity in the evaluation loss; export in bfloat16 or float32 (compression.dtype)"
         )
-    return result
+    losses, divergences, agreements = (sums / predicted).unbind(1)
+    own = torch.cat(kept) if keep else None
+    return Scores(losses, states=own) if dense is None else Scores(losses, divergences, agreements, own)
 
 
-def _last_states(model: Any, ids: Tensor, prefill: int | None) -> Tensor:
+def window_losses(model: Any, windows: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Mean next-token loss of each window, (windows,) float64, nats per token; see :func:`window_scores`."""
+    return window_scores(model, windows, *arguments, **options).losses
+
+
+def _token_scores(logits: Tensor, targets: Tensor, dense: Tensor | None) -> Tensor:
+    """Sums over tokens: loss, divergence from the dense model, equal first choices; (3,) float64 on the CPU."""
+    own = logits.float().log_softmax(-1)
+    sums = [-own.gather(1, targets[:, None]).sum(dtype=torch.float64)]
+    if dense is None:
+        sums += [torch.zeros_like(sums[0])] * 2
+    else:
+        theirs = dense.float().log_softmax(-1)
+        sums.append(nn.functional.kl_div(own, theirs, reduction="none", log_target=True).sum(dtype=torch.float64))
+        sums.append((own.argmax(-1) == theirs.argmax(-1)).sum(dtype=torch.float64))
+    return torch.stack(sums).cpu()
+
+
+def _last_states(model: Any, ids: Tensor, prefill: int | None, make: Callable[[], Any] | None) -> Tensor:
     """Last hidden states, (batch, tokens, hidden), of one pass or of a prefill and single steps."""
     if prefill is None:
         return cast(Tensor, model.model(input_ids=ids, use_cache=False).last_hidden_state)
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config) if make is None else make()
     first, *steps = [ids[:, :prefill], *ids[:, prefill:].split(1, dim=1)] if prefill < ids.shape[1] else [ids]
     parts = [model.model(input_ids=part, past_key_values=cache).last_hidden_state for part in (first, *steps)]
     return torch.cat(parts, dim=1)
@@ -102,13 +156,13 @@ def perplexity(losses: Tensor) -> float:
     return float(losses.mean().exp())
 
 
-def excess_loss(losses: Tensor, dense_losses: Tensor, documents: Tensor) -> tuple[float, float]:
-    """Rise of the loss over the dense model's on the same windows, and its standard error over documents.
+def over_documents(values: Tensor, documents: Tensor) -> tuple[float, float]:
+    """Mean over windows, and its standard error over documents.
 
     Parameters
     ----------
-    losses, dense_losses : (windows,) float64
-        Nats per token.
+    values : (windows,) float64
+        For one, the rise of the loss over the dense model's on the same windows.
     documents : (windows,) int64
         Number of each window's document. Windows of one document err together, so their deviations are added before
         they are squared.
@@ -116,68 +170,112 @@ def excess_loss(losses: Tensor, dense_losses: Tensor, documents: Tensor) -> tupl
     Returns
     -------
     float, float
-        Nats per token; the error is 0 where there is one document only.
+        In the unit of the values; the error is 0 where there is one document only.
     """
-    rise = losses - dense_losses
     _, members = documents.unique(return_inverse=True)
     count = int(members.max()) + 1
     if count == 1:
-        return float(rise.mean()), 0.0
-    sums = torch.zeros(count, dtype=rise.dtype).index_add(0, members, rise - rise.mean())
-    return float(rise.mean()), float((count / (count - 1) * sums.square().sum()).sqrt() / len(rise))
+        return float(values.mean()), 0.0
+    sums = torch.zeros(count, dtype=values.dtype).index_add(0, members, values - values.mean())
+    return float(values.mean()), float((count / (count - 1) * sums.square().sum()).sqrt() / len(values))
 
 
-def measured_losses(
-    model: Any, windows: Tensor, wanted: EvaluationParams, progress: Callable[[], object] = lambda: None
-) -> Tensor:
-    """Loss of each window, measured as the parameters say; see :func:`window_losses`."""
-    precision = resolve_precision(wanted.precision, next(model.parameters()).device)
-    return window_losses(model, windows, progress, precision, batch_size=wanted.batch_size, prefill=wanted.prefill)
+def measured(
+    model: Any,
+    windows: Tensor,
+    wanted: EvaluationParams,
+    progress: Callable[[], object] = lambda: None,
+    dense: Tensor | None = None,
+    keep: bool = False,
+    cache: Callable[[], Any] | None = None,
+) -> Scores:
+    """Scores of each window, measured as the parameters say; see :func:`window_scores`."""
+    return window_scores(
+        model,
+        windows,
+        progress,
+        resolve_precision(wanted.precision, next(model.parameters()).device),
+        dense=dense,
+        keep=keep,
+        batch_size=wanted.batch_size,
+        prefill=wanted.prefill,
+        cache=cache,
+    )
 
 
 @dataclass(frozen=True)
 class MeasuredText:
-    """One evaluation text with the dense model's losses.
+    """One evaluation text with what the dense model made of it.
 
     Attributes
     ----------
     windows
         Token ids, and whose document they are of.
-    dense_losses : (windows,) float64
-        Nats per token.
+    dense
+        Losses and last hidden states.
     """
 
     windows: Windows
-    dense_losses: Tensor
+    dense: Scores
 
-    def first(self, windows: int | None) -> "MeasuredText":
-        """The first so many windows; None for all."""
-        return MeasuredText(self.windows.first(windows), self.dense_losses[:windows])
-
-    def against_dense(self, losses: Tensor) -> dict[str, float]:
-        """Perplexities and the rise of the loss, from another model's losses."""
-        rise, error = excess_loss(losses, self.dense_losses, self.windows.documents)
+    def compare(
+        self,
+        model: Any,
+        wanted: EvaluationParams,
+        progress: Callable[[], object] = lambda: None,
+        cache: Callable[[], Any] | None = None,
+    ) -> dict[str, float]:
+        """Measure another model, and how far it is from the dense one."""
+        own = measured(model, self.windows.tokens, wanted, progress, self.dense.states, cache=cache)
+        assert own.divergences is not None and own.agreements is not None
+        documents = self.windows.documents
+        rise, error = over_documents(own.losses - self.dense.losses, documents)
+        divergence, divergence_error = over_documents(own.divergences, documents)
         return {
-            "dense": perplexity(self.dense_losses),
-            "compressed": perplexity(losses),
+            "dense": perplexity(self.dense.losses),
+            "compressed": perplexity(own.losses),
             "excess_nats": rise,
             "excess_standard_error_nats": error,
+            "kl_nats": divergence,
+            "kl_standard_error_nats": divergence_error,
+            "top1_agreement": float(own.agreements.mean()),
             "windows": len(self.windows),
-            "documents": len(self.windows.documents.unique()),
+            "documents": len(documents.unique()),
             "tokens_per_window": self.windows.tokens.shape[1],
         }
 
     def write(self, store: StoreWriter, place: str) -> None:
         """Put the text into the store of ``baseline``."""
+        assert self.dense.states is not None
         store.put(f"{place}/windows", self.windows.tokens)
         store.put(f"{place}/documents", self.windows.documents)
-        store.put(f"{place}/losses", self.dense_losses)
+        store.put(f"{place}/losses", self.dense.losses)
+        store.put(f"{place}/states", self.dense.states)
 
     @classmethod
     def read(cls, store: StoreReader, place: str) -> "MeasuredText":
         """Take it from there."""
         windows = Windows(store.get(f"{place}/windows"), store.get(f"{place}/documents"))
-        return cls(windows, store.get(f"{place}/losses"))
+        return cls(windows, Scores(store.get(f"{place}/losses"), states=store.get(f"{place}/states")))
+
+    @classmethod
+    def read_all(cls, store: StoreReader) -> dict[str, "MeasuredText"]:
+        """All texts of the store of ``baseline``: :data:`MAIN_TEXT`, and the further ones by their short names."""
+        places = {MAIN_TEXT: MAIN_TEXT} | {
+            name: further_text(name) for name in store.attributes["parameters"]["further_texts"]
+        }
+        return {name: cls.read(store, place) for name, place in places.items()}
+
+
+def cell_figures(texts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Figures of all texts (:meth:`MeasuredText.compare`) as a cell records them, the main text's at the top."""
+    main = texts[MAIN_TEXT]
+    return {
+        "perplexity": main["compressed"],
+        "perplexity_dense": main["dense"],
+        **{name: value for name, value in main.items() if name.startswith(("excess", "kl", "top1"))},
+        "further_texts": {name: figures for name, figures in texts.items() if name != MAIN_TEXT},
+    }
 
 
 def further_text(name: str) -> str:

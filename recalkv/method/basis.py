@@ -7,19 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recalkv.cache.rotation import random_rotation
 from recalkv.cache.rows import Segment
 from recalkv.method.lowrank import LowRank
 from recalkv.method.problem import LayerProblem
 from recalkv.method.refit import LayerRefit
 from recalkv.model.spec import LayerSpec
 
-__all__ = ["natural_basis", "quantizable", "random_rotation"]
+__all__ = ["natural_basis", "quantizable", "shared_scales"]
 
 
 def quantizable(
     refit: LayerRefit, problem: LayerProblem, groups: Sequence[Sequence[int]], spec: LayerSpec, index: int
 ) -> LayerRefit:
-    """Natural basis by falling variance, unit variance per segment, and a rotation within each segment.
+    """Natural basis by falling variance, scaled by :func:`shared_scales` and rotated within each segment.
 
     With mixed bits the basis is that of the method's own metric, in which the bits were allocated. With
     the same bits everywhere it is that of the plain reconstruction error: nothing answers for what the
@@ -78,12 +79,37 @@ def _turn(
     start, columns, rows = 0, [], []
     for number, (width, _) in enumerate(segments):
         part = slice(start, start + width)
-        size = float(variances[part].mean().sqrt()) or 1.0
+        sizes = shared_scales(variances[part])
         rotation = random_rotation(width, *seed, number).to(left)
-        columns.append(left[:, part] @ rotation / size)
-        rows.append(rotation.T @ right[part] * size)
+        columns.append(left[:, part] / sizes @ rotation)
+        rows.append(rotation.T @ (sizes[:, None] * right[part]))
         start += width
     return torch.cat(columns, dim=1), torch.cat(rows)
+
+
+def shared_scales(variances: Tensor) -> Tensor:
+    """What to divide each direction of a segment by, before the rotation, so that rounding costs least.
+
+    Behind the rotation all directions share one step: divided by ``s_j``, a direction of variance ``v_j`` gets noise
+    of variance ``D s_j^2 mean_i(v_i / s_i^2)``. The sum over directions is least for ``s_j^2`` in proportion to
+    ``sqrt(v_j)``, by Cauchy and Schwarz, and is then ``D (sum_j sqrt(v_j))^2 / w``. White noise (all ``s_j`` equal) and
+    noise in proportion to the signal (``s_j^2 = v_j``) both cost ``D sum_j v_j``: many times more, as variances span
+    decades.
+
+    Parameters
+    ----------
+    variances : (w,) float64
+        Of the directions of one segment, in the natural basis.
+
+    Returns
+    -------
+    (w,) float64
+        Such that the rotated latents have unit variance on average.
+    """
+    # A direction without variance must not be blown up: as if it had a millionth of the largest.
+    floor = variances.max().clamp_min(1e-300) * 1e-12
+    roots = variances.clamp_min(float(floor)).sqrt()
+    return (roots * roots.mean()).sqrt()
 
 
 def natural_basis(covariance: Tensor, noise_cost: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,17 +140,3 @@ def natural_basis(covariance: Tensor, noise_cost: Tensor) -> tuple[Tensor, Tenso
     peak = basis.abs().argmax(dim=0)
     sign = torch.sign(basis[peak, torch.arange(len(peak), device=peak.device)])
     return basis * sign, inverse * sign[:, None]
-
-
-def random_rotation(size: int, seed: int, *place: int) -> Tensor:
-    """Random orthogonal matrix, (size, size) float64; the same for the same seed and place.
-
-    Any size, unlike a Hadamard matrix; folded into the factors, it costs nothing at run time.
-    """
-    mixed = seed
-    for number in (size, *place):
-        mixed = (mixed * 1000003 + number + 1) % (1 << 63)
-    generator = torch.Generator().manual_seed(mixed)
-    gaussian = torch.randn(size, size, generator=generator, dtype=torch.float64)
-    rotation, triangle = torch.linalg.qr(gaussian)
-    return rotation * torch.sign(triangle.diagonal())

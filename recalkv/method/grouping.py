@@ -24,7 +24,7 @@ from recalkv.method.reorder import (
 )
 from recalkv.method.similarity import head_cka
 from recalkv.method.svd import group_columns, log_volume, spectrum
-from recalkv.model.families import AttentionGeometry, check_group_size
+from recalkv.model.families import AttentionGeometry
 from recalkv.statistics.fisher import FisherScores
 
 __all__ = ["HeadGrouping", "group_heads", "group_layers", "layer_energies"]
@@ -95,7 +95,6 @@ def group_layers(
     scores
         Fisher scores, where the allocation uses them.
     """
-    check_group_size(method.group_size, geometry.kv_heads)
     if method.grouping != "tail-energy" or not 1 < method.group_size < geometry.kv_heads:
         for index in range(geometry.layers):
             yield group_heads(problems(index))

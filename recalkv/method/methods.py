@@ -49,6 +49,10 @@ METHODS = {
 }
 
 
+DAMPING = {"loss": 0.1}
+"""``compression.damping`` where it is null, by metric. See docs/method.md for what it was measured to gain."""
+
+
 @dataclass(frozen=True)
 class Method(Choices):
     """A method and its numbers, which mean what :class:`recalkv.params.CompressionParams` says of them."""
@@ -73,8 +77,13 @@ class Method(Choices):
         return kv_heads if self.whole_values else self.group_size
 
 
-def resolve_method(parameters: CompressionParams) -> Method:
-    """Return the method with every choice that is not ``auto`` put in its place.
+def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -> Method:
+    """Return the method with every choice put in its place: ``auto`` is the method's own.
+
+    Parameters
+    ----------
+    kv_heads
+        Key/value heads of the model, which bound the size of a group; None to check the parameters alone.
 
     Raises
     ------
@@ -83,18 +92,21 @@ def resolve_method(parameters: CompressionParams) -> Method:
     """
     base = METHODS[parameters.method]
     joint = base.joint if parameters.joint == "auto" else parameters.joint
+    metric = base.metric if parameters.metric == "auto" else parameters.metric
+    allocation = base.allocation if parameters.allocation == "auto" else parameters.allocation
+    mixed = allocation == "water-filling" and parameters.rank_multiple == 1
     method = Method(
-        metric=base.metric if parameters.metric == "auto" else parameters.metric,
+        metric=metric,
         joint=joint,
         grouping=base.grouping if parameters.grouping == "auto" else parameters.grouping,
         whole_values=base.whole_values and not joint,
-        allocation=base.allocation if parameters.allocation == "auto" else parameters.allocation,
+        allocation=allocation,
         refit=base.refit if parameters.refit == "auto" else parameters.refit,
         ratio=parameters.ratio,
-        group_size=parameters.group_size,
-        bits=parameters.bits,
+        group_size=parameters.group_size if kv_heads is None else min(parameters.group_size, kv_heads),
+        bits=("mixed" if mixed else 16) if parameters.bits == "auto" else parameters.bits,
         rank_multiple=parameters.rank_multiple,
-        damping=parameters.damping,
+        damping=DAMPING.get(metric, 1e-6) if parameters.damping is None else parameters.damping,
         gradient_damping=parameters.gradient_damping,
         refit_ridge=parameters.refit_ridge,
         refit_samples=parameters.refit_samples,

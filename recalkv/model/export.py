@@ -19,7 +19,7 @@ from recalkv.params import CalibrationParams, CompressionParams
 __all__ = ["build_model", "compressed_config", "other_tensors", "save_checkpoint"]
 
 _CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
-_RESOLVED = ("metric", "joint", "grouping", "allocation", "refit")
+_RESOLVED = ("metric", "joint", "grouping", "allocation", "refit", "bits", "damping")
 """Parameters whose ``auto`` the method decides; the checkpoint says what was done."""
 
 
@@ -48,7 +48,7 @@ def compressed_config(
     names = source.layer_tensor_names(0)
     config = CONFIG_CLASSES[family](**content)
     config.architectures = [MODEL_CLASSES[family].__name__]
-    method = resolve_method(parameters)
+    method = resolve_method(parameters, geometry.kv_heads)
     config.recalkv = LatentSpec(
         geometry,
         layers,

@@ -195,12 +195,12 @@ def _mean(values: Iterable[float]) -> str:
 def _paper(facts: Facts) -> list[str]:
     """Our figures beside the paper's, for a model that the paper has."""
     wanted, text = facts.params.compression, facts.params.evaluation.text
-    by_rank = removed_by_rank(wanted.ratio, str(wanted.bits))
+    by_rank = removed_by_rank(wanted.ratio, str(facts.method.bits))
     measured = []
     for name, figures in {text: facts.metrics["perplexity"], **facts.metrics["further_texts"]}.items():
         measured.append(Measured("dense", 0.0, 16, name, figures["dense"]))
         if by_rank is not None:
-            measured.append(Measured(wanted.method, by_rank, wanted.bits, name, figures["compressed"]))
+            measured.append(Measured(wanted.method, by_rank, facts.method.bits, name, figures["compressed"]))
     for row in facts.comparison["rows"]:
         if row["method"] != wanted.method:
             measured.append(Measured(row["method"], row["ratio"], 16, text, row["perplexity"]))

@@ -12,7 +12,7 @@ from recalkv.reports.tables import varied
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-__all__ = ["against_bytes", "cka_heat_maps", "draw_report", "latency_lines", "layer_lines", "needle_heat_maps"]
+__all__ = ["against_bytes", "cka_heat_maps", "draw_report", "latency_lines", "layer_lines", "needle_heat_maps", "save"]
 
 _DPI = 120
 
@@ -42,7 +42,7 @@ def cka_heat_maps(
     figure.colorbar(image, ax=axes, label="linear CKA", shrink=0.8)
     figure.supxlabel("key head")
     figure.supylabel("key head")
-    _save(figure, path)
+    save(figure, path)
 
 
 def layer_lines(path: Path, series: dict[str, Sequence[float]], ylabel: str, title: str, log: bool = False) -> None:
@@ -58,7 +58,7 @@ def layer_lines(path: Path, series: dict[str, Sequence[float]], ylabel: str, tit
         axis.set_yscale("log")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def needle_heat_maps(path: Path, grids: dict[str, np.ndarray], lengths: Sequence[int], depths: Sequence[float]) -> None:
@@ -82,7 +82,7 @@ def needle_heat_maps(path: Path, grids: dict[str, np.ndarray], lengths: Sequence
             axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8)
     axes[0][0].set_ylabel("place of the number (depth)")
     figure.colorbar(image, ax=axes, label="digits retrieved (fraction)", shrink=0.9)
-    _save(figure, path)
+    save(figure, path)
 
 
 def latency_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -123,7 +123,7 @@ def latency_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         axis.set_title(f"{geometry}, batch {batch}, against\n{baseline}", fontsize=9)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def against_bytes(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -150,7 +150,7 @@ def against_bytes(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     axis.set_ylabel("perplexity (log scale; lower is better)")
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_report(folder: Path, layers: Sequence[dict[str, float]], groupings: Sequence[Any]) -> None:
@@ -188,7 +188,8 @@ def draw_report(folder: Path, layers: Sequence[dict[str, float]], groupings: Seq
     )
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # No date in the file: the same data give the same bytes.
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})

@@ -17,6 +17,7 @@ __all__ = [
     "decoding",
     "dense_beside_compressed",
     "excess",
+    "frontier",
     "grid",
     "markdown",
     "methods",
@@ -108,12 +109,14 @@ def attention(latency: Mapping[str, Any]) -> str:
 def methods(comparison: Mapping[str, Any]) -> str:
     """All methods at the same bytes; bytes against a dense 16-bit cache."""
     rows = comparison["rows"]
-    lines = [["dense", "0%", f"{rows[0]['dense_bytes_per_token']:,.0f}", f"{comparison['perplexity_dense']:.2f}", "0"]]
+    dense = f"{rows[0]['dense_bytes_per_token']:,.0f}"
+    lines = [["dense", "0%", dense, f"{comparison['perplexity_dense']:.2f}", "0", "0", "100%"]]
     for row in rows:
         name = f"`{row['method']}`"
         bytes_per_token = f"{row['bytes_per_token']:,.0f}"
-        lines.append([name, f"{row['removed']:.1%}", bytes_per_token, f"{row['perplexity']:.2f}", excess(row)])
-    head = ["method", "removed", "bytes per token (16 bits)", "perplexity", "excess loss (nats/token)"]
+        line = [name, f"{row['removed']:.1%}", bytes_per_token, f"{row['perplexity']:.2f}", excess(row)]
+        lines.append([*line, f"{row['kl_nats']:.4f}", f"{row['top1_agreement']:.1%}"])
+    head = ["method", "removed", "bytes per token", "perplexity", "excess (nats/token)", "KL (nats/token)", "top-1"]
     return markdown(head, lines)
 
 
@@ -141,6 +144,21 @@ def grid(cells: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append([*line, *(f"{row['further_texts'][text]['compressed']:.2f}" for text in texts), excess(row)])
     head = ["method", *columns, "removed", "bytes per token", "perplexity", *texts, "excess loss (nats/token)"]
     return markdown(head, lines, left=1 + len(columns))
+
+
+def frontier(report: Mapping[str, Any]) -> str:
+    """Divergence, agreement and excess of every method by falling bits, a column a text (``stages.frontier``)."""
+    rows, texts = report["rows"], list(dict.fromkeys(row["text"] for row in report["rows"]))
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = {row["text"]: row for row in rows if row["method"] == method}
+        name = f"**{method}**" if own[texts[0]]["ours"] else method
+        line = [name, f"{own[texts[0]]['bits_per_element']:.2f}"]
+        line += [f"{own[text]['kl']:.4f} ± {own[text]['error']:.4f}" for text in texts]
+        line += [" / ".join(f"{own[text]['top1']:.1%}" for text in texts)]
+        lines.append([*line, " / ".join(f"{own[text]['excess']:.3f}" for text in texts)])
+    head = ["method", "bits", *(f"KL, {text}" for text in texts), "top-1, the same texts", "excess"]
+    return markdown(head, lines)
 
 
 def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -39,14 +39,14 @@ class Protocol:
 
 
 PROTOCOLS = {
-    "embedded": Protocol(),
+    **dict.fromkeys(("embedded", "embedded-news", "embedded-code"), Protocol()),
     # GPTQ's protocols, which Palu and ReCalKV's release follow; of C4 the first 1,100 documents of the first
     # validation shard, 256 windows of them.
     "wikitext2": Protocol(separator="\n\n"),
     "ptb": Protocol(separator=" "),
     "c4": Protocol("validation", 1100, 256, separator=" "),
 }
-"""The corpora of the paper's Table 1, and the embedded one."""
+"""The corpora of the paper's Table 1, and the embedded ones."""
 
 
 def main_documents(wanted: EvaluationParams) -> list[str]:

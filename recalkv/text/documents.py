@@ -1,6 +1,6 @@
-"""Text for calibration and evaluation: the embedded Wikipedia articles, local files, or the hub.
+"""Text for calibration and evaluation: embedded articles, news and code, local files, or the hub.
 
-The embedded set needs no network: it is one file of the PyPI package gensim, which is not imported.
+The embedded sets need no network: they are files of the PyPI package gensim, which is not imported.
 Hub access goes through ``datasets``: without a network it retries for about 25 seconds before it fails,
 and fails at once with ``HF_HUB_OFFLINE=1`` in the environment (cached data sets load either way).
 """
@@ -20,7 +20,8 @@ from recalkv.errors import DataError, needing
 
 __all__ = ["load_documents"]
 
-_EMBEDDED_FILE = "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
+_ARTICLES = "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
+_NEWS = "test/test_data/lee_background.cor"
 _LOCAL = (".txt", ".raw", ".json", ".jsonl")
 
 
@@ -66,10 +67,10 @@ def load_documents(
     Parameters
     ----------
     name
-        ``embedded`` (Wikipedia articles of the package gensim), ``wikitext2``, ``ptb``, ``c4``, a local
-        .txt, .raw, .json or .jsonl file, or a data set id of the hub.
+        ``embedded`` (Wikipedia articles), ``embedded-news``, ``embedded-code``, all files of the package gensim;
+        ``wikitext2``, ``ptb``, ``c4``, a local .txt, .raw, .json or .jsonl file, or a data set id of the hub.
     split
-        ``train`` or ``test`` of the embedded set, or a split on the hub; ignored for local files.
+        ``train`` or ``test`` of an embedded set, or a split on the hub; ignored for local files.
     subset, revision
         Configuration, and branch, tag or commit, of a hub data set.
     field
@@ -89,8 +90,8 @@ def load_documents(
     """
     if max_documents is not None and max_documents < 1:
         raise DataError(f"max_documents={max_documents} must be at least 1, or null for all documents.")
-    if name == "embedded":
-        documents: Iterable[str] = _embedded_documents(split)
+    if name in _EMBEDDED:
+        documents: Iterable[str] = _embedded_documents(name, split)
     elif name not in _SHORT_NAMES and (name.lower().endswith(_LOCAL) or Path(name).exists()):
         documents = _local_documents(Path(name), field)
     else:
@@ -163,23 +164,48 @@ def _hub_documents(
     return documents
 
 
-def _embedded_documents(split: str) -> Iterator[str]:
+def _embedded_documents(name: str, split: str) -> Iterator[str]:
     if split not in ("train", "test"):
         raise DataError(f"the embedded text has no split {split!r}; choose train or test.")
     spec = importlib.util.find_spec("gensim")  # not imported: its dependencies may be absent
-    path = Path(spec.origin).parent / _EMBEDDED_FILE if spec and spec.origin else None
-    if path is None or not path.is_file():
+    package = Path(spec.origin).parent if spec and spec.origin else None
+    if package is None or not (package / _ARTICLES).is_file():
         raise DataError("the embedded text is a file of gensim: run `pip install --no-deps gensim==4.4.0`.")
-    index = 0
-    with bz2.open(path) as stream:
+    documents, period = _EMBEDDED[name]
+    for index, document in enumerate(documents(package)):
+        if (index % period == period - 1) == (split == "test"):
+            yield _plain_text(document) if name == "embedded" else document
+
+
+def _articles(package: Path) -> Iterator[str]:
+    """Wiki markup of the articles of an excerpt of the English Wikipedia."""
+    with bz2.open(package / _ARTICLES) as stream:
         for _, page in iterparse(stream):
             if page.tag.rpartition("}")[2] == "page":
                 parts = {part.tag.rpartition("}")[2]: part.text or "" for part in page.iter()}
                 page.clear()
                 if parts.get("ns", "0") == "0" and "redirect" not in parts:
-                    if (index % 6 == 5) == (split == "test"):
-                        yield _plain_text(parts.get("text", ""))
-                    index += 1
+                    yield parts.get("text", "")
+
+
+def _news(package: Path) -> Iterator[str]:
+    """Reports of the Australian Broadcasting Corporation (Lee, Pincombe and Welsh, 2005), one a line."""
+    yield from (package / _NEWS).read_text(encoding="utf-8").splitlines()
+
+
+def _code(package: Path) -> Iterator[str]:
+    """The package's own modules, without its tests."""
+    files = (path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "test")
+    for path in sorted(files, key=lambda path: path.relative_to(package).as_posix()):
+        yield path.read_text(encoding="utf-8")
+
+
+# By name: the documents, and which of them are the test part: every so many.
+_EMBEDDED: dict[str, tuple[Callable[[Path], Iterator[str]], int]] = {
+    "embedded": (_articles, 6),
+    "embedded-news": (_news, 2),
+    "embedded-code": (_code, 2),
+}
 
 
 # Templates that stand inside sentences, and which of their arguments the reader sees.

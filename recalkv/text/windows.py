@@ -31,10 +31,6 @@ class Windows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def first(self, count: int | None) -> "Windows":
-        """The first so many; None for all."""
-        return Windows(self.tokens[:count], self.documents[:count])
-
 
 def document_tokens(tokenizer: Any, documents: Sequence[str]) -> list[Tensor]:
     """Token ids of each document, (tokens,) int64, with the blank line that parts it from the next."""

@@ -1,0 +1,268 @@
+"""What people use instead: quantised caches of the dense model, simulated, with their bytes counted like ours.
+
+A quantiser rounds keys, after RoPE, and values as the cache would hold them, and gives back what attention would
+read. :func:`quantised_cache` makes a dense model attend to that in one pass, each query to what it would find when
+it is decoded; :class:`QuantisedLayer` does the same to a growing cache, token by token.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from recalkv.cache.rotation import random_rotation
+from recalkv.errors import ParameterError
+
+__all__ = [
+    "CONTEXTS",
+    "QUANTISERS",
+    "CacheQuantiser",
+    "QuantisedLayer",
+    "gaussian_codebook",
+    "quantised_cache",
+    "quantised_layers",
+    "quantiser",
+]
+
+CONTEXTS = (2048, 32768)
+"""Tokens of a cache over which exact windows are spread when bits are counted."""
+
+_GROUP = 32
+"""Elements that share a scale and a zero point in KIVI."""
+
+_META_BITS = 16
+"""Of a scale or a zero point."""
+
+
+@dataclass(frozen=True)
+class CacheQuantiser:
+    """One way to round a dense cache.
+
+    Attributes
+    ----------
+    name
+        In :data:`QUANTISERS`.
+    keys, values
+        Take (batch, heads, tokens, d_h), give what attention reads, same shape and type.
+    bits
+        Of a rounded element, scales and zero points included.
+    exact
+        Tokens at the end of the context that stay in 16 bits.
+    step
+        Tokens that are rounded together, once all of them have left the exact window.
+    """
+
+    name: str
+    keys: Callable[[Tensor], Tensor]
+    values: Callable[[Tensor], Tensor]
+    bits: float
+    exact: int = 0
+    step: int = 1
+
+    def rounded(self, seen: int) -> int:
+        """How many of so many cached tokens are rounded: all but the exact window, in whole steps."""
+        return max(0, seen - self.exact) // self.step * self.step
+
+    def bits_per_element(self, context: int) -> float:
+        """Bits of an element of a cache of so many tokens, the exact window included."""
+        rounded = self.rounded(context)
+        return (rounded * self.bits + (context - rounded) * 16) / context
+
+
+def quantiser(name: str, head_dim: int) -> CacheQuantiser:
+    """Return a quantiser by its name, for heads of this size.
+
+    Raises
+    ------
+    ParameterError
+        For an unknown name.
+    """
+    if name not in QUANTISERS:
+        raise ParameterError(f"quantiser {name!r} is unknown; choose one of {', '.join(QUANTISERS)}.")
+    return QUANTISERS[name](name, head_dim)
+
+
+def _fp8(name: str, head_dim: int) -> CacheQuantiser:
+    """E4M3 without scales: vLLM's ``kv_cache_dtype="fp8"``."""
+    return CacheQuantiser(name, _to_fp8, _to_fp8, 8)
+
+
+def _fp8_scaled(name: str, head_dim: int) -> CacheQuantiser:
+    """E4M3 with one scale per token and head."""
+
+    def rounded(states: Tensor) -> Tensor:
+        scale = states.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
+        return (_to_fp8(states.float() / scale) * scale).to(states.dtype)
+
+    return CacheQuantiser(name, rounded, rounded, 8 + _META_BITS / head_dim)
+
+
+def _kivi(bits: int, name: str, head_dim: int) -> CacheQuantiser:
+    """KIVI: keys per channel in groups of 32 tokens, values per token in groups of 32 channels; the last 128 exact."""
+
+    def keys(states: Tensor) -> Tensor:
+        grouped = states.unflatten(2, (-1, _GROUP)).transpose(3, 4)  # channels, then the tokens of a group
+        return _affine(grouped, bits).transpose(3, 4).flatten(2, 3)
+
+    def values(states: Tensor) -> Tensor:
+        return _affine(states.unflatten(3, (-1, _GROUP)), bits).flatten(3)
+
+    return CacheQuantiser(name, keys, values, bits + 2 * _META_BITS / _GROUP, exact=128, step=_GROUP)
+
+
+def _turboquant(bits: int, name: str, head_dim: int) -> CacheQuantiser:
+    """TurboQuant (MSE): a random rotation, the norm in 16 bits, and the best codebook for the sphere's coordinates.
+
+    Coordinates of a random direction in d_h dimensions are close to Gaussian of variance 1 / d_h.
+    """
+    rotation, codebook = random_rotation(head_dim, 0), gaussian_codebook(bits)
+
+    def rounded(states: Tensor) -> Tensor:
+        turn, codes = rotation.to(states.device, torch.float32), codebook.to(states.device, torch.float32)
+        turned = states.float() @ turn
+        size = turned.norm(dim=-1, keepdim=True).half().float() / math.sqrt(head_dim)
+        nearest = torch.bucketize(turned / size.clamp_min(1e-12), (codes[1:] + codes[:-1]) / 2)
+        return (codes[nearest] * size @ turn.T).to(states.dtype)
+
+    return CacheQuantiser(name, rounded, rounded, bits + _META_BITS / head_dim)
+
+
+def _rotated_integer(bits: int, name: str, head_dim: int) -> CacheQuantiser:
+    """A random rotation, then integers with a scale and a zero point per token and head."""
+    rotation = random_rotation(head_dim, 0)
+
+    def rounded(states: Tensor) -> Tensor:
+        turn = rotation.to(states.device, torch.float32)
+        return (_affine(states.float() @ turn, bits) @ turn.T).to(states.dtype)
+
+    return CacheQuantiser(name, rounded, rounded, bits + 2 * _META_BITS / head_dim)
+
+
+QUANTISERS: dict[str, Callable[[str, int], CacheQuantiser]] = {
+    "fp8": _fp8,
+    "fp8-scaled": _fp8_scaled,
+    "kivi-4": functools.partial(_kivi, 4),
+    "kivi-2": functools.partial(_kivi, 2),
+    "turboquant-4": functools.partial(_turboquant, 4),
+    "turboquant-3": functools.partial(_turboquant, 3),
+    "turboquant-2": functools.partial(_turboquant, 2),
+    "rotated-int4": functools.partial(_rotated_integer, 4),
+}
+"""By name: fp8 E4M3, KIVI (arXiv 2402.02750), TurboQuant-MSE (2504.19874), and integers behind a rotation."""
+
+
+def _to_fp8(states: Tensor) -> Tensor:
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return states.clamp(-most, most).to(torch.float8_e4m3fn).to(states.dtype)
+
+
+def _affine(states: Tensor, bits: int) -> Tensor:
+    """Round to 2^bits even levels between the least and the largest of the last axis; both ends in 16 bits."""
+    values = states.float()
+    low = values.amin(-1, keepdim=True).half().float()
+    step = ((values.amax(-1, keepdim=True) - low) / (2**bits - 1)).half().float()
+    codes = ((values - low) / step.clamp_min(1e-12)).round().clamp(0, 2**bits - 1)
+    return (codes * step + low).to(states.dtype)
+
+
+@functools.cache
+def gaussian_codebook(bits: int) -> Tensor:
+    """Levels of the best quantiser of a standard Gaussian (Lloyd, Max), (2^bits,) float64, ascending."""
+    levels = torch.special.ndtri((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
+    ends = torch.tensor([math.inf], dtype=torch.float64)
+    for _ in range(2000):
+        edges = torch.cat([-ends, (levels[1:] + levels[:-1]) / 2, ends])
+        density = torch.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
+        levels = -density.diff() / torch.special.ndtr(edges).diff()
+    return levels
+
+
+_IMPLEMENTATION = "recalkv_quantised_cache"
+
+
+@contextlib.contextmanager
+def quantised_cache(model: Any, rounding: CacheQuantiser) -> Iterator[None]:
+    """Let a dense model attend as if its cache were rounded: in one pass, without a cache, causal and unpadded."""
+    before = model.config._attn_implementation
+    modules = [layer.self_attn for layer in model.model.layers]
+    for module in modules:
+        module.cache_quantiser = rounding
+    model.config._attn_implementation = _IMPLEMENTATION
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+        for module in modules:
+            del module.cache_quantiser
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """Attention of queries that each find the older slots rounded, and the last ones exact."""
+    rounding: CacheQuantiser = module.cache_quantiser
+    tokens, exact = key.shape[2], rounding.exact + rounding.step - 1
+    whole = rounding.rounded(tokens)
+    stored = [
+        torch.cat([of(states[:, :, :whole]), states[:, :, whole:]], dim=2) if whole else states
+        for of, states in ((rounding.keys, key), (rounding.values, value))
+    ]
+    if not exact or not whole:
+        return sdpa_attention_forward(module, query, *stored, attention_mask, scaling=scaling, **further)[0], None
+    places = torch.arange(tokens, device=key.device)
+    edges = torch.tensor([rounding.rounded(seen) for seen in range(1, tokens + 1)], device=key.device)
+    older = places < edges[:, None]  # [query, slot]
+    later = places > places[:, None]
+    batch, heads, _, width = query.shape
+    per_kv = query.unflatten(1, (key.shape[1], -1))  # [batch, kv heads, queries per kv head, tokens, d_h]
+    scores = torch.where(older, per_kv @ stored[0][:, :, None].mT, per_kv @ key[:, :, None].mT) * scaling
+    if attention_mask is not None:
+        later = later | ~attention_mask[:, :, None] if attention_mask.dtype == torch.bool else later
+    weights = scores.float().masked_fill(later, -math.inf).softmax(-1).to(value.dtype)
+    output = (weights * older) @ stored[1][:, :, None] + (weights * ~older) @ value[:, :, None]
+    return output.reshape(batch, heads, tokens, width).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
+
+
+class QuantisedLayer(DynamicLayer):
+    """One layer's growing cache of rounded keys and values; what leaves the exact window is rounded, once.
+
+    Queries that come together find the cache as the last of them does.
+    """
+
+    def __init__(self, rounding: CacheQuantiser) -> None:
+        super().__init__()
+        self._rounding, self._done = rounding, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add new tokens; returns what attention reads."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        part = slice(self._done, self._rounding.rounded(keys.shape[2]))
+        if part.stop > part.start:
+            keys[:, :, part] = self._rounding.keys(keys[:, :, part])
+            values[:, :, part] = self._rounding.values(values[:, :, part])
+            self._done = part.stop
+        return keys, values
+
+
+def quantised_layers(model: Any, rounding: CacheQuantiser) -> Cache:
+    """Return an empty cache of :class:`QuantisedLayer` for a dense model."""
+    return Cache(layers=[QuantisedLayer(rounding) for _ in range(model.config.num_hidden_layers)])

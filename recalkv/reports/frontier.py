@@ -1,0 +1,97 @@
+"""Quality against size: every method's divergence from the dense model by bits per cached element, on several texts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot as plt
+
+from recalkv.reports.plots import save
+from recalkv.reports.tables import frontier
+
+__all__ = ["draw", "page", "rows_of"]
+
+Row = dict[str, Any]
+
+
+def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
+    """One row for each text of a cell.
+
+    Parameters
+    ----------
+    name
+        Of the cell.
+    cell
+        What the stage ``cell`` or ``quantiser`` wrote.
+    main_text
+        Name of ``evaluation.text``.
+
+    Returns
+    -------
+    list of dict
+        ``method``, ``bits_per_element`` (scales included; an exact window spread over 2,048 tokens), ``text``, ``kl``
+        and its ``error``, ``excess`` and its ``excess_error`` (nats per token), ``top1`` (fraction), ``ours``.
+    """
+    return [
+        {
+            "method": name,
+            "ours": "bits_per_element" not in cell,
+            "bits_per_element": 16 * cell["bytes_per_token"] / cell["dense_bytes_per_token"],
+            "text": text,
+            "kl": found["kl_nats"],
+            "error": found["kl_standard_error_nats"],
+            "top1": found["top1_agreement"],
+            "excess": found["excess_nats"],
+            "excess_error": found["excess_standard_error_nats"],
+        }
+        for text, found in {main_text: cell, **cell["further_texts"]}.items()
+    ]
+
+
+def family(row: Mapping[str, Any]) -> str:
+    """Methods that are one line of the picture: the name up to its size."""
+    return str(row["method"]).rpartition("-")[0] or str(row["method"])
+
+
+def draw(path: Path, rows: Sequence[Row]) -> None:
+    """One panel a text: divergence over bits per element, both logarithmic; a line for each family of methods."""
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    families = sorted({(not row["ours"], family(row)) for row in rows})
+    figure, axes = plt.subplots(1, len(texts), figsize=(4.3 * len(texts), 4.2), sharey=True, layout="constrained")
+    for axis, text in zip(axes if len(texts) > 1 else [axes], texts, strict=True):
+        for number, (other, name) in enumerate(families):
+            own = sorted(
+                (row["bits_per_element"], row["kl"]) for row in rows if row["text"] == text and family(row) == name
+            )
+            style = {"linewidth": 1.0, "markersize": 5} if other else {"linewidth": 2.2, "markersize": 6}
+            axis.plot(*zip(*own, strict=True), marker="osd^vP*Xh"[number % 9], label=name, **style)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+        axis.set_yscale("log")
+        axis.set_title(text, fontsize=10)
+        axis.set_xlabel("bits per cached element, all in (log scale)")
+        axis.grid(alpha=0.3, which="both")
+    first = axes[0] if len(texts) > 1 else axes
+    first.set_ylabel("KL divergence from the dense model (nats/token, log scale)")
+    first.legend(fontsize=7)
+    save(figure, path)
+
+
+def page(rows: Sequence[Row], setting: str, picture: str) -> str:
+    """Render the page: the picture, and one table with all texts."""
+    lines: Iterable[str] = [
+        "# Quality against size",
+        "",
+        "Written by `stages.frontier`; do not edit. Bits count everything that is cached: scales, zero points, and "
+        "tokens that stay in 16 bits, spread over a context of 2,048. KL is the divergence of the next token's "
+        "distribution from the dense model's, nats per token, with its standard error over documents; top-1 how often "
+        "both think the same token the likeliest; excess the rise of the loss.",
+        "",
+        setting,
+        "",
+        f"![Divergence by bits]({picture})",
+        "",
+        frontier({"rows": list(rows)}),
+        "",
+    ]
+    return "\n".join(lines)

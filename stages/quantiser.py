@@ -1,0 +1,57 @@
+"""Step 9c, for comparison: the dense model with a quantised cache, measured on the same windows as the cells."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recalkv.evaluation import quantisers
+from recalkv.evaluation.perplexity import MeasuredText, cell_figures
+from recalkv.evaluation.quantisers import CONTEXTS, QUANTISERS, quantised_cache, quantised_layers
+from recalkv.model.families import check_supported
+from recalkv.model.loading import load_model
+from recalkv.model.source import checkpoint_dtype
+from stages.common import Stage, stage, write_json
+
+
+@stage
+def quantiser(
+    run: Stage,
+    out: Annotated[Path, typer.Argument(help="File of the figures.")],
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(QUANTISERS)}.")],
+) -> None:
+    """Measure the dense model over a quantised cache; write its figures to OUT."""
+    folder, wanted = run.model().folder, run.params.evaluation
+    model = load_model(folder, run.device, checkpoint_dtype(folder))
+    rounding = quantisers.quantiser(name, check_supported(model.config).head_dim)
+    texts = MeasuredText.read_all(run.read("baseline"))
+    with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
+        if wanted.prefill is None:
+            with quantised_cache(model, rounding):
+                figures = {place: text.compare(model, wanted, bar.update) for place, text in texts.items()}
+        else:
+            figures = {
+                place: text.compare(model, wanted, bar.update, lambda: quantised_layers(model, rounding))
+                for place, text in texts.items()
+            }
+    bits = {str(context): rounding.bits_per_element(context) for context in CONTEXTS}
+    dense, first = 2 * check_supported(model.config).dense_elements_per_token, bits[str(CONTEXTS[0])]
+    write_json(
+        out,
+        {
+            "method": name,
+            "ratio": 1 - first / 16,
+            "group_size": 1,
+            "bits": f"{rounding.bits:g}",
+            "bits_per_element": bits,
+            "setting": {},
+            **cell_figures(figures),
+            "bytes_per_token": dense * first / 16,
+            "dense_bytes_per_token": dense,
+            "removed": 1 - first / 16,
+        },
+    )
+
+
+if __name__ == "__main__":
+    typer.run(quantiser)

@@ -1,0 +1,131 @@
+"""Quantised caches of the dense model: rounding by hand, bytes, and one pass against decoding token by token."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from recalkv.errors import ParameterError
+from recalkv.evaluation.perplexity import window_scores
+from recalkv.evaluation.quantisers import (
+    QUANTISERS,
+    CacheQuantiser,
+    gaussian_codebook,
+    quantised_cache,
+    quantised_layers,
+    quantiser,
+)
+from tests import tiny
+
+
+def states(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_integers_by_hand() -> None:
+    four = quantiser("rotated-int4", 4)
+    # The rotation keeps lengths, so a constant vector times it comes back up to the grid's step.
+    exact = states(1, 1, 5, 4)
+    assert float((four.keys(exact) - exact).abs().max()) < 0.5 * float(exact.abs().max()) / 7
+    kivi = quantiser("kivi-2", 32)
+    # Values: 0 to 3 are the four levels of two bits, in every group of 32 channels.
+    values = torch.tensor([0.0, 1, 2, 3] * 8)[None, None, None]
+    torch.testing.assert_close(kivi.values(values), values)
+    torch.testing.assert_close(kivi.values(values + 0.3), values + 0.3, atol=1e-3, rtol=0)
+    # Keys: the same along 32 tokens of a channel, whatever the other channels are.
+    keys = torch.stack([torch.tensor([0.0, 1, 2, 3] * 8), 100 * torch.ones(32)], dim=1)[None, None]
+    torch.testing.assert_close(kivi.keys(keys), keys)
+    assert not torch.allclose(kivi.values(keys.mT), quantiser("kivi-2", 32).keys(keys.mT.repeat(1, 1, 16, 1))[:, :, :2])
+
+
+def test_fp8_is_that_of_torch_and_saturates() -> None:
+    plain, scaled = quantiser("fp8", 64), quantiser("fp8-scaled", 64)
+    kept = torch.tensor([0.0, 1.0, -1.125, 448.0, 1e6, 0.3])[None, None, None]
+    torch.testing.assert_close(
+        plain.keys(kept), torch.tensor([0.0, 1.0, -1.125, 448.0, 448.0, 0.3125])[None, None, None]
+    )
+    assert float(scaled.keys(kept).max()) == pytest.approx(1e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_codebook_is_that_of_max(bits: int) -> None:
+    levels = gaussian_codebook(bits)
+    # J. Max (1960), table I: distortion of the best quantiser with 4, 8 and 16 levels.
+    distortion = {2: 0.1175, 3: 0.03454, 4: 0.009497}[bits]
+    sample = torch.randn(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    nearest = levels[torch.bucketize(sample, (levels[1:] + levels[:-1]) / 2)]
+    assert float((nearest - sample).square().mean()) == pytest.approx(distortion, rel=0.02)
+    torch.testing.assert_close(levels, -levels.flip(0))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_turboquant_leaves_the_distortion_of_its_codebook_whatever_the_vectors(bits: int) -> None:
+    turbo = quantiser(f"turboquant-{bits}", 64)
+    spiky = states(1, 2, 300, 64) * (torch.arange(64) % 16 == 0) * 50
+    for vectors in (states(1, 2, 300, 64), spiky):
+        error = (turbo.keys(vectors) - vectors).square().sum() / vectors.square().sum()
+        assert float(error) == pytest.approx({2: 0.1175, 3: 0.03454, 4: 0.009497}[bits], rel=0.12)
+    assert float(turbo.keys(torch.zeros(1, 1, 2, 64)).abs().max()) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("fp8", 8), ("fp8-scaled", 8.25), ("kivi-4", 5), ("kivi-2", 3), ("turboquant-4", 4.25), ("rotated-int4", 4.5)],
+)
+def test_bits_count_scales_and_exact_windows(name: str, bits: float) -> None:
+    rounding = quantiser(name, 64)
+    assert rounding.bits == bits
+    exact = rounding.exact
+    assert exact == (128 if name.startswith("kivi") else 0)
+    assert rounding.bits_per_element(2048) == pytest.approx(bits + (16 - bits) * exact / 2048)
+    assert rounding.bits_per_element(32768) == pytest.approx(bits + (16 - bits) * exact / 32768)
+
+
+def test_what_is_rounded_leaves_the_window_in_whole_steps() -> None:
+    rounding = CacheQuantiser("", lambda x: x, lambda x: x, 4, exact=10, step=4)
+    assert [rounding.rounded(seen) for seen in (0, 9, 10, 13, 14, 17, 18)] == [0, 0, 0, 0, 4, 4, 8]
+    assert rounding.bits_per_element(14) == pytest.approx((4 * 4 + 10 * 16) / 14)
+
+
+def small(name: str, **changes: Any) -> CacheQuantiser:
+    """A quantiser for the tiny models' heads of 8, KIVI with groups and a window that fit."""
+    if not name.startswith("kivi"):
+        return quantiser(name, 8)
+    kivi = quantiser(name, 32)
+
+    def values(rows: torch.Tensor) -> torch.Tensor:
+        return kivi.values(torch.cat([rows, rows[..., :1].expand(*rows.shape[:-1], 24)], -1))[..., :8]
+
+    return CacheQuantiser(name, kivi.keys, values, 5, exact=8, step=32)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3-qk-norm"])
+@pytest.mark.parametrize("name", list(QUANTISERS))
+def test_one_pass_is_decoding_token_by_token(family: str, name: str) -> None:
+    model, rounding = tiny.dense_model(family), small(name)
+    windows = torch.randint(0, tiny.VOCABULARY, (2, 90), generator=torch.Generator().manual_seed(1))
+    reference = window_scores(model, windows, keep=True)
+    with quantised_cache(model, rounding):
+        whole = window_scores(model, windows, dense=reference.states)
+    single = window_scores(
+        model, windows, dense=reference.states, prefill=1, cache=lambda: quantised_layers(model, rounding)
+    )
+    torch.testing.assert_close(whole.losses, single.losses, rtol=1e-4, atol=1e-4)
+    assert whole.divergences is not None and float(whole.divergences.min()) > 1e-7
+    # And the model is as it was.
+    torch.testing.assert_close(window_scores(model, windows).losses, reference.losses)
+
+
+def test_fewer_bits_are_worse() -> None:
+    vectors = states(1, 2, 64, 64)
+    errors = [
+        float((quantiser(name, 64).keys(vectors) - vectors).square().mean())
+        for name in ("fp8", "turboquant-4", "turboquant-3", "turboquant-2")
+    ]
+    assert errors == sorted(errors) and math.isfinite(errors[-1])
+
+
+def test_an_unknown_quantiser_is_named() -> None:
+    with pytest.raises(ParameterError, match="'kivi-5' is unknown; choose one of fp8"):
+        quantiser("kivi-5", 64)
