@@ -95,7 +95,7 @@ def preset(
         bool, typer.Option("--overwrite", help="Replace a file even if it was changed by hand.")
     ] = False,
 ) -> None:
-    """Write a parameter file: the defaults, or the paper's settings for a model. Then run `dvc repro`."""
+    """Write a parameter file: the defaults, a named setting, or the paper's for a model. Then run `dvc repro`."""
     with user_errors():
         if name == "list":
             print("\n".join(preset_names()))

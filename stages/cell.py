@@ -26,8 +26,8 @@ def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figur
     """Compress as --set says and measure perplexity and bytes; write them to OUT."""
     setting = {name: yaml.safe_load(value) for name, _, value in (change.partition("=") for change in run.changes)}
     setting = {name.removeprefix("compression."): value for name, value in setting.items()}
-    own = {name: value for name, value in setting.items() if "." not in name}
-    parameters = run.params.compression.model_copy(update=_AS_MEANT | own)
+    meant = {name: value for name, value in _AS_MEANT.items() if name not in setting}
+    parameters = run.params.compression.model_copy(update=meant)
     stored, baseline, folder = Stored(run, run.precision), run.read("baseline"), run.model().folder
     result = compress_layers(
         stored.source,

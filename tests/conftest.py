@@ -68,8 +68,8 @@ def _tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[s
     parameters = yaml.safe_load((ROOT / "params.yaml").read_text())
     parameters["model"]["id"] = str(tiny_folder)
     parameters["calibration"] |= {"text": str(tiny_texts[0]), "samples": 6, "length": 32, "precision": "float32"}
-    # 16-bit latents of pairs of heads at half of the bytes; the defaults are those of tests/test_repro.py.
-    parameters["compression"] |= {"ratio": 0.5, "group_size": 2, "bits": 16, "damping": 1e-6, "gradient_damping": 1e-3}
+    # 16-bit latents of pairs of heads at half of the bytes; tests/test_cli.py runs the stages with the defaults.
+    parameters["compression"] |= {"ratio": 0.5, "group_size": 2, "bits": 16}
     parameters["evaluation"] |= {"text": str(tiny_texts[1]), "window": 32, "max_windows": 3, "sample_tokens": 4}
     parameters["zeroshot"]["limit"] = 6
     parameters["needle"] |= {"lengths": [64], "depths": [0.0, 1.0]}

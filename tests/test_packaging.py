@@ -48,7 +48,7 @@ def test_wheel_holds_the_library_alone(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"recalkv", f"recalkv-{recalkv.__version__}.dist-info"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "recalkv").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
-    assert {"recalkv/presets/paper.yaml", "recalkv/py.typed"} <= set(names)
+    assert {"recalkv/presets/presets.yaml", "recalkv/py.typed"} <= set(names)
 
 
 def test_metadata(wheel: Path) -> None:

@@ -108,7 +108,7 @@ def test_the_checkpoint_generates_and_is_that_of_the_one_call(
     dense = AutoModelForCausalLM.from_pretrained(source)
     direct = recalkv.compress(
         dense, tokenizer, [tiny_texts[0].read_text()], samples=6, length=32, precision="float32",
-        ratio=0.5, group_size=2, bits=16, damping=1e-6, gradient_damping=1e-3,
+        ratio=0.5, group_size=2, bits=16,
     )  # fmt: skip
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(direct.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
@@ -214,6 +214,12 @@ def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
     assert plain["perplexity"] != uniform["perplexity"]
     compared = json.loads((prepared / "data/cells/compare/palu.json").read_text())
     assert compared["perplexity_dense"] == plain["perplexity_dense"]
+
+
+def test_a_cell_reads_numbers_as_the_parameter_file_does(prepared: Path) -> None:
+    # YAML 1.1 reads 1e-6 as a string.
+    assert invoke("cell", out=prepared / "cell.json", changes=["compression.damping=1e-6"]) == 0
+    assert json.loads((prepared / "cell.json").read_text())["bits"] == "16"
 
 
 def test_a_grid_becomes_a_table(prepared: Path) -> None:

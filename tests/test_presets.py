@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from recalkv.cli import app
 from recalkv.compression import compress_layers
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS
+from recalkv.method.methods import resolve_method
 from recalkv.model.layers import ModuleSource
 from recalkv.model.spec import LatentSpec
 from recalkv.params import Params, load_params
@@ -46,9 +47,25 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# Name, ratio, method.
+SETTINGS = {
+    "safe": ("safe", 0.75, "loss-aware"),
+    "small": ("small", 0.875, "loss-aware"),
+    "tiny": ("tiny", 0.9375, "loss-aware"),
+    "paper": ("paper", 0.5, "recalkv"),
+}
+
 
 def test_every_preset_has_an_architecture_here() -> None:
-    assert set(preset_names()) == {"default", *ARCHITECTURES}
+    assert set(preset_names()) == {"default", *SETTINGS, *ARCHITECTURES}
+
+
+@pytest.mark.parametrize(("name", "ratio", "method"), SETTINGS.values())
+def test_settings_change_the_budget_or_the_method_alone(name: str, ratio: float, method: str) -> None:
+    own, default = preset(name), preset("default")
+    assert own.model_dump(exclude={"compression"}) == default.model_dump(exclude={"compression"})
+    assert own.compression == default.compression.model_copy(update={"ratio": ratio, "method": method})
+    assert resolve_method(own.compression).bits == (16 if name == "paper" else "mixed")
 
 
 def test_the_project_starts_from_the_defaults() -> None:
@@ -56,7 +73,7 @@ def test_the_project_starts_from_the_defaults() -> None:
     assert (ROOT / "params.yaml").read_text() == render(preset("default")), "run `recalkv preset default --overwrite`"
 
 
-@pytest.mark.parametrize("name", ["default", *sorted(ARCHITECTURES)])
+@pytest.mark.parametrize("name", ["default", *SETTINGS, *sorted(ARCHITECTURES)])
 def test_rendered_file_reads_as_the_preset(name: str, tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     path.write_text(render(preset(name, 0.6)))

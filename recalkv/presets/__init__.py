@@ -1,4 +1,4 @@
-"""Parameter files: the defaults, or the paper's settings for the models of its tables, each value explained."""
+"""Parameter files: the defaults, named settings, or the paper's for the models of its tables, each value explained."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ DEFAULT = "default"
 
 _HEADER = """\
 # Every parameter of the pipeline, as recalkv/params.py checks and documents it. A missing or unknown key is an error.
-# `recalkv preset NAME` writes this file: `default`, or a model of the paper's tables.
+# `recalkv preset NAME` writes this file: `default`, `safe`, `small`, `tiny`, `paper`, or a model of the paper's tables.
 """
 _WIDTH = 120
 _COLUMN = 34
@@ -30,7 +30,7 @@ _COLUMN = 34
 
 def preset_names() -> list[str]:
     """Names of all presets."""
-    return [DEFAULT, *_papers()["models"]]
+    return [DEFAULT, *_written()["settings"], *_written()["models"]]
 
 
 def preset(name: str, ratio: float | None = None) -> Params:
@@ -50,7 +50,10 @@ def preset(name: str, ratio: float | None = None) -> Params:
     """
     if name not in preset_names():
         raise ParameterError(f"preset {name!r} does not exist; choose one of: {', '.join(preset_names())}.")
-    overlays = [] if name == DEFAULT else [_papers()["all"], _papers()["models"][name]]
+    written = _written()
+    overlays = [written["settings"][name]] if name in written["settings"] else []
+    if name in written["models"]:
+        overlays = [written["all"], written["models"][name]]
     if ratio is not None:
         overlays.append({"compression": {"ratio": ratio}})
     values = {section: model().model_dump() for section, model in _sections().items()}
@@ -90,9 +93,9 @@ def _sections() -> dict[str, type[BaseModel]]:
 
 
 @functools.cache
-def _papers() -> dict[str, Any]:
+def _written() -> dict[str, Any]:
     """``all``: settings of every model; ``models``: what each has of its own."""
-    content: dict[str, Any] = yaml.safe_load((files(__package__) / "paper.yaml").read_text())
+    content: dict[str, Any] = yaml.safe_load((files(__package__) / "presets.yaml").read_text())
     return content
 
 
