@@ -48,9 +48,13 @@ wikitext: setup
 	@cat reports/grids/wikitext.md
 
 # Our settings beside quantised caches of the dense model, on three texts; and a few of them on few windows.
-frontier frontier-quick: setup
-	$(IN_VENV) dvc repro $(if $(findstring quick,$@),grids/frontier/dvc.yaml:page@set1,grids/frontier/dvc.yaml:page@set0)
-	@cat reports/$@.md
+frontier: setup
+	$(IN_VENV) dvc repro grids/frontier/dvc.yaml:page@set0
+	@cat reports/frontier.md
+
+frontier-quick: setup
+	$(IN_VENV) dvc repro grids/frontier/dvc.yaml:page@set1
+	@cat reports/frontier-quick.md
 
 # One thread a worker: two workers of two threads each are slower than two of one.
 test: setup lint

@@ -235,7 +235,7 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
         assert layer.value_layout == ("fused" if kind.values == "fused" else "separate")
         assert attention.self_attn.fused == (kind.values == "fused")
         bits = {bits for rows in (layer.key_rows, layer.value_rows) if rows is not None for _, bits in rows.segments}
-        assert bits <= {8, 4, 2} if kind.bits == "mixed" else bits == ({kind.bits} - {16})
+        assert bits <= {8, 4, 3, 2} if kind.bits == "mixed" else bits == ({kind.bits} - {16})
     assert spec.joint == (kind.latents == "joint")
     assert spec.removed >= RATIOS[kind.bits]
     monkeypatch.setattr(RowLayout, "pack", lambda self, latents: latents)

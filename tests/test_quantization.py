@@ -20,6 +20,7 @@ from recalkv.evaluation.perplexity import window_losses
 from recalkv.method.basis import natural_basis, shared_scales
 from recalkv.method.bits import budget_bits, equal_bits_elements, mixed_bits
 from recalkv.model.layers import ModuleSource
+from recalkv.params import CompressionParams
 from recalkv.statistics.whitening import damped
 from recalkv.store.stores import open_store
 from tests import tiny
@@ -294,7 +295,7 @@ def test_pipeline_agrees_with_the_one_call_interface(prepared: Path, bits: Any) 
     model = AutoModelForCausalLM.from_pretrained(prepared / "data" / "compressed")
     windows = open_store(prepared / "data" / "sample.zarr", "sample").get("windows")
     dense = tiny.dense_model("llama-gqa")
-    parameters = plain(bits=bits, ratio=0.85, group_size=2)
+    parameters = CompressionParams(bits=bits, ratio=0.85, group_size=2)
     calibration = tiny.calibration(samples=6, length=32, batch_size=2)
     result = compress_layers(ModuleSource(dense), windows, calibration, parameters)
     same = tiny.assemble(dense, result, parameters)
