@@ -202,7 +202,7 @@ def test_every_parameter_is_described() -> None:
         f"`{name}`" for section in sections if section is not None for name in section.model_fields
     ]
     ratio = next(row for row in rows if row[0] == "`ratio`")
-    assert ratio == ["`ratio`", "`0.5`", "`>= 0 and < 1`", "fraction of the dense cache's bytes to remove"]
+    assert ratio == ["`ratio`", "`0.75`", "`>= 0 and < 1`", "fraction of the dense cache's bytes to remove"]
 
 
 def test_every_table_is_used() -> None:
