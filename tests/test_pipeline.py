@@ -248,3 +248,27 @@ def _unreachable(*_: Any, **__: Any) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("same_code", [True, False])
+def test_an_interrupted_stage_goes_on_only_under_the_same_code(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same_code: bool
+) -> None:
+    from stages import common, factorize
+
+    whole, calls = factorize.factorize_layer, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(factorize, "factorize_layer", interrupted)
+        invoke("factorize")
+    if not same_code:
+        monkeypatch.setattr(common, "source_digest", lambda folder: "other")
+    capsys.readouterr()
+    assert invoke("factorize") == 0
+    assert ("1 layer(s) are there already" in capsys.readouterr().err) == same_code
