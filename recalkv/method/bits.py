@@ -16,8 +16,8 @@ from recalkv.model.spec import DENSE_BITS, check_ratio
 
 __all__ = ["budget_bits", "equal_bits_elements", "mixed_bits"]
 
-_STEPS = (0, 2, 3, 4, 8)
-"""Rates of :func:`mixed_bits`; more rates gain less than their scales cost."""
+_STEPS = (0, *sorted(BITS))
+"""Rates of :func:`mixed_bits`: all that rows can hold."""
 
 _BLOCK = 4
 """Latents that are given bits together, so that segments fill whole bytes."""

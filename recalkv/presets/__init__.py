@@ -94,7 +94,7 @@ def _sections() -> dict[str, type[BaseModel]]:
 
 @functools.cache
 def _written() -> dict[str, Any]:
-    """``all``: settings of every model; ``models``: what each has of its own."""
+    """``settings`` by name; ``all``: the paper's for every model; ``models``: what each has of its own."""
     content: dict[str, Any] = yaml.safe_load((files(__package__) / "presets.yaml").read_text())
     return content
 
