@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recalkv.cache.rows import BITS
+from recalkv.cache.codebooks import CODES
+from recalkv.cache.rows import Segment
 from recalkv.method.factors import LayerFactors
 from recalkv.method.grouping import HeadGrouping
 from recalkv.method.methods import resolve_method
@@ -103,12 +104,12 @@ class Stored:
         return LayerRefit(keys, values, reader.find(f"{name}/output"), error_before, error_after)
 
 
-def segment_widths(segments: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-    """Latents of each group in each of :data:`recalkv.cache.rows.BITS`, (groups, len(BITS)) int64."""
-    widths = [[sum(width for width, own in group if own == bits) for bits in BITS] for group in segments]
-    return torch.tensor(widths, dtype=torch.int64).reshape(-1, len(BITS))
+def segment_widths(segments: Sequence[Sequence[Segment]]) -> Tensor:
+    """Latents of each group in each of :data:`recalkv.cache.codebooks.CODES`, (groups, codes) int64."""
+    widths = [[sum(own.width for own in group if own.code == code) for code in CODES] for group in segments]
+    return torch.tensor(widths, dtype=torch.int64).reshape(-1, len(CODES))
 
 
-def _segments(widths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+def _segments(widths: Sequence[Sequence[int]]) -> list[list[Segment]]:
     """Undo :func:`segment_widths`."""
-    return [[(width, bits) for width, bits in zip(group, BITS, strict=True) if width] for group in widths]
+    return [[Segment(width, *code) for width, code in zip(group, CODES, strict=True) if width] for group in widths]

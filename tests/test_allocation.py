@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from recalkv.cache.codebooks import UNIFORM_CODES
+from recalkv.cache.rows import Segment
 from recalkv.errors import BudgetError, ParameterError
 from recalkv.method.allocation import allocate
 from recalkv.method.bits import mixed_bits
@@ -68,16 +70,18 @@ def test_energies_reach_their_own_latents(joint: bool) -> None:
 @pytest.mark.parametrize("changes", [{}, {"joint": False}, {"method": "recalkv"}, {"method": "palu"}])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_equal_bits_meet_the_bytes_of_the_ratio(changes: dict[str, Any], bits: int) -> None:
-    method = method_of(bits=bits, ratio=0.9, **changes)
+    method, code = method_of(bits=bits, ratio=0.9, **changes), UNIFORM_CODES[bits]
     widths = (320, 160) if method.joint else (160, 80, 240) if method.whole_values else (160, 80, 160, 80)
     specs, allocation = allocate(GEOMETRY, SCORES, method, energies_of(*widths))
     assert sum(spec.cached_elements for spec in specs) == allocation.used
     for spec in specs:
-        assert spec.key_segments == tuple(((rank, bits),) for rank in spec.key_ranks)
-        assert spec.value_segments == (None if method.joint else tuple(((rank, bits),) for rank in spec.value_ranks))
+        assert spec.key_segments == tuple((Segment(rank, *code),) for rank in spec.key_ranks)
+        assert spec.value_segments == (
+            None if method.joint else tuple((Segment(rank, *code),) for rank in spec.value_ranks)
+        )
     budget, spent = round(960 * 16 * 0.1), sum(spec.cached_bits for spec in specs)
     # Less than an element is left over, and what padding each latent did not need.
-    assert budget - bits - 7 * 2 * len(widths) < spent <= budget
+    assert budget - bits - 13 * 2 * len(widths) < spent <= budget
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -87,7 +91,7 @@ def test_mixed_bits_give_every_latent_segments_of_its_own(joint: bool) -> None:
     expected = mixed_bits([unit.tolist() for layer in energies for unit in layer], 0.8)
     given = [list(group) for spec in specs for group in [*spec.key_segments, *(spec.value_segments or ())]]
     assert given == expected
-    assert allocation.used == sum(width for unit in expected for width, _ in unit)
+    assert allocation.used == sum(segment.width for unit in expected for segment in unit)
 
 
 def test_refusals_name_the_remedy() -> None:

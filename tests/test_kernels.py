@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from recalkv.cache.rows import RowLayout
+from recalkv.cache.codebooks import CODES, UNIFORM_CODES, Code
+from recalkv.cache.rows import RowLayout, Segment
 from recalkv.errors import ParameterError
 from recalkv.kernels.plan import ScoresLaunch, cover_rank, scores_launch, value_blocks
 from recalkv.model.attention import LatentAttention
@@ -261,7 +262,8 @@ def test_left_padding_and_empty_slots_of_a_static_cache(queries: int) -> None:
 @pytest.mark.parametrize("rank", [24, 83])
 def test_keys_from_products_of_8_bit_numbers(rank: int, group: int) -> None:
     """Exact but for the rounding of R_k, which the reference has as well."""
-    case = Case(kv_heads=2, query_heads=4, key_group=group, key_rank=rank, joint=True, segments=_segments(8), int8=True)
+    segments = _segments(UNIFORM_CODES[8])
+    case = Case(kv_heads=2, query_heads=4, key_group=group, key_rank=rank, joint=True, segments=segments, int8=True)
     problem = Problem(case)
     assert problem.error() > 1e-4
     for up in problem.ups:
@@ -283,22 +285,22 @@ def test_half_precision(name: str, dtype: torch.dtype, bound: float) -> None:
     assert Problem(case).error() < bound
 
 
-def _segments(*bits: int) -> Any:
-    def split(ranks: list[int]) -> list[list[tuple[int, int]]]:
+def _segments(*codes: Code) -> Any:
+    def split(ranks: list[int]) -> list[list[Segment]]:
         groups = []
         for rank in ranks:
-            widths = [rank // len(bits)] * len(bits)
+            widths = [rank // len(codes)] * len(codes)
             widths[0] += rank - sum(widths)
-            groups.append(list(zip(widths, bits, strict=True)))
+            groups.append([Segment(width, *code) for width, code in zip(widths, codes, strict=True)])
         return groups
 
     return split
 
 
-@pytest.mark.parametrize("bits", [(8,), (4,), (3,), (2,), (8, 4, 2), (8, 3)])
+@pytest.mark.parametrize("codes", [*((code,) for code in CODES), CODES, (CODES[0], UNIFORM_CODES[3])])
 @pytest.mark.parametrize("joint", [True, False])
-def test_packed_rows_are_read_as_they_are(bits: tuple[int, ...], joint: bool) -> None:
-    case = Case(kv_heads=2, query_heads=4, key_group=1, value_group=2, joint=joint, segments=_segments(*bits))
+def test_packed_rows_are_read_as_they_are(codes: tuple[Code, ...], joint: bool) -> None:
+    case = Case(kv_heads=2, query_heads=4, key_group=1, value_group=2, joint=joint, segments=_segments(*codes))
     assert Problem(case).error() < 2e-6
 
 

@@ -1,34 +1,56 @@
 """Quantised latents: fewer bits for each cached element, on top of the low rank.
 
 One token's latents are one row of bytes, which transformers' own cache classes hold like any tensor: per
-segment (consecutive latents of one group with the same bits) a byte for the scale and packed codes.
-Segments are rotated offline by a random orthogonal matrix, folded into L and R, so every latent of a
-segment looks alike and Gaussian, and one scale per token and segment suffices.
+segment (consecutive latents of one group with the same code) a byte for the scale and packed codes
+(:mod:`recalkv.cache.codebooks`). Segments are rotated offline by a random orthogonal matrix, folded into L
+and R, so every latent of a segment looks alike and Gaussian, and one scale per token and segment suffices.
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from recalkv.cache.codebooks import CODES, Code, nearest, words
 from recalkv.errors import CheckpointError
 
-__all__ = ["BITS", "DISTORTION", "RowLayout", "Segment", "pack_codes", "unpack_codes"]
-
-Segment = tuple[int, int]
-"""Width (latents) and bits per latent."""
-
-BITS = (8, 4, 3, 2)
-"""Bits that a segment can have, in the order in which segments stand in a group."""
-
-# Step of the best uniform quantiser of a Gaussian with 2^b levels, in standard deviations, and the mean
-# squared error that it leaves, in variances (J. Max, "Quantizing for minimum distortion", 1960).
-_STEP = {2: 0.9957, 3: 0.5860, 4: 0.3352, 8: 0.03076}
-DISTORTION = {0: 1.0, 2: 0.1188, 3: 0.03744, 4: 0.01154, 8: 8.77e-5}
+__all__ = ["RowLayout", "Segment", "pack_codes", "unpack_codes"]
 
 # A scale is 2^((byte - 128) / 8): 9 % apart, from 1.5e-5 to 6e4 times the usual one.
 _SCALE_STEPS, _SCALE_ZERO = 8, 128
+
+
+class Segment(NamedTuple):
+    """Consecutive latents with the same code.
+
+    Attributes
+    ----------
+    width
+        Latents of the segment.
+    latents, bits
+        Of its :class:`recalkv.cache.codebooks.Code`.
+    """
+
+    width: int
+    latents: int
+    bits: int
+
+    @property
+    def code(self) -> Code:
+        """How its latents are written down."""
+        return Code(self.latents, self.bits)
+
+    @property
+    def codes(self) -> int:
+        """How many codes it takes."""
+        return -(-self.width // self.latents)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of its scale and codes."""
+        return 1 + _code_bytes(self.codes, self.bits)
 
 
 class RowLayout:
@@ -37,7 +59,7 @@ class RowLayout:
     Parameters
     ----------
     groups
-        Segments of each group: width and bits.
+        Segments of each group.
     """
 
     def __init__(self, groups: Sequence[Sequence[Segment]]) -> None:
@@ -46,44 +68,44 @@ class RowLayout:
     @property
     def width(self) -> int:
         """Latents of a row."""
-        return sum(width for width, _ in self.segments)
+        return sum(segment.width for segment in self.segments)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row: scales and codes."""
-        return sum(1 + _code_bytes(width, bits) for width, bits in self.segments)
+        return sum(segment.row_bytes for segment in self.segments)
 
     def pack(self, latents: Tensor) -> Tensor:
         """Latents (..., width) to rows (..., row_bytes) uint8."""
-        parts, widths = [], [width for width, _ in self.segments]
-        for part, (_, bits) in zip(latents.split(widths, dim=-1), self.segments, strict=True):
+        parts, widths = [], [segment.width for segment in self.segments]
+        for part, segment in zip(latents.split(widths, dim=-1), self.segments, strict=True):
             values = part.float()
             rms = values.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
             level = (rms.log2() * _SCALE_STEPS + _SCALE_ZERO).round().clamp(0, 255)
-            half = 1 << (bits - 1)
-            codes = torch.floor(values / (_scale(level) * _STEP[bits])).clamp(-half, half - 1) + half
-            parts += [level.to(torch.uint8), pack_codes(codes.to(torch.uint8), bits)]
+            padded = torch.nn.functional.pad(values / _scale(level), (0, -segment.width % segment.latents))
+            codes = nearest(padded.unflatten(-1, (-1, segment.latents)), segment.code)
+            parts += [level.to(torch.uint8), pack_codes(codes, segment.bits)]
         return torch.cat(parts, dim=-1)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows (..., row_bytes) uint8 to latents (..., width) of this type."""
-        sizes = [size for width, bits in self.segments for size in (1, _code_bytes(width, bits))]
-        pieces = rows.split(sizes, dim=-1)
-        parts = []
-        for (width, bits), level, packed in zip(self.segments, pieces[::2], pieces[1::2], strict=True):
-            codes = unpack_codes(packed, bits, width)
-            centre = (1 << (bits - 1)) - 0.5
-            parts.append(((codes.float() - centre) * (_scale(level.float()) * _STEP[bits])).to(dtype))
+        sizes = [size for segment in self.segments for size in (1, segment.row_bytes - 1)]
+        pieces, parts = rows.split(sizes, dim=-1), []
+        for segment, level, packed in zip(self.segments, pieces[::2], pieces[1::2], strict=True):
+            codes = unpack_codes(packed, segment.bits, segment.codes)
+            values = words(segment.code, rows.device)[codes.int()].flatten(-2)[..., : segment.width]
+            parts.append((values * _scale(level.float())).to(dtype))
         return torch.cat(parts, dim=-1)
 
 
 def _checked(groups: Sequence[Sequence[Segment]]) -> list[Segment]:
-    segments = [(int(width), int(bits)) for group in groups for width, bits in group]
-    bad = [segment for segment in segments if segment[0] < 1 or segment[1] not in BITS]
+    segments = [Segment(*segment) for group in groups for segment in group]
+    bad = [list(segment) for segment in segments if segment.width < 1 or segment.code not in CODES]
     if bad:
+        known = ", ".join(f"{code.bits} for {code.latents}" for code in CODES)
         raise CheckpointError(
-            f"segments (latents, bits) {bad} cannot be packed: widths are at least 1 and bits one of "
-            f"{', '.join(map(str, BITS))}; export the checkpoint again."
+            f"segments (width, latents of a code, bits of a code) {bad} cannot be packed: widths are at least 1, and "
+            f"codes have as many bits for latents: {known}; export the checkpoint again."
         )
     return segments
 

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from recalkv.cache.codebooks import UNIFORM_CODES
+from recalkv.cache.rows import Segment
 from recalkv.model.families import AttentionGeometry, group_sizes
 from recalkv.model.sizes import ModelSizes
 from recalkv.model.spec import LayerSpec, check_ratio
@@ -76,7 +78,9 @@ def bytes_per_token(sizes: AttentionGeometry, kind: CacheKind, group_size: int =
     values = [rank(sizes.kv_heads)]
     layer = LayerSpec(keys, values)
     if kind.bits != 16:
-        layer = LayerSpec(keys, values, False, [[(each, kind.bits)] for each in keys], [[(values[0], kind.bits)]])
+        code = UNIFORM_CODES[kind.bits]
+        segments = [[[Segment(each, *code)] for each in own] for own in (keys, values)]
+        layer = LayerSpec(keys, values, key_segments=segments[0], value_segments=segments[1])
     return sizes.layers * layer.cached_bytes()
 
 

@@ -104,8 +104,8 @@ def latent_attention(
     result: Tensor = call(
         query, z_k, z_v, mask, *where,
         plan.key_factors, plan.key_table, plan.key_scales, plan.value_up, plan.value_table, step.blocks,
-        None if keys is None else keys.places, None if keys is None else keys.steps,
-        None if values is None else values.places, None if values is None else values.steps,
+        None if keys is None else keys.places, None if keys is None else keys.words,
+        None if values is None else values.places, None if values is None else values.words,
         key_bias, norm, epsilon, anchors, offsets, scaling,
         plan.total, max(plan.value_ranks), plan.key_alignment, plan.value_alignment,
         step.rows, step.columns, step.alignment,
@@ -119,7 +119,7 @@ def _decode(
     query: Tensor, z_k: Tensor, z_v: Tensor | None, mask: Tensor | None, seen: Tensor, behind: int,
     key_up: Tensor, key_table: Tensor, key_scales: Tensor | None, value_up: Tensor | None,
     value_table: Tensor, blocks: Tensor,
-    key_places: Tensor | None, key_steps: Tensor | None, value_places: Tensor | None, value_steps: Tensor | None,
+    key_places: Tensor | None, key_words: Tensor | None, value_places: Tensor | None, value_words: Tensor | None,
     key_bias: Tensor | None, key_norm: Tensor | None, epsilon: float, anchors: Tensor, offsets: Tensor,
     scaling: float, total: int, value_rank: int, key_alignment: int, value_alignment: int,
     block_rows: int, block_columns: int, block_alignment: int,
@@ -148,7 +148,7 @@ def _decode(
         scores_kernel[(score_runs, kv_heads, batch)](
             query.contiguous(), z_k, key_up, seen if key_bias is None else key_bias,
             seen if key_norm is None else key_norm, anchors, offsets, seen if mask is None else mask, seen, logits,
-            key_table, seen if key_places is None else key_places, seen if key_steps is None else key_steps,
+            key_table, seen if key_places is None else key_places, seen if key_words is None else key_words,
             seen if key_scales is None else key_scales, z_k.stride(0), z_k.stride(1),
             0 if mask is None else mask.stride(0),
             0 if mask is None else mask.stride(2), logits_stride, 0 if key_places is None else key_places.shape[1],
@@ -162,7 +162,7 @@ def _decode(
         packed = value_places is not None
         values_kernel[(len(blocks), runs, batch)](
             logits, z_v, partial, most, sums, seen, blocks, seen if value_places is None else value_places,
-            seen if value_steps is None else value_steps, z_v.stride(0), z_v.stride(1), logits_stride,
+            seen if value_words is None else value_words, z_v.stride(0), z_v.stride(1), logits_stride,
             0 if value_places is None else value_places.shape[1], all_rows, total, behind, tiles,
             BLOCK_M=block_rows, BLOCK_C=block_columns, BLOCK_N=TILE, ALIGN=block_alignment, PACKED=packed,
             UPCAST=interpreted, TYPE=_TYPES[latents], num_warps=value_warps(packed), num_stages=STAGES,

@@ -14,27 +14,27 @@ __all__ = ["head_row", "load_codes", "load_latents", "load_up", "turned_pairs"]
 
 @triton.jit
 def load_latents(
-    base, slots_ok, columns, columns_ok, slot_offsets, columns_ptr, steps_ptr, table_width,
+    base, slots_ok, columns, columns_ok, slot_offsets, columns_ptr, words_ptr, table_width,
     PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Latents (slots, columns) of one sequence: plain, or unpacked from rows of codes."""
     ok = slots_ok[:, None] & columns_ok[None, :]
     if PACKED:
-        # Of each column: its first byte, shift and bits, the byte of its scale, and the step of its codes.
+        # Of each column: first byte, shift and bits of its code, byte of its scale, and its places among the words.
         first = tl.load(columns_ptr + columns, mask=columns_ok, other=0)
         shift = tl.load(columns_ptr + table_width + columns, mask=columns_ok, other=0)
         bits = tl.load(columns_ptr + 2 * table_width + columns, mask=columns_ok, other=8)
         level_at = tl.load(columns_ptr + 3 * table_width + columns, mask=columns_ok, other=0)
-        step = tl.load(steps_ptr + columns, mask=columns_ok, other=0.0)
+        word_at = tl.load(columns_ptr + 4 * table_width + columns, mask=columns_ok, other=0)
+        next_word = tl.load(columns_ptr + 5 * table_width + columns, mask=columns_ok, other=0)
         rows = base + slot_offsets[:, None]
         low = tl.load(rows + first[None, :], mask=ok, other=0).to(tl.int32)
         astride = (shift + bits) > 8
         high = tl.load(rows + first[None, :] + 1, mask=ok & astride[None, :], other=0).to(tl.int32)
         code = ((low | (high << 8)) >> shift[None, :]) & ((1 << bits) - 1)[None, :]
+        word = tl.load(words_ptr + word_at[None, :] + code * next_word[None, :], mask=ok, other=0.0)
         level = tl.load(rows + level_at[None, :], mask=ok, other=0).to(tl.float32)
-        centre = ((1 << bits) - 1).to(tl.float32) * 0.5
-        size = tl.exp2((level - 128.0) * 0.125) * step[None, :]
-        latents = ((code.to(tl.float32) - centre[None, :]) * size).to(TYPE)
+        latents = (word * tl.exp2((level - 128.0) * 0.125)).to(TYPE)
         latents = tl.where(ok, latents, 0.0)
     else:
         latents = tl.load(base + slot_offsets[:, None] + columns[None, :], mask=ok, other=0.0)

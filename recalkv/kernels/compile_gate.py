@@ -186,12 +186,12 @@ def _scores(c: Configuration, architecture: int) -> Launch:
     element = 1 if c.int8 else 2
     launch = scores_launch(c.key_rank, c.head_dim, rows, element, c.packed and not c.int8, SHARED_LIMITS[architecture])
     table = "*i32" if c.packed else "*i64"
-    steps = "*fp32" if c.packed else "*i64"
+    codes = "*fp32" if c.packed else "*i64"
     pointers = {
         "query_ptr": f"*{c.dtype}", "latent_ptr": c.latent, "up_ptr": "*i8" if c.int8 else f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "norm_ptr": f"*{c.dtype}" if c.norm else "*i64",
         "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "logits_ptr": "*fp32",
-        "heads_ptr": "*i32", "columns_ptr": table, "steps_ptr": steps,
+        "heads_ptr": "*i32", "columns_ptr": table, "words_ptr": codes,
         "scales_ptr": "*fp32" if c.int8 else "*i64",
     }  # fmt: skip
     numbers = {
@@ -216,7 +216,7 @@ def _values(c: Configuration) -> Launch:
     types = {
         "logits_ptr": "*fp32", "latent_ptr": c.latent, "partial_ptr": "*fp32", "most_ptr": "*fp32",
         "sum_ptr": "*fp32", "seen_ptr": "*i64", "blocks_ptr": "*i32", "columns_ptr": "*i32" if c.packed else "*i64",
-        "steps_ptr": "*fp32" if c.packed else "*i64",
+        "words_ptr": "*fp32" if c.packed else "*i64",
         "latent_batch_stride": "i64", "latent_slot_stride": "i32", "logits_stride": "i32", "table_width": "i32",
         "all_rows": "i32", "total": "i32", "behind": "i32", "tiles": "i32",
     }  # fmt: skip

@@ -15,7 +15,7 @@ __all__ = ["combine_kernel", "values_kernel"]
 
 @triton.jit(do_not_specialize=["behind", "tiles", "latent_batch_stride"])
 def values_kernel(
-    logits_ptr, latent_ptr, partial_ptr, most_ptr, sum_ptr, seen_ptr, blocks_ptr, columns_ptr, steps_ptr,
+    logits_ptr, latent_ptr, partial_ptr, most_ptr, sum_ptr, seen_ptr, blocks_ptr, columns_ptr, words_ptr,
     latent_batch_stride, latent_slot_stride, logits_stride, table_width, all_rows, total, behind, tiles,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
     PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr,
@@ -68,7 +68,7 @@ def values_kernel(
         used = slot_ok & (tl.max(weights, axis=0) > 0)
         latents = load_latents(
             base, used, first_column + in_block, columns_ok, slot.to(tl.int64) * latent_slot_stride, columns_ptr,
-            steps_ptr, table_width, PACKED, UPCAST, TYPE,
+            words_ptr, table_width, PACKED, UPCAST, TYPE,
         )  # fmt: skip
         context = tl.dot(weights.to(latents.dtype), latents, context * shrink[:, None], input_precision="ieee")
         weight = weight * shrink + tl.sum(weights, axis=1)

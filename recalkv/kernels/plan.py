@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.cache.rows import RowLayout
+from recalkv.cache.codebooks import UNIFORM_CODES, words
+from recalkv.cache.rows import RowLayout, Segment
 
 __all__ = [
     "COMBINE_COLUMNS",
@@ -213,24 +214,31 @@ class Step:
 
 
 class PackedColumns:
-    """Where each latent of a packed row stands: first byte, shift, bits and byte of its scale; step of its codes."""
+    """Where each latent of a packed row stands, and what its codes stand for.
+
+    Attributes
+    ----------
+    places : (6, latents) int32
+        Of each latent: first byte, shift and bits of its code, byte of its scale, its place in ``words`` for the
+        code 0, and how far on it is for the next code.
+    words : (values) float32
+        The words of all codes of the row, one code's after the other's.
+    """
 
     def __init__(self, layout: RowLayout, device: torch.device) -> None:
-        places, steps, scale = [], [], 0
-        for width, bits in layout.segments:
-            for column in range(width):
-                byte, shift = divmod(column * bits, 8)
-                places.append([scale + 1 + byte, shift, bits, scale])
-                steps.append(_step(bits))
-            scale += RowLayout([[(width, bits)]]).row_bytes
+        codes = list(dict.fromkeys(segment.code for segment in layout.segments))
+        tables = [words(code).flatten() for code in codes]
+        starts = dict(zip(codes, itertools.accumulate(map(len, tables), initial=0), strict=False))
+        places, scale = [], 0
+        for segment in layout.segments:
+            for column in range(segment.width):
+                number, within = divmod(column, segment.latents)
+                byte, shift = divmod(number * segment.bits, 8)
+                word = starts[segment.code] + within
+                places.append([scale + 1 + byte, shift, segment.bits, scale, word, segment.latents])
+            scale += segment.row_bytes
         self.places = torch.tensor(places, dtype=torch.int32, device=device).T.contiguous()
-        self.steps = torch.tensor(steps, dtype=torch.float32, device=device)
-
-
-def _step(bits: int) -> float:
-    """Step of codes at a scale of one: the first code above the middle is half a step above zero."""
-    row = torch.tensor([128, 1 << (bits - 1)], dtype=torch.uint8)
-    return 2 * float(RowLayout([[(1, bits)]]).unpack(row, torch.float64))
+        self.words = torch.cat(tables).to(device)
 
 
 class LayerPlan:
@@ -272,7 +280,11 @@ class LayerPlan:
         self.key_up, self.value_up = key_up, value_up
         self.value_ranks, self.value_heads = list(value_ranks), list(value_heads)
         keys, values = [], []
-        self.int8 = int8 and key_rows is not None and [*key_rows.segments] == [(rank, 8) for rank in key_ranks]
+        self.int8 = (
+            int8
+            and key_rows is not None
+            and key_rows.segments == [Segment(rank, *UNIFORM_CODES[8]) for rank in key_ranks]
+        )
         for rank, heads, start, column in groups_of(key_ranks, key_heads, head_dim):
             # 8-bit factors stand transposed, head after head.
             step, stride = (rank * head_dim, rank) if self.int8 else (head_dim, heads * head_dim)

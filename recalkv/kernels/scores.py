@@ -26,7 +26,7 @@ def _scaled(sums, size, scales_ptr, half_sums_at, places_ok):
 )  # fmt: skip
 def scores_kernel(
     query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, logits_ptr,
-    heads_ptr, columns_ptr, steps_ptr, scales_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride,
+    heads_ptr, columns_ptr, words_ptr, scales_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride,
     mask_query_stride, logits_stride, table_width, behind, tiles, scaling, eps,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     RANK_A: tl.constexpr, RANK_B: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -69,7 +69,8 @@ def scores_kernel(
     if INT8:
         first_byte = tl.load(columns_ptr + first_column)
         level_at = tl.load(columns_ptr + 3 * table_width + first_column)
-        code_step = tl.load(steps_ptr + first_column)
+        # The levels of 8-bit codes are uniform.
+        code_step = tl.load(words_ptr + 1) - tl.load(words_ptr)
     places = tl.arange(0, BLOCK_H)
     places_ok = places < HALF
     rows = tl.arange(0, BLOCK_M)
@@ -112,7 +113,7 @@ def scores_kernel(
                 latents = load_codes(base + first_byte, slot_ok, columns_a, ok_a, slot_offsets)
             else:
                 latents = load_latents(
-                    base, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, steps_ptr, table_width,
+                    base, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, words_ptr, table_width,
                     PACKED, UPCAST, kind,
                 )  # fmt: skip
             left = tl.dot(latents, up_left_a, left, input_precision="ieee", out_dtype=SUMS)
@@ -122,7 +123,7 @@ def scores_kernel(
                     latents_b = load_codes(base + first_byte, slot_ok, columns_b, ok_b, slot_offsets)
                 else:
                     latents_b = load_latents(
-                        base, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, steps_ptr,
+                        base, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, words_ptr,
                         table_width, PACKED, UPCAST, kind,
                     )  # fmt: skip
                 left = tl.dot(latents_b, up_left_b, left, input_precision="ieee", out_dtype=SUMS)
@@ -135,7 +136,7 @@ def scores_kernel(
                     latents = load_codes(base + first_byte, slot_ok, columns, ok, slot_offsets)
                 else:
                     latents = load_latents(
-                        base, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, steps_ptr, table_width,
+                        base, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, words_ptr, table_width,
                         PACKED, UPCAST, kind,
                     )  # fmt: skip
                 block = load_up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST, INT8)

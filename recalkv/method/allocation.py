@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from recalkv.cache.codebooks import UNIFORM_CODES
+from recalkv.cache.rows import Segment
 from recalkv.errors import BudgetError
 from recalkv.method.bits import equal_bits_elements, mixed_bits
 from recalkv.method.methods import Method
@@ -61,7 +63,7 @@ def allocate(
             f"ratio, or compression.bits."
         )
     allocation = _ranks(widths, layers, method, 1 - elements / dense, scores, energies)
-    segments = [[[(rank, bits)] for rank in ranks] for ranks in allocation.ranks]
+    segments = [[[Segment(rank, *UNIFORM_CODES[bits])] for rank in ranks] for ranks in allocation.ranks]
     return _specs(allocation, segments, method.joint), allocation
 
 
@@ -95,7 +97,7 @@ def _mixed(
     """Rank and bits of every direction at once; elements are counted as in any allocation."""
     flat = _flat(energies)
     segments = [list(own) for own in _per_projection(iter(mixed_bits(flat, method.ratio)), widths, layers)]
-    ranks = [tuple(sum(width for width, _ in group) for group in projection) for projection in segments]
+    ranks = [tuple(sum(segment.width for segment in group) for group in projection) for projection in segments]
     used = sum(map(sum, ranks))
     allocation = Allocation(ranks, used, used, sum(map(len, flat)))
     return _specs(allocation, segments, method.joint), allocation

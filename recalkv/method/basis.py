@@ -68,7 +68,7 @@ def _turn(
     right: Tensor,
     gram: Tensor | None,
     gradient: Tensor | None,
-    segments: Sequence[tuple[int, int]],
+    segments: Sequence[Segment],
     seed: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
     covariance = left.T @ (left if gram is None else gram.double() @ left)
@@ -77,7 +77,8 @@ def _turn(
     variances = torch.einsum("ij,ij->j", basis, covariance @ basis).clamp_min(0)
     left, right = left @ basis, inverse @ right
     start, columns, rows = 0, [], []
-    for number, (width, _) in enumerate(segments):
+    for number, segment in enumerate(segments):
+        width = segment.width
         part = slice(start, start + width)
         sizes = shared_scales(variances[part])
         rotation = random_rotation(width, *seed, number).to(left)
@@ -117,7 +118,7 @@ def natural_basis(covariance: Tensor, noise_cost: Tensor) -> tuple[Tensor, Tenso
 
     Noise e on latents z costs ``e N e^T`` with ``N = R G R^T``. With ``z' = z M`` and
     ``R' = M^-1 R`` it costs ``e' e'^T``, and the second moment of z' is diagonal: the setting of
-    reverse water-filling, in which a direction of variance v at b bits costs ``v DISTORTION[b]``.
+    reverse water-filling, in which a direction of variance v costs ``v DISTORTION[code]``.
 
     Parameters
     ----------

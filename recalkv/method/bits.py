@@ -1,23 +1,31 @@
 """Rank and bits of every direction under one budget of bytes.
 
 A direction that is not cached has zero bits, so rank and precision are one question. In the natural
-basis (:func:`recalkv.method.basis.natural_basis`) a direction of energy E, cached with b bits, leaves
-the loss ``E DISTORTION[b]``: reverse water-filling (Cover and Thomas, section 10.3.3) with the few
-rates that can be packed.
+basis (:func:`recalkv.method.basis.natural_basis`) a direction of energy E, cached with a code, leaves the
+loss ``E DISTORTION[code]``: reverse water-filling (Cover and Thomas, section 10.3.3) with the few rates
+that there are codes for.
 """
 
 import heapq
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
-from recalkv.cache.rows import BITS, DISTORTION, RowLayout
+from recalkv.cache.codebooks import DISTORTION, MIXED_CODES, UNIFORM_CODES
+from recalkv.cache.rows import Segment
 from recalkv.errors import BudgetError, NonFiniteError
 from recalkv.model.spec import DENSE_BITS, check_ratio
 
 __all__ = ["budget_bits", "equal_bits_elements", "mixed_bits"]
 
-_STEPS = (0, *sorted(BITS))
-"""Rates of :func:`mixed_bits`: all that rows can hold."""
+_CODES = MIXED_CODES[::-1]
+"""By rising rate."""
+
+_RATES = [Fraction(0), *(Fraction(code.bits, code.latents) for code in _CODES)]
+"""Bits of a latent at each level: not cached, and each of the codes."""
+
+_LOSS = [1.0, *(DISTORTION[code] for code in _CODES)]
+"""What is left of a latent's energy at each level."""
 
 _BLOCK = 4
 """Latents that are given bits together, so that segments fill whole bytes."""
@@ -31,11 +39,13 @@ def budget_bits(dense: int, ratio: float) -> int:
 
 def equal_bits_elements(dense: int, units: int, ratio: float, bits: int) -> int:
     """Elements of ``bits`` bits that fit the budget, beside a scale byte and padding for each of the units."""
-    overhead = units * (8 if bits == 8 else 15)
+    code = UNIFORM_CODES[bits]
+    # A unit's last code may be of fewer latents than it has room for, and its last byte may be of fewer codes.
+    overhead = units * (8 + (code.latents - 1) * bits + (0 if code.bits == 8 else 7))
     return min(dense, max(0, budget_bits(dense, ratio) - overhead) // bits)
 
 
-def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[tuple[int, int]]]:
+def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[Segment]]:
     """Segments of every unit that leave the least loss within the budget.
 
     Parameters
@@ -47,7 +57,7 @@ def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[t
 
     Returns
     -------
-    list of list of (width, bits)
+    list of list of Segment
         Of each unit, by falling bits; at least one block of the least bits.
 
     Raises
@@ -60,8 +70,8 @@ def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[t
     dense = sum(map(len, energies))
     budget = budget_bits(dense, ratio)
     blocks = [[unit[start : start + _BLOCK] for start in range(0, len(unit), _BLOCK)] for unit in energies]
-    least = [[_STEPS[1]] + [0] * (len(unit) - 1) for unit in blocks]
-    smallest = _total_bits([_segments(unit, taken) for unit, taken in zip(blocks, least, strict=True)])
+    least = [[1] + [0] * (len(unit) - 1) for unit in blocks]
+    smallest = _total_bits([_segments(unit, levels) for unit, levels in zip(blocks, least, strict=True)])
     if smallest > budget:
         most = math.floor((1 - smallest / dense / DENSE_BITS) * 1000) / 1000
         raise BudgetError(
@@ -71,7 +81,7 @@ def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[t
     # Scales cost bytes as well, and how many depends on the result: spend less until the whole fits.
     spend = budget
     while True:
-        segments = [_segments(unit, taken) for unit, taken in zip(blocks, _fill(blocks, spend), strict=True)]
+        segments = [_segments(unit, levels) for unit, levels in zip(blocks, _fill(blocks, spend), strict=True)]
         excess = _total_bits(segments) - budget
         if excess <= 0:
             return segments
@@ -79,41 +89,42 @@ def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[t
 
 
 def _fill(blocks: Sequence[Sequence[Sequence[float]]], budget: int) -> list[list[int]]:
-    """Bits of every block, by buying the step that saves the most loss per bit, over and over."""
-    taken = [[_STEPS[1]] + [0] * (len(unit) - 1) for unit in blocks]
-    left = budget - sum(len(unit[0]) * _STEPS[1] for unit in blocks)
+    """Level of every block, by buying the step that saves the most loss per bit, over and over."""
+    levels = [[1] + [0] * (len(unit) - 1) for unit in blocks]
+    left = budget - sum(len(unit[0]) * _RATES[1] for unit in blocks)
     heap: list[tuple[float, int, int, int]] = []
 
+    def price(content: Sequence[float], level: int) -> Fraction:
+        """Bits that the step up to a level costs a block."""
+        return (_RATES[level] - _RATES[level - 1]) * len(content)
+
     def offer(unit: int, block: int) -> None:
-        place = _STEPS.index(taken[unit][block])
-        if place + 1 < len(_STEPS):
-            now, then = _STEPS[place], _STEPS[place + 1]
-            saved = sum(blocks[unit][block]) * (DISTORTION[now] - DISTORTION[then])
-            size = (then - now) * len(blocks[unit][block])
-            heapq.heappush(heap, (-saved / size, unit, block, then))
+        level, content = levels[unit][block] + 1, blocks[unit][block]
+        if level < len(_RATES):
+            saved = sum(content) * (_LOSS[level - 1] - _LOSS[level])
+            heapq.heappush(heap, (-saved / float(price(content, level)), unit, block, level))
 
     for unit, content in enumerate(blocks):
         for block in range(len(content)):
             offer(unit, block)
     while heap:
-        _, unit, block, bits = heapq.heappop(heap)
-        size = (bits - taken[unit][block]) * len(blocks[unit][block])
+        _, unit, block, level = heapq.heappop(heap)
+        bits = price(blocks[unit][block], level)
         # Energies descend, so a block never has more bits than the one before it: segments are contiguous.
-        if size > left or (block and taken[unit][block - 1] < bits):
+        if bits > left or (block and levels[unit][block - 1] < level):
             continue
-        taken[unit][block] = bits
-        left -= size
+        levels[unit][block] = level
+        left -= bits
         offer(unit, block)
-    return taken
+    return levels
 
 
-def _segments(unit: Sequence[Sequence[float]], taken: Sequence[int]) -> list[tuple[int, int]]:
-    widths = dict.fromkeys(BITS, 0)
-    for content, bits in zip(unit, taken, strict=True):
-        if bits:
-            widths[bits] += len(content)
-    return [(width, bits) for bits, width in widths.items() if width]
+def _segments(unit: Sequence[Sequence[float]], levels: Sequence[int]) -> list[Segment]:
+    widths = [0] * len(_RATES)
+    for content, level in zip(unit, levels, strict=True):
+        widths[level] += len(content)
+    return [Segment(width, *code) for width, code in zip(widths[:0:-1], MIXED_CODES, strict=True) if width]
 
 
-def _total_bits(units: Sequence[Sequence[tuple[int, int]]]) -> int:
-    return 8 * sum(RowLayout([unit]).row_bytes for unit in units)
+def _total_bits(units: Sequence[Sequence[Segment]]) -> int:
+    return 8 * sum(segment.row_bytes for unit in units for segment in unit)

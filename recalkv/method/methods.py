@@ -125,6 +125,6 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
     if method.bits == "mixed" and method.rank_multiple != 1:
         raise ParameterError(
             f"compression.rank_multiple={method.rank_multiple} must be 1 with compression.bits=mixed, whose "
-            f"segments are multiples of four latents."
+            f"segments are as wide as their bits ask for."
         )
     return method

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from recalkv.cache.codebooks import UNIFORM_CODES
+from recalkv.cache.rows import Segment
 from recalkv.model.families import group_sizes
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
 from recalkv.model.sizes import ModelSizes
@@ -61,8 +63,8 @@ def random_latent(
     config = CONFIG_CLASSES[sizes.family](**_content(sizes))
     layer = LayerSpec(ranks, value_ranks, joint)
     if bits != 16:
-        segments = [[(rank, bits)] for rank in value_ranks]
-        layer = LayerSpec(ranks, value_ranks, joint, [[(rank, bits)] for rank in ranks], None if joint else segments)
+        keys, values = ([[Segment(rank, *UNIFORM_CODES[bits])] for rank in own] for own in (ranks, value_ranks))
+        layer = LayerSpec(ranks, value_ranks, joint, keys, None if joint else values)
     one_layer = dataclasses.replace(shape, layers=1)
     value_group_size = group_size if joint else shape.kv_heads
     config.recalkv = LatentSpec(one_layer, [layer], group_size, value_group_size, joint).to_dict()

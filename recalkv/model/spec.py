@@ -17,7 +17,7 @@ from recalkv.model.families import AttentionGeometry, group_sizes
 
 __all__ = ["DENSE_BITS", "FORMAT_VERSION", "VALUE_LAYOUTS", "LatentSpec", "LayerSpec", "check_ratio"]
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Of the ``recalkv`` section; other versions are refused."""
 
 DENSE_BITS = 16
@@ -54,7 +54,7 @@ class LayerSpec:
     joint
         Keys and values of a group share one latent, which is cached once.
     key_segments, value_segments
-        Where latents are quantised: width and bits of each group's segments. None otherwise, and for values that
+        Where latents are quantised: each group's segments. None otherwise, and for values that
         share the keys' latents.
     value_layout
         Of :data:`VALUE_LAYOUTS`.
@@ -89,7 +89,7 @@ class LayerSpec:
         ):
             if not ranks or min(ranks) < 1:
                 raise _contradiction(f"{side}_ranks={list(ranks)} must be at least one rank, each at least 1")
-            widths = None if segments is None else [sum(width for width, _ in group) for group in segments]
+            widths = None if segments is None else [sum(segment[0] for segment in group) for group in segments]
             if widths is not None and widths != list(ranks):
                 raise _contradiction(
                     f"{side}_segments of {widths} latents do not fit groups of rank {list(ranks)}: they must add up"
@@ -103,7 +103,7 @@ class LayerSpec:
             raise _contradiction("key_segments and value_segments must both be given or both be null")
         if sorted(self.head_permutation) != list(range(len(self.head_permutation))):
             raise _contradiction(f"head_permutation={list(self.head_permutation)} is no permutation")
-        # Row layouts check widths and bits.
+        # Row layouts check widths and codes.
         _ = self.key_rows, self.value_rows
 
     @functools.cached_property
@@ -350,8 +350,8 @@ def _segments(groups: Any, name: str) -> tuple[tuple[Segment, ...], ...]:
         raise _contradiction(f"{name}={groups!r} must list the segments of each group")
     result = []
     for group in groups:
-        pairs = [_integers(pair, name) for pair in group] if isinstance(group, Sequence) else [()]
-        if any(len(pair) != 2 for pair in pairs):
-            raise _contradiction(f"{name}: {group!r} must be pairs of width and bits")
-        result.append(tuple((pair[0], pair[1]) for pair in pairs))
+        numbers = [_integers(own, name) for own in group] if isinstance(group, Sequence) else [()]
+        if any(len(own) != len(Segment._fields) for own in numbers):
+            raise _contradiction(f"{name}: {group!r} must be triples of {', '.join(Segment._fields)}")
+        result.append(tuple(Segment(*own) for own in numbers))
     return tuple(result)

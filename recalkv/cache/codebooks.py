@@ -1,0 +1,143 @@
+"""Codes of quantised latents: a code of a few bits stands for one or several latents at once.
+
+Behind the rotation (:mod:`recalkv.method.basis`) the latents of a segment are Gaussian and alike. The best codes for
+several of them together lose less than codes for each alone with as many bits: cells are rounder, and none is wasted
+on corners where nothing falls. Their words are trained on standard normal numbers, once for all models, by
+``python -m benchmarks.codebooks``, which writes them next to this module.
+"""
+
+import functools
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+__all__ = ["CODES", "DISTORTION", "FILE", "MIXED_CODES", "UNIFORM_CODES", "Code", "nearest", "trained_words", "words"]
+
+FILE = Path(__file__).with_name("codebooks.safetensors")
+
+
+class Code(NamedTuple):
+    """How latents are written down.
+
+    Attributes
+    ----------
+    latents
+        Latents that share a code.
+    bits
+        Of the code, at most 8.
+    """
+
+    latents: int
+    bits: int
+
+    @property
+    def rate(self) -> float:
+        """Bits of a latent."""
+        return self.bits / self.latents
+
+
+# Mean squared error that each code leaves of a standard normal latent; a test measures them.
+DISTORTION = {
+    Code(1, 8): 8.77e-5,
+    Code(1, 6): 6.443e-4,
+    Code(2, 8): 7.92e-3,
+    Code(2, 6): 2.978e-2,
+    Code(3, 8): 4.255e-2,
+    Code(4, 8): 9.71e-2,
+    Code(8, 8): 0.3226,
+}
+
+CODES = tuple(sorted(DISTORTION, key=lambda code: -code.rate))
+"""All codes, by falling bits of a latent: the order in which segments stand in a group."""
+
+UNIFORM_CODES = {8: Code(1, 8), 4: Code(2, 8), 3: Code(2, 6), 2: Code(4, 8)}
+"""Code of each number that ``compression.bits`` can be."""
+
+MIXED_CODES = tuple(code for code in CODES if code != UNIFORM_CODES[3])
+"""Codes among which mixed bits choose; 3 bits gain nothing beside 8 bits for three latents."""
+
+# Step of the best uniform quantiser of a standard normal number with 256 levels (J. Max, "Quantizing for minimum
+# distortion", 1960). At 8 bits uniform levels stay, as integers can be multiplied as they are.
+_STEP_8 = 0.03076
+
+_CHUNK = 4096
+"""Groups of latents that are compared with all words at once: their distances fit a core's cache."""
+
+
+@functools.cache
+def words(code: Code, device: torch.device | None = None) -> Tensor:
+    """What the codes stand for at a scale of one.
+
+    Returns
+    -------
+    (2^bits, latents) float32
+        Of single latents by rising value.
+    """
+    if code == Code(1, 8):
+        levels = ((torch.arange(256) - 127.5) * _STEP_8)[:, None]
+        return levels.to(device)
+    return _trained()[f"{code.latents}x{code.bits}"].to(device)
+
+
+@functools.cache
+def _trained() -> dict[str, Tensor]:
+    return load_file(FILE)
+
+
+def nearest(values: Tensor, code: Code) -> Tensor:
+    """Code whose word is nearest.
+
+    Parameters
+    ----------
+    values : (..., latents) float32
+        Latents at a scale of one.
+
+    Returns
+    -------
+    (...) uint8
+    """
+    table = words(code, values.device)
+    if code.latents == 1:
+        middles = (table[1:, 0] + table[:-1, 0]) / 2
+        return torch.bucketize(values[..., 0].contiguous(), middles).to(torch.uint8)
+    # |x - w|^2 is least where x w - |w|^2 / 2 is greatest.
+    flat, offsets = values.reshape(-1, code.latents), -table.square().sum(1) / 2
+    codes = [torch.addmm(offsets, part, table.T).argmax(1) for part in flat.split(_CHUNK)]
+    return torch.cat(codes).to(torch.uint8).view(values.shape[:-1])
+
+
+def trained_words(code: Code, samples: int, rounds: int, seed: int) -> tuple[Tensor, float]:
+    """Words for standard normal latents by Lloyd's algorithm (Linde, Buzo and Gray, 1980).
+
+    Parameters
+    ----------
+    samples, rounds
+        Groups of latents to train on, and passes over them.
+
+    Returns
+    -------
+    (2^bits, latents) float32, float
+        The words, and the error of a latent that they leave on as many other numbers.
+    """
+    generator, count = torch.Generator().manual_seed(seed), 1 << code.bits
+    values, others = torch.randn(2, samples, code.latents, generator=generator)
+    if code.latents == 1:
+        normal = torch.distributions.Normal(0.0, math.sqrt(3))
+        table = normal.icdf((torch.arange(count) + 0.5) / count)[:, None]
+    else:
+        table = values[:count].clone()
+
+    def chosen(points: Tensor) -> Tensor:
+        offsets = -table.square().sum(1) / 2
+        return torch.cat([torch.addmm(offsets, part, table.T).argmax(1) for part in points.split(_CHUNK)])
+
+    for _ in range(rounds):
+        codes = chosen(values)
+        hits = torch.zeros(count).index_add(0, codes, torch.ones(samples))
+        sums = torch.zeros(count, code.latents).index_add(0, codes, values)
+        table = torch.where(hits[:, None] > 0, sums / hits.clamp_min(1)[:, None], table)
+    return table, float((others - table[chosen(others)]).square().mean())
