@@ -42,7 +42,7 @@ def compress(
     ratio: Annotated[float, _option(CompressionParams, "ratio")] = _COMPRESSION.ratio,
     group_size: Annotated[int, _option(CompressionParams, "group_size")] = _COMPRESSION.group_size,
     bits: Annotated[str, _option(CompressionParams, "bits")] = str(_COMPRESSION.bits),
-    text: Annotated[str, _option(CalibrationParams, "text")] = _CALIBRATION.text,
+    text: Annotated[list[str], _option(CalibrationParams, "text")] = _CALIBRATION.text,
     samples: Annotated[int, _option(CalibrationParams, "samples")] = _CALIBRATION.samples,
     length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
     seed: Annotated[int, _option(CalibrationParams, "seed")] = _CALIBRATION.seed,
@@ -66,11 +66,11 @@ def compress(
         from recalkv.method.methods import resolve_method
         from recalkv.model.device import device_of
         from recalkv.model.source import resolve_model
-        from recalkv.text.documents import load_documents
+        from recalkv.text.corpora import calibration_documents
 
         resolve_method(parameters)
         where = device_of(device)
-        documents = load_documents(calibration.text, split=calibration.split)
+        documents = calibration_documents(calibration)
         # The folder first, so that one that cannot be written is known before the work.
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, writing_folder(out.resolve()) as folder:
             reference = resolve_model(source, revision, Path(scratch))

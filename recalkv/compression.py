@@ -3,7 +3,7 @@
 import copy
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from recalkv.statistics.fisher import FisherScores, collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
+from recalkv.text.corpora import calibration_windows
 from recalkv.text.windows import joined_tokens, sample_windows
 
 __all__ = [
@@ -162,7 +163,7 @@ def compress(
     result = compress_layers(source, windows, calibration, parameters, progress)
     dtype = next(model.parameters()).dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
     provenance = {"name": getattr(model.config, "_name_or_path", None), "revision": None, "fingerprint": None}
-    named = calibration.model_copy(update={"text": text_name})
+    named = calibration.model_copy(update={"text": [text_name]})
     compressed = assemble(source, result, parameters, dtype, provenance, named)
     compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
     return compressed
@@ -170,7 +171,7 @@ def compress(
 
 def compress_checkpoint(
     reference: ModelReference,
-    documents: Sequence[str],
+    texts: Mapping[str, Sequence[str]],
     calibration: CalibrationParams,
     parameters: CompressionParams,
     device: torch.device,
@@ -185,8 +186,8 @@ def compress_checkpoint(
     ----------
     reference
         The dense model.
-    documents
-        Of ``calibration.text``.
+    texts
+        Documents of each of ``calibration.text`` (:func:`recalkv.text.corpora.calibration_documents`).
     device
         Where it is computed.
     folder
@@ -200,8 +201,7 @@ def compress_checkpoint(
         What the latents are.
     """
     tokenizer = AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False)
-    tokens = joined_tokens(tokenizer, documents)
-    windows = sample_windows(tokens, calibration.samples, calibration.length, calibration.seed)
+    windows = calibration_windows(tokenizer, texts, calibration)
     calibration = _resolved(calibration, device)
     source = CheckpointSource(reference.folder, device, calibration.precision)
     result = compress_layers(source, windows, calibration, parameters, progress)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from recalkv.errors import ParameterError
 
@@ -57,9 +57,19 @@ class _TextParams(_Section):
     max_documents: int | None = Field(None, ge=1, description="use at most this many documents; null for all")
 
 
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 class CalibrationParams(_TextParams):
     """Calibration sampling (paper: 256 windows of 2048 tokens of WikiText-2)."""
 
+    text: Annotated[list[str], BeforeValidator(_listed)] = Field(  # type: ignore[assignment]
+        ["embedded", "embedded-news", "embedded-code"],
+        min_length=1,
+        description="one or several texts, each of which gives as many windows: "
+        "embedded (articles), embedded-news, embedded-code, wikitext2, ptb, c4, a hub id, or a file",
+    )
     samples: int = Field(16, ge=1, description="token windows")
     length: int = Field(1024, ge=2, description="tokens per window")
     seed: int = Field(0, ge=0, description="seed of the choice of windows")
@@ -76,6 +86,12 @@ class CalibrationParams(_TextParams):
         description="type of the matrix products of the calibration passes; auto is bfloat16 where the device "
         "multiplies it natively, else float32. Statistics are float32/64",
     )
+
+    @property
+    def in_words(self) -> str:
+        """Number, length and texts of the windows, for pages."""
+        texts = ", ".join(f"`{Path(text).name if Path(text).exists() else text}`" for text in self.text)
+        return f"{self.samples} x {self.length} tokens of {texts}"
 
 
 class CompressionParams(_Section):

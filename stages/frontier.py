@@ -23,8 +23,8 @@ def frontier(
     write_json(run.reports / f"{name}.json", {"rows": rows})
     draw(run.reports / f"{name}.png", rows)
     setting = (
-        f"{run.model().name}; ours is calibrated on {calibration.samples} x {calibration.length} tokens of "
-        f"`{Path(calibration.text).name}`; {wanted.max_windows} windows of {wanted.window} tokens of each text."
+        f"{run.model().name}; ours is calibrated, unless said otherwise, on {calibration.in_words}; "
+        f"{wanted.max_windows} windows of {wanted.window} tokens of each text."
     )
     (run.reports / f"{name}.md").write_text(page(rows, setting, f"{name}.png"))
 

@@ -2,8 +2,7 @@
 
 import typer
 
-from recalkv.text.documents import load_documents
-from recalkv.text.windows import joined_tokens, sample_windows
+from recalkv.text.corpora import calibration_documents, calibration_windows
 from stages.common import Stage, stage
 
 
@@ -14,17 +13,9 @@ def sample(run: Stage) -> None:
 
     wanted = run.params.calibration
     tokenizer = AutoTokenizer.from_pretrained(run.model().folder, trust_remote_code=False)
-    documents = load_documents(
-        wanted.text,
-        split=wanted.split,
-        subset=wanted.subset,
-        field=wanted.field,
-        max_documents=wanted.max_documents,
-        revision=wanted.revision,
-    )
-    tokens = joined_tokens(tokenizer, documents)
+    windows = calibration_windows(tokenizer, calibration_documents(wanted), wanted)
     with run.write(wanted.model_dump(mode="json", exclude={"batch_size", "precision"})) as store:
-        store.put("windows", sample_windows(tokens, wanted.samples, wanted.length, wanted.seed))
+        store.put("windows", windows)
 
 
 if __name__ == "__main__":

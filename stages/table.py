@@ -26,8 +26,8 @@ def table(
     paper = paper_rows(Path("reports/paper.json"), run.params.model.id)
     calibration, evaluation = run.params.calibration, run.params.evaluation
     setting = (
-        f"{run.model().name}; calibrated, unless said otherwise, on {calibration.samples} x {calibration.length} "
-        f"tokens of `{Path(calibration.text).name}`; windows of {evaluation.window} tokens of "
+        f"{run.model().name}; calibrated, unless said otherwise, on {calibration.in_words}; "
+        f"windows of {evaluation.window} tokens of "
         f"`{Path(evaluation.text).name}`; "
         f"groups of {run.params.compression.group_size} unless said otherwise."
     )

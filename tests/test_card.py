@@ -39,7 +39,7 @@ def test_card_says_what_was_done(checkpoint: Path) -> None:
     spec = dataclasses.replace(
         LatentSpec.from_config(pair("llama-gqa")[1].config),
         source={"name": "meta-llama/Llama-2-7b-hf", "revision": "abc", "fingerprint": "f00d"},
-        calibration={"samples": 16, "length": 1024, "text": "wikitext2", "seed": 3},
+        calibration={"samples": 16, "length": 1024, "text": ["wikitext2"], "seed": 3},
     )
     text = model_card(spec, METRICS, {"text": "wikitext2", "split": "test"}, ACCURACY, "me/smaller")
     # 3 layers, 3 heads of 8 dimensions, keys and values, 2 bytes.

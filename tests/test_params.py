@@ -208,7 +208,7 @@ def test_illegal_item_of_a_list_is_named(raw: dict[str, Any]) -> None:
         ("compression.joint=false", False),
         ("model.revision=null", None),
         ("model.id=owner/name", "owner/name"),
-        ("calibration.text=texts/a=b.txt", "texts/a=b.txt"),
+        ("calibration.text=[texts/a=b.txt]", ["texts/a=b.txt"]),
         ("evaluation.further_texts=[c4, ptb]", ["c4", "ptb"]),
         ("evaluation.further_texts=[]", []),
     ],

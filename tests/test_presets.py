@@ -97,7 +97,7 @@ def test_every_value_is_explained() -> None:
 def test_preset_has_the_papers_settings(name: str) -> None:
     parameters = preset(name)
     calibration, compression = parameters.calibration, parameters.compression
-    assert (calibration.text, calibration.samples, calibration.length) == ("wikitext2", 256, 2048)
+    assert (calibration.text, calibration.samples, calibration.length) == (["wikitext2"], 256, 2048)
     assert parameters.evaluation.further_texts == ["ptb", "c4"]
     assert (parameters.evaluation.window, parameters.evaluation.max_windows) == (2048, None)
     assert set(parameters.zeroshot.tasks) == set(PAPER_TASKS)

@@ -6,14 +6,17 @@ segment (consecutive latents of one group with the same code) a byte for the sca
 and R, so every latent of a segment looks alike and Gaussian, and one scale per token and segment suffices.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from recalkv.cache.codebooks import CODES, Code, nearest, words
+from recalkv.cache.codebooks import CODES, GRID, Code, cells, nearest, nearest_of_cells, words
 from recalkv.errors import CheckpointError
 
 __all__ = ["RowLayout", "Segment", "pack_codes", "unpack_codes"]
@@ -64,6 +67,7 @@ class RowLayout:
 
     def __init__(self, groups: Sequence[Sequence[Segment]]) -> None:
         self.segments = _checked(groups)
+        self._by_device: dict[torch.device, _Tables] = {}
 
     @property
     def width(self) -> int:
@@ -77,14 +81,25 @@ class RowLayout:
 
     def pack(self, latents: Tensor) -> Tensor:
         """Latents (..., width) to rows (..., row_bytes) uint8."""
-        parts, widths = [], [segment.width for segment in self.segments]
-        for part, segment in zip(latents.split(widths, dim=-1), self.segments, strict=True):
-            values = part.float()
-            rms = values.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
-            level = (rms.log2() * _SCALE_STEPS + _SCALE_ZERO).round().clamp(0, 255)
-            padded = torch.nn.functional.pad(values / _scale(level), (0, -segment.width % segment.latents))
-            codes = nearest(padded.unflatten(-1, (-1, segment.latents)), segment.code)
-            parts += [level.to(torch.uint8), pack_codes(codes, segment.bits)]
+        tables = self._tables(latents.device)
+        values = latents.float()
+        power = (values.square() @ tables.averages).clamp_min(1e-38)
+        level = (power.log2() * (_SCALE_STEPS / 2) + _SCALE_ZERO).round().clamp(0, 255)
+        scaled = values / _scale(level)[..., tables.segment]
+        # Sums over the latents of each code, as differences of sums over all latents up to its last.
+        sums = (cells(scaled, tables.levels) * tables.strides).cumsum(-1)[..., tables.last]
+        gridded = tables.nearest[sums.diff(dim=-1, prepend=torch.zeros_like(sums[..., :1])) + tables.starts]
+        level, parts, column, first = level.to(torch.uint8), [], 0, 0
+        for number, segment in enumerate(self.segments):
+            if segment.latents in GRID:
+                codes = gridded[..., first : first + segment.codes]
+                first += segment.codes
+            else:
+                own = scaled[..., column : column + segment.width]
+                own = torch.nn.functional.pad(own, (0, -segment.width % segment.latents))
+                codes = nearest(own.unflatten(-1, (-1, segment.latents)), segment.code)
+            column += segment.width
+            parts += [level[..., number : number + 1], pack_codes(codes, segment.bits)]
         return torch.cat(parts, dim=-1)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,6 +111,84 @@ class RowLayout:
             values = words(segment.code, rows.device)[codes.int()].flatten(-2)[..., : segment.width]
             parts.append((values * _scale(level.float())).to(dtype))
         return torch.cat(parts, dim=-1)
+
+    def _tables(self, device: torch.device) -> "_Tables":
+        if device not in self._by_device:
+            # They outlive the forward pass that needs them first.
+            with torch.inference_mode(False):
+                self._by_device[device] = _Tables.of(self.segments, device)
+        return self._by_device[device]
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What turns the latents of a row into codes at once, whatever their segments: a token at a time is common.
+
+    Attributes
+    ----------
+    averages : (width, segments) float32
+        Mean over each segment.
+    segment : (width,) int64
+        Segment of each latent.
+    levels, strides : (width,)
+        Levels of each latent's grid, float32, and how far on the next of its cells is, int64; 0 where it has no grid.
+    last : (codes,) int64
+        Last latent of each code that has a grid.
+    starts : (codes,) int64
+        Where its grid's cells start in ``nearest``; those of zeros are added where a segment's last code lacks latents.
+    nearest : (cells,) uint8
+        Codes of the cells of all grids.
+    """
+
+    averages: Tensor
+    segment: Tensor
+    levels: Tensor
+    strides: Tensor
+    last: Tensor
+    starts: Tensor
+    nearest: Tensor
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device) -> "_Tables":
+        widths = torch.tensor([segment.width for segment in segments])
+        owner = torch.arange(len(segments)).repeat_interleave(widths)
+        averages = torch.nn.functional.one_hot(owner, len(segments)) / widths
+        codes = tuple(dict.fromkeys(segment.code for segment in segments if segment.latents in GRID))
+        grids = dict(
+            zip(codes, itertools.accumulate((GRID[code.latents] ** code.latents for code in codes), initial=0))
+        )
+        levels, strides, last, starts = [], [], [], []
+        for segment in segments:
+            k, grid = segment.latents, GRID.get(segment.latents)
+            places = [place % k for place in range(segment.width)]
+            strides += [0 if grid is None else grid ** (k - 1 - place) for place in places]
+            levels += [grid or 1] * segment.width
+            if grid is not None:
+                missing = segment.codes * k - segment.width
+                first = len(levels) - segment.width
+                last += [min(first + end, len(levels)) - 1 for end in range(k, segment.width + k, k)]
+                starts += [grids[segment.code]] * segment.codes
+                # A latent that is not there is zero: in the cell above the middle.
+                starts[-1] += sum(grid**place * (grid // 2) for place in range(missing))
+
+        def table(content: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(content, dtype=dtype, device=device)
+
+        return cls(
+            averages.to(device),
+            owner.to(device),
+            table(levels, torch.float32),
+            table(strides),
+            table(last),
+            table(starts),
+            _all_cells(codes, device),
+        )
+
+
+@functools.cache
+def _all_cells(codes: Sequence[Code], device: torch.device) -> Tensor:
+    """Nearest words of the cells of several grids, one after the other; layers share them."""
+    return torch.cat([torch.zeros(0, dtype=torch.uint8, device=device), *(nearest_of_cells(c, device) for c in codes)])
 
 
 def _checked(groups: Sequence[Sequence[Segment]]) -> list[Segment]:

@@ -101,7 +101,8 @@ def _settings(spec: LatentSpec) -> list[tuple[str, str]]:
         ("fingerprint of the dense model", f"`{spec.source.get('fingerprint')}`"),
     ]
     if calibration:
-        windows = f"{calibration['samples']} x {calibration['length']} tokens of `{calibration['text']}`"
+        texts = ", ".join(f"`{text}`" for text in calibration["text"])
+        windows = f"{calibration['samples']} x {calibration['length']} tokens of {texts}"
         rows.append(("calibrated on", f"{windows}, seed {calibration['seed']}"))
     return rows
 

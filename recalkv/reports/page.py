@@ -91,7 +91,7 @@ def _head(facts: Facts) -> list[str]:
         f"{'joint' if method.joint else 'separate'} latents, {method.grouping} groups of {method.group_size}, "
         f"{method.allocation} ranks, refit: {method.refit}.",
         "",
-        f"Calibrated on {calibration.samples} x {calibration.length} tokens of `{calibration.text}` "
+        f"Calibrated on {calibration.in_words} "
         f"({calibration.split}), {environment['calibration_precision']} matrix products. Evaluated on {ppl['windows']} "
         f"windows of {ppl['tokens_per_window']} tokens of {ppl['documents']} documents of `{evaluation.text}` "
         f"({evaluation.split}), {environment['evaluation_precision']} matrix products.",

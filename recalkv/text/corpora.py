@@ -1,21 +1,39 @@
-"""Evaluation texts: which part of a corpus is measured, and how it is cut into windows.
+"""Texts of calibration and evaluation: which part of a corpus is used, and how it is cut into windows.
 
 A name of the paper's stands for a corpus as the paper and the public releases use it: joined, and cut into
 consecutive windows. Of other texts the windows are spread over the documents.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.params import EvaluationParams
+from recalkv.params import CalibrationParams, EvaluationParams
 from recalkv.text.documents import load_documents
-from recalkv.text.windows import Windows, consecutive_windows, document_tokens, spread_windows
+from recalkv.text.windows import (
+    Windows,
+    consecutive_windows,
+    document_tokens,
+    joined_tokens,
+    spread_windows,
+    windows_of_each,
+)
 
-__all__ = ["PROTOCOLS", "Protocol", "further_windows", "main_documents", "main_windows", "text_names"]
+__all__ = [
+    "PROTOCOLS",
+    "Protocol",
+    "calibration_documents",
+    "calibration_windows",
+    "further_windows",
+    "main_documents",
+    "main_windows",
+    "text_names",
+]
 
 
 @dataclass(frozen=True)
@@ -47,6 +65,33 @@ PROTOCOLS = {
     "c4": Protocol("validation", 1100, 256, separator=" "),
 }
 """The corpora of the paper's Table 1, and the embedded ones."""
+
+
+def calibration_documents(wanted: CalibrationParams) -> dict[str, list[str]]:
+    """Documents of each of ``calibration.text``, by its name."""
+    return {
+        text: load_documents(
+            text,
+            split=wanted.split,
+            subset=wanted.subset,
+            field=wanted.field,
+            max_documents=wanted.max_documents,
+            revision=wanted.revision,
+        )
+        for text in wanted.text
+    }
+
+
+def calibration_windows(tokenizer: Any, texts: Mapping[str, Sequence[str]], wanted: CalibrationParams) -> Tensor:
+    """Windows of ``calibration.text``, whose documents are those of :func:`calibration_documents`.
+
+    Raises
+    ------
+    DataError
+        If a text is too short for its windows; the message names it.
+    """
+    tokens = {name: joined_tokens(tokenizer, documents) for name, documents in texts.items()}
+    return windows_of_each(tokens, wanted.samples, wanted.length, wanted.seed)
 
 
 def main_documents(wanted: EvaluationParams) -> list[str]:

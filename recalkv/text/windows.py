@@ -1,6 +1,6 @@
 """Token windows: drawn at random for calibration, cut in order or spread over documents for evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,15 @@ from torch import Tensor
 
 from recalkv.errors import DataError
 
-__all__ = ["Windows", "consecutive_windows", "document_tokens", "joined_tokens", "sample_windows", "spread_windows"]
+__all__ = [
+    "Windows",
+    "consecutive_windows",
+    "document_tokens",
+    "joined_tokens",
+    "sample_windows",
+    "spread_windows",
+    "windows_of_each",
+]
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,37 @@ def _too_short(tokens: int, window: int) -> DataError:
         f"the evaluation text has {tokens} tokens, fewer than one window of evaluation.window={window}; "
         f"use a longer text or a shorter window."
     )
+
+
+def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed: int) -> Tensor:
+    """Windows of several texts in turn: a window of the first, of the second, and so on, then each one's next.
+
+    Parameters
+    ----------
+    texts
+        Tokens of each by its name, (tokens,) int64. All give as many windows, the first ones one more where that does
+        not divide.
+    samples, length, seed
+        As those of :func:`sample_windows`, of all texts together.
+
+    Returns
+    -------
+    (samples, length) int64
+
+    Raises
+    ------
+    DataError
+        If a text holds fewer tokens than its windows; the message names it.
+    """
+    drawn = []
+    for place, (name, tokens) in enumerate(texts.items()):
+        share = samples // len(texts) + (place < samples % len(texts))
+        try:
+            drawn.append(sample_windows(tokens, share, length, seed))
+        except DataError as error:
+            raise DataError(f"{name!r}: {error}") from error
+    turns = sorted((turn, place) for place, own in enumerate(drawn) for turn in range(len(own)))
+    return torch.stack([drawn[place][turn] for turn, place in turns])
 
 
 def sample_windows(tokens: Tensor, samples: int, length: int, seed: int) -> Tensor:
