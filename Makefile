@@ -37,9 +37,9 @@ grid: setup
 grids: setup
 	$(IN_VENV) dvc repro grids/dvc.yaml:table
 
-# Zero-shot accuracy and retrieval from long texts.
+# Zero-shot accuracy, and retrieval from long texts beside quantised caches.
 suites: setup
-	$(IN_VENV) dvc repro grids/dvc.yaml:suite
+	$(IN_VENV) dvc repro grids/dvc.yaml:suite grids/dvc.yaml:needle-page
 	@cat reports/suites/*.md
 
 # Methods and bits on WikiText-2; grids/wikitext/dvc.yaml says which files it needs.
