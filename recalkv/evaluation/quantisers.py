@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from recalkv.cache.rotation import random_rotation
-from recalkv.errors import ParameterError
+from recalkv.errors import ParameterError, needing
 
 __all__ = [
     "CONTEXTS",
@@ -147,6 +147,32 @@ def _rotated_integer(bits: int, name: str, head_dim: int) -> CacheQuantiser:
     return CacheQuantiser(name, rounded, rounded, bits + 2 * _META_BITS / head_dim)
 
 
+def _transformers(backend: str, bits: int, name: str, head_dim: int) -> CacheQuantiser:
+    """Transformers' ``QuantizedCache``: the backend's own rounding, of groups of 64 elements of a head in a row.
+
+    All at transformers' defaults but the axis of HQQ, where 1 is what its documentation recommends, and what makes the
+    groups of both backends the same. New tokens stay exact until there are 128 of them; the flush rounds what is
+    rounded already once more, which changes nothing (a test). HQQ fits its zero points by steps that end when the mean
+    error of all that is rounded together stops falling, so that its figures depend, by little, on how much that is.
+    """
+    with needing("quantisers"):
+        if backend == "quanto":
+            import optimum.quanto  # noqa: F401  (imported by transformers where it is used)
+        else:
+            import hqq.core.quantize  # noqa: F401
+    layer: Any = QuantoQuantizedLayer(nbits=bits) if backend == "quanto" else HQQQuantizedLayer(bits, 1, 1)
+
+    def rounded(states: Tensor) -> Tensor:
+        # HQQ looks for type and device in the layer's exact states.
+        layer.lazy_initialization(states, states)
+        packed = layer._quantize(states.contiguous(), axis=layer.axis_key)
+        return layer._dequantize(packed).to(states.dtype)
+
+    return CacheQuantiser(
+        name, rounded, rounded, bits + 2 * _META_BITS / layer.q_group_size, exact=1, step=layer.residual_length
+    )
+
+
 QUANTISERS: dict[str, Callable[[str, int], CacheQuantiser]] = {
     "fp8": _fp8,
     "fp8-scaled": _fp8_scaled,
@@ -156,8 +182,13 @@ QUANTISERS: dict[str, Callable[[str, int], CacheQuantiser]] = {
     "turboquant-3": functools.partial(_turboquant, 3),
     "turboquant-2": functools.partial(_turboquant, 2),
     "rotated-int4": functools.partial(_rotated_integer, 4),
+    "quanto-4": functools.partial(_transformers, "quanto", 4),
+    "quanto-2": functools.partial(_transformers, "quanto", 2),
+    "hqq-4": functools.partial(_transformers, "hqq", 4),
+    "hqq-2": functools.partial(_transformers, "hqq", 2),
 }
-"""By name: fp8 E4M3, KIVI (arXiv 2402.02750), TurboQuant-MSE (2504.19874), and integers behind a rotation."""
+"""By name: fp8 E4M3, KIVI (arXiv 2402.02750), TurboQuant-MSE (2504.19874), integers behind a rotation, and the
+backends of transformers' quantised cache."""
 
 
 def _to_fp8(states: Tensor) -> Tensor:
