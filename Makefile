@@ -77,4 +77,4 @@ constraints: setup
 	sed -i.bak -E '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.bak
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/*.inputs data/model data/compressed data/cells data/calibrations data/suites
+	rm -rf data/*.zarr data/*.partial data/*.inputs data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites

@@ -1,4 +1,4 @@
-"""Step 9d: numbers hidden in long texts, asked of one model: dense, over a quantised cache, or compressed."""
+"""Step 9e: numbers hidden in long texts, asked of one model: dense, over a quantised cache, or compressed."""
 
 import contextlib
 from pathlib import Path

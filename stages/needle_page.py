@@ -1,4 +1,4 @@
-"""Step 9d: what all models found of the numbers hidden in long texts, as one table and one picture."""
+"""Step 9e: what all models found of the numbers hidden in long texts, as one table and one picture."""
 
 import json
 
