@@ -37,9 +37,9 @@ grid: setup
 grids: setup
 	$(IN_VENV) dvc repro grids/dvc.yaml:table
 
-# Zero-shot accuracy and retrieval from long texts.
+# Zero-shot accuracy, and retrieval from long texts beside quantised caches.
 suites: setup
-	$(IN_VENV) dvc repro grids/dvc.yaml:suite
+	$(IN_VENV) dvc repro grids/dvc.yaml:suite grids/dvc.yaml:needle-page
 	@cat reports/suites/*.md
 
 # Methods and bits on WikiText-2; grids/wikitext/dvc.yaml says which files it needs.
@@ -77,4 +77,4 @@ constraints: setup
 	sed -i.bak -E '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.bak
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/*.inputs data/model data/compressed data/cells data/calibrations data/suites
+	rm -rf data/*.zarr data/*.partial data/*.inputs data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites

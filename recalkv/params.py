@@ -191,7 +191,7 @@ class ZeroShotParams(_Section):
 
 
 class NeedleParams(_Section):
-    """Retrieval from long contexts: a number hidden in evaluation.text and asked for at the end."""
+    """Retrieval from long contexts: numbers hidden in evaluation.text and asked for at the end."""
 
     lengths: list[Annotated[int, Field(ge=64)]] = Field(
         default_factory=lambda: [2048, 4096, 8000], min_length=1, description="prompt lengths, tokens"
@@ -199,9 +199,10 @@ class NeedleParams(_Section):
     depths: list[Annotated[float, Field(ge=0, le=1)]] = Field(
         default_factory=lambda: [0.0, 0.33, 0.67, 1.0],
         min_length=1,
-        description="places of the number, fractions of the prompt",
+        max_length=10,
+        description="places of the numbers, fractions of the prompt; every prompt hides one at each",
     )
-    trials: int = Field(1, ge=1, description="prompts of each length and depth, which share a batch")
+    trials: int = Field(10, ge=1, description="prompts of each length")
     seed: int = Field(0, ge=0, description="seed of the prompts")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from recalkv.reports.frontier import draw, page, rows_of
+from recalkv.reports.frontier import Row, both_paths, draw, page, rows_of
 from stages.common import Stage, stage, write_json
 
 
@@ -14,19 +14,26 @@ from stages.common import Stage, stage, write_json
 def frontier(
     run: Stage, name: Annotated[str, typer.Argument(help="Name of the set; its cells are in DATA/cells/NAME.")]
 ) -> None:
-    """Gather the cells; write REPORTS/NAME.json (`rows`), NAME.md and NAME.png."""
+    """Gather the cells; write REPORTS/NAME.json (`rows`, `decoding`), NAME.md and NAME.png."""
     wanted, calibration = run.params.evaluation, run.params.calibration
-    text = Path(wanted.text).name
-    cells = sorted((run.data / "cells" / name).glob("*.json"))
-    rows = [row for path in cells for row in rows_of(path.stem, json.loads(path.read_text()), text)]
-    rows.sort(key=lambda row: (-row["bits_per_element"], row["method"], row["text"]))
-    write_json(run.reports / f"{name}.json", {"rows": rows})
+    text, cells = Path(wanted.text).name, run.data / "cells" / name
+    rows = _rows(cells, text)
+    # Cells that were measured both ways, on windows of their own.
+    decoding = both_paths(_rows(cells / "one-pass", text), _rows(cells / "decoded", text))
+    write_json(run.reports / f"{name}.json", {"rows": rows, "decoding": decoding})
     draw(run.reports / f"{name}.png", rows)
     setting = (
         f"{run.model().name}; ours is calibrated, unless said otherwise, on {calibration.in_words}; "
         f"{wanted.max_windows} windows of {wanted.window} tokens of each text."
     )
-    (run.reports / f"{name}.md").write_text(page(rows, setting, f"{name}.png"))
+    (run.reports / f"{name}.md").write_text(page(rows, decoding, setting, f"{name}.png"))
+
+
+def _rows(folder: Path, text: str) -> list[Row]:
+    """Rows of a folder's cells, by falling bits."""
+    cells = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    rows = [row for name, cell in cells.items() for row in rows_of(name, cell, text)]
+    return sorted(rows, key=lambda row: (-row["bits_per_element"], row["method"], row["text"]))
 
 
 if __name__ == "__main__":

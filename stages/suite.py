@@ -1,4 +1,4 @@
-"""Step 9d: a suite of tasks (zeroshot, needle, longbench), dense beside compressed, on the same items."""
+"""Step 9d: a suite of tasks (zeroshot, longbench), dense beside compressed, on the same items."""
 
 from typing import Annotated, Any
 
@@ -32,7 +32,6 @@ def suite(run: Stage, name: Annotated[str, typer.Argument(help=f"One of {', '.jo
             del model
     metrics, reports = tasks.metrics(**scores), run.reports / "suites"
     write_json(reports / f"{name}.json", metrics | {"checkpoint": fingerprint(folders["compressed"])})
-    tasks.draw(reports, **scores)
     (reports / f"{name}.md").write_text("\n".join(tasks.page(metrics)) + "\n")
 
 

@@ -5,6 +5,7 @@ import copy
 import math
 import os
 import shutil
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,9 @@ def tiny_tokenizer() -> Any:
     """Byte-level BPE tokenizer with the tiny models' vocabulary size."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=tiny.VOCABULARY, special_tokens=["<pad>", "<s>", "</s>"])
+    trainer = trainers.BpeTrainer(
+        vocab_size=tiny.VOCABULARY, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=list(string.digits)
+    )
     tokenizer.train_from_iterator([_text(400, 1)], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
@@ -72,7 +75,7 @@ def _tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[s
     parameters["compression"] |= {"ratio": 0.5, "group_size": 2, "bits": 16}
     parameters["evaluation"] |= {"text": str(tiny_texts[1]), "window": 32, "max_windows": 3, "sample_tokens": 4}
     parameters["zeroshot"]["limit"] = 6
-    parameters["needle"] |= {"lengths": [64], "depths": [0.0, 1.0]}
+    parameters["needle"] |= {"lengths": [200], "depths": [0.0, 1.0]}
     parameters["latency"] |= {"contexts": [32], "repeats": 2, "decode_tokens": 2, "prompt_tokens": 16}
     parameters["runtime"]["device"] = "cpu"
     return parameters

@@ -20,7 +20,9 @@ def test_rows_and_page_of_the_cells(prepared: Path) -> None:
     rows = json.loads(Path("reports/frontier.json").read_text())["rows"]
     assert {row["text"] for row in rows} == {"evaluation.txt"}
     by_method = {row["method"]: row for row in rows}
-    assert [row["method"] for row in rows] == ["fp8", "ours-4", "turboquant-2"]  # by falling bits
+    assert set(by_method) == {"fp8", "ours-4", "turboquant-2"}
+    bits = [row["bits_per_element"] for row in rows]
+    assert bits == sorted(bits, reverse=True)
     assert by_method["fp8"]["bits_per_element"] == 8
     assert by_method["turboquant-2"]["bits_per_element"] == 2 + 16 / 8
     assert by_method["ours-4"]["bits_per_element"] <= 4
@@ -28,7 +30,7 @@ def test_rows_and_page_of_the_cells(prepared: Path) -> None:
     assert 0 < by_method["fp8"]["kl"] < by_method["turboquant-2"]["kl"]
     assert by_method["turboquant-2"]["top1"] <= by_method["fp8"]["top1"] <= 1
     page = Path("reports/frontier.md").read_text()
-    assert "| **ours-4** |" in page and "| fp8 | 8.00 |" in page
+    assert "| **ours-4** |" in page and "| fp8 | 8.00 |" in page and "Through decoding" not in page
     assert Path("reports/frontier.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -39,6 +41,25 @@ def test_a_quantised_cache_is_measured_through_decoding_too(prepared: Path) -> N
     one, steps = (json.loads(path.read_text()) for path in paths)
     assert one["kl_nats"] == pytest.approx(steps["kl_nats"], rel=0.05)
     assert one["perplexity"] == pytest.approx(steps["perplexity"], rel=1e-2)
+
+
+def test_page_has_what_was_measured_both_ways(prepared: Path) -> None:
+    cells = Path("data/cells/few")
+    ways = {"one-pass": [], "decoded": ["evaluation.prefill=1"]}
+    for name, changes in ways.items():
+        assert invoke("quantiser", out=cells / name / "turboquant-2.json", name="turboquant-2", changes=changes) == 0
+        mixed = ["compression.bits=mixed", "compression.ratio=0.75", *changes]
+        assert invoke("cell", out=cells / name / "ours-4.json", changes=mixed) == 0
+    assert invoke("quantiser", out=cells / "fp8.json", name="fp8") == 0
+    assert invoke("frontier", name="few") == 0
+    report = json.loads(Path("reports/few.json").read_text())
+    assert {row["method"] for row in report["rows"]} == {"fp8"}
+    assert sorted(row["method"] for row in report["decoding"]) == ["ours-4", "turboquant-2"]
+    for row in report["decoding"]:
+        assert row["decoded"] == pytest.approx(row["one_pass"], rel=0.02)
+        assert row["decoded"] != row["one_pass"]
+    page = Path("reports/few.md").read_text()
+    assert "## Through decoding" in page and f"{report['decoding'][0]['decoded']:.5f} |" in page
 
 
 def test_an_unknown_quantiser_is_refused_by_the_stage(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:

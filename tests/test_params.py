@@ -123,6 +123,7 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("evaluation.precision", "half", "'auto', 'float32' or 'bfloat16'"),
         ("latency.ratios", [], "at least 1 item"),
         ("needle.lengths", [], "at least 1 item"),
+        ("needle.depths", [0.5] * 11, "at most 10 items"),
         ("runtime.kernels", "cuda", "'auto', 'triton' or 'torch'"),
         ("model.id", None, "valid string"),
         ("runtime.device", 0, "valid string"),

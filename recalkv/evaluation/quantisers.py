@@ -1,26 +1,26 @@
 """What people use instead: quantised caches of the dense model, simulated, with their bytes counted like ours.
 
 A quantiser rounds keys, after RoPE, and values as the cache would hold them, and gives back what attention would
-read. :func:`quantised_cache` makes a dense model attend to that in one pass, each query to what it would find when
-it is decoded; :class:`QuantisedLayer` does the same to a growing cache, token by token.
+read. :func:`quantised_cache` makes a dense model attend to that, each query to what it would find when it is decoded,
+however many come at once; :class:`QuantisedLayer` does the same to a growing cache, token by token.
 """
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from recalkv.cache.rotation import random_rotation
-from recalkv.errors import ParameterError
+from recalkv.errors import ParameterError, needing
 
 __all__ = [
     "CONTEXTS",
@@ -147,6 +147,32 @@ def _rotated_integer(bits: int, name: str, head_dim: int) -> CacheQuantiser:
     return CacheQuantiser(name, rounded, rounded, bits + 2 * _META_BITS / head_dim)
 
 
+def _transformers(backend: str, bits: int, name: str, head_dim: int) -> CacheQuantiser:
+    """Transformers' ``QuantizedCache``: the backend's own rounding, of groups of 64 elements of a head in a row.
+
+    All at transformers' defaults but the axis of HQQ, where 1 is what its documentation recommends, and what makes the
+    groups of both backends the same. New tokens stay exact until there are 128 of them; the flush rounds what is
+    rounded already once more, which changes nothing (a test). HQQ fits its zero points by steps that end when the mean
+    error of all that is rounded together stops falling, so that its figures depend, by little, on how much that is.
+    """
+    with needing("quantisers"):
+        if backend == "quanto":
+            import optimum.quanto  # noqa: F401  (imported by transformers where it is used)
+        else:
+            import hqq.core.quantize  # noqa: F401
+    layer: Any = QuantoQuantizedLayer(nbits=bits) if backend == "quanto" else HQQQuantizedLayer(bits, 1, 1)
+
+    def rounded(states: Tensor) -> Tensor:
+        # HQQ looks for type and device in the layer's exact states.
+        layer.lazy_initialization(states, states)
+        packed = layer._quantize(states.contiguous(), axis=layer.axis_key)
+        return layer._dequantize(packed).to(states.dtype)
+
+    return CacheQuantiser(
+        name, rounded, rounded, bits + 2 * _META_BITS / layer.q_group_size, exact=1, step=layer.residual_length
+    )
+
+
 QUANTISERS: dict[str, Callable[[str, int], CacheQuantiser]] = {
     "fp8": _fp8,
     "fp8-scaled": _fp8_scaled,
@@ -156,8 +182,13 @@ QUANTISERS: dict[str, Callable[[str, int], CacheQuantiser]] = {
     "turboquant-3": functools.partial(_turboquant, 3),
     "turboquant-2": functools.partial(_turboquant, 2),
     "rotated-int4": functools.partial(_rotated_integer, 4),
+    "quanto-4": functools.partial(_transformers, "quanto", 4),
+    "quanto-2": functools.partial(_transformers, "quanto", 2),
+    "hqq-4": functools.partial(_transformers, "hqq", 4),
+    "hqq-2": functools.partial(_transformers, "hqq", 2),
 }
-"""By name: fp8 E4M3, KIVI (arXiv 2402.02750), TurboQuant-MSE (2504.19874), and integers behind a rotation."""
+"""By name: fp8 E4M3, KIVI (arXiv 2402.02750), TurboQuant-MSE (2504.19874), integers behind a rotation, and the
+backends of transformers' quantised cache."""
 
 
 def _to_fp8(states: Tensor) -> Tensor:
@@ -188,10 +219,17 @@ def gaussian_codebook(bits: int) -> Tensor:
 
 _IMPLEMENTATION = "recalkv_quantised_cache"
 
+_QUERIES = 512
+"""Queries whose scores are in memory at a time."""
+
 
 @contextlib.contextmanager
 def quantised_cache(model: Any, rounding: CacheQuantiser) -> Iterator[None]:
-    """Let a dense model attend as if its cache were rounded: in one pass, without a cache, causal and unpadded."""
+    """Let a dense model attend as if its cache were rounded: causal and unpadded, in one pass or over a cache.
+
+    Every query finds what decoding token by token would let it find. A cache itself stays exact: it is rounded where it
+    is read.
+    """
     before = model.config._attn_implementation
     modules = [layer.self_attn for layer in model.model.layers]
     for module in modules:
@@ -214,28 +252,64 @@ def _attention(
     scaling: float,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of queries that each find the older slots rounded, and the last ones exact."""
+    """Attention of queries, the last of the slots, that each find the older slots rounded, and the last ones exact."""
     rounding: CacheQuantiser = module.cache_quantiser
-    tokens, exact = key.shape[2], rounding.exact + rounding.step - 1
-    whole = rounding.rounded(tokens)
+    slots, exact = key.shape[2], rounding.exact + rounding.step - 1
+    whole = rounding.rounded(slots)
     stored = [
         torch.cat([of(states[:, :, :whole]), states[:, :, whole:]], dim=2) if whole else states
         for of, states in ((rounding.keys, key), (rounding.values, value))
     ]
     if not exact or not whole:
         return sdpa_attention_forward(module, query, *stored, attention_mask, scaling=scaling, **further)[0], None
-    places = torch.arange(tokens, device=key.device)
-    edges = torch.tensor([rounding.rounded(seen) for seen in range(1, tokens + 1)], device=key.device)
-    older = places < edges[:, None]  # [query, slot]
-    later = places > places[:, None]
-    batch, heads, _, width = query.shape
-    per_kv = query.unflatten(1, (key.shape[1], -1))  # [batch, kv heads, queries per kv head, tokens, d_h]
-    scores = torch.where(older, per_kv @ stored[0][:, :, None].mT, per_kv @ key[:, :, None].mT) * scaling
-    if attention_mask is not None:
-        later = later | ~attention_mask[:, :, None] if attention_mask.dtype == torch.bool else later
-    weights = scores.float().masked_fill(later, -math.inf).softmax(-1).to(value.dtype)
-    output = (weights * older) @ stored[1][:, :, None] + (weights * ~older) @ value[:, :, None]
-    return output.reshape(batch, heads, tokens, width).transpose(1, 2).contiguous(), None
+    mask = None if attention_mask is None or attention_mask.dtype != torch.bool else attention_mask
+    per_kv, first = query.unflatten(1, (key.shape[1], -1)), slots - query.shape[2]
+    outputs = []
+    for start in range(0, query.shape[2], _QUERIES):
+        block = per_kv[:, :, :, start : start + _QUERIES]  # [batch, kv heads, queries per kv head, queries, d_h]
+        seen = range(first + start + 1, first + start + block.shape[3] + 1)
+        allowed = None if mask is None else mask[:, :, None, start : start + _QUERIES, : seen[-1]]
+        outputs.append(_attend(block, stored, (key, value), rounding, seen, allowed, scaling))
+    output = torch.cat(outputs, dim=3).flatten(1, 2)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    query: Tensor,
+    stored: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    rounding: CacheQuantiser,
+    seen: range,
+    allowed: Tensor | None,
+    scaling: float,
+) -> Tensor:
+    """Attention of a block of queries over keys and values, rounded as they are stored, or exact.
+
+    Parameters
+    ----------
+    query : (batch, kv heads, queries per kv head, queries, d_h)
+    stored, exact : (batch, kv heads, slots, d_h)
+        Keys and values.
+    seen
+        Slots up to each query, itself included.
+    allowed : (batch or 1, 1, 1, queries, slots) bool or None
+        Further slots that queries must not see; None for none.
+    """
+    last, edges = seen[-1], [rounding.rounded(each) for each in seen]
+    # Slots that all queries find rounded, and the others, which some of them find exact.
+    low = edges[0]
+    places, edge = torch.arange(last, device=query.device), torch.tensor(edges, device=query.device)[:, None]
+    older, later = places[low:] < edge, places >= torch.tensor(seen, device=query.device)[:, None]
+    (rounded_keys, rounded_values), (keys, values) = (
+        [states[:, :, None, :last] for states in pair] for pair in (stored, exact)
+    )
+    near = torch.where(older, query @ rounded_keys[..., low:, :].mT, query @ keys[..., low:, :].mT)
+    scores = torch.cat([query @ rounded_keys[..., :low, :].mT, near], dim=-1) * scaling
+    hidden = later if allowed is None else later | ~allowed
+    weights = scores.float().masked_fill(hidden, -math.inf).softmax(-1).to(query.dtype)
+    far, near = weights[..., :low], weights[..., low:]
+    output = far @ rounded_values[..., :low, :] + (near * older) @ rounded_values[..., low:, :]
+    return output + (near * ~older) @ values[..., low:, :]
 
 
 AttentionInterface.register(_IMPLEMENTATION, _attention)

@@ -61,27 +61,39 @@ def layer_lines(path: Path, series: dict[str, Sequence[float]], ylabel: str, tit
     save(figure, path)
 
 
-def needle_heat_maps(path: Path, grids: dict[str, np.ndarray], lengths: Sequence[int], depths: Sequence[float]) -> None:
-    """Retrieval by prompt length and depth, one panel a model; grids are (lengths, depths), 0 to 1."""
-    width = 1.0 + 0.75 * len(lengths)
+def needle_heat_maps(path: Path, places: Sequence[dict[str, Any]]) -> None:
+    """Digits found by prompt length and depth, a panel a model, four in a row.
+
+    ``places`` are those of :func:`recalkv.reports.needle.report`.
+    """
+    methods, lengths, depths = (
+        list(dict.fromkeys(row[key] for row in places)) for key in ("method", "length", "depth")
+    )
+    columns = min(4, len(methods))
+    lines = -(-len(methods) // columns)
     figure, axes = plt.subplots(
-        1,
-        len(grids),
-        figsize=(width * len(grids) + 1.4, 0.5 * len(depths) + 1.8),
+        lines,
+        columns,
+        figsize=((1.0 + 0.75 * len(lengths)) * columns + 1.4, (0.4 * len(depths) + 1.2) * lines + 0.4),
         squeeze=False,
+        sharex=True,
         sharey=True,
         layout="constrained",
     )
-    for axis, (name, grid) in zip(axes[0], grids.items(), strict=True):
-        image = axis.imshow(grid.T, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    for axis in axes.flat[len(methods) :]:
+        axis.set_axis_off()
+    for axis, method in zip(axes.flat, methods, strict=False):
+        own = {(row["length"], row["depth"]): row["digits"] for row in places if row["method"] == method}
+        grid = np.array([[own[length, depth] for length in lengths] for depth in depths])
+        image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
-        axis.set_xlabel("prompt (tokens)")
-        axis.set_title(f"{name}: {grid.mean():.0%}", fontsize=10)
-        for (column, row), value in np.ndenumerate(grid):
+        axis.set_title(f"{method}: {grid.mean():.0%}", fontsize=10)
+        for (row, column), value in np.ndenumerate(grid):
             axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8)
-    axes[0][0].set_ylabel("place of the number (depth)")
-    figure.colorbar(image, ax=axes, label="digits retrieved (fraction)", shrink=0.9)
+    figure.supxlabel("prompt (tokens)", fontsize=9)
+    figure.supylabel("place of the number (depth)", fontsize=9)
+    figure.colorbar(image, ax=axes, label="digits found (fraction)", shrink=0.9)
     save(figure, path)
 
 

@@ -167,18 +167,19 @@ def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in names if len({str(setting.get(name)) for setting in settings}) > 1]
 
 
-def needle(suite: Mapping[str, Any]) -> str:
-    """Digits of hidden numbers that come out right, dense / compressed, by length and depth."""
-    by_length = {side: suite[side]["by_length"] for side in _SIDES}
-    depths = list(next(iter(by_length["dense"].values())))
-    lines = [
-        [
-            f"{_number(length):,}",
-            *(" / ".join(f"{by_length[side][length][depth]:.0%}" for side in _SIDES) for depth in depths),
-        ]
-        for length, _ in sorted(by_length["dense"].items(), key=_natural)
-    ]
-    return markdown(["prompt, tokens", *(f"at {depth.split('_')[1]}" for depth in depths)], lines)
+def needle(report: Mapping[str, Any]) -> str:
+    """Digits of hidden numbers that every model finds, and their log-probability, by length (``needle_page``)."""
+    rows = report["rows"]
+    *lengths, _ = dict.fromkeys(row["length"] for row in rows)
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        *each, whole = (row for row in rows if row["method"] == method)
+        line = [method, f"{whole['bits_per_element']:.2f}"]
+        line += [f"{row['digits']:.1%} ± {row['digits_error']:.1%}" for row in each]
+        line += [f"{row['log_probability']:.2f} ± {row['log_probability_error']:.2f}" for row in each]
+        lines.append([*line, f"{whole['generated']:.1%} ± {whole['generated_error']:.1%}"])
+    head = ["model", "bits", *(f"digits, {length:,}" for length in lengths)]
+    return markdown([*head, *(f"log-probability, {length:,}" for length in lengths), "greedy"], lines)
 
 
 def zeroshot(suite: Mapping[str, Any]) -> str:

@@ -1,73 +1,79 @@
-"""Long contexts: a number hidden in a long text and asked for at its end (needle in a haystack).
+"""Long contexts: numbers hidden in a long text and asked for at its end (needles in a haystack).
 
-The answer is generated, so it comes out of the cache: dense rows, latents, or quantised latents.
+A context hides one number at every depth, each of another subject (several keys, as in RULER's ``niah_multikey``): so
+it is read once for all questions, where one number a context would take a pass for every depth. A question and its
+answer then follow as one short chunk over a copy of the cached context. What the answer's tokens are read from is the
+cache, as in decoding: dense rows, latents, or rows that are rounded
+(:func:`recalkv.evaluation.quantisers.quantised_cache`). No question sees another one.
 """
 
+import copy
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.evaluation.suites.suite import Progress, Suite
-from recalkv.params import NeedleParams, Params
-from recalkv.text.corpora import main_documents
-from recalkv.text.windows import joined_tokens
+from recalkv.evaluation.suites.suite import Progress
+from recalkv.params import NeedleParams
 
-__all__ = ["DIGITS", "Needle", "answer_score", "check_lengths", "find_needles", "needle_prompt"]
+__all__ = ["DIGITS", "SCORES", "answer_scores", "check_lengths", "digit_places", "find_needles", "needle_context"]
 
 DIGITS = 6
+
+SCORES = ("digits", "generated", "log_probability")
+"""Of one number: the fraction of its digits that the model thinks the likeliest, those before them being given; the
+fraction before the first that is not, which is what greedy decoding gets right; and the mean log-probability of a
+digit, nats. Where a token holds several digits, tokens count as digits do here."""
+
 _SUBJECTS = ("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Cairo", "Quito", "Riga", "Dakar", "Perth")
 
 
-def needle_prompt(
-    tokenizer: Any, haystack: Tensor, length: int, depth: float, generator: random.Random
-) -> tuple[Tensor, str]:
-    """Hide a sentence in consecutive tokens of a text, and ask for its number.
+def needle_context(
+    tokenizer: Any, haystack: Tensor, length: int, depths: Sequence[float], generator: random.Random
+) -> tuple[Tensor, list[Tensor]]:
+    """Hide a sentence at every depth of consecutive tokens of a text.
 
     Parameters
     ----------
     tokenizer
         The model's.
     haystack : (tokens,) int64
-        Text to hide it in; a stretch of it is drawn.
+        Text to hide them in; a stretch of it is drawn.
     length
-        Tokens of the prompt, question included.
-    depth
-        Where the sentence stands: 0 at the start of the text, 1 right before the question.
+        Tokens of the context with its longest question and answer.
+    depths
+        Where the sentences stand: 0 at the start of the text, 1 right before the question.
     generator
-        Draws the stretch, the subject and the number.
+        Draws the stretch, the subjects and the numbers.
 
     Returns
     -------
-    (length,) int64, str
-        The prompt, and the number that should follow it.
+    (tokens,) int64, list of (tokens,) int64
+        The context, and for each depth the question with the number that answers it.
 
     Raises
     ------
     ParameterError
-        If the prompt is too short for the sentence and the question.
+        If the prompt is too short for the sentences and a question.
     DataError
         If the text is shorter than the prompt.
     """
-    subject = generator.choice(_SUBJECTS)
-    number = "".join(generator.choices("0123456789", k=DIGITS))
 
     def encode(text: str) -> Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
-    fact, question = (
-        encode(f"\n\nThe special number of {subject} is {number}.\n\n"),
-        encode(f"\n\nThe special number of {subject} is"),
-    )
-    filler = length - len(fact) - len(question)
+    subjects = generator.sample(_SUBJECTS, len(depths))
+    told = [f"\n\nThe special number of {subject} is {_number(generator)}" for subject in subjects]
+    facts, questions = [encode(f"{each}.\n\n") for each in told], [encode(each) for each in told]
+    taken = sum(map(len, facts)) + max(map(len, questions))
+    filler = length - taken
     if filler < 0:
         raise ParameterError(
-            f"needle.lengths: {length} tokens do not hold the sentence and the question, which take "
-            f"{length - filler}; use longer prompts."
+            f"needle.lengths: {length} tokens do not hold {len(facts)} sentences and a question, which take {taken}; "
+            f"use longer prompts or fewer needle.depths."
         )
     if len(haystack) < filler:
         raise DataError(
@@ -75,33 +81,75 @@ def needle_prompt(
             f"longer evaluation.text or shorter prompts."
         )
     start = generator.randint(0, len(haystack) - filler)
-    stretch = haystack[start : start + filler]
-    place = round(depth * filler)
-    return torch.cat([stretch[:place], fact, stretch[place:], question]), number
+    parts, before = [], start
+    for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda pair: pair[0]):
+        place = start + round(depth * filler)
+        parts += [haystack[before:place], fact]
+        before = place
+    return torch.cat([*parts, haystack[before : start + filler]]), questions
 
 
-def answer_score(answer: str, number: str) -> float:
-    """Fraction of the number's digits that come out right before the first wrong one."""
-    digits = answer.strip()[: len(number)]
-    right = 0
-    while right < len(digits) and digits[right] == number[right]:
-        right += 1
-    return right / len(number)
+def _number(generator: random.Random) -> str:
+    return "".join(generator.choices("0123456789", k=DIGITS))
+
+
+def digit_places(tokenizer: Any, question: Tensor) -> Tensor:
+    """Places of the tokens that hold digits, (tokens,) int64.
+
+    Raises
+    ------
+    DataError
+        If there are none.
+    """
+    places = [place for place, token in enumerate(question.tolist()) if _has_digit(tokenizer.decode([token]))]
+    if not places:
+        raise DataError("the tokenizer has no tokens for digits, so it cannot be asked for numbers; leave needle out.")
+    return torch.tensor(places)
+
+
+def _has_digit(text: str) -> bool:
+    return any(map(str.isdigit, text))
+
+
+def answer_scores(model: Any, cache: Any, question: Tensor, places: Tensor) -> Tensor:
+    """Ask for one number over a cached context, which is left as it is.
+
+    Parameters
+    ----------
+    model
+        A causal Hugging Face model, dense or compressed.
+    cache
+        Of the context.
+    question : (tokens,) int64
+        Question and answer.
+    places : (digits,) int64
+        Of the answer's digits among them.
+
+    Returns
+    -------
+    (3,) float64
+        :data:`SCORES`.
+    """
+    chunk = question[None, :-1].to(model.device)
+    logits = model(chunk, past_key_values=copy.deepcopy(cache)).logits[0, places - 1]
+    told = logits.float().log_softmax(-1).cpu()
+    right = (told.argmax(-1) == question[places]).double()
+    found = told.gather(1, question[places, None]).double()
+    return torch.stack([right.mean(), right.cumprod(0).mean(), found.mean()])
 
 
 def check_lengths(config: Any, lengths: Sequence[int]) -> None:
-    """Refuse prompts that leave a model no positions for the answer.
+    """Refuse prompts that are longer than a model's positions.
 
     Raises
     ------
     ParameterError
-        If a prompt and its answer are longer than the model's positions.
+        Names the longest.
     """
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and max(lengths) + DIGITS * 2 > positions:
+    if positions is not None and max(lengths) > positions:
         raise ParameterError(
-            f"needle.lengths={max(lengths)} and {DIGITS * 2} tokens of answer exceed the model's {positions} "
-            f"positions; use at most {positions - DIGITS * 2}."
+            f"needle.lengths={max(lengths)} exceeds the model's {positions} positions; use at most {positions}."
         )
 
 
@@ -109,7 +157,7 @@ def check_lengths(config: Any, lengths: Sequence[int]) -> None:
 def find_needles(
     model: Any, tokenizer: Any, haystack: Tensor, wanted: NeedleParams, progress: Progress = lambda: None
 ) -> Tensor:
-    """Ask a model for numbers hidden at every depth of prompts of every length.
+    """Ask a model for the numbers hidden at every depth of contexts of every length.
 
     Parameters
     ----------
@@ -118,96 +166,32 @@ def find_needles(
     haystack : (tokens,) int64
         Text to hide them in.
     wanted
-        Lengths and depths; prompts of each, which share a batch; and the seed: the same prompts for every model.
+        Lengths, depths, contexts of each length, and the seed: the same contexts for every model.
     progress
-        Called after each length and depth.
+        Called after each context.
 
     Returns
     -------
-    (lengths, depths, trials) float64
-        Score of each answer; see :func:`answer_score`.
+    (3, lengths, trials, depths) float64
+        :data:`SCORES` of every number.
 
     Raises
     ------
     ParameterError
         If a prompt is longer than the model's positions.
     """
+    from transformers import DynamicCache
+
     check_lengths(model.config, wanted.lengths)
-    device = next(model.parameters()).device
-    end = model.config.eos_token_id
-    scores = torch.zeros(len(wanted.lengths), len(wanted.depths), wanted.trials, dtype=torch.float64)
+    scores = torch.zeros(len(SCORES), len(wanted.lengths), wanted.trials, len(wanted.depths), dtype=torch.float64)
     for i, length in enumerate(wanted.lengths):
-        for j, depth in enumerate(wanted.depths):
-            generator = random.Random(f"{wanted.seed} {length} {depth}")
-            prompts = [needle_prompt(tokenizer, haystack, length, depth, generator) for _ in range(wanted.trials)]
-            ids = torch.stack([prompt for prompt, _ in prompts]).to(device)
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=DIGITS * 2,
-                do_sample=False,
-                pad_token_id=end if isinstance(end, int) else 0,
-            )
-            answers = tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
-            for k, (answer, (_, number)) in enumerate(zip(answers, prompts, strict=True)):
-                scores[i, j, k] = answer_score(answer, number)
+        for j in range(wanted.trials):
+            # A generator of its own, so that no context depends on which others are asked for.
+            generator = random.Random(f"{wanted.seed} {length} {j}")
+            context, questions = needle_context(tokenizer, haystack, length, wanted.depths, generator)
+            cache = DynamicCache(config=model.config)
+            model(context[None].to(model.device), past_key_values=cache, logits_to_keep=1)
+            for k, question in enumerate(questions):
+                scores[:, i, j, k] = answer_scores(model, cache, question, digit_places(tokenizer, question))
             progress()
     return scores
-
-
-class Needle(Suite):
-    """Numbers hidden in ``evaluation.text``."""
-
-    def __init__(self, params: Params, dense: Path, scratch: Path) -> None:
-        from transformers import AutoConfig, AutoTokenizer
-
-        wanted = self._wanted = params.needle
-        check_lengths(AutoConfig.from_pretrained(dense), wanted.lengths)
-        tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=False)
-        self._haystack = joined_tokens(tokenizer, main_documents(params.evaluation))
-        self.steps = len(wanted.lengths) * len(wanted.depths)
-
-    def score(self, model: Any, tokenizer: Any, progress: Progress) -> Tensor:
-        """(lengths, depths, trials) float64."""
-        return find_needles(model, tokenizer, self._haystack, self._wanted, progress)
-
-    def metrics(self, dense: Tensor, compressed: Tensor) -> dict[str, Any]:
-        """Fractions of the numbers' digits, by prompt length and depth."""
-        wanted = self._wanted
-        return {
-            side: {
-                "average": float(scores.mean()),
-                "by_length": {
-                    f"{length}_tokens": {
-                        _depth_name(depth): float(scores[i, j].mean()) for j, depth in enumerate(wanted.depths)
-                    }
-                    for i, length in enumerate(wanted.lengths)
-                },
-            }
-            for side, scores in (("dense", dense), ("compressed", compressed))
-        }
-
-    def page(self, metrics: dict[str, Any]) -> list[str]:
-        """The heat maps and their means."""
-        wanted = self._wanted
-        return [
-            "# Numbers hidden in long texts",
-            "",
-            "![Retrieval by prompt length and depth](needle.png)",
-            "",
-            f"Digits of a number that come out right when it is asked for at the end of the prompt, read from the "
-            f"cache by `generate()`: dense {metrics['dense']['average']:.0%}, compressed "
-            f"{metrics['compressed']['average']:.0%}. Prompts of {', '.join(map(str, wanted.lengths))} tokens, "
-            f"{len(wanted.depths)} depths, {wanted.trials} of each.",
-        ]
-
-    def draw(self, folder: Path, dense: Tensor, compressed: Tensor) -> None:
-        """Heat maps over length and depth."""
-        from recalkv.reports.plots import needle_heat_maps
-
-        grids = {"dense": dense.mean(dim=2).numpy(), "compressed": compressed.mean(dim=2).numpy()}
-        needle_heat_maps(folder / "needle.png", grids, self._wanted.lengths, self._wanted.depths)
-
-
-def _depth_name(depth: float) -> str:
-    return f"depth_{depth:.2f}" if round(depth, 2) == depth else f"depth_{depth:g}"

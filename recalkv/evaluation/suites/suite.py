@@ -48,9 +48,6 @@ class Suite(ABC):
     def page(self, metrics: dict[str, Any]) -> list[str]:
         """Lines of a page in Markdown."""
 
-    def draw(self, folder: Path, dense: Any, compressed: Any) -> None:  # noqa: B027 (most have none)
-        """Pictures that the page shows, if any."""
-
 
 def table(columns: list[str], rows: list[list[str]]) -> list[str]:
     """A table in Markdown; the first column is text, the others are numbers."""

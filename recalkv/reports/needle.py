@@ -1,0 +1,86 @@
+"""Numbers hidden in long texts: what each model finds of them, by length and depth of the prompts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from recalkv.params import NeedleParams
+from recalkv.reports.tables import needle
+
+__all__ = ["ALL", "page", "report"]
+
+ALL = "all"
+"""In the place of a length: the mean over all."""
+
+
+def report(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """All models' scores, by falling bits.
+
+    Parameters
+    ----------
+    cells
+        What the stage ``needle`` wrote, by name.
+
+    Returns
+    -------
+    dict
+        ``rows``: by ``method`` and ``length`` (or :data:`ALL`), ``bits_per_element``, ``prompts``, and of each score
+        (:data:`recalkv.evaluation.suites.needle.SCORES`) the mean and, as ``NAME_error``, its standard error over
+        prompts, within each of which the mean is over depths; 0 where there is one prompt only. ``places``: by
+        ``method``, ``length`` and ``depth`` the means.
+    """
+    rows, places = [], []
+    for name in sorted(cells, key=lambda name: (-cells[name]["bits_per_element"], name)):
+        cell, scores = cells[name], {}
+        for score, values in cells[name]["scores"].items():
+            scores[score] = np.array(values)  # [lengths, prompts, depths]
+        by_length = {score: _means(values.mean(axis=2)) for score, values in scores.items()}
+        prompts = len(next(iter(scores.values()))[0])
+        whole = {"method": name, "bits_per_element": cell["bits_per_element"]}
+        for i, length in enumerate(cell["lengths"]):
+            found = {score: (means[i], errors[i]) for score, (means, errors) in by_length.items()}
+            rows.append(whole | {"length": length, "prompts": prompts} | _flat(found))
+            for k, depth in enumerate(cell["depths"]):
+                means = {score: float(values[i, :, k].mean()) for score, values in scores.items()}
+                places.append({"method": name, "length": length, "depth": depth} | means)
+        # Prompts of different lengths are drawn apart.
+        found = {
+            score: (means.mean(), np.linalg.norm(errors) / len(errors)) for score, (means, errors) in by_length.items()
+        }
+        rows.append(whole | {"length": ALL, "prompts": prompts * len(cell["lengths"])} | _flat(found))
+    return {"rows": rows, "places": places}
+
+
+def _means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over (lengths, prompts), and its standard error over prompts, (lengths,) each."""
+    prompts = values.shape[1]
+    errors = values.std(axis=1, ddof=1) / np.sqrt(prompts) if prompts > 1 else np.zeros(len(values))
+    return values.mean(axis=1), errors
+
+
+def _flat(found: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    means = {score: float(mean) for score, (mean, _) in found.items()}
+    return means | {f"{score}_error": float(error) for score, (_, error) in found.items()}
+
+
+def page(found: Mapping[str, Any], wanted: NeedleParams, model: str) -> str:
+    """Render the page: one table, and the heat maps."""
+    return "\n".join(
+        [
+            "# Numbers hidden in long texts",
+            "",
+            "Written by `stages.needle_page`; do not edit. Every prompt hides one number at each depth, and they are "
+            "asked for one by one behind it, over the cached prompt. *Digits*: those that the model thinks the "
+            "likeliest, the digits before them being given; *log-probability*: of a digit, nats; *greedy*: digits "
+            "before the first wrong one, at all lengths, which is what greedy decoding gets right. Standard errors are "
+            "over prompts. Bits count scales; tokens that stay in 16 bits are spread over a context of 2,048.",
+            "",
+            f"{model}; {wanted.trials} prompts of each length, {len(wanted.depths)} numbers in each.",
+            "",
+            needle(found),
+            "",
+            "![Retrieval by prompt length and depth](needle.png)",
+            "",
+        ]
+    )

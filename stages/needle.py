@@ -1,0 +1,67 @@
+"""Step 9e: numbers hidden in long texts, asked of one model: dense, over a quantised cache, or compressed."""
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recalkv.errors import ParameterError
+from recalkv.evaluation.quantisers import CONTEXTS, QUANTISERS, quantised_cache, quantiser
+from recalkv.evaluation.suites.needle import SCORES, check_lengths, find_needles
+from recalkv.kernels.module import choose_kernels
+from recalkv.model.families import check_supported
+from recalkv.model.loading import load_model
+from recalkv.model.source import checkpoint_dtype
+from recalkv.model.spec import DENSE_BITS, LatentSpec
+from recalkv.text.corpora import main_documents
+from recalkv.text.windows import joined_tokens
+from stages.common import Stage, stage, write_json
+
+_MODELS = ("dense", "compressed", *QUANTISERS)
+
+
+@stage
+def needle(
+    run: Stage,
+    out: Annotated[Path, typer.Argument(help="File of the scores.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="dense, compressed (DATA's checkpoint), or a quantiser of the dense model's cache."),
+    ],
+) -> None:
+    """Ask for the numbers of every length and depth; write the score of each to OUT."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    if name not in _MODELS:
+        raise ParameterError(f"{name!r} is none of the models that can be asked; choose one of {', '.join(_MODELS)}.")
+    folder, wanted = run.data / "compressed" if name == "compressed" else run.model().folder, run.params.needle
+    check_lengths(AutoConfig.from_pretrained(run.model().folder), wanted.lengths)
+    model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
+    choose_kernels(model, run.params.runtime.kernels)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if name == "compressed":
+        spec = LatentSpec.from_config(model.config)
+        bits = DENSE_BITS * (1 - spec.removed)
+    elif name == "dense":
+        bits = float(DENSE_BITS)
+    else:
+        rounding = quantiser(name, check_supported(model.config).head_dim)
+        bits, reading = rounding.bits_per_element(CONTEXTS[0]), quantised_cache(model, rounding)
+    haystack = joined_tokens(tokenizer, main_documents(run.params.evaluation))
+    with run.bar(len(wanted.lengths) * wanted.trials, "prompt") as bar, reading:
+        scores = find_needles(model, tokenizer, haystack, wanted, bar.update)
+    write_json(
+        out,
+        {
+            "bits_per_element": bits,
+            "lengths": wanted.lengths,
+            "depths": wanted.depths,
+            "scores": dict(zip(SCORES, scores.tolist(), strict=True)),
+        },
+    )
+
+
+if __name__ == "__main__":
+    typer.run(needle)

@@ -1,0 +1,23 @@
+"""Step 9e: what all models found of the numbers hidden in long texts, as one table and one picture."""
+
+import json
+
+import typer
+
+from recalkv.reports.needle import page, report
+from recalkv.reports.plots import needle_heat_maps
+from stages.common import Stage, stage, write_json
+
+
+@stage
+def needle_page(run: Stage) -> None:
+    """Gather DATA/cells/needle; write REPORTS/suites/needle.json (`rows`, `places`), needle.md and needle.png."""
+    cells = {path.stem: json.loads(path.read_text()) for path in (run.data / "cells/needle").glob("*.json")}
+    found, folder = report(cells), run.reports / "suites"
+    write_json(folder / "needle.json", found)
+    needle_heat_maps(folder / "needle.png", found["places"])
+    (folder / "needle.md").write_text(page(found, run.params.needle, run.model().name))
+
+
+if __name__ == "__main__":
+    typer.run(needle_page)
