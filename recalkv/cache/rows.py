@@ -155,7 +155,11 @@ class _Tables:
         averages = torch.nn.functional.one_hot(owner, len(segments)) / widths
         codes = tuple(dict.fromkeys(segment.code for segment in segments if segment.latents in GRID))
         grids = dict(
-            zip(codes, itertools.accumulate((GRID[code.latents] ** code.latents for code in codes), initial=0))
+            zip(
+                codes,
+                itertools.accumulate((GRID[code.latents] ** code.latents for code in codes), initial=0),
+                strict=False,
+            )
         )
         levels, strides, last, starts = [], [], [], []
         for segment in segments:
