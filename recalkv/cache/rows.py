@@ -6,6 +6,7 @@ Segments are rotated offline by a random orthogonal matrix, folded into L and R,
 segment looks alike and Gaussian, and one scale per token and segment suffices.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from recalkv.errors import CheckpointError
 
-__all__ = ["BITS", "DISTORTION", "RowLayout", "Segment", "pack_codes", "unpack_codes"]
+__all__ = ["BITS", "DISTORTION", "RowLayout", "Segment", "levels", "pack_codes", "scales", "unpack_codes"]
 
 Segment = tuple[int, int]
 """Width (latents) and bits per latent."""
@@ -75,6 +76,20 @@ class RowLayout:
             centre = (1 << (bits - 1)) - 0.5
             parts.append(((codes.float() - centre) * (_scale(level.float()) * _STEP[bits])).to(dtype))
         return torch.cat(parts, dim=-1)
+
+
+@functools.cache
+def levels(bits: int) -> Tensor:
+    """What each code stands for, in standard deviations: (2^bits,) float32 on the CPU, not to be written to."""
+    with torch.inference_mode(False):
+        return (torch.arange(1 << bits) - ((1 << (bits - 1)) - 0.5)) * _STEP[bits]
+
+
+@functools.cache
+def scales() -> Tensor:
+    """What each byte of a scale stands for: (256,) float32 on the CPU, not to be written to."""
+    with torch.inference_mode(False):
+        return _scale(torch.arange(256.0))
 
 
 def _checked(groups: Sequence[Sequence[Segment]]) -> list[Segment]:
