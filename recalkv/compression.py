@@ -209,7 +209,7 @@ def compress_checkpoint(
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
     specs = stored_layers(source.geometry, result.specs, result.permutations)
     config = compressed_config(source, specs, parameters, provenance, calibration)
-    save_checkpoint(folder, config, other_tensors(source), _fused(source, specs, result), dtype)
+    save_checkpoint(folder, config, other_tensors(source), _fused(source, specs, result, dtype), dtype)
     tokenizer.save_pretrained(folder)
     if (reference.folder / "generation_config.json").exists():
         GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)
@@ -310,13 +310,15 @@ def assemble(
     """Build the compressed model in memory from its factors."""
     specs = stored_layers(source.geometry, result.specs, result.permutations)
     config = compressed_config(source, specs, parameters, provenance, calibration)
-    return build_model(config, other_tensors(source), _fused(source, specs, result), dtype)
+    return build_model(config, other_tensors(source), _fused(source, specs, result, dtype), dtype)
 
 
-def _fused(source: LayerSource, specs: Sequence[LayerSpec], result: CompressedLayers) -> Iterator[dict[str, Tensor]]:
+def _fused(
+    source: LayerSource, specs: Sequence[LayerSpec], result: CompressedLayers, dtype: torch.dtype
+) -> Iterator[dict[str, Tensor]]:
     """Weights of each layer of the compressed model."""
     for index, (spec, refit, mean) in enumerate(zip(specs, result.refits, result.input_means, strict=True)):
-        yield fuse_layer(source, index, spec, refit, mean)
+        yield fuse_layer(source, index, spec, refit, mean, dtype)
 
 
 def _resolved(calibration: CalibrationParams, device: torch.device) -> CalibrationParams:

@@ -25,9 +25,10 @@ def fuse(run: Stage) -> None:
     calibration = run.params.calibration.model_copy(update={"precision": run.precision})
     config = compressed_config(source, specs, wanted, provenance, calibration)
     dtype = checkpoint_dtype(reference.folder) if wanted.dtype == "auto" else getattr(torch, wanted.dtype)
+    means = (refitted.find(f"{layer_name(index)}/input_mean") for index in range(len(specs)))
     layers = (
-        fuse_layer(source, index, spec, stored.refit(refitted, index), refitted.find(f"{layer_name(index)}/input_mean"))
-        for index, spec in enumerate(specs)
+        fuse_layer(source, index, spec, stored.refit(refitted, index), mean, dtype)
+        for index, (spec, mean) in enumerate(zip(specs, means, strict=True))
     )
     with writing_folder(run.data / "compressed") as folder:
         save_checkpoint(folder, config, other_tensors(source), run.progress(layers, len(specs)), dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from recalkv.cache.codebooks import CODES, GRID, Code, cells, nearest, nearest_of_cells, words
 from recalkv.errors import CheckpointError
 
-__all__ = ["RowLayout", "Segment", "pack_codes", "unpack_codes"]
+__all__ = ["RowLayout", "Segment", "pack_codes", "scales", "unpack_codes"]
 
 # A scale is 2^((byte - 128) / 8): 9 % apart, from 1.5e-5 to 6e4 times the usual one.
 _SCALE_STEPS, _SCALE_ZERO = 8, 128
@@ -187,6 +187,13 @@ class _Tables:
             table(starts),
             _all_cells(codes, device),
         )
+
+
+@functools.cache
+def scales() -> Tensor:
+    """What each byte of a scale stands for: (256,) float32 on the CPU, not to be written to."""
+    with torch.inference_mode(False):
+        return _scale(torch.arange(256.0))
 
 
 @functools.cache

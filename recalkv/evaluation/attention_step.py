@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from recalkv.cache.growing import growing_cache
 from recalkv.errors import CheckpointError
 from recalkv.evaluation.reference import reference_output
 from recalkv.evaluation.step_caches import FullCache, Recorder
@@ -173,10 +173,7 @@ class Step:
         if not growing:
             full = FullCache(own(self._keys), own(self._values))
             return lambda: attention(states, rope, None, past_key_values=full)[0]
-        cache, layer = DynamicCache(), self.module.layer
-        for index in range(layer):
-            # Layers are made in order; those before this one stay empty.
-            cache.update(self._keys[:, :, :0], self._values[:, :, :0], index)
+        cache, layer = growing_cache(attention.config), self.module.layer
         cache.update(own(self._keys[:, :, :-1]), own(self._values[:, :, :-1]), layer)
 
         def step() -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from recalkv.cache.growing import growing_cache
 from recalkv.errors import CheckpointError
 from recalkv.evaluation.attention_step import TOLERANCE
 from recalkv.evaluation.resources import now
@@ -28,7 +29,8 @@ __all__ = [
 ]
 
 CACHES = ("growing", "static")
-"""transformers' DynamicCache, which copies itself at every step, and its StaticCache."""
+"""What ``generate`` takes by default, and transformers' StaticCache. The dense model's default is transformers'
+DynamicCache, which copies itself at every step."""
 
 Contents = list[tuple[Tensor, Tensor]]
 """What every layer caches of the prompt: keys and values, (1, heads, tokens, width) each."""
@@ -61,7 +63,7 @@ def time_prefill(model: Any, tokens: int, seed: int = 0) -> Timing:
 
 def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, slots: int) -> Any:
     """A cache of this kind that holds so many tokens."""
-    cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else DynamicCache(config=model.config)
+    cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else growing_cache(model.config)
     for index, (keys, values) in enumerate(contents):
         length = keys.shape[2]
         # A static cache is filled piece by piece, so that it is never in memory twice.

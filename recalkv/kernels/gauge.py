@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from recalkv.model.attention import LatentAttention
+from recalkv.model.identity import gauge_basis, regauged
 
 __all__ = ["LIMIT", "gauge_basis", "has_gauge", "pair_columns", "pivot_pairs", "regauge", "regauged"]
 
@@ -72,24 +73,6 @@ def pair_columns(pairs: Sequence[int], head_dim: int) -> tuple[list[int], list[i
     half = head_dim // 2
     left = [pair // half * head_dim + pair % half for pair in pairs]
     return left, [column + half for column in left]
-
-
-def gauge_basis(up: Tensor, columns: Sequence[int]) -> Tensor:
-    """Basis M, (r, r) float64: these columns of ``R_k``, then as many directions of their mean size as are missing.
-
-    The further directions are orthogonal to those columns.
-    """
-    chosen = up.detach().double()[:, list(columns)]
-    rank, count = chosen.shape
-    if count == rank:
-        return chosen
-    beyond = torch.linalg.svd(chosen, full_matrices=True)[0][:, count:]
-    return torch.cat([chosen, beyond * (chosen.norm(dim=0).mean() if count else 1.0)], dim=1)
-
-
-def regauged(down: Tensor, ups: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Factors in another basis, float64: ``L M`` of (m, r), and ``M^-1 R`` of each (r, w) that reads these latents."""
-    return down.double() @ basis, [torch.linalg.solve(basis, up.double()) for up in ups]
 
 
 def has_gauge(layer: LatentAttention) -> bool:

@@ -15,10 +15,11 @@ from torch import Tensor
 from recalkv.method.lowrank import LowRank
 from recalkv.method.refit import LayerRefit
 from recalkv.model.families import AttentionGeometry
+from recalkv.model.identity import direct_columns, gauge_basis, gauge_limit, independent_pairs, regauged
 from recalkv.model.layers import LayerSource
 from recalkv.model.spec import LayerSpec
 
-__all__ = ["choose_value_layout", "fuse_layer", "fuse_output", "fused_attention_tensors", "stored_layers"]
+__all__ = ["choose_value_layout", "fuse_layer", "fuse_output", "fused_attention_tensors", "in_gauge", "stored_layers"]
 
 
 def stored_layers(
@@ -34,7 +35,12 @@ def stored_layers(
 
 
 def fuse_layer(
-    source: LayerSource, index: int, spec: LayerSpec, refit: LayerRefit, input_mean: Tensor | None = None
+    source: LayerSource,
+    index: int,
+    spec: LayerSpec,
+    refit: LayerRefit,
+    input_mean: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """All tensors of one compressed decoder layer, by their names within it (Algorithm 1, Matrix_Fusion).
 
@@ -46,6 +52,8 @@ def fuse_layer(
         Final factors and output projection.
     input_mean : (m,) or None
         Mean attention input, given where latents are quantised.
+    dtype
+        Of the checkpoint; it bounds the gauge of joint latents (:mod:`recalkv.model.identity`).
     """
     prefix = "self_attn."
     tensors = source.layer_tensors(index)
@@ -53,8 +61,36 @@ def fuse_layer(
     # What a store holds is on the CPU.
     keys, values = refit.keys.to(source.device), refit.values.to(source.device)
     output, mean = (None if part is None else part.to(source.device) for part in (refit.output, input_mean))
+    # Rounding to few bits wants latents that are alike, and norms want whole keys.
+    if spec.joint and not spec.quantised and "k_norm.weight" not in dense:
+        keys, values = in_gauge(keys, values, source.geometry.head_dim, gauge_limit(dtype))
     fused = fused_attention_tensors(dense, source.geometry, spec, keys, values, output, mean)
     return tensors | {prefix + name: tensor for name, tensor in fused.items()}
+
+
+def in_gauge(keys: LowRank, values: LowRank, head_dim: int, limit: float) -> tuple[LowRank, LowRank]:
+    """Joint factors in the identity gauge: the same keys and values, from latents some of which are keys.
+
+    Parameters
+    ----------
+    keys, values
+        Factors of the same latents; ``values.down`` is ``keys.down``.
+    head_dim
+        Head dimension.
+    limit
+        Of :func:`recalkv.model.identity.independent_pairs`.
+    """
+    downs, key_ups, value_ups = [], [], []
+    for down, key_up, value_up in zip(keys.down, keys.up, values.up, strict=True):
+        pairs = independent_pairs(key_up, head_dim, limit)
+        columns = direct_columns(pairs, key_up.shape[1] // head_dim, head_dim)
+        turned, (new_keys, new_values) = regauged(down, [key_up, value_up], gauge_basis(key_up, columns))
+        # Written as what they are, not as what the solver rounds them to.
+        new_keys[:, columns] = torch.eye(len(new_keys), dtype=new_keys.dtype, device=new_keys.device)[:, : len(columns)]
+        downs.append(turned)
+        key_ups.append(new_keys)
+        value_ups.append(new_values)
+    return LowRank(downs, key_ups), LowRank(downs, value_ups)
 
 
 def fusion_rank_limit(geometry: AttentionGeometry) -> float:

@@ -18,6 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attenti
 from recalkv.model.families import layer_attention_types
 from recalkv.model.slots import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
+from recalkv.model.tiles import GroupKeys, Latents, LayerKeys, tile_mask, tile_of, tiled_contexts
+from recalkv.model.turns import TileRope
 from recalkv.model.values import (
     MAX_EXPLICIT_QUERIES,
     absorbed_output,
@@ -27,6 +29,8 @@ from recalkv.model.values import (
 )
 
 __all__ = ["Cached", "LatentAttention"]
+
+_TILED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Reconstruction(nn.Module):
@@ -134,6 +138,8 @@ class LatentAttention(nn.Module):
         self.k_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if spec.qk_norm else None
         # Set by the model, which owns the rotary module.
         self.slots: SlotRotary | None = None
+        self._tiled_state: list[tuple[int, int]] = []
+        self._tiled_keys: dict[tuple[int, bool], LayerKeys] = {}
 
     def forward(
         self,
@@ -190,6 +196,8 @@ class LatentAttention(nn.Module):
         """What the output projection reads, (batch, queries, its inputs), and weights where they are had."""
         z_k, z_v, seen, offset, fresh = cached
         length, slots = query.shape[1], z_k.shape[2]
+        if self._in_tiles(query, cached, mask):
+            return self._attend_in_tiles(query, cached, mask), None
         if self.key_rows is not None:
             z_k = self.key_rows.unpack(z_k, query.dtype)
         if self.value_rows is not None:
@@ -218,6 +226,65 @@ class LatentAttention(nn.Module):
         if not readable or self.config._attn_implementation == "eager":
             return False
         return queries <= (MAX_EXPLICIT_QUERIES if self.fused else self.query_limit)
+
+    def _in_tiles(self, query: Tensor, cached: Cached, mask: Tensor | None) -> bool:
+        """Whether to go over the cache in tiles: on a CPU, where torch may write results into memory of before."""
+        if cached.fresh or query.device.type != "cpu" or query.dtype not in _TILED_TYPES:
+            return False
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return False
+        factors = [query, *self.key_up]
+        if torch.is_grad_enabled() and any(each.requires_grad for each in factors):
+            return False
+        # Offloaded factors come and go with every call.
+        return not any(each.is_meta for each in factors) and self.over_latents(
+            query.shape[1], cached.z_k.shape[2], mask
+        )
+
+    def _attend_in_tiles(self, query: Tensor, cached: Cached, mask: Tensor | None) -> Tensor:
+        """What the output projection reads, (batch, queries, its inputs)."""
+        assert self.slots is not None
+        batch, length = query.shape[:2]
+        tile = tile_of(batch)
+        rope = self.slots.tiled(tile)
+        # Slots behind the last query are empty.
+        seen = int(cached.seen) - cached.offset
+        slots = min(seen, cached.z_k.shape[2])
+        places = torch.arange(seen - length, seen)
+        contexts = tiled_contexts(
+            query.transpose(1, 2).float() * (self.scaling * rope.scaling**2),
+            places,
+            Latents(cached.z_k[:, 0], self.key_rows),
+            None if self.joint else Latents(cached.z_v[:, 0], self.value_rows),
+            slots,
+            self._layer_keys(rope, length),
+            list(zip(self.value_ranks, self.value_heads, strict=True)),
+            tile_mask(mask, places),
+        )
+        return self._merged([context.to(query.dtype) for context in contexts])
+
+    def _layer_keys(self, rope: TileRope, queries: int) -> LayerKeys:
+        """Made once for single queries and once for several, and again after a write to the parameters."""
+        norm = None if self.k_norm is None else self.k_norm.weight
+        read = [each for each in (*self.key_up, self.key_bias, norm) if each is not None]
+        state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in read]
+        if self._tiled_state != state:
+            self._tiled_state, self._tiled_keys = state, {}
+        key = rope.tile, queries == 1
+        if key not in self._tiled_keys:
+            groups, first = [], 0
+            for up, heads in zip(self.key_up, self.key_heads, strict=True):
+                own, rows = slice(first, first + heads), heads * self.num_key_value_groups
+                # Several queries share the keys that are rebuilt, and would not share an expansion.
+                expand = queries == 1 and norm is None
+                groups.append(GroupKeys.of(up, own, self.head_dim, rope, rows, expand))
+                first += heads
+            bias = None if self.key_bias is None else self.key_bias.detach().float().view(-1, self.head_dim)
+            scaled = None
+            if self.k_norm is not None:
+                scaled = self.k_norm.weight.detach().float(), self.k_norm.variance_epsilon
+            self._tiled_keys[key] = LayerKeys(self.key_ranks, groups, bias, scaled, rope)
+        return self._tiled_keys[key]
 
     def _slot_rope(
         self, query: Tensor, seen: int | Tensor, offset: int, slots: int

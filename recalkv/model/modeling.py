@@ -13,6 +13,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -23,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from recalkv.cache.growing import GrowingCache
 from recalkv.errors import CheckpointError
 from recalkv.model.attention import LatentAttention
 from recalkv.model.slots import SlotRotary, check_positions
@@ -121,6 +123,18 @@ class LatentModelMixin:
         card = model_card(LatentSpec.from_config(self.config), folder=repo_id)  # type: ignore[attr-defined]
         (Path(working_dir) / CARD).write_text(card)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_cache_for_generation(self, generation_config: Any, kwargs: Any, *args: Any, **options: Any) -> Any:
+        """As transformers does it, but the default cache does not copy itself at every step."""
+        given = kwargs.get("past_key_values")
+        prepare = super()._prepare_cache_for_generation  # type: ignore[misc]
+        result = prepare(generation_config, kwargs, *args, **options)
+        plain = given is None and generation_config.cache_implementation in (None, "dynamic")
+        if plain and type(kwargs.get("past_key_values")) is DynamicCache:
+            kwargs["past_key_values"] = cache = GrowingCache(self.config)  # type: ignore[attr-defined]
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+        return result
 
     def _get_static_cache_init_shape(self) -> None:
         """Leave static caches to take their sizes from the first latents; transformers would assume dense keys."""

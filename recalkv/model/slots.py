@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from recalkv.errors import ParameterError
+from recalkv.model.turns import TileRope
 
 __all__ = ["SlotRotary", "check_positions", "rotated"]
 
@@ -24,6 +25,7 @@ class SlotRotary:
     def __init__(self, rotary: nn.Module) -> None:
         self._rotary = rotary
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._tiled: dict[int, TileRope] = {}
 
     def upto(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin, (>= length, d_h) each, in the type and on the device of ``like``."""
@@ -36,6 +38,15 @@ class SlotRotary:
                 cos, sin = self._rotary(like, torch.arange(size, device=like.device)[None])
                 self._tables[key] = tables = cos[0], sin[0]
         return tables
+
+    def tiled(self, tile: int) -> TileRope:
+        """Tables for tiles of so many slots."""
+        if tile not in self._tiled:
+            with torch.inference_mode(False):
+                rotary: Any = self._rotary
+                frequencies = rotary.inv_freq.detach().double().cpu()
+                self._tiled[tile] = TileRope(frequencies, float(rotary.attention_scaling), tile)
+        return self._tiled[tile]
 
 
 def rotated(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

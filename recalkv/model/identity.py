@@ -1,0 +1,96 @@
+"""Identity gauge of a checkpoint: RoPE pairs of a group's keys that are latents themselves. Exact in exact arithmetic.
+
+For any invertible M the latents ``z M`` with the factor ``M^-1 R`` give the same keys and values. Here columns of R_k
+are taken into M, a pair of all of the group's heads at once, so that these parts of the keys are cached as they are and
+need no product. They come first among the latents: pair by pair within a head, head by head, left and right half side
+by side, as complex numbers stand in memory.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["direct_columns", "direct_pairs", "gauge_basis", "gauge_limit", "independent_pairs", "regauged"]
+
+_LIMITS = {torch.float32: 1e3}
+_LIMIT_OF_OTHERS = 4.0
+
+
+def gauge_limit(dtype: torch.dtype) -> float:
+    """How much smaller a pair may be than the first, beyond what is chosen already, for latents of this type.
+
+    It bounds the condition of M, and so how much louder the rounding of what is cached becomes: float32 has digits to
+    spare, types of 16 bits have not.
+    """
+    return _LIMITS.get(dtype, _LIMIT_OF_OTHERS)
+
+
+def direct_columns(pairs: list[int], heads: int, head_dim: int) -> list[int]:
+    """Columns of R_k that are latents, in the latents' order."""
+    half = head_dim // 2
+    return [head * head_dim + pair + side for head in range(heads) for pair in pairs for side in (0, half)]
+
+
+def direct_pairs(up: Tensor, head_dim: int) -> list[int]:
+    """Pairs of a factor (r, heads d_h) that are cached as they are, ascending; none where it is not in the gauge."""
+    rank, heads = up.shape[0], up.shape[1] // head_dim
+    # Columns of the identity, by the latent that they are; -1 for others.
+    ones = (up.detach() == 1).int()
+    latent = torch.where(((up.detach() != 0).sum(dim=0) == 1) & (ones.sum(dim=0) == 1), ones.argmax(dim=0), -1)
+    pairs = [pair for pair in range(head_dim // 2) if int(latent[pair]) >= 0]
+    while pairs:
+        columns = direct_columns(pairs, heads, head_dim)
+        if len(columns) <= rank and latent[columns].tolist() == list(range(len(columns))):
+            break
+        pairs.pop()
+    return pairs
+
+
+def independent_pairs(up: Tensor, head_dim: int, limit: float) -> list[int]:
+    """Pairs to be cached as they are, ascending: the first ones, of the fastest turns, that are far from dependent.
+
+    Slow pairs are left over, as their scores can be had without rebuilding them (:mod:`recalkv.model.turns`).
+
+    Parameters
+    ----------
+    up : (r, heads d_h)
+        Factor.
+    limit
+        A pair is passed over if what it adds to those before is smaller than the largest one's by more than this.
+    """
+    rest = up.detach().double().clone()
+    rank, heads = rest.shape[0], rest.shape[1] // head_dim
+    largest = torch.linalg.matrix_norm(rest[:, direct_columns([0], heads, head_dim)], 2)
+    for pair in range(1, head_dim // 2):
+        size = torch.linalg.matrix_norm(rest[:, direct_columns([pair], heads, head_dim)], 2)
+        largest = torch.maximum(largest, size)
+    chosen: list[int] = []
+    for pair in range(head_dim // 2):
+        new = rest[:, direct_columns([pair], heads, head_dim)]
+        if (len(chosen) + 1) * 2 * heads > rank:
+            break
+        if torch.linalg.svdvals(new)[-1] * limit < largest:
+            continue
+        basis = torch.linalg.qr(new)[0]
+        rest -= basis @ (basis.mT @ rest)
+        chosen.append(pair)
+    return chosen
+
+
+def gauge_basis(up: Tensor, columns: Sequence[int]) -> Tensor:
+    """Basis M, (r, r) float64: these columns of ``R_k``, then as many directions of their mean size as are missing.
+
+    The further directions are orthogonal to those columns.
+    """
+    chosen = up.detach().double()[:, list(columns)]
+    rank, count = chosen.shape
+    if count == rank:
+        return chosen
+    beyond = torch.linalg.svd(chosen, full_matrices=True)[0][:, count:]
+    return torch.cat([chosen, beyond * (chosen.norm(dim=0).mean() if count else 1.0)], dim=1)
+
+
+def regauged(down: Tensor, ups: Sequence[Tensor], basis: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Factors in another basis, float64: ``L M`` of (m, r), and ``M^-1 R`` of each (r, w) that reads these latents."""
+    return down.double() @ basis, [torch.linalg.solve(basis, up.double()) for up in ups]

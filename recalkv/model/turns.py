@@ -1,0 +1,149 @@
+"""RoPE over tiles of slots: queries are turned to a tile's centre, and what is left are small angles.
+
+Scores depend on distances only. For a query at slot p and a key at offset d from the centre c of its tile, the angle
+``p - (c + d)`` is split: the query is turned by ``p - c``, in float64 and once per tile, and keys by ``d``, which one
+table serves for all tiles.
+
+Over a tile the angles of slow pairs change so little that ``e^{i theta_j d} = sum_b f_b(d) c_bj`` with a few real
+functions f: then ``score(d) = sum_b f_b(d) (R u_b) . z`` with ``u_b`` from the query, and keys of these pairs are
+never rebuilt. :func:`expansion` finds how many pairs are worth it.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Expansion", "TileRope", "expansion", "offset_angles", "turned"]
+
+_TOLERANCE = 1e-5
+"""Largest error of an expanded score over |q||k| of its pairs, root mean square over a tile: that of float32 sums."""
+
+_KEPT = 64
+"""Spans of tiles whose turns are kept until the next step."""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """RoPE of a tile's slow pairs as a sum of few functions.
+
+    Attributes
+    ----------
+    fast
+        Pairs before the first slow one.
+    functions : (functions, tile) float32
+        f, orthonormal over the tile.
+    coefficients : (functions, slow pairs) complex64
+        c.
+    """
+
+    fast: int
+    functions: Tensor
+    coefficients: Tensor
+
+
+def offset_angles(frequencies: Tensor, tile: int) -> Tensor:
+    """Angles of a tile's slots from its centre, (pairs, tile) float64."""
+    return frequencies[:, None] * (torch.arange(tile, dtype=torch.float64) - (tile - 1) / 2)
+
+
+def turned(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries, turned to the centres of tiles.
+
+    Parameters
+    ----------
+    query : (batch, heads, queries, d_h)
+        Before RoPE; left halves of the pairs, then right halves.
+    cos, sin : (tiles, 1, 1, queries, pairs)
+        Of :meth:`TileRope.to_centres`.
+
+    Returns
+    -------
+    (tiles, batch, heads, queries, d_h)
+    """
+    left, right = query.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+@functools.lru_cache(maxsize=64)
+def expansion(frequencies: tuple[float, ...], tile: int, columns: int, queries: int) -> Expansion | None:
+    """The cheapest split of the pairs into rebuilt and expanded ones; None where all should be rebuilt.
+
+    Multiplications per slot and latent: one for each rebuilt column, one for each function and query, and a tile's
+    share of making ``R u_b``.
+
+    Parameters
+    ----------
+    frequencies
+        Of the pairs, falling.
+    tile
+        Slots of a tile.
+    columns
+        Columns of the factor to rebuild one pair: two for each key/value head of the group.
+    queries
+        Query rows of the group, over all of its heads.
+    """
+    angles = offset_angles(torch.tensor(frequencies, dtype=torch.float64), tile)
+    pairs = len(frequencies)
+    cheapest, best = float(columns * pairs), None
+    for fast in range(pairs):
+        slow = pairs - fast
+        waves = torch.cat([angles[fast:].cos(), angles[fast:].sin()])  # [2 slow, tile]
+        energies, basis = torch.linalg.eigh(waves @ waves.mT)
+        # Ascending: the error that is left when only the last functions are taken.
+        left = energies.clamp_min(0).cumsum(0)
+        count = int((left > tile * _TOLERANCE**2).sum())
+        cost = columns * fast + queries * count * (1 + 2 * slow / tile)
+        if cost < cheapest:
+            coefficients = basis[:, -count:].mT
+            cheapest, best = cost, (fast, coefficients @ waves, coefficients)
+    if best is None:
+        return None
+    fast, functions, coefficients = best
+    cosines, sines = coefficients.chunk(2, dim=-1)
+    return Expansion(fast, functions.float(), torch.complex(cosines, sines).to(torch.complex64))
+
+
+class TileRope:
+    """RoPE of tiles of one length, and of the queries over them.
+
+    Parameters
+    ----------
+    frequencies : (pairs,) float64
+        Of the pairs, falling.
+    scaling
+        Factor of rotated queries and keys alike (YaRN has one).
+    tile
+        Slots.
+    """
+
+    def __init__(self, frequencies: Tensor, scaling: float, tile: int) -> None:
+        self.frequencies, self.scaling, self.tile = frequencies, scaling, tile
+        angles = offset_angles(frequencies, tile)
+        self.cos, self.sin = angles.cos().float(), angles.sin().float()
+        self._centred: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def to_centres(self, places: Tensor, start: int, tiles: int) -> tuple[Tensor, Tensor]:
+        """Turns of queries to the centres of tiles, (tiles, 1, 1, queries, pairs) float32 each, cos and sin.
+
+        Parameters
+        ----------
+        places : (queries,)
+            Consecutive slots of the queries.
+        start
+            First slot of the first tile.
+        tiles
+            How many.
+        """
+        key = int(places[0]), len(places), start, tiles
+        if key not in self._centred:
+            # The layers of a model ask for the same one after the other.
+            if len(self._centred) >= _KEPT:
+                self._centred.clear()
+            with torch.inference_mode(False):
+                centres = start + torch.arange(tiles, dtype=torch.float64) * self.tile + (self.tile - 1) / 2
+                distances = torch.arange(key[0], key[0] + key[1]) - centres[:, None]
+                angles = (distances[..., None] * self.frequencies)[:, None, None]
+                self._centred[key] = angles.cos().float(), angles.sin().float()
+        return self._centred[key]
