@@ -209,7 +209,7 @@ def test_illegal_item_of_a_list_is_named(raw: dict[str, Any]) -> None:
         ("compression.joint=false", False),
         ("model.revision=null", None),
         ("model.id=owner/name", "owner/name"),
-        ("calibration.text=[texts/a=b.txt]", ["texts/a=b.txt"]),
+        ("calibration.text=[texts/a=b.txt, ptb]", ["texts/a=b.txt", "ptb"]),
         ("evaluation.further_texts=[c4, ptb]", ["c4", "ptb"]),
         ("evaluation.further_texts=[]", []),
     ],
@@ -225,6 +225,15 @@ def test_changes_stand_in_place_of_the_files_values(
     raw[section][key] = value
     assert changed.model_dump() == raw
     assert path.read_text() != yaml.safe_dump(raw), "the file is not written to"
+
+
+def test_one_text_is_a_list_of_one(raw: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    path = write(tmp_path, raw)
+    assert load_params(path, ["calibration.text=wikitext2"]).calibration.text == ["wikitext2"]
+    with pytest.raises(ParameterError, match=r"calibration\.text=\[\] is not allowed"):
+        load_params(path, ["calibration.text=[]"])
+    words = load_params(path, ["calibration.text=[ptb, texts/b.txt]"]).calibration.in_words
+    assert words == "16 x 1024 tokens of `ptb`, `texts/b.txt`"
 
 
 def test_the_last_of_several_changes_holds(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from recalkv.errors import DataError
-from recalkv.text.windows import consecutive_windows, joined_tokens, sample_windows, spread_windows
+from recalkv.text.windows import (
+    consecutive_windows,
+    joined_tokens,
+    sample_windows,
+    spread_windows,
+    windows_of_each,
+)
 
 
 class Characters:
@@ -111,3 +117,22 @@ def test_text_shorter_than_an_evaluation_window_is_refused() -> None:
         consecutive_windows(torch.arange(9), 10)
     with pytest.raises(DataError, match=message):
         spread_windows(torch.arange(9).split(4), 10)
+
+
+# --- several texts ---
+
+
+def test_texts_give_windows_in_turn() -> None:
+    """As many of each, the first ones one more, each drawn as if it were alone."""
+    texts = {"a": torch.arange(0, 500), "b": torch.arange(1000, 1400), "c": torch.arange(2000, 2100)}
+    windows = windows_of_each(texts, 8, 20, seed=3)
+    assert (windows[:, 0] // 1000).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    for place, (tokens, share) in enumerate(zip(texts.values(), (3, 3, 2), strict=True)):
+        assert torch.equal(windows[place::3], sample_windows(tokens, share, 20, 3))
+    assert torch.equal(windows_of_each({"a": texts["a"]}, 5, 20, 0), sample_windows(texts["a"], 5, 20, 0))
+    assert len(windows_of_each(texts, 2, 20, 0)) == 2
+
+
+def test_the_text_that_is_too_short_is_named() -> None:
+    with pytest.raises(DataError, match=r"'b': the calibration set has 30 tokens.*samples=2"):
+        windows_of_each({"a": torch.arange(500), "b": torch.arange(30)}, 4, 20, 0)
