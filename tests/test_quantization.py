@@ -98,10 +98,9 @@ def test_words_are_the_means_of_what_they_stand_for(code: Code) -> None:
 
 
 def test_training_finds_the_best_quantisers_of_single_latents() -> None:
-    """Max's levels for two bits, and what they leave (J. Max, 1960)."""
-    table, error = trained_words(Code(1, 2), samples=200_000, rounds=60, seed=0)
+    """Max's levels for two bits (J. Max, 1960)."""
+    table = trained_words(Code(1, 2), samples=200_000, rounds=60, seed=0)
     torch.testing.assert_close(table[:, 0], torch.tensor([-1.510, -0.4528, 0.4528, 1.510]), atol=0.01, rtol=0)
-    assert error == pytest.approx(0.1175, rel=0.02)
 
 
 def test_codes_of_several_latents_leave_less() -> None:

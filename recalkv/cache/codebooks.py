@@ -3,7 +3,7 @@
 Behind the rotation (:mod:`recalkv.method.basis`) the latents of a segment are Gaussian and alike. The best codes for
 several of them together lose less than codes for each alone with as many bits: cells are rounder, and none is wasted
 on corners where nothing falls. Their words are trained on standard normal numbers, once for all models, by
-``python -m benchmarks.codebooks``, which writes them next to this module.
+``python -m benchmarks.codebooks --train``, which writes them next to this module.
 """
 
 import functools
@@ -120,11 +120,8 @@ def nearest(values: Tensor, code: Code) -> Tensor:
     -------
     (...) uint8
     """
-    table = words(code, values.device)
-    # |x - w|^2 is least where x w - |w|^2 / 2 is greatest.
-    flat, offsets = values.reshape(-1, code.latents), -table.square().sum(1) / 2
-    codes = [torch.addmm(offsets, part, table.T).argmax(1) for part in flat.split(_CHUNK)]
-    return torch.cat(codes).to(torch.uint8).view(values.shape[:-1])
+    codes = _nearest(values.reshape(-1, code.latents), words(code, values.device))
+    return codes.to(torch.uint8).view(values.shape[:-1])
 
 
 @functools.cache
@@ -152,7 +149,7 @@ def cells(values: Tensor, levels: Tensor) -> Tensor:
     return torch.minimum(places.clamp_min(0), levels.int() - 1)
 
 
-def trained_words(code: Code, samples: int, rounds: int, seed: int) -> tuple[Tensor, float]:
+def trained_words(code: Code, samples: int, rounds: int, seed: int) -> Tensor:
     """Words for standard normal latents by Lloyd's algorithm (Linde, Buzo and Gray, 1980).
 
     Parameters
@@ -162,24 +159,25 @@ def trained_words(code: Code, samples: int, rounds: int, seed: int) -> tuple[Ten
 
     Returns
     -------
-    (2^bits, latents) float32, float
-        The words, and the error of a latent that they leave on as many other numbers.
+    (2^bits, latents) float32
     """
     generator, count = torch.Generator().manual_seed(seed), 1 << code.bits
-    values, others = torch.randn(2, samples, code.latents, generator=generator)
+    values = torch.randn(samples, code.latents, generator=generator)
     if code.latents == 1:
         normal = torch.distributions.Normal(0.0, math.sqrt(3))
         table = normal.icdf((torch.arange(count) + 0.5) / count)[:, None]
     else:
         table = values[:count].clone()
-
-    def chosen(points: Tensor) -> Tensor:
-        offsets = -table.square().sum(1) / 2
-        return torch.cat([torch.addmm(offsets, part, table.T).argmax(1) for part in points.split(_CHUNK)])
-
     for _ in range(rounds):
-        codes = chosen(values)
+        codes = _nearest(values, table)
         hits = torch.zeros(count).index_add(0, codes, torch.ones(samples))
         sums = torch.zeros(count, code.latents).index_add(0, codes, values)
         table = torch.where(hits[:, None] > 0, sums / hits.clamp_min(1)[:, None], table)
-    return table, float((others - table[chosen(others)]).square().mean())
+    return table
+
+
+def _nearest(values: Tensor, table: Tensor) -> Tensor:
+    """Row of the table nearest to each of the values (any, latents); int64."""
+    # |x - w|^2 is least where x w - |w|^2 / 2 is greatest.
+    offsets = -table.square().sum(1) / 2
+    return torch.cat([torch.addmm(offsets, part, table.T).argmax(1) for part in values.split(_CHUNK)])
