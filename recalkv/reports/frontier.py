@@ -128,7 +128,8 @@ def _decoding(rows: Sequence[Row]) -> list[str]:
         "## Through decoding",
         "",
         "The figures above are of one pass, in which every query finds what decoding would let it find. Here is the KL "
-        "of one short window of each text in one pass / decoded token by token through the cache.",
+        "of one short window of each text in one pass / decoded token by token through the cache. They are the same up "
+        "to which way single roundings fall, which the order of additions decides.",
         "",
         markdown(["method", *(f"KL, {text}" for text in texts)], lines),
         "",
