@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["direct_columns", "direct_pairs", "gauge_basis", "gauge_limit", "independent_pairs", "regauged"]
 
-_LIMITS = {torch.float32: 1e3}
+_LIMITS = {torch.float32: 30.0}
 _LIMIT_OF_OTHERS = 4.0
 
 

@@ -1,0 +1,138 @@
+"""Decoding speed of compressed models over dense speed, in plain torch, whole models and one attention module.
+
+    python -m benchmarks.decode --quick
+
+Without checkpoints it compresses the embedded model without the fit, to 16-bit latents at 50 % and to ``mixed`` at
+75 %. Static caches; the models take turns, so that clocks and neighbours that drift meet them alike; medians. Before a
+module is timed its output is compared with float64. The last line is JSON: compressed speed over dense speed of one
+attention module (``attention_N``, with N tokens cached, beside SDPA; projections included) and of whole models
+(``model_N``, ``mixed_model_N``), where 1.0 is equal, and ``error``, the largest difference of a module's output from
+float64, relative to its norm.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import recalkv  # noqa: F401  (registers the compressed classes)
+from recalkv.compression import Statistics, assemble, collect_statistics, compress_layers
+from recalkv.evaluation.attention_step import Step, attention_function, module_of, typical_layer
+from recalkv.evaluation.decoding import prompt_contents, time_decoding
+from recalkv.evaluation.timing import environment
+from recalkv.method.methods import resolve_method
+from recalkv.model.layers import ModuleSource
+from recalkv.model.source import write_embedded
+from recalkv.params import CalibrationParams, CompressionParams
+from recalkv.text.documents import load_documents
+from recalkv.text.windows import joined_tokens, sample_windows
+
+CONTEXTS = (1024, 4096)
+SETTINGS: dict[str, dict[str, Any]] = {"latents": {"ratio": 0.5, "bits": 16}, "mixed": {"ratio": 0.75, "bits": "mixed"}}
+_WINDOWS, _LENGTH = 2, 256
+
+
+def embedded_model() -> tuple[Any, Any]:
+    """The embedded dense model and its tokenizer."""
+    with tempfile.TemporaryDirectory(prefix="recalkv-") as folder:
+        write_embedded(Path(folder))
+        return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def compressors(dense: Any, tokenizer: Any) -> Callable[[dict[str, Any]], Any]:
+    """A function that compresses with given parameters; statistics are taken once, on few windows."""
+    source = ModuleSource(dense)
+    tokens = joined_tokens(tokenizer, load_documents("embedded", split="train", max_documents=4))
+    windows = sample_windows(tokens, _WINDOWS, _LENGTH, seed=0)
+    calibration = CalibrationParams(batch_size=1, precision="float32")
+    known: list[Statistics] = []
+
+    def compress(setting: dict[str, Any]) -> Any:
+        parameters = CompressionParams(refit="none", **setting)
+        if not known:
+            method = resolve_method(parameters, source.geometry.kv_heads)
+            known.append(collect_statistics(source, windows, calibration, method))
+        result = compress_layers(source, windows, calibration, parameters, statistics=known[0])
+        provenance = {"name": "embedded", "revision": None, "fingerprint": None}
+        return assemble(source, result, parameters, dense.dtype, provenance)
+
+    return compress
+
+
+def time_modules(models: dict[str, Any], rounds: int, repeats: int) -> tuple[dict[str, float], float]:
+    """Speed of the 16-bit module over that of SDPA by context, and the largest error of all modules."""
+    layer = typical_layer(models["latents"].config)
+    modules = {name: module_of(model, layer) for name, model in models.items()}
+    found, error = {}, 0.0
+    for context in CONTEXTS:
+        steps = {name: Step(module, context) for name, module in modules.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for _, (name, step) in itertools.product(range(rounds), steps.items()):
+            with attention_function(step.module, "sdpa"):
+                measured = step.measure(name, 1, repeats, growing=False)
+            seconds[name] += measured.timing.seconds
+            error = max(error, measured.error if name != "dense" else 0.0)
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        for name, median in medians.items():
+            print(f"attention  {context:>6} cached  {name:<8}{1e6 * median:>9.0f} us", flush=True)
+        found[f"attention_{context}"] = medians["dense"] / medians["latents"]
+    return found, error
+
+
+def time_models(models: dict[str, Any], rounds: int, tokens: int) -> dict[str, float]:
+    """Speed of whole models over the dense one's, by context."""
+    contents = {name: prompt_contents(model) for name, model in models.items()}
+    found = {}
+    for context in CONTEXTS:
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        for _, (name, model) in itertools.product(range(rounds), models.items()):
+            timing, _ = time_decoding(model, contents[name], "static", 1, context, tokens)
+            seconds[name] += timing.seconds
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        for name, median in medians.items():
+            print(f"model      {context:>6} cached  {name:<8}{1 / median:>9.1f} tokens/s", flush=True)
+        found[f"model_{context}"] = medians["dense"] / medians["latents"]
+        found[f"mixed_model_{context}"] = medians["dense"] / medians["mixed"]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Print the times, and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds: under a minute on two idle cores")
+    parser.add_argument("--dense", type=Path, help="folder of the dense model; the embedded one without it")
+    parser.add_argument("--latents", type=Path, help="checkpoint with 16-bit latents")
+    parser.add_argument("--mixed", type=Path, help="checkpoint with mixed bits")
+    options = parser.parse_args(arguments)
+    folders = {"latents": options.latents, "mixed": options.mixed}
+    if options.dense is None:
+        dense, tokenizer = embedded_model()
+    else:
+        dense = AutoModelForCausalLM.from_pretrained(options.dense).eval()
+        tokenizer = AutoTokenizer.from_pretrained(options.dense) if None in folders.values() else None
+    compress = compressors(dense, tokenizer) if None in folders.values() else None
+    models = {"dense": dense}
+    for name, folder in folders.items():
+        if folder is not None:
+            models[name] = AutoModelForCausalLM.from_pretrained(folder).eval()
+        elif compress is not None:
+            models[name] = compress(SETTINGS[name])
+    machine = environment(torch.device("cpu"))
+    print(", ".join(f"{key} {value}" for key, value in machine.items() if value is not None))
+    with torch.no_grad():
+        found, error = time_modules(models, rounds=3, repeats=5 if options.quick else 30)
+        found |= time_models(models, rounds=3, tokens=2 if options.quick else 10)
+    found = {name: round(value, 3) for name, value in found.items()} | {"error": float(f"{error:.2g}")}
+    print(json.dumps(found))
+    return found
+
+
+if __name__ == "__main__":
+    main()
