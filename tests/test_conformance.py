@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from recalkv.cache.codebooks import MIXED_CODES
 from recalkv.cache.rows import RowLayout
 from recalkv.kernels.module import use_kernels
 from recalkv.kernels.plan import MAX_ROWS
@@ -234,8 +235,9 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
         assert sorted(layer.head_permutation) == list(range(kv_heads(kind)))
         assert layer.value_layout == ("fused" if kind.values == "fused" else "separate")
         assert attention.self_attn.fused == (kind.values == "fused")
-        bits = {bits for rows in (layer.key_rows, layer.value_rows) if rows is not None for _, bits in rows.segments}
-        assert bits <= {8, 4, 3, 2} if kind.bits == "mixed" else bits == ({kind.bits} - {16})
+        rows = [rows for rows in (layer.key_rows, layer.value_rows) if rows is not None]
+        codes = {segment.code for own in rows for segment in own.segments}
+        assert codes <= {*MIXED_CODES} if kind.bits == "mixed" else {code.rate for code in codes} == {kind.bits} - {16}
     assert spec.joint == (kind.latents == "joint")
     assert spec.removed >= RATIOS[kind.bits]
     monkeypatch.setattr(RowLayout, "pack", lambda self, latents: latents)
