@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from recalkv.cache import rows
 from recalkv.cache.codebooks import CODES, DISTORTION, MIXED_CODES, UNIFORM_CODES, Code, nearest, trained_words, words
 from recalkv.cache.rotation import random_rotation
 from recalkv.cache.rows import RowLayout, Segment, pack_codes, unpack_codes
@@ -121,6 +122,17 @@ def test_every_token_has_its_own_scale() -> None:
     together = layout.unpack(layout.pack(scaled), torch.float32)
     torch.testing.assert_close(together[3] / 1024, alone[3])
     assert torch.equal(together[4:], alone[4:])
+
+
+def test_rows_are_the_same_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables made there first included."""
+    for module, name in ((rows, "_all_cells"), (rows, "nearest_of_cells")):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    segments = [Segment(24, *code) for code in CODES]
+    values = torch.randn(50, 24 * len(CODES), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        there = RowLayout([segments]).pack(values)
+    assert torch.equal(there, RowLayout([segments]).pack(values))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1e20])

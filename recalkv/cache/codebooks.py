@@ -178,6 +178,7 @@ def trained_words(code: Code, samples: int, rounds: int, seed: int) -> Tensor:
 
 def _nearest(values: Tensor, table: Tensor) -> Tensor:
     """Row of the table nearest to each of the values (any, latents); int64."""
-    # |x - w|^2 is least where x w - |w|^2 / 2 is greatest.
+    # |x - w|^2 is least where x w - |w|^2 / 2 is greatest; in bfloat16 it is not.
     offsets = -table.square().sum(1) / 2
-    return torch.cat([torch.addmm(offsets, part, table.T).argmax(1) for part in values.split(_CHUNK)])
+    with torch.autocast(values.device.type, enabled=False):
+        return torch.cat([torch.addmm(offsets, part, table.T).argmax(1) for part in values.split(_CHUNK)])

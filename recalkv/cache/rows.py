@@ -83,7 +83,8 @@ class RowLayout:
         """Latents (..., width) to rows (..., row_bytes) uint8."""
         tables = self._tables(latents.device)
         values = latents.float()
-        power = (values.square() @ tables.averages).clamp_min(1e-38)
+        with torch.autocast(values.device.type, enabled=False):
+            power = (values.square() @ tables.averages).clamp_min(1e-38)
         level = (power.log2() * (_SCALE_STEPS / 2) + _SCALE_ZERO).round().clamp(0, 255)
         scaled = values / _scale(level)[..., tables.segment]
         # Sums over the latents of each code, as differences of sums over all latents up to its last.
