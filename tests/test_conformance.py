@@ -397,7 +397,8 @@ def test_logits(kind: Kind, way: Way) -> None:
     assert actual.dtype == compressed.dtype
     if way.way != "one-pass":
         assert_holds_latents_alone(cache, compressed)
-    assert_near(actual, expected, 0.1 if half else 1e-5)
+    # The last bit of a latent decides between codes, which move up to four latents.
+    assert_near(actual, expected, (0.15 if kind.bits == 2 else 0.1) if half else 1e-5)
 
 
 @pytest.mark.parametrize("values", ["fused", "absorbed"])
