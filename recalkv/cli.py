@@ -62,13 +62,16 @@ def compress(
 
         from tqdm import tqdm
 
+        from recalkv.cache.codebooks import UNIFORM_CODES
         from recalkv.compression import compress_checkpoint
         from recalkv.method.methods import resolve_method
         from recalkv.model.device import device_of
         from recalkv.model.source import resolve_model
         from recalkv.text.corpora import calibration_documents
 
-        resolve_method(parameters)
+        resolved = resolve_method(parameters)
+        if resolved.bits in UNIFORM_CODES and resolved.allocation == "water-filling":
+            typer.echo(f"--bits {bits}: mixed bits lose less at the same bytes (docs/quantisation.md)", err=True)
         where = device_of(device)
         documents = calibration_documents(calibration)
         # The folder first, so that one that cannot be written is known before the work.

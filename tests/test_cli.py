@@ -129,6 +129,18 @@ def test_arguments_are_checked_before_anything_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [([], False), (["--bits", "4"], True), (["--bits", "16"], False), (["--method", "palu", "--bits", "4"], False)],
+)
+def test_equal_bits_are_said_to_lose_more(
+    arguments: list[str], said: bool, unloaded: None, settings: list[str | Path], tmp_path: Path
+) -> None:
+    """Where mixed bits could be had; the model is not loaded, so the call itself fails."""
+    output = compress(*settings, *arguments, "--ratio", "0.8", "--out", tmp_path / "out").output
+    assert ("mixed bits lose less at the same bytes" in output) == said
+
+
 OURS = {"config.json": json.dumps({"recalkv": {"version": 5}}), "model.safetensors": "x"}
 
 
