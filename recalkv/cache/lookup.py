@@ -16,7 +16,7 @@ from recalkv.cache.codebooks import Code, words
 from recalkv.cache.rows import RowLayout, Segment, scales
 from recalkv.cache.scratch import scratch
 
-__all__ = ["RowReader"]
+__all__ = ["Latents", "RowReader"]
 
 # A number of the type whose bytes are so many float32 latents: torch copies single numbers several times faster than
 # rows of a table.
@@ -83,7 +83,7 @@ class RowReader:
             self._sources.append(_Source(column, place, segment))
             column, place = column + segment.row_bytes, place + segment.width
         with torch.inference_mode(False):
-            self._scale_columns = torch.tensor([source.scale for source in self._sources])
+            self._scale_columns = torch.tensor([source.scale for source in self._sources], device="cpu")
 
     def read(self, rows: Tensor, latents: Tensor) -> None:
         """Write the latents of some rows.
@@ -106,6 +106,30 @@ class RowReader:
                 part = place[..., turn :: len(tables)]
                 values = _looked_up(table, indices)[..., : part.shape[-1]]
                 torch.mul(values, scale[..., number : number + 1], out=part)
+
+
+class Latents:
+    """Slots of a cache, read a tile at a time.
+
+    Parameters
+    ----------
+    cached : (batch, slots, columns)
+        Latents, or packed rows.
+    reader
+        Of packed rows; None where latents are cached as they are.
+    """
+
+    def __init__(self, cached: Tensor, reader: RowReader | None) -> None:
+        self._cached, self._reader = cached, reader
+
+    def tile(self, first: int, last: int) -> Tensor:
+        """(batch, last - first, width) float32, until the next call."""
+        part = self._cached[:, first:last]
+        if self._reader is None:
+            return part.float()
+        latents = scratch("latents", (*part.shape[:2], self._reader.width), torch.float32)
+        self._reader.read(part, latents)
+        return latents
 
 
 def _looked_up(table: Tensor, indices: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
 
+from recalkv.cache.lookup import Latents, RowReader
 from recalkv.model.families import layer_attention_types
 from recalkv.model.slots import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
-from recalkv.model.tiles import GroupKeys, Latents, LayerKeys, tile_mask, tile_of, tiled_contexts
+from recalkv.model.tiles import GroupKeys, LayerKeys, tile_mask, tile_of, tiled_contexts
 from recalkv.model.turns import TileRope
 from recalkv.model.values import (
     MAX_EXPLICIT_QUERIES,
@@ -138,6 +139,8 @@ class LatentAttention(nn.Module):
         self.k_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if spec.qk_norm else None
         # Set by the model, which owns the rotary module.
         self.slots: SlotRotary | None = None
+        self._key_reader = None if self.key_rows is None else RowReader(self.key_rows)
+        self._value_reader = None if self.value_rows is None else RowReader(self.value_rows)
         self._tiled_state: list[tuple[int, int]] = []
         self._tiled_keys: dict[tuple[int, bool], LayerKeys] = {}
 
@@ -254,8 +257,8 @@ class LatentAttention(nn.Module):
         contexts = tiled_contexts(
             query.transpose(1, 2).float() * (self.scaling * rope.scaling**2),
             places,
-            Latents(cached.z_k[:, 0], self.key_rows),
-            None if self.joint else Latents(cached.z_v[:, 0], self.value_rows),
+            Latents(cached.z_k[:, 0], self._key_reader),
+            None if self.joint else Latents(cached.z_v[:, 0], self._value_reader),
             slots,
             self._layer_keys(rope, length),
             list(zip(self.value_ranks, self.value_heads, strict=True)),

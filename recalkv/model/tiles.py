@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.cache.lookup import RowReader
-from recalkv.cache.rows import RowLayout
+from recalkv.cache.lookup import Latents
 from recalkv.cache.scratch import scratch
 from recalkv.model.identity import direct_pairs
 from recalkv.model.turns import Expansion, TileRope, expansion, turned
 
-__all__ = ["GroupKeys", "Latents", "LayerKeys", "tile_mask", "tile_of", "tiled_contexts"]
+__all__ = ["GroupKeys", "LayerKeys", "tile_mask", "tile_of", "tiled_contexts"]
 
 TILE_SLOTS = 1024
 """Slots of a tile, all sequences together: latents and keys within the processor's caches, and few tiles."""
@@ -30,31 +29,6 @@ _SPAN = 16
 """Tiles whose queries are made at once."""
 
 _LEAST = torch.finfo(torch.float32).min
-
-
-class Latents:
-    """Slots of a cache, read a tile at a time.
-
-    Parameters
-    ----------
-    cached : (batch, slots, columns)
-        Latents, or packed rows.
-    layout
-        Of packed rows; None where latents are cached as they are.
-    """
-
-    def __init__(self, cached: Tensor, layout: RowLayout | None) -> None:
-        self._cached = cached
-        self._reader = None if layout is None else RowReader(layout)
-
-    def tile(self, first: int, last: int) -> Tensor:
-        """(batch, last - first, width) float32, until the next call."""
-        part = self._cached[:, first:last]
-        if self._reader is None:
-            return part.float()
-        latents = scratch("latents", (*part.shape[:2], self._reader.width), torch.float32)
-        self._reader.read(part, latents)
-        return latents
 
 
 @dataclass(frozen=True)
