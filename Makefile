@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: setup reproduce grid grids suites wikitext frontier frontier-quick test test-all lint constraints clean
+.PHONY: setup reproduce grid grids suites wikitext frontier frontier-quick test test-all test-vllm lint constraints clean
 
 setup: $(INSTALLED)
 
@@ -63,6 +63,22 @@ test: setup lint
 test-all: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup -m ""
 
+# The plugin in an unmodified vLLM, CPU build, with an environment of its own: its transformers is older than ours.
+VLLM := .venv-vllm
+$(VLLM)/.installed: constraints-vllm.txt $(INSTALLED)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps "$$(grep '^torch==' constraints-vllm.txt)"
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+test-vllm: $(VLLM)/.installed
+	$(IN_VENV) dvc repro fuse
+	$(BIN)/python -m tests.served.checkpoints data/served
+	ln -sfn ../compressed data/served/default
+	RECALKV_SERVED=data/served $(VLLM)/bin/python -m pytest -c /dev/null --rootdir . --noconftest -p no:cacheprovider \
+	tests/served/test_served.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,4 +93,4 @@ constraints: setup
 	sed -i.bak -E '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.bak
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/*.inputs data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites
+	rm -rf data/*.zarr data/*.partial data/*.inputs data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites data/served

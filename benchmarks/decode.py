@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     print(", ".join(f"{key} {value}" for key, value in machine.items() if value is not None))
     with torch.no_grad():
         found, error = time_modules(models, rounds=3, repeats=5 if options.quick else 30)
-        found |= time_models(models, rounds=3, tokens=2 if options.quick else 10)
+        found |= time_models(models, rounds=6, tokens=2 if options.quick else 10)
     found = {name: round(value, 3) for name, value in found.items()} | {"error": float(f"{error:.2g}")}
     print(json.dumps(found))
     return found

@@ -30,7 +30,7 @@ from recalkv.evaluation.reference import reference_output
 from recalkv.evaluation.resources import allocated_mib, peak_device_mib
 from recalkv.evaluation.step_work import StepWork, step_work
 from recalkv.evaluation.timing import Timing, environment
-from recalkv.model import tiles
+from recalkv.model.cpu import plan
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.random_models import random_dense, random_latent
 from recalkv.model.sizes import ModelSizes
@@ -138,8 +138,8 @@ def test_flash_decoding_gets_the_packages_layout(package: str, monkeypatch: pyte
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_wrong_module_is_not_timed(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(module_of(pair("llama-gqa")[1], 0), 32)
-    right = tiles.tile_scores
-    monkeypatch.setattr(tiles, "tile_scores", lambda *given: right(*given).flip(1))
+    right = plan._output
+    monkeypatch.setattr(plan, "_output", lambda *given: right(*given).flip(1))
     monkeypatch.setattr("recalkv.evaluation.attention_step.time_calls", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(CheckpointError, match=r"layer 0, static, 32 tokens: .* differs from its float64 reference"):
         step.measure("static", 1, 1, growing)

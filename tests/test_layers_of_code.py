@@ -2,7 +2,9 @@
 
 import ast
 import functools
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,10 +89,34 @@ def test_what_decodes_imports_nothing_that_calibrates(module: str) -> None:
     assert not crossings(module, offline)
 
 
+# Where they are missing, a CPU decodes as any other device.
+_LOOPS = {"numpy", "numba", "llvmlite"}
+
+
 @pytest.mark.parametrize("module", DECODING)
 def test_what_decodes_needs_few_packages(module: str) -> None:
     packages = {name for name in reached(module) if name not in FILES} - set(sys.stdlib_module_names)
-    assert packages <= {"torch", "transformers", "triton", "huggingface_hub", "safetensors"}
+    assert packages <= {
+        "torch",
+        "transformers",
+        "triton",
+        "huggingface_hub",
+        "safetensors",
+        "numpy",
+        "numba",
+        "llvmlite",
+    }
+
+
+def test_what_decodes_needs_no_numba() -> None:
+    """The image of a GPU machine may lack it."""
+    code = """
+        import sys
+        sys.modules["numba"] = None
+        from recalkv.model import attention, modeling
+        assert attention.compiled_loops() is None
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ __all__ = [
     "FILE",
     "GRID",
     "MIXED_CODES",
+    "STRETCH",
     "UNIFORM_CODES",
     "Code",
     "cells",
@@ -82,7 +83,7 @@ GRID = {1: 65536, 2: 256, 3: 64, 4: 24}
 
 Errors are 0.0, 0.5, 1.3 and 3.4 % above those of the nearest words; tables take up to 324 KiB."""
 
-_STRETCH = 2.0
+STRETCH = 2.0
 
 _CHUNK = 4096
 """Groups of latents that are compared with all words at once: their distances fit a core's cache."""
@@ -134,7 +135,7 @@ def nearest_of_cells(code: Code, device: torch.device) -> Tensor:
         Cells of the last latent next to each other.
     """
     levels = GRID[code.latents]
-    middles = torch.erfinv((torch.arange(levels, dtype=torch.float64) + 0.5) * 2 / levels - 1) * _STRETCH
+    middles = torch.erfinv((torch.arange(levels, dtype=torch.float64) + 0.5) * 2 / levels - 1) * STRETCH
     return nearest(torch.cartesian_prod(*[middles.float().to(device)] * code.latents).view(-1, code.latents), code)
 
 
@@ -145,7 +146,7 @@ def cells(values: Tensor, levels: Tensor) -> Tensor:
     instead, whose cells know their nearest word. By the normal distribution function, stretched as the words are, cells
     are as fine where latents are rare. Values that are not finite get any cell.
     """
-    places = (values / _STRETCH).erf().add(1).mul(levels / 2).int()
+    places = (values / STRETCH).erf().add(1).mul(levels / 2).int()
     return torch.minimum(places.clamp_min(0), levels.int() - 1)
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from recalkv.cache.codebooks import CODES, GRID, Code, cells, nearest, nearest_of_cells, words
 from recalkv.errors import CheckpointError
 
-__all__ = ["RowLayout", "Segment", "pack_codes", "scales", "unpack_codes"]
+__all__ = ["SCALE_STEPS", "SCALE_ZERO", "RowLayout", "Segment", "pack_codes", "scales", "unpack_codes"]
 
 # A scale is 2^((byte - 128) / 8): 9 % apart, from 1.5e-5 to 6e4 times the usual one.
-_SCALE_STEPS, _SCALE_ZERO = 8, 128
+SCALE_STEPS, SCALE_ZERO = 8, 128
 
 
 class Segment(NamedTuple):
@@ -85,7 +85,7 @@ class RowLayout:
         values = latents.float()
         with torch.autocast(values.device.type, enabled=False):
             power = (values.square() @ tables.averages).clamp_min(1e-38)
-        level = (power.log2() * (_SCALE_STEPS / 2) + _SCALE_ZERO).round().clamp(0, 255)
+        level = (power.log2() * (SCALE_STEPS / 2) + SCALE_ZERO).round().clamp(0, 255)
         scaled = values / _scale(level)[..., tables.segment]
         # Sums over the latents of each code, as differences of sums over all latents up to its last.
         sums = (cells(scaled, tables.levels) * tables.strides).cumsum(-1)[..., tables.last]
@@ -251,4 +251,4 @@ def _code_bytes(width: int, bits: int) -> int:
 
 
 def _scale(level: Tensor) -> Tensor:
-    return torch.exp2((level - _SCALE_ZERO) / _SCALE_STEPS)
+    return torch.exp2((level - SCALE_ZERO) / SCALE_STEPS)

@@ -135,11 +135,14 @@ class Step:
         with torch.no_grad():
             self.states = module.norm(states)
             self._keys, self._values = self._contents()
-            self._expected = reference_output(module.attention, module.rotary, self.states)
+            cached = self._keys, self._values
+            self._expected = reference_output(module.attention, module.rotary, self.states, cached)
 
     def _contents(self) -> tuple[Tensor, Tensor]:
         recorder, start = Recorder(), 0
-        for chunk in self.states.split(_CHUNK, dim=1):
+        # The last token by itself, as the step will take it.
+        before = self.states[:, :-1].split(_CHUNK, dim=1) if self._context > 1 else ()
+        for chunk in (*before, self.states[:, -1:]):
             positions = torch.arange(start, start + chunk.shape[1], device=chunk.device)[None]
             rope = self.module.rotary(chunk, positions)
             self.module.attention(chunk, rope, None, past_key_values=recorder)

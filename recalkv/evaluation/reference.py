@@ -12,7 +12,7 @@ from recalkv.model.families import AttentionGeometry
 __all__ = ["reference_output"]
 
 
-def reference_output(layer: Any, rotary: Any, states: Tensor) -> Tensor:
+def reference_output(layer: Any, rotary: Any, states: Tensor, cached: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Attention of the last token to all in float64, over dense keys and values or those of ``L R``.
 
     Parameters
@@ -23,6 +23,9 @@ def reference_output(layer: Any, rotary: Any, states: Tensor) -> Tensor:
         The model's rotary module; its frequencies do not depend on the length.
     states : (1, tokens, m)
         Inputs of the module.
+    cached
+        What a compressed module has cached of them, (1, 1, tokens, columns) each, where it packs rows: a code between
+        two words falls either way by the last bit of a latent.
 
     Returns
     -------
@@ -32,7 +35,9 @@ def reference_output(layer: Any, rotary: Any, states: Tensor) -> Tensor:
     where = states.device if states.device.type in ("cpu", "cuda") else torch.device("cpu")
     inputs = states[0].to(where, torch.float64)
     query = _normed(_linear(layer.q_proj, inputs[-1:]).view(1, sizes.heads, sizes.head_dim), layer, "q_norm")
-    keys, values = _latent_rows(layer, inputs) if isinstance(layer, LatentAttention) else _dense_rows(layer, inputs)
+    keys, values = (
+        _latent_rows(layer, inputs, cached) if isinstance(layer, LatentAttention) else _dense_rows(layer, inputs)
+    )
     keys = _normed(keys.view(len(inputs), sizes.kv_heads, sizes.head_dim), layer, "k_norm")
     angles = torch.arange(len(inputs), device=where)[:, None] * rotary.inv_freq.to(where, torch.float64)
     scale = getattr(rotary, "attention_scaling", 1.0)
@@ -70,18 +75,23 @@ def _dense_rows(layer: Any, inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
     return _linear(layer.k_proj, inputs), values
 
 
-def _latent_rows(layer: LatentAttention, inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+def _latent_rows(
+    layer: LatentAttention, inputs: Tensor, cached: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Sequence[Tensor]]:
     """As :func:`_dense_rows`; where R_v is fused into W_o, a head's values are its group's latents."""
 
-    def latents(projection: nn.Linear, rows: Any) -> Tensor:
+    def latents(projection: nn.Linear, rows: Any, side: int) -> Tensor:
+        if rows is not None and cached is not None:
+            unpacked: Tensor = rows.unpack(cached[side][0, 0].to(inputs.device), torch.float64)
+            return unpacked
         z = _linear(projection, inputs)
         return z if rows is None else rows.unpack(rows.pack(z.to(projection.weight.dtype)), torch.float64)
 
-    z_k = latents(layer.k_proj, layer.key_rows)
+    z_k = latents(layer.k_proj, layer.key_rows, 0)
     keys = torch.cat([z @ up.to(z) for z, up in zip(z_k.split(layer.key_ranks, -1), layer.key_up, strict=True)], -1)
     if layer.key_bias is not None:
         keys = keys + layer.key_bias.to(keys)
-    z_v = z_k if layer.v_proj is None else latents(layer.v_proj, layer.value_rows)
+    z_v = z_k if layer.v_proj is None else latents(layer.v_proj, layer.value_rows, 1)
     values: list[Tensor] = []
     for index, (z, heads) in enumerate(zip(z_v.split(layer.value_ranks, -1), layer.value_heads, strict=True)):
         if layer.value_up is None:

@@ -6,6 +6,7 @@ values' place is zero columns wide. Keys are rebuilt (``z_k R_k``, bias, qk-norm
 attention needs them; values take one of three equal paths (:mod:`recalkv.model.values`).
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +16,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
 
-from recalkv.cache.lookup import Latents, RowReader
+from recalkv.cache.rows import RowLayout
 from recalkv.model.families import layer_attention_types
 from recalkv.model.slots import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
-from recalkv.model.tiles import GroupKeys, LayerKeys, tile_mask, tile_of, tiled_contexts
-from recalkv.model.turns import TileRope
 from recalkv.model.values import (
     MAX_EXPLICIT_QUERIES,
     absorbed_output,
@@ -29,9 +28,22 @@ from recalkv.model.values import (
     latent_context,
 )
 
-__all__ = ["Cached", "LatentAttention"]
+__all__ = ["Cached", "LatentAttention", "compiled_loops"]
 
-_TILED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FEW_TOKENS = 32
+
+
+@functools.cache
+def compiled_loops() -> Any:
+    """:mod:`recalkv.model.cpu.plan`; None without Numba, where a CPU decodes as any other device does.
+
+    Imported when a token is first decoded on a CPU: Numba takes its time, and other programs may mind it.
+    """
+    try:
+        from recalkv.model.cpu import plan
+    except ImportError:
+        return None
+    return plan
 
 
 class Reconstruction(nn.Module):
@@ -139,10 +151,8 @@ class LatentAttention(nn.Module):
         self.k_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if spec.qk_norm else None
         # Set by the model, which owns the rotary module.
         self.slots: SlotRotary | None = None
-        self._key_reader = None if self.key_rows is None else RowReader(self.key_rows)
-        self._value_reader = None if self.value_rows is None else RowReader(self.value_rows)
-        self._tiled_state: list[tuple[int, int]] = []
-        self._tiled_keys: dict[tuple[int, bool], LayerKeys] = {}
+        # The compiled loops' view of this layer, which they make themselves.
+        self.loops: Any = None
 
     def forward(
         self,
@@ -168,9 +178,9 @@ class LatentAttention(nn.Module):
         z_v = z_k[..., :0] if self.v_proj is None else self.v_proj(hidden_states)[:, None]
         if self.key_rows is not None:
             # Packed before the cache, read back from it: new tokens see themselves as later ones will.
-            z_k = self.key_rows.pack(z_k)
+            z_k = _packed(z_k, self.key_rows)
         if self.value_rows is not None:
-            z_v = self.value_rows.pack(z_v)
+            z_v = _packed(z_v, self.value_rows)
         elif self.joint:
             z_v = z_k[..., :0]
         return query, z_k, z_v
@@ -199,8 +209,10 @@ class LatentAttention(nn.Module):
         """What the output projection reads, (batch, queries, its inputs), and weights where they are had."""
         z_k, z_v, seen, offset, fresh = cached
         length, slots = query.shape[1], z_k.shape[2]
-        if self._in_tiles(query, cached, mask):
-            return self._attend_in_tiles(query, cached, mask), None
+        if length == 1 and query.device.type == "cpu" and (loops := compiled_loops()) is not None:
+            output = loops.step_output(self, query, cached, mask)
+            if output is not None:
+                return output, None
         if self.key_rows is not None:
             z_k = self.key_rows.unpack(z_k, query.dtype)
         if self.value_rows is not None:
@@ -229,65 +241,6 @@ class LatentAttention(nn.Module):
         if not readable or self.config._attn_implementation == "eager":
             return False
         return queries <= (MAX_EXPLICIT_QUERIES if self.fused else self.query_limit)
-
-    def _in_tiles(self, query: Tensor, cached: Cached, mask: Tensor | None) -> bool:
-        """Whether to go over the cache in tiles: on a CPU, where torch may write results into memory of before."""
-        if cached.fresh or query.device.type != "cpu" or query.dtype not in _TILED_TYPES:
-            return False
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            return False
-        factors = [query, *self.key_up]
-        if torch.is_grad_enabled() and any(each.requires_grad for each in factors):
-            return False
-        # Offloaded factors come and go with every call.
-        return not any(each.is_meta for each in factors) and self.over_latents(
-            query.shape[1], cached.z_k.shape[2], mask
-        )
-
-    def _attend_in_tiles(self, query: Tensor, cached: Cached, mask: Tensor | None) -> Tensor:
-        """What the output projection reads, (batch, queries, its inputs)."""
-        assert self.slots is not None
-        batch, length = query.shape[:2]
-        tile = tile_of(batch)
-        rope = self.slots.tiled(tile)
-        # Slots behind the last query are empty.
-        seen = int(cached.seen) - cached.offset
-        slots = min(seen, cached.z_k.shape[2])
-        places = torch.arange(seen - length, seen)
-        contexts = tiled_contexts(
-            query.transpose(1, 2).float() * (self.scaling * rope.scaling**2),
-            places,
-            Latents(cached.z_k[:, 0], self._key_reader),
-            None if self.joint else Latents(cached.z_v[:, 0], self._value_reader),
-            slots,
-            self._layer_keys(rope, length),
-            list(zip(self.value_ranks, self.value_heads, strict=True)),
-            tile_mask(mask, places),
-        )
-        return self._merged([context.to(query.dtype) for context in contexts])
-
-    def _layer_keys(self, rope: TileRope, queries: int) -> LayerKeys:
-        """Made once for single queries and once for several, and again after a write to the parameters."""
-        norm = None if self.k_norm is None else self.k_norm.weight
-        read = [each for each in (*self.key_up, self.key_bias, norm) if each is not None]
-        state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in read]
-        if self._tiled_state != state:
-            self._tiled_state, self._tiled_keys = state, {}
-        key = rope.tile, queries == 1
-        if key not in self._tiled_keys:
-            groups, first = [], 0
-            for up, heads in zip(self.key_up, self.key_heads, strict=True):
-                own, rows = slice(first, first + heads), heads * self.num_key_value_groups
-                # Several queries share the keys that are rebuilt, and would not share an expansion.
-                expand = queries == 1 and norm is None
-                groups.append(GroupKeys.of(up, own, self.head_dim, rope, rows, expand))
-                first += heads
-            bias = None if self.key_bias is None else self.key_bias.detach().float().view(-1, self.head_dim)
-            scaled = None
-            if self.k_norm is not None:
-                scaled = self.k_norm.weight.detach().float(), self.k_norm.variance_epsilon
-            self._tiled_keys[key] = LayerKeys(self.key_ranks, groups, bias, scaled, rope)
-        return self._tiled_keys[key]
 
     def _slot_rope(
         self, query: Tensor, seen: int | Tensor, offset: int, slots: int
@@ -361,3 +314,12 @@ def _apply_up(latent: Tensor, up: Reconstruction, ranks: Sequence[int]) -> Tenso
     """``[z_1 R_1, z_2 R_2, ...]``: (batch, slots, sum of ranks) to (batch, slots, n)."""
     parts = latent.split(list(ranks), dim=-1)
     return torch.cat([part @ factor for part, factor in zip(parts, up(), strict=True)], dim=-1)
+
+
+def _packed(latents: Tensor, rows: RowLayout) -> Tensor:
+    """Rows of latents, by compiled loops where there are few on a CPU: torch has some ten passes over all of them."""
+    tokens = latents.numel() // rows.width
+    few = tokens <= _FEW_TOKENS and latents.device.type == "cpu" and not torch.compiler.is_compiling()
+    loops = compiled_loops() if few else None
+    packed: Tensor = rows.pack(latents) if loops is None else loops.packed_rows(latents, rows)
+    return packed

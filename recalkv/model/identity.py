@@ -2,8 +2,7 @@
 
 For any invertible M the latents ``z M`` with the factor ``M^-1 R`` give the same keys and values. Here columns of R_k
 are taken into M, a pair of all of the group's heads at once, so that these parts of the keys are cached as they are and
-need no product. They come first among the latents: pair by pair within a head, head by head, left and right half side
-by side, as complex numbers stand in memory.
+need no product. They come first among the latents, head by head: the left halves of its pairs, then the right halves.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ def gauge_limit(dtype: torch.dtype) -> float:
 def direct_columns(pairs: list[int], heads: int, head_dim: int) -> list[int]:
     """Columns of R_k that are latents, in the latents' order."""
     half = head_dim // 2
-    return [head * head_dim + pair + side for head in range(heads) for pair in pairs for side in (0, half)]
+    return [head * head_dim + side + pair for head in range(heads) for side in (0, half) for pair in pairs]
 
 
 def direct_pairs(up: Tensor, head_dim: int) -> list[int]:

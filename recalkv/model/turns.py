@@ -15,13 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Expansion", "TileRope", "expansion", "offset_angles", "turned"]
+__all__ = ["Expansion", "TileRope", "expansion", "offset_angles"]
 
 _TOLERANCE = 1e-5
 """Largest error of an expanded score over |q||k| of its pairs, root mean square over a tile: that of float32 sums."""
-
-_KEPT = 64
-"""Spans of tiles whose turns are kept until the next step."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +43,6 @@ class Expansion:
 def offset_angles(frequencies: Tensor, tile: int) -> Tensor:
     """Angles of a tile's slots from its centre, (pairs, tile) float64."""
     return frequencies[:, None] * (torch.arange(tile, dtype=torch.float64) - (tile - 1) / 2)
-
-
-def turned(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries, turned to the centres of tiles.
-
-    Parameters
-    ----------
-    query : (batch, heads, queries, d_h)
-        Before RoPE; left halves of the pairs, then right halves.
-    cos, sin : (tiles, 1, 1, queries, pairs)
-        Of :meth:`TileRope.to_centres`.
-
-    Returns
-    -------
-    (tiles, batch, heads, queries, d_h)
-    """
-    left, right = query.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,28 +101,15 @@ class TileRope:
         self.frequencies, self.scaling, self.tile = frequencies, scaling, tile
         angles = offset_angles(frequencies, tile)
         self.cos, self.sin = angles.cos().float(), angles.sin().float()
-        self._centred: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
+        # The layers of a model ask for the same one after the other.
+        self._centred: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
-    def to_centres(self, places: Tensor, start: int, tiles: int) -> tuple[Tensor, Tensor]:
-        """Turns of queries to the centres of tiles, (tiles, 1, 1, queries, pairs) float32 each, cos and sin.
-
-        Parameters
-        ----------
-        places : (queries,)
-            Consecutive slots of the queries.
-        start
-            First slot of the first tile.
-        tiles
-            How many.
-        """
-        key = int(places[0]), len(places), start, tiles
-        if key not in self._centred:
-            # The layers of a model ask for the same one after the other.
-            if len(self._centred) >= _KEPT:
-                self._centred.clear()
+    def to_centres(self, place: int, tiles: int) -> tuple[Tensor, Tensor]:
+        """Turns of a query at this slot to the centres of the first tiles, (tiles, pairs) float32 each, cos and sin."""
+        key = place, tiles
+        if self._centred is None or self._centred[0] != key:
             with torch.inference_mode(False):
-                centres = start + torch.arange(tiles, dtype=torch.float64) * self.tile + (self.tile - 1) / 2
-                distances = torch.arange(key[0], key[0] + key[1]) - centres[:, None]
-                angles = (distances[..., None] * self.frequencies)[:, None, None]
-                self._centred[key] = angles.cos().float(), angles.sin().float()
-        return self._centred[key]
+                centres = torch.arange(tiles, dtype=torch.float64) * self.tile + (self.tile - 1) / 2
+                angles = (place - centres)[:, None] * self.frequencies
+                self._centred = key, angles.cos().float(), angles.sin().float()
+        return self._centred[1:]

@@ -44,7 +44,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "scale": (tables.scale, ("scale/runs/*",)),
     "setting": (tables.setting, ("environment", "metrics")),
     "stages": (tables.stages, ("timings",)),
-    "zeroshot": (tables.zeroshot, ("suites/zeroshot",)),
+    "zeroshot": (tables.zeroshot, ("suites/zeroshot", "suites/zeroshot-small")),
 }
 """Functions by the names that pages use, and the reports that they take; ``{}`` is a further word (``grid bits``)."""
 

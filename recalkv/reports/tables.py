@@ -182,14 +182,17 @@ def needle(report: Mapping[str, Any]) -> str:
     return markdown([*head, *(f"log-probability, {length:,}" for length in lengths), "greedy"], lines)
 
 
-def zeroshot(suite: Mapping[str, Any]) -> str:
-    """Accuracy on multiple-choice tasks, dense beside compressed."""
+def zeroshot(default: Mapping[str, Any], small: Mapping[str, Any]) -> str:
+    """Accuracy on multiple-choice tasks, dense beside the default and the setting ``small``."""
     lines = []
-    for name, task in suite["tasks"].items():
-        scores = [f"{task[side]['accuracy']:.1%} ± {task[side]['standard_error']:.1%}" for side in _SIDES]
-        gap = f"{task['difference']:+.1%} ± {task['difference_standard_error']:.1%}"
-        lines.append([name, str(task["items"]), *scores, gap])
-    return markdown(["task", "items", "dense", "compressed", "difference"], lines)
+    for name, task in default["tasks"].items():
+        dense, own = (f"{task[side]['accuracy']:.1%} ± {task[side]['standard_error']:.1%}" for side in _SIDES)
+        cells = [name, str(task["items"]), dense]
+        for accuracy, each in ((own, task), ("", small["tasks"][name])):
+            gap = f"{each['difference']:+.1%} ± {each['difference_standard_error']:.1%}"
+            cells += [accuracy or f"{each['compressed']['accuracy']:.1%}", gap]
+        lines.append(cells)
+    return markdown(["task", "items", "dense", "default", "difference", "`small`", "difference"], lines)
 
 
 def stages(timings: Mapping[str, Mapping[str, float]]) -> str:

@@ -1,0 +1,354 @@
+"""A compressed layer's attention to one new token by the compiled loops: when they can, what they are given, the call.
+
+A small model has milliseconds for all of its layers, so that the call itself is kept short: addresses instead of views,
+and what is the same for every step is made once.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from recalkv.cache.rows import RowLayout
+from recalkv.model.cpu import step
+from recalkv.model.cpu.loops import LANES
+from recalkv.model.cpu.rows import Coding, coding, packed_rows
+from recalkv.model.cpu.threads import run, threads_of_torch
+from recalkv.model.identity import direct_pairs
+from recalkv.model.turns import TileRope, expansion
+
+if TYPE_CHECKING:
+    from recalkv.model.attention import Cached, LatentAttention
+
+__all__ = ["TILE", "group_keys", "packed_rows", "paged_output", "step_output"]
+
+TILE = 128
+"""Slots of a tile: latents and keys of one fit a core's second cache, and queries are turned but once for each."""
+
+_TILES_A_THREAD = 4
+
+_KINDS = {torch.float32: step.FLOAT32, torch.bfloat16: step.BFLOAT16, torch.uint8: step.PACKED}
+
+_State = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One key group of a layer.
+
+    Attributes
+    ----------
+    keys
+        What the loops do with its latents; kept because ``constant`` has its addresses.
+    constant
+        The arguments that are the same for every step.
+    heads, first
+        Key/value heads, and the first query head.
+    latents, values
+        First and last of its key latents, and of the value latents that its heads read.
+    up : (r, heads d_h) float32
+        R_v of its heads; empty where the output projection has it.
+    """
+
+    keys: step.Keys
+    constant: np.ndarray
+    heads: int
+    first: int
+    latents: tuple[int, int]
+    values: tuple[int, int]
+    up: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as the loops want it.
+
+    Attributes
+    ----------
+    state
+        Of the parameters that it was made from.
+    rope
+        Turns of queries.
+    scale
+        Of queries.
+    groups
+        Of keys.
+    columns
+        That the output projection reads.
+    """
+
+    state: _State
+    rope: TileRope
+    scale: float
+    groups: Sequence[Group]
+    columns: int
+
+    @classmethod
+    def of(cls, layer: "LatentAttention", state: _State) -> "Layer":
+        """Prepare a layer whose value groups are made of whole key groups."""
+        assert layer.slots is not None
+        rope, d_h, rows = layer.slots.tiled(TILE), layer.head_dim, layer.num_key_value_groups
+        norm = None if layer.k_norm is None else (layer.k_norm.weight, layer.k_norm.variance_epsilon)
+        key_coding = _coding(layer.key_rows)
+        value_coding = key_coding if layer.joint else _coding(layer.value_rows)
+        key_ends, value_ends = (list(itertools.accumulate(each)) for each in (layer.key_ranks, layer.value_ranks))
+        head_ends, head, groups = list(itertools.accumulate(layer.value_heads)), 0, []
+        for number, heads in enumerate(layer.key_heads):
+            biased = slice(head * d_h, (head + heads) * d_h)
+            bias = None if layer.key_bias is None else layer.key_bias[biased]
+            keys = group_keys(layer.key_up[number], d_h, rope, heads * rows, bias, norm)
+            own = next(index for index, end in enumerate(head_ends) if head < end)
+            up = torch.zeros(0, 0)
+            if layer.value_up is not None:
+                first = head - head_ends[own] + layer.value_heads[own]
+                up = layer.value_up[own].detach().float()[:, first * d_h : (first + heads) * d_h].contiguous()
+            groups.append(
+                Group(
+                    keys,
+                    step.arguments(keys, key_coding, value_coding),
+                    heads,
+                    head * rows,
+                    (key_ends[number] - layer.key_ranks[number], key_ends[number]),
+                    (value_ends[own] - layer.value_ranks[own], value_ends[own]),
+                    up.numpy(),
+                )
+            )
+            head += heads
+        scale = layer.scaling * rope.scaling**2
+        return cls(state, rope, scale, groups, layer.o_proj.in_features)
+
+
+def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask: Tensor | None) -> Tensor | None:
+    """What the output projection reads, where a new token of each sequence attends to a cache on a CPU; else None.
+
+    Parameters
+    ----------
+    query : (batch, 1, h, d_h)
+        Before RoPE, on the CPU.
+    cached
+        Float32, bfloat16 or packed rows.
+    mask : (batch or 1, 1 or h, 1, slots) or None
+        As :func:`recalkv.model.values.latent_context` takes it.
+
+    Returns
+    -------
+    (batch, 1, its inputs), of the query's type
+    """
+    if cached.fresh or cached.z_k.dtype not in _KINDS:
+        return None
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
+        or not layer.over_latents(1, cached.z_k.shape[2], mask)
+    ):
+        return None
+    prepared = _prepared(layer, query)
+    if prepared is None:
+        return None
+    # Slots behind the query are empty.
+    seen = int(cached.seen) - cached.offset
+    slots = min(seen, cached.z_k.shape[2])
+    queries = (query[:, 0].float() * prepared.scale).contiguous()
+    values = cached.z_k if layer.joint else cached.z_v
+    return _output(prepared, queries, seen - 1, cached.z_k[:, 0], values[:, 0], slots, mask)[:, None].to(query.dtype)
+
+
+def paged_output(
+    layer: "LatentAttention", query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, seen: int
+) -> Tensor | None:
+    """The same of one sequence, over a paged cache; None where its layer is none for the loops.
+
+    Parameters
+    ----------
+    query : (1, 1, h, d_h)
+        Before RoPE.
+    keys, values : (blocks of all sequences, slots of a block, columns)
+        Of the cache; ``values`` are not read where they share the keys' latents.
+    blocks : (any,) int64
+        Those of the sequence.
+    seen
+        Its tokens, the query's included.
+
+    Returns
+    -------
+    (1, 1, inputs of the output projection), of the query's type
+    """
+    if query.device.type != "cpu" or keys.dtype not in _KINDS or torch.is_autocast_enabled("cpu"):
+        return None
+    prepared = _prepared(layer, query)
+    if prepared is None:
+        return None
+    queries = (query[:, 0].float() * prepared.scale).contiguous()
+    output = _output(prepared, queries, seen - 1, keys, keys if layer.joint else values, seen, None, blocks)
+    return output[:, None].to(query.dtype)
+
+
+def _prepared(layer: "LatentAttention", query: Tensor) -> Layer | None:
+    """The layer as the loops want it, made when it is first asked for; None where they cannot serve it."""
+    parameters = [*layer.key_up, *(layer.value_up or ()), layer.key_bias, layer.k_norm and layer.k_norm.weight]
+    read = [each for each in parameters if each is not None]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (query, *read)):
+        return None
+    # After a write to a parameter the layer is made again. Offloaded ones come and go with every call.
+    state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in read]
+    prepared = layer.loops
+    if not isinstance(prepared, Layer) or prepared.state != state:
+        if any(each.is_meta for each in read) or not _nested(layer.key_heads, layer.value_heads):
+            return None
+        layer.loops = prepared = Layer.of(layer, state)
+    return prepared
+
+
+def _nested(key_heads: Sequence[int], value_heads: Sequence[int]) -> bool:
+    """Whether value groups are made of whole key groups."""
+    return set(itertools.accumulate(value_heads)) <= set(itertools.accumulate(key_heads))
+
+
+def _output(
+    layer: Layer,
+    query: Tensor,
+    place: int,
+    keys: Tensor,
+    values: Tensor,
+    slots: int,
+    mask: Tensor | None,
+    blocks: Tensor | None = None,
+) -> Tensor:
+    """What the output projection reads, (batch, its inputs) float32.
+
+    Parameters
+    ----------
+    query : (batch, h, d_h) float32
+        Scaled, before RoPE.
+    place
+        Its slot.
+    keys, values : (batch, slots, columns)
+        Of the cache.
+    slots
+        That are attended to.
+    blocks : (any,) int64 or None
+        Of the one sequence, where ``keys`` and ``values`` are blocks (any, slots, columns) of a paged cache.
+    """
+    batch, all_heads, head_dim = query.shape
+    tiles, rows = -(-slots // layer.rope.tile), all_heads // sum(group.heads for group in layer.groups)
+    cos, sin = layer.rope.to_centres(place, tiles)
+    # A thread has some tiles to do, or it is not worth waking.
+    threads = min(threads_of_torch(), max(1, batch * tiles // _TILES_A_THREAD))
+    parts = -(-threads // batch)
+    mask_given, mask_numbers, _kept = _mask(mask)
+    key_given, key_strides = _memory(keys)
+    value_given, value_strides = (key_given, key_strides) if values is keys else _memory(values)
+    pairs = cos.shape[1]
+    block_given = (0, 0, 0, 1) if blocks is None else (blocks.data_ptr(), 1, len(blocks), 1)
+    block_size = 0 if blocks is None else keys.shape[1]
+    given = [
+        *key_given, *value_given, *mask_given, *block_given, query.data_ptr(), batch, all_heads, head_dim,
+        cos.data_ptr(), tiles, pairs, 1, sin.data_ptr(), tiles, pairs, 1,
+    ]  # fmt: skip
+    result, done, tasks = torch.empty(batch, layer.columns), 0, batch * parts
+    columns = result.numpy()
+    for group in layer.groups:
+        count, value_rank = group.heads * rows, group.values[1] - group.values[0]
+        width = value_rank + -value_rank % LANES
+        sums = torch.empty(tasks * count * (width + 2))
+        start, size = sums.data_ptr(), 4 * tasks * count
+        own = [
+            start, tasks, count, width, start + size * width, tasks, count, 1,
+            start + size * (width + 1), tasks, count, 1,
+            threads, slots, parts, *key_strides, _KINDS[keys.dtype], *group.latents, *value_strides, *group.values,
+            *mask_numbers, group.first, group.heads, block_size,
+        ]  # fmt: skip
+        arguments = np.concatenate([group.constant, np.array(given + own, np.int64)])
+        run(step.attend, arguments, threads)
+        step.combine(arguments, group.up, columns, done)
+        done += count * (head_dim if len(group.up) else value_rank)
+    return result
+
+
+def group_keys(
+    up: Tensor, head_dim: int, rope: TileRope, queries: int, bias: Tensor | None, norm: tuple[Tensor, float] | None
+) -> step.Keys:
+    """Choose how each RoPE pair of a group is scored.
+
+    Parameters
+    ----------
+    up : (r, heads d_h)
+        Factor.
+    rope
+        Tables of the tiles.
+    queries
+        Query heads of the group.
+    bias : (heads d_h,) or None
+        Added to keys.
+    norm
+        Weight (d_h,) and epsilon of the keys' norm, which wants all pairs rebuilt, or None.
+    """
+    heads, half = up.shape[1] // head_dim, head_dim // 2
+    direct = direct_pairs(up, head_dim) if norm is None else []
+    rest = [pair for pair in range(half) if pair not in set(direct)]
+    chosen = None
+    if norm is None and rest:
+        chosen = expansion(tuple(rope.frequencies[rest].tolist()), rope.tile, 2 * heads, queries)
+    count = len(rest) if chosen is None else chosen.fast
+    fast, slow = rest[:count], rest[count:]
+    columns = up.detach().float().cpu().unflatten(1, (heads, 2, half))
+    filled = -up.shape[0] % LANES
+    biases = torch.zeros(0, head_dim) if bias is None else bias.detach().float().cpu().view(heads, head_dim)
+    halves = biases.unflatten(1, (2, half))
+    near = torch.tensor(fast + direct, dtype=torch.int64)
+    no_functions = torch.zeros(0, rope.tile), torch.zeros(0, 0, dtype=torch.complex64)
+    functions, coefficients = no_functions if chosen is None else (chosen.functions, chosen.coefficients)
+
+    def array(tensor: Tensor) -> np.ndarray:
+        result: np.ndarray = tensor.detach().float().contiguous().numpy()
+        return result
+
+    def numbers(pairs: Sequence[int]) -> np.ndarray:
+        return np.array(pairs, dtype=np.int64)
+
+    return step.Keys(
+        numbers(fast), numbers(slow), numbers(direct),
+        array(pad(columns[..., fast].flatten(1).T, (0, filled))),
+        array(pad(columns[..., slow].permute(1, 2, 3, 0).flatten(1, 2), (0, filled))),
+        array(rope.cos[near].T), array(rope.sin[near].T),
+        array(functions), array(coefficients.real), array(coefficients.imag),
+        array(biases),
+        # A norm comes between the bias and the turns.
+        array(halves[..., fast].flatten(1) if norm is None else torch.zeros(0, head_dim)),
+        array(halves[..., direct].flatten(1)),
+        array(torch.zeros(0) if norm is None else norm[0].cpu()),
+        np.array([0.0 if norm is None else norm[1]], np.float32),
+    )  # fmt: skip
+
+
+_EMPTY = Coding(np.zeros((0, 8), np.int64), np.zeros(0, np.float32), np.zeros(0, np.uint8), np.zeros(0, np.float32))
+
+
+def _coding(rows: RowLayout | None) -> Coding:
+    return _EMPTY if rows is None else coding(rows)
+
+
+def _memory(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Where a tensor whose rows are contiguous is, as bytes, and bytes from one to the next of its first two sizes."""
+    size, strides = tensor.element_size(), tensor.stride()
+    span = 1 + sum((many - 1) * stride for many, stride in zip(tensor.shape, strides, strict=True))
+    return (tensor.data_ptr(), size * span, 1, 1), (size * strides[0], size * strides[1])
+
+
+def _mask(mask: Tensor | None) -> tuple[tuple[int, ...], tuple[int, int, int], Tensor | None]:
+    """Where a mask is; bytes from one sequence, and one query head, to the next, and its kind; what to keep of it."""
+    if mask is None:
+        return (0, 0, 1, 1), (0, 0, step.MASK_NONE), None
+    if mask.dtype != torch.bool:
+        mask = mask.float()
+    if mask.stride(-1) != 1:
+        mask = mask.contiguous()
+    given, strides = _memory(mask)
+    by_sequence, by_head = (0 if many == 1 else stride for many, stride in zip(mask.shape, strides, strict=False))
+    kind = step.MASK_BOOLEAN if mask.dtype == torch.bool else step.MASK_ADDED
+    return given, (by_sequence, by_head, kind), mask

@@ -1,0 +1,61 @@
+"""What vLLM is asked for and cannot be done with a latent cache: refused before weights are loaded."""
+
+from typing import Any
+
+from recalkv.errors import CheckpointError, ParameterError
+
+__all__ = ["TESTED", "check"]
+
+TESTED = ((0, 32), (0, 33))
+"""vLLM versions from the first on and before the second."""
+
+
+def check(version: str, vllm_config: Any, value_groups: list[int]) -> None:
+    """Refuse a configuration.
+
+    Parameters
+    ----------
+    version
+        Of vLLM.
+    vllm_config
+        Its ``VllmConfig``.
+    value_groups
+        Key/value heads of each group that shares value latents.
+
+    Raises
+    ------
+    CheckpointError
+        If vLLM is outside of the tested range.
+    ParameterError
+        If an option is set that latents cannot have.
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    first, behind = (".".join(map(str, each)) for each in TESTED)
+    if not TESTED[0] <= numbers < TESTED[1]:
+        raise CheckpointError(
+            f"vLLM {version} is outside of what this plugin is tested with ({first} up to, not with, {behind}); "
+            f"install vllm=={first}.*, or another release of recalkv."
+        )
+    dtype = vllm_config.cache_config.cache_dtype
+    if dtype != "auto":
+        raise ParameterError(
+            f"kv_cache_dtype={dtype!r} cannot be applied to latents, whose bits are chosen when a model is compressed; "
+            f"leave it at 'auto' and compress with --bits."
+        )
+    backend = getattr(vllm_config.attention_config, "backend", None)
+    if backend is not None:
+        raise ParameterError(
+            f"attention_backend={getattr(backend, 'name', backend)} cannot read latents, which have a backend of their "
+            f"own; leave it out."
+        )
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks > 1:
+        raise ParameterError(
+            f"tensor_parallel_size={ranks} would cut the latents of groups of {value_groups} key/value heads, which "
+            f"this release keeps on one rank; serve with tensor_parallel_size=1, and more replicas."
+        )
+    if vllm_config.lora_config is not None:
+        raise ParameterError(
+            "LoRA adapters change projections that are no longer there (k_proj and v_proj are down projections); merge "
+            "the adapter into the dense model and compress that."
+        )

@@ -1,0 +1,173 @@
+"""vLLM's decoder with a latent cache: its own layers around :class:`recalkv.model.attention.LatentAttention`.
+
+The four families differ in their attention alone, which is the library's, so that one decoder serves them all.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import vllm
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+from recalkv.model.attention import Cached, LatentAttention, compiled_loops
+from recalkv.model.slots import SlotRotary
+from recalkv.model.spec import LatentSpec
+from recalkv.vllm.backend import LatentBackend, LatentBatch
+from recalkv.vllm.checks import check
+
+__all__ = ["ServedAttention", "ServedForCausalLM"]
+
+
+class ServedAttention(LatentAttention, AttentionLayerBase):
+    """A layer's attention over vLLM's paged cache: one row of latents, or packed latents, a token."""
+
+    supports_dcp = False
+
+    def __init__(self, config: Any, prefix: str, **_: Any) -> None:
+        spec = LatentSpec.from_config(config)
+        super().__init__(config, spec, extract_layer_index(prefix))
+        # Masks of booleans, as below, are not for transformers' eager attention, which an unset name stands for.
+        config._attn_implementation = "sdpa"
+        self.prefix, self.slots = prefix, _slots(config)
+        self.kv_cache = torch.empty(0)
+        get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
+
+    def get_attn_backend(self) -> type[LatentBackend]:
+        """The plugin's."""
+        return LatentBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """One state a token: exactly the bytes that the layer caches."""
+        dtype = self.k_proj.weight.dtype if self.key_rows is None else torch.uint8
+        columns = self._columns[0] + self._columns[1]
+        sizes: dict[str, Any] = {
+            "block_size": vllm_config.cache_config.block_size,
+            "num_kv_heads": 1,
+            "head_size": columns,
+            "head_size_v": 0,
+            "dtype": dtype,
+        }
+        if self.sliding_window is not None:
+            return SlidingWindowSpec(**sizes, sliding_window=self.sliding_window)
+        return FullAttentionSpec(**sizes)
+
+    @property
+    def _columns(self) -> tuple[int, int]:
+        """Of a cached row that are keys' (or both's), and values'."""
+        if self.key_rows is None:
+            return sum(self.key_ranks), 0 if self.joint else sum(self.value_ranks)
+        return self.key_rows.row_bytes, 0 if self.value_rows is None else self.value_rows.row_bytes
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Attend (tokens, m) hidden states of all requests; vLLM's positions are slots, which the cache tells."""
+        output = torch.empty_like(hidden_states)
+        torch.ops.vllm.recalkv_attention(hidden_states, output, self.prefix)
+        return output
+
+    def attend(self, hidden_states: Tensor, output: Tensor, batch: LatentBatch) -> None:
+        """Write the attention's output for the tokens of a step, after their latents went to the cache."""
+        query, z_k, z_v = self._new_states(hidden_states[None, : batch.tokens])
+        rows = torch.cat([z_k, z_v], dim=-1)[0, 0]
+        # [blocks, slots of a block, columns]
+        cache = self.kv_cache[:, 0]
+        cache = cache if cache.dtype == rows.dtype else cache.view(rows.dtype)
+        cache[batch.slots // cache.shape[1], batch.slots % cache.shape[1]] = rows
+        parts = []
+        for request, (start, end) in enumerate(zip(batch.starts, batch.starts[1:], strict=False)):
+            if end > start:
+                parts.append(
+                    self._attend_request(query[:, start:end], cache, batch.blocks[request], batch.seen[request])
+                )
+        output[: batch.tokens] = self.o_proj(torch.cat(parts, dim=1)[0])
+
+    def _attend_request(self, query: Tensor, cache: Tensor, blocks: Tensor, seen: int) -> Tensor:
+        """What the output projection reads of one request's new tokens, (1, tokens, its inputs)."""
+        tokens, size, window = query.shape[1], cache.shape[1], self.sliding_window
+        keys, values = cache.split(list(self._columns), dim=-1)
+        alone = tokens == 1 and query.device.type == "cpu" and (window is None or seen <= window)
+        if alone and (loops := compiled_loops()) is not None:
+            output: Tensor | None = loops.paged_output(self, query, keys, values, blocks, seen)
+            if output is not None:
+                return output
+        # Blocks before the window may be gone.
+        first = 0 if window is None else max(0, seen - tokens + 1 - window) // size
+        own = blocks[first : -(-seen // size)]
+        z_k, z_v = (part[own].flatten(0, 1)[None, None, : seen - first * size] for part in (keys, values))
+        mask, offset = None, first * size
+        if tokens > 1 or window is not None:
+            places = torch.arange(seen - tokens, seen, device=query.device)[:, None]
+            slots = torch.arange(offset, seen, device=query.device)
+            mask = slots <= places
+            if window is not None:
+                mask &= slots > places - window
+            mask = mask[None, None]
+        nothing = query[..., :0], query[..., :0]
+        return self._attend(query, Cached(z_k, z_v, seen, offset, False), nothing, mask, {})[0]
+
+
+def _attention(hidden_states: Tensor, output: Tensor, prefix: str) -> None:
+    context = get_forward_context()
+    batches = context.attn_metadata
+    batch = batches.get(prefix) if isinstance(batches, dict) else None
+    if batch is None:
+        # vLLM measures its memory with no requests.
+        output.zero_()
+        return
+    layer: Any = context.no_compile_layers[prefix]
+    layer.attend(hidden_states, output, batch)
+
+
+def _attention_shapes(hidden_states: Tensor, output: Tensor, prefix: str) -> None:
+    return
+
+
+direct_register_custom_op(
+    op_name="recalkv_attention", op_func=_attention, mutates_args=["output"], fake_impl=_attention_shapes
+)
+
+
+def _slots(config: Any) -> SlotRotary:
+    """Rotary tables, shared by the layers of a model; the families' modules for them are all LLaMA's."""
+    if getattr(config, "_recalkv_slots", None) is None:
+        object.__setattr__(config, "_recalkv_slots", SlotRotary(LlamaRotaryEmbedding(config=config)))
+    slots: SlotRotary = config._recalkv_slots
+    return slots
+
+
+class ServedLayer(LlamaDecoderLayer):
+    """vLLM's layer with this attention."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
+        super().__init__(vllm_config, prefix, config, attn_layer_type=ServedAttention)  # type: ignore[arg-type]
+
+
+class ServedModel(LlamaModel):
+    """vLLM's decoder; projections of the attention are loaded as they are named."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_stacked={".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
+    )
+
+
+class ServedForCausalLM(LlamaForCausalLM):
+    """A compressed model of any family."""
+
+    hf_to_vllm_mapper = ServedModel.hf_to_vllm_mapper
+    packed_modules_mapping: ClassVar = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    supports_lora: ClassVar = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        spec = LatentSpec.from_config(vllm_config.model_config.hf_config)
+        check(vllm.__version__, vllm_config, spec.value_heads)
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ServedLayer)
+
+    def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: Any = ServedLayer) -> ServedModel:
+        return ServedModel(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)

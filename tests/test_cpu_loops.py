@@ -1,0 +1,320 @@
+"""Decoding on a CPU by compiled loops: packed rows, expanded RoPE, direct pairs, beside float64 and whole caches."""
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from recalkv.cache.codebooks import CODES, UNIFORM_CODES, Code
+from recalkv.cache.rows import RowLayout, Segment
+from recalkv.method.fusion import in_gauge
+from recalkv.method.lowrank import LowRank
+from recalkv.model import attention
+from recalkv.model.cpu import plan
+from recalkv.model.cpu.loops import LANES, exponentials, inner_products, multiply
+from recalkv.model.cpu.rows import coding, packed_rows, read_rows
+from recalkv.model.cpu.threads import threads_of_torch
+from recalkv.model.identity import direct_columns, direct_pairs, gauge_limit, independent_pairs
+from recalkv.model.turns import TileRope, expansion, offset_angles
+from tests.tiny import FAMILIES, compressed_pair, windows
+
+pair = functools.cache(compressed_pair)
+# As models have them: SmolLM2, LLaMA-2, and a tiny one.
+FREQUENCIES = {(base, head_dim): base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+               for base, head_dim in ((1e5, 64), (1e4, 128), (1e4, 8))}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def model_of(family: str, **compression: Any) -> Any:
+    with torch.enable_grad():
+        return pair(family, **compression)[1]
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", CODES, ids=str)
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 13, 40])
+def test_rows_are_read_as_they_are_unpacked(width: int, code: Code) -> None:
+    groups = [[Segment(width, *code), Segment(5, *UNIFORM_CODES[4])], [Segment(3, *code)]]
+    layout = RowLayout(groups)
+    rows = layout.pack(torch.randn(9, layout.width))
+    expected, first = layout.unpack(rows, torch.float32), 0
+    # As a cache is: a part of longer memory. A group at a time, into rows that are longer.
+    memory = torch.cat([rows.flip(0), rows]).flatten().numpy()
+    for group in groups:
+        last = first + sum(segment.width for segment in group)
+        latents = np.full((9, LANES + last - first), np.nan, np.float32)
+        read_rows(memory, 9 * layout.row_bytes, layout.row_bytes, 9, first, last, coding(layout), latents)
+        torch.testing.assert_close(
+            torch.from_numpy(latents[:, : last - first]), expected[:, first:last], rtol=1e-6, atol=0
+        )
+        assert np.isnan(latents[:, last - first :]).all()
+        first = last
+
+
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_rows_are_packed_as_by_torch(code: Code) -> None:
+    layout = RowLayout([[Segment(61, *code)], [Segment(8, *UNIFORM_CODES[8]), Segment(4, *code)]])
+    latents = torch.randn(300, 1, layout.width, generator=torch.Generator().manual_seed(0))
+    latents[3] = 0.0
+    latents[4] *= 1e6
+    rows, expected = packed_rows(latents, layout), layout.pack(latents)
+    assert (rows.shape, rows.dtype) == (expected.shape, torch.uint8)
+    # A latent on the border of two cells falls either way.
+    assert (rows == expected).float().mean() > 0.995
+    torch.testing.assert_close(rows[:5], expected[:5])
+
+
+# --- loops -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 1, 1), (4, 16, 5), (9, 70, 33), (12, 31, 16)])
+def test_products(rows: int, inner: int, columns: int) -> None:
+    generator = np.random.default_rng(0)
+    left, right = (generator.standard_normal(shape, np.float32) for shape in ((rows, inner), (inner, columns)))
+    result = np.ones((rows, columns), np.float32)
+    multiply(left, right, result)
+    np.testing.assert_allclose(result, 1 + left.astype(float) @ right, rtol=1e-5, atol=1e-5)
+    if rows % 4 == 0:
+        across = np.empty((columns, rows), np.float32)
+        inner_products(left, np.ascontiguousarray(right.T), False, result)
+        inner_products(left, np.ascontiguousarray(right.T), True, across)
+        np.testing.assert_allclose(result, left.astype(float) @ right, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(across, result.T)
+
+
+def test_exponentials() -> None:
+    values = -np.random.default_rng(0).uniform(0, 80, 1000).astype(np.float32)
+    values[:3] = 0.0, -np.inf, np.finfo(np.float32).min
+    expected = np.exp(values.astype(float))
+    result = values.copy()
+    total = exponentials(result, np.float32(0), np.empty(1000, np.int32))
+    np.testing.assert_allclose(result, expected, rtol=4e-6, atol=2e-38)
+    assert total == pytest.approx(expected.sum(), rel=1e-5)
+
+
+def test_loops_run_in_the_threads_of_torch() -> None:
+    assert threads_of_torch() == torch.get_num_threads()
+
+
+# --- RoPE ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", FREQUENCIES)
+@pytest.mark.parametrize("far", [0, 100_000])
+def test_turned_queries_see_exact_distances(known: tuple[float, int], far: int) -> None:
+    frequencies, tile = FREQUENCIES[known], 32
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(known[1], generator=generator, dtype=torch.float64) for _ in range(2))
+    tiles_of_slots = far // tile + 3
+    rope = TileRope(frequencies, 1.0, tile)
+    cos, sin = rope.to_centres(far + 70, tiles_of_slots)
+    assert cos.shape == (tiles_of_slots, known[1] // 2)
+    left, right = query.float().chunk(2)
+    spun = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+    left, right = key.float().chunk(2)
+    for slot in (0, 31, 32, far + 40, far + 70):
+        cos, sin = rope.cos[:, slot % tile], rope.sin[:, slot % tile]
+        turned_key = torch.cat([left * cos - right * sin, right * cos + left * sin])
+        angles = frequencies * (far + 70 - slot)
+        (a, b), (c, d) = query.chunk(2), key.chunk(2)
+        expected = ((a * c + b * d) * angles.cos() + (a * d - b * c) * angles.sin()).sum()
+        assert float(spun[slot // tile] @ turned_key) == pytest.approx(float(expected), abs=2e-5)
+
+
+@pytest.mark.parametrize("known", [(1e5, 64), (1e4, 128)])
+@pytest.mark.parametrize("tile", [64, 512])
+def test_expansion_is_right_and_cheaper(known: tuple[float, int], tile: int) -> None:
+    frequencies = FREQUENCIES[known]
+    heads, queries = 3, 9
+    found = expansion(tuple(frequencies.tolist()), tile, 2 * heads, queries)
+    assert found is not None
+    slow = len(frequencies) - found.fast
+    waves = torch.polar(torch.ones(()).double(), offset_angles(frequencies, tile))[found.fast :]
+    error = (found.coefficients.T.to(waves) @ found.functions.to(waves) - waves).abs().square().sum(0).mean().sqrt()
+    assert error < 2e-5
+    cost = 2 * heads * found.fast + queries * len(found.functions) * (1 + 2 * slow / tile)
+    assert cost < 2 * heads * len(frequencies)
+
+
+def test_many_queries_are_not_expanded() -> None:
+    assert expansion(tuple(FREQUENCIES[1e5, 64].tolist()), 64, 2, 1000) is None
+
+
+# --- identity gauge --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [5, 17, 24, 29, 48])
+def test_gauge_changes_nothing_but_the_latents(rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    down, up = (torch.randn(*shape, generator=generator).double() for shape in ((30, rank), (rank, 2 * 24)))
+    keys, values = LowRank([down], [up]).halves()
+    limit = gauge_limit(torch.float32)
+    new_keys, new_values = in_gauge(keys, values, 8, limit)
+    assert new_keys.down is new_values.down
+    torch.testing.assert_close(new_keys.dense(), keys.dense(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(new_values.dense(), values.dense(), atol=1e-9, rtol=1e-9)
+    pairs = independent_pairs(keys.up[0], 8, limit)
+    assert len(pairs) == min(4, rank // 6)
+    assert direct_pairs(new_keys.up[0].float(), 8) == pairs
+    columns = direct_columns(pairs, 3, 8)
+    torch.testing.assert_close((new_keys.down[0])[:, : len(columns)], keys.dense()[:, columns], atol=1e-9, rtol=1e-9)
+    assert direct_pairs(keys.up[0].float(), 8) == []
+
+
+def test_pairs_that_others_nearly_span_are_passed_over() -> None:
+    up = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)).double()
+    up[:, 1] = up[:, 0] + 1e-4 * up[:, 1]
+    assert independent_pairs(up, 8, 1e6) == [0, 1, 2, 3]
+    assert independent_pairs(up, 8, 100) == [0, 2, 3]
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "joint": {"method": "loss-aware"},
+    "joint, groups of 1": {"method": "loss-aware", "group_size": 1},
+    "joint, all": {"method": "loss-aware", "group_size": 3, "ratio": 0.3},
+    "separate": {"method": "recalkv"},
+    "mixed": {"method": "loss-aware", "bits": "mixed", "ratio": 0.75},
+    "4 bits": {"method": "recalkv", "bits": 4},
+}
+
+
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Sets the tile of a model's loops, and how many threads they take."""
+    threads = torch.get_num_threads()
+
+    def tile_of(model: Any, tile: int, wanted: int = 1) -> None:
+        monkeypatch.setattr(plan, "TILE", tile)
+        monkeypatch.setattr(plan, "_TILES_A_THREAD", 1)
+        torch.set_num_threads(wanted)
+        for layer in model.model.layers:
+            layer.self_attn.loops = None
+
+    yield tile_of
+    torch.set_num_threads(threads)
+    monkeypatch.undo()
+
+
+def whole(monkeypatch: pytest.MonkeyPatch, call: Any) -> Tensor:
+    """The result of a call whose steps go over whole caches, as without Numba."""
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "compiled_loops", lambda: None)
+        result: Tensor = call()
+    return result
+
+
+@pytest.mark.parametrize(("tile", "threads"), [(4, 3), (32, 1)])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "family", ["llama-gqa", "llama-bias", "llama-yarn", "mistral-sliding", "qwen2-bias", "qwen3-qk-norm"]
+)
+def test_loops_change_nothing(
+    family: str, case: str, tile: int, threads: int, tiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One query and several, padded, over growing and static caches, whatever the tile."""
+    heads = FAMILIES[family][2].get("num_key_value_heads", 3)
+    model = model_of(family, **(CASES[case] | {"group_size": min(heads, CASES[case].get("group_size", 2))}))
+    ids, lengths = windows(2, 41), [33, 1, 1, 5, 1]
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+
+    def logits(static: bool) -> Tensor:
+        cache: Any = StaticCache(model.config, max_cache_len=60) if static else DynamicCache(config=model.config)
+        result, seen = [], 0
+        for part in ids.split(lengths, dim=1):
+            seen += part.shape[1]
+            result.append(model(part, attention_mask=mask[:, :seen], past_key_values=cache).logits)
+        return torch.cat(result[1:], dim=1)
+
+    expected = whole(monkeypatch, lambda: logits(False))
+    taken, right = [], plan._output
+    monkeypatch.setattr(plan, "_output", lambda *given: (taken.append(1), right(*given))[1])
+    tiled(model, tile, threads)
+    for static in (False, True):
+        torch.testing.assert_close(logits(static), expected, atol=2e-4, rtol=2e-4)
+    assert taken
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_types_and_added_masks(dtype: torch.dtype, tiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of the caller's own, with a slot between that one head's worth of queries may not see."""
+    model = copy.deepcopy(model_of("llama-gqa", method="loss-aware")).to(dtype)
+    tiled(model, 8, 2)
+    added = torch.zeros(2, 1, 1, 21, dtype=dtype)
+    added[0, ..., 3:6] = torch.finfo(dtype).min
+    added[1, ..., 7] = -1.5
+
+    def step(mask: Tensor) -> Tensor:
+        cache = DynamicCache(config=model.config)
+        model(windows(2, 20), past_key_values=cache)
+        logits: Tensor = model(windows(2, 1), attention_mask=mask, past_key_values=cache).logits
+        return logits
+
+    here, by_whole = step(added), whole(monkeypatch, lambda: step(added))
+    model, added = model.float(), added.float()
+    exact = whole(monkeypatch, lambda: step(added))
+    error, other = ((logits.float() - exact).norm() / exact.norm() for logits in (here, by_whole))
+    assert error < (1e-5 if dtype == torch.float32 else 1.2 * other)
+    assert (step(torch.zeros_like(added)) - exact).norm() / exact.norm() > 0.05
+
+
+def test_a_write_to_a_factor_is_seen() -> None:
+    model = model_of("llama-gqa", method="loss-aware")
+    cache = DynamicCache(config=model.config)
+    model(windows(1, 20), past_key_values=cache)
+
+    def step() -> Tensor:
+        logits = model(windows(1, 1), past_key_values=cache).logits
+        cache.crop(-1)
+        return logits
+
+    before, up = step(), model.model.layers[0].self_attn.key_up[0]
+    up.mul_(2)
+    assert not torch.allclose(step(), before, atol=1e-4)
+    up.div_(2)
+    torch.testing.assert_close(step(), before)
+
+
+def test_empty_slots_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama-gqa", method="loss-aware")
+    cache = StaticCache(model.config, max_cache_len=5000)
+    model(windows(1, 20), past_key_values=cache)
+    slots, right = [], plan._output
+
+    def watched(*given: Any) -> Tensor:
+        slots.append(given[5])
+        return right(*given)
+
+    monkeypatch.setattr(plan, "_output", watched)
+    model(windows(1, 1), past_key_values=cache)
+    assert max(slots) == 21
+
+
+@pytest.mark.parametrize("mode", ["gradients", "float16", "several queries", "compiled"])
+def test_what_the_loops_do_not_take_goes_over_whole_caches(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(model_of("llama-gqa", method="loss-aware"))
+    monkeypatch.setattr(plan, "_output", lambda *_: pytest.fail("the loops were called"))
+    if mode == "float16":
+        model = model.half()
+    if mode == "compiled":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    cache = DynamicCache(config=model.config)
+    with torch.set_grad_enabled(mode == "gradients"):
+        model(windows(1, 20), past_key_values=cache)
+        logits = model(windows(1, 2 if mode == "several queries" else 1), past_key_values=cache).logits
+    assert logits.isfinite().all()
