@@ -154,8 +154,9 @@ def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask:
     seen = int(cached.seen) - cached.offset
     slots = min(seen, cached.z_k.shape[2])
     queries = (query[:, 0].float() * prepared.scale).contiguous()
-    values = cached.z_k if layer.joint else cached.z_v
-    return _output(prepared, queries, seen - 1, cached.z_k[:, 0], values[:, 0], slots, mask)[:, None].to(query.dtype)
+    keys = cached.z_k[:, 0]
+    values = keys if layer.joint else cached.z_v[:, 0]
+    return _output(prepared, queries, seen - 1, keys, values, slots, mask)[:, None].to(query.dtype)
 
 
 def paged_output(

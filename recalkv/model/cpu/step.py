@@ -16,6 +16,7 @@ from recalkv.model.cpu.rows import Coding, read_rows
 from recalkv.model.cpu.threads import SIZES, addressed, array_1d, array_2d, array_3d, thread_number
 
 __all__ = [
+    "BFLOAT16",
     "FLOAT32",
     "MASK_ADDED",
     "MASK_BOOLEAN",
@@ -29,7 +30,7 @@ __all__ = [
     "combine",
 ]
 
-FLOAT32, BFLOAT16, FLOAT16, PACKED = range(4)
+FLOAT32, BFLOAT16, PACKED = range(3)
 MASK_NONE, MASK_BOOLEAN, MASK_ADDED = range(3)
 
 _LEAST = np.finfo(np.float32).min

@@ -1,7 +1,7 @@
 """Compiled loops in torch's own threads.
 
-Threads of another pool, Numba's or Python's, would share the cores with those of torch, which wait for work by
-spinning: on two cores that costs half of the speed. So the loops are called by the OpenMP library that torch uses,
+Threads of another pool would share the cores with those of torch, which wait for work by spinning: with Python's, two
+cores were no faster than one. So the loops are called by the OpenMP library that torch uses,
 with what they work on in a list of addresses and sizes. Without that library they run in one thread.
 """
 
