@@ -115,7 +115,7 @@ class CompressionParams(_Section):
     refit: Literal["auto", "none", "values", "output"] = Field(
         "auto",
         description="what is fitted again on inputs behind the compressed prefix: value factors (the paper's OVC), or "
-        "the output projection",
+        "the output projection; auto is the method's own, but none in mixed bits up to a ratio of 0.9",
     )
     refit_ridge: float = Field(0.3, ge=0, description="ridge of the output's fit, relative to the mean diagonal")
     refit_samples: int | None = Field(None, ge=1, description="calibration windows of the fit; null for all")

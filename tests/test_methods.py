@@ -53,6 +53,22 @@ def test_a_choice_of_its_own_changes_nothing_else(name: str, choice: str, value:
     assert chosen(method_of(method=name, **changes)) == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "refit"),
+    [
+        ({"bits": "mixed", "ratio": 0.9}, "none"),
+        ({"bits": "auto", "ratio": 0.75}, "none"),
+        ({"bits": "mixed", "ratio": 0.91}, "output"),
+        ({"bits": 4, "ratio": 0.75}, "output"),
+        ({"bits": 16, "ratio": 0.5}, "output"),
+        ({"bits": "mixed", "ratio": 0.75, "refit": "output"}, "output"),
+        ({"bits": "mixed", "ratio": 0.9375, "refit": "none"}, "none"),
+    ],
+)
+def test_the_output_is_fitted_where_much_is_left_out(given: dict[str, Any], refit: str) -> None:
+    assert method_of(**given).refit == refit
+
+
 def test_values_are_grouped_alone_with_the_keys_or_all_at_once() -> None:
     assert method_of(method="recalkv", group_size=2).value_group_size(5) == 5
     assert method_of(method="palu", group_size=2).value_group_size(5) == 2

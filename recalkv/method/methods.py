@@ -26,7 +26,8 @@ class Choices:
     allocation
         How the ranks share the budget: ``water-filling``, ``fisher`` or ``uniform``.
     refit
-        What is fitted again behind the compressed prefix: ``none``, ``values`` (OVC) or ``output``.
+        What is fitted again behind the compressed prefix: ``none``, ``values`` (OVC) or ``output``, which ``auto``
+        leaves out in mixed bits up to a ratio of :data:`FIT_ABOVE`.
     """
 
     metric: str
@@ -48,6 +49,9 @@ METHODS = {
     "svd": Choices("weight", False, "neighbours", False, "fisher", "none"),
 }
 
+
+FIT_ABOVE = 0.9
+"""Ratio above which mixed bits leave so much out that a fit of the output gains; docs/method.md has the figures."""
 
 DAMPING = {"loss": 0.1}
 """``compression.damping`` where it is null, by metric. See docs/method.md for what it was measured to gain."""
@@ -95,16 +99,20 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
     metric = base.metric if parameters.metric == "auto" else parameters.metric
     allocation = base.allocation if parameters.allocation == "auto" else parameters.allocation
     mixed = allocation == "water-filling" and parameters.rank_multiple == 1
+    bits = ("mixed" if mixed else 16) if parameters.bits == "auto" else parameters.bits
+    refit = base.refit if parameters.refit == "auto" else parameters.refit
+    if parameters.refit == "auto" and refit == "output" and bits == "mixed" and parameters.ratio <= FIT_ABOVE:
+        refit = "none"
     method = Method(
         metric=metric,
         joint=joint,
         grouping=base.grouping if parameters.grouping == "auto" else parameters.grouping,
         whole_values=base.whole_values and not joint,
         allocation=allocation,
-        refit=base.refit if parameters.refit == "auto" else parameters.refit,
+        refit=refit,
         ratio=parameters.ratio,
         group_size=parameters.group_size if kv_heads is None else min(parameters.group_size, kv_heads),
-        bits=("mixed" if mixed else 16) if parameters.bits == "auto" else parameters.bits,
+        bits=bits,
         rank_multiple=parameters.rank_multiple,
         damping=DAMPING.get(metric, 1e-6) if parameters.damping is None else parameters.damping,
         gradient_damping=parameters.gradient_damping,
