@@ -25,7 +25,7 @@ def errors(code: Code, samples: int, seed: int) -> dict[str, float]:
     layout = RowLayout([[Segment(row.shape[1], *code)]])
     return {
         "bits": code.rate,
-        "nearest": float((values - words(code)[nearest(values, code).long()]).square().mean()),
+        "nearest": float((values - words(code)[nearest(values, words(code)).long()]).square().mean()),
         "rows": float((row - layout.unpack(layout.pack(row), torch.float32)).square().mean()),
         "bound": 4**-code.rate,
     }

@@ -67,7 +67,7 @@ def simulate(model: Any, rotate: bool, values: bool) -> Callable[[], None]:
             return (key if self.k_norm is None else self.k_norm(key)).transpose(1, 2)
 
         def cached(self: LatentAttention, states: Tensor, turns: list[Tensor] = turns) -> tuple[Tensor, Tensor, Tensor]:
-            query, z_k, z_v = LatentAttention._new_states(self, states)
+            query, z_k, z_v = LatentAttention._latents(self, states)
             parts = []
             for z, turn in zip(z_k.split(self.key_ranks, dim=-1), turns, strict=True):
                 codes, scale = int8_codes(z.float() @ turn, -1)
@@ -76,12 +76,12 @@ def simulate(model: Any, rotate: bool, values: bool) -> Callable[[], None]:
 
         layer._rebuild_keys = types.MethodType(rebuild, layer)  # type: ignore[method-assign]
         if values:
-            layer._new_states = types.MethodType(cached, layer)  # type: ignore[method-assign]
+            layer._latents = types.MethodType(cached, layer)  # type: ignore[method-assign]
 
     def undo() -> None:
         for layer in layers:
             layer.__dict__.pop("_rebuild_keys", None)
-            layer.__dict__.pop("_new_states", None)
+            layer.__dict__.pop("_latents", None)
 
     return undo
 

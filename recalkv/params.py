@@ -125,6 +125,12 @@ class CompressionParams(_Section):
         "8 under the one budget, auto is mixed where the allocation is water-filling, else 16. Below 16, `ratio` "
         "counts bytes against a dense 16-bit cache",
     )  # fmt: skip
+    exact_window: int = Field(
+        32,
+        ge=0,
+        description="newest tokens that are read as 16-bit latents, beside the rows that are cached of all; below 16 "
+        "bits. They cost a fixed size for each sequence, which `ratio` does not count",
+    )
     rotation_seed: int = Field(0, ge=0, description="seed of the rotations of quantised latents")
     rank_multiple: int = Field(1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs")
     damping: float | None = Field(

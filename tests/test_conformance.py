@@ -24,6 +24,7 @@ from recalkv.cache.codebooks import MIXED_CODES
 from recalkv.cache.rows import RowLayout
 from recalkv.kernels.module import use_kernels
 from recalkv.kernels.plan import MAX_ROWS
+from recalkv.model import recent
 from recalkv.model.spec import LatentSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
 from tests import tiny
@@ -52,6 +53,7 @@ class Kind:
     group: int | str
     bits: int | str
     values: str
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ KINDS: dict[str, list[Any]] = {
     "group": [1, 2, "all"],
     "bits": list(RATIOS),
     "values": ["fused", "absorbed", "reconstructed"],
+    "window": [0, 5],
 }
 TOKENS = [
     "greedy",
@@ -94,6 +97,8 @@ WAYS: dict[str, list[Any]] = {
 
 
 def legal_kind(kind: Kind) -> bool:
+    if kind.window and kind.bits == 16:
+        return False  # latents are exact without one
     # Only water-filling gives directions bits of their own.
     return kind.bits != "mixed" or METHODS[kind.latents]["method"] == "loss-aware"
 
@@ -115,7 +120,7 @@ def cases(kinds: list[Kind], ways: list[Any], legal: Callable[[Kind, Any], bool]
 
 def name(*parts: Any) -> str:
     """Readable id of settings."""
-    names = {"group": "groups-of-{}", "bits": "{}-bits", "prompt": "prompt-{}"}
+    names = {"group": "groups-of-{}", "bits": "{}-bits", "prompt": "prompt-{}", "window": "window-{}"}
     entries = [entry for part in parts for entry in (vars(part) if hasattr(part, "__dict__") else {"": part}).items()]
     return "_".join(names.get(key, "{}").format(value) for key, value in entries)
 
@@ -148,10 +153,17 @@ def group_size(kind: Kind) -> int:
     return kv_heads(kind) if kind.group == "all" else int(kind.group)
 
 
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that prompts with windows of exact latents are read in several."""
+    monkeypatch.setattr(recent, "_QUERIES", 24)
+
+
 @functools.cache
 def models(kind: Kind) -> tuple[Any, Any]:
     """(compressed, dense twin) of two layers, float32; whatever its ranks, R_v is stored as the kind says."""
     method = METHODS[kind.latents] | {"bits": kind.bits, "ratio": RATIOS[kind.bits], "group_size": group_size(kind)}
+    method |= {"exact_window": kind.window}
     _, compressed, twin = tiny.compressed_pair(kind.family, kind.values, layers=2, **method)
     return endless(compressed), endless(twin)
 
@@ -368,7 +380,12 @@ def assert_holds_latents_alone(cache: Any, model: Any) -> None:
     for layer, spec in zip(cache.layers, LatentSpec.from_config(model.config).layers, strict=True):
         held = [value for value in vars(layer).values() if isinstance(value, Tensor) and value.dim() > 0]
         batch, _, slots, _ = layer.keys.shape
-        assert sum(tensor.nbytes for tensor in held) == batch * slots * spec.cached_bytes(element)
+        recent = getattr(layer, "recent", None)
+        if recent is not None:
+            assert recent.shape[2] <= model.config.recalkv["exact_window"] + 32
+            assert recent.nbytes == batch * recent.shape[2] * spec.cached_elements * element
+        window = 0 if recent is None else recent.nbytes
+        assert sum(tensor.nbytes for tensor in held) - window == batch * slots * spec.cached_bytes(element)
         assert layer.keys.dtype == (torch.uint8 if spec.quantised else model.dtype)
 
 
@@ -398,7 +415,7 @@ def test_logits(kind: Kind, way: Way) -> None:
     if way.way != "one-pass":
         assert_holds_latents_alone(cache, compressed)
     # The last bit of a latent decides between codes, which move up to four latents.
-    assert_near(actual, expected, (0.15 if kind.bits == 2 else 0.1) if half else 1e-5)
+    assert_near(actual, expected, (0.15 if kind.bits in (2, "mixed") else 0.1) if half else 1e-5)
 
 
 @pytest.mark.parametrize("values", ["fused", "absorbed"])
@@ -428,7 +445,7 @@ class KernelWay:
 
 
 FEW = ["llama-mha", "mistral-sliding", "qwen2-bias", "qwen3-qk-norm"]
-KERNEL_KINDS = KINDS | {"bits": [16, 4, "mixed"], "values": ["fused", "absorbed"]}
+KERNEL_KINDS = KINDS | {"bits": [16, 4, "mixed"], "values": ["fused", "absorbed"], "window": [0]}
 KERNEL_WAYS = {
     "way": ["step", "several", "padded", "reordered", "crop"],
     # Within one tile of slots, beyond a sliding window, and in two tiles.
@@ -534,6 +551,7 @@ LLAMA, QWEN = ("llama-gqa", "joint", 2), ("qwen2-mixed-sliding", "joint", 2)
     [
         (Kind(*LLAMA, 16, "absorbed"), "none"),
         (Kind(*LLAMA, 4, "absorbed"), "two"),
+        (Kind(*LLAMA, "mixed", "absorbed", 5), "none"),
         (Kind(*QWEN, 16, "fused"), "one"),
         pytest.param(Kind(*QWEN, "mixed", "fused"), "none", marks=pytest.mark.slow),
         pytest.param(Kind(*QWEN, 16, "absorbed"), "two", marks=pytest.mark.slow),

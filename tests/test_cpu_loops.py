@@ -243,7 +243,7 @@ def test_loops_change_nothing(
 
     expected = whole(monkeypatch, lambda: logits(False))
     taken, right = [], plan._output
-    monkeypatch.setattr(plan, "_output", lambda *given: (taken.append(1), right(*given))[1])
+    monkeypatch.setattr(plan, "_output", lambda *given, **named: (taken.append(1), right(*given, **named))[1])
     tiled(model, tile, threads)
     for static in (False, True):
         torch.testing.assert_close(logits(static), expected, atol=2e-4, rtol=2e-4)
@@ -296,9 +296,9 @@ def test_empty_slots_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model(windows(1, 20), past_key_values=cache)
     slots, right = [], plan._output
 
-    def watched(*given: Any) -> Tensor:
+    def watched(*given: Any, **named: Any) -> Tensor:
         slots.append(given[5])
-        return right(*given)
+        return right(*given, **named)
 
     monkeypatch.setattr(plan, "_output", watched)
     model(windows(1, 1), past_key_values=cache)
@@ -308,7 +308,7 @@ def test_empty_slots_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", ["gradients", "float16", "several queries", "compiled"])
 def test_what_the_loops_do_not_take_goes_over_whole_caches(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(model_of("llama-gqa", method="loss-aware"))
-    monkeypatch.setattr(plan, "_output", lambda *_: pytest.fail("the loops were called"))
+    monkeypatch.setattr(plan, "_output", lambda *_, **__: pytest.fail("the loops were called"))
     if mode == "float16":
         model = model.half()
     if mode == "compiled":

@@ -72,7 +72,7 @@ def test_a_row_by_hand() -> None:
 def test_the_nearest_word_is_taken(code: Code) -> None:
     values = torch.randn(500, code.latents, generator=torch.Generator().manual_seed(1))
     distances = torch.cdist(values.double(), words(code).double())
-    codes = nearest(values.view(5, 100, -1), code)
+    codes = nearest(values.view(5, 100, -1), words(code))
     assert (codes.shape, codes.dtype) == ((5, 100), torch.uint8)
     taken = distances.gather(1, codes.view(-1, 1).long())[:, 0]
     torch.testing.assert_close(taken, distances.min(1).values, atol=1e-6, rtol=1e-6)
@@ -90,7 +90,7 @@ def test_distortion_of_gaussian_latents(code: Code) -> None:
 def test_words_are_the_means_of_what_they_stand_for(code: Code) -> None:
     """No other word for the same latents would leave less."""
     values = torch.randn(400_000, code.latents, generator=torch.Generator().manual_seed(2))
-    codes, table = nearest(values, code).long(), words(code)
+    codes, table = nearest(values, words(code)).long(), words(code)
     hits = torch.zeros(len(table)).index_add(0, codes, torch.ones(len(values)))
     means = torch.zeros_like(table).index_add(0, codes, values) / hits[:, None]
     shift = ((means - table).square().sum(1) * hits).sum() / len(values) / code.latents

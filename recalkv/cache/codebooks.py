@@ -109,19 +109,21 @@ def _trained() -> dict[str, Tensor]:
     return load_file(FILE)
 
 
-def nearest(values: Tensor, code: Code) -> Tensor:
+def nearest(values: Tensor, table: Tensor) -> Tensor:
     """Codes of the nearest words, exactly.
 
     Parameters
     ----------
     values : (..., latents) float32
         Latents at a scale of one.
+    table : (2^bits, latents) float32
+        Words of the code.
 
     Returns
     -------
     (...) uint8
     """
-    codes = _nearest(values.reshape(-1, code.latents), words(code, values.device))
+    codes = _nearest(values.reshape(-1, table.shape[1]), table)
     return codes.to(torch.uint8).view(values.shape[:-1])
 
 
@@ -136,7 +138,8 @@ def nearest_of_cells(code: Code, device: torch.device) -> Tensor:
     """
     levels = GRID[code.latents]
     middles = torch.erfinv((torch.arange(levels, dtype=torch.float64) + 0.5) * 2 / levels - 1) * STRETCH
-    return nearest(torch.cartesian_prod(*[middles.float().to(device)] * code.latents).view(-1, code.latents), code)
+    grid = torch.cartesian_prod(*[middles.float().to(device)] * code.latents).view(-1, code.latents)
+    return nearest(grid, words(code, device))
 
 
 def cells(values: Tensor, levels: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class RowLayout:
             else:
                 own = scaled[..., column : column + segment.width]
                 own = torch.nn.functional.pad(own, (0, -segment.width % segment.latents))
-                codes = nearest(own.unflatten(-1, (-1, segment.latents)), segment.code)
+                codes = nearest(own.unflatten(-1, (-1, segment.latents)), tables.words[number])
             column += segment.width
             parts += [level[..., number : number + 1], pack_codes(codes, segment.bits)]
         return torch.cat(parts, dim=-1)
@@ -106,10 +106,10 @@ class RowLayout:
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows (..., row_bytes) uint8 to latents (..., width) of this type."""
         sizes = [size for segment in self.segments for size in (1, segment.row_bytes - 1)]
-        pieces, parts = rows.split(sizes, dim=-1), []
-        for segment, level, packed in zip(self.segments, pieces[::2], pieces[1::2], strict=True):
+        pieces, parts, tables = rows.split(sizes, dim=-1), [], self._tables(rows.device)
+        for segment, level, packed, own in zip(self.segments, pieces[::2], pieces[1::2], tables.words, strict=True):
             codes = unpack_codes(packed, segment.bits, segment.codes)
-            values = words(segment.code, rows.device)[codes.int()].flatten(-2)[..., : segment.width]
+            values = own[codes.int()].flatten(-2)[..., : segment.width]
             parts.append((values * _scale(level.float())).to(dtype))
         return torch.cat(parts, dim=-1)
 
@@ -139,6 +139,8 @@ class _Tables:
         Where its grid's cells start in ``nearest``; those of zeros are added where a segment's last code lacks latents.
     nearest : (cells,) uint8
         Codes of the cells of all grids.
+    words : (2^bits, latents) float32 each
+        Of each segment's code.
     """
 
     averages: Tensor
@@ -148,6 +150,7 @@ class _Tables:
     last: Tensor
     starts: Tensor
     nearest: Tensor
+    words: Sequence[Tensor]
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> "_Tables":
@@ -187,6 +190,7 @@ class _Tables:
             table(last),
             table(starts),
             _all_cells(codes, device),
+            [words(segment.code, device) for segment in segments],
         )
 
 

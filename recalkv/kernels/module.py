@@ -72,7 +72,7 @@ class KernelAttention(LatentAttention):
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """What the output projection reads, (batch, queries, its inputs); no weights from the kernels."""
-        z_k, z_v, seen, offset, _ = cached
+        z_k, z_v, seen, offset = cached[:4]
         if not self._by_kernel(query, cached, mask):
             return super()._attend(query, cached, rope, mask, kwargs)
         from recalkv.kernels.attention import latent_attention
@@ -97,7 +97,7 @@ class KernelAttention(LatentAttention):
     def _by_kernel(self, query: Tensor, cached: Cached, mask: Any) -> bool:
         length, slots = query.shape[1], cached.z_k.shape[2]
         # Autocast keeps to plain torch, and so does whatever needs a gradient.
-        if cached.fresh or torch.is_autocast_enabled(query.device.type):
+        if cached.fresh or cached.recent is not None or torch.is_autocast_enabled(query.device.type):
             return False
         if torch.is_grad_enabled() and (query.requires_grad or self.k_proj.weight.requires_grad):
             return False

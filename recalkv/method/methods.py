@@ -70,6 +70,7 @@ class Method(Choices):
     refit_ridge: float
     refit_samples: int | None
     rotation_seed: int
+    exact_window: int
 
     @property
     def quantised(self) -> bool:
@@ -119,6 +120,7 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
         refit_ridge=parameters.refit_ridge,
         refit_samples=parameters.refit_samples,
         rotation_seed=parameters.rotation_seed,
+        exact_window=parameters.exact_window,
     )
     if method.refit == "values" and joint:
         raise ParameterError(

@@ -16,8 +16,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
 
+from recalkv.cache.recent import remember
 from recalkv.cache.rows import RowLayout
 from recalkv.model.families import layer_attention_types
+from recalkv.model.recent import blocks, overlaid, readable
 from recalkv.model.slots import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
 from recalkv.model.values import (
@@ -87,6 +89,8 @@ class Cached(NamedTuple):
         Tokens that are no longer among the slots.
     fresh
         The slots are those of the new tokens and no others.
+    recent : (batch, 1, any, columns) or None
+        Exact latents of the last tokens, keys' and then values' columns; None where rows are all that is read.
     """
 
     z_k: Tensor
@@ -94,6 +98,7 @@ class Cached(NamedTuple):
     seen: int | Tensor
     offset: int
     fresh: bool
+    recent: Tensor | None = None
 
 
 class LatentAttention(nn.Module):
@@ -129,6 +134,8 @@ class LatentAttention(nn.Module):
         self.key_heads, self.value_heads = spec.key_heads, spec.value_heads
         self.key_ranks, self.value_ranks = list(layer.key_ranks), list(layer.value_ranks)
         self.key_rows, self.value_rows = layer.key_rows, layer.value_rows
+        # Tokens up to a query that it reads as they are; the rows of all others are packed.
+        self.exact_window = spec.exact_window if layer.quantised else 0
         self.fused, self.joint = layer.value_layout == "fused", spec.joint
         # Most queries that attend over latents where R_v is not fused: absorbed up to here, reconstructed beyond.
         self.query_limit = min(MAX_EXPLICIT_QUERIES, decode_query_limit(geometry, max(self.value_ranks)))
@@ -163,27 +170,41 @@ class LatentAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend (batch, queries, m) hidden states to the cache and themselves."""
-        query, z_k, z_v = self._new_states(hidden_states)
-        cached = self._cached(z_k, z_v, past_key_values)
+        query, z_k, z_v = self._latents(hidden_states)
+        cached = self._cached(*self._rows(z_k, z_v), past_key_values)
+        if self.exact_window:
+            new = torch.cat([z_k, z_v], dim=-1)
+            if past_key_values is not None:
+                new = remember(past_key_values, self.layer_idx, new, self.exact_window)
+            cached = cached._replace(recent=new)
         output, weights = self._attend(query, cached, position_embeddings, attention_mask, kwargs)
         return self.o_proj(output), weights
 
     def _new_states(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries before RoPE, (batch, queries, h, d_h), and what is cached of the new tokens, keys and values."""
+        query, z_k, z_v = self._latents(hidden_states)
+        return query, *self._rows(z_k, z_v)
+
+    def _latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries before RoPE, (batch, queries, h, d_h), and the new tokens' latents of keys and of values."""
         batch, length, _ = hidden_states.shape
         query = self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)
         if self.q_norm is not None:
             query = self.q_norm(query)
         z_k = self.k_proj(hidden_states)[:, None]
         z_v = z_k[..., :0] if self.v_proj is None else self.v_proj(hidden_states)[:, None]
+        return query, z_k, z_v
+
+    def _rows(self, z_k: Tensor, z_v: Tensor) -> tuple[Tensor, Tensor]:
+        """What is cached of latents."""
         if self.key_rows is not None:
-            # Packed before the cache, read back from it: new tokens see themselves as later ones will.
+            # Packed before the cache, read back from it: new tokens are seen as later ones will see them.
             z_k = _packed(z_k, self.key_rows)
         if self.value_rows is not None:
             z_v = _packed(z_v, self.value_rows)
         elif self.joint:
             z_v = z_k[..., :0]
-        return query, z_k, z_v
+        return z_k, z_v
 
     def _cached(self, z_k: Tensor, z_v: Tensor, cache: Cache | None) -> Cached:
         """Put the new tokens' latents into the cache, where there is one."""
@@ -207,7 +228,7 @@ class LatentAttention(nn.Module):
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """What the output projection reads, (batch, queries, its inputs), and weights where they are had."""
-        z_k, z_v, seen, offset, fresh = cached
+        z_k, z_v, seen, offset, fresh, recent = cached
         length, slots = query.shape[1], z_k.shape[2]
         if length == 1 and query.device.type == "cpu" and (loops := compiled_loops()) is not None:
             output = loops.step_output(self, query, cached, mask)
@@ -217,14 +238,62 @@ class LatentAttention(nn.Module):
             z_k = self.key_rows.unpack(z_k, query.dtype)
         if self.value_rows is not None:
             z_v = self.value_rows.unpack(z_v, query.dtype)
+        several = recent is not None and length > 1
+        if recent is not None and length == 1:
+            exact_k, exact_v = self._split(recent)
+            z_k = overlaid(z_k, exact_k, seen - offset, self.exact_window)
+            z_v = z_v if self.joint else overlaid(z_v, exact_v, seen - offset, self.exact_window)
         z_v = z_k[:, 0] if self.joint else z_v[:, 0]
         query_rope, key_rope = (rope, rope) if fresh else self._slot_rope(query, seen, offset, slots)
         query = rotated(query.transpose(1, 2), query_rope)
         key = rotated(self._rebuild_keys(z_k), key_rope)
+        if several:
+            return self._read_windows(query, key, z_v, cached, rope, mask, kwargs), None
+        return self._read(query, key, z_v, mask, seen - (length + offset), kwargs)
+
+    def _read_windows(
+        self,
+        query: Tensor,
+        key: Tensor,
+        z_v: Tensor,
+        cached: Cached,
+        rope: tuple[Tensor, Tensor],
+        mask: Any,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Attend to rows, whose keys and values are given, and for each query to the exact latents of its window."""
+        assert cached.recent is not None
+        length, slots, seen, offset = query.shape[2], key.shape[2], cached.seen, cached.offset
+        recent = cached.recent[:, :, -length:] if cached.fresh else cached.recent
+        exact_k, exact_v = self._split(recent)
+        if not cached.fresh:
+            places = torch.arange(-recent.shape[2], 0, device=query.device) + seen
+            rope = self._rope_of(places, offset + slots, query)
+        near, outputs = rotated(self._rebuild_keys(exact_k), rope), []
+        near_v = exact_k[:, 0] if self.joint else exact_v[:, 0]
+        given = readable(mask, query.shape[0], length, slots, query.device)
+        for part in blocks(
+            length, slots, recent.shape[2], seen, offset, self.exact_window, self.sliding_window, given, query.device
+        ):
+            keys = torch.cat([key[:, :, : part.slots], near[:, :, part.recent]], dim=2)
+            values = torch.cat([z_v[:, : part.slots], near_v[:, part.recent]], dim=1)
+            outputs.append(
+                self._read(query[:, :, part.queries], keys, values, part.mask, 0, kwargs | {"windows": True})[0]
+            )
+        return torch.cat(outputs, dim=1)
+
+    def _split(self, recent: Tensor) -> tuple[Tensor, Tensor]:
+        """Exact latents of keys (or both), and of values."""
+        keys, values = recent.split([sum(self.key_ranks), recent.shape[-1] - sum(self.key_ranks)], dim=-1)
+        return keys, values
+
+    def _read(
+        self, query: Tensor, key: Tensor, z_v: Tensor, mask: Tensor | None, first: int | Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to keys and value latents by the way that costs least; ``first`` is the first query's slot."""
+        length, slots = query.shape[2], key.shape[2]
         if self.over_latents(length, slots, mask):
-            first = seen - (length + offset)
-            ranks, heads = self.value_ranks, self.value_heads
-            contexts = latent_context(query, key, z_v, mask, self.scaling, ranks, heads, first)
+            contexts = latent_context(query, key, z_v, mask, self.scaling, self.value_ranks, self.value_heads, first)
             return self._merged(contexts), None
         if self.fused:
             return self._prefill_latents(query, key, z_v, mask, kwargs)
@@ -256,6 +325,14 @@ class LatentAttention(nn.Module):
         queries = (cos[positions][None], sin[positions][None])
         return queries, (cos[None, offset : offset + slots], sin[None, offset : offset + slots])
 
+    def _rope_of(self, positions: Tensor, reach: int, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary tables of these slots below ``reach``; anything for those before the first."""
+        if self.slots is None:
+            raise RuntimeError("LatentAttention needs the rotary tables of a ReCalKV model")
+        cos, sin = self.slots.upto(reach, query)
+        positions = positions.clamp_min(0)
+        return cos[positions][None], sin[positions][None]
+
     def _rebuild_keys(self, z_k: Tensor) -> Tensor:
         """``z_k R_k`` plus bias and norm, before RoPE: (batch, h_kv, slots, d_h)."""
         key = _apply_up(z_k[:, 0], self.key_up, self.key_ranks)
@@ -276,9 +353,11 @@ class LatentAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Transformers' attention function of choice; (batch, queries, heads, d) and optional weights."""
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        name = self.config._attn_implementation
+        if name != "eager" and isinstance(mask, Tensor) and mask.dim() == 4:
+            # Windows of exact latents have masks that others than this do not take.
+            name = "sdpa"
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         return attention(
             self, query, key, value, mask,
             dropout=0.0, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs,

@@ -57,6 +57,7 @@ def compressed_config(
         joint=method.joint,
         biases=[letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
         latents_centred=method.quantised,
+        exact_window=method.exact_window if method.quantised else 0,
         qk_norm="self_attn.k_norm.weight" in names,
         method=parameters.method,
         parameters=parameters.model_dump(mode="json") | {name: getattr(method, name) for name in _RESOLVED},

@@ -17,7 +17,7 @@ from recalkv.model.families import AttentionGeometry, group_sizes
 
 __all__ = ["DENSE_BITS", "FORMAT_VERSION", "VALUE_LAYOUTS", "LatentSpec", "LayerSpec", "check_ratio"]
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Of the ``recalkv`` section; other versions are refused."""
 
 DENSE_BITS = 16
@@ -156,6 +156,9 @@ class LatentSpec:
         Which of the dense projections q, k, v and o have a bias.
     latents_centred
         Latents are cached without their mean, as quantised ones are.
+    exact_window
+        Tokens up to a query, itself included, that it reads as they are and not from packed rows; 0 for none. It can
+        be changed in ``config.json``: no weight depends on it.
     qk_norm
         Whether queries and keys are normalised before RoPE.
     method, parameters, source, calibration
@@ -177,6 +180,7 @@ class LatentSpec:
     joint: bool = False
     biases: Sequence[str] = ()
     latents_centred: bool = False
+    exact_window: int = 0
     qk_norm: bool = False
     method: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -190,6 +194,8 @@ class LatentSpec:
         for name in ("joint", "latents_centred", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise _contradiction(f"{name}={getattr(self, name)!r} must be true or false")
+        if not _is_integer(self.exact_window) or self.exact_window < 0:
+            raise _contradiction(f"exact_window={self.exact_window!r} must be a number of tokens, 0 for none")
         heads = self.geometry.kv_heads
         for name in ("key_group_size", "value_group_size"):
             size = getattr(self, name)
@@ -301,6 +307,10 @@ class LatentSpec:
     def cached_bytes_per_token(self, element_bytes: int = 2) -> int:
         """Bytes that all layers cache of one token, of which an element that is not quantised takes so many."""
         return sum(layer.cached_bytes(element_bytes) for layer in self.layers)
+
+    def window_bytes(self, element_bytes: int = 2) -> int:
+        """Bytes that the exact latents of a whole window take beside the rows, once for every sequence."""
+        return self.exact_window * element_bytes * sum(each.cached_elements for each in self.layers if each.quantised)
 
     @property
     def dense_elements_per_token(self) -> int:

@@ -70,8 +70,9 @@ def latent_context(
         mask = torch.arange(slots, device=query.device) <= places[:, None]
     if mask is not None:
         if mask.dtype == torch.bool:
-            # A finite minimum keeps rows of padding, which attend to nothing, from becoming NaN.
-            scores = scores.masked_fill(~mask[..., :slots], torch.finfo(scores.dtype).min)
+            # A minimum that is finite in float32, too, keeps rows of padding, which attend to nothing, from being NaN.
+            least = max(torch.finfo(scores.dtype).min, torch.finfo(torch.float32).min)
+            scores = scores.masked_fill(~mask[..., :slots], least)
         else:
             scores = scores + mask[..., :slots]
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)

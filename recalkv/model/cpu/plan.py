@@ -80,6 +80,8 @@ class Layer:
         Of keys.
     columns
         That the output projection reads.
+    key_columns
+        Latents of the keys of all groups.
     """
 
     state: _State
@@ -87,6 +89,7 @@ class Layer:
     scale: float
     groups: Sequence[Group]
     columns: int
+    key_columns: int
 
     @classmethod
     def of(cls, layer: "LatentAttention", state: _State) -> "Layer":
@@ -120,7 +123,7 @@ class Layer:
             )
             head += heads
         scale = layer.scaling * rope.scaling**2
-        return cls(state, rope, scale, groups, layer.o_proj.in_features)
+        return cls(state, rope, scale, groups, layer.o_proj.in_features, sum(layer.key_ranks))
 
 
 def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask: Tensor | None) -> Tensor | None:
@@ -156,7 +159,11 @@ def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask:
     queries = (query[:, 0].float() * prepared.scale).contiguous()
     keys = cached.z_k[:, 0]
     values = keys if layer.joint else cached.z_v[:, 0]
-    return _output(prepared, queries, seen - 1, keys, values, slots, mask)[:, None].to(query.dtype)
+    recent = None
+    if cached.recent is not None:
+        recent = cached.recent[:, 0, -min(layer.exact_window, slots) :].float().contiguous()
+    output = _output(prepared, queries, seen - 1, keys, values, slots, mask, recent=recent)
+    return output[:, None].to(query.dtype)
 
 
 def paged_output(
@@ -219,6 +226,7 @@ def _output(
     slots: int,
     mask: Tensor | None,
     blocks: Tensor | None = None,
+    recent: Tensor | None = None,
 ) -> Tensor:
     """What the output projection reads, (batch, its inputs) float32.
 
@@ -234,6 +242,8 @@ def _output(
         That are attended to.
     blocks : (any,) int64 or None
         Of the one sequence, where ``keys`` and ``values`` are blocks (any, slots, columns) of a paged cache.
+    recent : (batch, any, columns) float32 or None
+        Exact latents of the last slots: keys' columns, then values'.
     """
     batch, all_heads, head_dim = query.shape
     tiles, rows = -(-slots // layer.rope.tile), all_heads // sum(group.heads for group in layer.groups)
@@ -247,9 +257,10 @@ def _output(
     pairs = cos.shape[1]
     block_given = (0, 0, 0, 1) if blocks is None else (blocks.data_ptr(), 1, len(blocks), 1)
     block_size = 0 if blocks is None else keys.shape[1]
+    recent_given = (0, 0, 0, 0) if recent is None else (recent.data_ptr(), *recent.shape)
     given = [
-        *key_given, *value_given, *mask_given, *block_given, query.data_ptr(), batch, all_heads, head_dim,
-        cos.data_ptr(), tiles, pairs, 1, sin.data_ptr(), tiles, pairs, 1,
+        *key_given, *value_given, *mask_given, *block_given, *recent_given,
+        query.data_ptr(), batch, all_heads, head_dim, cos.data_ptr(), tiles, pairs, 1, sin.data_ptr(), tiles, pairs, 1,
     ]  # fmt: skip
     result, done, tasks = torch.empty(batch, layer.columns), 0, batch * parts
     columns = result.numpy()
@@ -262,7 +273,8 @@ def _output(
             start, tasks, count, width, start + size * width, tasks, count, 1,
             start + size * (width + 1), tasks, count, 1,
             threads, slots, parts, *key_strides, _KINDS[keys.dtype], *group.latents, *value_strides, *group.values,
-            *mask_numbers, group.first, group.heads, block_size,
+            *mask_numbers, group.first, group.heads, block_size, group.latents[0],
+            group.values[0] + (0 if values is keys else layer.key_columns),
         ]  # fmt: skip
         arguments = np.concatenate([group.constant, np.array(given + own, np.int64)])
         run(step.attend, arguments, threads)

@@ -100,6 +100,10 @@ class Source(NamedTuple):
         The group's latents in a row.
     coded
         The layout of packed rows.
+    recent : (batch, any, columns) float32
+        Exact latents of the last slots, which are read instead.
+    recent_first
+        The group's first column there.
     """
 
     memory: np.ndarray
@@ -111,6 +115,8 @@ class Source(NamedTuple):
     first: int
     last: int
     coded: Coding
+    recent: np.ndarray
+    recent_first: int
 
 
 class Mask(NamedTuple):
@@ -154,6 +160,16 @@ def _read(source, sequence, slot, slots, latents):
             start = source.blocks[sequence, block] * source.batch_stride + place * source.slot_stride
         _read_run(source, start, run, latents[done : done + run])
         done += run
+
+
+@compiled
+def _read_recent(source, sequence, slot, slots, end, latents):
+    """Write the exact latents of those of some slots that have them; ``end`` is the slot behind the last one."""
+    begin = end - source.recent.shape[1]
+    for row in range(max(begin - slot, 0), slots):
+        exact = source.recent[sequence, slot + row - begin]
+        for i in range(np.uint64(source.last - source.first)):
+            latents[row, i] = exact[np.uint64(source.recent_first) + i]
 
 
 @compiled
@@ -388,6 +404,7 @@ def _attend_to_part(
         here = min(tile, slots - slot)
         fours = (here + 3) // 4 * 4
         _read(key_source, sequence, slot, here, latents)
+        _read_recent(key_source, sequence, slot, here, slots, latents)
         _turned_queries(keys, ordered, cos[number], sin[number], turns, turned_queries, folded)
         if fast:
             inner_products(latents[:fours], keys.rebuilt, False, rebuilt)
@@ -404,6 +421,7 @@ def _attend_to_part(
             _masked(mask, sequence, slot, here, scores)
         if not joint:
             _read(value_source, sequence, slot, here, values)
+            _read_recent(value_source, sequence, slot, here, slots, values)
         for row in range(heads * rows):
             weights = scores[row, :here]
             # A finite minimum keeps rows that attend to nothing from becoming NaN.
@@ -423,9 +441,10 @@ def _attend_to_part(
 # Arrays of a list of arguments (:mod:`recalkv.model.cpu.threads`): those of Keys in their order, then these.
 (
     _KEY_SEGMENTS, _KEY_WORDS, _KEY_GRIDS, _KEY_SCALES, _VALUE_SEGMENTS, _VALUE_WORDS, _VALUE_GRIDS, _VALUE_SCALES,
-    _KEY_MEMORY, _VALUE_MEMORY, _MASK_MEMORY, _BLOCKS, _QUERIES, _COS, _SIN, _CONTEXTS, _PEAKS, _SUMS, _NUMBERS,
-) = range(len(Keys._fields), len(Keys._fields) + 19)  # fmt: skip
-_LENGTH = _NUMBERS * SIZES + 18
+    _KEY_MEMORY, _VALUE_MEMORY, _MASK_MEMORY, _BLOCKS, _RECENT, _QUERIES, _COS, _SIN, _CONTEXTS, _PEAKS, _SUMS,
+    _NUMBERS,
+) = range(len(Keys._fields), len(Keys._fields) + 20)  # fmt: skip
+_LENGTH = _NUMBERS * SIZES + 20
 
 
 def arguments(keys: Keys, key_coding: Coding, value_coding: Coding) -> np.ndarray:
@@ -442,14 +461,15 @@ def attend(data):
     data
         Address of a list of arguments: that of :func:`arguments`, then
 
-        - memory of keys and of values, and the mask's: (any,) uint8; blocks (batch, any) int64;
+        - memory of keys and of values, and the mask's: (any,) uint8; blocks (batch, any) int64; exact latents of the
+          last slots, (batch, any, columns) float32;
         - queries (batch, h, d_h) float32 of all groups: scaled, before RoPE;
         - cos, sin (tiles, pairs) float32: turns of the queries to the tiles' centres;
         - contexts (batch * parts, heads * rows, >= rank), peaks, sums (batch * parts, heads * rows) float32, which
           receive sums of weights times latents, the largest scores, and the sums of weights;
         and then numbers: threads, slots, parts; batch stride, slot stride, kind, first and last latent of keys, and
         the first two and last two of these of values; batch stride, head stride, kind and first head of the mask;
-        key/value heads of the group; slots of a block.
+        key/value heads of the group; slots of a block; first columns of its keys and values in the exact latents.
     """
     given = carray(data, (_LENGTH,), np.int64)
     keys = Keys(
@@ -471,12 +491,15 @@ def attend(data):
     n = given[_NUMBERS * SIZES :]
     threads, slots, parts = n[0], n[1], n[2]
     blocks, block_size = array_2d(given, _BLOCKS, np.int64), n[17]
+    recent = array_3d(given, _RECENT, np.float32)
     key_source = Source(
-        array_1d(given, _KEY_MEMORY, np.uint8), blocks, block_size, n[3], n[4], n[5], n[6], n[7], key_coding
-    )
+        array_1d(given, _KEY_MEMORY, np.uint8), blocks, block_size, n[3], n[4], n[5], n[6], n[7], key_coding,
+        recent, n[18],
+    )  # fmt: skip
     value_source = Source(
-        array_1d(given, _VALUE_MEMORY, np.uint8), blocks, block_size, n[8], n[9], n[5], n[10], n[11], value_coding
-    )
+        array_1d(given, _VALUE_MEMORY, np.uint8), blocks, block_size, n[8], n[9], n[5], n[10], n[11], value_coding,
+        recent, n[19],
+    )  # fmt: skip
     mask = Mask(array_1d(given, _MASK_MEMORY, np.uint8), n[12], n[13], n[14], n[15])
     queries, contexts = array_3d(given, _QUERIES, np.float32), array_3d(given, _CONTEXTS, np.float32)
     cos, sin = array_2d(given, _COS, np.float32), array_2d(given, _SIN, np.float32)

@@ -1,0 +1,112 @@
+"""Latents of the newest tokens, kept as they are beside packed rows.
+
+A token attends most to those just before it, so that their rounding costs most (docs/quantisation.md has how much).
+They stand beside the rows of any of transformers' caches and go with them through beams, crops and resets: the layer's
+class becomes one that knows of them.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticLayer
+
+__all__ = ["remember"]
+
+_SLACK = 32
+"""Tokens kept beyond the window, so that it is whole when as many are cropped, as assisted decoding does."""
+
+
+@functools.cache
+def _with_recent(kind: Any) -> Any:
+    """Make a kind of layers remember, too."""
+
+    # Made of one base alone: a class that is mixed in would have another layout, which objects cannot change to.
+    class WithRecent(kind):  # type: ignore[misc]
+        """A layer with the exact latents of its newest tokens, up to the last one.
+
+        Attributes
+        ----------
+        recent : (batch, 1, any, columns) or None
+            A growing layer has as many as there are, a static one always as many: those before the first are not
+            defined.
+        """
+
+        recent: Tensor | None = None
+
+        def append(self, latents: Tensor, window: int) -> Tensor:
+            """Add those of new tokens, (batch, 1, tokens, columns); returns them behind those of a window and more."""
+            keep = window + _SLACK
+            if not isinstance(self, StaticLayer):
+                known = latents if self.recent is None else torch.cat([self.recent, latents], dim=2)
+                # Copied, or a prompt's would be kept as a whole.
+                self.recent = known[:, :, -keep:].clone() if known.shape[2] > 2 * keep else known[:, :, -keep:]
+                return known
+            if self.recent is None:
+                # It outlives the call, and graphs know it by its address.
+                with torch.inference_mode(False):
+                    self.recent = latents.new_zeros(*latents.shape[:2], keep, latents.shape[3])
+                if not torch.compiler.is_compiling():
+                    torch._dynamo.mark_static_address(self.recent)
+            known = torch.cat([self.recent, latents], dim=2)
+            self.recent.copy_(known[:, :, -keep:])
+            return known
+
+        def _replace(self, change: Any) -> None:
+            if self.recent is not None:
+                self.recent = change(self.recent)
+
+        def reset(self) -> None:
+            """Forget all tokens."""
+            self.recent = None
+            super().reset()
+
+        def crop(self, *args: Any, **kwargs: Any) -> None:
+            """Forget the last tokens."""
+            before = self.get_seq_length()
+            super().crop(*args, **kwargs)
+            gone = before - self.get_seq_length()
+            self._replace(lambda recent: recent[:, :, : max(0, recent.shape[2] - gone)])
+
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            """Take the sequences of these beams."""
+            super().reorder_cache(beam_idx)
+            self._replace(lambda recent: recent.index_select(0, beam_idx.to(recent.device)))
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            """Repeat every sequence."""
+            super().batch_repeat_interleave(repeats)
+            self._replace(lambda recent: recent.repeat_interleave(repeats, dim=0))
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            """Keep these sequences."""
+            super().batch_select_indices(indices)
+            self._replace(lambda recent: recent[indices])
+
+    WithRecent.__name__ = WithRecent.__qualname__ = f"{kind.__name__}WithRecent"
+    return WithRecent
+
+
+def remember(cache: Any, index: int, latents: Tensor, window: int) -> Tensor:
+    """Keep the exact latents of new tokens in a layer of a cache that has their rows already.
+
+    Parameters
+    ----------
+    cache
+        Any of transformers'.
+    latents : (batch, 1, tokens, columns)
+        Of the new tokens.
+    window
+        Tokens up to a query, itself included, whose latents it is to find.
+
+    Returns
+    -------
+    (batch, 1, any, columns)
+        The new ones behind all that a window before the first of them holds.
+    """
+    layer = cache.layers[index]
+    if not hasattr(layer, "recent"):
+        layer.__class__ = _with_recent(type(layer))
+    result: Tensor = layer.append(latents, window)
+    return result
