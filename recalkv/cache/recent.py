@@ -107,6 +107,7 @@ def remember(cache: Any, index: int, latents: Tensor, window: int) -> Tensor:
     """
     layer = cache.layers[index]
     if not hasattr(layer, "recent"):
-        layer.__class__ = _with_recent(type(layer))
+        kind: Any = type(layer)
+        layer.__class__ = _with_recent(kind)
     result: Tensor = layer.append(latents, window)
     return result
