@@ -96,8 +96,8 @@ gpu-page: setup
 # What an image with torch, triton, transformers and pytest may lack, at the pinned versions, for any Python that we
 # take; the folder travels with the tree, and `make gpu` unpacks what is missing. At most 64 MiB.
 WHEELS := annotated-types donfig google-crc32c iniconfig numcodecs pluggy pydantic pydantic-core pytest typing-inspection zarr
-gpu-wheels: setup
-	for version in 3.11 3.12 3.13; do $(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --dest wheels \
+gpu-wheels:
+	for version in 3.11 3.12 3.13; do $(GPU_PYTHON) -m pip download --quiet --no-deps --only-binary :all: --dest wheels \
 	--implementation cp --python-version $$version --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
 	--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 	$$(for name in $(WHEELS); do grep "^$$name==" constraints.txt; done) || exit; done

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from benchmarks.gpu import kernels, models, smoke
+from benchmarks.gpu.kernels import DenseStep, fastest
 from benchmarks.gpu.packages import unpack_missing
 from benchmarks.gpu.page import write_page
 from benchmarks.gpu.runner import Setting, run
-from benchmarks.gpu.shapes import GEOMETRIES
+from benchmarks.gpu.shapes import GEOMETRIES, sizes_of
+from recalkv.evaluation.step_caches import FullCache
+from recalkv.model.random_models import random_dense
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,12 +85,11 @@ def test_page_says_what_is_missing(faulty: tuple[int, list[dict[str, Any]]], tmp
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All three parts at tiny sizes, as `make gpu` would run them."""
+    """All three parts at tiny sizes."""
     folder = tmp_path_factory.mktemp("dry")
-    command = [sys.executable, "-m", "benchmarks.gpu", "--cpu", "--out", str(folder), "--budget", "900"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "cpu"
+    for part in ("smoke", "kernels", "models"):
+        run(f"benchmarks.gpu.{part}", folder / f"{part}.jsonl", 900.0, cpu=True)
+    return folder
 
 
 def test_dry_run_measures_everything(dry: Path) -> None:
@@ -99,7 +102,7 @@ def test_dry_run_measures_everything(dry: Path) -> None:
     assert {"dense", "latent", "sweep", "profile"} == set(what["kernels"])
     assert {"built", "decode", "compress", "compressed"} == set(what["models"])
     tests = of(lines["smoke"], "result")["interpreter"]
-    assert tests["passed"] == 3 and not tests["failed"]
+    assert tests["passed"] == 1 and not tests["failed"]
     errors = {(each["way"], each["kind"]): each["error"] for each in lines["kernels"] if each.get("what") == "latent"}
     assert {way for way, _ in errors} == {"two passes", "one pass", "int8"}
     assert all(error < (3e-2 if way == "int8" else 1e-5) for (way, _), error in errors.items())
@@ -111,6 +114,13 @@ def test_dry_run_measures_everything(dry: Path) -> None:
     }
     stages = [each["stage"] for each in lines["models"] if each.get("what") == "compress"]
     assert stages == ["whiten", "fisher", "reorder", "factorize", "calibrate", "assemble"]
+
+
+def test_unknown_parts_are_refused() -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "kernel"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "kernel: the parts are smoke, kernels, models, and page" in done.stderr
 
 
 def test_page_of_a_whole_run(dry: Path) -> None:
@@ -139,6 +149,30 @@ def test_what_a_gpu_is_asked_for() -> None:
         assert names.index(f"dense, {geometry}, {context}, {batch}") < names.index(name)
     assert not kernels.steps(Setting("none")) and not models.steps(Setting("none"))
     assert [step.name for step in smoke.steps(Setting("none"))][2:] == ["interpreter", "compile gate"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_dense_baseline_is_the_dense_layer(geometry: str) -> None:
+    model = random_dense(sizes_of(geometry, tiny=True), torch.device("cpu"), torch.float32)
+    layer, states = model.model.layers[0].self_attn, torch.randn(2, 9, 32)
+    cache, places = DynamicCache(), torch.arange(9)[None]
+    expected = layer(states, model.model.rotary_emb(states, places), None, past_key_values=cache)[0][:, -1:]
+    full = FullCache(cache.layers[0].keys, cache.layers[0].values)
+    rope = model.model.rotary_emb(states, places[:, -1:])
+    for packed in (False, True):
+        torch.testing.assert_close(DenseStep(layer, full, packed)(states[:, -1:], rope), expected)
+
+
+def test_no_backend_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> float:
+        raise RuntimeError("No available kernel. Aborting execution.\nmore")
+
+    seconds, told = fastest({"": refuse, ", heads packed": refuse}, Setting("gpu"))
+    assert seconds is None
+    assert told.startswith("no backend takes it (FLASH_ATTENTION: No available kernel. Aborting execution.; FLASH_ATT")
+    seconds, told = fastest({"": refuse, ", heads packed": lambda: 2.0}, Setting("gpu"))
+    assert seconds == 2.0 and told.endswith("_ATTENTION, heads packed")
 
 
 def test_only_missing_packages_are_unpacked(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def _sweep(latents: Latents, context: int, setting: Setting, emit: Emit) -> None
     """Launch configurations of ``scores_kernel``, at batch 1."""
     plan = importlib.import_module("recalkv.kernels.plan")
     choose = plan.scores_launch
-    for tile, warps in SWEPT:
+    for tile, warps in SWEPT[:2] if setting.tiny else SWEPT:
 
         def launch(*arguments: Any, _tile: int = tile, _warps: int = warps, **options: Any) -> Any:
             return dataclasses.replace(choose(*arguments, **options), tile=_tile, warps=_warps)
@@ -345,7 +345,7 @@ def steps(setting: Setting) -> list[Step]:
     names, latents = list(GEOMETRIES), [Latents(*each) for each in itertools.product(GEOMETRIES, LAYOUTS, KINDS)]
     places, profiled, long = list(itertools.product(CONTEXTS, BATCHES)), _PROFILED, 16384
     if setting.tiny:
-        names, places, profiled, long = names[1:], [(40, 1)], _PROFILED[:1], 70
+        names, places, profiled, long = names[1:], [(40, 1)], _PROFILED[:1], 40
         latents = [Latents(names[0], *_PROFILED[0]), Latents(names[1], "separate s=4", list(KINDS)[3])]
     found = [_ranked(-0.5, "dense", _measure_dense, name, *place) for name in names for place in places]
     found += [_ranked(0.0, "latent", _measure, each, *place) for each in latents for place in places]

@@ -112,7 +112,7 @@ def steps(setting: Setting) -> list[Step]:
         return Step(name, lambda setting, emit: _tests(setting, emit, *arguments, marked=marked), seconds)
 
     first = [Step("environment", _environment), Step("imports", _imports, 120.0)]
-    interpreted = tests("interpreter", KERNEL_TESTS, "-k", "two_passes and gqa", seconds=240.0)
+    interpreted = tests("interpreter", KERNEL_TESTS, "-k", "two_passes and gqa and separate", seconds=240.0)
     if setting.kind == "none":
         return [*first, interpreted, Step("compile gate", _compile_gate, 240.0)]
     if setting.kind == "cpu":
