@@ -6,7 +6,8 @@ INSTALLED := $(VENV)/.installed
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: setup reproduce grid grids suites wikitext frontier frontier-quick test test-all test-vllm lint constraints clean
+.PHONY: setup reproduce grid grids suites wikitext frontier frontier-quick test test-all test-vllm gpu gpu-smoke gpu-kernels \
+	gpu-models gpu-page gpu-wheels lint constraints clean
 
 setup: $(INSTALLED)
 
@@ -78,6 +79,29 @@ test-vllm: $(VLLM)/.installed
 	ln -sfn ../compressed data/served/default
 	RECALKV_SERVED=data/served $(VLLM)/bin/python -m pytest -c /dev/null --rootdir . --noconftest -p no:cacheprovider \
 	tests/served/test_served.py
+
+# Everything on a GPU in 25 minutes, or one part of it, with whatever Python is there; lines of JSON go into OUT.
+OUT ?= reports/gpu
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu --out $(OUT)
+
+gpu-smoke gpu-kernels gpu-models:
+	$(GPU_PYTHON) -m benchmarks.gpu $(@:gpu-%=%) --out $(OUT)
+
+# OUT/README.md and its picture from the lines.
+gpu-page: setup
+	$(BIN)/python -m benchmarks.gpu page --out $(OUT)
+
+# What an image with torch, triton, transformers and pytest may lack, at the pinned versions, for any Python that we
+# take; the folder travels with the tree, and `make gpu` unpacks what is missing. At most 64 MiB.
+WHEELS := annotated-types donfig google-crc32c iniconfig numcodecs pluggy pydantic pydantic-core pytest typing-inspection zarr
+gpu-wheels:
+	for version in 3.11 3.12 3.13; do $(GPU_PYTHON) -m pip download --quiet --no-deps --only-binary :all: --dest wheels \
+	--implementation cp --python-version $$version --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+	--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	$$(for name in $(WHEELS); do grep "^$$name==" constraints.txt; done) || exit; done
+	@du -sm wheels | awk '{ print $$1 " MiB in wheels/"; exit $$1 > 64 }'
 
 lint: setup
 	$(BIN)/ruff check .

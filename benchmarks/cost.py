@@ -2,7 +2,7 @@
 
 A roofline: a kernel takes the longer of its memory traffic and its tensor-core work, plus what runs on the plain
 cores, plus a constant; kernels run one after the other. Efficiencies are guesses from the literature, and
-``python -m benchmarks.decode_attention`` on a GPU has the last word. ``python -m benchmarks.decode_roofline``
+``python -m benchmarks.gpu kernels`` on a GPU has the last word. ``python -m benchmarks.decode_roofline``
 prints the predictions; nothing is decided by them.
 """
 

@@ -1,11 +1,9 @@
 """Predicted costs, and the simulation of 8-bit reconstruction."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from benchmarks import decode_attention, decode_roofline, int8_reconstruction
+from benchmarks import decode_roofline, int8_reconstruction
 from benchmarks.cost import (
     DEVICES,
     DIRECT_SHARE,
@@ -93,17 +91,3 @@ def test_simulation_is_close_and_can_be_undone(values: bool) -> None:
         undo()
         assert torch.equal(model(ids).logits, exact)
     assert 0 < float((changed - exact).norm() / exact.norm()) < 0.05
-
-
-def test_benchmark_says_that_no_backend_takes_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = decode_attention.Bench("tiny", torch.device("cpu"), torch.float32, 1)
-    monkeypatch.setattr(bench, "device", torch.device("cuda"))
-
-    def refuse(calls: Any) -> float:
-        raise RuntimeError("No available kernel. Aborting execution.\nmore")
-
-    monkeypatch.setattr(bench, "time", refuse)
-    spent, backend = bench.fastest_sdpa([])
-    assert spent is None
-    assert backend.startswith("no backend takes it (FLASH_ATTENTION: No available kernel. Aborting execution.; CUDNN")
-    assert decode_attention.line_end({"us": spent, "backend": backend}).endswith(f"  {backend}")

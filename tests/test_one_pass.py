@@ -1,9 +1,5 @@
 """One pass over joint latents in the identity gauge: the kernel against loops in float64, and in the model."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import dataclasses
 from typing import Any
 

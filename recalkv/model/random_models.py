@@ -1,11 +1,19 @@
-"""Models of one layer with a known geometry and random weights: an attention module to time, and little memory."""
+"""Models of a known geometry with random weights: one layer and little memory, or all of them."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from recalkv.cache.codebooks import UNIFORM_CODES
 from recalkv.cache.rows import Segment
@@ -19,14 +27,16 @@ __all__ = ["random_dense", "random_latent"]
 _DENSE: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 
 
-def random_dense(sizes: ModelSizes, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """A dense model of one layer; its MLP and vocabulary are tiny."""
+def random_dense(
+    sizes: ModelSizes, device: torch.device, dtype: torch.dtype, seed: int = 0, whole: bool = False
+) -> Any:
+    """A dense model of one layer with a tiny MLP and vocabulary; or a ``whole`` one. Built on the device."""
     config_class, model_class = _DENSE[sizes.family]
-    torch.manual_seed(seed)
-    return model_class(config_class(**_content(sizes))).to(device, dtype).eval()
+    return _built(model_class, config_class(**_content(sizes, whole)), device, dtype, seed)
 
 
 def random_latent(
@@ -37,9 +47,10 @@ def random_latent(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    bits: int = 16,
+    bits: int | Sequence[Sequence[Segment]] = 16,
+    whole: bool = False,
 ) -> Any:
-    """A compressed model of one layer, at uniform ranks in steps of 16.
+    """A compressed model of one layer, at uniform ranks in steps of 16, built on the device.
 
     Parameters
     ----------
@@ -48,7 +59,10 @@ def random_latent(
     group_size
         Key heads per group; values share a latent with them where ``joint``, else they all have one.
     bits
-        Of a cached latent; below 16 the ranks stay, and the bytes are fewer than ``ratio`` says.
+        Of a cached latent; below 16 the ranks stay, and the bytes are fewer than ``ratio`` says. Or the segments of
+        each group of keys and then of values, whose widths are the ranks whatever ``ratio`` says.
+    whole
+        All layers, MLPs and the vocabulary of ``sizes``, where one layer with tiny ones is not enough.
 
     Raises
     ------
@@ -56,24 +70,36 @@ def random_latent(
         For a ratio or a group size out of range.
     """
     check_ratio(ratio)
-    shape = sizes.attention
-    kept = (2 if joint else 1) * shape.head_dim * (1 - ratio)
-    ranks = [_rank(heads * kept) for heads in group_sizes(shape.kv_heads, group_size)]
-    value_ranks = ranks if joint else [_rank(shape.kv_width * (1 - ratio))]
-    config = CONFIG_CLASSES[sizes.family](**_content(sizes))
-    layer = LayerSpec(ranks, value_ranks, joint)
-    if bits != 16:
-        keys, values = ([[Segment(rank, *UNIFORM_CODES[bits])] for rank in own] for own in (ranks, value_ranks))
-        layer = LayerSpec(ranks, value_ranks, joint, keys, None if joint else values)
-    one_layer = dataclasses.replace(shape, layers=1)
+    shape = sizes.attention if whole else dataclasses.replace(sizes.attention, layers=1)
+    groups = group_sizes(shape.kv_heads, group_size)
     value_group_size = group_size if joint else shape.kv_heads
-    config.recalkv = LatentSpec(one_layer, [layer], group_size, value_group_size, joint).to_dict()
+    if isinstance(bits, int):
+        kept = (2 if joint else 1) * shape.head_dim * (1 - ratio)
+        ranks = [_rank(heads * kept) for heads in groups]
+        value_ranks = ranks if joint else [_rank(shape.kv_width * (1 - ratio))]
+        layer = LayerSpec(ranks, value_ranks, joint)
+        if bits != 16:
+            keys, values = ([[Segment(rank, *UNIFORM_CODES[bits])] for rank in own] for own in (ranks, value_ranks))
+            layer = LayerSpec(ranks, value_ranks, joint, keys, None if joint else values)
+    else:
+        keys, values = ([list(unit) for unit in part] for part in (bits[: len(groups)], bits[len(groups) :]))
+        ranks, value_ranks = ([sum(each.width for each in unit) for unit in part] for part in (keys, values or keys))
+        layer = LayerSpec(ranks, value_ranks, joint, keys, values or None)
+    config = CONFIG_CLASSES[sizes.family](**_content(sizes, whole))
+    config.recalkv = LatentSpec(
+        shape, [layer] * shape.layers, group_size, value_group_size, joint, qk_norm=sizes.family == "qwen3"
+    ).to_dict()
+    model = _built(MODEL_CLASSES[sizes.family], config, device, dtype, seed)
+    for decoder in model.model.layers:
+        for up in (*decoder.self_attn.key_up, *decoder.self_attn.value_up):
+            nn.init.normal_(up, std=up.shape[0] ** -0.5)
+    return model
+
+
+def _built(model_class: Any, config: Any, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
     torch.manual_seed(seed)
-    model = MODEL_CLASSES[sizes.family](config)
-    attention = model.model.layers[0].self_attn
-    for up in (*attention.key_up, *attention.value_up):
-        nn.init.normal_(up, std=up.shape[0] ** -0.5)
-    return model.to(device, dtype).eval()
+    with torch.device(device):
+        return model_class._from_config(config, dtype=dtype).eval()
 
 
 def _rank(wanted: float) -> int:
@@ -81,16 +107,17 @@ def _rank(wanted: float) -> int:
     return max(1, round(wanted)) if wanted < 32 else 16 * round(wanted / 16)
 
 
-def _content(sizes: ModelSizes) -> dict[str, Any]:
+def _content(sizes: ModelSizes, whole: bool) -> dict[str, Any]:
     shape = sizes.attention
     return {
         "hidden_size": shape.hidden,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
+        "intermediate_size": sizes.intermediate if whole else 16,
+        "num_hidden_layers": shape.layers if whole else 1,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
-        "vocab_size": 16,
+        "vocab_size": sizes.vocabulary if whole else 16,
         "max_position_embeddings": sizes.positions,
+        "tie_word_embeddings": sizes.tied,
         **({"sliding_window": None} if sizes.family == "mistral" else {}),
     }

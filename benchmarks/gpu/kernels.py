@@ -1,0 +1,363 @@
+"""One decoding step of one attention module: kernels over latents beside the fastest dense attention of torch.
+
+Caches are full but for the last slot, which every step writes again; projections are included on all sides; a step is
+a CUDA graph over caches that together are larger than the level-2 cache. Before a step is timed its output for the
+first sequence is compared with plain torch.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from benchmarks.gpu.runner import Emit, Setting, Step
+from benchmarks.gpu.shapes import GEOMETRIES, KINDS, LAYOUTS, filled, latent_model, sizes_of
+from recalkv.evaluation.resources import now
+from recalkv.evaluation.step_caches import FullCache
+from recalkv.evaluation.timing import cold_copies, time_calls
+from recalkv.kernels.module import use_kernels
+from recalkv.model.families import AttentionGeometry
+from recalkv.model.random_models import random_dense
+
+__all__ = ["compile_share", "counted", "dense_parts", "fastest", "latent_parts", "per_token", "steps"]
+
+CONTEXTS, BATCHES = (4096, 16384, 65536, 131072), (1, 32)
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+SWEPT = ((128, 8), (64, 4), (64, 8), (32, 4))
+"""Slots of a tile and warps of a program of ``scores_kernel``."""
+
+_PIECE = 1024
+_LARGE = 1 << 32
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference from plain torch, relative to the largest output; products of 8-bit numbers round R_k as well."""
+
+
+class DenseStep(nn.Module):
+    """A dense layer's step over a full cache, as lean as torch has it.
+
+    ``packed`` takes the query heads of a key/value head as queries of that one, which backends without GQA serve too.
+    """
+
+    def __init__(self, attention: Any, cache: FullCache, packed: bool) -> None:
+        super().__init__()
+        self._attention, self._cache, self._packed = attention, cache, packed
+
+    def forward(self, states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Attend one token."""
+        layer, shape = self._attention, (*states.shape[:2], -1, self._attention.head_dim)
+        query, key, value = (
+            projection(states).view(shape) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        if hasattr(layer, "q_norm"):
+            query, key = layer.q_norm(query), layer.k_norm(key)
+        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rope)
+        keys, values = self._cache.update(key, value.transpose(1, 2), 0)
+        grouped = keys.shape[1] != query.shape[1]
+        if grouped and self._packed:
+            query, grouped = query.view(len(query), keys.shape[1], -1, query.shape[-1]), False
+        output = F.scaled_dot_product_attention(query, keys, values, enable_gqa=grouped)
+        return layer.o_proj(output.reshape(len(states), 1, -1))
+
+
+def fastest(ways: Mapping[str, Callable[[], float]], setting: Setting) -> tuple[float | None, str]:
+    """Seconds and name of the fastest of torch's attention backends, over all ways to call them.
+
+    None, and what each of them said, where none takes it.
+    """
+    if setting.device.type != "cuda":
+        return next(iter(ways.values()))(), "torch's choice"
+    found, refused = [], []
+    for backend, (name, seconds) in itertools.product(BACKENDS, ways.items()):
+        try:
+            with sdpa_kernel(backend):
+                found.append((seconds(), backend.name + name))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            refused.append(f"{backend.name}{name}: {str(error).splitlines()[0]}")
+    return min(found) if found else (None, f"no backend takes it ({'; '.join(refused)})")
+
+
+def dense_parts(shape: AttentionGeometry, setting: Setting) -> list[Tensor]:
+    """Some tokens of a dense layer's cache, keys and values."""
+    size = (1, shape.kv_heads, _PIECE, shape.head_dim)
+    return [torch.randn(size, device=setting.device, dtype=setting.dtype) for _ in range(2)]
+
+
+def latent_parts(layer: Any, setting: Setting) -> list[Tensor]:
+    """Some tokens of a layer's cache, keys and values, packed where the layer packs."""
+
+    def part(columns: int, rows: Any) -> Tensor:
+        latents = torch.randn(1, 1, _PIECE, columns, device=setting.device, dtype=setting.dtype)
+        return latents if rows is None else rows.pack(latents)
+
+    keys = part(sum(layer.key_ranks), layer.key_rows)
+    return [keys, keys[..., :0] if layer.joint else part(sum(layer.value_ranks), layer.value_rows)]
+
+
+def _copies(size: int, setting: Setting) -> int:
+    return 1 if size > _LARGE else cold_copies(size, setting.device)
+
+
+def _repeats(size: int, setting: Setting) -> int:
+    return 1 if setting.tiny else 4 if size > _LARGE else 20
+
+
+def _fits(size: int, setting: Setting, emit: Emit) -> bool:
+    """Whether caches of so many bytes are free, and room to work; says so where they are not."""
+    if setting.device.type != "cuda":
+        return True
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    if size * _copies(size, setting) * 1.1 + (8 << 30) <= free:
+        return True
+    emit(what="does not fit", cache_bytes=size, free_bytes=free)
+    return False
+
+
+def _inputs(width: int, rotary: Any, batch: int, context: int, setting: Setting) -> tuple[Tensor, Any]:
+    states = torch.randn(batch, 1, width, device=setting.device, dtype=setting.dtype)
+    return states, rotary(states, torch.full((batch, 1), context - 1, device=setting.device))
+
+
+def per_token(parts: Sequence[Tensor]) -> int:
+    """Bytes of a token in one layer's cache."""
+    return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
+
+
+@functools.cache
+def _dense(geometry: str, setting: Setting) -> Any:
+    model = random_dense(sizes_of(geometry, setting.tiny), setting.device, setting.dtype)
+    return model.model.layers[0].self_attn, model.model.rotary_emb
+
+
+@torch.no_grad()
+def _measure_dense(geometry: str, context: int, batch: int, setting: Setting, emit: Emit) -> None:
+    attention, rotary = _dense(geometry, setting)
+    shape = sizes_of(geometry, setting.tiny).attention
+    parts = dense_parts(shape, setting)
+    size = batch * context * per_token(parts)
+    if not _fits(size, setting, emit):
+        return
+    states, rope = _inputs(shape.hidden, rotary, batch, context, setting)
+    caches = [filled(parts, batch, context) for _ in range(_copies(size, setting))]
+
+    def seconds(packed: bool) -> float:
+        calls = [functools.partial(DenseStep(attention, cache, packed), states, rope) for cache in caches]
+        return time_calls(calls, setting.device, _repeats(size, setting)).median
+
+    ways = {"": lambda: seconds(False)}
+    if shape.heads != shape.kv_heads:
+        ways[", heads packed"] = lambda: seconds(True)
+    best, backend = fastest(ways, setting)
+    rates = {} if best is None else {"us": best * 1e6, "gb_per_s": size / best / 1e9}
+    emit(what="dense", geometry=geometry, context=context, batch=batch, baseline=backend, cache_bytes=size, **rates)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """What latents of a geometry are, and how the kernels take them."""
+
+    geometry: str
+    layout: str
+    kind: str
+    way: str = ""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What it is called."""
+        return tuple(filter(None, dataclasses.astuple(self)))
+
+    def ways(self) -> list["Latents"]:
+        """All ways of the kernels that may serve them."""
+        bits, joint = KINDS[self.kind].bits, LAYOUTS[self.layout].joint
+        further = (
+            ["int8"] if bits == 8 else ["one pass"] if bits == 16 and joint and "qwen3" not in self.geometry else []
+        )
+        return [dataclasses.replace(self, way=way) for way in ("two passes", *further)]
+
+    @functools.cache  # noqa: B019  (as few as there are steps)
+    def layer(self, setting: Setting) -> tuple[Any, Any, Any]:
+        """A layer by the kernels, the same in plain torch, and the rotary module."""
+        sizes = sizes_of(self.geometry, setting.tiny)
+        model = latent_model(sizes, LAYOUTS[self.layout], KINDS[self.kind], setting.device, setting.dtype)
+        use_kernels(model, "triton", int8=self.way == "int8", gauge=self.way == "one pass")
+        plain = use_kernels(copy.deepcopy(model), "torch")
+        return model.model.layers[0].self_attn, plain.model.layers[0].self_attn, model.model.rotary_emb
+
+    def calls(self, setting: Setting, context: int, batch: int, emit: Emit) -> tuple[list[Any], int, Any]:
+        """The same step over several caches, bytes of one, and what plain torch gives for the first sequence."""
+        layer, plain, rotary = self.layer(setting)
+        parts = latent_parts(layer, setting)
+        size = batch * context * per_token(parts)
+        if not _fits(size, setting, emit):
+            return [], size, None
+        states, rope = _inputs(layer.q_proj.in_features, rotary, batch, context, setting)
+
+        def call(layer: Any, states: Tensor, rope: Any, batch: int) -> Callable[[], Tensor]:
+            cache: Any = filled(parts, batch, context)
+            return lambda: layer(states, rope, None, past_key_values=cache)[0]
+
+        calls = [call(layer, states, rope, batch) for _ in range(_copies(size, setting))]
+        return calls, size, call(plain, states[:1], [part[:1] for part in rope], 1)
+
+
+@contextlib.contextmanager
+def counted(name: str) -> Iterator[list[int]]:
+    """Calls of a function of :mod:`recalkv.kernels.attention`, so that no step is timed under a wrong name."""
+    module, calls = importlib.import_module("recalkv.kernels.attention"), []
+    inner = getattr(module, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return inner(*arguments, **options)
+
+    with mock.patch.object(module, name, call):
+        yield calls
+
+
+@torch.no_grad()
+def _measure(latents: Latents, context: int, batch: int, setting: Setting, emit: Emit) -> None:
+    for each in latents.ways():
+        config = dataclasses.asdict(each) | {"context": context, "batch": batch}
+        calls, size, reference = each.calls(setting, context, batch, emit)
+        if not calls:
+            return
+        with counted("joint_attention" if each.way == "one pass" else "latent_attention") as served:
+            output = calls[0]()[:1]
+        if not served:
+            emit(what="not served", **config)
+            continue
+        expected = reference()
+        error = float((output - expected).abs().max() / expected.abs().max())
+        limit = max(_TOLERANCE[setting.dtype], 3e-2 if each.way == "int8" else 0.0)
+        if not error <= limit:
+            emit(what="wrong", error=f"{error:.3g}", failed=[f"{each}: off by {error:.3g}, limit {limit}"], **config)
+            continue
+        seconds = time_calls(calls, setting.device, _repeats(size, setting)).median
+        emit(what="latent", us=seconds * 1e6, gb_per_s=size / seconds / 1e9, cache_bytes=size, error=error, **config)
+        del calls, reference
+
+
+@torch.no_grad()
+def _sweep(latents: Latents, context: int, setting: Setting, emit: Emit) -> None:
+    """Launch configurations of ``scores_kernel``, at batch 1."""
+    plan = importlib.import_module("recalkv.kernels.plan")
+    choose = plan.scores_launch
+    for tile, warps in SWEPT[:2] if setting.tiny else SWEPT:
+
+        def launch(*arguments: Any, _tile: int = tile, _warps: int = warps, **options: Any) -> Any:
+            return dataclasses.replace(choose(*arguments, **options), tile=_tile, warps=_warps)
+
+        config = dataclasses.asdict(latents) | {"context": context, "tile": tile, "warps": warps}
+        Latents.layer.cache_clear()
+        with mock.patch.object(plan, "scores_launch", launch):
+            calls, size, _ = latents.calls(setting, context, 1, emit)
+            try:
+                seconds = time_calls(calls, setting.device, _repeats(size, setting)).median
+            except Exception as error:  # what the compiler refuses, by an exception of its own
+                emit(what="sweep", refused=f"{type(error).__name__}: {error}"[:300], **config)
+                continue
+        emit(what="sweep", us=seconds * 1e6, **config)
+    Latents.layer.cache_clear()
+
+
+@torch.no_grad()
+def _profile(latents: Latents, context: int, setting: Setting, emit: Emit) -> None:
+    """Time of each kernel of a step, by torch's profiler."""
+    (step, *_), _, _ = latents.calls(setting, context, 1, emit)
+    kinds, runs = torch.profiler.ProfilerActivity, 1 if setting.tiny else 20
+    step()
+    with torch.profiler.profile(activities=[kinds.CPU] if setting.tiny else [kinds.CPU, kinds.CUDA]) as profile:
+        for _ in range(runs):
+            step()
+        now(setting.device)
+    own = "self_cpu_time_total" if setting.tiny else "self_device_time_total"
+    events = sorted(profile.key_averages(), key=lambda event: -getattr(event, own))
+    kernels = {event.key[:80]: round(getattr(event, own) / runs, 2) for event in events[:8] if getattr(event, own)}
+    emit(what="profile", **dataclasses.asdict(latents), context=context, us_of=kernels)
+
+
+def _compile_ahead(setting: Setting, emit: Emit) -> None:
+    """On all processors, as one process after the other would take most of the time there is."""
+    count = min(12, os.cpu_count() or 1)
+    code = "import sys; from benchmarks.gpu.kernels import compile_share; compile_share(*map(int, sys.argv[1:]))"
+    commands = [[sys.executable, "-c", code, str(number), str(count)] for number in range(count)]
+    workers = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
+    emit(what="compiled ahead", processes=count, failed_processes=sum(worker.wait() != 0 for worker in workers))
+
+
+@torch.no_grad()
+def compile_share(number: int, count: int) -> None:
+    """Take one step of every ``count``-th kind of latents, on the GPU."""
+    for latents in itertools.starmap(Latents, list(itertools.product(GEOMETRIES, LAYOUTS, KINDS))[number::count]):
+        for each, batch in itertools.product(latents.ways(), BATCHES):
+            calls, _, _ = each.calls(Setting("gpu"), CONTEXTS[0], batch, lambda **record: None)
+            calls[0]()
+        Latents.layer.cache_clear()
+    torch.cuda.synchronize()
+
+
+_RANKS = {
+    "llama-2-7b": 0,
+    "llama-3.1-8b": 0,
+    "qwen3-8b": 2,
+    "joint s=2": 0,
+    "joint s=1": 1,
+    "separate s=4": 1,
+    "16 bits, 70 %": 0,
+    "16 bits, 50 %": 1,
+    "mixed, 75 %": 1,
+    "8 bits, 70 % of elements": 2,
+    4096: 0,
+    16384: 0,
+    65536: 0,
+    131072: 2,
+}
+"""What comes later, by how much; what is dense comes before the latents that it is compared with."""
+
+_PROFILED: Sequence[tuple[str, str]] = (
+    ("joint s=2", "16 bits, 70 %"),
+    ("joint s=2", "mixed, 75 %"),
+    ("separate s=4", "16 bits, 70 %"),
+)
+
+
+def steps(setting: Setting) -> list[Step]:
+    """In order of worth."""
+    if setting.kind == "none":
+        return []
+    names, latents = list(GEOMETRIES), [Latents(*each) for each in itertools.product(GEOMETRIES, LAYOUTS, KINDS)]
+    places, profiled, long = list(itertools.product(CONTEXTS, BATCHES)), _PROFILED, 16384
+    if setting.tiny:
+        names, places, profiled, long = names[1:], [(40, 1)], _PROFILED[:1], 40
+        latents = [Latents(names[0], *_PROFILED[0]), Latents(names[1], "separate s=4", list(KINDS)[3])]
+    found = [_ranked(-0.5, "dense", _measure_dense, name, *place) for name in names for place in places]
+    found += [_ranked(0.0, "latent", _measure, each, *place) for each in latents for place in places]
+    found += [_ranked(1.2, "profile", _profile, Latents("llama-3.1-8b", *each).ways()[-1], long) for each in profiled]
+    swept = [Latents(name, "joint s=1", "16 bits, 70 %", "two passes") for name in names if "llama" in name]
+    found += [_ranked(1.3, "sweep", _sweep, each, long) for each in swept]
+    ordered = [step for _, step in sorted(found, key=lambda pair: pair[0])]
+    return ordered if setting.tiny else [Step("compile ahead", _compile_ahead, 150.0), *ordered]
+
+
+def _ranked(later: float, what: str, work: Callable[..., None], *arguments: Any) -> tuple[float, Step]:
+    words = [each.words if isinstance(each, Latents) else (each,) for each in arguments]
+    flat = list(itertools.chain(*words))
+    name = ", ".join([what, *map(str, flat)])
+    return later + sum(_RANKS.get(word, 0) for word in flat), Step(name, functools.partial(work, *arguments))

@@ -1,0 +1,185 @@
+"""Whole models of random weights, built on the device: decoding by CUDA graphs, largest batches, and compression.
+
+A step of decoding takes one new token of every sequence through all layers, over caches that are full but for the
+last slot, to the next token; it is one CUDA graph, so the host's time is not in it.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.kernels import counted, dense_parts, fastest, latent_parts, per_token
+from benchmarks.gpu.runner import Emit, Setting, Step
+from benchmarks.gpu.shapes import KINDS, LAYOUTS, filled, latent_model, sizes_of
+from recalkv.evaluation.decoding import largest
+from recalkv.evaluation.resources import forget_peak, now, peak_device_mib, peak_resident_mib
+from recalkv.evaluation.step_caches import FullCache
+from recalkv.evaluation.timing import time_calls
+from recalkv.kernels.module import use_kernels
+from recalkv.model.random_models import random_dense
+
+__all__ = ["steps"]
+
+LAYOUT = "joint s=2"
+CONTEXT = 8192
+PLACES = ((8192, 1), (32768, 1), (8192, 32), (32768, 8))
+SAMPLES, LENGTH = 32, 2048
+
+
+class _FullCaches:
+    """A :class:`FullCache` of every layer."""
+
+    def __init__(self, layers: list[FullCache]) -> None:
+        self._layers = layers
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return self._layers[layer].update(keys, values, layer)
+
+    def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
+        return self._layers[layer].get_mask_sizes(queries, layer)
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self._layers[layer].get_seq_length()
+
+
+def _decoder(model: Any, parts: Sequence[Sequence[Tensor]], batch: int, context: int) -> Callable[[], Tensor]:
+    """A step of greedy decoding: the next token of every sequence, (batch, 1)."""
+    caches: Any = _FullCaches([filled(own, batch, context) for own in parts])
+    inner, device = model.model, model.device
+    token = torch.ones(batch, 1, dtype=torch.int64, device=device)
+    places = torch.full((batch, 1), context - 1, device=device)
+
+    def step() -> Tensor:
+        states = inner.embed_tokens(token)
+        rope = inner.rotary_emb(states, places)
+        for layer in inner.layers:
+            states = layer(states, position_embeddings=rope, past_key_values=caches)
+        logits: Tensor = model.lm_head(inner.norm(states))
+        return token.copy_(logits[:, -1].argmax(dim=-1, keepdim=True))
+
+    return step
+
+
+def _seconds(model: Any, parts: Sequence[Sequence[Tensor]], batch: int, context: int, repeats: int) -> float:
+    step = _decoder(model, parts, batch, context)
+    return time_calls([step], model.device, repeats).median
+
+
+def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
+    sizes, config = sizes_of(geometry, setting.tiny), {"geometry": geometry, "kind": kind}
+    start = now(setting.device)
+    if kind == "dense":
+        model = random_dense(sizes, setting.device, setting.dtype, whole=True)
+        parts = [dense_parts(sizes.attention, setting)] * sizes.attention.layers
+    else:
+        model = latent_model(sizes, LAYOUTS[LAYOUT], KINDS[kind], setting.device, setting.dtype, whole=True)
+        use_kernels(model, "triton", gauge=KINDS[kind].bits == 16)
+        parts = [latent_parts(model.model.layers[0].self_attn, setting)] * sizes.attention.layers
+        config["layout"] = LAYOUT
+    emit(what="built", seconds=now(setting.device) - start, bytes_per_token=sum(map(per_token, parts)), **config)
+    repeats, device = 1 if setting.tiny else 4, setting.device
+
+    def timed(batch: int, context: int) -> tuple[float | None, str]:
+        def once() -> float:
+            return _seconds(model, parts, batch, context, repeats)
+
+        if kind == "dense":
+            return fastest({"": once}, setting)
+        with counted("latent_attention") as by_kernels, counted("joint_attention") as in_one_pass:
+            seconds = once()
+        if not by_kernels:
+            raise RuntimeError("no step was taken by the kernels")
+        return seconds, "kernels, one pass" if in_one_pass else "kernels, two passes"
+
+    with torch.no_grad():
+        for context, batch in ((40, 1),) if setting.tiny else PLACES:
+            place = {"context": context, "batch": batch, **config}
+            try:
+                forget_peak(device)
+                seconds, path = timed(batch, context)
+                rates = {} if seconds is None else {"ms": seconds * 1e3, "tokens_per_s": batch / seconds}
+                emit(what="decode", attention=path, peak_mib=peak_device_mib(device), **rates, **place)
+            except torch.OutOfMemoryError:
+                emit(what="decode", reason="does not fit", **place)
+            _release()
+
+        def fits(batch: int) -> bool:
+            try:
+                _seconds(model, parts, batch, CONTEXT, 1)
+                return True
+            except torch.OutOfMemoryError:
+                return False
+            finally:
+                _release()
+
+        if not setting.tiny:
+            batch = largest(fits)
+            seconds, path = timed(batch, CONTEXT)
+            rates = {} if seconds is None else {"tokens_per_s": batch / seconds}
+            emit(what="largest batch", context=CONTEXT, batch=batch, attention=path, **rates, **config)
+
+
+def _release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _compress(geometry: str, setting: Setting, emit: Emit) -> None:
+    """Compress with the defaults, and say how long each of the steps takes and how much memory."""
+    from recalkv.compression import assemble, compress_layers
+    from recalkv.model.layers import ModuleSource
+    from recalkv.model.precision import resolve_precision
+    from recalkv.params import CalibrationParams, CompressionParams
+
+    device, sizes = setting.device, sizes_of(geometry, setting.tiny)
+    samples, length = (4, 16) if setting.tiny else (SAMPLES, LENGTH)
+    model = random_dense(sizes, device, setting.dtype, whole=True)
+    calibration = CalibrationParams(samples=samples, length=length, precision=resolve_precision("auto", device))
+    parameters = CompressionParams()
+    config = {"geometry": geometry, "samples": samples, "length": length, "ratio": parameters.ratio,
+              "method": parameters.method, "precision": calibration.precision}  # fmt: skip
+    begin = start = now(device)
+    forget_peak(device)
+
+    def took(step: str, done: int, total: int) -> None:
+        nonlocal start
+        if done == total:
+            seconds, start = now(device) - start, now(device)
+            emit(what="compress", stage=step, seconds=seconds, peak_mib=peak_device_mib(device),
+                 host_peak_mib=peak_resident_mib(), **config)  # fmt: skip
+            forget_peak(device)
+
+    source = ModuleSource(model, device, calibration.precision)
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randint(0, sizes.vocabulary, (samples, length), generator=generator)
+    result = compress_layers(source, windows, calibration, parameters, took)
+    provenance: dict[str, str | None] = {"name": geometry, "revision": None, "fingerprint": None}
+    small = assemble(source, result, parameters, setting.dtype, provenance)
+    took("assemble", 1, 1)
+    emit(what="compressed", seconds=now(device) - begin, removed=float(_removed(small)), **config)
+
+
+def _removed(model: Any) -> float:
+    from recalkv.model.spec import LatentSpec
+
+    return LatentSpec.from_config(model.config).removed
+
+
+def steps(setting: Setting) -> list[Step]:
+    """In order of worth."""
+    if setting.kind == "none":
+        return []
+    kinds = ("dense", "16 bits, 70 %", "mixed, 75 %")
+
+    def decode(geometry: str, kind: str) -> Step:
+        return Step(f"decode, {geometry}, {kind}", functools.partial(_decode, geometry, kind), 120.0)
+
+    compress = Step("compress, llama-3.1-8b", functools.partial(_compress, "llama-3.1-8b"), 300.0)
+    if setting.tiny:
+        return [*(decode("llama-3.1-8b", kind) for kind in kinds), compress]
+    first, second = ([decode(name, kind) for kind in kinds] for name in ("llama-3.1-8b", "llama-2-7b"))
+    return [*first[:2], compress, first[2], *second]

@@ -1,0 +1,33 @@
+"""Packages that a bare image lacks, from wheels that travel with the tree."""
+
+import importlib.metadata
+import zipfile
+from pathlib import Path
+
+from packaging.tags import sys_tags
+from packaging.utils import parse_wheel_filename
+
+__all__ = ["unpack_missing"]
+
+
+def unpack_missing(wheels: Path, target: Path) -> list[str]:
+    """Unpack the wheels that fit this Python and whose package is not installed; returns ``name version`` of each.
+
+    A wheel is an archive of what goes on the search path, so this needs no installer.
+    """
+    fitting, found = set(sys_tags()), []
+    for wheel in sorted(wheels.glob("*.whl")):
+        name, version, _, tags = parse_wheel_filename(wheel.name)
+        if tags & fitting and not _installed(name):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(target)
+            found.append(f"{name} {version}")
+    return found
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

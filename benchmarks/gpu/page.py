@@ -1,0 +1,204 @@
+"""The page of :mod:`benchmarks.gpu`: DIR/README.md and its picture, from the lines."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+__all__ = ["write_page"]
+
+PARTS = ("smoke", "kernels", "models")
+_PICTURE = "speed.png"
+Record = dict[str, Any]
+
+
+def write_page(folder: Path) -> None:
+    """Write the page from what lines there are; it names what is missing."""
+    lines = {part: _read(folder / f"{part}.jsonl") for part in PARTS}
+    results = {part: [each for each in own if each["event"] == "result"] for part, own in lines.items()}
+    rows = _beside_dense(results["kernels"])
+    content = [
+        "# On a GPU",
+        "",
+        "Written by `make gpu` and `make gpu-page`. Random weights and caches; times are medians.",
+        "",
+        _machines(lines.values()),
+        "",
+        *_missing(lines),
+        *_smoke(results["smoke"]),
+        *_kernels(rows, results["kernels"], _draw(rows, folder / _PICTURE)),
+        *_models(results["models"]),
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text("\n".join(content).rstrip() + "\n")
+
+
+def _read(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _machines(parts: Iterable[list[Record]]) -> str:
+    names = ("device", "python", "torch", "triton", "transformers")
+    found = {tuple(each[name] for name in names): None for part in parts for each in part if "device" in each}
+    told = [f"{device}; Python {python}, torch {torch}, triton {triton}, transformers {transformers}"
+            for device, python, torch, triton, transformers in found]  # fmt: skip
+    return ". ".join(told) + "." if told else "Nothing has been measured."
+
+
+def _missing(lines: dict[str, list[Record]]) -> list[str]:
+    """What did not run, did not end, or came out wrong."""
+    found = [f"- `{part}`: no lines" for part, own in lines.items() if not own]
+    for part, own in lines.items():
+        for each in own:
+            place = f"- `{part}`, {each['step']}: "
+            if each["event"] == "failure":
+                last = "".join(f": `{line}`" for line in each["tail"].strip().splitlines()[-1:])
+                found.append(f"{place}**failed** ({each['reason']}){last}")
+            found += [f"{place}**failed**: `{one[:200]}`" for one in each.get("failed", ())]
+            if each.get("what") in ("does not fit", "not served"):
+                found.append(f"{place}{each['what']} {each.get('way', '')}".rstrip())
+        left = [each for each in own if each["event"] == "left out"]
+        if left:
+            names = "; ".join(each["step"] for each in left)
+            found.append(f"- `{part}`, left out ({left[0]['reason']}), steps {len(left)}: {names}")
+    return ["## Missing", "", *(found or ["Nothing."]), ""]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    cells = [[str(cell) for cell in row] for row in rows]
+    if not cells:
+        return []
+    lines = [f"| {' | '.join(row)} |" for row in ([*head], ["---"] * len(head), *cells)]
+    return [*lines, ""]
+
+
+def _section(title: str, *tables: list[str]) -> list[str]:
+    content = [line for table in tables for line in table]
+    return [f"## {title}", "", *content] if content else []
+
+
+def _of(records: Iterable[Record], what: str) -> list[Record]:
+    return [each for each in records if each.get("what") == what]
+
+
+def _smoke(records: list[Record]) -> list[str]:
+    units = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
+    ceilings = [
+        (each["what"], f"{each[key]:,.1f} {unit}") for each in records for key, unit in units.items() if key in each
+    ]
+    tests = [(each["step"], each["passed"], len(each["failed"]), each["skipped"]) for each in _of(records, "tests")]
+    return _section(
+        "Smoke", _table(("ceiling", "measured"), ceilings), _table(("tests", "passed", "failed", "skipped"), tests)
+    )
+
+
+def _beside_dense(records: list[Record]) -> list[Record]:
+    """Rows of latents with the dense row of the same geometry, context and batch."""
+
+    def place(each: Record) -> tuple[Any, ...]:
+        return each["geometry"], each["context"], each["batch"]
+
+    dense = {place(each): each for each in _of(records, "dense") if "us" in each}
+    return [each | {"dense": dense[place(each)]} for each in _of(records, "latent") if place(each) in dense]
+
+
+def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str]:
+    def place(each: Record) -> tuple[Any, ...]:
+        return each["geometry"], f"{each['context']:,}", each["batch"]
+
+    def latents(each: Record) -> tuple[Any, ...]:
+        return each["layout"], each["kind"], each["way"]
+
+    def row(each: Record) -> tuple[Any, ...]:
+        times = [
+            f"{number:,.{digits}f}"
+            for one in (each["dense"], each)
+            for number, digits in ((one["us"], 1), (one["gb_per_s"], 0))
+        ]
+        ratio = f"{each['dense']['us'] / each['us']:.2f}"
+        return *place(each), *latents(each), each["dense"]["baseline"], *times, ratio, f"{each['error']:.1e}"
+
+    where = ("geometry", "context", "batch")
+    kinds = ("latents", "cached", "way")
+    alone = [(*place(each), each["baseline"]) for each in _of(records, "dense") if "us" not in each]
+    swept = [
+        (each["geometry"], each["layout"], each["tile"], each["warps"], each.get("refused") or f"{each['us']:.1f}")
+        for each in _of(records, "sweep")
+    ]
+    kernels = [
+        (each["geometry"], *latents(each), name, us)
+        for each in _of(records, "profile")
+        for name, us in each["us_of"].items()
+    ]
+    told = (
+        "One step over a static cache, projections included, as a CUDA graph; *dense* is the fastest of torch's "
+        "attention backends. The error is the largest difference from plain torch, relative to the largest output."
+    )
+    head = (*where, *kinds, "dense by", "dense, us", "GB/s", "latents, us", "GB/s", "dense / latents", "error")
+    return _section(
+        "One attention module, one token",
+        [told, ""] if rows else [],
+        [f"![Dense time over latents' time, by context]({_PICTURE})", ""] if drawn else [],
+        _table(head, map(row, sorted(rows, key=_order))),
+        _table((*where, "no dense baseline"), alone),
+        _table(("geometry", "latents", "tile", "warps", "us"), swept),
+        _table(("geometry", *kinds, "kernel", "us a step"), kernels),
+    )
+
+
+def _order(each: Record) -> tuple[Any, ...]:
+    return each["geometry"], each["layout"], each["kind"], each["way"], each["batch"], each["context"]
+
+
+def _models(records: list[Record]) -> list[str]:
+    def row(each: Record) -> tuple[Any, ...]:
+        rate = f"{each['tokens_per_s']:,.1f}" if "tokens_per_s" in each else each.get("reason", "none")
+        return each["geometry"], each["kind"], f"{each['context']:,}", each["batch"], rate, each.get("attention", "")
+
+    head = ("model", "cached", "context", "batch", "tokens/s", "attention")
+    stages = [
+        (each["geometry"], each.get("stage", "**all**"), f"{each['seconds']:.1f}",
+         _gib(each.get("peak_mib")), _gib(each.get("host_peak_mib")))
+        for what in ("compress", "compressed") for each in _of(records, what)
+    ]  # fmt: skip
+    peaks = ("model", "step", "s", "peak on the device, GiB", "peak on the host, GiB")
+    return [
+        *_section("Whole models, decoding by CUDA graphs", _table(head, map(row, _of(records, "decode")))),
+        *_section("Largest batch that decodes", _table(head, map(row, _of(records, "largest batch")))),
+        *_section("Compression", _table(peaks, stages)),
+    ]
+
+
+def _gib(mib: float | None) -> str:
+    return "" if mib is None else f"{mib / 1024:.1f}"
+
+
+def _draw(rows: list[Record], path: Path) -> bool:
+    """Speed over dense by context, a field for each geometry and batch; whether there is anything to draw."""
+    fields = sorted({(each["geometry"], each["batch"]) for each in rows})
+    if not fields:
+        path.unlink(missing_ok=True)
+        return False
+    figure, axes = plt.subplots(
+        1, len(fields), figsize=(3 * len(fields) + 2.5, 3.4), layout="constrained", sharey=True, squeeze=False
+    )
+    series: dict[str, dict[Any, list[tuple[int, float]]]] = {}
+    for each in sorted(rows, key=_order):
+        own = series.setdefault(f"{each['layout']}, {each['kind']}, {each['way']}", {})
+        point = each["context"], each["dense"]["us"] / each["us"]
+        own.setdefault((each["geometry"], each["batch"]), []).append(point)
+    for field, each_axes in zip(fields, axes[0], strict=True):
+        for number, (name, own) in enumerate(series.items()):
+            style = "o-" if number < 10 else "s--"
+            each_axes.plot(
+                *zip(*own.get(field, [(None, None)]), strict=True), style, color=f"C{number % 10}", label=name
+            )
+        each_axes.axhline(1, color="black", linewidth=0.8)
+        each_axes.set(xscale="log", title=f"{field[0]}, batch {field[1]}", xlabel="cached tokens")
+    axes[0][0].set_ylabel("dense time / latents' time")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True

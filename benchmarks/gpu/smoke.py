@@ -1,0 +1,131 @@
+"""Does it run here: packages, ceilings of the machine, and the tests that need a GPU."""
+
+import functools
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+
+from benchmarks.gpu.runner import Emit, Setting, Step
+from recalkv.evaluation.timing import time_calls
+
+__all__ = ["steps"]
+
+PACKAGES = ("numpy", "numba", "pydantic", "zarr", "typer", "pytest", "xdist", "matplotlib", "dvc", "lm_eval")
+MODULES = ("recalkv", "recalkv.kernels.module", "recalkv.kernels.attention", "recalkv.compression", "tests.conftest")
+COMPILED = (
+    "mistral-7b joint s=2 70%", "mistral-7b joint s=2 packed",
+    "llama-2-7b joint s=2 int8", "llama-2-7b joint s=2 50%, one pass",
+)  # fmt: skip
+"""Configurations of ``recalkv.kernels.compile_gate``: of every kernel one."""
+
+KERNEL_TESTS = "tests/test_gpu_kernels.py"
+SANITISED = (
+    "test_two_passes and gqa and separate and bfloat16",
+    "test_packed and mixed and gqa and separate and bfloat16",
+    "test_one_pass and gqa and 160 and bfloat16",
+)
+
+
+def _environment(setting: Setting, emit: Emit) -> None:
+    tools = {name: shutil.which(name) is not None for name in ("nvidia-smi", "compute-sanitizer", "ncu", "nvcc")}
+    memory = torch.cuda.mem_get_info()[1] if setting.kind == "gpu" else None
+    emit(what="environment", packages={name: importlib.util.find_spec(name) is not None for name in PACKAGES},
+         tools=tools, cuda=torch.version.cuda, device_bytes=memory, processors=os.cpu_count(),
+         system=platform.platform())  # fmt: skip
+
+
+def _imports(setting: Setting, emit: Emit) -> None:
+    """Each in a process of its own, as one may leave behind what another needs."""
+    for module in MODULES:
+        done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+        wrong = {"failed": [f"import {module}"], "tail": done.stderr[-1000:]} if done.returncode else {}
+        emit(what="import", module=module, **wrong)
+
+
+def _ceilings(setting: Setting, emit: Emit) -> None:
+    size, side = (1 << 16, 64) if setting.tiny else (1 << 31, 8192)
+    source = torch.empty(size, dtype=torch.uint8, device=setting.device).random_()
+    target = torch.empty_like(source)
+    time = functools.partial(time_calls, device=setting.device, repeats=10, graphed=False)
+    emit(what="copy", gb_per_s=2 * size / time([lambda: target.copy_(source)]).median / 1e9, bytes=size)
+    half = torch.randn(2, side, side, device=setting.device).to(torch.bfloat16)
+    seconds = time([lambda: half[0] @ half[1]]).median
+    emit(what="bfloat16 product", tflop_per_s=2 * side**3 / seconds / 1e12, side=side)
+    codes = torch.randint(-127, 128, (2, side, side), dtype=torch.int8, device=setting.device)
+    right = codes[1].t().contiguous().t()  # int8 products want the second factor by columns
+    seconds = time([lambda: torch._int_mm(codes[0], right)]).median
+    emit(what="int8 product", tflop_per_s=2 * side**3 / seconds / 1e12, side=side)
+
+
+def _tests(setting: Setting, emit: Emit, *arguments: str, before: tuple[str, ...] = (), marked: bool = True) -> None:
+    """Run tests and record how many did what, and what the failed ones said."""
+    environment = os.environ | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if before else {})
+    if setting.kind == "gpu":
+        environment.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryDirectory(prefix="recalkv-tests-") as folder:
+        report = Path(folder) / "report.xml"
+        command = [*before, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        if setting.kind == "gpu" and marked:
+            command += ["-m", "gpu"]
+        done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+        if not report.exists():
+            raise RuntimeError(f"exit code {done.returncode}, no report: {(done.stdout + done.stderr)[-2500:]}")
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    wrong = [(case, part) for case in cases for part in case if part.tag in ("failure", "error")]
+    skipped = sum(part.tag == "skipped" for case in cases for part in case)
+    failed = [f"{case.get('name')}: {(part.get('message') or '')[:300]}" for case, part in wrong]
+    if not failed and (done.returncode or len(cases) == skipped):
+        failed = [f"exit code {done.returncode}, {len(cases)} tests: {done.stdout[-1500:]}"]
+    emit(what="tests", arguments=list(arguments), passed=len(cases) - skipped - len(wrong), skipped=skipped,
+         failed=failed[:20])  # fmt: skip
+
+
+def _sanitise(names: str, setting: Setting, emit: Emit) -> None:
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        emit(what="sanitiser", reason="compute-sanitizer is not here")
+        return
+    options = ("--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5")
+    _tests(setting, emit, KERNEL_TESTS, "-k", names, before=(tool, *options))
+
+
+def _compile_gate(setting: Setting, emit: Emit) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "recalkv.kernels.compile_gate", *COMPILED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    wrong = {"failed": ["compile gate"], "tail": (done.stdout + done.stderr)[-2500:]} if done.returncode else {}
+    emit(what="compile gate", configurations=COMPILED, lines=len(done.stdout.splitlines()), **wrong)
+
+
+def steps(setting: Setting) -> list[Step]:
+    """In order of worth."""
+
+    def tests(name: str, *arguments: str, seconds: float = 120.0, marked: bool = True) -> Step:
+        return Step(name, lambda setting, emit: _tests(setting, emit, *arguments, marked=marked), seconds)
+
+    first = [Step("environment", _environment), Step("imports", _imports, 120.0)]
+    interpreted = tests("interpreter", KERNEL_TESTS, "-k", "two_passes and gqa and separate", seconds=240.0)
+    if setting.kind == "none":
+        return [*first, interpreted, Step("compile gate", _compile_gate, 240.0)]
+    if setting.kind == "cpu":
+        return [first[0], Step("ceilings", _ceilings), interpreted]
+    spread = ("-n", "8") if importlib.util.find_spec("xdist") else ()
+    return [
+        *first,
+        Step("ceilings", _ceilings),
+        *(tests(f"kernels, {way}", KERNEL_TESTS, "-k", way, *spread)
+          for way in ("two_passes", "one_pass", "packed", "compiled")),
+        tests("compression", "tests/test_gpu_compression.py", *spread, seconds=150.0),
+        tests("devices", "tests/test_numerics.py", "tests/test_refit.py", "tests/test_device_map.py", *spread),
+        *(Step(f"sanitiser, {names}", functools.partial(_sanitise, names), 90.0) for names in SANITISED),
+        tests("all kernel tests, compiled", "tests/test_kernels.py", "tests/test_one_pass.py", *spread, seconds=180.0,
+              marked=False),
+    ]  # fmt: skip

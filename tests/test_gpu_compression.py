@@ -1,0 +1,54 @@
+"""Factors of a GPU equal those of a CPU, every method and bit width; on a CPU, those of other batches."""
+
+import functools
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from recalkv.compression import CompressedLayers, compress_layers
+from recalkv.model.layers import ModuleSource
+from tests.tiny import assemble, calibration, dense_model, plain, windows
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    f"{method}, {bits}": {"method": method, "bits": bits, "ratio": 0.5 if bits == 16 else 0.75}
+    for method in ("loss-aware", "recalkv", "palu", "svd")
+    for bits in (16, 8, 4, 3, 2, *(["mixed"] if method == "loss-aware" else []))
+}
+ELSEWHERE = [("cpu", 3), pytest.param(("cuda", 4), marks=pytest.mark.gpu)]
+"""Device, and windows a batch: both only change the order of sums."""
+
+_TOLERANCE = 1e-3
+
+
+@functools.cache
+def compressed(setting: str, device: str, batch: int) -> CompressedLayers:
+    source = ModuleSource(dense_model("llama-gqa"), device)
+    # Ridges keep solutions from turning on the last bits of the sums.
+    parameters = plain(**SETTINGS[setting], damping=1e-2, gradient_damping=0.1)
+    return compress_layers(source, windows(), calibration(batch_size=batch), parameters)
+
+
+def products(result: CompressedLayers) -> list[Tensor]:
+    """What does not depend on the basis of the latents: L R, and the output projections."""
+    factors = [each for refit in result.refits for each in (refit.keys, refit.values)]
+    dense = [each.dense() for each in factors]
+    return [tensor.double().cpu() for tensor in [*dense, *(each for each in result.outputs if each is not None)]]
+
+
+@pytest.mark.parametrize("where", ELSEWHERE, ids=lambda where: where[0])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_factors_do_not_depend_on_the_device(setting: str, where: tuple[str, int]) -> None:
+    here, there = compressed(setting, "cpu", 4), compressed(setting, *where)
+    assert there.specs == here.specs and there.permutations == here.permutations
+    for found, expected in zip(products(there), products(here), strict=True):
+        assert float((found - expected).norm() / expected.norm()) < _TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_models_of_the_gpu_decode_there(setting: str) -> None:
+    dense, result = dense_model("llama-gqa").cuda(), compressed(setting, "cuda", 4)
+    model = assemble(dense, result, plain(**SETTINGS[setting], damping=1e-2, gradient_damping=0.1)).cuda()
+    tokens = model.generate(windows(2, 12).cuda(), max_new_tokens=4, do_sample=False)
+    assert tokens.is_cuda and tokens.shape == (2, 16)

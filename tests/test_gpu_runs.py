@@ -1,0 +1,184 @@
+"""benchmarks.gpu: steps that fault take no other with them, every record is a line, the page says what is missing."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from benchmarks.gpu import kernels, models, smoke
+from benchmarks.gpu.kernels import DenseStep, fastest
+from benchmarks.gpu.packages import unpack_missing
+from benchmarks.gpu.page import write_page
+from benchmarks.gpu.runner import Setting, run
+from benchmarks.gpu.shapes import GEOMETRIES, sizes_of
+from recalkv.evaluation.step_caches import FullCache
+from recalkv.model.random_models import random_dense
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of(lines: list[dict[str, Any]], event: str) -> dict[str, dict[str, Any]]:
+    return {each["step"]: each for each in lines if each["event"] == event}
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]]]:
+    """Steps of tests/gpu_steps.py, in a time that is too short for one of them."""
+    path = tmp_path_factory.mktemp("gpu") / "smoke.jsonl"
+    path.write_text("of an earlier run\n")
+    return run("tests.gpu_steps", path, 900.0, cpu=True), records(path)
+
+
+def test_failures_are_recorded_and_the_rest_goes_on(faulty: tuple[int, list[dict[str, Any]]]) -> None:
+    failed, lines = faulty
+    assert failed == 3
+    assert {step: each["value"] for step, each in of(lines, "result").items()} == {
+        "good": 1.5, "fault": 2.5, "good again": 1.5,
+    }  # fmt: skip
+    failures = of(lines, "failure")
+    assert {step: each["reason"] for step, each in failures.items()} == {
+        "fault": "signal SIGSEGV", "raise": "exit code 1", "hang": "its time limit",
+    }  # fmt: skip
+    assert "about to fault" in failures["fault"]["tail"]
+    assert failures["raise"]["tail"].strip().endswith("RuntimeError: the kernel said no")
+    assert set(of(lines, "end")) == {"good", "good again"}
+
+
+def test_what_has_no_time_is_left_out(faulty: tuple[int, list[dict[str, Any]]], tmp_path: Path) -> None:
+    left = of(faulty[1], "left out")
+    assert {step: each["reason"] for step, each in left.items()} == {"long": "no time was left"}
+    path = tmp_path / "kernels.jsonl"
+    assert run("tests.gpu_steps", path, 0.0, cpu=True) == 0
+    assert set(of(records(path), "left out")) == {"good", "fault", "raise", "hang", "long", "good again"}
+
+
+def test_records_name_machine_and_versions(faulty: tuple[int, list[dict[str, Any]]]) -> None:
+    for each in faulty[1]:
+        if each["event"] != "left out":
+            assert each["torch"] == torch.__version__ and each["device"].startswith("CPU") and each["transformers"]
+
+
+def test_page_says_what_is_missing(faulty: tuple[int, list[dict[str, Any]]], tmp_path: Path) -> None:
+    write_page(tmp_path)
+    assert "Nothing has been measured." in (tmp_path / "README.md").read_text()
+    (tmp_path / "smoke.jsonl").write_text("".join(json.dumps(each) + "\n" for each in faulty[1]))
+    write_page(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    for line in (
+        "- `kernels`: no lines",
+        "- `smoke`, fault: **failed** (signal SIGSEGV): `about to fault`",
+        "- `smoke`, hang: **failed** (its time limit)",
+        "- `smoke`, left out (no time was left), steps 1: long",
+    ):
+        assert line in page
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All three parts at tiny sizes."""
+    folder = tmp_path_factory.mktemp("dry")
+    for part in ("smoke", "kernels", "models"):
+        run(f"benchmarks.gpu.{part}", folder / f"{part}.jsonl", 900.0, cpu=True)
+    return folder
+
+
+def test_dry_run_measures_everything(dry: Path) -> None:
+    lines = {part: records(dry / f"{part}.jsonl") for part in ("smoke", "kernels", "models")}
+    for part, own in lines.items():
+        assert not of(own, "failure") and not of(own, "left out"), part
+        assert len(of(own, "begin")) == len(of(own, "end")) > 2
+    what = {part: [each["what"] for each in own if each["event"] == "result"] for part, own in lines.items()}
+    assert {"environment", "copy", "bfloat16 product", "int8 product", "tests"} == set(what["smoke"])
+    assert {"dense", "latent", "sweep", "profile"} == set(what["kernels"])
+    assert {"built", "decode", "compress", "compressed"} == set(what["models"])
+    tests = of(lines["smoke"], "result")["interpreter"]
+    assert tests["passed"] == 1 and not tests["failed"]
+    errors = {(each["way"], each["kind"]): each["error"] for each in lines["kernels"] if each.get("what") == "latent"}
+    assert {way for way, _ in errors} == {"two passes", "one pass", "int8"}
+    assert all(error < (3e-2 if way == "int8" else 1e-5) for (way, _), error in errors.items())
+    ways = {each["kind"]: each["attention"] for each in lines["models"] if each.get("what") == "decode"}
+    assert ways == {
+        "dense": "torch's choice",
+        "16 bits, 70 %": "kernels, one pass",
+        "mixed, 75 %": "kernels, two passes",
+    }
+    stages = [each["stage"] for each in lines["models"] if each.get("what") == "compress"]
+    assert stages == ["whiten", "fisher", "reorder", "factorize", "calibrate", "assemble"]
+
+
+def test_unknown_parts_are_refused() -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "kernel"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "kernel: the parts are smoke, kernels, models, and page" in done.stderr
+
+
+def test_page_of_a_whole_run(dry: Path) -> None:
+    write_page(dry)
+    page = (dry / "README.md").read_text()
+    assert "Nothing.\n" in page and (dry / "speed.png").exists()
+    assert page.count("| llama-3.1-8b | 40 | 1 | joint s=2 | 16 bits, 70 % | one pass |") == 1
+    for section in ("Smoke", "One attention module, one token", "Whole models, decoding by CUDA graphs", "Compression"):
+        assert f"## {section}" in page
+
+
+def test_what_a_gpu_is_asked_for() -> None:
+    """Every combination once, those that the figures hang on first; names are unique, as lines name steps."""
+    gpu = Setting("gpu")
+    for part in (smoke, kernels, models):
+        names = [step.name for step in part.steps(gpu)]
+        assert len(set(names)) == len(names)
+    names = [step.name for step in kernels.steps(gpu)]
+    latents = [name for name in names if name.startswith("latent")]
+    assert len(latents) == 3 * 3 * 4 * 4 * 2 and len(GEOMETRIES) == 3
+    assert len([name for name in names if name.startswith("dense")]) == 3 * 4 * 2
+    first = {", ".join(name.split(", ")[1:5]) for name in latents[:12]}
+    assert first == {f"{name}, joint s=2, 16 bits, 70 %" for name in ("llama-2-7b", "llama-3.1-8b")}
+    for name in latents:
+        geometry, context, batch = (name.split(", ")[place] for place in (1, -2, -1))
+        assert names.index(f"dense, {geometry}, {context}, {batch}") < names.index(name)
+    assert not kernels.steps(Setting("none")) and not models.steps(Setting("none"))
+    assert [step.name for step in smoke.steps(Setting("none"))][2:] == ["interpreter", "compile gate"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_dense_baseline_is_the_dense_layer(geometry: str) -> None:
+    model = random_dense(sizes_of(geometry, tiny=True), torch.device("cpu"), torch.float32)
+    layer, states = model.model.layers[0].self_attn, torch.randn(2, 9, 32)
+    cache, places = DynamicCache(), torch.arange(9)[None]
+    expected = layer(states, model.model.rotary_emb(states, places), None, past_key_values=cache)[0][:, -1:]
+    full = FullCache(cache.layers[0].keys, cache.layers[0].values)
+    rope = model.model.rotary_emb(states, places[:, -1:])
+    for packed in (False, True):
+        torch.testing.assert_close(DenseStep(layer, full, packed)(states[:, -1:], rope), expected)
+
+
+def test_no_backend_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> float:
+        raise RuntimeError("No available kernel. Aborting execution.\nmore")
+
+    seconds, told = fastest({"": refuse, ", heads packed": refuse}, Setting("gpu"))
+    assert seconds is None
+    assert told.startswith("no backend takes it (FLASH_ATTENTION: No available kernel. Aborting execution.; FLASH_ATT")
+    seconds, told = fastest({"": refuse, ", heads packed": lambda: 2.0}, Setting("gpu"))
+    assert seconds == 2.0 and told.endswith("_ATTENTION, heads packed")
+
+
+def test_only_missing_packages_are_unpacked(tmp_path: Path) -> None:
+    for name in ("absent-1.0-py3-none-any", "torch-1.0-py3-none-any", "other-1.0-cp27-cp27m-win32"):
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as archive:
+            archive.writestr(f"{name.split('-')[0]}/__init__.py", "")
+    assert unpack_missing(tmp_path, tmp_path / "site") == ["absent 1.0"]
+    assert [path.name for path in (tmp_path / "site").iterdir()] == ["absent"]
+    assert unpack_missing(tmp_path / "none", tmp_path) == []
