@@ -27,6 +27,9 @@ MEMORY_EFFICIENCY = 0.85
 TENSOR_EFFICIENCY = 0.6
 VECTOR_EFFICIENCY = 0.5
 
+NARROW_SHARE = 0.62
+"""What products of single warps (mma.sync), which one pass has (``compile_gate``), reach of a warp group's rate."""
+
 KERNEL_SECONDS = 2e-6
 """Start and end of a kernel within a CUDA graph."""
 
@@ -46,7 +49,10 @@ _DENSE_OPERATIONS = 25
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rates of a GPU: bytes/s of memory and of the level-2 cache, its bytes, dense products/s x 2, FLOP/s."""
+    """Peak rates of a GPU: bytes/s of memory and of the level-2 cache, its bytes, dense products/s x 2, FLOP/s.
+
+    ``narrow`` is the part of the products' rate that single warps reach.
+    """
 
     memory: float
     cache: float
@@ -54,13 +60,14 @@ class Device:
     bf16: float
     int8: float
     vector: float
+    narrow: float = NARROW_SHARE
 
 
 DEVICES = {
     # 790 TFLOP/s was measured in bf16 products; int8 is twice that.
     "H200": Device(4.8e12, 10e12, 50e6, 790e12, 1.6e15, 67e12),
     "H100": Device(3.35e12, 10e12, 50e6, 790e12, 1.6e15, 67e12),
-    "A100": Device(2.0e12, 6e12, 40e6, 312e12, 624e12, 19.5e12),
+    "A100": Device(2.0e12, 6e12, 40e6, 312e12, 624e12, 19.5e12, narrow=1.0),
 }
 
 
@@ -210,7 +217,7 @@ def one_pass(shape: LayerShape, device: Device, context: int, batch: int) -> Cos
     seconds = max(
         _memory(latents, device),
         (latents + again) / device.cache / MEMORY_EFFICIENCY,
-        (rebuilding + products) / device.bf16 / TENSOR_EFFICIENCY,
+        (rebuilding + products) / (device.bf16 * device.narrow) / TENSOR_EFFICIENCY,
     )
     seconds += turning / device.vector / VECTOR_EFFICIENCY + 3 * KERNEL_SECONDS
     attention = Cost(latents, rebuilding + products + turning, seconds)

@@ -42,11 +42,11 @@ class Stored:
         self._read = functools.cache(run.read)
 
     def statistics(self, index: int) -> LayerStatistics:
-        """Statistics of one layer."""
-        whiten, name = self._read("whiten"), layer_name(index)
+        """Statistics of one layer, where it is computed."""
+        whiten, name, device = self._read("whiten"), layer_name(index), self.source.device
         tokens: int = whiten.attributes["parameters"]["tokens"]
-        moments = InputMoments(whiten.get(f"{name}/gram"), whiten.get(f"{name}/mean"), tokens)
-        return LayerStatistics(moments, get_loss_moments(self._read("fisher"), name))
+        moments = InputMoments(whiten.get(f"{name}/gram").to(device), whiten.get(f"{name}/mean").to(device), tokens)
+        return LayerStatistics(moments, get_loss_moments(self._read("fisher"), name, device))
 
     def scores(self) -> FisherScores:
         """Fisher scores of all layers."""

@@ -4,6 +4,8 @@ import functools
 import json
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import recalkv
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
 from recalkv.method.fusion import choose_value_layout, fuse_output, stored_layers
+from recalkv.model.export import build_model
 from recalkv.model.families import SUPPORTED_FAMILIES, AttentionGeometry, check_supported
 from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
@@ -95,6 +98,25 @@ for name, load in {
 outcomes["imported"] = "recalkv" in sys.modules
 print(json.dumps(outcomes))
 """
+
+
+def test_a_model_is_built_without_a_copy_in_float32() -> None:
+    """Layers are cast as they come: at most one is held in float32 beside the model."""
+    _, model, _ = pair("llama-gqa")
+    state, held = model.state_dict(), list[weakref.ref[Tensor]]()
+
+    def layers() -> Iterator[dict[str, Tensor]]:
+        for index in range(model.config.num_hidden_layers):
+            # The caller's names still hold the layer before.
+            assert not any(reference() is not None for reference in held[:-1])
+            prefix = f"model.layers.{index}."
+            own = {name.removeprefix(prefix): t.clone() for name, t in state.items() if name.startswith(prefix)}
+            held.append(weakref.ref(next(iter(own.values()))))
+            yield own
+
+    other = {name: tensor for name, tensor in state.items() if "layers" not in name and "lm_head" not in name}
+    built = build_model(model.config, other, layers(), torch.bfloat16)
+    assert len(held) == 3 and built.dtype is torch.bfloat16
 
 
 def test_loading_without_the_library_fails_loudly(checkpoint: Path, tmp_path: Path) -> None:

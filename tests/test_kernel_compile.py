@@ -17,6 +17,7 @@ SOME = [
     "mistral-7b joint s=2 packed",
     "llama-2-7b joint s=2 int8",
     "llama-2-7b joint s=2 50%, one pass",
+    "mistral-7b joint s=2 70%, paged",
 ]
 
 
@@ -30,6 +31,11 @@ def test_configurations_compile_within_limits(names: list[str]) -> None:
     lines = done.stdout.splitlines()[1:]
     one_pass = sum(each.direct is not None for each in CONFIGURATIONS if each.name in names)
     assert len(lines) == 2 * (3 * len(names) - one_pass)
+    # On sm_90 two passes over grouped queries use the instructions of warp groups, and no others.
+    columns = [line[42:].split() for line in lines if line.startswith("mistral-7b joint s=2 70% ")]
+    wide = {(one[0], one[1]): (int(one[6]) > 0, int(one[7]) > 0) for one in columns}
+    assert wide["scores", "90"] == wide["values", "90"] == (True, False)
+    assert wide["scores", "80"] == wide["values", "80"] == (False, True)
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +59,9 @@ def test_the_gate_does_not_interpret(monkeypatch: pytest.MonkeyPatch, capsys: py
     ],
 )
 def test_faults_are_named(shared: int, spilled: int, tensor_core: int, copies: int, message: str) -> None:
-    good = Compiled("scores", CONFIGURATIONS[0], 80, 100, 128, 0, 8, 4)
+    good = Compiled("scores", CONFIGURATIONS[0], 80, 100, 128, 0, 0, 8, 4, 4)
     assert faults(good) == []
-    assert faults(Compiled("scores", CONFIGURATIONS[0], 80, shared, 128, spilled, tensor_core, copies)) == [message]
-    assert faults(Compiled("combine", CONFIGURATIONS[0], 80, 100, 128, 0, 0, 0)) == []
+    assert faults(Compiled("scores", CONFIGURATIONS[0], 80, shared, 128, spilled, 0, tensor_core, copies, 4)) == [
+        message
+    ]
+    assert faults(Compiled("combine", CONFIGURATIONS[0], 80, 100, 128, 0, 0, 0, 0, 4)) == []

@@ -1,5 +1,6 @@
 """Kernels in Triton's interpreter against a float64 reference; on a GPU the same tests run compiled."""
 
+import dataclasses
 import itertools
 import math
 import warnings
@@ -22,10 +23,15 @@ from tests import tiny
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import triton
+import triton.language as tl
+
 from benchmarks.decode_launches import GEOMETRIES as LAUNCHES
 from benchmarks.decode_launches import step_launches
 from recalkv.kernels import module
 from recalkv.kernels.attention import latent_attention
+from recalkv.kernels.blocks import run_of_tiles
+from recalkv.kernels.launch import ALL_SLOTS, resident_programs
 from recalkv.kernels.module import KernelAttention, use_kernels
 from recalkv.kernels.plan import LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
@@ -511,3 +517,98 @@ def test_auto_trusts_the_kernels_after_a_trial(settings: dict[str, Any], monkeyp
         with pytest.warns(UserWarning, match=message):
             use_kernels(model, "auto")
         assert type(layer) is LatentAttention
+
+
+# --- through a table of blocks ---------------------------------------------------------------------------------------
+
+
+def paged(latents: Tensor, seen: list[int], page: int, first: list[int]) -> tuple[Tensor, Tensor]:
+    """Sequences (batch, slots, columns) in blocks in any order, and their table, wild where nobody may look."""
+    batch, slots, columns = latents.shape
+    width = -(-slots // page)
+    order = torch.randperm(batch * width, generator=torch.Generator().manual_seed(0)).view(batch, width)
+    blocks = torch.zeros(batch * width, page, columns + 3, dtype=latents.dtype)[..., :columns]
+    padded = torch.nn.functional.pad(latents, (0, 0, 0, width * page - slots))
+    blocks[order.flatten()] = padded.unflatten(1, (width, page)).flatten(0, 1)
+    table = order.clone()
+    for sequence, (end, start) in enumerate(zip(seen, first, strict=True)):
+        table[sequence, -(-end // page) :] = 1 << 40
+        table[sequence, : start // page] = 1 << 40
+    return blocks, table
+
+
+PAGED = {
+    "separate": Case(kv_heads=2, query_heads=4),
+    "joint": Case(kv_heads=4, query_heads=4, joint=True),
+    "joint packed": Case(kv_heads=2, query_heads=4, joint=True, segments=_segments(CODES[0], UNIFORM_CODES[3])),
+    "separate packed": Case(kv_heads=2, query_heads=4, segments=_segments(UNIFORM_CODES[4])),
+    "8-bit products": Case(kv_heads=2, query_heads=4, joint=True, segments=_segments(UNIFORM_CODES[8]), int8=True),
+    "bias and norm": Case(kv_heads=2, query_heads=2, bias=True, norm=True),
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("window", [None, 40])
+def test_block_tables_give_what_whole_sequences_give(name: str, window: int | None) -> None:
+    """Sequences of any length, one of them empty, as padding of a batch is; windows whose first blocks are gone."""
+    case, page = dataclasses.replace(PAGED[name], batch=4, slots=150), 16
+    problem, seen = Problem(case), [150, 0, 67, 1]
+    keys = joined([up.to(DEVICE) for up in problem.ups])
+    values = joined([up.to(DEVICE) for up in problem.value_ups])
+    plan = LayerPlan(
+        keys, values, problem.key_ranks, problem.key_heads, problem.value_ranks, problem.value_heads, case.head_dim,
+        232_448, problem.layouts[0], None if case.joint else problem.layouts[1], case.int8,
+    )  # fmt: skip
+    rotary, query = TileRotary(problem.rotary), problem.query.to(DEVICE).transpose(1, 2)
+    rows = [part.to(DEVICE) for part in problem.rows]
+    bias = None if problem.bias is None else problem.bias.to(DEVICE)
+    norm = None if problem.norm is None else (problem.norm[0].to(DEVICE), problem.norm[1])
+    first = [0 if window is None else max(0, end - window) for end in seen]
+    blocks = [paged(part.cpu(), seen, page, first) for part in rows]
+    table = blocks[0][1].to(DEVICE)
+    found = latent_attention(
+        query, blocks[0][0].to(DEVICE), None if case.joint else blocks[1][0].to(DEVICE), plan, rotary, None,
+        torch.tensor(seen, dtype=torch.int32, device=DEVICE), case.head_dim**-0.5, bias, norm, runs=3, pages=table,
+        window=window or ALL_SLOTS,
+    )  # fmt: skip
+    assert bool((found[1] == 0).all())
+    for sequence in (0, 2, 3):
+        z_k, z_v = (part[sequence : sequence + 1, : seen[sequence]] for part in rows)
+        slots = torch.arange(seen[sequence], device=DEVICE)
+        expected = latent_attention(
+            query[sequence : sequence + 1], z_k, None if case.joint else z_v, plan, rotary,
+            (slots >= first[sequence])[None, None, None], seen[sequence], case.head_dim**-0.5, bias, norm,
+        )  # fmt: skip
+        torch.testing.assert_close(found[sequence : sequence + 1], expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [64, 500])
+def test_runs_share_what_is_seen(slots: int) -> None:
+    """In a static cache of any size every run has work: tiles that are seen are cut, not slots that are there."""
+    case = Case(slots=300, runs=4, spare_slots=slots)
+    assert Problem(case).error() < 2e-6
+    starts = [list(range(*run_of(300, run, 4))) for run in range(4)]
+    assert [len(tiles) for tiles in starts] == [2, 2, 1, 0]
+
+
+def run_of(seen: int, run: int, runs: int) -> tuple[int, int]:
+    """What :func:`recalkv.kernels.blocks.run_of_tiles` gives, with tiles of 64 slots."""
+    out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    _run_kernel[(1,)](out, seen, run, runs)
+    return int(out[0]), int(out[1])
+
+
+@triton.jit
+def _run_kernel(out_ptr, seen, run, runs):
+    start, end = run_of_tiles(seen, 0, run, runs, 64)
+    tl.store(out_ptr, start)
+    tl.store(out_ptr + 1, end)
+
+
+def test_programs_that_fit_a_processor() -> None:
+    """By registers (256 at a time to a warp), shared memory (and a KB for the system), and warps."""
+    assert resident_programs(32, 0, 4, 233_472) == 16
+    assert resident_programs(255, 0, 8, 233_472) == 1
+    assert resident_programs(96, 34_880, 4, 233_472) == 5
+    assert resident_programs(96, 197_120, 4, 233_472) == 1
+    assert resident_programs(64, 50_000, 4, 233_472) == 4

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -220,3 +221,19 @@ def test_no_refit_passes_everything_through() -> None:
     for start, result in zip(given.factors, given.refits, strict=True):
         assert (result.keys, result.values, result.output) == (start.keys, start.values, None)
         assert result.error_before == result.error_after == start.value_error
+
+
+def test_targets_of_one_batch_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of all windows are as large as they are many: those of targets are not kept."""
+    held: list[weakref.ref[Tensor]] = []
+    add = OutputMoments.add
+
+    def watched_add(self: OutputMoments, contexts: Tensor, targets: Tensor) -> None:
+        assert not any(reference() is not None for reference in held)
+        add(self, contexts, targets)
+        held.append(weakref.ref(targets))
+
+    monkeypatch.setattr(OutputMoments, "add", watched_add)
+    own = Steps("llama-gqa", method="loss-aware")
+    own.refit(batch_size=2)
+    assert len(held) == 3 * 3

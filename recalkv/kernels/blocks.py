@@ -7,7 +7,7 @@ read as they are. Everything elementwise is float32; products take the latents' 
 import triton
 import triton.language as tl
 
-__all__ = ["head_row", "load_codes", "load_latents", "load_up", "turned_pairs"]
+__all__ = ["head_row", "load_codes", "load_latents", "load_up", "run_of_tiles", "slot_places", "turned_pairs"]
 
 # The interpreter multiplies bfloat16 wrongly and without a word; UPCAST makes products float32 there.
 
@@ -41,6 +41,33 @@ def load_latents(
     if UPCAST:
         latents = latents.to(tl.float32)
     return latents
+
+
+@triton.jit
+def run_of_tiles(seen, first_slot, run, runs, BLOCK_N: tl.constexpr):
+    """First tile of a run, and the end: an even share of the tiles that are seen, however large the cache is."""
+    first = first_slot // BLOCK_N
+    end = tl.cdiv(seen, BLOCK_N)
+    share = tl.cdiv(tl.maximum(end - first, 0), runs)
+    start = first + run * share
+    return start, tl.minimum(start + share, end)
+
+
+@triton.jit
+def slot_places(
+    pages_ptr, pages_stride, batch, slot, slot_ok, batch_stride, slot_stride, PAGE: tl.constexpr, ALIGN: tl.constexpr
+):
+    """Elements from the cache's start to the rows of these slots of one sequence, int64.
+
+    With PAGE the cache is blocks of so many slots, ``batch_stride`` apart, and the table (batch,
+    any) names a sequence's
+    blocks; otherwise sequences are ``batch_stride`` apart.
+    """
+    batch_stride = tl.multiple_of(batch_stride, ALIGN)
+    if PAGE > 0:
+        page = tl.load(pages_ptr + batch.to(tl.int64) * pages_stride + slot // PAGE, mask=slot_ok, other=0)
+        return tl.multiple_of(page.to(tl.int64) * batch_stride, ALIGN) + (slot % PAGE).to(tl.int64) * slot_stride
+    return tl.multiple_of(batch.to(tl.int64) * batch_stride, ALIGN) + slot.to(tl.int64) * slot_stride
 
 
 @triton.jit

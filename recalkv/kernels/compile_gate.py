@@ -1,7 +1,8 @@
 """Compile the shipped configurations for GPUs that need not be here, and check what came out.
 
 ``python -m recalkv.kernels.compile_gate`` prints one line per kernel, geometry and architecture: shared
-memory, registers, bytes spilled, tensor-core instructions and asynchronous copies. It ends with status 1 if
+memory, registers, bytes spilled, programs that fit a processor at once, tensor-core instructions (wgmma, of a warp
+group, and mma.sync, of a warp, apart) and asynchronous copies. It ends with status 1 if
 a kernel would not launch, spills heavily, multiplies matrices without tensor cores, or reads latents of
 ranks that are multiples of eight in small pieces. Names of configurations may follow; all takes minutes.
 """
@@ -24,12 +25,14 @@ from triton.compiler import ASTSource
 
 from recalkv.kernels.contexts import combine_kernel, values_kernel
 from recalkv.kernels.joint import CHUNK, JOINT_STAGES, JOINT_WARPS, cover_pairs, joint_shared
+from recalkv.kernels.launch import resident_programs
 from recalkv.kernels.one_pass import attend_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
     JOINT_TILE,
     STAGES,
     TILE,
+    combine_blocks,
     cover_rank,
     output_block,
     row_block,
@@ -66,6 +69,12 @@ class Configuration:
     fused: bool = False
     int8: bool = False
     direct: int | None = None
+    page: int = 0
+
+    @property
+    def pages(self) -> str:
+        """Type of the table of blocks, or of what stands in its place."""
+        return "*i32" if self.page else "*i64"
 
     @property
     def latent(self) -> str:
@@ -107,6 +116,11 @@ CONFIGURATIONS = (
     Configuration("mistral-7b joint s=2 50%, one pass", 128, 4, 256, 256, 2, bias=True, direct=96),
     Configuration("head dimension 256, one pass", 256, 1, 256, 256, 1, bias=True, direct=96),
     Configuration("smollm2-135m joint s=2 50%, one pass", 64, 3, 128, 128, 2, bias=True, direct=48),
+    # Through a table of blocks.
+    Configuration("mistral-7b joint s=2 70%, paged", 128, 4, 160, 160, 2, page=16),
+    Configuration("llama-3.1-8b s=4 70%, paged", 128, 4, 160, 304, 8, page=16),
+    Configuration("mistral-7b joint s=2 packed, paged", 128, 4, 256, 256, 2, packed=True, page=16),
+    Configuration("mistral-7b joint s=2 50%, one pass, paged", 128, 4, 256, 256, 2, bias=True, direct=96, page=16),
 )
 
 
@@ -120,8 +134,10 @@ class Compiled:
         Bytes of shared memory of a program.
     registers, spilled
         Registers, and bytes of stack, of a thread.
-    tensor_core, async_copies
-        Tensor-core instructions, and instructions that copy 4 to 16 bytes at once behind the computation.
+    wide, narrow
+        Tensor-core instructions of a warp group (wgmma) and of a warp (mma.sync).
+    async_copies
+        Instructions that copy 4 to 16 bytes at once behind the computation.
     """
 
     kernel: str
@@ -130,22 +146,30 @@ class Compiled:
     shared: int
     registers: int
     spilled: int
-    tensor_core: int
+    wide: int
+    narrow: int
     async_copies: int
+    warps: int
+
+    @property
+    def resident(self) -> int:
+        """Programs that fit a processor at once."""
+        room = SHARED_LIMITS[self.architecture] + 1024
+        return resident_programs(self.registers, self.shared, self.warps, room)
 
 
 def compile_all(
     configurations: Sequence[Configuration] = CONFIGURATIONS, architectures: tuple[int, ...] = (80, 90)
 ) -> Iterator[Compiled]:
     """Compile every kernel of every configuration; kernels of equal constants once."""
-    done: dict[Any, tuple[int, int, int, int, int]] = {}
+    done: dict[Any, tuple[int, int, int, int, int, int]] = {}
     for configuration in configurations:
         for architecture in architectures:
             for name, kernel, types, constants, warps, stages in _kernels(configuration, architecture):
                 key = (name, architecture, warps, stages, tuple(types.items()), tuple(constants.items()))
                 if key not in done:
                     done[key] = _compile(kernel, types, constants, architecture, warps, stages)
-                yield Compiled(name, configuration, architecture, *done[key])
+                yield Compiled(name, configuration, architecture, *done[key], warps)
 
 
 def faults(compiled: Compiled) -> list[str]:
@@ -162,7 +186,7 @@ def faults(compiled: Compiled) -> list[str]:
             found.append(f"{compiled.shared} bytes of shared memory, {expected} expected")
     if compiled.spilled > SPILL_LIMIT:
         found.append(f"{compiled.spilled} bytes spilled, limit {SPILL_LIMIT}")
-    if compiled.kernel != "combine" and not compiled.tensor_core:
+    if compiled.kernel != "combine" and not compiled.wide + compiled.narrow:
         found.append("no tensor-core instruction")
     aligned = compiled.configuration.key_rank % 8 == compiled.configuration.value_rank % 8 == 0
     if compiled.kernel != "combine" and aligned and not compiled.configuration.packed and not compiled.async_copies:
@@ -174,7 +198,7 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
     """Name, kernel, argument types, constants, warps and stages, as the launches have them."""
     if c.direct is None:
         yield _scores(c, architecture)
-        yield _values(c)
+        yield _values(c, architecture)
     else:
         yield _one_pass(c, c.direct)
     yield _combine(c)
@@ -190,14 +214,15 @@ def _scores(c: Configuration, architecture: int) -> Launch:
     pointers = {
         "query_ptr": f"*{c.dtype}", "latent_ptr": c.latent, "up_ptr": "*i8" if c.int8 else f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "norm_ptr": f"*{c.dtype}" if c.norm else "*i64",
-        "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "logits_ptr": "*fp32",
-        "heads_ptr": "*i32", "columns_ptr": table, "words_ptr": codes,
+        "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "pages_ptr": c.pages,
+        "logits_ptr": "*fp32", "heads_ptr": "*i32", "columns_ptr": table, "words_ptr": codes,
         "scales_ptr": "*fp32" if c.int8 else "*i64",
     }  # fmt: skip
     numbers = {
         "latent_batch_stride": "i64", "latent_slot_stride": "i32", "mask_batch_stride": "i32",
-        "mask_query_stride": "i32", "logits_stride": "i32", "table_width": "i32", "behind": "i32", "tiles": "i32",
-        "scaling": "fp32", "eps": "fp32",
+        "mask_query_stride": "i32", "logits_stride": "i32", "table_width": "i32", "seen_stride": "i32",
+        "pages_stride": "i32",
+        "behind": "i32", "window": "i32", "scaling": "fp32", "eps": "fp32",
     }  # fmt: skip
     constants = {
         "ROWS": rows, "BLOCK_M": row_block(rows), "QUERIES": c.queries,
@@ -205,25 +230,28 @@ def _scores(c: Configuration, architecture: int) -> Launch:
         "RANK_B": launch.rank_second, "RESIDENT": launch.resident, "BLOCK_N": launch.tile,
         "ALIGN": 1 if c.packed else math.gcd(16, c.key_rank), "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
         "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
-        "INT8": c.int8,
+        "INT8": c.int8, "PAGE": c.page,
     }  # fmt: skip
     return "scores", scores_kernel, pointers | numbers, constants, launch.warps, STAGES
 
 
-def _values(c: Configuration) -> Launch:
+def _values(c: Configuration, architecture: int) -> Launch:
     rows = c.query_heads_per_kv * c.queries
     _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows, c.packed)
     types = {
         "logits_ptr": "*fp32", "latent_ptr": c.latent, "partial_ptr": "*fp32", "most_ptr": "*fp32",
-        "sum_ptr": "*fp32", "seen_ptr": "*i64", "blocks_ptr": "*i32", "columns_ptr": "*i32" if c.packed else "*i64",
+        "sum_ptr": "*fp32", "seen_ptr": "*i64", "pages_ptr": c.pages, "blocks_ptr": "*i32",
+        "columns_ptr": "*i32" if c.packed else "*i64",
         "words_ptr": "*fp32" if c.packed else "*i64",
         "latent_batch_stride": "i64", "latent_slot_stride": "i32", "logits_stride": "i32", "table_width": "i32",
-        "all_rows": "i32", "total": "i32", "behind": "i32", "tiles": "i32",
+        "all_rows": "i32", "total": "i32", "seen_stride": "i32", "pages_stride": "i32", "behind": "i32",
+        "window": "i32",
     }  # fmt: skip
     constants = {
         "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE,
         "ALIGN": 1 if c.packed else math.gcd(16, c.value_rank), "PACKED": c.packed, "UPCAST": False,
         "TYPE": triton.language.bfloat16 if c.dtype == "bf16" else triton.language.float16,
+        "PAGE": c.page, "WIDE": architecture >= 90,
     }  # fmt: skip
     return "values", values_kernel, types, constants, value_warps(c.packed), STAGES
 
@@ -234,17 +262,19 @@ def _one_pass(c: Configuration, direct: int) -> Launch:
     types = {
         "turned_ptr": "*fp32", "latent_ptr": c.latent, "up_ptr": f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "anchor_ptr": "*fp32", "offset_ptr": "*fp32",
-        "mask_ptr": "*i64", "seen_ptr": "*i64", "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32",
+        "mask_ptr": "*i64", "seen_ptr": "*i64", "pages_ptr": c.pages, "partial_ptr": "*fp32", "most_ptr": "*fp32",
+        "sum_ptr": "*fp32",
         "groups_ptr": "*i32", "pairs_ptr": "*i32", "latent_batch_stride": "i64", "latent_slot_stride": "i32",
         "mask_batch_stride": "i32", "mask_query_stride": "i32", "all_rows": "i32",
-        "total": "i32", "behind": "i32", "tiles": "i32", "scaling": "fp32",
+        "total": "i32", "seen_stride": "i32", "pages_stride": "i32", "behind": "i32", "window": "i32",
+        "scaling": "fp32",
     }  # fmt: skip
     constants = {
         "ROWS": rows, "BLOCK_M": max(16, row_block(c.value_heads * rows)), "QUERIES": c.queries, "HALF": half,
         "RANK_A": rank_a, "RANK_B": rank_b, "DIRECT": cover_pairs(direct),
         "REBUILT": cover_pairs(c.value_heads * half - direct), "BLOCK_N": JOINT_TILE,
         "CHUNK": CHUNK, "ALIGN": math.gcd(16, c.key_rank, direct), "HAS_BIAS": c.bias,
-        "MASK": 0 if c.queries == 1 else 1, "UPCAST": False,
+        "MASK": 0 if c.queries == 1 else 1, "UPCAST": False, "PAGE": c.page,
     }  # fmt: skip
     return "one pass", attend_kernel, types, constants, JOINT_WARPS, JOINT_STAGES
 
@@ -256,8 +286,9 @@ def _combine(c: Configuration) -> Launch:
         "output_ptr": f"*{c.dtype}", "all_rows": "i32", "total": "i32", "inner": "i32", "runs": "i32",
     }  # fmt: skip
     constants = {
-        "ROWS": rows, "BLOCK_M": row_block(rows), "QUERIES": c.queries, "HEAD_DIM": c.head_dim,
-        "BLOCK_C": COMBINE_COLUMNS, "BLOCK_D": output_block(c.head_dim), "ALIGN": math.gcd(16, c.value_rank),
+        "ROWS": rows, "BLOCK_M": combine_blocks(rows)[0], "QUERIES": c.queries, "HEAD_DIM": c.head_dim,
+        "BLOCK_C": COMBINE_COLUMNS, "BLOCK_D": output_block(c.head_dim), "BLOCK_R": combine_blocks(rows)[1],
+        "ALIGN": math.gcd(16, c.value_rank),
         "HAS_UP": not c.fused, "UPCAST": False,
     }  # fmt: skip
     return "combine", combine_kernel, types, constants, 4, STAGES
@@ -265,7 +296,7 @@ def _combine(c: Configuration) -> Launch:
 
 def _compile(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, warps: int, stages: int
-) -> tuple[int, int, int, int, int]:
+) -> tuple[int, int, int, int, int, int]:
     signature = types | dict.fromkeys(constants, "constexpr")
     # Allocations are aligned, and so are these strides; a launch tells the compiler so.
     known = [name for name, type in types.items() if type.startswith("*")]
@@ -275,8 +306,10 @@ def _compile(
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     registers, spilled = _resources(compiled.asm["cubin"])
-    tensor_core = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))
-    return compiled.metadata.shared, registers, spilled, tensor_core, compiled.asm["ptx"].count("cp.async.c")
+    ptx = compiled.asm["ptx"]
+    # "wgmma.mma_async" and "mma.sync" do not hold each other.
+    wide, narrow, copies = (ptx.count(name) for name in ("wgmma.mma_async", "mma.sync", "cp.async.c"))
+    return compiled.metadata.shared, registers, spilled, wide, narrow, copies
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -306,14 +339,16 @@ def main(names: Sequence[str] = ()) -> int:
         return 2
     wrong = 0
     print(
-        f"{'configuration':<38}{'kernel':<9}{'sm':>4}{'shared':>9}{'registers':>11}{'spilled':>9}{'mma':>6}{'copies':>8}"
+        f"{'configuration':<42}{'kernel':<9}{'sm':>4}{'shared':>9}{'registers':>11}{'spilled':>9}{'programs':>10}{'wgmma':>7}"
+        f"{'mma':>5}{'copies':>8}"
     )
     for one in compile_all([known[name] for name in names or known]):
-        line = f"{one.configuration.name:<38}{one.kernel:<9}{one.architecture:>4}{one.shared:>9,}{one.registers:>11}"
+        line = f"{one.configuration.name:<42}{one.kernel:<9}{one.architecture:>4}{one.shared:>9,}{one.registers:>11}"
         problems = faults(one)
         wrong += bool(problems)
         print(
-            f"{line}{one.spilled:>9}{one.tensor_core:>6}{one.async_copies:>8}  {'; '.join(problems)}".rstrip(),
+            f"{line}{one.spilled:>9}{one.resident:>10}{one.wide:>7}{one.narrow:>5}{one.async_copies:>8}"
+            f"  {'; '.join(problems)}".rstrip(),
             flush=True,
         )
     return 1 if wrong else 0

@@ -8,17 +8,19 @@
 import triton
 import triton.language as tl
 
-from recalkv.kernels.blocks import head_row, load_latents, load_up
+from recalkv.kernels.blocks import head_row, load_latents, load_up, run_of_tiles, slot_places
 
 __all__ = ["combine_kernel", "values_kernel"]
 
 
-@triton.jit(do_not_specialize=["behind", "tiles", "latent_batch_stride"])
+@triton.jit(do_not_specialize=["behind", "window", "seen_stride", "pages_stride", "latent_batch_stride"])
 def values_kernel(
-    logits_ptr, latent_ptr, partial_ptr, most_ptr, sum_ptr, seen_ptr, blocks_ptr, columns_ptr, words_ptr,
-    latent_batch_stride, latent_slot_stride, logits_stride, table_width, all_rows, total, behind, tiles,
+    logits_ptr, latent_ptr, partial_ptr, most_ptr, sum_ptr, seen_ptr, pages_ptr, blocks_ptr, columns_ptr,
+    words_ptr, latent_batch_stride, latent_slot_stride, logits_stride, table_width, all_rows, total, seen_stride,
+    pages_stride, behind, window,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
-    PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr, PAGE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of a run of tiles times a block of value latents, not yet normalised.
 
@@ -28,8 +30,13 @@ def values_kernel(
     ----------
     logits_ptr : (batch, all_rows, logits_stride) float32
         From :func:`recalkv.kernels.scores.scores_kernel`.
-    seen_ptr : (1,) int64
+    seen_ptr, pages_ptr, seen_stride, behind
         As there.
+    window
+        Slots that any query sees.
+    WIDE
+        Columns on the long side of the products, of which a warp group's tensor cores take 64 at once; those of an A100
+        would read such latents in small pieces.
     blocks_ptr : (blocks, 6) int32
         Of each block: first latent column, columns, first row, rows, place of its first element in the
         context of one sequence, and the row stride there.
@@ -50,15 +57,15 @@ def values_kernel(
     in_block = tl.arange(0, BLOCK_C)
     columns_ok = in_block < width
     logits_at = logits_ptr + (batch.to(tl.int64) * all_rows + first_row + rows[:, None]) * logits_stride
-    base = latent_ptr + tl.multiple_of(batch.to(tl.int64) * latent_batch_stride, ALIGN)
     most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    context = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
-    seen = tl.load(seen_ptr).to(tl.int32) + behind
-    first_tile = run * tiles
-    for tile in range(first_tile, tl.minimum(first_tile + tiles, tl.cdiv(seen, BLOCK_N))):
+    context = tl.zeros((BLOCK_C, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_C), dtype=tl.float32)
+    seen = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind
+    first_slot = tl.maximum(seen - window, 0)
+    first_tile, end_tile = run_of_tiles(seen, first_slot, run, runs, BLOCK_N)
+    for tile in range(first_tile, end_tile):
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        slot_ok = slot < seen
+        slot_ok = (slot < seen) & (slot >= first_slot)
         scores = tl.load(logits_at + slot[None, :], mask=rows_ok[:, None] & slot_ok[None, :], other=float("-inf"))
         larger = tl.maximum(most, tl.max(scores, axis=1))
         finite = tl.where(larger == float("-inf"), 0.0, larger)
@@ -66,14 +73,23 @@ def values_kernel(
         shrink = tl.exp2(most - finite)
         # Slots that nobody attends to may hold anything, NaN included.
         used = slot_ok & (tl.max(weights, axis=0) > 0)
+        slot_offsets = slot_places(
+            pages_ptr, pages_stride, batch, slot, used, latent_batch_stride, latent_slot_stride, PAGE, ALIGN
+        )
         latents = load_latents(
-            base, used, first_column + in_block, columns_ok, slot.to(tl.int64) * latent_slot_stride, columns_ptr,
-            words_ptr, table_width, PACKED, UPCAST, TYPE,
+            latent_ptr, used, first_column + in_block, columns_ok, slot_offsets, columns_ptr, words_ptr, table_width,
+            PACKED, UPCAST, TYPE,
         )  # fmt: skip
-        context = tl.dot(weights.to(latents.dtype), latents, context * shrink[:, None], input_precision="ieee")
+        shares = weights.to(latents.dtype)
+        if WIDE:
+            context = tl.dot(tl.trans(latents), tl.trans(shares), context * shrink[None, :], input_precision="ieee")
+        else:
+            context = tl.dot(shares, latents, context * shrink[:, None], input_precision="ieee")
         weight = weight * shrink + tl.sum(weights, axis=1)
         most = larger
     sequence = (batch * runs + run).to(tl.int64)
+    if WIDE:
+        context = tl.trans(context)
     at = partial_ptr + sequence * total + place + rows[:, None] * stride + in_block[None, :]
     tl.store(at, context, mask=rows_ok[:, None] & columns_ok[None, :])
     # Blocks of the same rows have the same sums; whoever writes them last writes the same.
@@ -85,14 +101,17 @@ def values_kernel(
 @triton.jit
 def _context(
     partial_ptr, most_ptr, sequence, runs, all_rows, total, row, rows_ok, most, at, ok,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A block of latent context, (rows, columns), summed over the runs; not normalised."""
+    """A block of latent context, (rows, columns), summed over the runs, many of them read at once; not normalised."""
     context = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
-    for run in range(runs):
-        own = tl.load(most_ptr + (sequence + run) * all_rows + row, mask=rows_ok, other=float("-inf"))
-        part = tl.load(partial_ptr + (sequence + run) * total + at, mask=ok, other=0.0)
-        context += part * tl.exp2(own - most)[:, None]
+    for start in range(0, runs, BLOCK_R):
+        run = start + tl.arange(0, BLOCK_R)
+        own_at = most_ptr + (sequence + run)[:, None] * all_rows + row[None, :]
+        own = tl.load(own_at, mask=(run < runs)[:, None] & rows_ok[None, :], other=float("-inf"))
+        part_at = partial_ptr + (sequence + run)[:, None, None] * total + at[None, :, :]
+        part = tl.load(part_at, mask=(run < runs)[:, None, None] & ok[None, :, :], other=0.0)
+        context += tl.sum(part * tl.exp2(own - most[None, :])[:, :, None], axis=0)
     return context
 
 
@@ -100,7 +119,8 @@ def _context(
 def combine_kernel(
     partial_ptr, most_ptr, sum_ptr, heads_ptr, up_ptr, output_ptr, all_rows, total, inner, runs,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, HAS_UP: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, ALIGN: tl.constexpr, HAS_UP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Sum the runs of :func:`values_kernel`, normalise, apply R_v. Grid: (kv heads, blocks of columns, batch).
 
@@ -111,6 +131,8 @@ def combine_kernel(
     output_ptr : (batch, QUERIES, inner)
         What the output projection reads. With HAS_UP blocks are BLOCK_D columns of a head's output; without,
         R_v being in the output projection, BLOCK_C columns of its latent context.
+    BLOCK_R
+        Runs that are read at once.
     """
     head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     before, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN)
@@ -120,12 +142,15 @@ def combine_kernel(
     sequence = (batch * runs).to(tl.int64)
     most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    for run in range(runs):
-        own = tl.load(most_ptr + (sequence + run) * all_rows + row, mask=rows_ok, other=float("-inf"))
-        sums = tl.load(sum_ptr + (sequence + run) * all_rows + row, mask=rows_ok, other=0.0)
-        larger = tl.maximum(most, own)
+    for start in range(0, runs, BLOCK_R):
+        run = start + tl.arange(0, BLOCK_R)
+        at = (sequence + run)[:, None] * all_rows + row[None, :]
+        ok = (run < runs)[:, None] & rows_ok[None, :]
+        own = tl.load(most_ptr + at, mask=ok, other=float("-inf"))
+        sums = tl.load(sum_ptr + at, mask=ok, other=0.0)
+        larger = tl.maximum(most, tl.max(own, axis=0))
         finite = tl.where(larger == float("-inf"), 0.0, larger)
-        weight = weight * tl.exp2(most - finite) + sums * tl.exp2(own - finite)
+        weight = weight * tl.exp2(most - finite) + tl.sum(sums * tl.exp2(own - finite[None, :]), axis=0)
         most = larger
     most = tl.where(most == float("-inf"), 0.0, most)
     # A row that attends to nothing, as padding does, is zero.
@@ -143,14 +168,14 @@ def combine_kernel(
             columns_ok = columns < rank
             context = _context(
                 partial_ptr, most_ptr, sequence, runs, all_rows, total, row, rows_ok, most,
-                context_at + columns[None, :], rows_ok[:, None] & columns_ok[None, :], BLOCK_M, BLOCK_C,
+                context_at + columns[None, :], rows_ok[:, None] & columns_ok[None, :], BLOCK_M, BLOCK_C, BLOCK_R,
             )  # fmt: skip
             up = load_up(up_ptr, up_start, up_stride, columns, columns_ok, places, places_ok, UPCAST)
-            if BLOCK_M == 1:
-                result += tl.sum(tl.trans(context) * up.to(tl.float32), axis=0)[None, :]
+            if BLOCK_M < 16:
+                result += tl.sum(context[:, :, None] * up.to(tl.float32)[None, :, :], axis=1)
             else:
                 result = tl.dot((context * share).to(up.dtype), up, result, input_precision="ieee")
-        if BLOCK_M == 1:
+        if BLOCK_M < 16:
             result *= share
         at = token + ((head * (ROWS // QUERIES) + query_head) * HEAD_DIM)[:, None] + places[None, :]
         ok = rows_ok[:, None] & places_ok[None, :]
@@ -159,7 +184,7 @@ def combine_kernel(
         ok = rows_ok[:, None] & (columns < rank)[None, :]
         result = share * _context(
             partial_ptr, most_ptr, sequence, runs, all_rows, total, row, rows_ok, most,
-            context_at + columns[None, :], ok, BLOCK_M, BLOCK_C,
+            context_at + columns[None, :], ok, BLOCK_M, BLOCK_C, BLOCK_R,
         )  # fmt: skip
         at = token + (before * (ROWS // QUERIES) + query_head * rank)[:, None] + columns[None, :]
     tl.store(output_ptr + at, result.to(output_ptr.dtype.element_ty), mask=ok)

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from recalkv.kernels.contexts import combine_kernel
 from recalkv.kernels.gauge import pair_columns
-from recalkv.kernels.launch import output_room, split
+from recalkv.kernels.launch import device_runs, note_resources, output_room, places_of, split
 from recalkv.kernels.one_pass import attend_kernel, turn_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
     JOINT_TILE,
     MAX_ROWS,
     alignment,
+    combine_blocks,
     cover_rank,
     groups_of,
     output_block,
@@ -154,53 +155,61 @@ class JointTables:
 
 
 def joint_attention(
-    query: Tensor, latents: Tensor, mask: Tensor | None, seen: Tensor, behind: int, groups: Tensor, pairs: Tensor,
-    factors: Tensor, value_up: Tensor | None, value_table: Tensor, key_bias: Tensor | None, anchors: Tensor,
+    query: Tensor, latents: Tensor, mask: Tensor | None, seen: Tensor, behind: int, pages: Tensor | None,
+    window: int, groups: Tensor, pairs: Tensor, factors: Tensor, value_up: Tensor | None, value_table: Tensor,
+    key_bias: Tensor | None, anchors: Tensor,
     offsets: Tensor, scaling: float, total: int, value_rank: int, value_alignment: int,
     rank_first: int, rank_second: int, direct: int, rebuilt: int, alignment: int, heads: int, runs: int,
 ) -> Tensor:  # fmt: skip
     """Three launches; arguments as :class:`JointTables` and :class:`recalkv.kernels.plan.LayerPlan` name them.
 
-    ``runs`` is at least 1, ``scaling`` is that of the scores times log2 e.
+    ``runs`` may be 0 for the device's, ``scaling`` is that of the scores times log2 e.
     """
     batch, queries, h, head_dim = query.shape
-    slots, kv_heads, device = latents.shape[1], value_table.shape[0], query.device
+    (slots, page), kv_heads, device = places_of(latents, pages), value_table.shape[0], query.device
     rows, half = h // kv_heads * queries, head_dim // 2
     all_rows, total = kv_heads * rows, total * rows
-    runs, tiles = split(slots, JOINT_TILE, runs)
+    block_rows, interpreted = max(16, row_block(heads * rows)), bool(triton.knobs.runtime.interpret)
+    constants: dict[str, Any] = {
+        "ROWS": rows, "BLOCK_M": block_rows, "QUERIES": queries, "HALF": half, "RANK_A": rank_first,
+        "RANK_B": rank_second,
+        "DIRECT": direct, "REBUILT": rebuilt, "CHUNK": CHUNK, "BLOCK_N": JOINT_TILE, "ALIGN": alignment,
+        "HAS_BIAS": key_bias is not None, "MASK": 2 if mask is not None else 1 if queries > 1 else 0,
+        "UPCAST": interpreted, "PAGE": page, "num_warps": JOINT_WARPS, "num_stages": JOINT_STAGES,
+    }  # fmt: skip
+    kind = ("one pass", device, query.dtype, *constants.values())
+    runs = split(slots, JOINT_TILE, runs or device_runs(device, batch * len(groups), kind))
+    seen_stride, pages_stride = int(seen.numel() > 1), 0 if pages is None else pages.stride(0)
     partial = torch.empty(batch, runs, total, dtype=torch.float32, device=device)
     most = torch.empty(batch, runs, all_rows, dtype=torch.float32, device=device)
     sums = torch.empty_like(most)
-    block_rows = max(16, row_block(heads * rows))
     turned = torch.empty(batch, len(groups), 2, block_rows, direct + rebuilt, dtype=torch.float32, device=device)
     output = output_room(query, value_up, total)
-    interpreted = bool(triton.knobs.runtime.interpret)
     if mask is not None:
         mask = mask.expand(batch, 1, queries, slots).view(torch.uint8)
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         turn_kernel[(len(groups), (direct + rebuilt) // CHUNK, batch)](
-            query.contiguous(), turned, anchors, offsets, seen, groups, pairs, kv_heads, behind,
+            query.contiguous(), turned, anchors, offsets, seen, groups, pairs, kv_heads, seen_stride, behind,
             ROWS=rows, BLOCK_M=block_rows, QUERIES=queries, HALF=half, PAIRS=direct + rebuilt, CHUNK=CHUNK,
             BLOCK_N=JOINT_TILE, num_warps=1,
         )  # fmt: skip
-        attend_kernel[(len(groups), runs, batch)](
+        compiled = attend_kernel[(len(groups), runs, batch)](
             turned, latents, factors, seen if key_bias is None else key_bias, anchors, offsets,
-            seen if mask is None else mask, seen, partial, most, sums, groups, pairs,
+            seen if mask is None else mask, seen, seen if pages is None else pages, partial, most, sums, groups, pairs,
             latents.stride(0), latents.stride(1), 0 if mask is None else mask.stride(0),
-            0 if mask is None else mask.stride(2), all_rows, total, behind, tiles, scaling,
-            ROWS=rows, BLOCK_M=block_rows, QUERIES=queries, HALF=half, RANK_A=rank_first, RANK_B=rank_second,
-            DIRECT=direct, REBUILT=rebuilt, CHUNK=CHUNK, BLOCK_N=JOINT_TILE, ALIGN=alignment,
-            HAS_BIAS=key_bias is not None, MASK=2 if mask is not None else 1 if queries > 1 else 0,
-            UPCAST=interpreted, num_warps=JOINT_WARPS, num_stages=JOINT_STAGES,
+            0 if mask is None else mask.stride(2), all_rows, total, seen_stride, pages_stride, behind, window,
+            scaling, **constants,
         )  # fmt: skip
-        block = output_block(head_dim)
+        note_resources(kind, compiled, JOINT_WARPS, device)
+        block, (combine_rows, at_once) = output_block(head_dim), combine_blocks(rows)
         parts = -(-value_rank // COMBINE_COLUMNS) if value_up is None else -(-head_dim // block)
         combine_kernel[(kv_heads, parts, batch)](
             partial, most, sums, value_table, output if value_up is None else value_up, output, all_rows, total,
             output.shape[2], runs,
-            ROWS=rows, BLOCK_M=row_block(rows), QUERIES=queries, HEAD_DIM=head_dim, BLOCK_C=COMBINE_COLUMNS,
-            BLOCK_D=block, ALIGN=value_alignment, HAS_UP=value_up is not None, UPCAST=interpreted, num_warps=4,
+            ROWS=rows, BLOCK_M=combine_rows, QUERIES=queries, HEAD_DIM=head_dim, BLOCK_C=COMBINE_COLUMNS,
+            BLOCK_D=block, BLOCK_R=at_once, ALIGN=value_alignment, HAS_UP=value_up is not None, UPCAST=interpreted,
+            num_warps=4,
         )  # fmt: skip
     return output
 

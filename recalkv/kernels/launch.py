@@ -6,7 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["device_runs", "output_room", "shared_limit", "split"]
+__all__ = [
+    "ALL_SLOTS",
+    "device_runs",
+    "note_resources",
+    "output_room",
+    "places_of",
+    "resident_programs",
+    "shared_limit",
+    "split",
+    "wide_products",
+]
+
+ALL_SLOTS = 1 << 30
+"""A window without an end."""
 
 
 def output_room(query: Tensor, value_up: Tensor | None, total: int) -> Tensor:
@@ -16,11 +29,14 @@ def output_room(query: Tensor, value_up: Tensor | None, total: int) -> Tensor:
     return torch.empty(batch, queries, inner, dtype=query.dtype, device=query.device)
 
 
-def split(slots: int, tile: int, runs: int) -> tuple[int, int]:
-    """Runs, and tiles of each, about as many runs as wanted."""
-    tiles = -(-slots // tile)
-    per_run = -(-tiles // min(tiles, runs))
-    return -(-tiles // per_run), per_run
+def split(slots: int, tile: int, runs: int) -> int:
+    """Runs that a launch has: at most one for each tile that the cache has room for."""
+    return max(1, min(-(-slots // tile), runs))
+
+
+def places_of(latents: Tensor, pages: Tensor | None) -> tuple[int, int]:
+    """Slots of each sequence, and slots of a block; 0 where sequences are whole."""
+    return (latents.shape[1], 0) if pages is None else (pages.shape[1] * latents.shape[1], latents.shape[1])
 
 
 @functools.cache
@@ -33,8 +49,53 @@ def shared_limit(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-def device_runs(device: torch.device, programs: int) -> int:
-    """Runs that give every processor about two programs, and never a part of a third wave."""
+@functools.cache
+def wide_products(device: torch.device) -> bool:
+    """Whether the tensor cores of a device work for groups of warps, on 64 rows at once."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_resident: dict[Any, int] = {}
+"""Programs of a compiled kernel that fit a processor at once, by what it was compiled for."""
+
+
+def device_runs(device: torch.device, programs: int, kind: Any) -> int:
+    """Runs that fill every processor once, with as many programs as fit there at once.
+
+    Parameters
+    ----------
+    programs
+        Of one run.
+    kind
+        What the kernel is compiled for, as :func:`note_resources` was told; before its first launch one program is
+        taken to fit.
+    """
     if device.type != "cuda":
         return 1
-    return max(1, 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs)
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count * _resident.get(kind, 1) // programs)
+
+
+def note_resources(kind: Any, compiled: Any, warps: int, device: torch.device) -> None:
+    """Remember what a launch tells of the kernel's registers and shared memory; nothing where it is interpreted."""
+    if kind in _resident or device.type != "cuda" or not hasattr(compiled, "n_regs"):
+        return
+    properties: Any = torch.cuda.get_device_properties(device)
+    room = int(properties.shared_memory_per_multiprocessor)
+    _resident[kind] = resident_programs(compiled.n_regs, compiled.metadata.shared, warps, room)
+
+
+def resident_programs(registers: int, shared: int, warps: int, room: int) -> int:
+    """Programs that fit a processor at once.
+
+    Parameters
+    ----------
+    registers
+        Of a thread.
+    shared, room
+        Bytes of shared memory of a program, and of the processor, which keeps 1 KB of each program for itself.
+    warps
+        Of a program.
+    """
+    # A processor has 65,536 registers, given out 256 at a time to a warp, and 64 warps.
+    per_warp = -(-max(registers, 1) * 32 // 256) * 256
+    return max(1, min(65_536 // (per_warp * warps), room // (shared + 1024), 64 // warps))

@@ -12,14 +12,14 @@ of the RoPE pairs of a group's keys are latents themselves, the others are rebui
 import triton
 import triton.language as tl
 
-from recalkv.kernels.blocks import load_latents, load_up, turned_pairs
+from recalkv.kernels.blocks import load_latents, load_up, run_of_tiles, slot_places, turned_pairs
 
 __all__ = ["attend_kernel", "turn_kernel"]
 
 
-@triton.jit(do_not_specialize=["behind"])
+@triton.jit(do_not_specialize=["behind", "seen_stride"])
 def turn_kernel(
-    query_ptr, turned_ptr, anchor_ptr, offset_ptr, seen_ptr, groups_ptr, pairs_ptr, kv_heads, behind,
+    query_ptr, turned_ptr, anchor_ptr, offset_ptr, seen_ptr, groups_ptr, pairs_ptr, kv_heads, seen_stride, behind,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +32,9 @@ def turn_kernel(
     rows = tl.arange(0, BLOCK_M)
     head = group_head + rows // ROWS
     inner = rows % ROWS
-    own_slot = tl.load(seen_ptr).to(tl.int32) + behind - QUERIES + inner % QUERIES
+    own_slot = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind - QUERIES + inner % QUERIES
+    # A sequence without slots, which pads a batch, has no last one.
+    own_slot = tl.maximum(own_slot, 0)
     query_head = ((batch * QUERIES + inner % QUERIES) * kv_heads + head) * (ROWS // QUERIES) + inner // QUERIES
     place = pairs % HALF
     own = (rows < count)[:, None] & (pairs >= 0)[None, :] & ((pairs // HALF)[None, :] == head[:, None])
@@ -74,15 +76,20 @@ def _products(
 
 
 @triton.jit(
-    do_not_specialize=["behind", "tiles", "latent_batch_stride", "mask_batch_stride", "mask_query_stride"]
+    do_not_specialize=[
+        "behind", "window", "seen_stride", "pages_stride", "latent_batch_stride", "mask_batch_stride",
+        "mask_query_stride",
+    ]
 )  # fmt: skip
 def attend_kernel(
-    turned_ptr, latent_ptr, up_ptr, bias_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, partial_ptr, most_ptr,
-    sum_ptr, groups_ptr, pairs_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride, mask_query_stride,
-    all_rows, total, behind, tiles, scaling,
+    turned_ptr, latent_ptr, up_ptr, bias_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, pages_ptr, partial_ptr,
+    most_ptr, sum_ptr, groups_ptr, pairs_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride,
+    mask_query_stride,
+    all_rows, total, seen_stride, pages_stride, behind, window, scaling,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr,
     RANK_A: tl.constexpr, RANK_B: tl.constexpr, DIRECT: tl.constexpr, REBUILT: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, MASK: tl.constexpr, UPCAST: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of a run of tiles times a group's latents, not yet normalised.
 
@@ -95,7 +102,7 @@ def attend_kernel(
         a key/value head x queries.
     up_ptr
         Columns of R_k that are rebuilt, of each group (rank, 2, its rebuilt pairs): left and right halves.
-    anchor_ptr, offset_ptr, seen_ptr, behind, mask_ptr, MASK
+    anchor_ptr, offset_ptr, seen_ptr, seen_stride, behind, window, pages_ptr, PAGE, mask_ptr, MASK
         As in :func:`recalkv.kernels.scores.scores_kernel`.
     partial_ptr, most_ptr, sum_ptr
         As in :func:`recalkv.kernels.contexts.values_kernel`.
@@ -120,7 +127,8 @@ def attend_kernel(
     count = tl.load(groups_ptr + 8 * group + 5) * ROWS
     place = tl.load(groups_ptr + 8 * group + 6) * ROWS
     up_start = tl.load(groups_ptr + 8 * group + 7)
-    seen = tl.load(seen_ptr).to(tl.int32) + behind
+    seen = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind
+    first_slot = tl.maximum(seen - QUERIES + 1 - window, 0)
     kind = latent_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)
     rows_ok = rows < count
@@ -129,7 +137,6 @@ def attend_kernel(
     ok_a = columns_a < rank
     columns_b = RANK_A + tl.arange(0, RANK_B if RANK_B > 0 else 1)
     ok_b = columns_b < rank
-    base = latent_ptr + tl.multiple_of(batch.to(tl.int64) * latent_batch_stride, ALIGN)
     in_chunk = tl.arange(0, CHUNK)
     table = pairs_ptr + group * (DIRECT + REBUILT) + in_chunk
     query_half = BLOCK_M * (DIRECT + REBUILT)
@@ -142,24 +149,46 @@ def attend_kernel(
         context_b = tl.zeros((BLOCK_M, RANK_B), dtype=tl.float32)
     in_tile = tl.arange(0, BLOCK_N)
     offset_at = offset_ptr + in_tile[:, None] * (2 * HALF)
-    first_tile = run * tiles
-    for tile in range(first_tile, tl.minimum(first_tile + tiles, tl.cdiv(seen, BLOCK_N))):
+    first_tile, end_tile = run_of_tiles(seen, first_slot, run, runs, BLOCK_N)
+    for tile in range(first_tile, end_tile):
         slot = tile * BLOCK_N + in_tile
-        slot_ok = slot < seen
-        slot_offsets = slot.to(tl.int64) * latent_slot_stride
+        slot_ok = (slot < seen) & (slot >= first_slot)
+        slot_offsets = slot_places(
+            pages_ptr, pages_stride, batch, slot, slot_ok, latent_batch_stride, latent_slot_stride, PAGE, ALIGN
+        )
         anchor_at = anchor_ptr + tile * (2 * HALF)
         latents_a = load_latents(
-            base, slot_ok, first_column + columns_a, ok_a, slot_offsets, seen_ptr, seen_ptr, 0, False, UPCAST, kind
+            latent_ptr,
+            slot_ok,
+            first_column + columns_a,
+            ok_a,
+            slot_offsets,
+            seen_ptr,
+            seen_ptr,
+            0,
+            False,
+            UPCAST,
+            kind,
         )
         if RANK_B > 0:
             latents_b = load_latents(
-                base, slot_ok, first_column + columns_b, ok_b, slot_offsets, seen_ptr, seen_ptr, 0, False, UPCAST, kind
+                latent_ptr,
+                slot_ok,
+                first_column + columns_b,
+                ok_b,
+                slot_offsets,
+                seen_ptr,
+                seen_ptr,
+                0,
+                False,
+                UPCAST,
+                kind,
             )
         scores = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for start in tl.static_range(0, DIRECT, CHUNK):
             # Just read as latents, so these come from the caches of the processor.
             pairs_ok = start + in_chunk < direct
-            at = base + slot_offsets[:, None] + (first_column + start + in_chunk)[None, :]
+            at = latent_ptr + slot_offsets[:, None] + (first_column + start + in_chunk)[None, :]
             ok = slot_ok[:, None] & pairs_ok[None, :]
             left = tl.load(at, mask=ok, other=0.0).to(tl.float32)
             right = tl.load(at + direct, mask=ok, other=0.0).to(tl.float32)

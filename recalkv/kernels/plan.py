@@ -22,6 +22,7 @@ __all__ = [
     "ScoresLaunch",
     "Step",
     "alignment",
+    "combine_blocks",
     "cover_rank",
     "groups_of",
     "joined",
@@ -36,7 +37,7 @@ TILE = 64
 """Slots of a tile of values; a tile of keys is as long, or twice or half of it."""
 
 JOINT_TILE = 32
-"""Slots of a tile where one pass serves keys and values."""
+"""Slots of a tile where one pass serves keys and values; of 64, which wgmma needs, a thread spills over 800 bytes."""
 
 STAGES = 2
 """Tiles in flight; a third costs shared memory."""
@@ -125,6 +126,16 @@ def _resident_bytes(rank: int, head_dim: int, tile: int, rows: int, element: int
 def row_block(rows: int) -> int:
     """Rows that a program reserves: ``tl.dot`` wants sixteen; a single one is a sum of products instead."""
     return 1 if rows == 1 else max(16, 1 << (rows - 1).bit_length())
+
+
+def combine_blocks(rows: int) -> tuple[int, int]:
+    """Rows that a program of ``combine_kernel`` reserves, and runs that it reads at once.
+
+    A few rows are summed as they are, more are a product of tensor cores. What is read at once stays in registers.
+    """
+    block = 1 << (rows - 1).bit_length()
+    block = block if block <= 4 else max(16, block)
+    return block, min(32, 4096 // (block * COMBINE_COLUMNS))
 
 
 def output_block(head_dim: int) -> int:

@@ -7,7 +7,15 @@ and takes their products. A group's latents are read once per head, from the lev
 import triton
 import triton.language as tl
 
-from recalkv.kernels.blocks import head_row, load_codes, load_latents, load_up, turned_pairs
+from recalkv.kernels.blocks import (
+    head_row,
+    load_codes,
+    load_latents,
+    load_up,
+    run_of_tiles,
+    slot_places,
+    turned_pairs,
+)
 
 __all__ = ["scores_kernel"]
 
@@ -22,16 +30,20 @@ def _scaled(sums, size, scales_ptr, half_sums_at, places_ok):
 
 # What changes while a sequence grows must not be compiled in.
 @triton.jit(
-    do_not_specialize=["behind", "tiles", "latent_batch_stride", "mask_batch_stride", "mask_query_stride"]
+    do_not_specialize=[
+        "behind", "window", "seen_stride", "pages_stride", "latent_batch_stride", "mask_batch_stride",
+        "mask_query_stride",
+    ]
 )  # fmt: skip
 def scores_kernel(
-    query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, logits_ptr,
-    heads_ptr, columns_ptr, words_ptr, scales_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride,
-    mask_query_stride, logits_stride, table_width, behind, tiles, scaling, eps,
+    query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, pages_ptr,
+    logits_ptr, heads_ptr, columns_ptr, words_ptr, scales_ptr, latent_batch_stride, latent_slot_stride,
+    mask_batch_stride,
+    mask_query_stride, logits_stride, table_width, seen_stride, pages_stride, behind, window, scaling, eps,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     RANK_A: tl.constexpr, RANK_B: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
-    PACKED: tl.constexpr, UPCAST: tl.constexpr, INT8: tl.constexpr,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr, INT8: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Scores of one key/value head's queries against a run of tiles, in units of log 2.
 
@@ -43,8 +55,13 @@ def scores_kernel(
         ROWS = query heads of a key/value head x queries; row = query head x QUERIES + query.
     anchor_ptr, offset_ptr : (tiles, 2, HALF), (BLOCK_N, 2, HALF) float32
         Cos and sin of the starts of tiles and of the places within one.
-    seen_ptr : (1,) int64
-        Plus ``behind``: slots up to the last query's, itself included. The queries stand in the last of them.
+    seen_ptr : (1,) or, with a ``seen_stride`` of 1, (batch,) int32 or int64
+        Plus ``behind``: slots up to the last query's, itself included. The queries stand in the last of them. The runs
+        share these slots, whatever the cache holds beyond them.
+    pages_ptr : (batch, any) int32 or int64
+        With PAGE: blocks of each sequence (:func:`recalkv.kernels.blocks.slot_places`).
+    window
+        Slots that the first query sees, at most.
     heads_ptr : (kv heads, 4) int32
         First latent column, rank, start of the head's block in ``up_ptr`` and the row stride there.
     mask_ptr
@@ -63,7 +80,8 @@ def scores_kernel(
     run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     first_column, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN)
-    seen = tl.load(seen_ptr).to(tl.int32) + behind
+    seen = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind
+    first_slot = tl.maximum(seen - QUERIES + 1 - window, 0)
     kind = up_ptr.dtype.element_ty
     SUMS: tl.constexpr = tl.int32 if INT8 else tl.float32  # noqa: N806  (a constant)
     if INT8:
@@ -76,7 +94,8 @@ def scores_kernel(
     rows = tl.arange(0, BLOCK_M)
     rows_ok = rows < ROWS
     whole_head = (batch * kv_heads + head).to(tl.int64)
-    own_slot = seen - QUERIES + rows % QUERIES
+    # A sequence without slots, which pads a batch, has no last one.
+    own_slot = tl.maximum(seen - QUERIES + rows % QUERIES, 0)
     query_head = (batch * QUERIES + rows % QUERIES) * kv_heads * (ROWS // QUERIES) + head * (ROWS // QUERIES)
     query_head += rows // QUERIES
     query_at = query_ptr + query_head[:, None].to(tl.int64) * (2 * HALF) + places[None, :]
@@ -88,7 +107,6 @@ def scores_kernel(
     query_left, query_right = turned_pairs(query_left, query_right, own_tile, query_ok, HALF, 1)
     own_place = offset_ptr + (own_slot % BLOCK_N)[:, None] * (2 * HALF) + places[None, :]
     query_left, query_right = turned_pairs(query_left, query_right, own_place, query_ok, HALF, 1)
-    base = latent_ptr + tl.multiple_of(batch.to(tl.int64) * latent_batch_stride, ALIGN)
     up_right = up_start + HALF * (up_stride if INT8 else 1)
     columns_a = tl.arange(0, RANK_A)
     ok_a = columns_a < rank
@@ -101,29 +119,31 @@ def scores_kernel(
             up_left_b = load_up(up_ptr, up_start, up_stride, columns_b, ok_b, places, places_ok, UPCAST, INT8)
             up_right_b = load_up(up_ptr, up_right, up_stride, columns_b, ok_b, places, places_ok, UPCAST, INT8)
     in_tile = tl.arange(0, BLOCK_N)
-    first_tile = run * tiles
-    for tile in range(first_tile, tl.minimum(first_tile + tiles, tl.cdiv(seen, BLOCK_N))):
+    first_tile, end_tile = run_of_tiles(seen, first_slot, run, tl.num_programs(0), BLOCK_N)
+    for tile in range(first_tile, end_tile):
         slot = tile * BLOCK_N + in_tile
-        slot_ok = slot < seen
-        slot_offsets = slot.to(tl.int64) * latent_slot_stride
+        slot_ok = (slot < seen) & (slot >= first_slot)
+        slot_offsets = slot_places(
+            pages_ptr, pages_stride, batch, slot, slot_ok, latent_batch_stride, latent_slot_stride, PAGE, ALIGN
+        )
         left = tl.zeros((BLOCK_N, BLOCK_H), dtype=SUMS)
         right = tl.zeros((BLOCK_N, BLOCK_H), dtype=SUMS)
         if RESIDENT:
             if INT8:
-                latents = load_codes(base + first_byte, slot_ok, columns_a, ok_a, slot_offsets)
+                latents = load_codes(latent_ptr + first_byte, slot_ok, columns_a, ok_a, slot_offsets)
             else:
                 latents = load_latents(
-                    base, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, words_ptr, table_width,
-                    PACKED, UPCAST, kind,
+                    latent_ptr, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, words_ptr,
+                    table_width, PACKED, UPCAST, kind,
                 )  # fmt: skip
             left = tl.dot(latents, up_left_a, left, input_precision="ieee", out_dtype=SUMS)
             right = tl.dot(latents, up_right_a, right, input_precision="ieee", out_dtype=SUMS)
             if RANK_B > 0:
                 if INT8:
-                    latents_b = load_codes(base + first_byte, slot_ok, columns_b, ok_b, slot_offsets)
+                    latents_b = load_codes(latent_ptr + first_byte, slot_ok, columns_b, ok_b, slot_offsets)
                 else:
                     latents_b = load_latents(
-                        base, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, words_ptr,
+                        latent_ptr, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, words_ptr,
                         table_width, PACKED, UPCAST, kind,
                     )  # fmt: skip
                 left = tl.dot(latents_b, up_left_b, left, input_precision="ieee", out_dtype=SUMS)
@@ -133,18 +153,18 @@ def scores_kernel(
                 columns = start + columns_a
                 ok = columns < rank
                 if INT8:
-                    latents = load_codes(base + first_byte, slot_ok, columns, ok, slot_offsets)
+                    latents = load_codes(latent_ptr + first_byte, slot_ok, columns, ok, slot_offsets)
                 else:
                     latents = load_latents(
-                        base, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, words_ptr, table_width,
-                        PACKED, UPCAST, kind,
+                        latent_ptr, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, words_ptr,
+                        table_width, PACKED, UPCAST, kind,
                     )  # fmt: skip
                 block = load_up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
                 left = tl.dot(latents, block, left, input_precision="ieee", out_dtype=SUMS)
                 block = load_up(up_ptr, up_right, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
                 right = tl.dot(latents, block, right, input_precision="ieee", out_dtype=SUMS)
         if INT8:
-            level = tl.load(base + level_at + slot_offsets, mask=slot_ok, other=0).to(tl.float32)
+            level = tl.load(latent_ptr + level_at + slot_offsets, mask=slot_ok, other=0).to(tl.float32)
             size = (tl.exp2((level - 128.0) * 0.125) * code_step)[:, None]
             left = _scaled(left, size, scales_ptr + head * (2 * HALF) + places, kv_heads * (2 * HALF), places_ok)
             right = _scaled(
@@ -171,8 +191,9 @@ def scores_kernel(
                 exact = query_ptr.dtype.element_ty
                 turned_left, turned_right = turned_left.to(exact), turned_right.to(exact)
                 key_left, key_right = key_left.to(exact), key_right.to(exact)
-            scores = tl.dot(turned_left, tl.trans(key_left), input_precision="ieee")
-            scores = tl.dot(turned_right, tl.trans(key_right), scores, input_precision="ieee")
+            # Slots on the long side, of which tensor cores take 64 at once.
+            scores = tl.dot(key_left, tl.trans(turned_left), input_precision="ieee")
+            scores = tl.trans(tl.dot(key_right, tl.trans(turned_right), scores, input_precision="ieee"))
         scores *= scaling
         wanted = rows_ok[:, None] & slot_ok[None, :]
         if MASK == 1:

@@ -106,12 +106,7 @@ def refit_layers(
         with source.layer(index) as dense_layer:
             layer = _Layer(source, dense_layer, index, order)
             if method.refit == "output":
-                targets = _residual_targets(layer, hidden, dense_hidden)
-                layer.install(start.factors.keys, start.factors.values)
-                contexts = [layer.contexts(states) for states in hidden]
-                if refit is None:
-                    refit = _fit_output(layer, contexts, targets, start.factors, method)
-                layer.install(start.factors.keys, start.factors.values, refit.output)
+                contexts, refit = _fit_output(layer, hidden, dense_hidden, start.factors, method, refit)
                 if not last:
                     pairs = zip(hidden, contexts, strict=True)
                     hidden = [layer.run_from_contexts(states, own) for states, own in pairs]
@@ -136,27 +131,39 @@ def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, me
     return LayerRefit(start.factors.keys, fit.factors.float(), None, fit.error_before, fit.error_after)
 
 
-def _residual_targets(layer: "_Layer", hidden: Sequence[Tensor], dense_hidden: list[Tensor]) -> list[Tensor]:
-    """What the layer should add to the compressed stream, per batch; advances the dense stream by the layer."""
-    targets = []
-    for batch, (states, dense) in enumerate(zip(hidden, list(dense_hidden), strict=True)):
-        added, dense_hidden[batch] = layer.run_and_watch(dense)
-        targets.append(added + (dense - states))
-    return targets
-
-
 def _fit_output(
-    layer: "_Layer", contexts: Sequence[Tensor], targets: Sequence[Tensor], start: LayerFactors, method: Method
-) -> LayerRefit:
-    """Fit W_o to the contexts of compressed keys and values."""
+    layer: "_Layer",
+    hidden: Sequence[Tensor],
+    dense_hidden: list[Tensor],
+    start: LayerFactors,
+    method: Method,
+    done: LayerRefit | None,
+) -> tuple[list[Tensor], LayerRefit]:
+    """Fit W_o to the contexts of compressed keys and values, and install all three; contexts by batch, and the fit.
+
+    The target is what the layer should add to the compressed stream. It is there for one batch at a time, as the dense
+    stream advances.
+    """
     weight = layer.attention.o_proj.weight.T.double()
     moments = OutputMoments.zeros(weight.shape[0], weight.shape[1], layer.source.device)
-    for context, target in zip(contexts, targets, strict=True):
-        moments.add(context, target)
-    moments = moments.total()
-    output = fit_output(moments, weight, method.refit_ridge)
-    before, after = output_error(moments, weight), output_error(moments, output)
-    return LayerRefit(start.keys, start.values, output.float(), before, after)
+    dense = layer.weights()
+    layer.install(start.keys, start.values)
+    compressed, contexts = layer.weights(), []
+    for batch, states in enumerate(hidden):
+        layer.put(dense)
+        before = dense_hidden[batch]
+        added, dense_hidden[batch] = layer.run_and_watch(before)
+        layer.put(compressed)
+        contexts.append(layer.contexts(states))
+        if done is None:
+            moments.add(contexts[-1], added + (before - states))
+    if done is None:
+        moments = moments.total()
+        output = fit_output(moments, weight, method.refit_ridge)
+        errors = output_error(moments, weight), output_error(moments, output)
+        done = LayerRefit(start.keys, start.values, output.float(), *errors)
+    layer.install(start.keys, start.values, done.output)
+    return contexts, done
 
 
 class _Reached(Exception):  # noqa: N818
@@ -178,6 +185,12 @@ class _Layer:
 
     def install(self, keys: LowRank, values: LowRank, output: Tensor | None = None) -> None:
         install(self.layer, keys, values, output, self.order)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        return self.attention.k_proj.weight.data, self.attention.v_proj.weight.data
+
+    def put(self, weights: tuple[Tensor, Tensor]) -> None:
+        self.attention.k_proj.weight.data, self.attention.v_proj.weight.data = weights
 
     def run(self, states: Tensor) -> Tensor:
         return run_layer(self.source, self.layer, self.index, states)

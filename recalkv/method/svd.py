@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _Decomposition = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
-"""Energies (descending), eigenvectors, and the roots of G (None for the identity or a zero matrix)."""
+"""Energies (descending), eigenvectors, and what :func:`_roots` gives of G (None for the identity or a zero matrix)."""
 
 
 def group_columns(groups: Sequence[Sequence[int]], head_dim: int) -> list[Tensor]:
@@ -77,10 +77,20 @@ def _decompose(moment: Tensor, gradient: Tensor | None) -> _Decomposition:
         values, vectors = torch.linalg.eigh(moment)
         energies = values.flip(0).clamp_min(0)
         return (energies if gradient is None else torch.zeros_like(energies)), vectors.flip(1), None
-    roots = symmetric_roots(gradient)
-    weighted = roots[0] @ moment @ roots[0]
+    root, inverse = _roots(gradient)
+    weighted = root.T @ moment @ root
     values, vectors = torch.linalg.eigh((weighted + weighted.T) / 2)
-    return values.flip(0).clamp_min(0), vectors.flip(1), roots
+    return values.flip(0).clamp_min(0), vectors.flip(1), (root, inverse)
+
+
+def _roots(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """F with ``F F^T = G``, and the transpose of its (pseudo-)inverse; by Cholesky, which costs no eigenvalues."""
+    factor, failed = torch.linalg.cholesky_ex(gradient)
+    pivots = factor.diagonal().square()
+    if bool(failed) or not bool(pivots.min() > pivots.max() * 1e-13):  # a singular metric
+        return symmetric_roots(gradient)
+    identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    return factor, torch.linalg.solve_triangular(factor, identity, upper=False).T
 
 
 def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -103,10 +103,10 @@ def build_model(config: Any, other: dict[str, Tensor], layers: Iterable[dict[str
     family = config.model_type.removeprefix("recalkv_")
     with torch.device("meta"):
         model = MODEL_CLASSES[family](config)
-    state = dict(other)
+    cast = {name: tensor.to(dtype) for name, tensor in other.items()}
+    # Layer by layer: the whole model is never held in float32.
     for index, layer in enumerate(layers):
-        state |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
-    cast = {name: tensor.to(dtype) for name, tensor in state.items()}
+        cast |= {f"model.layers.{index}.{name}": tensor.to(dtype) for name, tensor in layer.items()}
     device = next(iter(cast.values())).device
     # Rotary buffers are not part of a checkpoint; tied heads are tied below.
     rotary = type(model.model.rotary_emb)(config=config).to(device)

@@ -17,12 +17,9 @@ def put_loss_moments(store: StoreWriter, name: str, moments: LossMoments) -> Non
     store.put(f"{name}/mean", moments.mean)
 
 
-def get_loss_moments(store: StoreReader, name: str) -> LossMoments:
-    """Read what :func:`put_loss_moments` wrote."""
-    return LossMoments(
-        store.get(f"{name}/gram"),
-        store.get(f"{name}/key_gradient"),
-        store.get(f"{name}/value_gradient"),
-        int(store.get(f"{name}/tokens")),
-        store.get(f"{name}/mean"),
+def get_loss_moments(store: StoreReader, name: str, device: torch.device | None = None) -> LossMoments:
+    """Read what :func:`put_loss_moments` wrote, to a device."""
+    gram, key, value, mean = (
+        store.get(f"{name}/{part}").to(device) for part in ("gram", "key_gradient", "value_gradient", "mean")
     )
+    return LossMoments(gram, key, value, int(store.get(f"{name}/tokens")), mean)

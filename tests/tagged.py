@@ -1,0 +1,169 @@
+"""A device on the CPU that computes as the CPU does and refuses what a GPU refuses: operands of two devices.
+
+Tensors made on or moved to :data:`DEVICE` are wrappers around tensors of the CPU. It is a backend of this process, so
+whatever asks for an accelerator finds it: use it in a process of its own (``tests/one_device.py``).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+__all__ = ["DEVICE", "MixedDevicesError", "Tagged", "on_host", "tagging"]
+
+_NAME = "tagged"
+
+
+class _Backend:
+    """What torch asks a backend."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def is_autocast_enabled() -> bool:
+        return False
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None:
+        pass
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False
+
+
+_setup_privateuseone_for_python_backend(_NAME, backend_module=_Backend())
+DEVICE = torch.device(_NAME, 0)
+
+_ATEN = torch.ops.aten
+_ACROSS = {_ATEN._to_copy.default, _ATEN.copy_.default}
+"""What copies from one device to another."""
+
+_EIGENVALUES = {_ATEN._linalg_eigh.default, _ATEN._linalg_svd.default}
+
+on_host: list[str] = []
+"""Eigenvalues and singular values that were found on the host while the device was there."""
+
+_INDEXING = {_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default, _ATEN._index_put_impl_.default}
+"""A tensor on a device takes indices of the host, not the other way round."""
+
+
+class MixedDevicesError(RuntimeError):
+    """An operation with operands of two devices."""
+
+
+class Tagged(Tensor):
+    """A tensor on the device; ``raw`` has its numbers."""
+
+    raw: Tensor
+
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> "Tagged":
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, raw.shape, raw.stride(), raw.storage_offset(), dtype=raw.dtype, device=DEVICE
+        )
+        made.raw = raw
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Tagged({self.raw!r})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist:
+            return args[0].raw.tolist()
+        if func is Tensor.data_ptr:
+            return args[0].raw.data_ptr()
+        if func is Tensor.data.__set__:
+            if not isinstance(args[1], Tagged):
+                raise MixedDevicesError("data of the host for a tensor of the device")
+            with torch._C.DisableTorchFunctionSubclass():
+                func(*args)
+            args[0].raw = args[1].raw
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Mode(TorchDispatchMode):
+    """Sees factories as well, which have no operand that could tell."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            # Without autograd, what other operations make up arrives as it was called.
+            parts = func.decompose(*args, **(kwargs or {})) if func is not _ATEN.detach.default else NotImplemented
+        return _run(func, args, kwargs or {}) if parts is NotImplemented else parts
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func is _ATEN._fused_sdp_choice.default:
+        return 0
+    operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    tagged = [leaf for leaf in operands if isinstance(leaf, Tagged)]
+    wanted = kwargs.get("device")
+    target = bool(tagged) if wanted is None else torch.device(wanted).type == _NAME
+    if tagged and func not in _ACROSS:
+        judged = operands[:1] if func in _INDEXING and isinstance(operands[0], Tagged) else operands
+        host = [tuple(leaf.shape) for leaf in judged if not isinstance(leaf, Tagged) and leaf.dim() > 0]
+        if host:
+            raise MixedDevicesError(f"{func} of the device and of the host: {host}")
+    if func in _EIGENVALUES and not tagged:
+        on_host.append(f"{func} of {tuple(operands[0].shape)}")
+    if func is _ATEN.copy_.default:
+        target = isinstance(args[0], Tagged)
+    raw_args, raw_kwargs = tree_map(_raw, (args, kwargs))
+    if wanted is not None and target:
+        raw_kwargs["device"] = torch.device("cpu")
+    result = func(*raw_args, **raw_kwargs)
+    if torch.Tag.inplace_view in func.tags and tagged:
+        with torch._C._DisableTorchDispatch():
+            func(*args, **kwargs)
+    if not target:
+        return result
+    # What is written in place, or given an `out`, stays the tensor that it was.
+    same = {id(leaf.raw): leaf for leaf in tagged}
+    return tree_map(lambda leaf: same.get(id(leaf), Tagged(leaf)) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.raw if isinstance(leaf, Tagged) else leaf
+
+
+@contextlib.contextmanager
+def tagging() -> Iterator[torch.device]:
+    """The device, for as long as the block lasts."""
+    # Numbers become a tensor of the host first, which is then moved as any other.
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with _Mode():
+            yield DEVICE
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)

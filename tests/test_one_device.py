@@ -1,0 +1,43 @@
+"""No step mixes devices: on one that refuses it (tests/tagged.py), every method and number of bits runs through."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(what: str, folder: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run(
+        [sys.executable, "-m", "tests.one_device", what],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_in_memory(tmp_path: Path) -> None:
+    done = run("library", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_stages(tmp_path: Path, tiny_parameters: dict[str, Any]) -> None:
+    """What is read from stores goes to the device, and no eigenvalue is found on the host."""
+    tiny_parameters["runtime"]["device"] = "tagged:0"
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(tiny_parameters))
+    (tmp_path / "reports").mkdir()
+    shutil.copy(ROOT / "reports/paper.json", tmp_path / "reports")
+    done = run("stages", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_device_refuses_the_host(tmp_path: Path) -> None:
+    done = run("refused", tmp_path)
+    assert done.returncode == 0, done.stderr
