@@ -13,6 +13,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-separate": ("llama-gqa", {"method": "recalkv"}),
     "mistral-window": ("mistral-sliding", {"method": "loss-aware"}),
     "qwen2-mixed": ("qwen2-bias", {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}),
+    "llama-halves": ("llama-mha", {"method": "loss-aware", "bits": "mixed", "ratio": 0.75, "group_size": 3}),
     "qwen3-norm": ("qwen3-qk-norm", {"method": "loss-aware", "group_size": 1}),
 }
 

@@ -166,19 +166,31 @@ def test_speculative_decoding(prompts: list[list[int]], reference: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-@pytest.mark.parametrize("name", ["llama-separate", "mistral-window", "qwen2-mixed", "qwen3-norm"])
-def test_families(name: str) -> None:
-    folder = FOLDER / name
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    sizes = SIZES | {"max_model_len": 200}
-    llm = LLM(str(folder), **sizes, skip_tokenizer_init=True, num_gpu_blocks_override=64, max_num_batched_tokens=32)
+def tiny_texts(name: str, **options: Any) -> list[list[int]]:
+    """Greedy tokens of a tiny checkpoint, which are its model's own."""
+    model = AutoModelForCausalLM.from_pretrained(FOLDER / name).eval()
+    sizes = SIZES | {"max_model_len": 200, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 32} | options
+    llm = LLM(str(FOLDER / name), **sizes, skip_tokenizer_init=True)
     ids = torch.randint(3, 128, (3, 90), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = [ids[0], ids[1][:1], ids[2][:40]]
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     results = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
-    for prompt, result in zip(prompts, results, strict=True):
-        assert agrees(model, prompt, list(result.outputs[0].token_ids))
     llm.llm_engine.engine_core.shutdown()
+    texts = [list(result.outputs[0].token_ids) for result in results]
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert agrees(model, prompt, text)
+    return texts
+
+
+@pytest.mark.parametrize("name", ["llama-separate", "mistral-window", "qwen2-mixed", "qwen3-norm"])
+def test_families(name: str) -> None:
+    tiny_texts(name)
+
+
+def test_two_processes_share_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Left to itself vLLM wants a memory node of its own for each process.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    assert tiny_texts("llama-halves", tensor_parallel_size=2) == tiny_texts("llama-halves")
 
 
 @pytest.mark.parametrize(
