@@ -3,6 +3,7 @@
 The four families differ in their attention alone, which is the library's, so that one decoder serves them all.
 """
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -95,13 +96,13 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         cache = cache if cache.dtype == rows.dtype else cache.view(rows.dtype)
         cache = cache[..., : rows.shape[-1]]
         cache[batch.slots // cache.shape[1], batch.slots % cache.shape[1]] = rows
-        parts = []
-        for request, (start, end) in enumerate(zip(batch.starts, batch.starts[1:], strict=False)):
-            if end > start:
-                parts.append(
-                    self._attend_request(query[:, start:end], cache, batch.blocks[request], batch.seen[request])
-                )
-        result = self.o_proj(torch.cat(parts, dim=1)[0])
+        inputs = query.new_empty(batch.tokens, self.o_proj.in_features)
+        decoded = self._decode(query[0], cache, batch, inputs)
+        for request, (start, end) in enumerate(itertools.pairwise(batch.starts)):
+            if end - start > decoded:
+                found = self._attend_request(query[:, start:end], cache, batch.blocks[request], batch.seen[request])
+                inputs[start:end] = found[0]
+        result = self.o_proj(inputs)
         output[: batch.tokens] = result if self._ranks == 1 else tensor_model_parallel_all_reduce(result)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -110,15 +111,24 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         parts = (shard_weight(*place, name, weight) for name, weight in weights)
         return AutoWeightsLoader(self).load_weights(part for part in parts if part is not None)
 
+    def _decode(self, query: Tensor, cache: Tensor, batch: LatentBatch, inputs: Tensor) -> bool:
+        """Attend to one new token of each request that has just one, all at once; whether that could be done."""
+        requests, blocks = batch.decoding
+        loops = compiled_loops() if requests and query.device.type == "cpu" else None
+        if loops is None:
+            return False
+        places, seen = [batch.starts[request] for request in requests], [batch.seen[request] for request in requests]
+        keys, values = cache.split(list(self._columns), dim=-1)
+        output: Tensor | None = loops.paged_output(self, query[places, None], keys, values, blocks, seen)
+        if output is None:
+            return False
+        inputs[places] = output[:, 0]
+        return True
+
     def _attend_request(self, query: Tensor, cache: Tensor, blocks: Tensor, seen: int) -> Tensor:
         """What the output projection reads of one request's new tokens, (1, tokens, its inputs)."""
         tokens, size, window = query.shape[1], cache.shape[1], self.sliding_window
         keys, values = cache.split(list(self._columns), dim=-1)
-        alone = tokens == 1 and query.device.type == "cpu" and (window is None or seen <= window)
-        if alone and (loops := compiled_loops()) is not None:
-            output: Tensor | None = loops.paged_output(self, query, keys, values, blocks, seen)
-            if output is not None:
-                return output
         # Blocks before the window may be gone.
         first = 0 if window is None else max(0, seen - tokens + 1 - window) // size
         own = blocks[first : -(-seen // size)]
