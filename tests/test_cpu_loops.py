@@ -118,10 +118,10 @@ def test_turned_queries_see_exact_distances(known: tuple[float, int], far: int) 
     frequencies, tile = FREQUENCIES[known], 32
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(known[1], generator=generator, dtype=torch.float64) for _ in range(2))
-    tiles_of_slots = far // tile + 3
     rope = TileRope(frequencies, 1.0, tile)
-    cos, sin = rope.to_centres(far + 70, tiles_of_slots)
-    assert cos.shape == (tiles_of_slots, known[1] // 2)
+    tiles = torch.arange(0, far + 71, tile)
+    cos, sin = (each[far + 70 - tiles] for each in rope.distances(far + 71))
+    assert cos.shape == (far // tile + 3, known[1] // 2)
     left, right = query.float().chunk(2)
     spun = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
     left, right = key.float().chunk(2)
@@ -201,6 +201,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def tile_of(model: Any, tile: int, wanted: int = 1) -> None:
         monkeypatch.setattr(plan, "TILE", tile)
         monkeypatch.setattr(plan, "_TILES_A_THREAD", 1)
+        plan._work.cache_clear()
         torch.set_num_threads(wanted)
         for layer in model.model.layers:
             layer.self_attn.loops = None
@@ -297,7 +298,7 @@ def test_empty_slots_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     slots, right = [], plan._output
 
     def watched(*given: Any, **named: Any) -> Tensor:
-        slots.append(given[5])
+        slots.append(given[2][0][2])
         return right(*given, **named)
 
     monkeypatch.setattr(plan, "_output", watched)
@@ -318,3 +319,46 @@ def test_what_the_loops_do_not_take_goes_over_whole_caches(mode: str, monkeypatc
         model(windows(1, 20), past_key_values=cache)
         logits = model(windows(1, 2 if mode == "several queries" else 1), past_key_values=cache).logits
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding"])
+@pytest.mark.parametrize("case", ["joint", "separate", "mixed"])
+def test_paged_sequences_of_any_lengths_in_one_call(family: str, case: str, threads: int, tiled: Any) -> None:
+    """Each sequence gets what it gets alone from a cache of its own, whatever its blocks are and hold beside it."""
+    model = model_of(family, **CASES[case])
+    tiled(model, 4, threads)
+    layer, size, lengths = model.model.layers[0].self_attn, 5, [1, 43, 7, 16, 17]
+    hidden = torch.randn(len(lengths), max(lengths), 48, generator=torch.Generator().manual_seed(0))
+    query, z_k, z_v = layer._new_states(hidden)
+    blocks = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:50].view(5, 10)
+    keys, values = (torch.full((60, size, each.shape[-1]), 77).to(each.dtype) for each in (z_k, z_v))
+    own, expected = [], []
+    for number, length in enumerate(lengths):
+        slots = torch.arange(length)
+        place = blocks[number, slots // size], slots % size
+        keys[place], values[place] = z_k[number, 0, :length], z_v[number, 0, :length]
+        first = 0 if layer.sliding_window is None else max(0, length - layer.sliding_window)
+        own.append(query[number, length - 1 : length])
+        cached = attention.Cached(
+            z_k[number : number + 1, :, first:length], z_v[number : number + 1, :, first:length], length, first, False
+        )
+        expected.append(plan.step_output(layer, own[-1][None], cached, None))
+    found = plan.paged_output(layer, torch.stack(own), keys, values, blocks, lengths)
+    assert found is not None
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_parts_are_shared_out_by_their_tiles() -> None:
+    extents = tuple((0, slots - 1, slots) for slots in (1000, 10, 30, 20, 40))
+    work = plan._work(extents, 4, 10)
+    assert work.threads == 4 and work.reach == 1000
+    tiles = [(last - first) for _, first, last in work.parts.tolist()]
+    # 110 tiles, no part above its thread's share.
+    assert sum(tiles) == 110 and max(tiles) <= 28
+    shares = work.kept[1].tolist()
+    assert shares[0] == 0 and shares[-1] == len(tiles)
+    assert max(sum(tiles[a:b]) for a, b in zip(shares, shares[1:], strict=False)) <= 40
+    for sequence, (_, _, slots) in enumerate(extents):
+        own = [(first, last) for number, first, last in work.parts.tolist() if number == sequence]
+        assert [first for first, _ in own] + [slots // 10] == [0, *(last for _, last in own)]

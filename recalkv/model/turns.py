@@ -101,15 +101,18 @@ class TileRope:
         self.frequencies, self.scaling, self.tile = frequencies, scaling, tile
         angles = offset_angles(frequencies, tile)
         self.cos, self.sin = angles.cos().float(), angles.sin().float()
-        # The layers of a model ask for the same one after the other.
-        self._centred: tuple[tuple[int, int], Tensor, Tensor] | None = None
+        self._distances: tuple[Tensor, Tensor] | None = None
 
-    def to_centres(self, place: int, tiles: int) -> tuple[Tensor, Tensor]:
-        """Turns of a query at this slot to the centres of the first tiles, (tiles, pairs) float32 each, cos and sin."""
-        key = place, tiles
-        if self._centred is None or self._centred[0] != key:
+    def distances(self, reach: int) -> tuple[Tensor, Tensor]:
+        """Turns of a query to the centres of tiles that begin 0, 1, 2 ... slots before it, cos and sin.
+
+        Returns
+        -------
+        (>= reach, pairs) float32 each
+        """
+        if self._distances is None or len(self._distances[0]) < reach:
             with torch.inference_mode(False):
-                centres = torch.arange(tiles, dtype=torch.float64) * self.tile + (self.tile - 1) / 2
-                angles = (place - centres)[:, None] * self.frequencies
-                self._centred = key, angles.cos().float(), angles.sin().float()
-        return self._centred[1:]
+                size = max(256, 1 << (reach - 1).bit_length())
+                angles = (torch.arange(size, dtype=torch.float64) - (self.tile - 1) / 2)[:, None] * self.frequencies
+                self._distances = angles.cos().float(), angles.sin().float()
+        return self._distances

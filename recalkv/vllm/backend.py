@@ -1,5 +1,6 @@
 """vLLM's side of the latent cache: the backend that its layers name, and what it knows of a batch."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,6 +39,12 @@ class LatentBatch(AttentionMetadata):
     seen: list[int]
     blocks: Tensor
     slots: Tensor
+
+    @functools.cached_property
+    def decoding(self) -> tuple[list[int], Tensor]:
+        """Requests with one new token, and their blocks."""
+        requests = [number for number in range(len(self.seen)) if self.starts[number + 1] - self.starts[number] == 1]
+        return requests, self.blocks if len(requests) == len(self.blocks) else self.blocks[requests]
 
 
 class LatentBatchBuilder(AttentionMetadataBuilder[LatentBatch]):

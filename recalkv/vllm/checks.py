@@ -10,7 +10,7 @@ TESTED = ((0, 32), (0, 33))
 """vLLM versions from the first on and before the second."""
 
 
-def check(version: str, vllm_config: Any, value_groups: list[int]) -> None:
+def check(version: str, vllm_config: Any) -> None:
     """Refuse a configuration.
 
     Parameters
@@ -19,8 +19,6 @@ def check(version: str, vllm_config: Any, value_groups: list[int]) -> None:
         Of vLLM.
     vllm_config
         Its ``VllmConfig``.
-    value_groups
-        Key/value heads of each group that shares value latents.
 
     Raises
     ------
@@ -48,11 +46,11 @@ def check(version: str, vllm_config: Any, value_groups: list[int]) -> None:
             f"attention_backend={getattr(backend, 'name', backend)} cannot read latents, which have a backend of their "
             f"own; leave it out."
         )
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    if ranks > 1:
+    quantization = vllm_config.model_config.quantization
+    if quantization is not None:
         raise ParameterError(
-            f"tensor_parallel_size={ranks} would cut the latents of groups of {value_groups} key/value heads, which "
-            f"this release keeps on one rank; serve with tensor_parallel_size=1, and more replicas."
+            f"quantization={quantization!r} knows nothing of the projections to latents and would leave them as they "
+            f"are; leave it out: a compressed checkpoint's weights are floating point."
         )
     if vllm_config.lora_config is not None:
         raise ParameterError(

@@ -3,6 +3,8 @@
 The four families differ in their attention alone, which is the library's, so that one decoder serves them all.
 """
 
+import itertools
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +12,15 @@ import vllm
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
-from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, extract_layer_index
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
@@ -22,18 +29,23 @@ from recalkv.model.slots import SlotRotary
 from recalkv.model.spec import LatentSpec
 from recalkv.vllm.backend import LatentBackend, LatentBatch
 from recalkv.vllm.checks import check
+from recalkv.vllm.shards import shard, shard_weight
 
 __all__ = ["ServedAttention", "ServedForCausalLM"]
 
 
 class ServedAttention(LatentAttention, AttentionLayerBase):
-    """A layer's attention over vLLM's paged cache: one row of latents, or packed latents, a token."""
+    """A layer's attention over vLLM's paged cache: one row of latents, or packed latents, a token.
+
+    With tensor parallelism it holds its process's groups of heads.
+    """
 
     supports_dcp = False
 
     def __init__(self, config: Any, prefix: str, **_: Any) -> None:
-        spec = LatentSpec.from_config(config)
-        super().__init__(config, spec, extract_layer_index(prefix))
+        self._whole, self._parts = _specs(config)
+        self._rank, self._ranks = get_tensor_model_parallel_rank(), len(self._parts)
+        super().__init__(config, self._parts[self._rank], extract_layer_index(prefix))
         # Masks of booleans, as below, are not for transformers' eager attention, which an unset name stands for.
         config._attn_implementation = "sdpa"
         self.prefix, self.slots = prefix, _slots(config)
@@ -45,9 +57,12 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         return LatentBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        """One state a token: exactly the bytes that the layer caches."""
+        """One state a token: exactly the bytes that the layer caches, of the process that caches most.
+
+        vLLM wants one size for all processes.
+        """
         dtype = self.k_proj.weight.dtype if self.key_rows is None else torch.uint8
-        columns = self._columns[0] + self._columns[1]
+        columns = max(part.layers[self.layer_idx].cached_bytes(1) for part in self._parts)
         sizes: dict[str, Any] = {
             "block_size": vllm_config.cache_config.block_size,
             "num_kv_heads": 1,
@@ -79,24 +94,41 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         # [blocks, slots of a block, columns]
         cache = self.kv_cache[:, 0]
         cache = cache if cache.dtype == rows.dtype else cache.view(rows.dtype)
+        cache = cache[..., : rows.shape[-1]]
         cache[batch.slots // cache.shape[1], batch.slots % cache.shape[1]] = rows
-        parts = []
-        for request, (start, end) in enumerate(zip(batch.starts, batch.starts[1:], strict=False)):
-            if end > start:
-                parts.append(
-                    self._attend_request(query[:, start:end], cache, batch.blocks[request], batch.seen[request])
-                )
-        output[: batch.tokens] = self.o_proj(torch.cat(parts, dim=1)[0])
+        inputs = query.new_empty(batch.tokens, self.o_proj.in_features)
+        decoded = self._decode(query[0], cache, batch, inputs)
+        for request, (start, end) in enumerate(itertools.pairwise(batch.starts)):
+            if end - start > decoded:
+                found = self._attend_request(query[:, start:end], cache, batch.blocks[request], batch.seen[request])
+                inputs[start:end] = found[0]
+        result = self.o_proj(inputs)
+        output[: batch.tokens] = result if self._ranks == 1 else tensor_model_parallel_all_reduce(result)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take this process's part of each."""
+        place = self._whole, self.layer_idx, self._rank, self._ranks
+        parts = (shard_weight(*place, name, weight) for name, weight in weights)
+        return AutoWeightsLoader(self).load_weights(part for part in parts if part is not None)
+
+    def _decode(self, query: Tensor, cache: Tensor, batch: LatentBatch, inputs: Tensor) -> bool:
+        """Attend to one new token of each request that has just one, all at once; whether that could be done."""
+        requests, blocks = batch.decoding
+        loops = compiled_loops() if requests and query.device.type == "cpu" else None
+        if loops is None:
+            return False
+        places, seen = [batch.starts[request] for request in requests], [batch.seen[request] for request in requests]
+        keys, values = cache.split(list(self._columns), dim=-1)
+        output: Tensor | None = loops.paged_output(self, query[places, None], keys, values, blocks, seen)
+        if output is None:
+            return False
+        inputs[places] = output[:, 0]
+        return True
 
     def _attend_request(self, query: Tensor, cache: Tensor, blocks: Tensor, seen: int) -> Tensor:
         """What the output projection reads of one request's new tokens, (1, tokens, its inputs)."""
         tokens, size, window = query.shape[1], cache.shape[1], self.sliding_window
         keys, values = cache.split(list(self._columns), dim=-1)
-        alone = tokens == 1 and query.device.type == "cpu" and (window is None or seen <= window)
-        if alone and (loops := compiled_loops()) is not None:
-            output: Tensor | None = loops.paged_output(self, query, keys, values, blocks, seen)
-            if output is not None:
-                return output
         # Blocks before the window may be gone.
         first = 0 if window is None else max(0, seen - tokens + 1 - window) // size
         own = blocks[first : -(-seen // size)]
@@ -134,6 +166,15 @@ direct_register_custom_op(
 )
 
 
+def _specs(config: Any) -> tuple[LatentSpec, list[LatentSpec]]:
+    """Of the whole model and of each process, read once for all layers."""
+    if getattr(config, "_recalkv_specs", None) is None:
+        whole, ranks = LatentSpec.from_config(config), get_tensor_model_parallel_world_size()
+        object.__setattr__(config, "_recalkv_specs", (whole, [shard(whole, rank, ranks) for rank in range(ranks)]))
+    specs: tuple[LatentSpec, list[LatentSpec]] = config._recalkv_specs
+    return specs
+
+
 def _slots(config: Any) -> SlotRotary:
     """Rotary tables, shared by the layers of a model; the families' modules for them are all LLaMA's."""
     if getattr(config, "_recalkv_slots", None) is None:
@@ -165,8 +206,8 @@ class ServedForCausalLM(LlamaForCausalLM):
     supports_lora: ClassVar = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        spec = LatentSpec.from_config(vllm_config.model_config.hf_config)
-        check(vllm.__version__, vllm_config, spec.value_heads)
+        check(vllm.__version__, vllm_config)
+        _specs(vllm_config.model_config.hf_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ServedLayer)
 
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: Any = ServedLayer) -> ServedModel:

@@ -4,6 +4,7 @@ A small model has milliseconds for all of its layers, so that the call itself is
 and what is the same for every step is made once.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from recalkv.cache.rows import RowLayout
 from recalkv.model.cpu import step
 from recalkv.model.cpu.loops import LANES
 from recalkv.model.cpu.rows import Coding, coding, packed_rows
-from recalkv.model.cpu.threads import run, threads_of_torch
+from recalkv.model.cpu.threads import addressed, run, threads_of_torch
 from recalkv.model.identity import direct_pairs
 from recalkv.model.turns import TileRope, expansion
 
@@ -35,6 +36,7 @@ _TILES_A_THREAD = 4
 _KINDS = {torch.float32: step.FLOAT32, torch.bfloat16: step.BFLOAT16, torch.uint8: step.PACKED}
 
 _State = list[tuple[int, int]]
+_Extents = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -155,45 +157,43 @@ def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask:
         return None
     # Slots behind the query are empty.
     seen = int(cached.seen) - cached.offset
-    slots = min(seen, cached.z_k.shape[2])
-    queries = (query[:, 0].float() * prepared.scale).contiguous()
+    extents = ((0, seen - 1, min(seen, cached.z_k.shape[2])),) * len(query)
     keys = cached.z_k[:, 0]
     values = keys if layer.joint else cached.z_v[:, 0]
     recent = None
     if cached.recent is not None:
-        recent = cached.recent[:, 0, -min(layer.exact_window, slots) :].float().contiguous()
-    output = _output(prepared, queries, seen - 1, keys, values, slots, mask, recent=recent)
-    return output[:, None].to(query.dtype)
+        recent = cached.recent[:, 0, -min(layer.exact_window, extents[0][2]) :].float().contiguous()
+    return _output(prepared, query, extents, keys, values, mask, recent=recent)
 
 
 def paged_output(
-    layer: "LatentAttention", query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, seen: int
+    layer: "LatentAttention", query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, seen: Sequence[int]
 ) -> Tensor | None:
-    """The same of one sequence, over a paged cache; None where its layer is none for the loops.
+    """The same over a paged cache, of sequences of any lengths; None where the layer is none for the loops.
 
     Parameters
     ----------
-    query : (1, 1, h, d_h)
+    query : (batch, 1, h, d_h)
         Before RoPE.
     keys, values : (blocks of all sequences, slots of a block, columns)
         Of the cache; ``values`` are not read where they share the keys' latents.
-    blocks : (any,) int64
-        Those of the sequence.
+    blocks : (batch, any) int64
+        Those of each sequence.
     seen
-        Its tokens, the query's included.
+        Tokens of each, the query's included; behind a sliding window they are not read.
 
     Returns
     -------
-    (1, 1, inputs of the output projection), of the query's type
+    (batch, 1, inputs of the output projection), of the query's type
     """
     if query.device.type != "cpu" or keys.dtype not in _KINDS or torch.is_autocast_enabled("cpu"):
         return None
     prepared = _prepared(layer, query)
     if prepared is None:
         return None
-    queries = (query[:, 0].float() * prepared.scale).contiguous()
-    output = _output(prepared, queries, seen - 1, keys, keys if layer.joint else values, seen, None, blocks)
-    return output[:, None].to(query.dtype)
+    windows = [length if layer.sliding_window is None else min(length, layer.sliding_window) for length in seen]
+    extents = tuple((length - own, own - 1, own) for length, own in zip(seen, windows, strict=True))
+    return _output(prepared, query, extents, keys, keys if layer.joint else values, None, blocks.contiguous())
 
 
 def _prepared(layer: "LatentAttention", query: Tensor) -> Layer | None:
@@ -220,49 +220,49 @@ def _nested(key_heads: Sequence[int], value_heads: Sequence[int]) -> bool:
 def _output(
     layer: Layer,
     query: Tensor,
-    place: int,
+    extents: _Extents,
     keys: Tensor,
     values: Tensor,
-    slots: int,
     mask: Tensor | None,
     blocks: Tensor | None = None,
     recent: Tensor | None = None,
 ) -> Tensor:
-    """What the output projection reads, (batch, its inputs) float32.
+    """What the output projection reads, (batch, 1, its inputs), of the query's type.
 
     Parameters
     ----------
-    query : (batch, h, d_h) float32
-        Scaled, before RoPE.
-    place
-        Its slot.
+    query : (batch, 1, h, d_h)
+        Before RoPE.
+    extents
+        Of each sequence the first slot that is attended to, the query's slot and how many slots are attended to, both
+        counted from there.
     keys, values : (batch, slots, columns)
         Of the cache.
-    slots
-        That are attended to.
-    blocks : (any,) int64 or None
-        Of the one sequence, where ``keys`` and ``values`` are blocks (any, slots, columns) of a paged cache.
+    blocks : (batch, any) int64 or None
+        Of each sequence, where ``keys`` and ``values`` are blocks (any, slots, columns) of a paged cache.
     recent : (batch, any, columns) float32 or None
         Exact latents of the last slots: keys' columns, then values'.
     """
-    batch, all_heads, head_dim = query.shape
-    tiles, rows = -(-slots // layer.rope.tile), all_heads // sum(group.heads for group in layer.groups)
-    cos, sin = layer.rope.to_centres(place, tiles)
-    # A thread has some tiles to do, or it is not worth waking.
-    threads = min(threads_of_torch(), max(1, batch * tiles // _TILES_A_THREAD))
-    parts = -(-threads // batch)
+    queries = (query[:, 0].float() * layer.scale).contiguous()
+    batch, all_heads, head_dim = queries.shape
+    rows, work = (
+        all_heads // sum(group.heads for group in layer.groups),
+        _work(extents, threads_of_torch(), layer.rope.tile),
+    )
+    cos, sin = layer.rope.distances(work.reach)
+    reach, pairs = cos.shape
     mask_given, mask_numbers, _kept = _mask(mask)
     key_given, key_strides = _memory(keys)
     value_given, value_strides = (key_given, key_strides) if values is keys else _memory(values)
-    pairs = cos.shape[1]
-    block_given = (0, 0, 0, 1) if blocks is None else (blocks.data_ptr(), 1, len(blocks), 1)
+    block_given = (0, 0, 0, 1) if blocks is None else (blocks.data_ptr(), *blocks.shape, 1)
     block_size = 0 if blocks is None else keys.shape[1]
     recent_given = (0, 0, 0, 0) if recent is None else (recent.data_ptr(), *recent.shape)
     given = [
         *key_given, *value_given, *mask_given, *block_given, *recent_given,
-        query.data_ptr(), batch, all_heads, head_dim, cos.data_ptr(), tiles, pairs, 1, sin.data_ptr(), tiles, pairs, 1,
+        queries.data_ptr(), batch, all_heads, head_dim,
+        cos.data_ptr(), reach, pairs, 1, sin.data_ptr(), reach, pairs, 1, *work.given,
     ]  # fmt: skip
-    result, done, tasks = torch.empty(batch, layer.columns), 0, batch * parts
+    result, done, tasks = torch.empty(batch, layer.columns), 0, len(work.parts)
     columns = result.numpy()
     for group in layer.groups:
         count, value_rank = group.heads * rows, group.values[1] - group.values[0]
@@ -272,15 +272,59 @@ def _output(
         own = [
             start, tasks, count, width, start + size * width, tasks, count, 1,
             start + size * (width + 1), tasks, count, 1,
-            threads, slots, parts, *key_strides, _KINDS[keys.dtype], *group.latents, *value_strides, *group.values,
+            work.threads, *key_strides, _KINDS[keys.dtype], *group.latents, *value_strides, *group.values,
             *mask_numbers, group.first, group.heads, block_size, group.latents[0],
             group.values[0] + (0 if values is keys else layer.key_columns),
         ]  # fmt: skip
         arguments = np.concatenate([group.constant, np.array(given + own, np.int64)])
-        run(step.attend, arguments, threads)
+        run(step.attend, arguments, work.threads)
         step.combine(arguments, group.up, columns, done)
         done += count * (head_dim if len(group.up) else value_rank)
-    return result
+    return result[:, None].to(query.dtype)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Who attends to what in one step; arrays as :data:`recalkv.model.cpu.step.attend` takes them.
+
+    Attributes
+    ----------
+    threads
+        That are woken.
+    reach
+        Slots from the first that is attended to up to the query, at most.
+    parts : (any, 3) int64
+        Sequence, first tile and the one behind the last.
+    given
+        Addresses and sizes of extents, parts and shares.
+    kept
+        Extents and shares.
+    """
+
+    threads: int
+    reach: int
+    parts: np.ndarray
+    given: list[int]
+    kept: tuple[np.ndarray, np.ndarray]
+
+
+@functools.lru_cache(maxsize=8)
+def _work(extents: _Extents, threads: int, tile: int) -> Work:
+    """Cut the tiles of all sequences into parts of about the same size; the layers of a step share it."""
+    tiles = [-(-slots // tile) for _, _, slots in extents]
+    # A thread has some tiles to do, or it is not worth waking.
+    threads = min(threads, max(1, sum(tiles) // _TILES_A_THREAD))
+    most, parts = -(-sum(tiles) // threads), []
+    for sequence, count in enumerate(tiles):
+        pieces = -(-count // most)
+        parts += [(sequence, count * piece // pieces, count * (piece + 1) // pieces) for piece in range(pieces)]
+    # A part is its thread's in whose share of all tiles its middle is.
+    ends = np.cumsum([last - first for _, first, last in parts])
+    middles = (ends + np.concatenate([[0], ends[:-1]])) / 2
+    shares = np.searchsorted(middles, np.arange(threads + 1) * (ends[-1] / threads))
+    arrays = [np.array(each, np.int64) for each in (extents, parts, shares)]
+    reach = 1 + max(place for _, place, _ in extents)
+    return Work(threads, reach, arrays[1], addressed(arrays).tolist(), (arrays[0], arrays[2]))
 
 
 def group_keys(

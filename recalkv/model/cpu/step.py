@@ -358,11 +358,10 @@ def _attend_to_part(
     queries,
     cos,
     sin,
-    slots,
+    extent,
     mask,
     sequence,
-    part,
-    parts,
+    tiles,
     context,
     peak,
     total,
@@ -373,6 +372,8 @@ def _attend_to_part(
     ----------
     queries : (heads, rows, d_h)
         Of the sequence.
+    tiles : (2,)
+        First of the part, and the one behind its last.
     context : (heads * rows, >= rank), peak, total : (heads * rows,)
         Receive sums of weights times latents, the largest score, and the sum of weights.
     """
@@ -381,7 +382,7 @@ def _attend_to_part(
     fast, direct = np.uint64(len(keys.fast)), np.uint64(len(keys.direct))
     functions, slow = keys.functions.shape[0], len(keys.slow)
     width, value_width = _filled(key_source.last - key_source.first), context.shape[1]
-    tiles = (slots + tile - 1) // tile
+    start, place, slots = extent[0], extent[1], extent[2]
     joint = value_source.memory.ctypes.data == key_source.memory.ctypes.data
     context.fill(_NOTHING)
     peak.fill(_LEAST)
@@ -399,13 +400,13 @@ def _attend_to_part(
     _in_order(keys, queries, ordered)
     scores = np.empty((heads * rows, tile), np.float32)
     powers = np.empty(tile, np.int32)
-    for number in range(tiles * part // parts, tiles * (part + 1) // parts):
+    for number in range(tiles[0], tiles[1]):
         slot = number * tile
         here = min(tile, slots - slot)
         fours = (here + 3) // 4 * 4
-        _read(key_source, sequence, slot, here, latents)
+        _read(key_source, sequence, start + slot, here, latents)
         _read_recent(key_source, sequence, slot, here, slots, latents)
-        _turned_queries(keys, ordered, cos[number], sin[number], turns, turned_queries, folded)
+        _turned_queries(keys, ordered, cos[place - slot], sin[place - slot], turns, turned_queries, folded)
         if fast:
             inner_products(latents[:fours], keys.rebuilt, False, rebuilt)
             if len(keys.norm):
@@ -420,7 +421,7 @@ def _attend_to_part(
         if mask.kind != MASK_NONE:
             _masked(mask, sequence, slot, here, scores)
         if not joint:
-            _read(value_source, sequence, slot, here, values)
+            _read(value_source, sequence, start + slot, here, values)
             _read_recent(value_source, sequence, slot, here, slots, values)
         for row in range(heads * rows):
             weights = scores[row, :here]
@@ -441,10 +442,14 @@ def _attend_to_part(
 # Arrays of a list of arguments (:mod:`recalkv.model.cpu.threads`): those of Keys in their order, then these.
 (
     _KEY_SEGMENTS, _KEY_WORDS, _KEY_GRIDS, _KEY_SCALES, _VALUE_SEGMENTS, _VALUE_WORDS, _VALUE_GRIDS, _VALUE_SCALES,
-    _KEY_MEMORY, _VALUE_MEMORY, _MASK_MEMORY, _BLOCKS, _RECENT, _QUERIES, _COS, _SIN, _CONTEXTS, _PEAKS, _SUMS,
-    _NUMBERS,
-) = range(len(Keys._fields), len(Keys._fields) + 20)  # fmt: skip
-_LENGTH = _NUMBERS * SIZES + 20
+    _KEY_MEMORY, _VALUE_MEMORY, _MASK_MEMORY, _BLOCKS, _RECENT, _QUERIES, _COS, _SIN, _EXTENTS, _PARTS, _SHARES,
+    _CONTEXTS, _PEAKS, _SUMS, _NUMBERS,
+) = range(len(Keys._fields), len(Keys._fields) + 23)  # fmt: skip
+(
+    _THREADS, _KEY_BATCH, _KEY_SLOT, _KIND, _FIRST_KEY, _LAST_KEY, _VALUE_BATCH, _VALUE_SLOT, _FIRST_VALUE, _LAST_VALUE,
+    _MASK_BATCH, _MASK_HEAD, _MASK_KIND, _FIRST_HEAD, _HEADS, _BLOCK_SIZE, _RECENT_KEY, _RECENT_VALUE,
+) = range(18)  # fmt: skip
+_LENGTH = _NUMBERS * SIZES + 18
 
 
 def arguments(keys: Keys, key_coding: Coding, value_coding: Coding) -> np.ndarray:
@@ -464,10 +469,13 @@ def attend(data):
         - memory of keys and of values, and the mask's: (any,) uint8; blocks (batch, any) int64; exact latents of the
           last slots, (batch, any, columns) float32;
         - queries (batch, h, d_h) float32 of all groups: scaled, before RoPE;
-        - cos, sin (tiles, pairs) float32: turns of the queries to the tiles' centres;
-        - contexts (batch * parts, heads * rows, >= rank), peaks, sums (batch * parts, heads * rows) float32, which
+        - cos, sin (any, pairs) float32: turns of a query to the centre of a tile that begins so many slots before it;
+        - of each sequence the first slot that is attended to, the query's slot and how many slots are attended to, both
+          counted from there, (batch, 3) int64; of each part its sequence, its first tile and the one behind its last,
+          (parts, 3) int64, a sequence's one after the other; of each thread its first part, (threads + 1,) int64;
+        - contexts (parts, heads * rows, >= rank), peaks, sums (parts, heads * rows) float32, which
           receive sums of weights times latents, the largest scores, and the sums of weights;
-        and then numbers: threads, slots, parts; batch stride, slot stride, kind, first and last latent of keys, and
+        and then numbers: threads; batch stride, slot stride, kind, first and last latent of keys, and
         the first two and last two of these of values; batch stride, head stride, kind and first head of the mask;
         key/value heads of the group; slots of a block; first columns of its keys and values in the exact latents.
     """
@@ -489,29 +497,30 @@ def attend(data):
         array_1d(given, _VALUE_GRIDS, np.uint8), array_1d(given, _VALUE_SCALES, np.float32),
     )  # fmt: skip
     n = given[_NUMBERS * SIZES :]
-    threads, slots, parts = n[0], n[1], n[2]
-    blocks, block_size = array_2d(given, _BLOCKS, np.int64), n[17]
+    threads, blocks, block_size = n[_THREADS], array_2d(given, _BLOCKS, np.int64), n[_BLOCK_SIZE]
     recent = array_3d(given, _RECENT, np.float32)
     key_source = Source(
-        array_1d(given, _KEY_MEMORY, np.uint8), blocks, block_size, n[3], n[4], n[5], n[6], n[7], key_coding,
-        recent, n[18],
+        array_1d(given, _KEY_MEMORY, np.uint8), blocks, block_size, n[_KEY_BATCH], n[_KEY_SLOT], n[_KIND],
+        n[_FIRST_KEY], n[_LAST_KEY], key_coding, recent, n[_RECENT_KEY],
     )  # fmt: skip
     value_source = Source(
-        array_1d(given, _VALUE_MEMORY, np.uint8), blocks, block_size, n[8], n[9], n[5], n[10], n[11], value_coding,
-        recent, n[19],
+        array_1d(given, _VALUE_MEMORY, np.uint8), blocks, block_size, n[_VALUE_BATCH], n[_VALUE_SLOT], n[_KIND],
+        n[_FIRST_VALUE], n[_LAST_VALUE], value_coding, recent, n[_RECENT_VALUE],
     )  # fmt: skip
-    mask = Mask(array_1d(given, _MASK_MEMORY, np.uint8), n[12], n[13], n[14], n[15])
+    mask = Mask(array_1d(given, _MASK_MEMORY, np.uint8), n[_MASK_BATCH], n[_MASK_HEAD], n[_MASK_KIND], n[_FIRST_HEAD])
     queries, contexts = array_3d(given, _QUERIES, np.float32), array_3d(given, _CONTEXTS, np.float32)
     cos, sin = array_2d(given, _COS, np.float32), array_2d(given, _SIN, np.float32)
+    extents, parts = array_2d(given, _EXTENTS, np.int64), array_2d(given, _PARTS, np.int64)
     peaks, sums = array_2d(given, _PEAKS, np.float32), array_2d(given, _SUMS, np.float32)
-    first, heads, rows = n[15], n[16], contexts.shape[1] // n[16]
-    number, tasks = thread_number(threads), len(contexts)
-    for task in range(tasks * number // threads, tasks * (number + 1) // threads):
-        sequence, part = task // parts, task % parts
+    shares = array_1d(given, _SHARES, np.int64)
+    first, heads, rows = n[_FIRST_HEAD], n[_HEADS], contexts.shape[1] // n[_HEADS]
+    number = thread_number(threads)
+    for part in range(shares[number], shares[number + 1]):
+        sequence = parts[part, 0]
         own = queries[sequence, first : first + heads * rows].reshape(heads, rows, queries.shape[2])
         _attend_to_part(
-            keys, key_source, value_source, own, cos, sin, slots, mask, sequence, part, parts,
-            contexts[task], peaks[task], sums[task],
+            keys, key_source, value_source, own, cos, sin, extents[sequence], mask, sequence, parts[part, 1:],
+            contexts[part], peaks[part], sums[part],
         )  # fmt: skip
 
 
@@ -530,25 +539,26 @@ def combine(given, up, result, place):
     """
     contexts = array_3d(given, _CONTEXTS, np.float32)
     peaks, sums = array_2d(given, _PEAKS, np.float32), array_2d(given, _SUMS, np.float32)
-    parts, rank, heads = (
-        given[_NUMBERS * SIZES + 2],
-        given[_NUMBERS * SIZES + 11] - given[_NUMBERS * SIZES + 10],
-        given[_NUMBERS * SIZES + 16],
-    )
+    parts, n = array_2d(given, _PARTS, np.int64), given[_NUMBERS * SIZES :]
+    rank, heads = n[_LAST_VALUE] - n[_FIRST_VALUE], n[_HEADS]
     tasks, count, width = contexts.shape
     rows, context = count // heads, np.empty((count, width), np.float32)
-    for sequence in range(tasks // parts):
-        own = slice(sequence * parts, (sequence + 1) * parts)
+    start = 0
+    while start < tasks:
+        sequence, stop = parts[start, 0], start + 1
+        while stop < tasks and parts[stop, 0] == sequence:
+            stop += 1
         context.fill(_NOTHING)
         for row in range(count):
-            largest, whole = peaks[own, row].max(), _NOTHING
-            for part in range(own.start, own.stop):
+            largest, whole = peaks[start:stop, row].max(), _NOTHING
+            for part in range(start, stop):
                 share = np.float32(np.exp(np.float64(peaks[part, row]) - np.float64(largest)))
                 whole += share * sums[part, row]
                 for i in range(width):
                     context[row, i] += share * contexts[part, row, i]
             for i in range(width):
                 context[row, i] /= whole
+        start = stop
         if len(up) == 0:
             out = result[sequence, place : place + count * rank].reshape(count, rank)
             for row in range(count):
