@@ -44,6 +44,8 @@ def fuse_layer(
 ) -> dict[str, Tensor]:
     """All tensors of one compressed decoder layer, by their names within it (Algorithm 1, Matrix_Fusion).
 
+    What the method leaves as it was comes as the source holds it.
+
     Parameters
     ----------
     spec
@@ -53,11 +55,10 @@ def fuse_layer(
     input_mean : (m,) or None
         Mean attention input, given where latents are quantised.
     dtype
-        Of the checkpoint; it bounds the gauge of joint latents (:mod:`recalkv.model.identity`).
+        Of what is new; it bounds the gauge of joint latents (:mod:`recalkv.model.identity`).
     """
     prefix = "self_attn."
-    tensors = source.layer_tensors(index)
-    dense = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    dense = {name.removeprefix(prefix): tensor for name, tensor in source.layer_tensors(index, prefix).items()}
     # What a store holds is on the CPU.
     keys, values = refit.keys.to(source.device), refit.values.to(source.device)
     output, mean = (None if part is None else part.to(source.device) for part in (refit.output, input_mean))
@@ -65,7 +66,9 @@ def fuse_layer(
     if spec.joint and not spec.quantised and "k_norm.weight" not in dense:
         keys, values = in_gauge(keys, values, source.geometry.head_dim, gauge_limit(dtype))
     fused = fused_attention_tensors(dense, source.geometry, spec, keys, values, output, mean)
-    return tensors | {prefix + name: tensor for name, tensor in fused.items()}
+    kept = {name for name in fused if name in dense and torch.equal(fused[name], dense[name])}
+    new = {prefix + name: tensor.to(dtype) for name, tensor in fused.items() if name not in kept}
+    return source.stored_layer(index, without=[prefix + name for name in dense if name not in kept]) | new
 
 
 def in_gauge(keys: LowRank, values: LowRank, head_dim: int, limit: float) -> tuple[LowRank, LowRank]:

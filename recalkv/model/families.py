@@ -11,6 +11,8 @@ from typing import Any
 from recalkv.errors import ParameterError, UnsupportedModelError
 
 __all__ = [
+    "DEQUANTISE",
+    "IGNORED_BUFFERS",
     "SUPPORTED_FAMILIES",
     "SUPPORTED_ROPE_TYPES",
     "AttentionGeometry",
@@ -28,13 +30,13 @@ SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _WEIGHT_TYPES = ("float64", "float32", "float16", "bfloat16")
-_IGNORED = ("rotary_emb.inv_freq",)
+IGNORED_BUFFERS = ("rotary_emb.inv_freq",)
 """Buffers that early checkpoints hold, and the config determines."""
 
 _UNPACKED_ON_LOADING = ("gguf",)
 """Quantised files whose weights transformers may have unpacked while the config keeps saying so; tensors tell."""
 
-_DEQUANTISE = (
+DEQUANTISE = (
     "dequantise them first: load the model with transformers, call `model = model.dequantize()` and `save_pretrained`, "
     "or use the checkpoint that was quantised."
 )
@@ -138,7 +140,7 @@ def check_not_quantised(config: Any) -> None:
         if content and method not in _UNPACKED_ON_LOADING:
             raise UnsupportedModelError(
                 f"{section} of the model's config says that its weights are quantised (quant_method={method!r}); "
-                f"{_DEQUANTISE}"
+                f"{DEQUANTISE}"
             )
 
 
@@ -163,13 +165,13 @@ def check_tensors(family: str, types: Mapping[str, str], known: Collection[str])
     if odd:
         raise UnsupportedModelError(
             f"{len(odd)} weight(s) are not floating point of 16 to 64 bits, as {odd[0]}: they are quantised; "
-            f"{_DEQUANTISE}"
+            f"{DEQUANTISE}"
         )
-    unknown = sorted(name for name in types if name not in known and not name.endswith(_IGNORED))
+    unknown = sorted(name for name in types if name not in known and not name.endswith(IGNORED_BUFFERS))
     if unknown:
         raise UnsupportedModelError(
             f"{len(unknown)} tensor(s) are unknown to model_type={family!r}, as {unknown[0]}: the weights are "
-            f"quantised, or the model is of another architecture. If they are quantised, {_DEQUANTISE}"
+            f"quantised, or the model is of another architecture. If they are quantised, {DEQUANTISE}"
         )
 
 

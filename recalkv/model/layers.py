@@ -9,7 +9,7 @@ import contextlib
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError
 from recalkv.model.families import (
+    IGNORED_BUFFERS,
     AttentionGeometry,
     check_not_quantised,
     check_supported,
@@ -28,6 +29,7 @@ from recalkv.model.families import (
     layer_attention_types,
 )
 from recalkv.model.precision import PRECISIONS
+from recalkv.model.stored_weights import StoredWeights, stored_weights
 
 __all__ = [
     "CheckpointSource",
@@ -51,19 +53,20 @@ class LayerSource(ABC):
     precision
         ``float32``, or ``bfloat16`` for matrix products in bfloat16 under autocast; the residual stream
         and all statistics stay in float32 or better.
+    held
+        How the source holds its weights.
     """
 
-    def __init__(self, config: Any, device: str | torch.device, precision: str) -> None:
-        self.config = config
+    def __init__(self, config: Any, device: str | torch.device, precision: str, held: StoredWeights) -> None:
+        self.config, self.held = config, held
         self.geometry: AttentionGeometry = check_supported(config)
-        check_not_quantised(config)
         self.device = torch.device(device)
         self.precision = PRECISIONS[precision]
         self.attention_types = layer_attention_types(config)
         with torch.device("meta"):
             # A copy: from_config would write the attention implementation into the caller's config.
             self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
-        check_tensors(config.model_type, self.types(), self._skeleton.state_dict().keys())
+        check_tensors(config.model_type, held.weight_types(self.types()), self._skeleton.state_dict().keys())
         rotary = type(self._skeleton.model.rotary_emb)
         self._rotary = rotary(config=config).to(self.device)
         self._context_for = torch.Size()
@@ -75,21 +78,38 @@ class LayerSource(ABC):
         return self.geometry.layers
 
     @abstractmethod
-    def tensor(self, name: str) -> Tensor:
-        """One weight by its name in the checkpoint, float32, on the device."""
+    def names(self) -> Collection[str]:
+        """Names of all tensors that are held."""
+
+    @abstractmethod
+    def stored(self, name: str) -> Tensor:
+        """A copy of one tensor as it is held, of any type, on the device."""
 
     @abstractmethod
     def types(self) -> dict[str, str]:
-        """Type of every tensor of the model by its name, as torch calls it."""
+        """Type of every tensor that is held by its name, as torch calls it."""
 
-    @abstractmethod
+    def tensor(self, name: str) -> Tensor:
+        """One weight by its name, float32, on the device."""
+        parts = {part: self.stored(part) for part in self.held.parts(name, self.names())}
+        return self.held.weight(name, parts).float()
+
     def has_tensor(self, name: str) -> bool:
-        """Whether the checkpoint holds this name."""
+        """Whether this weight is there."""
+        return self.held.parts(name, self.names())[0] in self.names()
 
-    def layer_tensors(self, index: int) -> dict[str, Tensor]:
-        """All weights of one decoder layer, by their names within it, float32; all finite."""
+    def stored_layer(self, index: int, without: Iterable[str] = ()) -> dict[str, Tensor]:
+        """One decoder layer as it is held, by names within it, but for some weights and what belongs to them."""
+        left_out = {name for weight in without for name in self.held.beside(weight)}
         prefix = f"model.layers.{index}."
-        tensors = {name: self.tensor(prefix + name) for name in self.layer_tensor_names(index)}
+        own = [name.removeprefix(prefix) for name in self.names() if name.startswith(prefix)]
+        return {name: self.stored(prefix + name) for name in own if name not in left_out}
+
+    def layer_tensors(self, index: int, below: str = "") -> dict[str, Tensor]:
+        """Weights of one decoder layer whose names within it begin so, float32; all finite."""
+        prefix = f"model.layers.{index}."
+        own = [name for name in self.layer_tensor_names(index) if name.startswith(below)]
+        tensors = {name: self.tensor(prefix + name) for name in own}
         bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
         if bad:
             raise NonFiniteError(
@@ -111,7 +131,10 @@ class LayerSource(ABC):
 
     def embed(self, windows: Tensor, batch_size: int) -> list[Tensor]:
         """Token embeddings of (samples, length) ids, as batches of (batch, length, m) float32."""
-        table = self.tensor("model.embed_tokens.weight")
+        name = "model.embed_tokens.weight"
+        # A tied table is stored under either name.
+        only_head = self.config.tie_word_embeddings and not self.has_tensor(name)
+        table = self.tensor("lm_head.weight" if only_head else name)
         return [nn.functional.embedding(batch.to(self.device), table) for batch in windows.split(batch_size)]
 
     def final_norm(self) -> nn.Module:
@@ -123,8 +146,7 @@ class LayerSource(ABC):
     def head_weight(self) -> Tensor:
         """Output head, (vocabulary, m) float32; the embedding where they are tied."""
         name = "lm_head.weight"
-        tied = self.config.tie_word_embeddings or not self.has_tensor(name)
-        return self.tensor("model.embed_tokens.weight" if tied else name)
+        return self.tensor(name if self.has_tensor(name) else "model.embed_tokens.weight")
 
     def context(self, hidden: Tensor) -> dict[str, Any]:
         """Positions, rotary tables and causal masks for windows of this shape; computed once per shape."""
@@ -156,7 +178,8 @@ class CheckpointSource(LayerSource):
     def __init__(self, folder: str | Path, device: str | torch.device = "cpu", precision: str = "float32") -> None:
         self.folder = Path(folder)
         self._files = _weight_files(self.folder)
-        super().__init__(AutoConfig.from_pretrained(folder, trust_remote_code=False), device, precision)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        super().__init__(config, device, precision, stored_weights(config))
 
     def types(self) -> dict[str, str]:  # noqa: D102
         types: dict[str, str] = {}
@@ -166,24 +189,28 @@ class CheckpointSource(LayerSource):
                 types |= {name: _type_name(shard.get_slice(name).get_dtype()) for name in own}
         return types
 
-    def has_tensor(self, name: str) -> bool:  # noqa: D102
-        return name in self._files
+    def names(self) -> Collection[str]:  # noqa: D102
+        return self._files
 
-    def tensor(self, name: str) -> Tensor:  # noqa: D102
+    def stored(self, name: str) -> Tensor:  # noqa: D102
         if name not in self._files:
             raise ModelUnavailableError(f"{self.folder} has no tensor {name!r}; the checkpoint is incomplete.")
         with safe_open(self._files[name], framework="pt") as shard:
             # The copy leaves the file's memory map, whose pages would otherwise stay resident.
-            return shard.get_tensor(name).to(self.device, torch.float32, copy=True)
+            return shard.get_tensor(name).to(self.device, copy=True)
 
 
 class ModuleSource(LayerSource):
     """Layers copied from a model in memory, which is left as it is."""
 
     def __init__(self, model: nn.Module, device: str | torch.device | None = None, precision: str = "float32") -> None:
-        self._tensors = model.state_dict()
+        check_not_quantised(model.config)
+        self._tensors = dict(model.state_dict())
         where = device if device is not None else next(model.parameters()).device
-        super().__init__(model.config, where, precision)
+        super().__init__(model.config, where, precision, StoredWeights({}))
+        head, table = "lm_head.weight", "model.embed_tokens.weight"
+        if head in self._tensors and self._tensors[head].is_set_to(self._tensors[table]):
+            del self._tensors[head]
 
     def types(self) -> dict[str, str]:  # noqa: D102
         # Some libraries keep codes and scales in a class of their own, which says that it is of the model's type.
@@ -193,11 +220,11 @@ class ModuleSource(LayerSource):
             for name, tensor in self._tensors.items()
         }
 
-    def has_tensor(self, name: str) -> bool:  # noqa: D102
-        return name in self._tensors
+    def names(self) -> Collection[str]:  # noqa: D102
+        return self._tensors
 
-    def tensor(self, name: str) -> Tensor:  # noqa: D102
-        return self._tensors[name].detach().to(self.device, torch.float32, copy=True)
+    def stored(self, name: str) -> Tensor:  # noqa: D102
+        return self._tensors[name].detach().to(self.device, copy=True)
 
 
 def attention_input(layer: Any, hidden: Tensor) -> Tensor:
@@ -231,6 +258,10 @@ def _type_name(label: str) -> str:
 
 def _weight_files(folder: Path) -> dict[str, Path]:
     """Map each tensor's name to the safetensors file that holds it."""
+    return {name: file for name, file in _all_files(folder).items() if not name.endswith(IGNORED_BUFFERS)}
+
+
+def _all_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = json.loads(index.read_text())["weight_map"]
