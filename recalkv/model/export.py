@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recalkv.method.methods import resolve_method
 from recalkv.model.card import CARD, model_card
+from recalkv.model.family import family_of
 from recalkv.model.layers import LayerSource
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
 from recalkv.model.spec import LatentSpec, LayerSpec
@@ -107,9 +108,12 @@ def build_model(config: Any, other: dict[str, Tensor], layers: Iterable[dict[str
         state |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
     cast = {name: tensor.to(dtype) for name, tensor in state.items()}
     device = next(iter(cast.values())).device
-    # Rotary buffers are not part of a checkpoint; tied heads are tied below.
+    # Buffers that the config determines are not part of a checkpoint; tied heads are tied below.
     rotary = type(model.model.rotary_emb)(config=config).to(device)
     model.model.rotary_emb = rotary
+    table = model.model.embed_tokens
+    if hasattr(table, "embed_scale"):
+        table.embed_scale = torch.tensor(family_of(config).embedding_scale(config), device=device)
     missing, unexpected = model.load_state_dict(cast, strict=False, assign=True)
     model.tie_weights()
     if unexpected or set(missing) - {"lm_head.weight"}:

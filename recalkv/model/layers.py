@@ -9,7 +9,7 @@ import contextlib
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from recalkv.model.families import (
     check_tensors,
     layer_attention_types,
 )
+from recalkv.model.family import family_of, text_config
+from recalkv.model.origins import Origins
 from recalkv.model.precision import PRECISIONS
 
 __all__ = [
@@ -37,6 +39,8 @@ __all__ = [
     "autocast",
     "run_layer",
 ]
+
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class LayerSource(ABC):
@@ -54,16 +58,25 @@ class LayerSource(ABC):
     """
 
     def __init__(self, config: Any, device: str | torch.device, precision: str) -> None:
-        self.config = config
-        self.geometry: AttentionGeometry = check_supported(config)
         check_not_quantised(config)
+        within, config = text_config(config) is not config, text_config(config)
+        self.geometry: AttentionGeometry = check_supported(config)
+        self.config, self.family = config, family_of(config)
         self.device = torch.device(device)
         self.precision = PRECISIONS[precision]
         self.attention_types = layer_attention_types(config)
         with torch.device("meta"):
             # A copy: from_config would write the attention implementation into the caller's config.
-            self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
+            attention = self.family.attention_implementation
+            self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
+        self._origins = Origins(self._skeleton, self.names(), within)
         check_tensors(config.model_type, self.types(), self._skeleton.state_dict().keys())
+        if within:
+            self.config = copy.deepcopy(config)
+            self.config.tie_word_embeddings = not self.has_tensor(_HEAD)
+        self._fused: dict[str, tuple[str, slice]] = {}
+        if self.family.fused is not None:
+            self._take_apart(self.family.fused)
         rotary = type(self._skeleton.model.rotary_emb)
         self._rotary = rotary(config=config).to(self.device)
         self._context_for = torch.Size()
@@ -75,21 +88,40 @@ class LayerSource(ABC):
         return self.geometry.layers
 
     @abstractmethod
-    def tensor(self, name: str) -> Tensor:
-        """One weight by its name in the checkpoint, float32, on the device."""
+    def names(self) -> Collection[str]:
+        """Names of all tensors that are held."""
 
     @abstractmethod
+    def stored(self, name: str) -> Tensor:
+        """A copy of one tensor that is held, float32, on the device."""
+
+    @abstractmethod
+    def stored_types(self) -> dict[str, str]:
+        """Type of every tensor that is held by its name, as torch calls it."""
+
     def types(self) -> dict[str, str]:
         """Type of every tensor of the model by its name, as torch calls it."""
+        held = self.stored_types()
+        return {name: held[self._origins.held(name)[0]] for name in self._origins.names}
 
-    @abstractmethod
     def has_tensor(self, name: str) -> bool:
-        """Whether the checkpoint holds this name."""
+        """Whether the checkpoint holds this tensor."""
+        return name in self._origins.names
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by its name in the language model, float32, on the device."""
+        if not self.has_tensor(name):
+            raise ModelUnavailableError(f"{self} has no tensor {name!r}; the checkpoint is incomplete.")
+        return self._origins.read(name, self.stored)
+
+    def layer_tensor(self, index: int, name: str) -> Tensor:
+        """One of :meth:`layer_tensor_names`, float32, on the device."""
+        joined, rows = self._fused.get(name, (name, slice(None)))
+        return self.tensor(f"model.layers.{index}.{joined}")[rows]
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
         """All weights of one decoder layer, by their names within it, float32; all finite."""
-        prefix = f"model.layers.{index}."
-        tensors = {name: self.tensor(prefix + name) for name in self.layer_tensor_names(index)}
+        tensors = {name: self.layer_tensor(index, name) for name in self.layer_tensor_names(index)}
         bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
         if bad:
             raise NonFiniteError(
@@ -99,7 +131,7 @@ class LayerSource(ABC):
         return tensors
 
     def layer_tensor_names(self, index: int) -> list[str]:
-        """Names of one decoder layer's weights, within the layer."""
+        """Names of one decoder layer's weights, within the layer; fused projections are taken apart."""
         return list(self._skeleton.model.layers[index].state_dict())
 
     @contextlib.contextmanager
@@ -111,7 +143,7 @@ class LayerSource(ABC):
 
     def embed(self, windows: Tensor, batch_size: int) -> list[Tensor]:
         """Token embeddings of (samples, length) ids, as batches of (batch, length, m) float32."""
-        table = self.tensor("model.embed_tokens.weight")
+        table = self.tensor(_TABLE) * self.family.embedding_scale(self.config)
         return [nn.functional.embedding(batch.to(self.device), table) for batch in windows.split(batch_size)]
 
     def final_norm(self) -> nn.Module:
@@ -122,9 +154,18 @@ class LayerSource(ABC):
 
     def head_weight(self) -> Tensor:
         """Output head, (vocabulary, m) float32; the embedding where they are tied."""
-        name = "lm_head.weight"
-        tied = self.config.tie_word_embeddings or not self.has_tensor(name)
-        return self.tensor("model.embed_tokens.weight" if tied else name)
+        tied = self.config.tie_word_embeddings or not self.has_tensor(_HEAD)
+        return self.tensor(_TABLE if tied else _HEAD)
+
+    def logits(self, products: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Logits of the products with :meth:`head_weight`, and their derivative by these."""
+        scale, cap = self.family.logit_scale(self.config), self.family.logit_softcap(self.config)
+        if scale != 1.0:
+            products = products * scale
+        if cap is None:
+            return products, scale
+        shares = (products / cap).tanh()
+        return cap * shares, scale * (1 - shares.square())
 
     def context(self, hidden: Tensor) -> dict[str, Any]:
         """Positions, rotary tables and causal masks for windows of this shape; computed once per shape."""
@@ -143,11 +184,44 @@ class LayerSource(ABC):
             }
             self._context = {
                 "positions": positions,
-                "rotary": self._rotary(hidden, positions),
+                "rotary": self._rotary_tables(hidden, positions),
                 "masks": {kind: makers[kind](**mask_inputs) for kind in set(self.attention_types)},
             }
             self._context_for = hidden.shape
         return self._context
+
+    def _rotary_tables(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Cos and sin by type of layer, which some models turn differently."""
+        if isinstance(self._rotary.rope_type, dict):
+            return {kind: self._rotary(hidden, positions, kind) for kind in set(self.attention_types)}
+        return dict.fromkeys(self.attention_types, self._rotary(hidden, positions))
+
+    def _take_apart(self, name: str) -> None:
+        """Give every layer's attention the projections of queries, keys and values that it has in one."""
+        sizes = self.geometry
+        widths, start = {"q": sizes.heads * sizes.head_dim, "k": sizes.kv_width, "v": sizes.kv_width}, 0
+        for letter, width in widths.items():
+            for kind in ("weight", "bias"):
+                self._fused[f"self_attn.{letter}_proj.{kind}"] = f"self_attn.{name}.{kind}", slice(start, start + width)
+            start += width
+        for layer in self._skeleton.model.layers:
+            attention = layer.self_attn
+            joined = getattr(attention, name)
+            delattr(attention, name)
+            with torch.device("meta"):
+                parts = [nn.Linear(sizes.hidden, width, joined.bias is not None) for width in widths.values()]
+            attention.q_proj, attention.k_proj, attention.v_proj = parts
+            setattr(attention, name, _SideBySide(parts))
+
+
+class _SideBySide:
+    """Outputs of projections, one behind the other; no module, so that theirs are the only names."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return torch.cat([part(states) for part in self.parts], dim=-1)
 
 
 class CheckpointSource(LayerSource):
@@ -158,7 +232,13 @@ class CheckpointSource(LayerSource):
         self._files = _weight_files(self.folder)
         super().__init__(AutoConfig.from_pretrained(folder, trust_remote_code=False), device, precision)
 
-    def types(self) -> dict[str, str]:  # noqa: D102
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def names(self) -> Collection[str]:  # noqa: D102
+        return self._files
+
+    def stored_types(self) -> dict[str, str]:  # noqa: D102
         types: dict[str, str] = {}
         for file in set(self._files.values()):
             with safe_open(file, framework="pt") as shard:
@@ -166,12 +246,7 @@ class CheckpointSource(LayerSource):
                 types |= {name: _type_name(shard.get_slice(name).get_dtype()) for name in own}
         return types
 
-    def has_tensor(self, name: str) -> bool:  # noqa: D102
-        return name in self._files
-
-    def tensor(self, name: str) -> Tensor:  # noqa: D102
-        if name not in self._files:
-            raise ModelUnavailableError(f"{self.folder} has no tensor {name!r}; the checkpoint is incomplete.")
+    def stored(self, name: str) -> Tensor:  # noqa: D102
         with safe_open(self._files[name], framework="pt") as shard:
             # The copy leaves the file's memory map, whose pages would otherwise stay resident.
             return shard.get_tensor(name).to(self.device, torch.float32, copy=True)
@@ -185,7 +260,13 @@ class ModuleSource(LayerSource):
         where = device if device is not None else next(model.parameters()).device
         super().__init__(model.config, where, precision)
 
-    def types(self) -> dict[str, str]:  # noqa: D102
+    def __str__(self) -> str:
+        return "the model"
+
+    def names(self) -> Collection[str]:  # noqa: D102
+        return self._tensors
+
+    def stored_types(self) -> dict[str, str]:  # noqa: D102
         # Some libraries keep codes and scales in a class of their own, which says that it is of the model's type.
         plain = (Tensor, nn.Parameter)
         return {
@@ -193,16 +274,14 @@ class ModuleSource(LayerSource):
             for name, tensor in self._tensors.items()
         }
 
-    def has_tensor(self, name: str) -> bool:  # noqa: D102
-        return name in self._tensors
-
-    def tensor(self, name: str) -> Tensor:  # noqa: D102
+    def stored(self, name: str) -> Tensor:  # noqa: D102
         return self._tensors[name].detach().to(self.device, torch.float32, copy=True)
 
 
-def attention_input(layer: Any, hidden: Tensor) -> Tensor:
-    """What the layer's key and value projections read: the normalised residual stream, same shape."""
-    return layer.input_layernorm(hidden)
+def attention_input(source: LayerSource, layer: Any, hidden: Tensor) -> Tensor:
+    """What the layer's key and value projections read, same shape: mostly the normalised residual stream."""
+    norm = source.family.input_norm
+    return hidden if norm is None else getattr(layer, norm)(hidden)
 
 
 def autocast(source: LayerSource) -> contextlib.AbstractContextManager:
@@ -219,7 +298,7 @@ def run_layer(source: LayerSource, layer: Any, index: int, hidden: Tensor) -> Te
             hidden,
             attention_mask=context["masks"][source.attention_types[index]],
             position_ids=context["positions"],
-            position_embeddings=context["rotary"],
+            position_embeddings=context["rotary"][source.attention_types[index]],
         )
     return output.float()
 
