@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import recalkv
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
 from recalkv.method.fusion import choose_value_layout, fuse_output, stored_layers
-from recalkv.model.families import SUPPORTED_FAMILIES, AttentionGeometry, check_supported
+from recalkv.model import family
+from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
 from tests.tiny import FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, dense_model, over_values, windows
@@ -172,8 +173,8 @@ def rope(**parameters: Any) -> Any:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (GPT2Config(), ["'gpt2'", *SUPPORTED_FAMILIES]),
-        (SimpleNamespace(model_type=None), ["None", *SUPPORTED_FAMILIES]),
+        (GPT2Config(), ["'gpt2'", *family.FAMILIES]),
+        (SimpleNamespace(model_type=None), ["None", *family.FAMILIES]),
         (SimpleNamespace(model_type="recalkv_llama"), ["recalkv_llama", "already", "dense model"]),
         (rope(rope_type="dynamic", factor=2.0), ["'dynamic'", "default, linear, llama3, yarn"]),
         (rope(rope_type="longrope"), ["'longrope'", "default, linear, llama3, yarn"]),

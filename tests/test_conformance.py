@@ -28,7 +28,7 @@ from recalkv.model.spec import LatentSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
 from tests import tiny
 from tests.covering import cover, covering, pairs, settings
-from tests.tiny import FAMILIES, windows
+from tests.tiny import FAMILIES, FURTHER_FAMILIES, windows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -124,7 +124,21 @@ def named(rows: list[Any], marks: Any = ()) -> list[Any]:
     return [pytest.param(*row, id=name(*row), marks=marks) for row in rows]
 
 
+def further_cases() -> Iterator[tuple[Kind, Way]]:
+    """Families that differ from those above in few things, each with and without quantised latents."""
+    for family, (_, model_class, _) in FURTHER_FAMILIES.items():
+        attention = "sdpa" if model_class._supports_sdpa else "eager"
+        values = "absorbed" if "sinks" in family else "fused"
+        for kind in (Kind(family, "joint", 2, "mixed", values), Kind(family, "whole-values", 1, 16, "absorbed")):
+            yield kind, Way("greedy", 40, "static", attention)
+            # Which frequencies a sequence has depends on the longest beside it, and on how it came.
+            if "longrope" not in family:
+                yield kind, Way("padded", 40, "dynamic", attention)
+                yield kind, Way("pieces", 16, "dynamic", attention)
+
+
 CASES = cases(covering(settings(Kind, KINDS, legal_kind)), covering(settings(Way, WAYS, legal_way)))
+FURTHER_CASES = list(further_cases())
 CHOSEN_KINDS = list(dict.fromkeys(kind for kind, _ in CASES))
 
 
@@ -160,6 +174,9 @@ def models(kind: Kind) -> tuple[Any, Any]:
 def in_type(kind: Kind, dtype: torch.dtype) -> tuple[Any, Any]:
     """(compressed, reference) of a kind in this type."""
     compressed, twin = (endless(copy.deepcopy(model).to(dtype)) for model in models(kind))
+    for model in (compressed, twin):
+        # Grouped products of experts know no float64.
+        model.set_experts_implementation("eager")
     if kind.bits == 16:
         return compressed, twin
     return compressed, Uncached(tiny.over_values(copy.deepcopy(compressed), "reconstructed"))
@@ -215,11 +232,12 @@ for own_name, made in (("maskless", None), ("mask-object", SimpleNamespace())):
 @contextlib.contextmanager
 def attending(model: Any, implementation: str) -> Iterator[Any]:
     """The model, which attends by an implementation of transformers."""
+    before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
         yield model
     finally:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(before)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=name(kind)) for kind in CHOSEN_KINDS])
@@ -309,7 +327,7 @@ def turns(model: Any, way: Way, **options: Any) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize(("kind", "way"), named([case for case in CASES if case[1].way in TOKENS]))
+@pytest.mark.parametrize(("kind", "way"), named([case for case in CASES + FURTHER_CASES if case[1].way in TOKENS]))
 def test_tokens(kind: Kind, way: Way) -> None:
     compressed, reference = exact(kind)
     options = cache_options(compressed, way, slots=256)
@@ -372,7 +390,7 @@ def assert_holds_latents_alone(cache: Any, model: Any) -> None:
         assert layer.keys.dtype == (torch.uint8 if spec.quantised else model.dtype)
 
 
-@pytest.mark.parametrize(("kind", "way"), named([case for case in CASES if case[1].way in LOGITS]))
+@pytest.mark.parametrize(("kind", "way"), named([case for case in CASES + FURTHER_CASES if case[1].way in LOGITS]))
 @torch.no_grad()
 def test_logits(kind: Kind, way: Way) -> None:
     half = way.way == "half-precision"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from recalkv.method.fusion import fuse_layer, fused_attention_tensors
 from recalkv.method.lowrank import LowRank
@@ -138,6 +139,8 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
         SimpleNamespace(
             device=torch.device(device),
             geometry=GEOMETRY,
+            config=LlamaConfig(),
+            holds=lambda name: True,
             layer_tensors=lambda index, below, device=device: {
                 name: tensor.to(device) for name, tensor in held.items() if name.startswith(below)
             },

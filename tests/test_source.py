@@ -88,7 +88,7 @@ def test_hub_model_is_downloaded_without_code_or_pickles(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
+        ({"model_type": "deepseek_v3"}, "model_type='deepseek_v3' is not supported: it caches latents already"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='dynamic'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quant_method='gptq'"),
         ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "model_type='deepseek_v3'"),
@@ -124,7 +124,7 @@ def test_folder_without_safetensors(folder: Path, tmp_path: Path) -> None:
         resolve_model(str(folder), None, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "brand_new_family", None])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt2", "brand_new_family", None])
 def test_unsupported_family_lists_the_supported(folder: Path, tmp_path: Path, family: str | None) -> None:
     edit_config(folder, model_type=family)
     with pytest.raises(UnsupportedModelError, match=rf"model_type={family!r} .*one of: llama, mistral, qwen2, qwen3"):

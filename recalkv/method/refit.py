@@ -128,7 +128,7 @@ def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, me
     """OVC: fit the value factors to inputs behind the compressed prefix."""
     moments = MomentAccumulator(layer.source.geometry.hidden, layer.source.device)
     for states in hidden:
-        moments.add(attention_input(layer.layer, states))
+        moments.add(attention_input(layer.source, layer.layer, states))
     gram = moments.finish(f"layer {layer.index} (behind the compressed prefix)").gram
     weight = layer.attention.v_proj.weight.T.double()
     columns = group_columns(start.value_groups, layer.source.geometry.head_dim)
@@ -137,11 +137,15 @@ def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, me
 
 
 def _residual_targets(layer: "_Layer", hidden: Sequence[Tensor], dense_hidden: list[Tensor]) -> list[Tensor]:
-    """What the layer should add to the compressed stream, per batch; advances the dense stream by the layer."""
-    targets = []
+    """What the output projection should give, per batch; advances the dense stream by the layer.
+
+    That is what the layer should add to the compressed stream; behind a norm, what the dense projection gives.
+    """
+    family, targets = layer.source.family, []
+    scale = family.residual_scale(layer.source.config)
     for batch, (states, dense) in enumerate(zip(hidden, list(dense_hidden), strict=True)):
         added, dense_hidden[batch] = layer.run_and_watch(dense)
-        targets.append(added + (dense - states))
+        targets.append(added if family.post_norm else added + (dense - states) / scale)
     return targets
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from recalkv.method.methods import resolve_method
 from recalkv.model.card import CARD, model_card
+from recalkv.model.family import family_of
 from recalkv.model.layers import LayerSource
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
+from recalkv.model.origins import Origins
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.model.stored_weights import stored_weights
 from recalkv.params import CalibrationParams, CompressionParams
@@ -71,7 +73,7 @@ def compressed_config(
 
 def other_tensors(source: LayerSource) -> dict[str, Tensor]:
     """Embedding, final norm and output head, as the source holds them."""
-    return {name: source.stored(name) for name in source.names() if not name.startswith("model.layers.")}
+    return source.stored_others()
 
 
 def save_checkpoint(
@@ -138,14 +140,19 @@ def build_model(
     state = dict(other)
     for index, layer in enumerate(layers):
         state |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
-    weights = stored_weights(config).decoded(state)
+    decoded = stored_weights(config).decoded(state)
+    origins = Origins(model, decoded)
+    weights = {name: origins.read(name, decoded.__getitem__) for name in origins.names}
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     cast = weights if dtype is None else {name: tensor.to(dtype) for name, tensor in weights.items()}
     device = next(iter(cast.values())).device
-    # Rotary buffers are not part of a checkpoint; tied heads are tied below.
+    # Buffers that the config determines are not part of a checkpoint; tied heads are tied below.
     rotary = type(model.model.rotary_emb)(config=config).to(device)
     model.model.rotary_emb = rotary
+    table = model.model.embed_tokens
+    if hasattr(table, "embed_scale"):
+        table.embed_scale = torch.tensor(family_of(config).embedding_scale(config), device=device)
     missing, unexpected = model.load_state_dict(cast, strict=False, assign=True)
     model.tie_weights()
     if unexpected or set(missing) - {"lm_head.weight"}:

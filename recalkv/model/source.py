@@ -17,7 +17,8 @@ import torch
 from safetensors import safe_open
 
 from recalkv.errors import ModelUnavailableError, StoreError, needing
-from recalkv.model.families import SUPPORTED_FAMILIES, check_supported
+from recalkv.model.families import check_supported
+from recalkv.model.family import FAMILIES, text_config
 from recalkv.model.stored_weights import stored_weights
 
 __all__ = [
@@ -180,8 +181,9 @@ def _check_config(path: Path, name: str) -> None:
         content = None
     if not isinstance(content, dict):
         raise ModelUnavailableError(f"model.id={name!r}: {path} is not a JSON object; download or export it again.")
-    family = content.get("model_type")
-    if family not in SUPPORTED_FAMILIES:
+    nested = content.get("text_config")
+    family = (nested if isinstance(nested, dict) else content).get("model_type") or content.get("model_type")
+    if family not in FAMILIES:
         # Of other families transformers may know nothing.
         check_supported(SimpleNamespace(model_type=family))
     try:
@@ -190,7 +192,7 @@ def _check_config(path: Path, name: str) -> None:
         raise ModelUnavailableError(
             f"model.id={name!r}: {path} is not a valid {family} config ({error}); correct it."
         ) from error
-    check_supported(config)
+    check_supported(text_config(config))
     stored_weights(config)
 
 
