@@ -256,7 +256,11 @@ class ModuleSource(LayerSource):
     """Layers copied from a model in memory, which is left as it is."""
 
     def __init__(self, model: nn.Module, device: str | torch.device | None = None, precision: str = "float32") -> None:
-        self._tensors = model.state_dict()
+        head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight  # type: ignore[operator]
+        tied = head.is_set_to(table)
+        self._tensors = {
+            name: tensor for name, tensor in model.state_dict().items() if not (tied and name.endswith(_HEAD))
+        }
         where = device if device is not None else next(model.parameters()).device
         super().__init__(model.config, where, precision)
 
