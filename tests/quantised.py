@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.tiny import dense_model
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 Coded = tuple[dict[str, Tensor], Tensor]
 """What is stored of one weight by the end of its name, and the weight that it stands for, float64."""
 
@@ -194,10 +194,8 @@ def published(folder: Path, kind: str, family: str = "llama-gqa", **changes: Any
     way, model = KINDS[kind], dense_model(family, **changes)
     coded: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
-    tied = model.config.tie_word_embeddings
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and tied:
-            continue
+    model.save_pretrained(folder / "float32")
+    for name, tensor in load_file(folder / "float32/model.safetensors").items():
         module, _, last = name.rpartition(".")
         if last == "weight" and module.endswith(LINEAR):
             parts, exact = way.quantise(tensor)

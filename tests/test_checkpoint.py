@@ -21,7 +21,7 @@ from recalkv.model import family
 from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
-from tests.tiny import FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, dense_model, over_values, windows
+from tests.tiny import ALL_FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, dense_model, over_values, windows
 
 pair = functools.cache(compressed_pair)
 METHODS = ["recalkv", "palu", "svd"]
@@ -50,7 +50,8 @@ def edited(checkpoint: Path, folder: Path, change: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [*((family, "recalkv") for family in FAMILIES), ("llama-gqa", "palu"), ("qwen2-bias", "svd")]
+    ("family", "method"),
+    [*((family, "recalkv") for family in ALL_FAMILIES), ("llama-gqa", "palu"), ("qwen2-bias", "svd")],
 )
 def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
     _, compressed, _ = pair(family, method=method)

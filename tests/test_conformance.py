@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from recalkv.cache.codebooks import MIXED_CODES
 from recalkv.cache.rows import RowLayout
+from recalkv.errors import ParameterError
 from recalkv.kernels.module import use_kernels
 from recalkv.kernels.plan import MAX_ROWS
 from recalkv.model.spec import LatentSpec
@@ -542,6 +543,24 @@ def test_kernels(kind: Kind, way: KernelWay, launched: list[str]) -> None:
     assert launched[-2:] == ["two" if "norm" in kind.family else way.passes] * 2
     # In float32 a code may turn on the last bits of a sum; a wrong one would change far more.
     assert_near(actual, expected, 1e-5 if kind.bits == 16 else 0.02)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "smollm3-nope", "glm-partial"])
+@torch.no_grad()
+def test_kernels_of_mixed_rotations_and_offset_norms(family: str, launched: list[str]) -> None:
+    compressed, reference = in_type(Kind(family, "joint", 2, 16, "absorbed"), torch.float32)
+    ids = windows(2, 21)
+    model = use_kernels(copy.deepcopy(compressed).to(DEVICE))
+    assert_near(feed(model, ids, [20, 1], new_cache(model, "dynamic")), reference(ids).logits)
+    assert launched == ["two"] * 2
+
+
+@pytest.mark.parametrize("family", ["gemma2-softcap", "gpt-oss-sinks", "olmo2-whole-norm", "phi3-longrope"])
+def test_kernels_refuse_what_they_do_not_compute(family: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    compressed, _ = models(Kind(family, "joint", 2, 16, "absorbed"))
+    with pytest.raises(ParameterError, match=r"kernel=triton cannot be used: .* has soft-capped scores, sinks, norms"):
+        use_kernels(compressed)
 
 
 LLAMA, QWEN = ("llama-gqa", "joint", 2), ("qwen2-mixed-sliding", "joint", 2)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Mistral3Config, Mistral3ForConditionalGeneration
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError, UnsupportedModelError
 from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource, attention_input, autocast, run_layer
@@ -58,6 +59,38 @@ def test_checkpoint_folder_gives_the_same_layers(family: str, tmp_path: Path) ->
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert_equals_model(CheckpointSource(tmp_path), model, windows(samples=2, length=24))
+
+
+WRAPPERS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "gemma3": (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        {"model_type": "siglip_vision_model", "hidden_size": 8, "num_attention_heads": 2, "image_size": 28},
+    ),
+    "mistral-full": (
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        {"model_type": "pixtral", "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4, "image_size": 28},
+    ),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_of_a_multimodal_model_the_language_model_is_taken(family: str, tied: bool, tmp_path: Path) -> None:
+    text = dense_model(family, tie_word_embeddings=tied)
+    config_class, model_class, vision = WRAPPERS[family]
+    vision = {"intermediate_size": 8, "num_hidden_layers": 1, "patch_size": 14} | vision
+    config = config_class(text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=tied)
+    whole = model_class(config).eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    assert any("vision" in name for name in whole.state_dict())
+    for source in (ModuleSource(whole), CheckpointSource(tmp_path)):
+        assert_equals_model(source, text, windows(samples=2, length=24))
+        assert source.config.model_type == text.config.model_type
+        assert source.config.tie_word_embeddings == tied
 
 
 def test_single_file_checkpoint_in_half_precision_is_read_as_float32(tmp_path: Path) -> None:

@@ -291,10 +291,11 @@ class ModuleSource(LayerSource):
 
     def __init__(self, model: nn.Module, device: str | torch.device | None = None, precision: str = "float32") -> None:
         check_not_quantised(model.config)
-        self._tensors = dict(model.state_dict())
-        both = {_HEAD, _TABLE} <= self._tensors.keys()
-        if both and self._tensors[_HEAD].is_set_to(self._tensors[_TABLE]):
-            del self._tensors[_HEAD]
+        head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight  # type: ignore[operator]
+        tied = head.is_set_to(table)
+        self._tensors = {
+            name: tensor for name, tensor in model.state_dict().items() if not (tied and name.endswith(_HEAD))
+        }
         where = device if device is not None else next(model.parameters()).device
         super().__init__(model.config, where, precision, StoredWeights({}))
 
