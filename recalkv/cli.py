@@ -98,7 +98,7 @@ def preset(
         bool, typer.Option("--overwrite", help="Replace a file even if it was changed by hand.")
     ] = False,
 ) -> None:
-    """Write a parameter file: the defaults, a named setting, or the paper's for a model. Then run `dvc repro`."""
+    """Write a parameter file: the defaults, a named setting, or those of a model. Then run `dvc repro`."""
     with user_errors():
         if name == "list":
             print("\n".join(preset_names()))
@@ -110,6 +110,16 @@ def preset(
             )
         out.write_text(content)
         print(f"{out} now holds preset {name}; run `dvc repro`.")
+
+
+@app.command()
+def families() -> None:
+    """List the language models of the installed transformers by model type: supported, or why not."""
+    from recalkv.model.family import known_families
+
+    for name, reason in known_families().items():
+        print(f"{name}: {'supported' if reason is None else f'refused, as it {reason}'}")
+    print("A multimodal model is what the language model in its text_config is.")
 
 
 @app.command()

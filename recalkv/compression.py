@@ -164,7 +164,7 @@ def compress(
     dtype = next(model.parameters()).dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
     provenance = {"name": getattr(model.config, "_name_or_path", None), "revision": None, "fingerprint": None}
     named = calibration.model_copy(update={"text": [text_name]})
-    compressed = assemble(source, result, parameters, dtype, provenance, named)
+    compressed = assemble(source, result, parameters, dtype, provenance, named, convert=parameters.dtype != "auto")
     compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
     return compressed
 
@@ -209,7 +209,8 @@ def compress_checkpoint(
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
     specs = stored_layers(source.geometry, result.specs, result.permutations)
     config = compressed_config(source, specs, parameters, provenance, calibration)
-    save_checkpoint(folder, config, other_tensors(source), _fused(source, specs, result, dtype), dtype)
+    layers, convert = _fused(source, specs, result, dtype), parameters.dtype != "auto"
+    save_checkpoint(folder, config, other_tensors(source), layers, dtype, convert)
     tokenizer.save_pretrained(folder)
     if (reference.folder / "generation_config.json").exists():
         GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)
@@ -306,11 +307,13 @@ def assemble(
     dtype: torch.dtype,
     provenance: dict[str, str | None],
     calibration: CalibrationParams | None = None,
+    convert: bool = True,
 ) -> Any:
-    """Build the compressed model in memory from its factors."""
+    """Build the compressed model in memory from its factors; ``convert`` gives what is not replaced that type too."""
     specs = stored_layers(source.geometry, result.specs, result.permutations)
     config = compressed_config(source, specs, parameters, provenance, calibration)
-    return build_model(config, other_tensors(source), _fused(source, specs, result, dtype), dtype)
+    layers = _fused(source, specs, result, dtype)
+    return build_model(config, other_tensors(source), layers, dtype if convert else None)
 
 
 def _fused(

@@ -31,7 +31,8 @@ def fuse(run: Stage) -> None:
         for index, (spec, mean) in enumerate(zip(specs, means, strict=True))
     )
     with writing_folder(run.data / "compressed") as folder:
-        save_checkpoint(folder, config, other_tensors(source), run.progress(layers, len(specs)), dtype)
+        convert = wanted.dtype != "auto"
+        save_checkpoint(folder, config, other_tensors(source), run.progress(layers, len(specs)), dtype, convert)
         AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False).save_pretrained(folder)
         if (reference.folder / "generation_config.json").exists():
             GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)

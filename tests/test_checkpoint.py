@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import recalkv
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
 from recalkv.method.fusion import choose_value_layout, fuse_output, stored_layers
+from recalkv.model import family
 from recalkv.model.export import build_model
-from recalkv.model.families import SUPPORTED_FAMILIES, AttentionGeometry, check_supported
+from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
-from tests.tiny import FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, dense_model, over_values, windows
+from tests.tiny import ALL_FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, dense_model, over_values, windows
 
 pair = functools.cache(compressed_pair)
 METHODS = ["recalkv", "palu", "svd"]
@@ -52,7 +53,8 @@ def edited(checkpoint: Path, folder: Path, change: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [*((family, "recalkv") for family in FAMILIES), ("llama-gqa", "palu"), ("qwen2-bias", "svd")]
+    ("family", "method"),
+    [*((family, "recalkv") for family in ALL_FAMILIES), ("llama-gqa", "palu"), ("qwen2-bias", "svd")],
 )
 def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
     _, compressed, _ = pair(family, method=method)
@@ -194,8 +196,8 @@ def rope(**parameters: Any) -> Any:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (GPT2Config(), ["'gpt2'", *SUPPORTED_FAMILIES]),
-        (SimpleNamespace(model_type=None), ["None", *SUPPORTED_FAMILIES]),
+        (GPT2Config(), ["'gpt2'", *family.FAMILIES]),
+        (SimpleNamespace(model_type=None), ["None", *family.FAMILIES]),
         (SimpleNamespace(model_type="recalkv_llama"), ["recalkv_llama", "already", "dense model"]),
         (rope(rope_type="dynamic", factor=2.0), ["'dynamic'", "default, linear, llama3, yarn"]),
         (rope(rope_type="longrope"), ["'longrope'", "default, linear, llama3, yarn"]),

@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from recalkv.cache.codebooks import MIXED_CODES
 from recalkv.cache.rows import RowLayout
+from recalkv.errors import ParameterError
 from recalkv.kernels.module import use_kernels
 from recalkv.kernels.plan import MAX_ROWS
 from recalkv.model import recent
@@ -29,7 +30,7 @@ from recalkv.model.spec import LatentSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
 from tests import tiny
 from tests.covering import cover, covering, pairs, settings
-from tests.tiny import FAMILIES, windows
+from tests.tiny import FAMILIES, FURTHER_FAMILIES, windows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -129,7 +130,21 @@ def named(rows: list[Any], marks: Any = ()) -> list[Any]:
     return [pytest.param(*row, id=name(*row), marks=marks) for row in rows]
 
 
+def further_cases() -> Iterator[tuple[Kind, Way]]:
+    """Families that differ from those above in few things, each with and without quantised latents."""
+    for family, (_, model_class, _) in FURTHER_FAMILIES.items():
+        attention = "sdpa" if model_class._supports_sdpa else "eager"
+        values = "absorbed" if "sinks" in family else "fused"
+        for kind in (Kind(family, "joint", 2, "mixed", values), Kind(family, "whole-values", 1, 16, "absorbed")):
+            yield kind, Way("greedy", 40, "static", attention)
+            # Which frequencies a sequence has depends on the longest beside it, and on how it came.
+            if "longrope" not in family:
+                yield kind, Way("padded", 40, "dynamic", attention)
+                yield kind, Way("pieces", 16, "dynamic", attention)
+
+
 CASES = cases(covering(settings(Kind, KINDS, legal_kind)), covering(settings(Way, WAYS, legal_way)))
+FURTHER_CASES = list(further_cases())
 CHOSEN_KINDS = list(dict.fromkeys(kind for kind, _ in CASES))
 
 
@@ -172,6 +187,9 @@ def models(kind: Kind) -> tuple[Any, Any]:
 def in_type(kind: Kind, dtype: torch.dtype) -> tuple[Any, Any]:
     """(compressed, reference) of a kind in this type."""
     compressed, twin = (endless(copy.deepcopy(model).to(dtype)) for model in models(kind))
+    for model in (compressed, twin):
+        # Grouped products of experts know no float64.
+        model.set_experts_implementation("eager")
     if kind.bits == 16:
         return compressed, twin
     return compressed, Uncached(tiny.over_values(copy.deepcopy(compressed), "reconstructed"))
@@ -227,11 +245,12 @@ for own_name, made in (("maskless", None), ("mask-object", SimpleNamespace())):
 @contextlib.contextmanager
 def attending(model: Any, implementation: str) -> Iterator[Any]:
     """The model, which attends by an implementation of transformers."""
+    before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
         yield model
     finally:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(before)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=name(kind)) for kind in CHOSEN_KINDS])
@@ -321,7 +340,7 @@ def turns(model: Any, way: Way, **options: Any) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize(("kind", "way"), named([case for case in CASES if case[1].way in TOKENS]))
+@pytest.mark.parametrize(("kind", "way"), named([case for case in CASES + FURTHER_CASES if case[1].way in TOKENS]))
 def test_tokens(kind: Kind, way: Way) -> None:
     compressed, reference = exact(kind)
     options = cache_options(compressed, way, slots=256)
@@ -389,7 +408,7 @@ def assert_holds_latents_alone(cache: Any, model: Any) -> None:
         assert layer.keys.dtype == (torch.uint8 if spec.quantised else model.dtype)
 
 
-@pytest.mark.parametrize(("kind", "way"), named([case for case in CASES if case[1].way in LOGITS]))
+@pytest.mark.parametrize(("kind", "way"), named([case for case in CASES + FURTHER_CASES if case[1].way in LOGITS]))
 @torch.no_grad()
 def test_logits(kind: Kind, way: Way) -> None:
     half = way.way == "half-precision"
@@ -541,6 +560,24 @@ def test_kernels(kind: Kind, way: KernelWay, launched: list[str]) -> None:
     assert launched[-2:] == ["two" if "norm" in kind.family else way.passes] * 2
     # In float32 a code may turn on the last bits of a sum; a wrong one would change far more.
     assert_near(actual, expected, 1e-5 if kind.bits == 16 else 0.02)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "smollm3-nope", "glm-partial"])
+@torch.no_grad()
+def test_kernels_of_mixed_rotations_and_offset_norms(family: str, launched: list[str]) -> None:
+    compressed, reference = in_type(Kind(family, "joint", 2, 16, "absorbed"), torch.float32)
+    ids = windows(2, 21)
+    model = use_kernels(copy.deepcopy(compressed).to(DEVICE))
+    assert_near(feed(model, ids, [20, 1], new_cache(model, "dynamic")), reference(ids).logits)
+    assert launched == ["two"] * 2
+
+
+@pytest.mark.parametrize("family", ["gemma2-softcap", "gpt-oss-sinks", "olmo2-whole-norm", "phi3-longrope"])
+def test_kernels_refuse_what_they_do_not_compute(family: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    compressed, _ = models(Kind(family, "joint", 2, 16, "absorbed"))
+    with pytest.raises(ParameterError, match=r"kernel=triton cannot be used: .* has soft-capped scores, sinks, norms"):
+        use_kernels(compressed)
 
 
 LLAMA, QWEN = ("llama-gqa", "joint", 2), ("qwen2-mixed-sliding", "joint", 2)

@@ -22,7 +22,7 @@ from recalkv.model.cpu.rows import coding, packed_rows, read_rows
 from recalkv.model.cpu.threads import threads_of_torch
 from recalkv.model.identity import direct_columns, direct_pairs, gauge_limit, independent_pairs
 from recalkv.model.turns import TileRope, expansion, offset_angles
-from tests.tiny import FAMILIES, compressed_pair, windows
+from tests.tiny import ALL_FAMILIES, compressed_pair, windows
 
 pair = functools.cache(compressed_pair)
 # As models have them: SmolLM2, LLaMA-2, and a tiny one.
@@ -219,16 +219,9 @@ def whole(monkeypatch: pytest.MonkeyPatch, call: Any) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize(("tile", "threads"), [(4, 3), (32, 1)])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "family", ["llama-gqa", "llama-bias", "llama-yarn", "mistral-sliding", "qwen2-bias", "qwen3-qk-norm"]
-)
-def test_loops_change_nothing(
-    family: str, case: str, tile: int, threads: int, tiled: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One query and several, padded, over growing and static caches, whatever the tile."""
-    heads = FAMILIES[family][2].get("num_key_value_heads", 3)
+def steps_by_loops(family: str, case: str, tile: int, threads: int, tiled: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Times that the loops were taken; what they give is what plain torch gives."""
+    heads = ALL_FAMILIES[family][2].get("num_key_value_heads", 3)
     model = model_of(family, **(CASES[case] | {"group_size": min(heads, CASES[case].get("group_size", 2))}))
     ids, lengths = windows(2, 41), [33, 1, 1, 5, 1]
     mask = torch.ones_like(ids)
@@ -248,7 +241,32 @@ def test_loops_change_nothing(
     tiled(model, tile, threads)
     for static in (False, True):
         torch.testing.assert_close(logits(static), expected, atol=2e-4, rtol=2e-4)
-    assert taken
+    return len(taken)
+
+
+@pytest.mark.parametrize(("tile", "threads"), [(4, 3), (32, 1)])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "family", ["llama-gqa", "llama-bias", "llama-yarn", "mistral-sliding", "qwen2-bias", "qwen3-qk-norm"]
+)
+def test_loops_change_nothing(
+    family: str, case: str, tile: int, threads: int, tiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One query and several, padded, over growing and static caches, whatever the tile."""
+    assert steps_by_loops(family, case, tile, threads, tiled, monkeypatch)
+
+
+@pytest.mark.parametrize("case", [next(iter(CASES)), list(CASES)[-1]])
+@pytest.mark.parametrize("family", ["gemma3", "smollm3-nope", "glm-partial", "ministral3", "granite"])
+def test_loops_serve_partial_and_absent_turns_and_offset_norms(
+    family: str, case: str, tiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert steps_by_loops(family, case, 8, 2, tiled, monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["gemma2-softcap", "gpt-oss-sinks", "olmo2-whole-norm", "phi3-longrope"])
+def test_loops_leave_the_rest_to_torch(family: str, tiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not steps_by_loops(family, next(iter(CASES)), 8, 2, tiled, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,7 @@ from recalkv.statistics import distributed, fisher
 from recalkv.statistics.fisher import LayerGradients, collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.whitening import collect_input_moments
-from tests.tiny import FAMILIES, calibration, dense_model, windows
+from tests.tiny import ALL_FAMILIES, calibration, dense_model, projection, windows
 
 Scores = dict[str, Tensor]
 """``key`` and ``value`` of every layer, and the mean ``loss``."""
@@ -54,8 +54,8 @@ def scores_of(*arguments: Any, **options: Any) -> Scores:
 
 def reference(model: Any, ids: Tensor) -> Scores:
     """sqrt(mean over windows of grad^2), averaged over the matrix, by plain backward passes."""
-    projections = [[getattr(x.self_attn, f"{p}_proj").weight for x in model.model.layers] for p in "kv"]
-    squared = [[torch.zeros_like(w, dtype=torch.float64) for w in weights] for weights in projections]
+    projections = [[projection(x.self_attn, p) for x in model.model.layers] for p in "kv"]
+    squared = [[torch.zeros_like(w[rows], dtype=torch.float64) for w, rows in weights] for weights in projections]
     losses = []
     for window in ids:
         model.zero_grad()
@@ -63,8 +63,8 @@ def reference(model: Any, ids: Tensor) -> Scores:
         loss.backward()
         losses.append(loss.item())
         for sums, weights in zip(squared, projections, strict=True):
-            for total, weight in zip(sums, weights, strict=True):
-                total += weight.grad.double() ** 2
+            for total, (weight, rows) in zip(sums, weights, strict=True):
+                total += weight.grad[rows].double() ** 2
     model.zero_grad()
     key, value = (torch.stack([(s / len(ids)).sqrt().mean() for s in sums]) for sums in squared)
     return {"key": key, "value": value, "loss": torch.tensor(losses, dtype=torch.float64).mean()}
@@ -75,7 +75,7 @@ def assert_close(actual: Scores, expected: Scores, tolerance: float) -> None:
         torch.testing.assert_close(actual[name], expected[name], rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_scores_are_those_of_plain_autograd(family: str, tmp_path: Path) -> None:
     model, ids = dense_model(family), windows(samples=3, length=40)
     assert_close(scores_of(model, ids, tmp_path), reference(model, ids), 1e-3)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from recalkv.method.fusion import fuse_layer, fused_attention_tensors
 from recalkv.method.lowrank import LowRank
@@ -128,7 +129,7 @@ def test_norms_of_queries_and_keys_are_kept() -> None:
     assert all(torch.equal(tensors[name], norm) for name, norm in norms.items())
 
 
-def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device() -> None:
+def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever device the factors are read to."""
     case = Case("grouped", "fused", biased=True, centred=True, fitted=True)
     held = {f"self_attn.{name}": tensor for name, tensor in case.dense.items()} | {"mlp.weight": case.draw(3, 20)}
@@ -138,7 +139,14 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device() -> None
         SimpleNamespace(
             device=torch.device(device),
             geometry=GEOMETRY,
-            layer_tensors=lambda index, device=device: {name: tensor.to(device) for name, tensor in held.items()},
+            config=LlamaConfig(),
+            holds=lambda name: True,
+            layer_tensors=lambda index, below, device=device: {
+                name: tensor.to(device) for name, tensor in held.items() if name.startswith(below)
+            },
+            stored_layer=lambda index, without, device=device: {
+                name: tensor.to(device) for name, tensor in held.items() if name not in without
+            },
         )
         for device in ("cpu", "meta")
     )
@@ -147,6 +155,9 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device() -> None
     }
     fused = fuse_layer(here, 0, spec, refit, case.mean)  # type: ignore[arg-type]
     assert fused.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in fused.items())
+    assert fused["mlp.weight"].dtype is held["mlp.weight"].dtype
+    assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in fused.items())
+    # Tensors of that device have no values that could be compared.
+    monkeypatch.setattr(torch, "equal", lambda *_: False)
     away = fuse_layer(there, 0, spec, refit, case.mean)  # type: ignore[arg-type]
     assert {tensor.device.type for tensor in away.values()} == {"meta"}

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Mistral3Config, Mistral3ForConditionalGeneration
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError, UnsupportedModelError
 from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource, attention_input, autocast, run_layer
-from tests.tiny import FAMILIES, dense_model, windows
+from tests.tiny import ALL_FAMILIES, dense_model, windows
 
 
 @torch.no_grad()
@@ -33,10 +34,11 @@ def assert_equals_model(source: LayerSource, model: Any, ids: Tensor, batch_size
     assert len(states) == len(output.hidden_states)
     for actual, expected in zip(states, output.hidden_states, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(states[-1] @ source.head_weight().T, output.logits, rtol=1e-3, atol=1e-3)
+    logits, _ = source.logits(states[-1] @ source.head_weight().T)
+    torch.testing.assert_close(logits, output.logits, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_activations_equal_the_hidden_states(family: str) -> None:
     model = dense_model(family)
     # 40 tokens are longer than the sliding windows of 16; three windows leave an uneven last batch.
@@ -51,12 +53,44 @@ def test_sliding_windows_matter_in_these_tests(family: str) -> None:
         assert (sliding(ids).logits - full(ids).logits).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_checkpoint_folder_gives_the_same_layers(family: str, tmp_path: Path) -> None:
     model = dense_model(family)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert_equals_model(CheckpointSource(tmp_path), model, windows(samples=2, length=24))
+
+
+WRAPPERS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "gemma3": (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        {"model_type": "siglip_vision_model", "hidden_size": 8, "num_attention_heads": 2, "image_size": 28},
+    ),
+    "mistral-full": (
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        {"model_type": "pixtral", "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4, "image_size": 28},
+    ),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_of_a_multimodal_model_the_language_model_is_taken(family: str, tied: bool, tmp_path: Path) -> None:
+    text = dense_model(family, tie_word_embeddings=tied)
+    config_class, model_class, vision = WRAPPERS[family]
+    vision = {"intermediate_size": 8, "num_hidden_layers": 1, "patch_size": 14} | vision
+    config = config_class(text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=tied)
+    whole = model_class(config).eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    assert any("vision" in name for name in whole.state_dict())
+    for source in (ModuleSource(whole), CheckpointSource(tmp_path)):
+        assert_equals_model(source, text, windows(samples=2, length=24))
+        assert source.config.model_type == text.config.model_type
+        assert source.config.tie_word_embeddings == tied
 
 
 def test_single_file_checkpoint_in_half_precision_is_read_as_float32(tmp_path: Path) -> None:
@@ -98,7 +132,7 @@ def test_attention_input_is_what_the_key_projection_reads() -> None:
     with source.layer(0) as layer:
         layer.self_attn.k_proj.register_forward_hook(lambda _, args, out: seen.append(args[0]))
         run_layer(source, layer, 0, states)
-        assert torch.equal(attention_input(layer, states), seen[0])
+        assert torch.equal(attention_input(source, layer, states), seen[0])
 
 
 def test_layers_do_not_alias_the_model() -> None:
@@ -164,7 +198,7 @@ def test_two_runs_agree_bit_for_bit() -> None:
 def test_unsupported_family_is_refused() -> None:
     model = dense_model("llama-gqa")
     model.config.model_type = "gemma"
-    with pytest.raises(UnsupportedModelError, match=r"model_type='gemma' is not supported; use .*llama, mistral"):
+    with pytest.raises(UnsupportedModelError, match=r"'gemma' is not supported: it has no descri.*llama, mistral"):
         ModuleSource(model)
 
 

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, GgufConfig
 
@@ -85,9 +88,10 @@ def test_hub_model_is_downloaded_without_code_or_pickles(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
+        ({"model_type": "deepseek_v3"}, "model_type='deepseek_v3' is not supported: it caches latents already"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='dynamic'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quant_method='gptq'"),
+        ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "model_type='deepseek_v3'"),
     ],
 )
 def test_unsupported_hub_models_cost_no_download(
@@ -120,7 +124,7 @@ def test_folder_without_safetensors(folder: Path, tmp_path: Path) -> None:
         resolve_model(str(folder), None, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "brand_new_family", None])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt2", "brand_new_family", None])
 def test_unsupported_family_lists_the_supported(folder: Path, tmp_path: Path, family: str | None) -> None:
     edit_config(folder, model_type=family)
     with pytest.raises(UnsupportedModelError, match=rf"model_type={family!r} .*one of: llama, mistral, qwen2, qwen3"):
@@ -135,11 +139,11 @@ def test_compressed_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
 
 # What the configs of quantised checkpoints hold, of each library the part that matters.
 QUANTISED = {
-    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "compressed-tensors": {"quant_method": "compressed-tensors", "config_groups": {}},
+    "mxfp4": {"quant_method": "mxfp4"},
     "None": {"bits": 8},
 }
 
@@ -147,11 +151,90 @@ QUANTISED = {
 @pytest.mark.parametrize("method", QUANTISED)
 def test_quantised_configs_are_refused_by_name(folder: Path, tmp_path: Path, method: str) -> None:
     edit_config(folder, quantization_config=QUANTISED[method])
-    message = rf"quantization_config .* quantised \(quant_method='{method}'\); dequantise them first: .*dequantize"
+    message = rf"quantization_config .* quantised \(quant_method='{method}'\).*; dequantise them first: .*dequantize"
     with pytest.raises(UnsupportedModelError, match=message):
         resolve_model(str(folder), None, tmp_path)
     with pytest.raises(UnsupportedModelError, match=message):
         CheckpointSource(folder)
+
+
+INT8 = {"num_bits": 8, "type": "int"}
+# Parts of what methods have that are read otherwise.
+UNREAD = {
+    r"with load_in_8bit not set": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    r"with format='nvfp4-pack-quantized'; of its formats, float-quantized, ": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
+    },
+    r"with num_bits=3; 4 and 8 are read": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": INT8}, "group_1": {"weights": INT8 | {"num_bits": 3}}},
+    },
+    r"with kv_cache_scheme: a cache that is quantised already": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"weights": INT8}},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    },
+}
+
+
+@pytest.mark.parametrize("message", UNREAD)
+def test_parts_of_a_method_that_are_not_read_are_refused_before_the_download(
+    message: str, hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
+) -> None:
+    snapshot, calls = hub
+    edit_config(snapshot, quantization_config=UNREAD[message])
+    with pytest.raises(UnsupportedModelError, match=rf"quantised .*{message}.*; dequantise them first"):
+        resolve_model("someone/model", None, tmp_path)
+    assert [name for name, _ in calls] == ["someone/model/config.json"]
+
+
+def test_quantised_models_that_are_read_are_downloaded(
+    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
+) -> None:
+    snapshot, calls = hub
+    edit_config(snapshot, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert resolve_model("someone/model", None, tmp_path).folder == snapshot
+    assert [name for name, _ in calls] == ["someone/model/config.json", "someone/model"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            GatedRepoError,
+            r"'meta/llama' is gated: accept its licence on https://huggingface\.co/meta/llama, and log in with "
+            r"`hf auth login` or set HF_TOKEN\.",
+        ),
+        (RepositoryNotFoundError, r"'meta/llama' is neither .* check the id, and if the model is private, log in with"),
+    ],
+)
+def test_what_the_hub_does_not_show_says_how_to_log_in(
+    kind: type[RepositoryNotFoundError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def refused(name: str, file: str, **_: Any) -> str:
+        asked.append(f"{name}/{file}")
+        raise kind("401", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
+    with pytest.raises(ModelUnavailableError, match=message):
+        resolve_model("meta/llama", None, tmp_path)
+    assert asked == ["meta/llama/config.json"]
+
+
+def test_weights_are_fetched_once(hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path) -> None:
+    """Repositories that hold them for other programs too, in another folder or consolidated."""
+    resolve_model("someone/model", None, tmp_path)
+    _, (_, options) = hub[1]
+    files = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja"]
+    others = ["consolidated-00001-of-00002.safetensors", "original/model.safetensors", "onnx/config.json", "model.py"]
+    patterns = {name: options[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects(files + others, **patterns)) == files
 
 
 WEIGHT = "model.layers.1.self_attn.v_proj.weight"
@@ -320,3 +403,8 @@ def test_fingerprint_does_not_depend_on_the_place(folder: Path, tmp_path: Path) 
 def test_checkpoint_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     dense_model("llama-gqa").to(dtype).save_pretrained(tmp_path)
     assert checkpoint_dtype(tmp_path) == dtype
+    edit_config(tmp_path, dtype=None)
+    assert checkpoint_dtype(tmp_path) == dtype
+    edit_config(tmp_path, torch_dtype="float16")
+    # As transformers loads it, whatever the files hold.
+    assert checkpoint_dtype(tmp_path) == torch.float16

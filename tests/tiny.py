@@ -7,20 +7,54 @@ from unittest import mock
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from recalkv import compression as oneshot
 from recalkv.compression import CompressedLayers, Statistics, collect_statistics, compress_layers
 from recalkv.method.methods import resolve_method
-from recalkv.method.refit import install
+from recalkv.method.refit import in_model_order
 from recalkv.method.svd import group_columns
 from recalkv.model.layers import ModuleSource
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
@@ -75,15 +109,79 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3-qk-norm": (Qwen3Config, Qwen3ForCausalLM, {}),
 }
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 4.0],
+    "original_max_position_embeddings": 48,
+}
+LLAMA4 = YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+SLIDING = {"sliding_window": 16}
+
+FURTHER_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "mixtral": (MixtralConfig, MixtralForCausalLM, SLIDING | {"num_local_experts": 4}),
+    "qwen2-moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"norm_topk_prob": True}),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "attention_bias": True,
+        },
+    ),
+    "ministral": (MinistralConfig, MinistralForCausalLM, SLIDING),
+    "ministral3": (Ministral3Config, Ministral3ForCausalLM, {"rope_parameters": LLAMA4}),
+    "seed-oss": (SeedOssConfig, SeedOssForCausalLM, {"attention_bias": True}),
+    "smollm3-nope": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layer_interval": 2}),
+    "olmo2-whole-norm": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "olmo3-sliding": (Olmo3Config, Olmo3ForCausalLM, SLIDING),
+    "gemma2-softcap": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        SLIDING | {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        SLIDING | {"query_pre_attn_scalar": 4, "sliding_window_pattern": 2, "final_logit_softcapping": 8.0},
+    ),
+    "phi3-fused": (Phi3Config, Phi3ForCausalLM, {}),
+    "phi3-longrope": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48},
+    ),
+    "glm-partial": (GlmConfig, GlmForCausalLM, {"rope_parameters": HALF_TURNED}),
+    "glm4-post-norm": (Glm4Config, Glm4ForCausalLM, {"rope_parameters": HALF_TURNED, "attention_bias": True}),
+    "glm4-moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        EXPERTS
+        | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True, "rope_parameters": HALF_TURNED},
+    ),
+    "gpt-oss-sinks": (GptOssConfig, GptOssForCausalLM, SLIDING | {"num_local_experts": 4, "rope_parameters": YARN}),
+}
+"""Families that are tried in fewer ways."""
+
+ALL_FAMILIES = FAMILIES | FURTHER_FAMILIES
+
 
 def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     """Random float32 model; biases and norms are random too, so that dropping one shows."""
-    config_class, model_class, special = FAMILIES[family]
+    config_class, model_class, special = ALL_FAMILIES[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**(SIZES | special | overrides))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.5)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
@@ -109,8 +207,22 @@ def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
         twin.model.layers, result.permutations, result.keys, result.values, result.outputs, strict=True
     ):
         order = torch.cat(group_columns([permutation], head_dim))
-        install(layer, keys, values, output, order)
+        for letter, factors in (("k", keys), ("v", values)):
+            weight, rows = projection(layer.self_attn, letter)
+            weight.data[rows] = in_model_order(factors.dense(), order).T.to(weight)
+        if output is not None:
+            layer.self_attn.o_proj.weight.data = output.T.to(layer.self_attn.o_proj.weight)
     return twin
+
+
+def projection(attention: Any, letter: str) -> tuple[Any, slice]:
+    """The weight that holds the projection of queries, keys or values, and which of its rows do."""
+    if hasattr(attention, f"{letter}_proj"):
+        return getattr(attention, f"{letter}_proj").weight, slice(None)
+    queries = attention.o_proj.in_features
+    width = (attention.qkv_proj.out_features - queries) // 2
+    start, size = {"q": (0, queries), "k": (queries, width), "v": (queries + width, width)}[letter]
+    return attention.qkv_proj.weight, slice(start, start + size)
 
 
 def calibration(**changes: Any) -> CalibrationParams:

@@ -87,7 +87,7 @@ class KernelAttention(LatentAttention):
             seen,
             self.scaling,
             self.key_bias,
-            None if self.k_norm is None else (self.k_norm.weight, self.k_norm.variance_epsilon),
+            self.key_norm,
             offset,
             0,
             self._joint,
@@ -171,6 +171,8 @@ def why_not(model: nn.Module) -> str | None:
         return f"{torch.cuda.get_device_name(device)} has no bfloat16 tensor cores; the kernels need an A100 or newer"
     if layers[0].head_dim not in _HEAD_DIMS:
         return f"heads have {layers[0].head_dim} dimensions, and the kernels take even numbers up to 256"
+    if not all(layer.by_tiles for layer in layers):
+        return f"attention in {layers[0].family.name} has soft-capped scores, sinks, norms over all heads or mixed RoPE"
     return None
 
 
@@ -224,13 +226,16 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: b
 
 
 def _install(model: Any, kernel: str, int8: bool = False, gauge: bool = False) -> None:
-    rotary = None if kernel == "torch" else TileRotary(model.model.rotary_emb)
+    rotaries: dict[int, TileRotary] = {}
     for module in model.modules():
         if isinstance(module, LatentAttention):
             module.__dict__.pop("_plan", None)
-            module.__class__ = LatentAttention if rotary is None else KernelAttention
-            if rotary is not None:
+            module.__class__ = LatentAttention if kernel == "torch" else KernelAttention
+            if kernel != "torch":
                 assert isinstance(module, KernelAttention)
+                if id(module.slots) not in rotaries:
+                    rotaries[id(module.slots)] = TileRotary(module.slots)
+                rotary = rotaries[id(module.slots)]
                 if gauge and module.gauge_pairs is None and has_gauge(module):
                     module.gauge_pairs = regauge(module)
                 module.prepare(rotary, min(model.config.max_position_embeddings, _PREPARED_SLOTS), int8)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recalkv.method.lowrank import LowRank
 from recalkv.method.refit import LayerRefit
-from recalkv.model.families import AttentionGeometry
+from recalkv.model.families import AttentionGeometry, head_order
 from recalkv.model.identity import direct_columns, gauge_basis, gauge_limit, independent_pairs, regauged
 from recalkv.model.layers import LayerSource
 from recalkv.model.spec import LayerSpec
@@ -44,6 +44,8 @@ def fuse_layer(
 ) -> dict[str, Tensor]:
     """All tensors of one compressed decoder layer, by their names within it (Algorithm 1, Matrix_Fusion).
 
+    What the method leaves as it was comes as the source holds it.
+
     Parameters
     ----------
     spec
@@ -53,19 +55,37 @@ def fuse_layer(
     input_mean : (m,) or None
         Mean attention input, given where latents are quantised.
     dtype
-        Of the checkpoint; it bounds the gauge of joint latents (:mod:`recalkv.model.identity`).
+        Of what is new; it bounds the gauge of joint latents (:mod:`recalkv.model.identity`).
     """
     prefix = "self_attn."
-    tensors = source.layer_tensors(index)
-    dense = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    given = {name.removeprefix(prefix): tensor for name, tensor in source.layer_tensors(index, prefix).items()}
+    dense = given
     # What a store holds is on the CPU.
     keys, values = refit.keys.to(source.device), refit.values.to(source.device)
     output, mean = (None if part is None else part.to(source.device) for part in (refit.output, input_mean))
+    order = head_order(source.config, source.geometry.head_dim)
+    if order is not None:
+        dense, keys = _in_turning_order(dense, keys, torch.tensor(order))
     # Rounding to few bits wants latents that are alike, and norms want whole keys.
     if spec.joint and not spec.quantised and "k_norm.weight" not in dense:
         keys, values = in_gauge(keys, values, source.geometry.head_dim, gauge_limit(dtype))
     fused = fused_attention_tensors(dense, source.geometry, spec, keys, values, output, mean)
-    return tensors | {prefix + name: tensor for name, tensor in fused.items()}
+    alone = [name for name in fused if name in given and source.holds(prefix + name)]
+    kept = {name for name in alone if torch.equal(fused[name], given[name])}
+    new = {prefix + name: tensor.to(dtype) for name, tensor in fused.items() if name not in kept}
+    return source.stored_layer(index, without=[prefix + name for name in given if name not in kept]) | new
+
+
+def _in_turning_order(dense: Mapping[str, Tensor], keys: LowRank, order: Tensor) -> tuple[dict[str, Tensor], LowRank]:
+    """Queries, keys and their norms with the dimensions of each head in this order."""
+
+    def ordered(tensor: Tensor, dim: int) -> Tensor:
+        starts = torch.arange(0, tensor.shape[dim], len(order))
+        return tensor.index_select(dim, (starts[:, None] + order).flatten().to(tensor.device))
+
+    turned = {"q_proj.weight", "q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight"}
+    moved = {name: ordered(tensor, 0) if name in turned else tensor for name, tensor in dense.items()}
+    return moved, LowRank(keys.down, [ordered(up, 1) for up in keys.up])
 
 
 def in_gauge(keys: LowRank, values: LowRank, head_dim: int, limit: float) -> tuple[LowRank, LowRank]:
@@ -103,8 +123,11 @@ def fusion_rank_limit(geometry: AttentionGeometry) -> float:
 
 
 def choose_value_layout(geometry: AttentionGeometry, value_ranks: Sequence[int]) -> str:
-    """``fused`` where every group's rank is within :func:`fusion_rank_limit`, else ``separate``."""
-    return "fused" if max(value_ranks) <= fusion_rank_limit(geometry) else "separate"
+    """``fused`` where every group's rank is within :func:`fusion_rank_limit`, else ``separate``.
+
+    With sinks always the latter: a constant of the values is then added to values, not to the output.
+    """
+    return "fused" if not geometry.sinks and max(value_ranks) <= fusion_rank_limit(geometry) else "separate"
 
 
 def head_columns(order: Sequence[int], head_dim: int) -> Tensor:
@@ -201,15 +224,20 @@ def fused_attention_tensors(
             tensors["v_proj.bias"] = centre
         tensors["key_bias"] = _sum(tensors.get("key_bias"), key_mean)
         constant = _sum(constant, value_mean)
-    if constant is not None:
+    if constant is not None and geometry.sinks:
+        tensors["value_bias"] = constant
+    elif constant is not None:
         per_head = constant.reshape(geometry.kv_heads, d_h)
         through = per_head.repeat_interleave(geometry.queries_per_kv, dim=0).reshape(-1) @ output.double()
         bias = through if bias is None else bias.double() + through
     if bias is not None:
         tensors["o_proj.bias"] = bias
-    for norm in ("q_norm.weight", "k_norm.weight"):
+    for norm, order in (("q_norm.weight", queries), ("k_norm.weight", heads)):
         if norm in dense:
-            tensors[norm] = dense[norm]
+            # Over each head, or all of them together.
+            tensors[norm] = dense[norm] if len(dense[norm]) == d_h else dense[norm][order]
+    if geometry.sinks:
+        tensors["sinks"] = dense["sinks"][query_order(spec.head_permutation, geometry.queries_per_kv)]
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 

@@ -65,8 +65,8 @@ class LayerProblem:
     @classmethod
     def of(cls, source: LayerSource, index: int, statistics: LayerStatistics, method: Method) -> "LayerProblem":
         """Read a layer's weights, float32, to where its statistics are."""
-        device, prefix = statistics.inputs.gram.device, f"model.layers.{index}.self_attn"
-        keys, values = (source.tensor(f"{prefix}.{name}_proj.weight").T.to(device) for name in "kv")
+        device = statistics.inputs.gram.device
+        keys, values = (source.layer_tensor(index, f"self_attn.{name}_proj.weight").T.to(device) for name in "kv")
         return cls(keys, values, statistics, source.geometry.head_dim, method)
 
     @property

@@ -123,7 +123,7 @@ def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, me
     """OVC: fit the value factors to inputs behind the compressed prefix."""
     moments = MomentAccumulator(layer.source.geometry.hidden, layer.source.device)
     for states in hidden:
-        moments.add(attention_input(layer.layer, states))
+        moments.add(attention_input(layer.source, layer.layer, states))
     gram = moments.finish(f"layer {layer.index} (behind the compressed prefix)").gram
     weight = layer.attention.v_proj.weight.T.double()
     columns = group_columns(start.value_groups, layer.source.geometry.head_dim)
@@ -141,9 +141,11 @@ def _fit_output(
 ) -> tuple[list[Tensor], LayerRefit]:
     """Fit W_o to the contexts of compressed keys and values, and install all three; contexts by batch, and the fit.
 
-    The target is what the layer should add to the compressed stream. It is there for one batch at a time, as the dense
-    stream advances.
+    The target is what the layer should add to the compressed stream; behind a norm, what the dense projection gives. It
+    is there for one batch at a time, as the dense stream advances.
     """
+    family = layer.source.family
+    scale = family.residual_scale(layer.source.config)
     weight = layer.attention.o_proj.weight.T.double()
     moments = OutputMoments.zeros(weight.shape[0], weight.shape[1], layer.source.device)
     dense = layer.weights()
@@ -156,7 +158,7 @@ def _fit_output(
         layer.put(compressed)
         contexts.append(layer.contexts(states))
         if done is None:
-            moments.add(contexts[-1], added + (before - states))
+            moments.add(contexts[-1], added if family.post_norm else added + (before - states) / scale)
     if done is None:
         moments = moments.total()
         output = fit_output(moments, weight, method.refit_ridge)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
 
 from recalkv.cache.recent import remember
 from recalkv.cache.rows import RowLayout
 from recalkv.model.families import layer_attention_types
+from recalkv.model.family import family_of
 from recalkv.model.recent import blocks, overlaid, readable
 from recalkv.model.slots import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
@@ -102,7 +102,7 @@ class Cached(NamedTuple):
 
 
 class LatentAttention(nn.Module):
-    """Drop-in for the dense attention of LLaMA, Mistral, Qwen2 and Qwen3 that caches latents.
+    """Drop-in for the dense attention of a supported family that caches latents.
 
     Sub-modules keep their Hugging Face names; ``k_proj`` and ``v_proj`` are the down projections, so a
     dense model class refuses this checkpoint by a shape mismatch instead of loading it wrongly.
@@ -125,7 +125,10 @@ class LatentAttention(nn.Module):
         self.geometry, self.spec = geometry, layer
         self.head_dim = geometry.head_dim
         self.num_key_value_groups = geometry.queries_per_kv
-        self.scaling = geometry.head_dim**-0.5
+        self.family = family_of(config)
+        dense: Any = self.family.attention(config, layer_idx)
+        self.scaling = dense.scaling
+        self.softcap = self.family.score_softcap(config)
         self.is_causal = True
         self.attention_dropout = 0.0
         sliding = layer_attention_types(config)[layer_idx] == "sliding_attention"
@@ -153,9 +156,13 @@ class LatentAttention(nn.Module):
         else:
             self.value_up = Reconstruction(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
-        self.o_proj = nn.Linear(inner, m, bias=centred or "o" in biases or "v" in biases)
-        self.q_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = LlamaRMSNorm(d_h, eps=config.rms_norm_eps) if spec.qk_norm else None
+        constant = centred or "v" in biases
+        # A constant of the values passes through weights that sum to 1, and is in the output's bias.
+        self.o_proj = nn.Linear(inner, m, bias="o" in biases or (constant and not geometry.sinks))
+        self.value_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if constant and geometry.sinks else None
+        self.sinks = nn.Parameter(torch.zeros(geometry.heads)) if geometry.sinks else None
+        self.q_norm = _norm_like(dense.q_norm) if spec.qk_norm else None
+        self.k_norm = _norm_like(dense.k_norm) if spec.qk_norm else None
         # Set by the model, which owns the rotary module.
         self.slots: SlotRotary | None = None
         # The compiled loops' view of this layer, which they make themselves.
@@ -171,6 +178,9 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend (batch, queries, m) hidden states to the cache and themselves."""
         query, z_k, z_v = self._latents(hidden_states)
+        if self.family.query_scale is not None:
+            scale = self.family.query_scale(self.config, kwargs["position_ids"])
+            query = query * scale[..., None, None].to(query.dtype)
         cached = self._cached(*self._rows(z_k, z_v), past_key_values)
         if self.exact_window:
             new = torch.cat([z_k, z_v], dim=-1)
@@ -190,7 +200,7 @@ class LatentAttention(nn.Module):
         batch, length, _ = hidden_states.shape
         query = self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)
         if self.q_norm is not None:
-            query = self.q_norm(query)
+            query = _normed(self.q_norm, query)
         z_k = self.k_proj(hidden_states)[:, None]
         z_v = z_k[..., :0] if self.v_proj is None else self.v_proj(hidden_states)[:, None]
         return query, z_k, z_v
@@ -244,7 +254,10 @@ class LatentAttention(nn.Module):
             z_k = overlaid(z_k, exact_k, seen - offset, self.exact_window)
             z_v = z_v if self.joint else overlaid(z_v, exact_v, seen - offset, self.exact_window)
         z_v = z_k[:, 0] if self.joint else z_v[:, 0]
-        query_rope, key_rope = (rope, rope) if fresh else self._slot_rope(query, seen, offset, slots)
+        if fresh:
+            query_rope = key_rope = rope if self.slots is None else self.slots.widened(rope)
+        else:
+            query_rope, key_rope = self._slot_rope(query, seen, offset, slots)
         query = rotated(query.transpose(1, 2), query_rope)
         key = rotated(self._rebuild_keys(z_k), key_rope)
         if several:
@@ -277,9 +290,7 @@ class LatentAttention(nn.Module):
         ):
             keys = torch.cat([key[:, :, : part.slots], near[:, :, part.recent]], dim=2)
             values = torch.cat([z_v[:, : part.slots], near_v[:, part.recent]], dim=1)
-            outputs.append(
-                self._read(query[:, :, part.queries], keys, values, part.mask, 0, kwargs | {"windows": True})[0]
-            )
+            outputs.append(self._read(query[:, :, part.queries], keys, values, part.mask, 0, kwargs)[0])
         return torch.cat(outputs, dim=1)
 
     def _split(self, recent: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,6 +311,26 @@ class LatentAttention(nn.Module):
         output, weights = self._attention(query, key, self._rebuild_values(z_v), mask, kwargs)
         return output.flatten(2), weights
 
+    @property
+    def _plain_softmax(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+    @property
+    def by_tiles(self) -> bool:
+        """Whether compiled loops and kernels can serve the layer, which go by tiles of slots and groups of heads."""
+        whole = self.k_norm is not None and self.k_norm.weight.numel() != self.head_dim  # type: ignore[operator,union-attr]
+        return self._plain_softmax and not whole and (self.slots is None or self.slots.uniform)
+
+    @property
+    def key_norm(self) -> tuple[Tensor, float] | None:
+        """Weight (d_h,) and epsilon of the keys' norm as LLaMA's norms have them; None without one."""
+        if self.k_norm is None:
+            return None
+        weight: Any = self.k_norm.weight
+        if self.family.norm_offset:
+            weight = weight.float() + self.family.norm_offset
+        return weight, _epsilon(self.k_norm)
+
     def over_latents(self, queries: int, slots: int, mask: Any) -> bool:
         """Whether to attend over ``z_v`` with explicit scores; otherwise by transformers' attention function."""
         if mask is None:
@@ -307,7 +338,7 @@ class LatentAttention(nn.Module):
             readable = self.sliding_window is None or slots <= self.sliding_window
         else:
             readable = isinstance(mask, Tensor) and mask.dim() == 4
-        if not readable or self.config._attn_implementation == "eager":
+        if not readable or self.config._attn_implementation == "eager" or not self._plain_softmax:
             return False
         return queries <= (MAX_EXPLICIT_QUERIES if self.fused else self.query_limit)
 
@@ -320,7 +351,7 @@ class LatentAttention(nn.Module):
         length = query.shape[1]
         # A static cache knows its length only on the device, but its queries lie within its slots.
         reach = max(offset + slots, seen) if isinstance(seen, int) else offset + slots
-        cos, sin = self.slots.upto(reach, query)
+        cos, sin = self.slots.upto(reach, query, seen)
         positions = torch.arange(-length, 0, device=query.device) + seen
         queries = (cos[positions][None], sin[positions][None])
         return queries, (cos[None, offset : offset + slots], sin[None, offset : offset + slots])
@@ -340,13 +371,15 @@ class LatentAttention(nn.Module):
             key = key + self.key_bias
         key = key.unflatten(-1, (-1, self.head_dim))
         if self.k_norm is not None:
-            key = self.k_norm(key)
+            key = _normed(self.k_norm, key)
         return key.transpose(1, 2)
 
     def _rebuild_values(self, z_v: Tensor) -> Tensor:
         """``z_v R_v``: (batch, h_kv, slots, d_h)."""
         assert self.value_up is not None
         value = _apply_up(z_v, self.value_up, self.value_ranks)
+        if self.value_bias is not None:
+            value = value + self.value_bias
         return value.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _attention(
@@ -354,10 +387,14 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Transformers' attention function of choice; (batch, queries, heads, d) and optional weights."""
         name = self.config._attn_implementation
-        if name != "eager" and isinstance(mask, Tensor) and mask.dim() == 4:
-            # Windows of exact latents have masks that others than this do not take.
-            name = "sdpa"
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        if isinstance(mask, Tensor) and mask.dim() == 4 and self.softcap is None and self.sinks is None:
+            # Windows of exact latents have masks that others than these do not take.
+            name = name if name == "eager" else "sdpa"
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(name, self.family.module.eager_attention_forward)
+        if self.softcap is not None:
+            kwargs = kwargs | {"softcap": self.softcap}
+        if self.sinks is not None:
+            kwargs = kwargs | {"s_aux": self.sinks}
         return attention(
             self, query, key, value, mask,
             dropout=0.0, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs,
@@ -387,6 +424,24 @@ class LatentAttention(nn.Module):
             outputs.append(torch.cat(blocks, dim=-1)[..., : z.shape[-1]].flatten(2))
             first = last
         return torch.cat(outputs, dim=-1), weights if len(self.value_heads) == 1 else None
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def _norm_like(norm: Any) -> nn.Module:
+    """A norm of the same kind and width, with memory."""
+    made: nn.Module = type(norm)(norm.weight.numel(), eps=_epsilon(norm))
+    return made
+
+
+def _normed(norm: Any, states: Tensor) -> Tensor:
+    """Norm of heads (..., heads, d_h), over each of them or all together as its weight is wide."""
+    if norm.weight.numel() == states.shape[-1]:
+        normed: Tensor = norm(states)
+        return normed
+    return norm(states.flatten(-2)).view_as(states)  # type: ignore[no-any-return]
 
 
 def _apply_up(latent: Tensor, up: Reconstruction, ranks: Sequence[int]) -> Tensor:

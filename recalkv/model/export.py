@@ -11,9 +11,12 @@ from torch import Tensor
 
 from recalkv.method.methods import resolve_method
 from recalkv.model.card import CARD, model_card
+from recalkv.model.family import family_of
 from recalkv.model.layers import LayerSource
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
+from recalkv.model.origins import Origins
 from recalkv.model.spec import LatentSpec, LayerSpec
+from recalkv.model.stored_weights import stored_weights
 from recalkv.params import CalibrationParams, CompressionParams
 
 __all__ = ["build_model", "compressed_config", "other_tensors", "save_checkpoint"]
@@ -48,6 +51,8 @@ def compressed_config(
     names = source.layer_tensor_names(0)
     config = CONFIG_CLASSES[family](**content)
     config.architectures = [MODEL_CLASSES[family].__name__]
+    if source.held.quantised:
+        config.quantization_config = dict(source.held.config)
     method = resolve_method(parameters, geometry.kv_heads)
     config.recalkv = LatentSpec(
         geometry,
@@ -68,49 +73,87 @@ def compressed_config(
 
 
 def other_tensors(source: LayerSource) -> dict[str, Tensor]:
-    """Embedding, final norm and output head (absent where it is tied)."""
-    names = ["model.embed_tokens.weight", "model.norm.weight"]
-    if not source.config.tie_word_embeddings and source.has_tensor("lm_head.weight"):
-        names.append("lm_head.weight")
-    return {name: source.tensor(name) for name in names}
+    """Embedding, final norm and output head, as the source holds them."""
+    return source.stored_others()
 
 
 def save_checkpoint(
-    folder: Path, config: Any, other: dict[str, Tensor], layers: Iterable[dict[str, Tensor]], dtype: torch.dtype
+    folder: Path,
+    config: Any,
+    other: dict[str, Tensor],
+    layers: Iterable[dict[str, Tensor]],
+    dtype: torch.dtype,
+    convert: bool = False,
 ) -> int:
-    """Write shards, index and config; returns the number of parameters. One layer is held at a time."""
-    config.dtype = dtype
+    """Write shards, index and config; returns the number of elements. One layer is held at a time.
+
+    Parameters
+    ----------
+    other
+        Of :func:`other_tensors`.
+    layers
+        Of :func:`recalkv.method.fusion.fuse_layer`.
+    dtype
+        Type of the model.
+    convert
+        Whether tensors of another type are turned to it, but for codes and their scales; otherwise all are written
+        as they come.
+    """
+    config.dtype, held = dtype, stored_weights(config)
+    plain: list[str] = []
     weight_map: dict[str, str] = {}
     parameters = total_bytes = 0
     count = config.num_hidden_layers + 1
     prefixed = ({f"model.layers.{i}.{name}": t for name, t in layer.items()} for i, layer in enumerate(layers))
     for number, tensors in enumerate(_chain(other, prefixed), start=1):
         file = f"model-{number:05d}-of-{count:05d}.safetensors"
-        cast = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in tensors.items()}
+        typed = held.converted(tensors, dtype) if convert else tensors
+        cast = {name: tensor.cpu().contiguous() for name, tensor in typed.items()}
         save_file(cast, folder / file, metadata={"format": "pt"})
+        plain += held.plain_modules(cast)
         weight_map |= dict.fromkeys(cast, file)
         parameters += sum(tensor.numel() for tensor in cast.values())
         total_bytes += sum(tensor.nbytes for tensor in cast.values())
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    if held.quantised:
+        # A tied head is not stored, and a list that is there is no longer taken to mean it too.
+        tied = [] if any(name.startswith("lm_head.") for name in weight_map) else ["lm_head"]
+        config.quantization_config = held.config_with([*plain, *tied])
     config.save_pretrained(folder)
     (folder / CARD).write_text(model_card(LatentSpec.from_config(config)))
     return parameters
 
 
-def build_model(config: Any, other: dict[str, Tensor], layers: Iterable[dict[str, Tensor]], dtype: torch.dtype) -> Any:
-    """Assemble the compressed model in memory; the same tensors that :func:`save_checkpoint` writes."""
+def build_model(
+    config: Any, other: dict[str, Tensor], layers: Iterable[dict[str, Tensor]], dtype: torch.dtype | None
+) -> Any:
+    """Assemble the compressed model in memory; the same tensors that :func:`save_checkpoint` writes.
+
+    Parameters
+    ----------
+    dtype
+        Type that all weights are turned to, codes dequantised; None leaves each as it comes.
+    """
     family = config.model_type.removeprefix("recalkv_")
     with torch.device("meta"):
         model = MODEL_CLASSES[family](config)
-    cast = {name: tensor.to(dtype) for name, tensor in other.items()}
-    # Layer by layer: the whole model is never held in float32.
+    state = dict(other)
     for index, layer in enumerate(layers):
-        cast |= {f"model.layers.{index}.{name}": tensor.to(dtype) for name, tensor in layer.items()}
+        state |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
+    decoded = stored_weights(config).decoded(state)
+    origins = Origins(model, decoded)
+    weights = {name: origins.read(name, decoded.__getitem__) for name in origins.names}
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    cast = weights if dtype is None else {name: tensor.to(dtype) for name, tensor in weights.items()}
     device = next(iter(cast.values())).device
-    # Rotary buffers are not part of a checkpoint; tied heads are tied below.
+    # Buffers that the config determines are not part of a checkpoint; tied heads are tied below.
     rotary = type(model.model.rotary_emb)(config=config).to(device)
     model.model.rotary_emb = rotary
+    table = model.model.embed_tokens
+    if hasattr(table, "embed_scale"):
+        table.embed_scale = torch.tensor(family_of(config).embedding_scale(config), device=device)
     missing, unexpected = model.load_state_dict(cast, strict=False, assign=True)
     model.tie_weights()
     if unexpected or set(missing) - {"lm_head.weight"}:

@@ -1,7 +1,7 @@
 """Which architectures are handled, and the attention geometry read from their configs.
 
 The config decides, never the name of a path. Anything that would make the compressed model differ
-from the dense one (length-dependent RoPE scalings, partial rotary embeddings) is refused here.
+from the dense one (length-dependent RoPE scalings) is refused here. :mod:`recalkv.model.family` describes the families.
 """
 
 from collections.abc import Collection, Mapping
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from recalkv.errors import ParameterError, UnsupportedModelError
+from recalkv.model.family import FAMILIES, LATENT, LINEAR, PREFIX, REFUSED, UNDESCRIBED, family_of
 
 __all__ = [
-    "SUPPORTED_FAMILIES",
+    "DEQUANTISE",
+    "IGNORED_BUFFERS",
     "SUPPORTED_ROPE_TYPES",
     "AttentionGeometry",
     "check_group_size",
@@ -19,22 +21,23 @@ __all__ = [
     "check_supported",
     "check_tensors",
     "group_sizes",
+    "head_order",
     "layer_attention_types",
 ]
 
-SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Frequencies of these are fixed at load time, so a rotation depends on distance alone and cache-slot
 # positions are exact. "dynamic" and "longrope" change the frequencies with the sequence's length.
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 _WEIGHT_TYPES = ("float64", "float32", "float16", "bfloat16")
-_IGNORED = ("rotary_emb.inv_freq",)
+IGNORED_BUFFERS = ("rotary_emb.inv_freq",)
 """Buffers that early checkpoints hold, and the config determines."""
 
 _UNPACKED_ON_LOADING = ("gguf",)
 """Quantised files whose weights transformers may have unpacked while the config keeps saying so; tensors tell."""
 
-_DEQUANTISE = (
+DEQUANTISE = (
     "dequantise them first: load the model with transformers, call `model = model.dequantize()` and `save_pretrained`, "
     "or use the checkpoint that was quantised."
 )
@@ -54,6 +57,8 @@ class AttentionGeometry:
         Head dimension ``d_h``.
     layers
         Number of decoder layers.
+    sinks
+        Whether the softmax has sinks, so that its weights do not sum to 1.
     """
 
     hidden: int
@@ -61,6 +66,7 @@ class AttentionGeometry:
     kv_heads: int
     head_dim: int
     layers: int
+    sinks: bool = False
 
     @property
     def kv_width(self) -> int:
@@ -81,6 +87,7 @@ class AttentionGeometry:
     def from_config(cls, config: Any) -> "AttentionGeometry":
         """Read the sizes from a Hugging Face config."""
         heads = config.num_attention_heads
+        family = FAMILIES.get(str(getattr(config, "model_type", None)).removeprefix(PREFIX))
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
             hidden=config.hidden_size,
@@ -88,6 +95,7 @@ class AttentionGeometry:
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
             layers=config.num_hidden_layers,
+            sinks=family is not None and family.sinks,
         )
 
 
@@ -97,30 +105,74 @@ def check_supported(config: Any) -> AttentionGeometry:
     Raises
     ------
     UnsupportedModelError
-        For another family, a RoPE scaling whose frequencies depend on the length, or a rotation of
-        only a part of each head.
+        For another family, layers without causal softmax attention, or a RoPE scaling whose frequencies depend on the
+        length.
     """
     family = getattr(config, "model_type", None)
-    if str(family).startswith("recalkv_"):
+    if str(family).startswith(PREFIX):
         raise UnsupportedModelError(
             f"model_type={family!r} is already a ReCalKV checkpoint; compress the dense model it came from."
         )
-    if family not in SUPPORTED_FAMILIES:
+    if family not in FAMILIES:
+        reason = REFUSED.get(str(family)) or (LATENT if hasattr(config, "kv_lora_rank") else UNDESCRIBED)
         raise UnsupportedModelError(
-            f"model_type={family!r} is not supported; use a model of one of: {', '.join(SUPPORTED_FAMILIES)}."
+            f"model_type={family!r} is not supported: it {reason}; use a model of one of: {', '.join(FAMILIES)}."
         )
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES):
+        raise UnsupportedModelError(
+            f"model_type={family!r} with layers of {', '.join(others)} is not supported: it {LINEAR}; use a model "
+            f"whose layers are of {' or '.join(sorted(_ATTENTION_TYPES))}."
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(
+            "use_bidirectional_attention=True lets tokens see later ones, which no cache can serve; use a causal model."
+        )
+    for rope in _ropes(config):
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in SUPPORTED_ROPE_TYPES and not (rope_type == "longrope" and FAMILIES[family].longrope):
+            raise UnsupportedModelError(
+                f"rope_type={rope_type!r} changes its frequencies with the length of the sequence, so keys "
+                f"cannot be rotated after they are cached; supported: {', '.join(SUPPORTED_ROPE_TYPES)}."
+            )
+        factor = rope.get("partial_rotary_factor") or 1.0
+        if factor != 1.0 and not FAMILIES[family].partial:
+            raise UnsupportedModelError(
+                f"partial_rotary_factor={factor} is not supported of model_type={family!r}; it must be 1."
+            )
+    geometry = AttentionGeometry.from_config(config)
+    if (turned := _turned(config, geometry.head_dim)) % 2 or geometry.head_dim % 2:
+        raise UnsupportedModelError(
+            f"head_dim={geometry.head_dim} of which RoPE turns {turned} dimensions is not supported; both must be even."
+        )
+    return geometry
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """RoPE parameters of a model, of each type of layer where these have their own."""
     rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"rope_type={rope_type!r} changes its frequencies with the length of the sequence, so keys "
-            f"cannot be rotated after they are cached; supported: {', '.join(SUPPORTED_ROPE_TYPES)}."
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
-            f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; it must be 1."
-        )
-    return AttentionGeometry.from_config(config)
+    own = [part for part in rope.values() if isinstance(part, Mapping)]
+    return own or [rope]
+
+
+def _turned(config: Any, head_dim: int) -> int:
+    """Dimensions of a head that RoPE turns, the first ones; transformers rounds down."""
+    return int(head_dim * (_ropes(config)[0].get("partial_rotary_factor") or 1.0))
+
+
+def head_order(config: Any, head_dim: int) -> list[int] | None:
+    """Dimensions of a head in the order in which RoPE turns its two halves, as LLaMA's; None if they stand so already.
+
+    Scores do not mind the order that queries and keys share. Neighbouring pairs are taken apart, and dimensions that
+    are not turned become pairs of frequency 0, which stand behind the others in both halves.
+    """
+    turned = _turned(config, head_dim)
+    if family_of(config).interleaved:
+        left, right = range(0, turned, 2), range(1, turned, 2)
+    else:
+        left, right = range(turned // 2), range(turned // 2, turned)
+    middle = turned + (head_dim - turned) // 2
+    order = [*left, *range(turned, middle), *right, *range(middle, head_dim)]
+    return None if order == list(range(head_dim)) else order
 
 
 def check_not_quantised(config: Any) -> None:
@@ -138,7 +190,7 @@ def check_not_quantised(config: Any) -> None:
         if content and method not in _UNPACKED_ON_LOADING:
             raise UnsupportedModelError(
                 f"{section} of the model's config says that its weights are quantised (quant_method={method!r}); "
-                f"{_DEQUANTISE}"
+                f"{DEQUANTISE}"
             )
 
 
@@ -163,13 +215,13 @@ def check_tensors(family: str, types: Mapping[str, str], known: Collection[str])
     if odd:
         raise UnsupportedModelError(
             f"{len(odd)} weight(s) are not floating point of 16 to 64 bits, as {odd[0]}: they are quantised; "
-            f"{_DEQUANTISE}"
+            f"{DEQUANTISE}"
         )
-    unknown = sorted(name for name in types if name not in known and not name.endswith(_IGNORED))
+    unknown = sorted(name for name in types if name not in known and not name.endswith(IGNORED_BUFFERS))
     if unknown:
         raise UnsupportedModelError(
             f"{len(unknown)} tensor(s) are unknown to model_type={family!r}, as {unknown[0]}: the weights are "
-            f"quantised, or the model is of another architecture. If they are quantised, {_DEQUANTISE}"
+            f"quantised, or the model is of another architecture. If they are quantised, {DEQUANTISE}"
         )
 
 

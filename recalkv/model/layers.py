@@ -9,7 +9,7 @@ import contextlib
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,17 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError
 from recalkv.model.families import (
+    IGNORED_BUFFERS,
     AttentionGeometry,
     check_not_quantised,
     check_supported,
     check_tensors,
     layer_attention_types,
 )
+from recalkv.model.family import family_of, text_config
+from recalkv.model.origins import Origins
 from recalkv.model.precision import PRECISIONS
+from recalkv.model.stored_weights import StoredWeights, stored_weights
 
 __all__ = [
     "CheckpointSource",
@@ -37,6 +41,8 @@ __all__ = [
     "autocast",
     "run_layer",
 ]
+
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class LayerSource(ABC):
@@ -51,19 +57,30 @@ class LayerSource(ABC):
     precision
         ``float32``, or ``bfloat16`` for matrix products in bfloat16 under autocast; the residual stream
         and all statistics stay in float32 or better.
+    held
+        How the source holds its weights.
     """
 
-    def __init__(self, config: Any, device: str | torch.device, precision: str) -> None:
-        self.config = config
+    def __init__(self, config: Any, device: str | torch.device, precision: str, held: StoredWeights) -> None:
+        within, config = text_config(config) is not config, text_config(config)
         self.geometry: AttentionGeometry = check_supported(config)
-        check_not_quantised(config)
+        self.config, self.family, self.held = config, family_of(config), held
         self.device = torch.device(device)
         self.precision = PRECISIONS[precision]
         self.attention_types = layer_attention_types(config)
         with torch.device("meta"):
             # A copy: from_config would write the attention implementation into the caller's config.
-            self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
+            attention = self.family.attention_implementation
+            self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
+        self._weights = held.weight_types(self.stored_types())
+        self._origins = Origins(self._skeleton, self._weights, within)
         check_tensors(config.model_type, self.types(), self._skeleton.state_dict().keys())
+        if within:
+            self.config = copy.deepcopy(config)
+            self.config.tie_word_embeddings = not self.has_tensor(_HEAD)
+        self._fused: dict[str, tuple[str, slice]] = {}
+        if self.family.fused is not None:
+            self._take_apart(self.family.fused)
         rotary = type(self._skeleton.model.rotary_emb)
         self._rotary = rotary(config=config).to(self.device)
         self._context_for = torch.Size()
@@ -75,21 +92,68 @@ class LayerSource(ABC):
         return self.geometry.layers
 
     @abstractmethod
-    def tensor(self, name: str) -> Tensor:
-        """One weight by its name in the checkpoint, float32, on the device."""
+    def names(self) -> Collection[str]:
+        """Names of all tensors that are held."""
 
     @abstractmethod
+    def stored(self, name: str) -> Tensor:
+        """A copy of one tensor as it is held, of any type, on the device."""
+
+    @abstractmethod
+    def stored_types(self) -> dict[str, str]:
+        """Type of every tensor that is held by its name, as torch calls it."""
+
     def types(self) -> dict[str, str]:
         """Type of every tensor of the model by its name, as torch calls it."""
+        return {name: self._weights[self._origins.held(name)[0]] for name in self._origins.names}
 
-    @abstractmethod
     def has_tensor(self, name: str) -> bool:
-        """Whether the checkpoint holds this name."""
+        """Whether the checkpoint holds this tensor."""
+        return name in self._origins.names
 
-    def layer_tensors(self, index: int) -> dict[str, Tensor]:
-        """All weights of one decoder layer, by their names within it, float32; all finite."""
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by its name in the language model, float32, on the device."""
+        if not self.has_tensor(name):
+            raise ModelUnavailableError(f"{self} has no tensor {name!r}; the checkpoint is incomplete.")
+        return self._origins.read(name, self._weight)
+
+    def _weight(self, name: str) -> Tensor:
+        parts = {part: self.stored(part) for part in self.held.parts(name, self.names())}
+        return self.held.weight(name, parts).float()
+
+    def stored_others(self) -> dict[str, Tensor]:
+        """What is outside of the layers as it is held, by names in the language model."""
+        own = self._origins.language_names(self.names())
+        return {name: self.stored(held) for name, held in own.items() if not name.startswith("model.layers.")}
+
+    def stored_layer(self, index: int, without: Iterable[str] = ()) -> dict[str, Tensor]:
+        """One decoder layer as it is held, by names within it, but for some weights and what belongs to them."""
         prefix = f"model.layers.{index}."
-        tensors = {name: self.tensor(prefix + name) for name in self.layer_tensor_names(index)}
+        origins = {origin for weight in without for origin in self._origins.held(prefix + self._joined(weight)[0])}
+        left_out = {name for origin in origins for name in self.held.beside(origin)}
+        own = self._origins.language_names(self.names())
+        return {
+            name.removeprefix(prefix): self.stored(held)
+            for name, held in own.items()
+            if name.startswith(prefix) and held not in left_out
+        }
+
+    def holds(self, name: str) -> bool:
+        """Whether one of :meth:`layer_tensor_names` is held by itself, not as a part of another."""
+        return name not in self._fused
+
+    def layer_tensor(self, index: int, name: str) -> Tensor:
+        """One of :meth:`layer_tensor_names`, float32, on the device."""
+        joined, rows = self._joined(name)
+        return self.tensor(f"model.layers.{index}.{joined}")[rows]
+
+    def _joined(self, name: str) -> tuple[str, slice]:
+        return self._fused.get(name, (name, slice(None)))
+
+    def layer_tensors(self, index: int, below: str = "") -> dict[str, Tensor]:
+        """Weights of one decoder layer whose names within it begin so, float32; all finite."""
+        own = [name for name in self.layer_tensor_names(index) if name.startswith(below)]
+        tensors = {name: self.layer_tensor(index, name) for name in own}
         bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
         if bad:
             raise NonFiniteError(
@@ -99,7 +163,7 @@ class LayerSource(ABC):
         return tensors
 
     def layer_tensor_names(self, index: int) -> list[str]:
-        """Names of one decoder layer's weights, within the layer."""
+        """Names of one decoder layer's weights, within the layer; fused projections are taken apart."""
         return list(self._skeleton.model.layers[index].state_dict())
 
     @contextlib.contextmanager
@@ -111,7 +175,9 @@ class LayerSource(ABC):
 
     def embed(self, windows: Tensor, batch_size: int) -> list[Tensor]:
         """Token embeddings of (samples, length) ids, as batches of (batch, length, m) float32."""
-        table = self.tensor("model.embed_tokens.weight")
+        # A tied table is stored under either name.
+        only_head = self.config.tie_word_embeddings and not self.has_tensor(_TABLE)
+        table = self.tensor(_HEAD if only_head else _TABLE) * self.family.embedding_scale(self.config)
         return [nn.functional.embedding(batch.to(self.device), table) for batch in windows.split(batch_size)]
 
     def final_norm(self) -> nn.Module:
@@ -122,9 +188,17 @@ class LayerSource(ABC):
 
     def head_weight(self) -> Tensor:
         """Output head, (vocabulary, m) float32; the embedding where they are tied."""
-        name = "lm_head.weight"
-        tied = self.config.tie_word_embeddings or not self.has_tensor(name)
-        return self.tensor("model.embed_tokens.weight" if tied else name)
+        return self.tensor(_HEAD if self.has_tensor(_HEAD) else _TABLE)
+
+    def logits(self, products: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Logits of the products with :meth:`head_weight`, and their derivative by these."""
+        scale, cap = self.family.logit_scale(self.config), self.family.logit_softcap(self.config)
+        if scale != 1.0:
+            products = products * scale
+        if cap is None:
+            return products, scale
+        shares = (products / cap).tanh()
+        return cap * shares, scale * (1 - shares.square())
 
     def context(self, hidden: Tensor) -> dict[str, Any]:
         """Positions, rotary tables and causal masks for windows of this shape; computed once per shape."""
@@ -143,11 +217,44 @@ class LayerSource(ABC):
             }
             self._context = {
                 "positions": positions,
-                "rotary": self._rotary(hidden, positions),
+                "rotary": self._rotary_tables(hidden, positions),
                 "masks": {kind: makers[kind](**mask_inputs) for kind in set(self.attention_types)},
             }
             self._context_for = hidden.shape
         return self._context
+
+    def _rotary_tables(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Cos and sin by type of layer, which some models turn differently."""
+        if isinstance(self._rotary.rope_type, dict):
+            return {kind: self._rotary(hidden, positions, kind) for kind in set(self.attention_types)}
+        return dict.fromkeys(self.attention_types, self._rotary(hidden, positions))
+
+    def _take_apart(self, name: str) -> None:
+        """Give every layer's attention the projections of queries, keys and values that it has in one."""
+        sizes = self.geometry
+        widths, start = {"q": sizes.heads * sizes.head_dim, "k": sizes.kv_width, "v": sizes.kv_width}, 0
+        for letter, width in widths.items():
+            for kind in ("weight", "bias"):
+                self._fused[f"self_attn.{letter}_proj.{kind}"] = f"self_attn.{name}.{kind}", slice(start, start + width)
+            start += width
+        for layer in self._skeleton.model.layers:
+            attention = layer.self_attn
+            joined = getattr(attention, name)
+            delattr(attention, name)
+            with torch.device("meta"):
+                parts = [nn.Linear(sizes.hidden, width, joined.bias is not None) for width in widths.values()]
+            attention.q_proj, attention.k_proj, attention.v_proj = parts
+            setattr(attention, name, _SideBySide(parts))
+
+
+class _SideBySide:
+    """Outputs of projections, one behind the other; no module, so that theirs are the only names."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return torch.cat([part(states) for part in self.parts], dim=-1)
 
 
 class CheckpointSource(LayerSource):
@@ -156,9 +263,16 @@ class CheckpointSource(LayerSource):
     def __init__(self, folder: str | Path, device: str | torch.device = "cpu", precision: str = "float32") -> None:
         self.folder = Path(folder)
         self._files = _weight_files(self.folder)
-        super().__init__(AutoConfig.from_pretrained(folder, trust_remote_code=False), device, precision)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        super().__init__(config, device, precision, stored_weights(config))
 
-    def types(self) -> dict[str, str]:  # noqa: D102
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def names(self) -> Collection[str]:  # noqa: D102
+        return self._files
+
+    def stored_types(self) -> dict[str, str]:  # noqa: D102
         types: dict[str, str] = {}
         for file in set(self._files.values()):
             with safe_open(file, framework="pt") as shard:
@@ -166,26 +280,32 @@ class CheckpointSource(LayerSource):
                 types |= {name: _type_name(shard.get_slice(name).get_dtype()) for name in own}
         return types
 
-    def has_tensor(self, name: str) -> bool:  # noqa: D102
-        return name in self._files
-
-    def tensor(self, name: str) -> Tensor:  # noqa: D102
-        if name not in self._files:
-            raise ModelUnavailableError(f"{self.folder} has no tensor {name!r}; the checkpoint is incomplete.")
+    def stored(self, name: str) -> Tensor:  # noqa: D102
         with safe_open(self._files[name], framework="pt") as shard:
             # The copy leaves the file's memory map, whose pages would otherwise stay resident.
-            return shard.get_tensor(name).to(self.device, torch.float32, copy=True)
+            return shard.get_tensor(name).to(self.device, copy=True)
 
 
 class ModuleSource(LayerSource):
     """Layers copied from a model in memory, which is left as it is."""
 
     def __init__(self, model: nn.Module, device: str | torch.device | None = None, precision: str = "float32") -> None:
-        self._tensors = model.state_dict()
+        check_not_quantised(model.config)
+        head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight  # type: ignore[operator]
+        tied = head.is_set_to(table)
+        self._tensors = {
+            name: tensor for name, tensor in model.state_dict().items() if not (tied and name.endswith(_HEAD))
+        }
         where = device if device is not None else next(model.parameters()).device
-        super().__init__(model.config, where, precision)
+        super().__init__(model.config, where, precision, StoredWeights({}))
 
-    def types(self) -> dict[str, str]:  # noqa: D102
+    def __str__(self) -> str:
+        return "the model"
+
+    def names(self) -> Collection[str]:  # noqa: D102
+        return self._tensors
+
+    def stored_types(self) -> dict[str, str]:  # noqa: D102
         # Some libraries keep codes and scales in a class of their own, which says that it is of the model's type.
         plain = (Tensor, nn.Parameter)
         return {
@@ -193,16 +313,14 @@ class ModuleSource(LayerSource):
             for name, tensor in self._tensors.items()
         }
 
-    def has_tensor(self, name: str) -> bool:  # noqa: D102
-        return name in self._tensors
-
-    def tensor(self, name: str) -> Tensor:  # noqa: D102
-        return self._tensors[name].detach().to(self.device, torch.float32, copy=True)
+    def stored(self, name: str) -> Tensor:  # noqa: D102
+        return self._tensors[name].detach().to(self.device, copy=True)
 
 
-def attention_input(layer: Any, hidden: Tensor) -> Tensor:
-    """What the layer's key and value projections read: the normalised residual stream, same shape."""
-    return layer.input_layernorm(hidden)
+def attention_input(source: LayerSource, layer: Any, hidden: Tensor) -> Tensor:
+    """What the layer's key and value projections read, same shape: mostly the normalised residual stream."""
+    norm = source.family.input_norm
+    return hidden if norm is None else getattr(layer, norm)(hidden)
 
 
 def autocast(source: LayerSource) -> contextlib.AbstractContextManager:
@@ -219,7 +337,7 @@ def run_layer(source: LayerSource, layer: Any, index: int, hidden: Tensor) -> Te
             hidden,
             attention_mask=context["masks"][source.attention_types[index]],
             position_ids=context["positions"],
-            position_embeddings=context["rotary"],
+            position_embeddings=context["rotary"][source.attention_types[index]],
         )
     return output.float()
 
@@ -231,6 +349,10 @@ def _type_name(label: str) -> str:
 
 def _weight_files(folder: Path) -> dict[str, Path]:
     """Map each tensor's name to the safetensors file that holds it."""
+    return {name: file for name, file in _all_files(folder).items() if not name.endswith(IGNORED_BUFFERS)}
+
+
+def _all_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = json.loads(index.read_text())["weight_map"]

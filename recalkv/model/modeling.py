@@ -1,33 +1,27 @@
 """Hugging Face model and config classes of compressed checkpoints.
 
 ``import recalkv`` registers them, after which ``AutoModelForCausalLM.from_pretrained(folder)`` is all
-it takes. Without the import the unknown ``model_type`` makes transformers refuse the folder.
+it takes. Without the import the unknown ``model_type`` makes transformers refuse the folder. The classes are made from
+the families' descriptions (:mod:`recalkv.model.family`): ``ReCalKVLlamaConfig``, ``ReCalKVLlamaForCausalLM`` and so on.
 """
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
 )
 
 from recalkv.cache.growing import GrowingCache
 from recalkv.errors import CheckpointError
 from recalkv.model.attention import LatentAttention
-from recalkv.model.slots import SlotRotary, check_positions
+from recalkv.model.family import FAMILIES, PREFIX, Family
+from recalkv.model.slots import check_positions, layer_slots
 from recalkv.model.spec import LatentSpec
 
 __all__ = ["CONFIG_CLASSES", "MODEL_CLASSES", "LatentModelMixin", "register"]
@@ -41,30 +35,6 @@ class _LatentConfigMixin:
     base_model_pp_plan: Any = None
 
 
-class ReCalKVLlamaConfig(_LatentConfigMixin, LlamaConfig):
-    """Config of a compressed LLaMA."""
-
-    model_type = "recalkv_llama"
-
-
-class ReCalKVMistralConfig(_LatentConfigMixin, MistralConfig):
-    """Config of a compressed Mistral."""
-
-    model_type = "recalkv_mistral"
-
-
-class ReCalKVQwen2Config(_LatentConfigMixin, Qwen2Config):
-    """Config of a compressed Qwen2."""
-
-    model_type = "recalkv_qwen2"
-
-
-class ReCalKVQwen3Config(_LatentConfigMixin, Qwen3Config):
-    """Config of a compressed Qwen3."""
-
-    model_type = "recalkv_qwen3"
-
-
 class LatentModelMixin:
     """Swaps every layer's attention for :class:`LatentAttention` while the model is built.
 
@@ -73,16 +43,14 @@ class LatentModelMixin:
     decoding step wait for the device. Compiled models do not look.
     """
 
-    _can_record_outputs: ClassVar = {"attentions": LatentAttention}
-
     def __init__(self, config: Any) -> None:
         spec = LatentSpec.from_config(config)
         super().__init__(config)  # type: ignore[call-arg]
         model: nn.Module = self.model  # type: ignore[attr-defined]
-        slots = SlotRotary(model.rotary_emb)  # type: ignore[arg-type]
+        slots = layer_slots(config, model.rotary_emb)  # type: ignore[arg-type]
         for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
             layer.self_attn = LatentAttention(config, spec, index)
-            layer.self_attn.slots = slots
+            layer.self_attn.slots = slots[index]
         model.register_forward_pre_hook(_check_positions, with_kwargs=True)
         self.post_init()  # type: ignore[attr-defined]
 
@@ -150,42 +118,29 @@ def _check_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         check_positions(positions, kwargs.get("attention_mask"), 0 if cache is None else cache.get_seq_length())
 
 
-class ReCalKVLlamaForCausalLM(LatentModelMixin, LlamaForCausalLM):
-    """LLaMA with a latent cache."""
-
-    config_class = ReCalKVLlamaConfig
-
-
-class ReCalKVMistralForCausalLM(LatentModelMixin, MistralForCausalLM):
-    """Mistral with a latent cache."""
-
-    config_class = ReCalKVMistralConfig
-
-
-class ReCalKVQwen2ForCausalLM(LatentModelMixin, Qwen2ForCausalLM):
-    """Qwen2 with a latent cache."""
-
-    config_class = ReCalKVQwen2Config
-
-
-class ReCalKVQwen3ForCausalLM(LatentModelMixin, Qwen3ForCausalLM):
-    """Qwen3 with a latent cache."""
-
-    config_class = ReCalKVQwen3Config
+def _made(family: Family) -> tuple[Any, Any]:
+    """Config and model class of a compressed family."""
+    name = f"ReCalKV{family.name}"
+    own: dict[str, Any] = {
+        "__module__": __name__,
+        "__doc__": f"Config of a compressed {family.name}.",
+        "model_type": PREFIX + family.model_type,
+    }
+    config = type(f"{name}Config", (_LatentConfigMixin, family.config_class), own)
+    own = {
+        "__module__": __name__,
+        "__doc__": f"{family.name} with a latent cache.",
+        "config_class": config,
+        "_can_record_outputs": dict(family.model_class._can_record_outputs or {}) | {"attentions": LatentAttention},
+    }
+    return config, type(f"{name}ForCausalLM", (LatentModelMixin, family.model_class), own)
 
 
-CONFIG_CLASSES: dict[str, Any] = {
-    "llama": ReCalKVLlamaConfig,
-    "mistral": ReCalKVMistralConfig,
-    "qwen2": ReCalKVQwen2Config,
-    "qwen3": ReCalKVQwen3Config,
-}
-MODEL_CLASSES: dict[str, Any] = {
-    "llama": ReCalKVLlamaForCausalLM,
-    "mistral": ReCalKVMistralForCausalLM,
-    "qwen2": ReCalKVQwen2ForCausalLM,
-    "qwen3": ReCalKVQwen3ForCausalLM,
-}
+_CLASSES = {name: _made(family) for name, family in FAMILIES.items()}
+CONFIG_CLASSES: dict[str, Any] = {name: config for name, (config, _) in _CLASSES.items()}
+MODEL_CLASSES: dict[str, Any] = {name: model for name, (_, model) in _CLASSES.items()}
+# Where pickled classes are looked for.
+globals().update({made.__name__: made for pair in _CLASSES.values() for made in pair})
 
 
 def register() -> None:
@@ -193,3 +148,7 @@ def register() -> None:
     for family, config in CONFIG_CLASSES.items():
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModelForCausalLM.register(config, MODEL_CLASSES[family], exist_ok=True)
+        # Experts are stored one by one, as the dense model has them.
+        conversions = get_checkpoint_conversion_mapping(family)
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)

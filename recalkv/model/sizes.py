@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from recalkv.errors import ParameterError
 from recalkv.model.families import AttentionGeometry, check_supported
+from recalkv.model.family import FAMILIES, PREFIX, Family, text_config
 
 __all__ = ["KNOWN", "ModelSizes", "known_sizes"]
 
@@ -27,8 +30,8 @@ class ModelSizes:
         Tokens that the model was made for (``max_position_embeddings``).
     tied
         Whether the output head is the embedding.
-    extra_per_layer
-        Parameters of a layer beside matrices and the two norms: biases, norms of queries and keys.
+    counted
+        Parameters of the dense model; None where they follow from the sizes, as LLaMA's do.
     """
 
     family: str
@@ -37,13 +40,15 @@ class ModelSizes:
     vocabulary: int
     positions: int
     tied: bool = False
-    extra_per_layer: int = 0
+    counted: int | None = None
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the dense model, a tied head counted once."""
+        if self.counted is not None:
+            return self.counted
         sizes = self.attention
-        layer = self.layer_matrices + 2 * sizes.hidden + self.extra_per_layer
+        layer = self.layer_matrices + 2 * sizes.hidden
         embeddings = self.vocabulary * sizes.hidden * (1 if self.tied else 2)
         return embeddings + sizes.layers * layer + sizes.hidden
 
@@ -62,7 +67,8 @@ class ModelSizes:
         UnsupportedModelError
             For a family that is not supported.
         """
-        family = config.model_type.removeprefix("recalkv_")
+        config = text_config(config)
+        family = config.model_type.removeprefix(PREFIX)
         attention = AttentionGeometry.from_config(config) if family != config.model_type else check_supported(config)
         return cls(
             family=family,
@@ -71,20 +77,16 @@ class ModelSizes:
             vocabulary=config.vocab_size,
             positions=config.max_position_embeddings,
             tied=config.tie_word_embeddings,
-            extra_per_layer=_extra(config, family, attention),
+            counted=_counted(config, FAMILIES[family]),
         )
 
 
-def _extra(config: Any, family: str, sizes: AttentionGeometry) -> int:
-    queries = sizes.heads * sizes.head_dim
-    extra = 0
-    if family == "qwen2":
-        extra += queries + 2 * sizes.kv_width
-    elif getattr(config, "attention_bias", False):
-        extra += queries + 2 * sizes.kv_width + sizes.hidden
-    if getattr(config, "mlp_bias", False):
-        extra += 2 * config.intermediate_size + sizes.hidden
-    return extra + (2 * sizes.head_dim if family == "qwen3" else 0)
+def _counted(config: Any, family: Family) -> int:
+    """Parameters of the dense model of a config, dense or compressed, a tied head counted once."""
+    content = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "recalkv")}
+    with torch.device("meta"):
+        model = family.model_class(family.config_class(**content))
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _llama(
@@ -119,7 +121,8 @@ def known_sizes(name: str, parameter: str) -> ModelSizes:
     ParameterError
         If the name is not known.
     """
-    found = KNOWN.get(_ALIASES.get(name, name))
+    own = name.removeprefix("paper/")
+    found = KNOWN.get(_ALIASES.get(own, own))
     if found is None:
         raise ParameterError(f"{parameter}: {name!r} is not known; choose of {', '.join(KNOWN)}.")
     return found

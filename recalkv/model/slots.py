@@ -8,45 +8,124 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from recalkv.errors import ParameterError
+from recalkv.model.families import AttentionGeometry, layer_attention_types
+from recalkv.model.family import family_of
 from recalkv.model.turns import TileRope
 
-__all__ = ["SlotRotary", "check_positions", "rotated"]
+__all__ = ["SlotRotary", "check_positions", "layer_slots", "rotated"]
 
 _FAR = 1 << 62
 """Further than any slot."""
 
 
 class SlotRotary:
-    """Rotary tables by cache slot, grown by doubling and shared by all layers of a model on the same device."""
+    """Rotary tables by cache slot, grown by doubling and shared by layers that turn alike on the same device.
 
-    def __init__(self, rotary: nn.Module) -> None:
-        self._rotary = rotary
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+    Parameters
+    ----------
+    rotary
+        The model's rotary module.
+    half
+        Pairs of a head, ``d_h / 2``; where the module has fewer, the others are not turned. None for as many as it has.
+    layer_type
+        Of the layers, where the module has tables of its own for each type; else None.
+    turning
+        Whether keys are turned at all.
+    """
+
+    def __init__(
+        self, rotary: nn.Module, half: int | None = None, layer_type: str | None = None, turning: bool = True
+    ) -> None:
+        self._rotary: Any = rotary
+        self._half, self._layer_type, self._turning = half, layer_type, turning
+        self._tables: dict[tuple[torch.device, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
         self._tiled: dict[int, TileRope] = {}
 
-    def upto(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin, (>= length, d_h) each, in the type and on the device of ``like``."""
-        key = like.device, like.dtype
+    @property
+    def inv_freq(self) -> Tensor:
+        """Frequencies of the pairs, (d_h / 2,); 0 of those that are not turned."""
+        found: Tensor = getattr(self._rotary, self._name("inv_freq"))
+        half = self._half or len(found)
+        return pad(found if self._turning else found[:0], (0, half - (len(found) if self._turning else 0)))
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor of rotated queries and keys alike (YaRN has one)."""
+        return float(getattr(self._rotary, self._name("attention_scaling"))) if self._turning else 1.0
+
+    @property
+    def uniform(self) -> bool:
+        """Whether frequencies are fixed, and the scaling is that of all pairs."""
+        partial = self._half is not None and len(getattr(self._rotary, self._name("inv_freq"))) < self._half
+        return not self._switches and not (partial and self._turning and self.attention_scaling != 1.0)
+
+    @property
+    def _switches(self) -> bool:
+        return bool(self._rotary.rope_type == "longrope")
+
+    def _name(self, name: str) -> str:
+        return name if self._layer_type is None else f"{self._layer_type}_{name}"
+
+    def upto(self, length: int, like: Tensor, seen: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cos and sin, (>= length, d_h) each, in the type and on the device of ``like``.
+
+        Frequencies that depend on the length are those of ``seen`` tokens, or of ``length``.
+        """
+        if not self._switches:
+            return self._table(length, like)
+        switch = self._rotary.config.rope_parameters["original_max_position_embeddings"]
+        far = (length if seen is None else seen) > switch
+        if isinstance(far, bool):
+            return self._table(length, like, switch, far)
+        tables = zip(self._table(length, like, switch, True), self._table(length, like, switch, False), strict=True)
+        cos, sin = (torch.where(far, beyond[:length], near[:length]) for beyond, near in tables)
+        return cos, sin
+
+    def _table(self, length: int, like: Tensor, switch: int = 0, far: bool = True) -> tuple[Tensor, Tensor]:
+        """The same, with the frequencies beyond a switch, or up to it."""
+        key = like.device, like.dtype, far
         tables = self._tables.get(key)
         if tables is None or tables[0].shape[0] < length:
-            size = max(256, 1 << (length - 1).bit_length())
+            size = max(256, 1 << (length - 1).bit_length(), switch + 1)
             # The tables outlive the call: made in inference mode, they could not serve a backward pass later.
             with torch.inference_mode(False):
-                cos, sin = self._rotary(like, torch.arange(size, device=like.device)[None])
+                # The module goes by the last position; what comes after the switch is not read before it.
+                positions = torch.arange(size, device=like.device).clamp(max=size if far else switch - 1)[None]
+                types = () if self._layer_type is None else (self._layer_type,)
+                cos, sin = self.widened(self._rotary(like, positions, *types))
                 self._tables[key] = tables = cos[0], sin[0]
         return tables
 
+    def widened(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Tables of the model's, (batch, tokens, columns), as those of whole heads in LLaMA's order."""
+        pairs = len(getattr(self._rotary, self._name("inv_freq"))) if self._turning else 0
+        half = self._half or pairs
+        if rope[0].shape[-1] == 2 * half == 2 * pairs:
+            return rope
+        # No turn: cos 1, sin 0.
+        cos, sin = (pad(part[..., :pairs], (0, half - pairs), value=1.0 - still) for still, part in enumerate(rope))
+        return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
     def tiled(self, tile: int) -> TileRope:
-        """Tables for tiles of so many slots."""
+        """Tables for tiles of so many slots; of a :attr:`uniform` rotation."""
         if tile not in self._tiled:
             with torch.inference_mode(False):
-                rotary: Any = self._rotary
-                frequencies = rotary.inv_freq.detach().double().cpu()
-                self._tiled[tile] = TileRope(frequencies, float(rotary.attention_scaling), tile)
+                self._tiled[tile] = TileRope(self.inv_freq.detach().double().cpu(), self.attention_scaling, tile)
         return self._tiled[tile]
+
+
+def layer_slots(config: Any, rotary: nn.Module) -> list[SlotRotary]:
+    """Rotary tables of every layer of a supported config, one object for all layers that turn alike."""
+    types, turning = layer_attention_types(config), family_of(config).turning(config)
+    by_type = isinstance(getattr(rotary, "rope_type", None), dict)
+    kinds = [(kind if by_type else None, turning is None or bool(turning[index])) for index, kind in enumerate(types)]
+    half = AttentionGeometry.from_config(config).head_dim // 2
+    made = {kind: SlotRotary(rotary, half, *kind) for kind in dict.fromkeys(kinds)}
+    return [made[kind] for kind in kinds]
 
 
 def rotated(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

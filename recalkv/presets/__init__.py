@@ -1,4 +1,4 @@
-"""Parameter files: the defaults, named settings, or the paper's for the models of its tables, each value explained."""
+"""Parameter files: the defaults, named settings, or those of a model, each value explained."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ DEFAULT = "default"
 
 _HEADER = """\
 # Every parameter of the pipeline, as recalkv/params.py checks and documents it. A missing or unknown key is an error.
-# `recalkv preset NAME` writes this file: `default`, `safe`, `small`, `tiny`, `paper`, or a model of the paper's tables.
+# `recalkv preset NAME` writes this file: `default`, `safe`, `small`, `tiny`, `paper`, `serve/MODEL` or `paper/MODEL`.
 """
 _WIDTH = 120
 _COLUMN = 34
@@ -30,7 +30,7 @@ _COLUMN = 34
 
 def preset_names() -> list[str]:
     """Names of all presets."""
-    return [DEFAULT, *_written()["settings"], *_written()["models"]]
+    return [DEFAULT, *_overlays()]
 
 
 def preset(name: str, ratio: float | None = None) -> Params:
@@ -39,7 +39,7 @@ def preset(name: str, ratio: float | None = None) -> Params:
     Parameters
     ----------
     name
-        Of :func:`preset_names`.
+        Of :func:`preset_names`; a model of the paper's also without ``paper/``.
     ratio
         ``compression.ratio`` in place of the preset's.
 
@@ -48,12 +48,11 @@ def preset(name: str, ratio: float | None = None) -> Params:
     ParameterError
         If the preset does not exist or the ratio is out of range.
     """
-    if name not in preset_names():
+    known = _overlays()
+    own = name if name in known else f"paper/{name}"
+    if name != DEFAULT and own not in known:
         raise ParameterError(f"preset {name!r} does not exist; choose one of: {', '.join(preset_names())}.")
-    written = _written()
-    overlays = [written["settings"][name]] if name in written["settings"] else []
-    if name in written["models"]:
-        overlays = [written["all"], written["models"][name]]
+    overlays = list(known.get(own, ()))
     if ratio is not None:
         overlays.append({"compression": {"ratio": ratio}})
     values = {section: model().model_dump() for section, model in _sections().items()}
@@ -93,10 +92,14 @@ def _sections() -> dict[str, type[BaseModel]]:
 
 
 @functools.cache
-def _written() -> dict[str, Any]:
-    """``settings`` by name; ``all``: the paper's for every model; ``models``: what each has of its own."""
-    content: dict[str, Any] = yaml.safe_load((files(__package__) / "presets.yaml").read_text())
-    return content
+def _overlays() -> dict[str, list[dict[str, Any]]]:
+    """What each preset has in place of the defaults, by name; later ones go before earlier ones."""
+    written: dict[str, Any] = yaml.safe_load((files(__package__) / "presets.yaml").read_text())
+    return (
+        {name: [own] for name, own in written["settings"].items()}
+        | {f"serve/{name}": [own] for name, own in written["serve"].items()}
+        | {f"paper/{name}": [written["paper_settings"], own] for name, own in written["paper"].items()}
+    )
 
 
 def _entry(key: str, value: Any, description: str) -> list[str]:

@@ -7,7 +7,7 @@ projections are kept, and only as long as one batch lasts. The same pass yields 
 the loss-aware metric (:mod:`recalkv.statistics.loss_metric`).
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +148,8 @@ def _loss_gradients(
                 targets = windows[window, 1:].to(source.device)
                 for start in range(0, predicted, _HEAD_TOKENS):
                     span = slice(start, min(start + _HEAD_TOKENS, predicted))
-                    loss, gradient[row, span] = _token_losses(states[row, span], targets[span], norm, head)
+                    part = states[row, span]
+                    loss, gradient[row, span] = _token_losses(part, targets[span], norm, head, source.logits)
                     losses[window] += loss / predicted
             gradients.append(gradient / predicted)
     # Each process has filled in its own windows.
@@ -161,7 +162,13 @@ def _loss_gradients(
     return gradients, losses
 
 
-def _token_losses(states: Tensor, targets: Tensor, norm: nn.Module, head: Tensor) -> tuple[float, Tensor]:
+def _token_losses(
+    states: Tensor,
+    targets: Tensor,
+    norm: nn.Module,
+    head: Tensor,
+    logits: Callable[[Tensor], tuple[Tensor, Tensor | float]],
+) -> tuple[float, Tensor]:
     """Summed cross-entropy of (tokens, m) states before the final norm, and its gradient at them.
 
     The gradient at the logits is ``softmax - onehot``; written out, the logits exist once instead of
@@ -170,10 +177,12 @@ def _token_losses(states: Tensor, targets: Tensor, norm: nn.Module, head: Tensor
     states = states.detach().requires_grad_(True)
     normed = norm(states)
     with torch.no_grad():
-        probabilities = (normed.to(head.dtype) @ head.T).float().log_softmax(dim=-1)
+        scaled, slope = logits((normed.to(head.dtype) @ head.T).float())
+        probabilities = scaled.log_softmax(dim=-1)
         loss = -probabilities.gather(1, targets[:, None]).sum()
         at_logits = probabilities.exp_()
         at_logits[torch.arange(len(targets), device=targets.device), targets] -= 1
+        at_logits *= slope
         at_normed = (at_logits.to(head.dtype) @ head).float()
     (gradient,) = torch.autograd.grad(normed, states, at_normed)
     return float(loss), gradient

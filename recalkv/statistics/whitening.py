@@ -103,7 +103,7 @@ def collect_input_moments(
             moments = MomentAccumulator(source.geometry.hidden, source.device)
             for position, states in enumerate(hidden):
                 if index not in done:
-                    moments.add(attention_input(layer, states))
+                    moments.add(attention_input(source, layer, states))
                     if keep is not None:
                         keep.put(index, mine.start + position * batch_size, states)
                 # Nothing reads the output of the last layer.

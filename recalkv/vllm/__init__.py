@@ -5,22 +5,18 @@ vLLM calls :func:`register` in every one of its processes (entry point ``vllm.ge
 
 __all__ = ["register"]
 
-_ARCHITECTURES = (
-    "ReCalKVLlamaForCausalLM",
-    "ReCalKVMistralForCausalLM",
-    "ReCalKVQwen2ForCausalLM",
-    "ReCalKVQwen3ForCausalLM",
-)
-
 
 def register() -> None:
     """Make vLLM know the compressed architectures; harmless when repeated."""
     from vllm import ModelRegistry
 
+    from recalkv.model.family import FAMILIES
+    from recalkv.model.modeling import MODEL_CLASSES
     from recalkv.model.modeling import register as register_configs
 
     register_configs()
     known = ModelRegistry.get_supported_archs()
-    for name in _ARCHITECTURES:
-        if name not in known:
+    for family in FAMILIES.values():
+        name = MODEL_CLASSES[family.model_type].__name__
+        if family.llama_decoder and name not in known:
             ModelRegistry.register_model(name, "recalkv.vllm.model:ServedForCausalLM")

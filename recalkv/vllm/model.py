@@ -1,6 +1,6 @@
 """vLLM's decoder with a latent cache: its own layers around :class:`recalkv.model.attention.LatentAttention`.
 
-The four families differ in their attention alone, which is the library's, so that one decoder serves them all.
+The families that are served differ in their attention alone, which is the library's, so that one decoder serves all.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from recalkv.model.attention import Cached, LatentAttention, compiled_loops
-from recalkv.model.slots import SlotRotary
+from recalkv.model.slots import SlotRotary, layer_slots
 from recalkv.model.spec import LatentSpec
 from recalkv.vllm.backend import LatentBackend, LatentBatch
 from recalkv.vllm.checks import check
@@ -48,7 +48,7 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         super().__init__(config, self._parts[self._rank], extract_layer_index(prefix))
         # Masks of booleans, as below, are not for transformers' eager attention, which an unset name stands for.
         config._attn_implementation = "sdpa"
-        self.prefix, self.slots = prefix, _slots(config)
+        self.prefix, self.slots = prefix, _slots(config)[self.layer_idx]
         self.kv_cache = torch.empty(0)
         get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
 
@@ -175,11 +175,11 @@ def _specs(config: Any) -> tuple[LatentSpec, list[LatentSpec]]:
     return specs
 
 
-def _slots(config: Any) -> SlotRotary:
-    """Rotary tables, shared by the layers of a model; the families' modules for them are all LLaMA's."""
+def _slots(config: Any) -> list[SlotRotary]:
+    """Rotary tables of the layers; the rotary modules of the families that are served are all LLaMA's."""
     if getattr(config, "_recalkv_slots", None) is None:
-        object.__setattr__(config, "_recalkv_slots", SlotRotary(LlamaRotaryEmbedding(config=config)))
-    slots: SlotRotary = config._recalkv_slots
+        object.__setattr__(config, "_recalkv_slots", layer_slots(config, LlamaRotaryEmbedding(config=config)))
+    slots: list[SlotRotary] = config._recalkv_slots
     return slots
 
 

@@ -98,7 +98,7 @@ class Layer:
         """Prepare a layer whose value groups are made of whole key groups."""
         assert layer.slots is not None
         rope, d_h, rows = layer.slots.tiled(TILE), layer.head_dim, layer.num_key_value_groups
-        norm = None if layer.k_norm is None else (layer.k_norm.weight, layer.k_norm.variance_epsilon)
+        norm = layer.key_norm
         key_coding = _coding(layer.key_rows)
         value_coding = key_coding if layer.joint else _coding(layer.value_rows)
         key_ends, value_ends = (list(itertools.accumulate(each)) for each in (layer.key_ranks, layer.value_ranks))
@@ -206,7 +206,8 @@ def _prepared(layer: "LatentAttention", query: Tensor) -> Layer | None:
     state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in read]
     prepared = layer.loops
     if not isinstance(prepared, Layer) or prepared.state != state:
-        if any(each.is_meta for each in read) or not _nested(layer.key_heads, layer.value_heads):
+        usable = layer.by_tiles and _nested(layer.key_heads, layer.value_heads)
+        if not usable or any(each.is_meta for each in read):
             return None
         layer.loops = prepared = Layer.of(layer, state)
     return prepared

@@ -1,0 +1,85 @@
+"""Where the tensors of a language model are in a checkpoint: transformers' renamings and conversions, one at a time.
+
+Mixtures of experts are stored expert by expert and computed as one tensor; multimodal checkpoints hold the language
+model under a prefix. transformers converts whole models as it loads them; here each tensor is had when it is asked for.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+__all__ = ["Origins"]
+
+_LANGUAGE_MODEL = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?(?=.)")
+_LANGUAGE_HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
+
+
+class Origins:
+    """Names of a language model's tensors, and what of a checkpoint each is made of.
+
+    Parameters
+    ----------
+    model
+        The language model, of which only names are read.
+    held
+        Names of what the checkpoint holds.
+    within
+        Whether the checkpoint is that of a multimodal model, of which all else is left out.
+    """
+
+    def __init__(self, model: Any, held: Iterable[str], within: bool = False) -> None:
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self._config, self._within = model.config, within
+        self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
+        self._parts: dict[str, list[tuple[str | None, str]]] = {}
+        own = set(model.state_dict())
+        for stored in sorted(held, key=dot_natural_key):
+            name = _language_name(stored) if within else stored
+            if name is None:
+                continue
+            pattern = None
+            if name not in own:
+                name, pattern = rename_source_key(name, renamings, converters)
+            self._parts.setdefault(name, []).append((pattern, stored))
+
+    def language_names(self, held: Iterable[str]) -> dict[str, str]:
+        """What a checkpoint holds of the language model, by names without the prefix of a multimodal one."""
+        own = {_language_name(stored) if self._within else stored: stored for stored in held}
+        return {name: stored for name, stored in own.items() if name is not None}
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the tensors, as the model has them; what no conversion knows keeps the checkpoint's."""
+        return self._parts.keys()
+
+    def held(self, name: str) -> list[str]:
+        """Names in the checkpoint of what a tensor is made of."""
+        return [stored for _, stored in self._parts[name]]
+
+    def read(self, name: str, load: Callable[[str], Tensor]) -> Tensor:
+        """One tensor; ``load`` has those of the checkpoint by their names there."""
+        parts = self._parts[name]
+        if parts[0][0] is None:
+            return load(parts[0][1])
+        converter = copy.deepcopy(self._converters[parts[0][0]])
+        for pattern, stored in parts:
+            converter.add_tensor(name, stored, pattern, load(stored))
+        made = converter.convert(name, config=self._config)[name]
+        tensor: Tensor = made[0] if isinstance(made, list) else made
+        return tensor
+
+
+def _language_name(stored: str) -> str | None:
+    """Name in the language model by itself of a multimodal model's tensor; None of what is not part of it."""
+    if stored.startswith("lm_head."):
+        return stored
+    if _LANGUAGE_HEAD.match(stored):
+        return _LANGUAGE_HEAD.sub("", stored)
+    return _LANGUAGE_MODEL.sub("model.", stored) if _LANGUAGE_MODEL.match(stored) else None

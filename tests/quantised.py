@@ -1,0 +1,208 @@
+"""Tiny checkpoints as quantising libraries write them, and the dense weights that their codes stand for."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.tiny import dense_model
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+Coded = tuple[dict[str, Tensor], Tensor]
+"""What is stored of one weight by the end of its name, and the weight that it stands for, float64."""
+
+
+def naive(codes: Tensor, scale: Tensor, block: tuple[int, int], zero: Tensor | None = None) -> Tensor:
+    """The formula, element by element, in float64."""
+    rows, columns = (torch.arange(size) // step for size, step in zip(codes.shape, block, strict=True))
+    own = (scale.double().reshape(rows.max() + 1, -1)[rows][:, columns], codes.double())
+    if zero is None:
+        return own[0] * own[1]
+    return own[0] * (own[1] - zero.double().reshape(rows.max() + 1, -1)[rows][:, columns])
+
+
+def scales(weight: Tensor, block: tuple[int, int], largest: float) -> Tensor:
+    """Scale of each block, (blocks down, blocks across) float32, some of them at the edges smaller."""
+    rows, columns = block
+    parts = [
+        [weight[i : i + rows, j : j + columns].abs().max() for j in range(0, weight.shape[1], columns)]
+        for i in range(0, weight.shape[0], rows)
+    ]
+    return torch.tensor(parts) / largest
+
+
+def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+    return naive(torch.ones(shape), scale, block).float()
+
+
+def fp8(block: tuple[int, int] | None, scale_name: str, shape: tuple[int, ...] | None = None) -> Callable:
+    """Codes of float8_e4m3fn; ``block`` None is one scale for the matrix, a -1 all columns."""
+
+    def quantise(weight: Tensor) -> Coded:
+        size = tuple(weight.shape) if block is None else (block[0], block[1] if block[1] > 0 else weight.shape[1])
+        scale = scales(weight, size, 448.0)
+        codes = (weight / _spread(scale, weight.shape, size)).to(torch.float8_e4m3fn)
+        stored = scale if shape is None else scale.reshape(shape)
+        return {"weight": codes, scale_name: stored}, naive(codes.float(), scale, size)
+
+    return quantise
+
+
+def int8(scale_name: str, by_127: bool = False, zero: bool = False) -> Callable:
+    """Codes of int8, a scale for each row."""
+
+    def quantise(weight: Tensor) -> Coded:
+        rows = (1, weight.shape[1])
+        scale = scales(weight, rows, 100.0)
+        offset = torch.arange(len(weight)).remainder(9)[:, None].sub(4).to(torch.int8) if zero else None
+        codes = (weight / scale).round() + (0 if offset is None else offset)
+        stored = {"weight": codes.clamp(-128, 127).to(torch.int8), scale_name: scale}
+        if offset is not None:
+            stored["weight_zero_point"] = offset
+        dense = naive(stored["weight"], scale, rows, offset)
+        if by_127:
+            stored |= {scale_name: scale[:, 0], "weight_format": torch.zeros((), dtype=torch.uint8)}
+            dense = dense / 127
+        return stored, dense
+
+    return quantise
+
+
+def packed(values: Tensor, bits: int) -> Tensor:
+    """(rows, columns) of signed integers as (rows, words) int32, the first in the lowest bits; whole words only."""
+    shifted = values.long() + 2 ** (bits - 1)
+    words = [
+        sum(shifted[:, start + place] << (bits * place) for place in range(32 // bits))
+        for start in range(0, values.shape[1], 32 // bits)
+    ]
+    together = torch.stack(words, dim=1)  # type: ignore[arg-type]
+    return torch.where(together >= 2**31, together - 2**32, together).to(torch.int32)
+
+
+def int4(group: int, zero: bool = False) -> Callable:
+    """Eight codes in an int32, a scale for each ``group`` elements of a row."""
+
+    def quantise(weight: Tensor) -> Coded:
+        scale = scales(weight, (1, group), 5.0)
+        offset = torch.arange(scale.numel()).reshape(scale.shape).remainder(3) - 1 if zero else None
+        codes = (weight / _spread(scale, weight.shape, (1, group))).round()
+        if offset is not None:
+            codes = codes + _spread(offset.float(), weight.shape, (1, group))
+        codes = codes.clamp(-8, 7)
+        stored = {"weight_packed": packed(codes, 4), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+        if offset is not None:
+            stored["weight_zero_point"] = packed(offset.T.contiguous(), 4).T.contiguous()
+        return stored, naive(codes, scale, (1, group), offset)
+
+    return quantise
+
+
+def _groups(form: str, **weights: Any) -> dict[str, Any]:
+    known = {"num_bits": 8, "symmetric": True, "dynamic": False, "group_size": None, "block_structure": None}
+    fixed = weights["strategy"] == "tensor"
+    activations = {"num_bits": 8, "type": weights["type"], "symmetric": True, "dynamic": not fixed}
+    activations["strategy"] = "tensor" if fixed else "token"
+    group = {
+        "targets": ["Linear"],
+        "weights": known | weights,
+        "input_activations": None if form.startswith("pack") else activations,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way of quantising: the config's section, the codes of a weight, and what stands beside them for activations."""
+
+    config: dict[str, Any]
+    quantise: Callable[[Tensor], Coded]
+    beside: tuple[str, ...] = ()
+    beside_shape: tuple[int, ...] = ()
+
+
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": None}
+KINDS = {
+    "fp8 blocks": Kind(_FP8 | {"weight_block_size": [8, 16]}, fp8((8, 16), "weight_scale_inv")),
+    "fp8 matrices": Kind(
+        _FP8 | {"weight_block_size": None, "activation_scheme": "static", "modules_to_not_convert": ["lm_head"]},
+        fp8(None, "weight_scale_inv", ()),
+        ("activation_scale",),
+    ),
+    "float-quantized rows": Kind(
+        _groups("float-quantized", type="float", strategy="channel"), fp8((1, -1), "weight_scale")
+    ),
+    "float-quantized matrices": Kind(
+        _groups("float-quantized", type="float", strategy="tensor"),
+        fp8(None, "weight_scale", (1,)),
+        ("input_scale",),
+        (1,),
+    ),
+    "float-quantized blocks": Kind(
+        _groups("float-quantized", type="float", strategy="block", block_structure=[8, 16]),
+        fp8((8, 16), "weight_scale"),
+    ),
+    "int-quantized": Kind(_groups("int-quantized", type="int", strategy="channel"), int8("weight_scale")),
+    "int-quantized with zeros": Kind(
+        _groups("int-quantized", type="int", strategy="channel", symmetric=False), int8("weight_scale", zero=True)
+    ),
+    "pack-quantized": Kind(
+        _groups("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16), int4(16)
+    ),
+    "pack-quantized with zeros": Kind(
+        _groups("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16, symmetric=False),
+        int4(16, zero=True),
+    ),
+    "bitsandbytes": Kind(
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "llm_int8_skip_modules": None},
+        int8("SCB", by_127=True),
+    ),
+}
+
+
+def write(folder: Path, tensors: dict[str, Tensor], config: Any, **section: Any) -> Path:
+    """A checkpoint of two shards, neighbouring names in different ones, and its config with some keys changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | section))
+    names = sorted(tensors)
+    weight_map = {name: f"model-{1 + place % 2:05d}-of-00002.safetensors" for place, name in enumerate(names)}
+    for file in sorted(set(weight_map.values())):
+        save_file({n: tensors[n].contiguous() for n in names if weight_map[n] == file}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def published(folder: Path, kind: str, family: str = "llama-gqa", **changes: Any) -> tuple[Path, Path]:
+    """A quantised checkpoint, else in bfloat16, and the same with its weights dequantised to float32.
+
+    Keyword arguments change the model's config.
+    """
+    way, model = KINDS[kind], dense_model(family, **changes)
+    coded: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
+    model.save_pretrained(folder / "float32")
+    for name, tensor in load_file(folder / "float32/model.safetensors").items():
+        module, _, last = name.rpartition(".")
+        if last == "weight" and module.endswith(LINEAR):
+            parts, exact = way.quantise(tensor)
+            parts |= {extra: torch.full(way.beside_shape, 0.05) for extra in way.beside}
+            coded |= {f"{module}.{part}": value for part, value in parts.items()}
+            dense[name] = exact.float()
+        else:
+            coded[name] = dense[name] = tensor.bfloat16()
+    quantised = write(folder / "quantised", coded, model.config, dtype="bfloat16", quantization_config=way.config)
+    return quantised, write(folder / "dense", dense, model.config, dtype="bfloat16")

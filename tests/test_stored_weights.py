@@ -1,0 +1,414 @@
+"""Quantised checkpoints: what is read, what is replaced, and what stays byte for byte as it was."""
+
+import copy
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+from recalkv.compression import assemble, compress_checkpoint, compress_layers
+from recalkv.errors import ModelUnavailableError, UnsupportedModelError
+from recalkv.model.layers import CheckpointSource
+from recalkv.model.source import ModelReference, fingerprint
+from recalkv.params import CompressionParams
+from recalkv.store.folders import writing_folder
+from tests.quantised import KINDS, LINEAR, naive, published, write
+from tests.tiny import calibration, dense_model, plain, windows
+
+CPU = torch.device("cpu")
+PROJECTION = "model.layers.1.self_attn.v_proj"
+
+
+@functools.cache
+def held_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Type, shape and bytes of every stored tensor, whatever the shards."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118
+                tensor = shard.get_tensor(name)
+                raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                found[name] = (str(tensor.dtype), tuple(tensor.shape), raw)
+    return found
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content
+
+
+def compress(folder: Path, tokenizer: Any, out: Path, **changes: Any) -> Path:
+    """Compress a checkpoint as the command line does."""
+    tokenizer.save_pretrained(folder)
+    texts = {"words": [" ".join(f"{n}" for n in range(700))]}
+    parameters = plain(**({"method": "palu", "ratio": 0.3} | changes))
+    out.mkdir()
+    reference = ModelReference(folder, "tiny", None, fingerprint(folder))
+    given = calibration(samples=4, length=24, text=["words"])
+    compress_checkpoint(reference, texts, given, parameters, CPU, out)
+    return out
+
+
+def replaced_in(compressed: Path) -> set[str]:
+    """Modules whose weights a method without refit replaces, as the config of the outcome tells."""
+    modules = set()
+    for index, layer in enumerate(config_of(compressed)["recalkv"]["layers"]):
+        moved = layer["head_permutation"] != sorted(layer["head_permutation"])
+        letters = "kv" + "q" * moved + "o" * (moved or layer["value_layout"] == "fused")
+        modules |= {f"model.layers.{index}.self_attn.{letter}_proj" for letter in letters}
+    return modules
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Any:
+    """Quantised checkpoint, what it became, and what the dequantised one became."""
+
+    @functools.cache
+    def make(kind: str, family: str = "llama-gqa", **changes: Any) -> tuple[Path, Path, Path]:
+        place = tmp_path_factory.mktemp("exported")
+        # transformers takes a grid of blocks to be even, which the experts' 24 columns are not with blocks of 16.
+        quantised, dense = published(place, kind, family, **({"moe_intermediate_size": 32} if "moe" in family else {}))
+        first, second = (
+            compress(folder, tiny_tokenizer, place / f"compressed-{folder.name}", **changes)
+            for folder in (quantised, dense)
+        )
+        return quantised, first, second
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_the_formula(kind: str, tmp_path: Path) -> None:
+    quantised, dense = (CheckpointSource(folder) for folder in published(tmp_path, kind))
+    assert quantised.layer_tensors(1).keys() == dense.layer_tensors(1).keys()
+    for index in range(3):
+        expected = dense.layer_tensors(index)
+        for name, tensor in quantised.layer_tensors(index).items():
+            assert tensor.dtype is torch.float32
+            # Dividing by 127 first or last rounds differently.
+            tolerance = {"rtol": 2e-7, "atol": 0.0} if kind == "bitsandbytes" else {"rtol": 0.0, "atol": 0.0}
+            torch.testing.assert_close(tensor, expected[name], **tolerance, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_replaced_stays_byte_for_byte(kind: str, exported: Any) -> None:
+    quantised, compressed, _ = exported(kind)
+    before, after = held_of(quantised), held_of(compressed)
+    replaced = replaced_in(compressed)
+    kept = {name for name in before if name.rpartition(".")[0] not in replaced}
+    assert len(replaced) >= 6 and len(kept) > 2 * len(LINEAR)
+    assert {name: after.get(name) for name in kept} == {name: before[name] for name in kept}
+    # Nothing stays behind of codes whose weight was replaced.
+    new = after.keys() - kept
+    assert all("self_attn" in name for name in new)
+    assert {after[name][0] for name in new} == {"torch.bfloat16"}
+    assert not any(name.endswith(("scale", "scale_inv", "SCB", "weight_format", "packed")) for name in new)
+
+
+@pytest.mark.parametrize("kind", set(KINDS) - {"bitsandbytes"})
+def test_latents_are_those_of_the_dequantised_checkpoint(kind: str, exported: Any) -> None:
+    _, compressed, twin = exported(kind)
+    mine, theirs = held_of(compressed), held_of(twin)
+    shared = [name for name in mine if "_proj" not in name or name.endswith(("k_proj.weight", "v_proj.weight"))]
+    assert len(shared) > 12
+    assert all(mine[name] == theirs[name] for name in shared)
+    assert config_of(compressed)["recalkv"]["layers"] == config_of(twin)["recalkv"]["layers"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_config_names_what_is_no_longer_quantised(kind: str, exported: Any) -> None:
+    quantised, compressed, _ = exported(kind)
+    before, after = (config_of(folder)["quantization_config"] for folder in (quantised, compressed))
+    key = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}.get(
+        before["quant_method"], "llm_int8_skip_modules"
+    )
+    assert {name: value for name, value in after.items() if name != key} == {
+        n: v for n, v in before.items() if n != key
+    }
+    # The head is tied to a table that is held plainly; without it in the list transformers would look for codes.
+    assert set(after[key]) == replaced_in(compressed) | {"lm_head", "model.embed_tokens"}
+    assert config_of(compressed)["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("method", ["palu", "recalkv"])
+def test_queries_are_replaced_where_heads_move(method: str, exported: Any) -> None:
+    quantised, compressed, _ = exported("fp8 blocks", "llama-mha", method=method)
+    before, after = held_of(quantised), held_of(compressed)
+    names = {f"model.layers.{index}.self_attn.{letter}_proj" for index in range(3) for letter in "qo"}
+    moved = names & replaced_in(compressed)
+    assert len([name for name in moved if "q_proj" in name]) == (3 if method == "recalkv" else 0)
+    for name in names:
+        assert (after[f"{name}.weight"] != before[f"{name}.weight"]) == (name in moved)
+        assert (f"{name}.weight_scale_inv" not in after) == (name in moved)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 matrices"])
+@torch.no_grad()
+def test_transformers_loads_and_runs_it(kind: str, exported: Any) -> None:
+    """On a CPU its loader dequantises 8-bit floats to the model's type."""
+    _, compressed, twin = exported(kind)
+    mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
+    ids = windows(2, 20)
+    assert torch.equal(mine(ids).logits, theirs(ids).logits)
+    assert torch.equal(
+        mine.generate(ids, max_new_tokens=4, do_sample=False), theirs.generate(ids, max_new_tokens=4, do_sample=False)
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "phi3-fused", "glm4-moe"])
+@torch.no_grad()
+def test_experts_and_fused_projections(family: str, exported: Any) -> None:
+    """Experts stay as they are stored, one by one; a projection of queries, keys and values is taken apart."""
+    quantised, compressed, twin = exported("fp8 blocks", family)
+    before, after = held_of(quantised), held_of(compressed)
+    kept = [name for name in before if "self_attn" not in name]
+    assert any("experts.3.up_proj.weight_scale_inv" in name for name in kept) == ("moe" in family)
+    assert all(after[name] == before[name] for name in kept)
+    assert not any("qkv_proj" in name for name in after)
+    mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
+    assert torch.equal(mine(windows(2, 20)).logits, theirs(windows(2, 20)).logits)
+
+
+def test_transformers_keeps_the_codes_where_it_can_multiply_them(
+    exported: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU of its kind, whose check is passed over here; only loading, as the products need that GPU."""
+    quantised, compressed, _ = exported("fp8 blocks")
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    model, before = AutoModelForCausalLM.from_pretrained(compressed), held_of(quantised)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            coded = name != "lm_head" and name not in replaced_in(compressed)
+            assert isinstance(module, FP8Linear) == coded, name
+            if coded:
+                assert module.weight.view(torch.uint8).numpy().tobytes() == before[f"{name}.weight"][2]
+                assert module.weight_scale_inv.detach().numpy().tobytes() == before[f"{name}.weight_scale_inv"][2]
+
+
+# Of packed zeros its loader expects another shape than compressed-tensors writes, in the dense model too.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "fp8" not in kind and kind != "pack-quantized with zeros"])
+@torch.no_grad()
+def test_other_loaders_of_transformers_run_it(kind: str, exported: Any) -> None:
+    """Where their package is installed."""
+    package = "bitsandbytes" if kind == "bitsandbytes" else "compressed_tensors"
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    _, compressed, twin = exported(kind)
+    mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
+    ids = windows(2, 20)
+    # Activations are rounded to 8 bits there, and products to the scale's type.
+    off = (mine(ids).logits.float() - theirs(ids).logits.float()).norm() / theirs(ids).logits.float().norm()
+    assert off < 0.15
+
+
+@torch.no_grad()
+def test_built_in_memory_it_is_dequantised(tmp_path: Path) -> None:
+    quantised, dense = published(tmp_path, "fp8 blocks")
+    parameters, models = plain(method="palu"), []
+    for folder in (quantised, dense):
+        source = CheckpointSource(folder)
+        result = compress_layers(source, windows(), calibration(), parameters)
+        models.append(assemble(source, result, parameters, torch.float32, {"name": "tiny"}))
+    assert all(parameter.dtype is torch.float32 for parameter in models[0].parameters())
+    assert getattr(models[0].config, "quantization_config", None) is None
+    assert torch.equal(models[0](windows(2, 20)).logits, models[1](windows(2, 20)).logits)
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    source = CheckpointSource(folder)
+    return {name: source.stored(name) for name in source.names()}
+
+
+def rewritten(folder: Path, out: Path, change: Any, **section: Any) -> Path:
+    """A copy of a quantised checkpoint with its tensors changed in place, and its quantization_config."""
+    source = CheckpointSource(folder)
+    tensors = tensors_of(folder)
+    change(tensors)
+    config = copy.deepcopy(source.config)
+    held = source.held.config | section
+    del config.quantization_config
+    return write(out, tensors, config, quantization_config=held)
+
+
+def test_missing_scale_is_named(tmp_path: Path) -> None:
+    folder, _ = published(tmp_path, "fp8 blocks")
+    damaged = rewritten(folder, tmp_path / "out", lambda held: held.pop(f"{PROJECTION}.weight_scale_inv"))
+    message = rf"{PROJECTION}\.weight holds codes \(F8_E4M3\).*no {PROJECTION}\.weight_scale_inv: .*download it again"
+    with pytest.raises(ModelUnavailableError, match=message):
+        CheckpointSource(damaged)
+
+
+@pytest.mark.parametrize(
+    ("change", "section", "found"),
+    [
+        (lambda held: None, {"weight_block_size": [16, 16]}, r"\(3, 3\); .* 16 x 16 has \(2, 3\)"),
+        (lambda held: None, {"weight_block_size": None}, r"\(3, 3\); .* 24 x 48 has \(1, 1\)"),
+        (
+            lambda held: held.update({f"{PROJECTION}.weight_scale_inv": torch.ones(3, 2)}),
+            {},
+            r"\(3, 2\); .* 8 x 16 has \(3, 3\)",
+        ),
+        (
+            lambda held: held.update({f"{PROJECTION}.weight_scale_inv": torch.ones(9)}),
+            {},
+            r"\(9,\); .* 8 x 16 has \(3, 3\)",
+        ),
+    ],
+    ids=["other blocks", "no blocks", "other shape", "flat"],
+)
+def test_a_scale_that_does_not_fit_is_named(change: Any, section: Any, found: str, tmp_path: Path) -> None:
+    folder, _ = published(tmp_path, "fp8 blocks")
+    source = CheckpointSource(rewritten(folder, tmp_path / "out", change, **section))
+    with pytest.raises(ModelUnavailableError, match=rf"{PROJECTION}\.weight_scale_inv has the shape {found}.*download"):
+        source.tensor(f"{PROJECTION}.weight")
+
+
+def test_a_scale_beside_plain_weights_is_refused(tmp_path: Path) -> None:
+    folder, _ = published(tmp_path, "fp8 blocks")
+
+    def widen(held: dict[str, Tensor]) -> None:
+        held[f"{PROJECTION}.weight"] = held[f"{PROJECTION}.weight"].to(torch.bfloat16)
+
+    with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION}\.weight is of type bfloat16 .*codes as F8_E4M3"):
+        CheckpointSource(rewritten(folder, tmp_path / "out", widen))
+
+
+def test_codes_that_no_group_names_are_refused(tmp_path: Path) -> None:
+    folder, _ = published(tmp_path, "int-quantized")
+    groups = copy.deepcopy(KINDS["int-quantized"].config["config_groups"])
+    groups["group_0"]["targets"] = ["re:.*mlp.*", "model.layers.0.self_attn.k_proj"]
+    source = CheckpointSource(rewritten(folder, tmp_path / "out", lambda held: None, config_groups=groups))
+    source.tensor("model.layers.1.mlp.up_proj.weight")
+    source.tensor("model.layers.0.self_attn.k_proj.weight")
+    with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION} is quantised, and no group .*correct its targets"):
+        source.tensor(f"{PROJECTION}.weight")
+
+
+def test_codes_in_another_order_are_refused(tmp_path: Path) -> None:
+    folder, _ = published(tmp_path, "bitsandbytes")
+    change = {f"{PROJECTION}.weight_format": torch.tensor(2, dtype=torch.uint8)}
+    source = CheckpointSource(rewritten(folder, tmp_path / "out", lambda held: held.update(change)))
+    with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION}\.weight_format=2; 0, .*dequantise them first"):
+        source.tensor(f"{PROJECTION}.weight")
+
+
+def test_each_module_is_read_by_its_own_group(tmp_path: Path) -> None:
+    """Mixed types, as where only the experts have four bits; a pattern counts before a class."""
+    folder, dense = published(tmp_path, "float-quantized rows")
+    other, other_dense = published(tmp_path / "other", "pack-quantized")
+    fours = {name: tensor for name, tensor in tensors_of(other).items() if ".mlp." in name}
+    groups = {
+        name: KINDS[kind].config["config_groups"]["group_0"] | {"format": form, "targets": [target]}
+        for name, kind, form, target in (
+            ("a", "float-quantized rows", "float-quantized", "Linear"),
+            ("b", "pack-quantized", "pack-quantized", "re:.*mlp.*"),
+        )
+    }
+
+    def mix(held: dict[str, Tensor]) -> None:
+        for name in [name for name in held if ".mlp." in name]:
+            del held[name]
+        held |= fours
+
+    source = CheckpointSource(rewritten(folder, tmp_path / "out", mix, config_groups=groups, format="mixed-precision"))
+    for name, tensor in source.layer_tensors(1).items():
+        expected = CheckpointSource(other_dense if "mlp" in name else dense).layer_tensors(1)[name]
+        assert torch.equal(tensor, expected), name
+
+
+def test_blocks_at_the_edges_are_smaller(tmp_path: Path) -> None:
+    """Of 24 x 48 by 16 x 32, the last are 8 x 16."""
+    folder, _ = published(tmp_path, "fp8 blocks")
+    scale = torch.rand(2, 2) + 0.5
+
+    def change(held: dict[str, Tensor]) -> None:
+        held[f"{PROJECTION}.weight_scale_inv"] = scale
+
+    source = CheckpointSource(rewritten(folder, tmp_path / "out", change, weight_block_size=[16, 32]))
+    codes = source.stored(f"{PROJECTION}.weight").float()
+    assert torch.equal(source.tensor(f"{PROJECTION}.weight"), naive(codes, scale, (16, 32)).float())
+
+
+def test_damage_that_is_found_late_leaves_no_folder(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    folder, _ = published(tmp_path, "fp8 blocks")
+    last = "model.layers.2.self_attn.o_proj.weight_scale_inv"
+    damaged = rewritten(folder, tmp_path / "out", lambda held: held.update({last: torch.ones(1, 1)}))
+    with pytest.raises(ModelUnavailableError, match="o_proj"), writing_folder(tmp_path / "compressed") as place:
+        compress(damaged, tiny_tokenizer, place / "inner")
+    assert not (tmp_path / "compressed").exists()
+
+
+def test_plain_checkpoints_keep_types_and_bytes_too(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Sharded, untied, in three types; an early buffer is left out."""
+    model = dense_model("llama-mha", num_hidden_layers=2)
+    tensors = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    tensors |= {name: tensor.float() for name, tensor in tensors.items() if "norm" in name}
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].half()
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    folder = write(tmp_path / "dense", tensors | {buffer: torch.ones(4)}, model.config, dtype="bfloat16")
+    compressed = compress(folder, tiny_tokenizer, tmp_path / "compressed")
+    before, after = held_of(folder), held_of(compressed)
+    kept = [name for name in tensors if not any(f"self_attn.{letter}_proj" in name for letter in "kvo")]
+    assert {before[name][0] for name in kept} == {"torch.bfloat16", "torch.float32", "torch.float16"}
+    assert all(after[name] == before[name] for name in kept)
+    assert buffer not in after
+    assert {after[name][0] for name in after.keys() - set(kept)} == {"torch.bfloat16"}
+    loaded = AutoModelForCausalLM.from_pretrained(compressed)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    half = held_of(compress(folder, tiny_tokenizer, tmp_path / "half", dtype="float16"))
+    assert {kind for kind, *_ in half.values()} == {"torch.float16"}
+
+
+def test_another_type_leaves_codes_and_scales(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    folder, _ = published(tmp_path, "fp8 matrices")
+    compressed = compress(folder, tiny_tokenizer, tmp_path / "compressed", dtype="float32")
+    before, after = held_of(folder), held_of(compressed)
+    for name, (kind, *_) in after.items():
+        module = name.rpartition(".")[0]
+        coded = f"{module}.weight_scale_inv" in before and module not in replaced_in(compressed)
+        assert after[name] == before[name] if coded else kind == "torch.float32", name
+    assert sum(kind == "torch.float8_e4m3fn" for kind, *_ in after.values()) >= 3 * 4
+
+
+@pytest.mark.parametrize("names", [["embed"], ["head"], ["embed", "head"]], ids=" ".join)
+@torch.no_grad()
+def test_tied_tables_under_either_name(names: list[str], tmp_path: Path, tiny_tokenizer: Any) -> None:
+    model = dense_model("llama-gqa")
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    table = tensors.pop("model.embed_tokens.weight")
+    tensors |= {{"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}[name]: table.clone() for name in names}
+    folder = write(tmp_path / "dense", tensors, model.config)
+    source = CheckpointSource(folder)
+    assert torch.equal(source.head_weight(), table)
+    assert torch.equal(source.embed(windows(1, 5), 1)[0], table[windows(1, 5)])
+    compressed = compress(folder, tiny_tokenizer, tmp_path / "compressed")
+    assert {name for name in held_of(compressed) if ".layers." not in name} == {
+        name for name in tensors if ".layers." not in name
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(compressed)
+    assert torch.equal(loaded.lm_head.weight, table) and torch.equal(loaded.model.embed_tokens.weight, table)
+
+
+def test_types_of_a_model_in_memory_are_kept() -> None:
+    import recalkv
+
+    model = dense_model("llama-mha").bfloat16()
+    model.model.norm.float()
+    for layer in model.model.layers:
+        layer.input_layernorm.float()
+    source = recalkv.model.layers.ModuleSource(model)
+    parameters = CompressionParams(method="palu", ratio=0.3, group_size=2, bits=16)
+    result = compress_layers(source, windows(), calibration(), parameters)
+    built = assemble(source, result, parameters, torch.bfloat16, {"name": None}, convert=False)
+    types = {name: tensor.dtype for name, tensor in built.state_dict().items()}
+    assert types["model.layers.0.input_layernorm.weight"] is types["model.norm.weight"] is torch.float32
+    assert {kind for name, kind in types.items() if "norm" not in name} == {torch.bfloat16}
