@@ -126,7 +126,7 @@ def compress(
     Parameters
     ----------
     model
-        A LLaMA, Mistral, Qwen2 or Qwen3 causal language model. It is left unchanged.
+        A causal language model of a family that `recalkv families` lists as supported. It is left unchanged.
     tokenizer
         Its tokenizer.
     texts

@@ -222,3 +222,11 @@ def test_failed_run_leaves_nothing_and_keeps_the_old(settings: list[str | Path],
     before = everything(out)
     assert compress(*too_long, "--overwrite").exit_code == 1
     assert everything(tmp_path) == {f"out/{name}": content for name, content in before.items()}
+
+
+def test_families_are_listed_with_reasons() -> None:
+    lines = CliRunner().invoke(app, ["families"]).output.splitlines()
+    assert {"llama: supported", "gpt_oss: supported", "gemma3_text: supported"} <= set(lines)
+    assert "deepseek_v3: refused, as it caches latents already (multi-head latent attention)" in lines
+    assert any(line.startswith("qwen3_next: refused, as it has layers without softmax attention") for line in lines)
+    assert "gemma3: supported" not in lines, "a multimodal wrapper is what its text model is"

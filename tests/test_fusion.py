@@ -138,6 +138,7 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
     here, there = (
         SimpleNamespace(
             device=torch.device(device),
+            config=LlamaConfig(),
             geometry=GEOMETRY,
             config=LlamaConfig(),
             holds=lambda name: True,
@@ -161,3 +162,20 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     away = fuse_layer(there, 0, spec, refit, case.mean)  # type: ignore[arg-type]
     assert {tensor.device.type for tensor in away.values()} == {"meta"}
+
+
+def test_sinks_and_norms_over_all_heads_move_with_the_heads() -> None:
+    case = Case("joint", "separate", True, True, False)
+    norms = {"q_norm.weight": case.draw(24), "k_norm.weight": case.draw(12)}
+    dense = case.dense | norms | {"sinks": case.draw(6)}
+    geometry = AttentionGeometry(hidden=20, heads=6, kv_heads=3, head_dim=4, layers=1, sinks=True)
+    spec = LayerSpec(*RANKS["joint"], True, value_layout="separate", head_permutation=PERMUTATION)
+    tensors = fused_attention_tensors(dense, geometry, spec, case.keys, case.values, None, case.mean)
+    assert torch.equal(tensors["sinks"], dense["sinks"][QUERIES])
+    assert torch.equal(tensors["q_norm.weight"], dense["q_norm.weight"][ROWS])
+    assert torch.equal(tensors["k_norm.weight"], dense["k_norm.weight"][COLUMNS])
+    # Weights that do not sum to 1: constants of the values stay with them.
+    assert torch.equal(tensors["o_proj.bias"], dense["o_proj.bias"])
+    assert case.mean is not None
+    means = [case.mean @ left @ right for left, right in zip(case.values.down, case.values.up, strict=True)]
+    torch.testing.assert_close(tensors["value_bias"], dense["v_proj.bias"][COLUMNS] + torch.cat(means))

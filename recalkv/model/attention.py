@@ -387,9 +387,11 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Transformers' attention function of choice; (batch, queries, heads, d) and optional weights."""
         name = self.config._attn_implementation
-        if isinstance(mask, Tensor) and mask.dim() == 4 and self.softcap is None and self.sinks is None:
-            # Windows of exact latents have masks that others than these do not take.
-            name = name if name == "eager" else "sdpa"
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            # Windows of exact latents have masks that others do not take; SDPA knows neither soft-capping nor sinks.
+            name = "sdpa" if name != "eager" and self.softcap is None and self.sinks is None else "eager"
+            if name == "eager" and mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(name, self.family.module.eager_attention_forward)
         if self.softcap is not None:
             kwargs = kwargs | {"softcap": self.softcap}
