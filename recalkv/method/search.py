@@ -5,6 +5,7 @@ what the last measurement says, and where it leads out of what is already known,
 """
 
 import functools
+import sys
 from collections.abc import Callable
 
 from recalkv.errors import BudgetError
@@ -16,6 +17,7 @@ _AIM = 0.95
 """Part of the limit that a guess aims at, so that the first that meets it is close to it."""
 _CLOSE = 0.9
 """Part of the limit at which a cache that meets it is small enough."""
+_STEP = 0.001
 _NARROW = 0.02
 """Relative difference in bytes at which the interval is narrow enough."""
 
@@ -45,11 +47,15 @@ def largest_ratio(
         If none of those that were measured meets the limit.
     """
     predicted, scale = functools.cache(predict), 1.0
-    low, high, found = 0.0, 1.0, {}
+    low, found = 0.0, dict[float, float]()
+    most = _reaching(predicted, sys.float_info.max)
+    high = most + _STEP
     for _ in range(tries):
         guess = _reaching(predicted, _AIM * limit / scale)
         if not low < guess < high:
-            guess = (low + high) / 2
+            guess = min((low + high) / 2, most)
+        if guess in found:
+            break
         loss = found[guess] = measure(guess)
         if loss <= limit:
             low = guess
@@ -72,9 +78,9 @@ def largest_ratio(
 
 
 def _reaching(predict: Callable[[float], float], level: float) -> float:
-    """Largest ratio with at most this prediction, to a thousandth; 0 where there is none."""
-    low, high = 0, 1000
+    """Largest ratio with at most this prediction, in steps; 0 where there is none."""
+    low, high = 0, round(1 / _STEP)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if predict(middle / 1000) <= level else (low, middle)
-    return low / 1000
+        low, high = (middle, high) if predict(middle * _STEP) <= level else (low, middle)
+    return low * _STEP
