@@ -1,11 +1,14 @@
 """A compressed model beside the dense one: figures, page, advice, and the commands that show them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -318,3 +321,34 @@ def test_a_loaded_model_without_a_name_needs_its_tokenizer(tiny_folder: Path) ->
     with pytest.raises(ParameterError, match="no tokenizer is given"):
         recalkv.compress(dense, dataset=["a"])
     assert dense.config.vocab_size == VOCABULARY
+
+
+# Other people's programs, by the one line that docs/use.md has for each ----------------------------------
+
+
+def test_transformers_serve_finds_the_class(compressed: Path) -> None:
+    from transformers.cli.serving.model_manager import ModelManager
+
+    model = ModelManager(device="cpu", dtype="float32")._load_model(f"{compressed}@main")
+    assert type(model).__name__ == "ReCalKVLlamaForCausalLM"
+
+
+@pytest.mark.slow
+def test_lm_eval_loads_a_checkpoint(compressed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    items = tmp_path / "items.jsonl"
+    item = {"context": "the cache holds", "choices": [" what", " tokens"], "label": 0}
+    items.write_text("".join(json.dumps(item) + "\n" for _ in range(3)))
+    task = {
+        "task": "own", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(items)}},
+        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(task))
+    line = "import recalkv; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+    arguments = ["--model", "hf", "--model_args", f"pretrained={compressed}", "--tasks", "own", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-c", line, *arguments, "--include_path", tmp_path], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "|own " in done.stdout

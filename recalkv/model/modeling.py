@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -193,3 +194,5 @@ def register() -> None:
     for family, config in CONFIG_CLASSES.items():
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModelForCausalLM.register(config, MODEL_CLASSES[family], exist_ok=True)
+        # `transformers serve` looks a checkpoint's class up in the package itself.
+        setattr(transformers, MODEL_CLASSES[family].__name__, MODEL_CLASSES[family])
