@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recalkv.compression import compress
+    from recalkv.recipe import compress
 
 __all__ = ["__version__", "compress"]
 __version__ = "0.2.0"
@@ -25,7 +25,7 @@ if Path(*sys.argv[:1]).stem != "recalkv":
 def __getattr__(name: str) -> Any:
     # Loading and running a compressed checkpoint needs nothing of the calibration.
     if name == "compress":
-        from recalkv.compression import compress
+        from recalkv.recipe import compress
 
         return compress
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,14 +5,15 @@ These tools need no pipeline; its stages are `python -m stages.NAME`, or all of 
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import yaml
-from pydantic import BaseModel
 
+from recalkv.commands.compress import compress
+from recalkv.commands.evaluate import evaluate
+from recalkv.commands.generate import chat, generate
 from recalkv.errors import ParameterError, user_errors
-from recalkv.params import CalibrationParams, CompressionParams, ModelParams, RuntimeParams, parse_section
+from recalkv.params import CompressionParams
 from recalkv.presets import describe, is_rendered, preset_names, render
 from recalkv.presets import preset as parameters_of
 
@@ -22,78 +23,17 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False
 )
 
-_COMPRESSION, _CALIBRATION = CompressionParams(), CalibrationParams()
-
-
-def _option(section: type[BaseModel], name: str) -> Any:
-    """Option with a parameter's description."""
-    return typer.Option(help=describe(section.model_fields[name]))
-
-
-@app.command()
-def compress(
-    source: Annotated[str, typer.Argument(help=describe(ModelParams.model_fields["id"]))],
-    out: Annotated[Path, typer.Option(help="New folder for the compressed checkpoint.")],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the folder, if it holds a compressed checkpoint.")
-    ] = False,
-    revision: Annotated[str | None, _option(ModelParams, "revision")] = None,
-    method: Annotated[str, _option(CompressionParams, "method")] = _COMPRESSION.method,
-    ratio: Annotated[float, _option(CompressionParams, "ratio")] = _COMPRESSION.ratio,
-    group_size: Annotated[int, _option(CompressionParams, "group_size")] = _COMPRESSION.group_size,
-    bits: Annotated[str, _option(CompressionParams, "bits")] = str(_COMPRESSION.bits),
-    text: Annotated[list[str], _option(CalibrationParams, "text")] = _CALIBRATION.text,
-    samples: Annotated[int, _option(CalibrationParams, "samples")] = _CALIBRATION.samples,
-    length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
-    seed: Annotated[int, _option(CalibrationParams, "seed")] = _CALIBRATION.seed,
-    device: Annotated[str, _option(RuntimeParams, "device")] = RuntimeParams().device,
-) -> None:
-    """Compress a model in one call, without the pipeline, and save the checkpoint."""
-    given = {"method": method, "ratio": ratio, "group_size": group_size, "bits": yaml.safe_load(bits)}
-    sampling = {"text": text, "samples": samples, "length": length, "seed": seed}
-    with user_errors():
-        parameters = parse_section(CompressionParams, given, "recalkv compress")
-        calibration = parse_section(CalibrationParams, sampling, "recalkv compress")
-
-        from recalkv.model.source import EMBEDDED
-        from recalkv.store.folders import check_output, writing_folder
-
-        check_output(out, Path(source) if source != EMBEDDED and Path(source).exists() else None, overwrite)
-
-        from tqdm import tqdm
-
-        from recalkv.cache.codebooks import UNIFORM_CODES
-        from recalkv.compression import compress_checkpoint
-        from recalkv.method.methods import resolve_method
-        from recalkv.model.device import device_of
-        from recalkv.model.source import resolve_model
-        from recalkv.text.corpora import calibration_documents
-
-        resolved = resolve_method(parameters)
-        if resolved.bits in UNIFORM_CODES and resolved.allocation == "water-filling":
-            typer.echo(f"--bits {bits}: mixed bits lose less at the same bytes (docs/quantisation.md)", err=True)
-        where = device_of(device)
-        documents = calibration_documents(calibration)
-        # The folder first, so that one that cannot be written is known before the work.
-        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, writing_folder(out.resolve()) as folder:
-            reference = resolve_model(source, revision, Path(scratch))
-            with tqdm(unit="layer", mininterval=1.0) as bar:
-
-                def advance(step: str, done: int, total: int) -> None:
-                    if done == 1:
-                        bar.reset(total)
-                        bar.set_description(step)
-                    bar.update()
-
-                spec = compress_checkpoint(reference, documents, calibration, parameters, where, folder, advance)
-        print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense model in 16 bits")
+app.command()(compress)
+app.command(name="eval")(evaluate)
+app.command()(generate)
+app.command()(chat)
 
 
 @app.command()
 def preset(
     name: Annotated[str, typer.Argument(help="Name of the preset; `list` shows them.")],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("params.yaml"),
-    ratio: Annotated[float | None, _option(CompressionParams, "ratio")] = None,
+    ratio: Annotated[float | None, typer.Option(help=describe(CompressionParams.model_fields["ratio"]))] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a file even if it was changed by hand.")
     ] = False,

@@ -1,18 +1,23 @@
-"""One call for those who want no pipeline: dense model in, compressed model out."""
+"""All steps without the pipeline: a dense model's layers in, a compressed model or its checkpoint out.
 
-import copy
+:mod:`recalkv.recipe` is the call around it for those who have a model's name and a data set.
+"""
+
 import functools
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from recalkv.method.allocation import allocate
+from recalkv.errors import BudgetError
+from recalkv.evaluation.streamed import dense_text
+from recalkv.method.allocation import allocate, predicted_loss
 from recalkv.method.basis import quantizable
 from recalkv.method.factors import LayerFactors, factorize_layer
 from recalkv.method.fusion import fuse_layer, stored_layers
@@ -21,27 +26,30 @@ from recalkv.method.lowrank import LowRank
 from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
+from recalkv.method.search import largest_ratio
+from recalkv.method.target import Target
 from recalkv.model.export import build_model, compressed_config, other_tensors, save_checkpoint
-from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource
+from recalkv.model.layers import CheckpointSource, LayerSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype
 from recalkv.model.spec import LatentSpec, LayerSpec
-from recalkv.params import CalibrationParams, CompressionParams, parse_section
+from recalkv.params import CalibrationParams, CompressionParams, EvaluationParams
 from recalkv.statistics.fisher import FisherScores, collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
-from recalkv.text.corpora import calibration_windows
-from recalkv.text.windows import joined_tokens, sample_windows
+from recalkv.text.chat import Document
+from recalkv.text.corpora import calibration_windows, held_out_windows
+from recalkv.text.windows import Windows
 
 __all__ = [
     "CompressedLayers",
     "Statistics",
     "assemble",
     "collect_statistics",
-    "compress",
     "compress_checkpoint",
     "compress_layers",
+    "compress_to_target",
 ]
 
 Progress = Callable[[str, int, int], None]
@@ -107,76 +115,15 @@ class CompressedLayers:
         return [refit.output for refit in self.refits]
 
 
-def compress(
-    model: nn.Module,
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    samples: int | None = None,
-    length: int | None = None,
-    seed: int | None = None,
-    batch_size: int | None = None,
-    precision: str | None = None,
-    text_name: str = "texts of the caller's",
-    progress: Progress = _silent,
-    **compression: Any,
-) -> Any:
-    """Compress a dense Hugging Face model's KV cache, without training.
-
-    Parameters
-    ----------
-    model
-        A causal language model of a family that `recalkv families` lists as supported. It is left unchanged.
-    tokenizer
-        Its tokenizer.
-    texts
-        Calibration documents; together at least ``samples * length`` tokens.
-    samples, length, seed, batch_size, precision
-        As in :class:`recalkv.params.CalibrationParams`, whose defaults they have.
-    text_name
-        What the model card calls the texts.
-    progress
-        Called with the step's name, finished layers and all layers.
-    **compression
-        Fields of :class:`recalkv.params.CompressionParams`, such as ``ratio``, ``method``, ``group_size`` or ``bits``.
-
-    Returns
-    -------
-    PreTrainedModel
-        A new model whose cache is latent, in the dense model's type, on its device; save it with
-        ``save_pretrained``.
-
-    Raises
-    ------
-    ParameterError
-        If a parameter is unknown or out of range.
-    """
-    given = {"samples": samples, "length": length, "seed": seed, "batch_size": batch_size, "precision": precision}
-    parameters = parse_section(CompressionParams, compression, "compress")
-    given = {name: value for name, value in given.items() if value is not None}
-    calibration = parse_section(CalibrationParams, given, "compress")
-    device = next(model.parameters()).device
-    calibration = _resolved(calibration, device)
-    source = ModuleSource(model, device, calibration.precision)
-    tokens = joined_tokens(tokenizer, texts)
-    windows = sample_windows(tokens, calibration.samples, calibration.length, calibration.seed)
-    result = compress_layers(source, windows, calibration, parameters, progress)
-    dtype = next(model.parameters()).dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
-    provenance = {"name": getattr(model.config, "_name_or_path", None), "revision": None, "fingerprint": None}
-    named = calibration.model_copy(update={"text": [text_name]})
-    compressed = assemble(source, result, parameters, dtype, provenance, named, convert=parameters.dtype != "auto")
-    compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
-    return compressed
-
-
 def compress_checkpoint(
     reference: ModelReference,
-    texts: Mapping[str, Sequence[str]],
+    texts: Mapping[str, Sequence[Document]],
     calibration: CalibrationParams,
     parameters: CompressionParams,
     device: torch.device,
     folder: Path,
     progress: Progress = _silent,
+    target: Target | None = None,
 ) -> LatentSpec:
     """Compress a checkpoint into a folder, reading and writing a layer at a time.
 
@@ -194,6 +141,8 @@ def compress_checkpoint(
         Existing folder for the checkpoint.
     progress
         Called with the step's name, finished layers and all layers.
+    target
+        In place of ``parameters.ratio``. A loss target also takes the memory of the compressed model.
 
     Returns
     -------
@@ -204,8 +153,10 @@ def compress_checkpoint(
     windows = calibration_windows(tokenizer, texts, calibration)
     calibration = _resolved(calibration, device)
     source = CheckpointSource(reference.folder, device, calibration.precision)
-    result = compress_layers(source, windows, calibration, parameters, progress)
     dtype = checkpoint_dtype(reference.folder) if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
+    goal = target or Target(ratio=parameters.ratio)
+    others = functools.partial(held_out_windows, tokenizer, texts, calibration)
+    parameters, result = compress_to_target(source, windows, calibration, parameters, goal, dtype, others, progress)
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
     specs = stored_layers(source.geometry, result.specs, result.permutations)
     config = compressed_config(source, specs, parameters, provenance, calibration)
@@ -298,6 +249,81 @@ def compress_layers(
         result.input_means.append(problem.input_mean.float() if method.quantised else None)
         progress("calibrate", index + 1, total)
     return result
+
+
+def compress_to_target(
+    source: LayerSource,
+    windows: Tensor,
+    calibration: CalibrationParams,
+    parameters: CompressionParams,
+    target: Target,
+    dtype: torch.dtype,
+    held_out: Callable[[], Windows],
+    progress: Progress = _silent,
+) -> tuple[CompressionParams, CompressedLayers]:
+    """:func:`compress_layers` at the ratio that a target asks for.
+
+    A loss target takes statistics once, then factors and held-out losses at several ratios
+    (:func:`recalkv.method.search.largest_ratio`). It is met by the measured rise of the loss plus its standard error.
+
+    Parameters
+    ----------
+    target
+        In place of ``parameters.ratio``.
+    dtype
+        Of the compressed model that is measured.
+    held_out
+        Windows that calibration does not see; called for a loss target alone.
+
+    Returns
+    -------
+    CompressionParams, CompressedLayers
+        With the ratio.
+    """
+    ratio = target.fixed_ratio(2 * source.geometry.dense_elements_per_token)
+    if ratio is not None:
+        parameters = parameters.model_copy(update={"ratio": ratio})
+        return parameters, compress_layers(source, windows, calibration, parameters, progress)
+    limit = target.max_excess
+    assert limit is not None
+    text = dense_text(source, held_out(), calibration.batch_size)
+    wanted = EvaluationParams(batch_size=calibration.batch_size, precision=calibration.precision)
+    method = resolve_method(parameters, source.geometry.kv_heads)
+    known = collect_statistics(source, windows, calibration, method, progress)
+    found: dict[float, CompressedLayers] = {}
+
+    def measure(ratio: float) -> float:
+        # Results of a large model are large: those of the ratio that met the target last, and of this one.
+        own = parameters.model_copy(update={"ratio": ratio})
+        result = compress_layers(source, windows, calibration, own, progress, known)
+        figures = text.compare(assemble(source, result, own, dtype, {}), wanted)
+        excess = figures["excess_nats"] + figures["excess_standard_error_nats"]
+        if excess <= limit:
+            found.clear()
+            found[ratio] = result
+        return excess
+
+    ratio = largest_ratio(_prediction(source, known, method), measure, limit)
+    return parameters.model_copy(update={"ratio": ratio}), found[ratio]
+
+
+def _prediction(source: LayerSource, known: Statistics, method: Method) -> Callable[[float], float]:
+    """Predicted loss at a ratio, heads being grouped as at the method's own; infinite where no cache is as small."""
+
+    def problems(index: int) -> LayerProblem:
+        return LayerProblem.of(source, index, known.layer(index), method)
+
+    groups = [grouping.groups for grouping in group_layers(source.geometry, problems, known.scores, method)]
+    energies = layer_energies(problems, groups)
+
+    def predict(ratio: float) -> float:
+        try:
+            specs, _ = allocate(source.geometry, known.scores, replace(method, ratio=ratio), energies)
+        except BudgetError:
+            return math.inf
+        return predicted_loss(specs, energies)
+
+    return predict
 
 
 def assemble(

@@ -10,7 +10,7 @@ import click
 import pytest
 import typer
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 import recalkv.compression
@@ -22,8 +22,9 @@ from tests.conftest import ROOT
 from tests.pipeline import COMPRESSION, STATISTICS, invoke
 
 
-def compress(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["compress", *map(str, arguments)])
+def compress(*arguments: str | Path, check: bool = False) -> Result:
+    quick = [] if check else ["--no-eval"]
+    return CliRunner().invoke(app, ["compress", *map(str, arguments), *quick])
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -55,7 +56,7 @@ app(standalone_mode=False)
 print(sorted({"torch", "transformers"} & set(sys.modules)))
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert all(name in output for name in ("compress", "preset", "push", "cache-size"))
+    assert all(name in output for name in ("compress", "eval", "generate", "chat", "preset", "push", "cache-size"))
     assert output.endswith("[]\n")
 
 
@@ -118,6 +119,8 @@ def test_compress_gives_the_pipelines_checkpoint(
         (["--method", "palu", "--bits", "mixed"], "water-filling"),
         (["--text", "missing.txt"], "missing.txt"),
         (["--device", "abacus"], "device='abacus'"),
+        (["--target", "small"], "target 'small' cannot be read"),
+        (["--target", "4GiB@128K", "--ratio", "0.5"], "--target 4GiB@128K and --ratio 0.5 are both given"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_loaded(
@@ -209,6 +212,51 @@ def test_checkpoints_are_replaced_only_when_asked(settings: list[str | Path], tm
     assert done.exit_code == 0, done.output
     assert json.loads((out / "config.json").read_text())["recalkv"]["parameters"]["ratio"] == 0.7
     assert "caches 30" in done.output or "caches 29" in done.output
+
+
+def test_a_target_is_the_budget(settings: list[str | Path], tmp_path: Path) -> None:
+    """128 tokens in 7 KiB are 56 bytes a token, of 288."""
+    done = compress(*settings, "--target", "7KiB@128", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    spec = LatentSpec.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
+    assert 45 < spec.cached_bytes_per_token() <= 56
+
+
+def test_a_loss_target_is_met(settings: list[str | Path], tmp_path: Path) -> None:
+    done = compress(*settings, "--target", "max_excess=0.5", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert LatentSpec.from_config(AutoConfig.from_pretrained(tmp_path / "out")).parameters["ratio"] > 0.5
+    refused = compress(*settings, "--target", "max_excess=1e-9", "--out", tmp_path / "other")
+    # Random weights can be better than themselves on a text, but hardly by chance at every ratio.
+    assert refused.exit_code == 1 and "is not met on held-out windows" in refused.output
+    assert not (tmp_path / "other").exists()
+
+
+def test_compress_ends_with_a_quick_evaluation(settings: list[str | Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = compress(*settings, "--out", out, check=True)
+    assert done.exit_code == 0, done.output
+    found = json.loads((out / "evaluation.json").read_text())
+    assert found["text"] == "calibration.txt, held out" and found["perplexity"]["tokens_per_window"] == 32
+    assert f"KL {found['perplexity']['kl_nats']:.4f}" in done.output
+    card = (out / "README.md").read_text()
+    assert "| perplexity, calibration.txt, held out (8 windows) |" in card
+    # Random weights of a tiny model at a quarter of the bytes.
+    assert "poor on calibration.txt, held out" in done.output and "try: calibrate on more than 192" in done.output
+    assert AutoModelForCausalLM.from_pretrained(out).dtype is not None
+
+
+def test_what_cannot_be_evaluated_is_compressed_all_the_same(
+    settings: list[str | Path], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("the cache holds what the model has read " * 40)
+    tokens = len(tiny_tokenizer(short.read_text())["input_ids"])
+    all_of_it = ["--samples", "1", "--length", str(tokens)]
+    done = compress(settings[0], "--text", short, *all_of_it, "--out", tmp_path / "out", check=True)
+    assert done.exit_code == 0, done.output
+    assert "not evaluated: 'short.txt'" in done.output.replace(str(tmp_path) + "/", "")
+    assert "Not evaluated yet" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_failed_run_leaves_nothing_and_keeps_the_old(settings: list[str | Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import bz2
 import importlib.machinery
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.exceptions import TemplateError
 
 from recalkv.errors import DataError
 from recalkv.text import documents as text
+from recalkv.text.chat import rendered
 from recalkv.text.documents import load_documents
 
 WIKITEXT = """{{Infobox|name={{nested|x}}}}
@@ -188,7 +191,7 @@ def test_jsonl_and_json(tmp_path: Path) -> None:
         (
             "a.jsonl",
             '{"text": 3}',
-            r"a\.jsonl, line 1: column 'text' holds int instead of text; .* present: text;",
+            r"a\.jsonl, line 1: column 'text' holds int instead of text or messages; .* present: text;",
         ),
         (
             "a.json",
@@ -304,6 +307,76 @@ def test_short_names(
     assert hub.calls == [(args, kwargs)]
 
 
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(("split", "theirs"), [("train", "train_sft"), ("test", "test_sft"), ("test_gen", "test_gen")])
+def test_conversations_of_the_hub(split: str, theirs: str, hub: Any) -> None:
+    hub.rows(prompt=["Hi"] * 3, messages=[CHAT] * 3)
+    assert load_documents("ultrachat", split=split, max_documents=2) == [CHAT] * 2
+    assert hub.calls == [(("HuggingFaceH4/ultrachat_200k", None), {"split": theirs, "revision": None})]
+    # Of a set that has no texts, conversations.
+    assert load_documents("org/chats", split="train") == [CHAT] * 3
+    fails("column 'prompts' does not exist", "org/chats", field="prompts")
+
+
+def test_no_more_is_read_of_a_huge_set_than_calibration_needs(hub: Any) -> None:
+    hub.rows(messages=[CHAT] * 5001)
+    assert len(load_documents("ultrachat", split="train")) == 5000
+    assert len(load_documents("ultrachat", split="train", max_documents=5001)) == 5001
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", json.dumps({"messages": CHAT})),
+        ("a.json", json.dumps([{"messages": CHAT}])),
+        ("a.json", json.dumps([CHAT])),
+    ],
+)
+def test_local_conversations(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    assert load_documents(str(tmp_path / name), split="train") == [CHAT]
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user"}], [{"role": "user", "content": None}], ["Hi"]])
+def test_lists_that_are_no_conversation(messages: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    fails("column 'messages' holds list instead of text or messages", str(path))
+
+
+class Chatty:
+    chat_template = "a template"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+        assert not tokenize
+        return "".join(f"<{each['role']}>{each['content']}" for each in messages) + "<end>"
+
+
+def test_conversations_are_read_in_the_chat_template() -> None:
+    assert rendered(Chatty(), CHAT) == "<user>Hi<assistant>Hello<end>"
+    assert rendered(Chatty(), "Hi") == "Hi"
+
+
+def test_a_tokenizer_without_a_template_reads_no_conversation() -> None:
+    class Base:
+        chat_template = None
+
+    assert rendered(Base(), "Hi") == "Hi"
+    with pytest.raises(DataError, match="has no chat template, as base models have none; use the chat version"):
+        rendered(Base(), CHAT)
+
+
+def test_a_template_that_refuses_is_named() -> None:
+    class Strict(Chatty):
+        def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+            raise TemplateError("roles must alternate")
+
+    with pytest.raises(DataError, match="of the roles user, assistant: roles must alternate"):
+        rendered(Strict(), CHAT)
+
+
 def test_short_name_is_not_shadowed_by_a_folder(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ptb").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -320,14 +393,16 @@ def test_unknown_split_of_c4(hub: Any) -> None:
 @pytest.mark.parametrize("error", [ConnectionError("no route"), FileNotFoundError("no route"), ValueError("no route")])
 def test_unreachable_hub(error: Exception, hub: Any) -> None:
     hub.answer = error
-    message = f"'org/set' .*{type(error).__name__}: no route; .* use embedded, wikitext2, ptb, c4, or a local file"
+    message = (
+        f"'org/set' .*{type(error).__name__}: no route; .* use embedded, wikitext2, ptb, c4, ultrachat, or a local file"
+    )
     fails(message, "org/set")
 
 
 def test_bad_hub_columns(hub: Any) -> None:
     hub.rows(body=["x"], id=[1])
     fails("org/set: column 'text' does not exist; .* present: body, id", "org/set")
-    fails("org/set: column 'id' holds int instead of text; .* present: body, id", "org/set", field="id")
+    fails("org/set: column 'id' holds int instead of text or messages; .* present: body, id", "org/set", field="id")
     hub.rows(text=["", "  "])
     fails("'org/set' holds no text", "org/set")
 

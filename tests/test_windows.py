@@ -9,6 +9,7 @@ from recalkv.errors import DataError
 from recalkv.text.windows import (
     consecutive_windows,
     joined_tokens,
+    other_windows,
     sample_windows,
     spread_windows,
     windows_of_each,
@@ -136,3 +137,23 @@ def test_texts_give_windows_in_turn() -> None:
 def test_the_text_that_is_too_short_is_named() -> None:
     with pytest.raises(DataError, match=r"'b': the calibration set has 30 tokens.*samples=2"):
         windows_of_each({"a": torch.arange(500), "b": torch.arange(30)}, 4, 20, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_held_out_windows_share_no_token_with_those_of_calibration(seed: int) -> None:
+    texts = {"a": torch.arange(300), "b": torch.arange(1000, 1500)}
+    seen = windows_of_each(texts, 5, 40, seed)
+    others = other_windows(texts, 5, 40, seed, 20, 7)
+    assert others.tokens.shape == (7, 20) and others.documents.shape == (7,)
+    assert not set(seen.flatten().tolist()) & set(others.tokens.flatten().tolist())
+    assert others.tokens.unique().numel() == 140
+    assert bool((others.tokens.diff(dim=1) == 1).all())
+    first = others.tokens[:, 0] < 1000
+    assert int(first.sum()) == 4
+    # Stretches between windows of calibration are parts of a text, and no two texts share one.
+    assert not set(others.documents[first].tolist()) & set(others.documents[~first].tolist())
+
+
+def test_a_text_without_held_out_windows_is_named() -> None:
+    with pytest.raises(DataError, match="'short' has 80 tokens, and calibration leaves no 20 of them"):
+        other_windows({"short": torch.arange(80)}, 2, 40, 0, 20, 4)

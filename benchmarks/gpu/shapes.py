@@ -21,7 +21,7 @@ GEOMETRIES = {
     "llama-2-7b": KNOWN["llama-2-7b"],
     "llama-3.1-8b": KNOWN["llama-3.1-8b"],
     "qwen3-8b": ModelSizes(
-        "qwen3", AttentionGeometry(4096, 32, 8, 128, 36), 12288, 151936, 40960, extra_per_layer=2 * 128
+        "qwen3", AttentionGeometry(4096, 32, 8, 128, 36), 12288, 151936, 40960, counted=8_190_735_360
     ),
 }
 _TINY = AttentionGeometry(32, 4, 2, 16, 2)

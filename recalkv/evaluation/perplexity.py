@@ -23,6 +23,7 @@ __all__ = [
     "measured",
     "over_documents",
     "perplexity",
+    "token_losses",
     "window_losses",
     "window_scores",
 ]
@@ -126,6 +127,22 @@ def window_scores(
 def window_losses(model: Any, windows: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """Mean next-token loss of each window, (windows,) float64, nats per token; see :func:`window_scores`."""
     return window_scores(model, windows, *arguments, **options).losses
+
+
+def token_losses(head: Callable[[Tensor], Tensor], states: Tensor, targets: Tensor) -> Tensor:
+    """Mean next-token loss of one window, () float64, nats; logits exist for 512 tokens at a time.
+
+    Parameters
+    ----------
+    head
+        Logits of last hidden states, (tokens, m) to (tokens, vocabulary).
+    states : (tokens, m)
+        Last hidden states.
+    targets : (tokens,) int64
+        The tokens that follow.
+    """
+    pieces = zip(states.split(_HEAD_TOKENS), targets.split(_HEAD_TOKENS), strict=True)
+    return torch.stack([_token_scores(head(own), ids, None)[0] for own, ids in pieces]).sum() / len(targets)
 
 
 def _token_scores(logits: Tensor, targets: Tensor, dense: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 __all__ = [
     "allocated_mib",
+    "available_mib",
     "device_name",
     "forget_peak",
     "now",
@@ -70,6 +71,15 @@ def allocated_mib(device: torch.device) -> float | None:
         return torch.accelerator.memory_allocated(device) / 2**20
     except RuntimeError:
         return None
+
+
+def available_mib(device: torch.device) -> float | None:
+    """Memory that is free on the device, or of the system for the CPU, MiB; None where it is not told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / 2**20
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if device.type == "cpu" and info.exists() else []
+    return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def forget_peak(device: torch.device) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recalkv.cache.codebooks import UNIFORM_CODES
+from recalkv.cache.codebooks import DISTORTION, UNIFORM_CODES, Code
 from recalkv.cache.rows import Segment
 from recalkv.errors import BudgetError
 from recalkv.method.bits import equal_bits_elements, mixed_bits
@@ -15,7 +15,7 @@ from recalkv.model.families import AttentionGeometry, group_sizes
 from recalkv.model.spec import LayerSpec
 from recalkv.statistics.fisher import FisherScores
 
-__all__ = ["allocate"]
+__all__ = ["allocate", "predicted_loss"]
 
 Energies = Sequence[Sequence[Tensor]]
 
@@ -65,6 +65,29 @@ def allocate(
     allocation = _ranks(widths, layers, method, 1 - elements / dense, scores, energies)
     segments = [[[Segment(rank, *UNIFORM_CODES[bits])] for rank in ranks] for ranks in allocation.ranks]
     return _specs(allocation, segments, method.joint), allocation
+
+
+def predicted_loss(specs: Sequence[LayerSpec], energies: Energies) -> float:
+    """Half of the energy that ranks and codes leave: nats per token under the loss-aware metric.
+
+    Parameters
+    ----------
+    specs
+        Of every layer.
+    energies
+        As those of :func:`allocate`, descending.
+    """
+    left = 0.0
+    for spec, layer in zip(specs, energies, strict=True):
+        ranks = [*spec.key_ranks, *(() if spec.joint else spec.value_ranks)]
+        coded = [*(spec.key_segments or ()), *(spec.value_segments or ())] or [()] * len(ranks)
+        for unit, rank, segments in zip(layer, ranks, coded, strict=True):
+            left += float(unit[rank:].sum())
+            start = 0
+            for width, *code in segments:
+                left += DISTORTION[Code(*code)] * float(unit[start : start + width].sum())
+                start += width
+    return left / 2
 
 
 def _ranks(

@@ -43,7 +43,8 @@ def model_card(
     spec
         What its config says of the latents.
     metrics
-        ``reports/metrics.json`` of this checkpoint, or None where it was not evaluated.
+        ``reports/metrics.json`` of this checkpoint, or what `recalkv eval` measured of it
+        (:func:`recalkv.evaluation.beside.figures`), or None where it was not evaluated.
     evaluation
         ``text`` and ``split`` of the perplexity in ``metrics``.
     accuracy
@@ -113,9 +114,9 @@ def _figures(
     accuracy: Mapping[str, Mapping[str, Any]] | None,
 ) -> list[str]:
     if metrics is None:
-        return ["Not evaluated yet: `dvc repro` measures it, and `recalkv push` puts the figures here.", ""]
-    texts = {_text_name(evaluation): metrics["perplexity"], **metrics["further_texts"]}
-    rows = [
+        return ["Not evaluated yet: `recalkv eval` or `dvc repro` measures it.", ""]
+    texts = {_text_name(metrics, evaluation): metrics["perplexity"], **metrics["further_texts"]}
+    rows = _evaluated(metrics) + [
         (f"perplexity, {name} ({ppl['windows']} windows)", f"{ppl['dense']:.2f} | {ppl['compressed']:.2f}")
         for name, ppl in texts.items()
     ]
@@ -124,7 +125,7 @@ def _figures(
             f"accuracy, {task} ({pair['items']} items)",
             f"{pair['dense']['accuracy']:.1%} | {pair['compressed']['accuracy']:.1%}",
         )
-        for task, pair in (accuracy or {}).items()
+        for task, pair in (accuracy or metrics.get("tasks", {})).items()
     ]
     header = ["## Beside the dense model", "", "| | dense | compressed |", "|---|---:|---:|"]
     return [*header, *(f"| {name} | {values} |" for name, values in rows), ""]
@@ -137,19 +138,43 @@ def _results(
 ) -> list[EvalResult] | None:
     if metrics is None:
         return None
-    texts = {_text_name(evaluation): metrics["perplexity"], **metrics["further_texts"]}
+    texts = {_text_name(metrics, evaluation): metrics["perplexity"], **metrics["further_texts"]}
     results = [
         EvalResult("text-generation", name, name, "perplexity", round(ppl["compressed"], 4))
         for name, ppl in texts.items()
     ]
     return results + [
         EvalResult("multiple-choice", task, task, "accuracy", round(pair["compressed"]["accuracy"], 4))
-        for task, pair in (accuracy or {}).items()
+        for task, pair in (accuracy or metrics.get("tasks", {})).items()
     ]
 
 
-def _text_name(evaluation: Mapping[str, Any] | None) -> str:
-    return f"{evaluation['text']}, {evaluation['split']}" if evaluation else "evaluation text"
+def _evaluated(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What stands in the figures of `recalkv eval` beside perplexity and accuracy, dense and compressed."""
+    rows = []
+    if "decode_tokens_per_second" in metrics:
+        live = metrics["cache"]
+        rows.append(
+            (
+                "live cache, bytes per token",
+                f"{live['dense_bytes_per_token']:,.0f} | {live['compressed_bytes_per_token']:,.0f}",
+            )
+        )
+        own = metrics["perplexity"]
+        rows.append(("KL divergence from the dense model, nats per token", f"0 | {own['kl_nats']:.4f}"))
+        rows.append(("first choices that agree", f"100% | {own['top1_agreement']:.1%}"))
+        for place, rates in metrics["decode_tokens_per_second"].items():
+            cells = " | ".join(f"{rates[side]['median']:.1f}" for side in ("dense", "compressed"))
+            rows.append((f"decoding, tokens/s ({int(place.removesuffix('_tokens')):,} cached)", cells))
+    if "needle" in metrics:
+        found = " | ".join(f"{metrics['needle'][side]['found']:.0%}" for side in ("dense", "compressed"))
+        rows.append(("digits found in long prompts", found))
+    return rows
+
+
+def _text_name(metrics: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
+    own = str(metrics.get("text", "evaluation text"))
+    return f"{evaluation['text']}, {evaluation['split']}" if evaluation else own
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:

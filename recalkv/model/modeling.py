@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.conversion_mapping import (
@@ -152,3 +153,5 @@ def register() -> None:
         conversions = get_checkpoint_conversion_mapping(family)
         if conversions is not None:
             register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)
+        # `transformers serve` looks a checkpoint's class up in the package itself.
+        setattr(transformers, MODEL_CLASSES[family].__name__, MODEL_CLASSES[family])

@@ -25,6 +25,7 @@ __all__ = [
     "EMBEDDED",
     "ModelReference",
     "checkpoint_dtype",
+    "checkpoint_folder",
     "fingerprint",
     "read_reference",
     "resolve_model",
@@ -104,6 +105,26 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path) -> Mod
             f"`save_pretrained`): pickled weights are never loaded."
         )
     return ModelReference(folder, name, revision, fingerprint(folder))
+
+
+def checkpoint_folder(name: str, embedded_folder: Path) -> Path:
+    """Folder of any model that transformers loads, dense or compressed; see :func:`resolve_model` for the names.
+
+    Raises
+    ------
+    ModelUnavailableError
+        If it cannot be reached.
+    """
+    if name == EMBEDDED:
+        return resolve_model(name, None, embedded_folder).folder
+    if Path(name).is_dir():
+        if not any(Path(name).glob("*.safetensors")):
+            raise ModelUnavailableError(f"{name} holds no safetensors weights; name a folder with a model.")
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    with _reaching(name, None):
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
 
 
 def write_reference(reference: ModelReference, folder: Path) -> None:

@@ -11,6 +11,7 @@ from recalkv.errors import CheckpointError
 from recalkv.model.card import model_card
 from recalkv.model.source import fingerprint
 from recalkv.model.spec import LatentSpec
+from recalkv.reports.beside import FIGURES
 
 __all__ = ["measured_card"]
 
@@ -36,9 +37,12 @@ def measured_card(folder: Path, reports: Path, name: str) -> str:
     mark = fingerprint(folder)
     metrics, environment = _read(reports / "metrics.json"), _read(reports / "environment.json")
     if metrics is None or environment is None or environment.get("checkpoint") != mark:
+        own = _read(folder / FIGURES)
+        if own is not None and own.get("checkpoint") == mark:
+            return model_card(spec, own, folder=name)
         print(
             f"warning: {reports} has no figures of the checkpoint in {folder}, so the card has none; "
-            f"`dvc repro` measures it.",
+            f"`recalkv eval` or `dvc repro` measures it.",
             file=sys.stderr,
         )
         return model_card(spec, folder=name)

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
 from recalkv.params import CalibrationParams, EvaluationParams
+from recalkv.text.chat import Document, plain_text
 from recalkv.text.documents import load_documents
 from recalkv.text.windows import (
     Windows,
     consecutive_windows,
     document_tokens,
     joined_tokens,
+    other_windows,
     spread_windows,
     windows_of_each,
 )
@@ -30,6 +32,7 @@ __all__ = [
     "calibration_documents",
     "calibration_windows",
     "further_windows",
+    "held_out_windows",
     "main_documents",
     "main_windows",
     "text_names",
@@ -67,7 +70,7 @@ PROTOCOLS = {
 """The corpora of the paper's Table 1, and the embedded ones."""
 
 
-def calibration_documents(wanted: CalibrationParams) -> dict[str, list[str]]:
+def calibration_documents(wanted: CalibrationParams) -> dict[str, list[Document]]:
     """Documents of each of ``calibration.text``, by its name."""
     return {
         text: load_documents(
@@ -82,7 +85,7 @@ def calibration_documents(wanted: CalibrationParams) -> dict[str, list[str]]:
     }
 
 
-def calibration_windows(tokenizer: Any, texts: Mapping[str, Sequence[str]], wanted: CalibrationParams) -> Tensor:
+def calibration_windows(tokenizer: Any, texts: Mapping[str, Sequence[Document]], wanted: CalibrationParams) -> Tensor:
     """Windows of ``calibration.text``, whose documents are those of :func:`calibration_documents`.
 
     Raises
@@ -94,7 +97,26 @@ def calibration_windows(tokenizer: Any, texts: Mapping[str, Sequence[str]], want
     return windows_of_each(tokens, wanted.samples, wanted.length, wanted.seed)
 
 
-def main_documents(wanted: EvaluationParams) -> list[str]:
+def held_out_windows(
+    tokenizer: Any,
+    texts: Mapping[str, Sequence[Document]],
+    wanted: CalibrationParams,
+    most: int = 16,
+    window: int = 512,
+) -> Windows:
+    """Windows of the same texts that calibration does not see, no longer than its own.
+
+    Raises
+    ------
+    DataError
+        If a text has none left; the message names it.
+    """
+    tokens = {name: joined_tokens(tokenizer, documents) for name, documents in texts.items()}
+    window = min(window, wanted.length)
+    return other_windows(tokens, wanted.samples, wanted.length, wanted.seed, window, most)
+
+
+def main_documents(wanted: EvaluationParams) -> list[Document]:
     """Documents of ``evaluation.text``; a corpus' own part, unless another is asked for."""
     protocol = PROTOCOLS.get(wanted.text, Protocol())
     return load_documents(
@@ -128,14 +150,14 @@ def further_windows(tokenizer: Any, wanted: EvaluationParams, text: str) -> Wind
     return _windows(tokenizer, wanted, text, documents)
 
 
-def _windows(tokenizer: Any, wanted: EvaluationParams, text: str, documents: list[str]) -> Windows:
+def _windows(tokenizer: Any, wanted: EvaluationParams, text: str, documents: list[Document]) -> Windows:
     protocol = PROTOCOLS.get(text, Protocol())
     bounds = [bound for bound in (protocol.max_windows, wanted.max_windows) if bound is not None]
     most = min(bounds, default=None)
     try:
         if protocol.separator is None:
             return spread_windows(document_tokens(tokenizer, documents), wanted.window, most)
-        ids = tokenizer(protocol.separator.join(documents), verbose=False)["input_ids"]
+        ids = tokenizer(protocol.separator.join(map(plain_text, documents)), verbose=False)["input_ids"]
         return consecutive_windows(torch.tensor(ids, dtype=torch.int64), wanted.window, most)
     except DataError as error:
         raise DataError(f"{text!r}: {error}") from error

@@ -17,6 +17,7 @@ from typing import Any
 from xml.etree.ElementTree import iterparse
 
 from recalkv.errors import DataError, needing
+from recalkv.text.chat import Document, is_conversation, plain_text
 
 __all__ = ["load_documents"]
 
@@ -34,7 +35,10 @@ class _HubSet:
     subset: str | None = None
     revision: str | None = None
     data_files: Mapping[str, str] | None = None
+    train_split: str = "train"
     test_split: str = "test"
+    # What is read of a set that is far larger than any calibration, unless another number is asked for.
+    most: int | None = None
 
 
 _SHORT_NAMES = {
@@ -50,6 +54,9 @@ _SHORT_NAMES = {
         },
         test_split="validation",
     ),
+    "ultrachat": _HubSet(
+        "HuggingFaceH4/ultrachat_200k", field="messages", train_split="train_sft", test_split="test_sft", most=5000
+    ),
 }
 
 
@@ -61,26 +68,28 @@ def load_documents(
     field: str = "text",
     max_documents: int | None = None,
     revision: str | None = None,
-) -> list[str]:
-    """Load the documents of a text data set.
+) -> list[Document]:
+    """Load the documents of a data set of texts or conversations.
 
     Parameters
     ----------
     name
         ``embedded`` (Wikipedia articles), ``embedded-news``, ``embedded-code``, all files of the package gensim;
-        ``wikitext2``, ``ptb``, ``c4``, a local .txt, .raw, .json or .jsonl file, or a data set id of the hub.
+        ``wikitext2``, ``ptb``, ``c4``, ``ultrachat``, a local .txt, .raw, .json or .jsonl file, or a data set id of the
+        hub.
     split
         ``train`` or ``test`` of an embedded set, or a split on the hub; ignored for local files.
     subset, revision
         Configuration, and branch, tag or commit, of a hub data set.
     field
-        Column that holds the text; for ``ptb`` the default stands for its column ``sentence``.
+        Column that holds the text, or the messages of a conversation; where there is no column ``text``, the default
+        stands for ``messages``, and for ``ptb`` for its column ``sentence``.
     max_documents
         Use only this many documents, the first ones; None for all.
 
     Returns
     -------
-    list of str
+    list of str, or of conversations
         Documents in their original order, hub rows verbatim (some may be empty, but not all).
 
     Raises
@@ -91,18 +100,18 @@ def load_documents(
     if max_documents is not None and max_documents < 1:
         raise DataError(f"max_documents={max_documents} must be at least 1, or null for all documents.")
     if name in _EMBEDDED:
-        documents: Iterable[str] = _embedded_documents(name, split)
+        documents: Iterable[Document] = _embedded_documents(name, split)
     elif name not in _SHORT_NAMES and (name.lower().endswith(_LOCAL) or Path(name).exists()):
         documents = _local_documents(Path(name), field)
     else:
         documents = _hub_documents(name, split, subset, field, revision, max_documents)
     chosen = list(islice(documents, max_documents))
-    if not any(text.strip() for text in chosen):
+    if not any(plain_text(document).strip() for document in chosen):
         raise DataError(f"{name!r} holds no text; choose another data set, or `embedded`.")
     return chosen
 
 
-def _local_documents(path: Path, field: str) -> Iterator[str]:
+def _local_documents(path: Path, field: str) -> Iterator[Document]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; name an existing .txt, .raw, .json or .jsonl file.")
     kind, where = path.suffix.lower(), str(path)
@@ -118,7 +127,11 @@ def _local_documents(path: Path, field: str) -> Iterator[str]:
             if not isinstance(rows, list):
                 raise DataError(f"{path}: a JSON {type(rows).__name__}, not a list of objects or strings.")
             for number, row in enumerate(rows, start=1):
-                yield row if isinstance(row, str) else _column(row, field, f"{path}, item {number}")
+                yield (
+                    row
+                    if isinstance(row, str) or is_conversation(row)
+                    else _column(row, field, f"{path}, item {number}")
+                )
         else:
             yield text
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -126,27 +139,36 @@ def _local_documents(path: Path, field: str) -> Iterator[str]:
         raise DataError(f"{where}: not {need}: {error}.") from error
 
 
-def _column(row: Any, field: str, where: str) -> str:
+def _column(row: Any, field: str, where: str) -> Document:
     columns = row if isinstance(row, dict) else {}
+    field = _or_messages(field, columns)
     _check_column(field, columns, [columns.get(field)], where)
-    return str(columns[field])
+    document: Document = columns[field]
+    return document
+
+
+def _or_messages(field: str, columns: Collection[str]) -> str:
+    """The column; that of conversations where the default one is not there."""
+    return "messages" if field == "text" and field not in columns and "messages" in columns else field
 
 
 def _check_column(field: str, columns: Collection[str], values: Iterable[Any], where: str) -> None:
-    types = {type(value).__name__ for value in values} - {"str"}
+    types = {type(value).__name__ for value in values if not (isinstance(value, str) or is_conversation(value))}
     if types or field not in columns:
-        wrong = f"holds {', '.join(sorted(types))} instead of text" if field in columns else "does not exist"
+        wrong = (
+            f"holds {', '.join(sorted(types))} instead of text or messages" if field in columns else "does not exist"
+        )
         present = ", ".join(columns) or "none"
         raise DataError(f"{where}: column {field!r} {wrong}; columns present: {present}; set `field`.")
 
 
 def _hub_documents(
     name: str, split: str, subset: str | None, field: str, revision: str | None, limit: int | None
-) -> list[str]:
+) -> list[Document]:
     known = _SHORT_NAMES.get(name, _HubSet(name))
     subset, revision = subset or known.subset, revision or known.revision
     field = known.field if field == "text" else field
-    split = known.test_split if split == "test" else split
+    split = {"train": known.train_split, "test": known.test_split}.get(split, split)
     files = known.data_files
     if files and split not in files:
         raise DataError(f"{name!r} has no split {split!r}; choose one of {', '.join(files)}.")
@@ -159,7 +181,8 @@ def _hub_documents(
         what = f"{known.id!r} (subset {subset!r}, split {split!r}, revision {revision!r})"
         remedy = f"check these names and the network, or use {', '.join(('embedded', *_SHORT_NAMES))}, or a local file."
         raise DataError(f"hub data set {what}: {type(error).__name__}: {error}; {remedy}") from error
-    documents = list(rows[field][:limit]) if field in rows.column_names else []
+    field = _or_messages(field, rows.column_names)
+    documents = list(rows[: limit or known.most or len(rows)][field]) if field in rows.column_names else []
     _check_column(field, rows.column_names, documents, known.id)
     return documents
 

@@ -1,5 +1,6 @@
 """Token windows: drawn at random for calibration, cut in order or spread over documents for evaluation."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +9,14 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import DataError
+from recalkv.text.chat import Document, rendered
 
 __all__ = [
     "Windows",
     "consecutive_windows",
     "document_tokens",
     "joined_tokens",
+    "other_windows",
     "sample_windows",
     "spread_windows",
     "windows_of_each",
@@ -40,16 +43,20 @@ class Windows:
         return len(self.tokens)
 
 
-def document_tokens(tokenizer: Any, documents: Sequence[str]) -> list[Tensor]:
-    """Token ids of each document, (tokens,) int64, with the blank line that parts it from the next."""
+def document_tokens(tokenizer: Any, documents: Sequence[Document]) -> list[Tensor]:
+    """Token ids of each document, (tokens,) int64, with the blank line that parts a text from the next.
+
+    Conversations are read in the tokenizer's chat template, which has an end of its own.
+    """
     # One by one: a whole corpus in one string makes tokenizers quadratic or worse.
-    separated = [*(text + "\n\n" for text in documents[:-1]), *documents[-1:]]
+    ends = ["\n\n" if isinstance(each, str) else "" for each in documents[:-1]] + [""]
+    separated = [rendered(tokenizer, each) + end for each, end in zip(documents, ends, strict=False)]
     ids = tokenizer(separated, add_special_tokens=False, verbose=False)["input_ids"]
     return [torch.tensor(document, dtype=torch.int64) for document in ids]
 
 
-def joined_tokens(tokenizer: Any, documents: Sequence[str]) -> Tensor:
-    """Token ids of all documents joined by blank lines, (tokens,) int64."""
+def joined_tokens(tokenizer: Any, documents: Sequence[Document]) -> Tensor:
+    """Token ids of all documents, texts joined by blank lines, (tokens,) int64."""
     return torch.cat([torch.zeros(0, dtype=torch.int64), *document_tokens(tokenizer, documents)])
 
 
@@ -161,14 +168,53 @@ def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed
         If a text holds fewer tokens than its windows; the message names it.
     """
     drawn = []
-    for place, (name, tokens) in enumerate(texts.items()):
-        share = samples // len(texts) + (place < samples % len(texts))
+    for (name, tokens), share in zip(texts.items(), _equal_parts(samples, len(texts)), strict=True):
         try:
             drawn.append(sample_windows(tokens, share, length, seed))
         except DataError as error:
             raise DataError(f"{name!r}: {error}") from error
     turns = sorted((turn, place) for place, own in enumerate(drawn) for turn in range(len(own)))
     return torch.stack([drawn[place][turn] for turn, place in turns])
+
+
+def _equal_parts(count: int, parts: int) -> list[int]:
+    return [count // parts + (place < count % parts) for place in range(parts)]
+
+
+def other_windows(texts: Mapping[str, Tensor], samples: int, length: int, seed: int, window: int, most: int) -> Windows:
+    """Windows of what :func:`windows_of_each` leaves of the texts, as many of each as there are to take.
+
+    Parameters
+    ----------
+    texts, samples, length, seed
+        As they are given there.
+    window
+        Tokens of each of these windows.
+    most
+        Of all texts together.
+
+    Raises
+    ------
+    DataError
+        If a text has no such window left; the message names it.
+    """
+    found: list[Windows] = []
+    shares = _equal_parts(samples, len(texts)), _equal_parts(most, len(texts))
+    for (name, tokens), taken, wanted in zip(texts.items(), *shares, strict=True):
+        starts = sorted(_starts(tokens, taken, length, seed))
+        bounds = zip([0, *(start + length for start in starts)], [*starts, len(tokens)], strict=True)
+        gaps = [tokens[first:last] for first, last in bounds]
+        whole = [gap for gap in gaps if len(gap) >= window]
+        if not whole:
+            raise DataError(
+                f"{name!r} has {len(tokens)} tokens, and calibration leaves no {window} of them in a row to measure "
+                f"on; use a larger text, or fewer or shorter calibration windows."
+            )
+        if wanted:
+            found.append(spread_windows(whole, window, wanted))
+    counts = [0, *itertools.accumulate(int(each.documents.max()) + 1 for each in found)]
+    documents = [each.documents + before for each, before in zip(found, counts, strict=False)]
+    return Windows(torch.cat([each.tokens for each in found]), torch.cat(documents))
 
 
 def sample_windows(tokens: Tensor, samples: int, length: int, seed: int) -> Tensor:
@@ -192,6 +238,12 @@ def sample_windows(tokens: Tensor, samples: int, length: int, seed: int) -> Tens
     DataError
         If the set holds fewer than ``samples * length`` tokens.
     """
+    starts = torch.tensor(_starts(tokens, samples, length, seed), dtype=torch.int64)
+    return tokens[starts[:, None] + torch.arange(length)]
+
+
+def _starts(tokens: Tensor, samples: int, length: int, seed: int) -> list[int]:
+    """Where the windows of :func:`sample_windows` begin."""
     spare = len(tokens) - samples * length
     if spare < 0:
         raise DataError(
@@ -203,5 +255,5 @@ def sample_windows(tokens: Tensor, samples: int, length: int, seed: int) -> Tens
     # Sorted gaps: every set of non-overlapping windows is possible, and none is drawn twice.
     gaps = torch.randint(0, spare + 1, (samples,), generator=generator).sort().values
     starts = gaps + torch.arange(samples) * length
-    starts = starts[torch.randperm(samples, generator=generator)]
-    return tokens[starts[:, None] + torch.arange(length)]
+    drawn: list[int] = starts[torch.randperm(samples, generator=generator)].tolist()
+    return drawn

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recalkv.errors import DataError
+from recalkv.text.chat import Document, plain_text
 
 __all__ = ["CHOICES", "TASK", "continuation_items"]
 
@@ -18,7 +19,7 @@ _CONTEXT, _ANSWER = 64, 12
 _PASSAGE = _CONTEXT + _ANSWER
 
 
-def continuation_items(documents: Sequence[str], count: int, seed: int) -> list[dict[str, Any]]:
+def continuation_items(documents: Sequence[Document], count: int, seed: int) -> list[dict[str, Any]]:
     """Draw items from documents.
 
     Parameters
@@ -40,7 +41,7 @@ def continuation_items(documents: Sequence[str], count: int, seed: int) -> list[
     DataError
         If no document is long enough.
     """
-    texts = [words for words in map(str.split, documents) if len(words) >= CHOICES * _PASSAGE]
+    texts = [words for words in (plain_text(each).split() for each in documents) if len(words) >= CHOICES * _PASSAGE]
     if not texts:
         raise DataError(
             f"the continuation task needs a document of {CHOICES * _PASSAGE} words or more; use another "

@@ -1,0 +1,100 @@
+"""`recalkv compress`: a model and a text in, a checkpoint and its quick evaluation out."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from pydantic import BaseModel
+
+from recalkv.commands.evaluate import quick_check
+from recalkv.errors import ParameterError, user_errors
+from recalkv.params import CalibrationParams, CompressionParams, ModelParams, RuntimeParams, parse_section
+from recalkv.presets import describe
+
+__all__ = ["compress"]
+
+_COMPRESSION, _CALIBRATION = CompressionParams(), CalibrationParams()
+_TARGET = (
+    "Budget in place of --ratio: a ratio, GIB@CONTEXT such as 4GiB@128K, bytes_per_token=N, or max_excess=NATS, the "
+    "smallest cache whose loss on held-out windows rises by no more."
+)
+
+
+def _option(section: type[BaseModel], name: str) -> Any:
+    """Option with a parameter's description."""
+    return typer.Option(help=describe(section.model_fields[name]))
+
+
+def compress(
+    source: Annotated[str, typer.Argument(help=describe(ModelParams.model_fields["id"]))],
+    out: Annotated[Path, typer.Option(help="New folder for the compressed checkpoint.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the folder, if it holds a compressed checkpoint.")
+    ] = False,
+    revision: Annotated[str | None, _option(ModelParams, "revision")] = None,
+    method: Annotated[str, _option(CompressionParams, "method")] = _COMPRESSION.method,
+    ratio: Annotated[float, _option(CompressionParams, "ratio")] = _COMPRESSION.ratio,
+    target: Annotated[str | None, typer.Option(help=_TARGET)] = None,
+    group_size: Annotated[int, _option(CompressionParams, "group_size")] = _COMPRESSION.group_size,
+    bits: Annotated[str, _option(CompressionParams, "bits")] = str(_COMPRESSION.bits),
+    text: Annotated[list[str], _option(CalibrationParams, "text")] = _CALIBRATION.text,
+    samples: Annotated[int, _option(CalibrationParams, "samples")] = _CALIBRATION.samples,
+    length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
+    seed: Annotated[int, _option(CalibrationParams, "seed")] = _CALIBRATION.seed,
+    device: Annotated[str, _option(RuntimeParams, "device")] = RuntimeParams().device,
+    check: Annotated[
+        bool, typer.Option("--eval/--no-eval", help="End with a quick evaluation on held-out windows.")
+    ] = True,
+) -> None:
+    """Compress a model in one call, without the pipeline, and save the checkpoint."""
+    given = {"method": method, "ratio": ratio, "group_size": group_size, "bits": yaml.safe_load(bits)}
+    sampling = {"text": text, "samples": samples, "length": length, "seed": seed}
+    with user_errors():
+        parameters = parse_section(CompressionParams, given, "recalkv compress")
+        calibration = parse_section(CalibrationParams, sampling, "recalkv compress")
+        if target is not None and ratio != _COMPRESSION.ratio:
+            raise ParameterError(f"--target {target} and --ratio {ratio} are both given; give one of them.")
+
+        from recalkv.method.target import Target
+
+        goal = Target(ratio=ratio) if target is None else Target.of(target)
+
+        from recalkv.model.source import EMBEDDED
+        from recalkv.store.folders import check_output, writing_folder
+
+        check_output(out, Path(source) if source != EMBEDDED and Path(source).exists() else None, overwrite)
+
+        from tqdm import tqdm
+
+        from recalkv.cache.codebooks import UNIFORM_CODES
+        from recalkv.compression import compress_checkpoint
+        from recalkv.method.methods import resolve_method
+        from recalkv.model.device import device_of
+        from recalkv.model.source import resolve_model
+        from recalkv.text.corpora import calibration_documents
+
+        resolved = resolve_method(parameters)
+        if resolved.bits in UNIFORM_CODES and resolved.allocation == "water-filling":
+            typer.echo(f"--bits {bits}: mixed bits lose less at the same bytes (docs/quantisation.md)", err=True)
+        where = device_of(device)
+        documents = calibration_documents(calibration)
+        # The folder first, so that one that cannot be written is known before the work.
+        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, contextlib.ExitStack() as writing:
+            folder = writing.enter_context(writing_folder(out.resolve()))
+            reference = resolve_model(source, revision, Path(scratch))
+            with tqdm(unit="layer", mininterval=1.0) as bar:
+
+                def advance(step: str, done: int, total: int) -> None:
+                    if done == 1:
+                        bar.reset(total)
+                        bar.set_description(step)
+                    bar.update()
+
+                spec = compress_checkpoint(reference, documents, calibration, parameters, where, folder, advance, goal)
+            writing.close()
+            print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense model in 16 bits")
+            if check:
+                quick_check(out, reference.folder, documents, calibration, where)

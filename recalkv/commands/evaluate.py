@@ -1,0 +1,130 @@
+"""`recalkv eval`: one page on a compressed model beside the dense one."""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from recalkv.errors import DataError, ParameterError, ReCalKVError, user_errors
+from recalkv.params import EvaluationParams, RuntimeParams
+from recalkv.presets import describe
+
+__all__ = ["evaluate", "quick_check"]
+
+_TEXT = ["embedded"]
+
+
+def evaluate(
+    small: Annotated[str, typer.Argument(help="Compressed model: a folder or a hub id.")],
+    dense: Annotated[
+        str, typer.Option(help="The dense model; default what the compressed one says it was made of.")
+    ] = "",
+    text: Annotated[list[str], typer.Option(help=describe(EvaluationParams.model_fields["text"]))] = ["embedded"],  # noqa: B006
+    split: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["split"]))] = "test",
+    tasks: Annotated[
+        str, typer.Option(help="lm-eval's tasks, by commas; their data come from the hub, or --items.")
+    ] = "",
+    items: Annotated[Path | None, typer.Option(help="Folder with TASK.SPLIT.jsonl in the schema of the hub.")] = None,
+    limit: Annotated[int, typer.Option(help="Items of each task.", min=2)] = 100,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: a minute for a small model.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The page, FILE.md; JSON beside it. Default evaluation.md in the folder.")
+    ] = None,
+    device: Annotated[str, typer.Option(help=describe(RuntimeParams.model_fields["device"]))] = RuntimeParams().device,
+) -> None:
+    """Measure a compressed model beside the dense one: bytes, text, numbers in long prompts, tasks, speed."""
+    with user_errors():
+        place = out or (Path(small) if Path(small).is_dir() else Path()) / "evaluation.md"
+        if place.suffix != ".md" or not place.absolute().parent.is_dir():
+            raise ParameterError(f"--out {place} must be a file .md in a folder that exists; the JSON goes beside it.")
+        names = [name for name in tasks.split(",") if name]
+        found: dict[str, Path | None] = dict.fromkeys(names)
+        if names:
+            from recalkv.evaluation.suites.items import local_data
+            from recalkv.evaluation.suites.zeroshot import check_tasks
+
+            found |= {} if items is None else local_data(items, names)
+            check_tasks(found)
+
+        from dataclasses import replace
+
+        from transformers import AutoConfig, AutoTokenizer
+
+        from recalkv.evaluation.beside import FULL, QUICK, compare
+        from recalkv.model.device import device_of
+        from recalkv.model.modeling import register
+        from recalkv.model.source import checkpoint_folder, resolve_model
+        from recalkv.model.spec import LatentSpec
+        from recalkv.reports.beside import page, write
+        from recalkv.text.corpora import main_documents, main_windows
+        from recalkv.text.windows import joined_tokens
+
+        where = device_of(device)
+        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+            folder = checkpoint_folder(small, Path(scratch))
+            register()
+            source = LatentSpec.from_config(AutoConfig.from_pretrained(folder)).source
+            named = dense or source.get("name")
+            if not named:
+                raise ParameterError(f"{small} does not say what it was made of; name the dense model (--dense).")
+            reference = resolve_model(named, None if dense else source.get("revision"), Path(scratch))
+            if source.get("fingerprint") not in (None, reference.fingerprint):
+                typer.echo(f"warning: {named} is not the model that {small} was made of, by its fingerprint", err=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            wanted = replace(QUICK if quick else FULL, tasks=found, limit=limit)
+            texts = {
+                each: wanted.evaluation.model_copy(update={"text": each, "split": split})
+                for each in dict.fromkeys(text)
+            }
+            windows = {each: main_windows(tokenizer, own) for each, own in texts.items()}
+            haystack = joined_tokens(tokenizer, main_documents(texts[text[0]]))
+            figures, spec = compare(folder, reference.folder, windows, haystack, wanted, where, _telling())
+        write(figures, spec, place)
+        print(page(figures, spec))
+        print(f"written to {place} and {place.with_suffix('.json')}")
+
+
+def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: Any) -> None:
+    """Quick form of the evaluation behind a compression, on windows that calibration did not see.
+
+    The compression is done: what keeps it from being measured is told, and is no error.
+    """
+    from transformers import AutoTokenizer
+
+    from recalkv.evaluation.beside import QUICK, compare
+    from recalkv.reports.beside import advice, write
+    from recalkv.text.corpora import held_out_windows
+    from recalkv.text.windows import joined_tokens
+
+    start = time.monotonic()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
+        wanted = QUICK.evaluation
+        held_out = held_out_windows(tokenizer, texts, calibration, wanted.max_windows or 8, wanted.window)
+        names = ", ".join(Path(text).name for text in texts)
+        haystack = joined_tokens(tokenizer, next(iter(texts.values())))
+        figures, spec = compare(out, dense, {f"{names}, held out": held_out}, haystack, QUICK, device)
+    except ReCalKVError as error:
+        hint = "give more text" if isinstance(error, DataError) else "`recalkv eval` can be run later"
+        print(f"not evaluated: {error} ({hint})")
+        return
+    write(figures, spec, out / "evaluation.md")
+    own, cache = figures["perplexity"], figures["cache"]
+    needle = figures.get("needle")
+    digits = f", digits found {needle['compressed']['found']:.0%} ({needle['dense']['found']:.0%})" if needle else ""
+    print(
+        f"{out / 'evaluation.md'}: perplexity {own['compressed']:.2f} ({own['dense']:.2f}), excess "
+        f"{own['excess_nats']:.4f} ± {own['excess_standard_error_nats']:.4f} nats, KL {own['kl_nats']:.4f}, top-1 "
+        f"{own['top1_agreement']:.1%}, {cache['compressed_bytes_per_token']:,.0f} bytes per token "
+        f"({cache['dense_bytes_per_token']:,.0f}){digits}; dense in brackets; {time.monotonic() - start:.0f} s"
+    )
+    for line in advice(figures, spec) or ["no figure is poor; `recalkv eval` measures more"]:
+        print(f"  {line}")
+
+
+def _telling() -> Any:
+    """Show each step as it begins."""
+    start = time.monotonic()
+    return lambda step: typer.echo(f"{time.monotonic() - start:5.0f} s  {step}", err=True)

@@ -1,0 +1,95 @@
+"""`recalkv generate` and `recalkv chat`: a first look at a model, dense or compressed."""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from recalkv.errors import DataError, user_errors
+from recalkv.params import RuntimeParams
+from recalkv.presets import describe
+
+__all__ = ["chat", "generate"]
+
+_DEVICE = RuntimeParams().device
+_Model = Annotated[str, typer.Argument(help="Dense or compressed model: a folder, a hub id, or `embedded`.")]
+_Tokens = Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)]
+_Temperature = Annotated[float, typer.Option(help="Of sampling; 0 for greedy search.", min=0)]
+_Device = Annotated[str, typer.Option(help=describe(RuntimeParams.model_fields["device"]))]
+
+
+def generate(
+    model: _Model,
+    prompt: Annotated[str, typer.Argument(help="Text to go on from; `-` for standard input.")],
+    tokens: _Tokens = 128,
+    temperature: _Temperature = 0.0,
+    device: _Device = _DEVICE,
+) -> None:
+    """Go on from a prompt, word by word."""
+    with user_errors():
+        loaded, tokenizer = _open(model, device)
+        text = sys.stdin.read() if prompt == "-" else prompt
+        _answer(loaded, tokenizer, tokenizer(text, return_tensors="pt"), tokens, temperature)
+
+
+def chat(
+    model: _Model,
+    tokens: _Tokens = 512,
+    temperature: _Temperature = 0.0,
+    device: _Device = _DEVICE,
+) -> None:
+    """Talk to a model; an empty line or the end of the input ends it."""
+    with user_errors():
+        loaded, tokenizer = _open(model, device)
+        if not tokenizer.chat_template:
+            raise DataError(f"{model} has no chat template, as base models have none; use `recalkv generate`.")
+        messages: list[dict[str, str]] = []
+        while said := _line():
+            messages.append({"role": "user", "content": said})
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            told = _answer(loaded, tokenizer, inputs, tokens, temperature)
+            messages.append({"role": "assistant", "content": told})
+
+
+def _line() -> str:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def _open(name: str, device: str) -> tuple[Any, Any]:
+    """Model and tokenizer."""
+    from transformers import AutoTokenizer
+
+    from recalkv.kernels.module import choose_kernels
+    from recalkv.model.device import device_of
+    from recalkv.model.loading import load_model
+    from recalkv.model.source import checkpoint_dtype, checkpoint_folder
+
+    where = device_of(device)
+    with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+        folder = checkpoint_folder(name, Path(scratch))
+        model = load_model(folder, where, checkpoint_dtype(folder))
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    choose_kernels(model, "auto")
+    return model, tokenizer
+
+
+def _answer(model: Any, tokenizer: Any, inputs: Any, tokens: int, temperature: float) -> str:
+    """Show what the model says, and return it."""
+    from transformers import TextStreamer
+
+    ids, sampling = inputs["input_ids"], temperature > 0
+    output = model.generate(
+        **inputs.to(model.device),
+        max_new_tokens=tokens,
+        do_sample=sampling,
+        **({"temperature": temperature} if sampling else {"temperature": None, "top_p": None, "top_k": None}),
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))

@@ -1,0 +1,306 @@
+"""A compressed model beside the dense one, by what people ask of it: bytes, text, hidden numbers, tasks, speed.
+
+One model is in memory at a time. The dense model is measured first and leaves its last hidden states on the windows,
+with which the compressed one is compared.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from recalkv.errors import ModelUnavailableError
+from recalkv.evaluation.decoding import prompt_contents, time_decoding
+from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, parameter_count
+from recalkv.evaluation.perplexity import MeasuredText, measured
+from recalkv.evaluation.resources import available_mib
+from recalkv.evaluation.suites.needle import SCORES, find_needles
+from recalkv.evaluation.suites.zeroshot import TaskScore, zero_shot
+from recalkv.evaluation.timing import Timing
+from recalkv.kernels.module import choose_kernels
+from recalkv.model.loading import load_model
+from recalkv.model.modeling import register
+from recalkv.model.precision import resolve_precision
+from recalkv.model.source import checkpoint_dtype, fingerprint
+from recalkv.model.spec import LatentSpec
+from recalkv.params import EvaluationParams, NeedleParams
+from recalkv.text.windows import Windows
+
+__all__ = ["FULL", "QUICK", "Measured", "Wanted", "compare", "figures", "measure", "possible"]
+
+_CACHED_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is measured.
+
+    Attributes
+    ----------
+    evaluation
+        Windows; those after ``prefill`` tokens are decoded one by one through the cache.
+    needle
+        Hidden numbers, or None.
+    contexts
+        Tokens that timed steps attend to.
+    steps
+        Timed steps at each.
+    tasks
+        lm-eval's tasks, each with a local file or None for the hub.
+    limit
+        Items of each task.
+    """
+
+    evaluation: EvaluationParams
+    needle: NeedleParams | None
+    contexts: tuple[int, ...]
+    steps: int
+    tasks: Mapping[str, Path | None] = field(default_factory=dict)
+    limit: int | None = 100
+
+
+FULL = Wanted(
+    EvaluationParams(window=512, max_windows=16, batch_size=16, prefill=384),
+    NeedleParams(lengths=[1024, 2048], depths=[0.0, 0.33, 0.67, 1.0], trials=5),
+    contexts=(1024, 4096),
+    steps=16,
+)
+"""A few minutes for a model of 135 million parameters on two cores."""
+
+QUICK = Wanted(
+    EvaluationParams(window=256, max_windows=8, batch_size=8, prefill=224),
+    NeedleParams(lengths=[512], depths=[0.0, 0.5, 1.0], trials=4),
+    contexts=(512,),
+    steps=8,
+)
+"""At most a minute there."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one model did.
+
+    Attributes
+    ----------
+    texts
+        Of each text, its windows and the model's losses on them; the dense model's with its hidden states.
+    against
+        Of each text, the figures beside the dense model; None for that itself.
+    bytes_per_token
+        Of a live cache.
+    parameters
+        Tied ones once.
+    needle
+        :data:`recalkv.evaluation.suites.needle.SCORES` of every number, (3, lengths, trials, depths), or None.
+    speed
+        Time of a step at each context.
+    tasks
+        Answers of each.
+    """
+
+    texts: Mapping[str, MeasuredText]
+    against: Mapping[str, Mapping[str, float]] | None
+    bytes_per_token: float
+    parameters: int
+    needle: Tensor | None
+    speed: Mapping[int, Timing]
+    tasks: list[TaskScore]
+
+
+def possible(wanted: Wanted, positions: int, text: int) -> Wanted:
+    """The same without lengths that exceed the model's positions, or for prompts the tokens of the text."""
+    needle = wanted.needle
+    if needle is not None:
+        lengths = [length for length in needle.lengths if length <= min(positions, text)]
+        needle = needle.model_copy(update={"lengths": lengths}) if lengths else None
+    contexts = tuple(context for context in wanted.contexts if context <= positions)
+    return replace(wanted, needle=needle, contexts=contexts)
+
+
+def compare(
+    small: Path,
+    dense: Path,
+    windows: Mapping[str, Windows],
+    haystack: Tensor,
+    wanted: Wanted,
+    device: torch.device,
+    progress: Callable[[str], object] = lambda step: None,
+) -> tuple[dict[str, Any], LatentSpec]:
+    """Measure two checkpoints, one after the other.
+
+    Parameters
+    ----------
+    small, dense
+        Folders of the compressed and the dense model.
+    windows, haystack, wanted, progress
+        As those of :func:`measure`.
+    device
+        Where they run.
+
+    Returns
+    -------
+    dict, LatentSpec
+        :func:`figures`, and what the compressed model caches.
+
+    Raises
+    ------
+    CheckpointError
+        If the first is not a compressed model.
+    ModelUnavailableError
+        If the device has not the memory for one of them.
+    """
+    register()
+    config = AutoConfig.from_pretrained(small)
+    spec = LatentSpec.from_config(config)
+    wanted = possible(wanted, getattr(config, "max_position_embeddings", None) or sys.maxsize, len(haystack))
+    for folder in (dense, small):
+        _check_memory(folder, device)
+    tokenizer = AutoTokenizer.from_pretrained(small, trust_remote_code=False)
+    first = None
+    for side, folder in (("dense", dense), ("compressed", small)):
+        model = load_model(folder, device, checkpoint_dtype(folder))
+        choose_kernels(model, "auto")
+        progress(side)
+        own = measure(model, tokenizer, windows, haystack, wanted, first, progress)
+        del model
+        first, last = first or own, own
+    assert first is not None
+    return figures(first, last, spec, wanted) | {"checkpoint": fingerprint(small)}, spec
+
+
+def _check_memory(folder: Path, device: torch.device) -> None:
+    """Refuse a model whose weights alone do not fit."""
+    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
+    free = available_mib(device)
+    if free is not None and needed > free:
+        raise ModelUnavailableError(
+            f"the weights in {folder} take {needed:,.0f} MiB, and {free:,.0f} MiB are free on {device}; evaluate where "
+            f"they fit (`recalkv eval`)."
+        )
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    windows: Mapping[str, Windows],
+    haystack: Tensor,
+    wanted: Wanted,
+    dense: Measured | None = None,
+    progress: Callable[[str], object] = lambda step: None,
+) -> Measured:
+    """Measure one model.
+
+    Parameters
+    ----------
+    model, tokenizer
+        Dense or compressed, and its tokenizer.
+    windows
+        Of each text by its name.
+    haystack : (tokens,) int64
+        Text to hide numbers in.
+    wanted
+        What is measured.
+    dense
+        What the dense model did, on the same windows; None where this is that model.
+    progress
+        Called with the name of each step before it.
+    """
+    # What depends on data that may be out of reach comes first.
+    tasks = []
+    if wanted.tasks:
+        progress("tasks")
+        precision = resolve_precision(wanted.evaluation.precision, next(model.parameters()).device)
+        tasks = zero_shot(model, tokenizer, wanted.tasks, limit=wanted.limit, batch_size=16, precision=precision)
+    progress("text")
+    texts, against = {}, {}
+    for name, own in windows.items():
+        if dense is None:
+            texts[name] = MeasuredText(own, measured(model, own.tokens, wanted.evaluation, keep=True))
+        else:
+            against[name] = dense.texts[name].compare(model, wanted.evaluation)
+    progress("cache")
+    ids = next(iter(windows.values())).tokens[:1, :_CACHED_TOKENS]
+    cached = cache_bytes_per_token(fill_cache(model, ids))
+    needle = None
+    if wanted.needle is not None:
+        progress("hidden numbers")
+        needle = find_needles(model, tokenizer, haystack, wanted.needle)
+    progress("speed")
+    contents = prompt_contents(model)
+    speed = {
+        context: time_decoding(model, contents, "growing", 1, context, wanted.steps)[0] for context in wanted.contexts
+    }
+    compared = None if dense is None else against
+    return Measured(texts, compared, cached, parameter_count(model), needle, speed, tasks)
+
+
+def figures(dense: Measured, compressed: Measured, spec: LatentSpec, wanted: Wanted) -> dict[str, Any]:
+    """All figures as JSON has them; those of the first text stand under ``perplexity``.
+
+    Nats are per token, bytes of a live cache; accuracies and digits found are fractions, their errors over prompts or
+    items. Rates are tokens per second of one sequence, median and quartiles.
+    """
+    assert compressed.against is not None
+    sides = {"dense": dense, "compressed": compressed}
+    first, *others = compressed.against
+    length = int(compressed.against[first]["tokens_per_window"])
+    found: dict[str, Any] = {
+        "text": first,
+        "decoded_tokens_per_window": max(0, length - (wanted.evaluation.prefill or length)),
+        "perplexity": compressed.against[first],
+        "further_texts": {name: compressed.against[name] for name in others},
+        "cache": {
+            **{f"{side}_bytes_per_token": each.bytes_per_token for side, each in sides.items()},
+            "reference_bytes_per_token": spec.dense_bytes_per_token,
+            "compression_ratio": 1 - compressed.bytes_per_token / spec.dense_bytes_per_token,
+        },
+        "parameters": {side: each.parameters for side, each in sides.items()},
+        "decode_tokens_per_second": {
+            f"{context}_tokens": {side: _rates(each.speed[context]) for side, each in sides.items()}
+            for context in wanted.contexts
+        },
+    }
+    if wanted.needle is not None:
+        found["needle"] = {side: _digits(each.needle, wanted.needle) for side, each in sides.items()}
+    if wanted.tasks:
+        pairs = zip(dense.tasks, compressed.tasks, strict=True)
+        found["tasks"] = {own.task: _task(reference, own) for reference, own in pairs}
+    return found
+
+
+def _rates(timing: Timing) -> dict[str, float]:
+    low, high = timing.quartiles
+    return {"median": 1 / timing.median, "first_quartile": 1 / high, "third_quartile": 1 / low}
+
+
+def _digits(scores: Tensor | None, wanted: NeedleParams) -> dict[str, Any]:
+    """Digits found, by length and by depth of each."""
+    assert scores is not None
+    digits = scores[SCORES.index("digits")]
+    prompts = digits.mean(2)
+    lengths = {}
+    for length, own, each in zip(wanted.lengths, digits, prompts, strict=True):
+        depths = {f"{depth:g}": float(own[:, place].mean()) for place, depth in enumerate(wanted.depths)}
+        lengths[str(length)] = {"found": float(each.mean()), "standard_error": _error(each), "depths": depths}
+    return {"found": float(prompts.mean()), "standard_error": _error(prompts.flatten()), "lengths": lengths}
+
+
+def _error(values: Tensor) -> float:
+    """Standard error of the mean; 0 of a single value."""
+    return float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
+
+
+def _task(reference: TaskScore, own: TaskScore) -> dict[str, Any]:
+    difference, error = own.against(reference)
+    return {
+        "items": len(own.correct),
+        "dense": {"accuracy": reference.accuracy, "standard_error": reference.standard_error},
+        "compressed": {"accuracy": own.accuracy, "standard_error": own.standard_error},
+        "difference": difference,
+        "difference_standard_error": error,
+    }

@@ -1,0 +1,36 @@
+"""What the dense model makes of a text, one layer at a time: for comparisons on machines that do not hold it."""
+
+import torch
+
+from recalkv.evaluation.perplexity import MeasuredText, Scores, token_losses
+from recalkv.model.layers import LayerSource, autocast, run_layer
+from recalkv.text.windows import Windows
+
+__all__ = ["dense_text"]
+
+
+@torch.no_grad()
+def dense_text(source: LayerSource, windows: Windows, batch_size: int = 1) -> MeasuredText:
+    """Losses and last hidden states of the dense model; the memory is that of a layer, and of the states.
+
+    Parameters
+    ----------
+    source
+        The dense model.
+    windows
+        The text.
+    batch_size
+        Windows per step: memory, not results.
+    """
+    hidden = source.embed(windows.tokens, batch_size)
+    for index in range(source.num_layers):
+        with source.layer(index) as layer:
+            hidden = [run_layer(source, layer, index, states) for states in hidden]
+    norm, head = source.final_norm(), source.head_weight().T
+    states = torch.cat([norm(each)[:, :-1] for each in hidden])
+    with autocast(source):
+        losses = [
+            token_losses(lambda rows: rows @ head, own, ids[1:])
+            for own, ids in zip(states, windows.tokens.to(source.device), strict=True)
+        ]
+    return MeasuredText(windows, Scores(torch.stack(losses), states=states.half().cpu()))

@@ -1,0 +1,163 @@
+"""One call for those who want no pipeline: a model and a data set in, a compressed model out."""
+
+import copy
+import functools
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from recalkv.compression import Progress, assemble, compress_checkpoint, compress_to_target
+from recalkv.errors import ParameterError
+from recalkv.method.target import Target
+from recalkv.model.device import device_of
+from recalkv.model.layers import ModuleSource
+from recalkv.model.loading import load_model
+from recalkv.model.precision import resolve_precision
+from recalkv.model.source import EMBEDDED, checkpoint_dtype, resolve_model
+from recalkv.params import CalibrationParams, CompressionParams, RuntimeParams, parse_section
+from recalkv.store.folders import check_output, writing_folder
+from recalkv.text.chat import Document
+from recalkv.text.corpora import calibration_documents, calibration_windows, held_out_windows
+
+__all__ = ["compress"]
+
+_OWN_TEXTS = "texts of the caller's"
+
+
+def compress(
+    model: str | Path | nn.Module,
+    tokenizer: Any = None,
+    dataset: str | Sequence[Document] | None = None,
+    *,
+    target: Target | float | str | None = None,
+    out: str | Path | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    seed: int | None = None,
+    batch_size: int | None = None,
+    precision: str | None = None,
+    text_name: str | None = None,
+    device: str = RuntimeParams().device,
+    progress: Progress = lambda step, done, total: None,
+    **compression: Any,
+) -> Any:
+    """Compress a model's KV cache, without training.
+
+    Parameters
+    ----------
+    model
+        A hub id, a folder of safetensors, ``embedded``, or a loaded causal language model, which is left unchanged. Of
+        an id or a folder one layer at a time is in memory.
+    tokenizer
+        Of a loaded model; None for that of the folder or id that it was loaded from.
+    dataset
+        What to calibrate on: the name of a data set or a text file, as ``calibration.text`` takes it; or documents,
+        each a text or the messages of a conversation (``role`` and ``content``), which are read in the tokenizer's
+        chat template. Together at least ``samples * length`` tokens. None for the embedded texts.
+    target
+        Budget, in place of ``ratio``: see :class:`recalkv.method.target.Target`.
+    out
+        New folder for the checkpoint.
+    samples, length, seed, batch_size, precision
+        As in :class:`recalkv.params.CalibrationParams`, whose defaults they have.
+    text_name
+        What the model card calls documents that have no name.
+    device
+        Where a hub id or a folder is computed; a loaded model stays where it is.
+    progress
+        Called with the step's name, finished layers and all layers.
+    **compression
+        Fields of :class:`recalkv.params.CompressionParams`, such as ``ratio``, ``method``, ``group_size`` or ``bits``.
+
+    Returns
+    -------
+    PreTrainedModel or Path
+        The folder where ``out`` is given. Otherwise a model whose cache is latent, in the dense model's type, on its
+        device.
+
+    Raises
+    ------
+    ParameterError
+        If a parameter is unknown or out of range.
+    DataError
+        If the data cannot be had or hold too few tokens, or are conversations and the tokenizer has no chat template.
+    """
+    given = {"samples": samples, "length": length, "seed": seed, "batch_size": batch_size, "precision": precision}
+    given = {name: value for name, value in given.items() if value is not None}
+    if target is not None and "ratio" in compression:
+        raise ParameterError(f"target={target!r} and ratio={compression['ratio']!r} are both given; give one of them.")
+    parameters = parse_section(CompressionParams, compression, "compress")
+    goal = Target(ratio=parameters.ratio) if target is None else Target.of(target)
+    texts: Mapping[str, Sequence[Document]]
+    if dataset is None or isinstance(dataset, str):
+        named = {} if dataset is None else {"text": dataset}
+        calibration = parse_section(CalibrationParams, given | named, "compress")
+        texts = calibration_documents(calibration)
+    else:
+        name = text_name or _OWN_TEXTS
+        calibration = parse_section(CalibrationParams, given | {"text": name}, "compress")
+        texts = {name: dataset}
+    folder = None if out is None else Path(out)
+    name_or_path = None if isinstance(model, nn.Module) else str(model)
+    if folder is not None:
+        local = name_or_path not in (None, EMBEDDED) and Path(str(model)).exists()
+        check_output(folder, Path(str(model)) if local else None, overwrite=False)
+    if name_or_path is None:
+        tokenizer = tokenizer or _tokenizer_of(model)
+        compressed = _in_memory(model, tokenizer, texts, calibration, parameters, goal, progress)
+        if folder is None:
+            return compressed
+        with writing_folder(folder.resolve()) as place:
+            compressed.save_pretrained(place)
+            tokenizer.save_pretrained(place)
+        return folder
+    where = device_of(device)
+    with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+        dense, place = Path(scratch) / "dense", (folder or Path(scratch) / "compressed").resolve()
+        dense.mkdir()
+        with writing_folder(place) as partial:
+            reference = resolve_model(name_or_path, None, dense)
+            compress_checkpoint(reference, texts, calibration, parameters, where, partial, progress, goal)
+        return folder if folder is not None else load_model(place, where, checkpoint_dtype(place))
+
+
+def _in_memory(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Sequence[Document]],
+    calibration: CalibrationParams,
+    parameters: CompressionParams,
+    target: Target,
+    progress: Progress,
+) -> Any:
+    """Compress a loaded model."""
+    weight = next(model.parameters())
+    precision = resolve_precision(calibration.precision, weight.device)
+    calibration = calibration.model_copy(update={"precision": precision})
+    source = ModuleSource(model, weight.device, precision)
+    windows = calibration_windows(tokenizer, texts, calibration)
+    dtype = weight.dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
+    others = functools.partial(held_out_windows, tokenizer, texts, calibration)
+    parameters, result = compress_to_target(source, windows, calibration, parameters, target, dtype, others, progress)
+    provenance = {"name": getattr(model.config, "_name_or_path", None), "revision": None, "fingerprint": None}
+    convert = parameters.dtype != "auto"
+    compressed = assemble(source, result, parameters, dtype, provenance, calibration, convert)
+    compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
+    return compressed
+
+
+def _tokenizer_of(model: Any) -> Any:
+    """Tokenizer of the folder or id that a model was loaded from."""
+    from transformers import AutoTokenizer
+
+    name = getattr(model.config, "_name_or_path", None)
+    try:
+        if not name:
+            raise OSError("the model has no name")
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"no tokenizer is given, and none is found where the model is from ({name!r}).") from error

@@ -1,0 +1,171 @@
+"""The page of `recalkv eval`: a compressed model beside the dense one, and what to change where it is poor."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recalkv.model.card import CARD, model_card
+from recalkv.model.spec import LatentSpec
+from recalkv.reports.tables import markdown
+
+__all__ = ["FIGURES", "advice", "page", "write"]
+
+FIGURES = "evaluation.json"
+"""What a checkpoint's folder has of its own evaluation, beside the page of the same name."""
+
+_EXCESS, _KL, _TOP1, _DIGITS = 0.05, 0.1, 0.9, 0.1
+_CALIBRATION_TOKENS = 32 * 1024
+"""On text of the kind that is served, more has gained little (docs/method.md)."""
+
+
+def advice(figures: Mapping[str, Any], spec: LatentSpec) -> list[str]:
+    """What is poor, and what to change; nothing where nothing is.
+
+    A text is poor where the loss rises by more than 0.05 nats per token, the divergence is above 0.1, or fewer than
+    90 % of the first choices agree. Hidden numbers are where a tenth of the digits less is found, by more than twice
+    the error.
+    """
+    poor = []
+    for name, own in {figures["text"]: figures["perplexity"], **figures["further_texts"]}.items():
+        worst = [
+            f"{what} {own[key]:.3f}"
+            for what, key, bad in (
+                ("excess loss", "excess_nats", own["excess_nats"] > _EXCESS),
+                ("KL divergence", "kl_nats", own["kl_nats"] > _KL),
+                ("top-1 agreement", "top1_agreement", own["top1_agreement"] < _TOP1),
+            )
+            if bad
+        ]
+        if worst:
+            poor.append(f"poor on {name}: {', '.join(worst)}")
+    if "needle" in figures:
+        dense, own = figures["needle"]["dense"], figures["needle"]["compressed"]
+        lost = dense["found"] - own["found"]
+        if lost > max(_DIGITS, 2 * (dense["standard_error"] ** 2 + own["standard_error"] ** 2) ** 0.5):
+            poor.append(
+                f"poor on numbers in long prompts: {own['found']:.0%} of the digits, dense {dense['found']:.0%}"
+            )
+    return [*poor, *_remedies(spec, poor)] if poor else []
+
+
+def write(figures: Mapping[str, Any], spec: LatentSpec, out: Path) -> None:
+    """Write the page, the figures beside it as JSON, and the card of the checkpoint where that is its folder."""
+    files = {out: page(figures, spec), out.with_suffix(".json"): json.dumps(figures, indent=2, sort_keys=True) + "\n"}
+    if out.with_suffix(".json").name == FIGURES and (out.parent / "config.json").exists():
+        files[out.parent / CARD] = model_card(spec, figures)
+    for path, content in files.items():
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(content)
+        partial.replace(path)
+
+
+def _remedies(spec: LatentSpec, poor: list[str]) -> list[str]:
+    """Changes in the order of their worth."""
+    parameters, calibration = spec.parameters, spec.calibration or {}
+    found = []
+    if parameters.get("bits") != "mixed":
+        found.append("cache mixed bits (`--bits mixed`), which lose less at the same bytes")
+    tokens = calibration.get("samples", 0) * calibration.get("length", 0)
+    if 0 < tokens < _CALIBRATION_TOKENS:
+        found.append(f"calibrate on more than {tokens:,} tokens (`--samples`, `--length`)")
+    if any("long prompts" in each for each in poor):
+        found.append("calibrate on longer windows (`--length`)")
+    ratio = parameters.get("ratio", spec.removed)
+    found.append(f"remove less (`--ratio` below {ratio:.3g}), or ask for a loss (`--target max_excess=0.02`)")
+    found.append("calibrate on the kind of text that is served (`--text`)")
+    return [f"try: {each}" for each in found]
+
+
+def page(figures: Mapping[str, Any], spec: LatentSpec) -> str:
+    """Render the page."""
+    cache = figures["cache"]
+    texts = {figures["text"]: figures["perplexity"], **figures["further_texts"]}
+    rows = [
+        [
+            f"{name}, {own['windows']} x {own['tokens_per_window']}",
+            f"{own['dense']:.2f}",
+            f"{own['compressed']:.2f}",
+            f"{own['excess_nats']:.4f} ± {own['excess_standard_error_nats']:.4f}",
+            f"{own['kl_nats']:.4f} ± {own['kl_standard_error_nats']:.4f}",
+            f"{own['top1_agreement']:.1%}",
+        ]
+        for name, own in texts.items()
+    ]
+    changes = advice(figures, spec)
+    lines = [
+        f"# {spec.source.get('name') or 'A model'}, compressed, beside the dense model",
+        "",
+        *(f"- {line}" for line in changes or ["no figure is poor"]),
+        "",
+        markdown(
+            ["live cache", "dense", "compressed", "removed, of 16 bits"],
+            [
+                [
+                    "bytes per token",
+                    f"{cache['dense_bytes_per_token']:,.0f}",
+                    f"{cache['compressed_bytes_per_token']:,.0f}",
+                    f"{cache['compression_ratio']:.1%}",
+                ]
+            ],
+        ),
+        "",
+        markdown(["text, windows", "dense", "compressed", "excess", "KL", "top-1"], rows),
+        "",
+        f"Perplexity; nats per token, standard errors over documents. The last {figures['decoded_tokens_per_window']} "
+        f"tokens of a window are decoded one by one from the cache.",
+        "",
+    ]
+    if "needle" in figures:
+        lines += [
+            _needle(figures["needle"]),
+            "",
+            "Digits found of numbers hidden in long prompts; errors over prompts.",
+        ]
+        lines.append("")
+    if "tasks" in figures:
+        lines += [_tasks(figures["tasks"]), ""]
+    if figures["decode_tokens_per_second"]:
+        lines += [_speed(figures["decode_tokens_per_second"]), "", "Median and quartiles, one sequence.", ""]
+    return "\n".join(lines)
+
+
+def _needle(found: Mapping[str, Any]) -> str:
+    depths = list(next(iter(found["dense"]["lengths"].values()))["depths"])
+    rows = [
+        [
+            f"{int(length):,}",
+            side,
+            *(f"{own['depths'][depth]:.0%}" for depth in depths),
+            f"{own['found']:.0%} ± {own['standard_error']:.0%}",
+        ]
+        for length in found["dense"]["lengths"]
+        for side, own in ((side, found[side]["lengths"][length]) for side in ("dense", "compressed"))
+    ]
+    return markdown(["prompt, tokens", "model", *(f"depth {depth}" for depth in depths), "all"], rows, left=2)
+
+
+def _tasks(found: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            f"{task} ({own['items']} items)",
+            *(f"{own[side]['accuracy']:.1%} ± {own[side]['standard_error']:.1%}" for side in ("dense", "compressed")),
+            f"{own['difference']:+.1%} ± {own['difference_standard_error']:.1%}",
+        ]
+        for task, own in found.items()
+    ]
+    return markdown(["task", "dense", "compressed", "difference"], rows)
+
+
+def _speed(found: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            f"{int(place.removesuffix('_tokens')):,} cached",
+            *(
+                f"{own['median']:.1f} ({own['first_quartile']:.1f} to {own['third_quartile']:.1f})"
+                for own in (sides["dense"], sides["compressed"])
+            ),
+        ]
+        for place, sides in found.items()
+    ]
+    return markdown(["decoding, tokens/s", "dense", "compressed"], rows)

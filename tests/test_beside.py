@@ -1,0 +1,354 @@
+"""A compressed model beside the dense one: figures, page, advice, and the commands that show them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+import recalkv
+from recalkv.cli import app
+from recalkv.errors import DataError, ModelUnavailableError, ParameterError
+from recalkv.evaluation import beside
+from recalkv.evaluation.beside import QUICK, Wanted, compare, possible
+from recalkv.model.card import CARD
+from recalkv.model.source import checkpoint_folder
+from recalkv.model.spec import LatentSpec
+from recalkv.params import EvaluationParams, NeedleParams
+from recalkv.reports.beside import FIGURES, advice, page
+from recalkv.text.windows import Windows
+from tests.tiny import VOCABULARY, windows
+
+SMALL = Wanted(
+    EvaluationParams(window=32, batch_size=2, prefill=20, precision="float32"),
+    NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2),
+    contexts=(40,),
+    steps=2,
+)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> Path:
+    out = tmp_path_factory.mktemp("beside") / "out"
+    assert recalkv.compress(
+        tiny_folder, dataset=str(tiny_texts[0]), samples=6, length=32, precision="float32", target=0.8, out=out,
+        device="cpu",
+    ) == out  # fmt: skip
+    return out
+
+
+@pytest.fixture(scope="module")
+def measured(compressed: Path, tiny_folder: Path) -> tuple[dict[str, Any], LatentSpec]:
+    texts = {name: Windows(windows(4, 32, seed), torch.arange(4)) for name, seed in (("one", 5), ("two", 6))}
+    haystack = windows(1, 500, 7)[0]
+    return compare(compressed, tiny_folder, texts, haystack, SMALL, torch.device("cpu"))
+
+
+def test_figures_are_those_of_the_models(
+    measured: tuple[dict[str, Any], LatentSpec], compressed: Path, tiny_folder: Path
+) -> None:
+    """Of a plain forward pass, which decoding through the cache must agree with."""
+    found, spec = measured
+    assert json.loads(json.dumps(found)) == found
+    ids = windows(4, 32, 5)
+    dense, small = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tiny_folder, compressed))
+    with torch.no_grad():
+        theirs, own = (model(ids).logits[:, :-1].double().log_softmax(-1) for model in (dense, small))
+    loss = [-told.gather(2, ids[:, 1:, None]).mean() for told in (theirs, own)]
+    text = found["perplexity"]
+    assert text["dense"] == pytest.approx(float(loss[0].exp()), rel=1e-3)
+    assert text["compressed"] == pytest.approx(float(loss[1].exp()), rel=1e-3)
+    assert text["excess_nats"] == pytest.approx(float(loss[1] - loss[0]), abs=1e-3)
+    divergence = (theirs.exp() * (theirs - own)).sum(-1).mean()
+    assert text["kl_nats"] == pytest.approx(float(divergence), rel=2e-2)
+    assert text["top1_agreement"] == pytest.approx(
+        float((theirs.argmax(-1) == own.argmax(-1)).double().mean()), abs=0.02
+    )
+    assert found["decoded_tokens_per_window"] == 12
+    assert set(found["further_texts"]) == {"two"}
+    # 3 layers, 3 heads of 8 dimensions, keys and values, 4 bytes; and what the rows of the checkpoint take.
+    assert found["cache"]["dense_bytes_per_token"] == 576
+    assert found["cache"]["compressed_bytes_per_token"] == spec.cached_bytes_per_token() <= 0.2 * 288
+    for side in ("dense", "compressed"):
+        assert 0 <= found["needle"][side]["found"] <= 1
+        assert set(found["needle"][side]["lengths"]["180"]["depths"]) == {"0", "1"}
+        rates = found["decode_tokens_per_second"]["40_tokens"][side]
+        assert 0 < rates["first_quartile"] <= rates["median"] <= rates["third_quartile"]
+
+
+def test_hidden_numbers_have_errors_over_prompts() -> None:
+    scores = torch.zeros(3, 1, 2, 2)
+    scores[0, 0] = torch.tensor([[1.0, 0.5], [0.5, 0.0]])
+    found = beside._digits(scores, NeedleParams(lengths=[100], depths=[0.0, 1.0], trials=2))
+    # Prompts have 0.75 and 0.25.
+    assert found["found"] == 0.5
+    assert found["standard_error"] == pytest.approx(0.25)
+    assert found["lengths"]["100"]["depths"] == {"0": 0.75, "1": 0.25}
+
+
+def test_page_has_every_figure(measured: tuple[dict[str, Any], LatentSpec]) -> None:
+    found, spec = measured
+    text = page(found, spec)
+    for part in (
+        f"| bytes per token | 576 | {spec.cached_bytes_per_token()} |",
+        f"| one, 4 x 32 | {found['perplexity']['dense']:.2f} | {found['perplexity']['compressed']:.2f} |",
+        "| two, 4 x 32 |",
+        "The last 12 tokens of a window are decoded one by one",
+        "| 180 | compressed |",
+        "| 40 cached |",
+    ):
+        assert part in text
+
+
+GOOD = {"excess_nats": 0.01, "kl_nats": 0.01, "top1_agreement": 0.97}
+
+
+def told(spec: LatentSpec, text: dict[str, float], found: tuple[float, float] = (0.9, 0.9)) -> str:
+    sides = zip(("dense", "compressed"), found, strict=True)
+    needle = {side: {"found": share, "standard_error": 0.01} for side, share in sides}
+    return "\n".join(advice({"text": "x", "perplexity": text, "further_texts": {}, "needle": needle}, spec))
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "said"),
+    [
+        ({"excess_nats": 0.06}, (0.9, 0.9), "poor on x: excess loss 0.060"),
+        ({"kl_nats": 0.2}, (0.9, 0.9), "poor on x: KL divergence 0.200"),
+        ({"top1_agreement": 0.8}, (0.9, 0.9), "poor on x: top-1 agreement 0.800"),
+        ({}, (0.9, 0.7), "poor on numbers in long prompts: 70% of the digits, dense 90%"),
+    ],
+)
+def test_what_is_poor_is_said_with_what_to_change(
+    text: dict[str, float], found: tuple[float, float], said: str, measured: tuple[dict[str, Any], LatentSpec]
+) -> None:
+    spec = measured[1]
+    assert told(spec, GOOD) == told(spec, GOOD, (0.9, 0.85)) == ""
+    lines = told(spec, GOOD | text, found)
+    assert said in lines
+    # It was calibrated on 6 x 32 tokens, in mixed bits, at 0.8.
+    assert "more than 192 tokens" in lines and "`--ratio` below 0.8" in lines and "--text" in lines
+    assert "mixed" not in lines
+    assert ("longer windows" in lines) == (found[1] == 0.7)
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    less = possible(QUICK, 400, 10_000)
+    assert less.needle is None and less.contexts == ()
+    assert possible(QUICK, 8192, 10_000) == QUICK
+    assert possible(QUICK, 8192, 500).needle is None
+
+
+def test_a_model_that_does_not_fit_is_refused(
+    compressed: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "available_mib", lambda device: 0.01)
+    with pytest.raises(ModelUnavailableError, match=r"0 MiB are free on cpu; evaluate where they fit"):
+        compare(compressed, tiny_folder, {}, torch.zeros(0), SMALL, torch.device("cpu"))
+
+
+def test_eval_writes_a_page_and_its_figures(
+    compressed: Path, tiny_texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "QUICK", SMALL)
+    command = ["eval", compressed, "--text", tiny_texts[1], "--quick", "--device", "cpu"]
+    done = run(*command, "--out", tmp_path / "page.md")
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "page.json").read_text())
+    assert (tmp_path / "page.md").read_text() in done.output
+    assert found["text"] == str(tiny_texts[1])
+    assert not (compressed / FIGURES).exists()
+
+    # In the checkpoint's own folder by default, where the card takes them up.
+    assert run(*command).exit_code == 0
+    card = (compressed / CARD).read_text()
+    assert f"| digits found in long prompts | {found['needle']['dense']['found']:.0%} |" in card
+    assert "first choices that agree" in card
+    push = ["push", "me/smaller", "--folder", compressed, "--reports", tmp_path, "--dry-run"]
+    pushed = run(*push)
+    assert "first choices that agree" in pushed.output and "from_pretrained('me/smaller')" in pushed.output
+    (compressed / FIGURES).write_text(json.dumps(found | {"checkpoint": "another"}))
+    assert (
+        "Not evaluated" in run("push", "me/smaller", "--folder", compressed, "--reports", tmp_path, "--dry-run").output
+    )
+
+
+def test_eval_takes_tasks_from_files(
+    compressed: Path, tiny_texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr(beside, "QUICK", SMALL)
+    item = {
+        "question": "the model holds", "answerKey": "A", "choices": {"text": ["keys", "tokens"], "label": ["A", "B"]}
+    }  # fmt: skip
+    (tmp_path / "arc_easy.test.jsonl").write_text("".join(json.dumps(item | {"id": str(i)}) + "\n" for i in range(3)))
+    command = ["eval", compressed, "--text", tiny_texts[1], "--quick", "--out", tmp_path / "page.md", "--device", "cpu"]
+    done = run(*command, "--tasks", "arc_easy", "--items", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "| arc_easy (3 items) |" in done.output
+    assert "arc_hard" in run(*command, "--tasks", "arc_hard").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "page.txt"], "must be a file .md"),
+        (["--out", "nowhere/page.md"], "in a folder that exists"),
+        (["--dense", "no/such"], "no/such"),
+    ],
+)
+def test_eval_refuses(arguments: list[str], message: str, compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    refused = run("eval", compressed, "--device", "cpu", *arguments)
+    assert refused.exit_code == 1
+    assert message in refused.output
+
+
+def test_eval_wants_a_compressed_model(tiny_folder: Path) -> None:
+    refused = run("eval", tiny_folder, "--device", "cpu")
+    assert refused.exit_code == 1
+    assert "no `recalkv` section" in refused.output
+
+
+def test_generate_shows_what_the_model_says(compressed: Path) -> None:
+    done = run("generate", compressed, "the cache holds", "--tokens", "5", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(compressed), _tokenizer(compressed)
+    ids = tokenizer("the cache holds", return_tensors="pt")
+    expected = model.generate(**ids, max_new_tokens=5, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in done.output
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_chat_wants_a_template(compressed: Path, tmp_path: Path) -> None:
+    refused = run("chat", compressed, "--device", "cpu")
+    assert refused.exit_code == 1
+    assert "has no chat template" in refused.output
+
+
+def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recalkv.commands import generate as command
+
+    model, tokenizer = command._open(str(compressed), "cpu")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    lengths = []
+    answer = command._answer
+
+    def watched(model: Any, tokenizer: Any, inputs: Any, *rest: Any) -> str:
+        lengths.append(inputs["input_ids"].shape[1])
+        return answer(model, tokenizer, inputs, *rest)
+
+    monkeypatch.setattr(command, "_open", lambda name, device: (model, tokenizer))
+    monkeypatch.setattr(command, "_answer", watched)
+    done = CliRunner().invoke(
+        app, ["chat", "x", "--tokens", "3", "--temperature", "1"], input="the cache\nits keys\n\n"
+    )
+    assert done.exit_code == 0, done.output
+    assert len(lengths) == 2 and lengths[1] > lengths[0] + 3
+
+
+def test_checkpoint_folders(tmp_path: Path, compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert checkpoint_folder(str(compressed), tmp_path) == compressed
+    with pytest.raises(ModelUnavailableError, match="no safetensors"):
+        checkpoint_folder(str(tmp_path), tmp_path)
+    with pytest.raises(ModelUnavailableError, match="no/such"):
+        checkpoint_folder("no/such", tmp_path)
+
+
+# The one call --------------------------------------------------------------------------------------------
+
+CALL: dict[str, Any] = {"samples": 4, "length": 32, "precision": "float32", "device": "cpu"}
+
+
+def test_a_folder_and_a_loaded_model_give_the_same(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> None:
+    texts = [tiny_texts[0].read_text()]
+    streamed = recalkv.compress(str(tiny_folder), dataset=texts, target="bytes_per_token=60", **CALL)
+    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    loaded = recalkv.compress(dense, dataset=texts, target="bytes_per_token=60", **CALL)
+    spec = LatentSpec.from_config(streamed.config)
+    assert 50 < spec.cached_bytes_per_token() <= 60
+    assert spec.to_dict() | {"source": None} == LatentSpec.from_config(loaded.config).to_dict() | {"source": None}
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, streamed.state_dict()[name])
+
+
+def test_conversations_are_calibrated_on_in_the_template(tiny_folder: Path, tiny_tokenizer: Any) -> None:
+    import copy
+
+    said = "the cache holds what the model has read so far " * 40
+    chats = [[{"role": "user", "content": said}, {"role": "assistant", "content": said}]]
+    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    with pytest.raises(DataError, match="has no chat template"):
+        recalkv.compress(dense, tiny_tokenizer, chats, **CALL)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    expected = recalkv.compress(dense, tiny_tokenizer, [said + said], **CALL).state_dict()
+    for name, tensor in recalkv.compress(dense, tokenizer, chats, **CALL).state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": 0.5, "ratio": 0.5}, "target=0.5 and ratio=0.5 are both given"),
+        ({"target": "tiny"}, "'tiny' cannot be read"),
+        ({"dataset": "missing.txt"}, "missing.txt"),
+    ],
+)
+def test_the_call_refuses_before_it_works(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises((ParameterError, DataError), match=message):
+        recalkv.compress("no/such", **({"dataset": ["a"]} | changes))
+
+
+def test_a_loaded_model_without_a_name_needs_its_tokenizer(tiny_folder: Path) -> None:
+    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    dense.config._name_or_path = ""
+    with pytest.raises(ParameterError, match="no tokenizer is given"):
+        recalkv.compress(dense, dataset=["a"])
+    assert dense.config.vocab_size == VOCABULARY
+
+
+# Other people's programs, by the one line that docs/use.md has for each ----------------------------------
+
+
+def test_transformers_serve_finds_the_class(compressed: Path) -> None:
+    from transformers.cli.serving.model_manager import ModelManager
+
+    model = ModelManager(device="cpu", dtype="float32")._load_model(f"{compressed}@main")
+    assert type(model).__name__ == "ReCalKVLlamaForCausalLM"
+
+
+@pytest.mark.slow
+def test_lm_eval_loads_a_checkpoint(compressed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    items = tmp_path / "items.jsonl"
+    item = {"context": "the cache holds", "choices": [" what", " tokens"], "label": 0}
+    items.write_text("".join(json.dumps(item) + "\n" for _ in range(3)))
+    task = {
+        "task": "own", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(items)}},
+        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(task))
+    line = "import recalkv; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+    arguments = ["--model", "hf", "--model_args", f"pretrained={compressed}", "--tasks", "own", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-c", line, *arguments, "--include_path", tmp_path], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "|own " in done.stdout
