@@ -139,7 +139,7 @@ def test_flash_decoding_gets_the_packages_layout(package: str, monkeypatch: pyte
 def test_a_wrong_module_is_not_timed(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(module_of(pair("llama-gqa")[1], 0), 32)
     right = plan._output
-    monkeypatch.setattr(plan, "_output", lambda *given: right(*given).flip(-1))
+    monkeypatch.setattr(plan, "_output", lambda *given, **named: right(*given, **named).flip(-1))
     monkeypatch.setattr("recalkv.evaluation.attention_step.time_calls", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(CheckpointError, match=r"layer 0, static, 32 tokens: .* differs from its float64 reference"):
         step.measure("static", 1, 1, growing)

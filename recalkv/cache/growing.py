@@ -24,6 +24,11 @@ class GrowingLayer(DynamicLayer):
 
     keys: Tensor
     values: Tensor
+    record_past = False
+
+    def activate_past_recording(self) -> None:
+        """Be ready to be cropped, in transformers' words."""
+        self.record_past = True
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -15,7 +15,8 @@ from transformers.cache_utils import StaticLayer
 __all__ = ["remember"]
 
 _SLACK = 32
-"""Tokens kept beyond the window, so that it is whole when as many are cropped, as assisted decoding does."""
+"""Tokens kept beyond the window, so that it is whole when as many are cropped, as assisted decoding does; not by static
+layers, which are not cropped, nor by those that are told when they will be."""
 
 
 @functools.cache
@@ -37,8 +38,8 @@ def _with_recent(kind: Any) -> Any:
 
         def append(self, latents: Tensor, window: int) -> Tensor:
             """Add those of new tokens, (batch, 1, tokens, columns); returns them behind those of a window and more."""
-            keep = window + _SLACK
             if not isinstance(self, StaticLayer):
+                keep = window + (_SLACK if getattr(self, "record_past", True) else 0)
                 known = latents if self.recent is None else torch.cat([self.recent, latents], dim=2)
                 # Copied, or a prompt's would be kept as a whole.
                 self.recent = known[:, :, -keep:].clone() if known.shape[2] > 2 * keep else known[:, :, -keep:]
@@ -46,11 +47,11 @@ def _with_recent(kind: Any) -> Any:
             if self.recent is None:
                 # It outlives the call, and graphs know it by its address.
                 with torch.inference_mode(False):
-                    self.recent = latents.new_zeros(*latents.shape[:2], keep, latents.shape[3])
+                    self.recent = latents.new_zeros(*latents.shape[:2], window, latents.shape[3])
                 if not torch.compiler.is_compiling():
                     torch._dynamo.mark_static_address(self.recent)
             known = torch.cat([self.recent, latents], dim=2)
-            self.recent.copy_(known[:, :, -keep:])
+            self.recent.copy_(known[:, :, -window:])
             return known
 
         def _replace(self, change: Any) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,11 @@ from transformers import DynamicCache
 from recalkv.errors import NonFiniteError
 from recalkv.model.precision import resolve_precision
 from recalkv.params import EvaluationParams
-from recalkv.store.stores import StoreReader, StoreWriter
 from recalkv.text.windows import Windows
+
+if TYPE_CHECKING:
+    # Stores need zarr, which measuring does not.
+    from recalkv.store.stores import StoreReader, StoreWriter
 
 __all__ = [
     "MAIN_TEXT",
@@ -261,7 +264,7 @@ class MeasuredText:
             "tokens_per_window": self.windows.tokens.shape[1],
         }
 
-    def write(self, store: StoreWriter, place: str) -> None:
+    def write(self, store: "StoreWriter", place: str) -> None:
         """Put the text into the store of ``baseline``."""
         assert self.dense.states is not None
         store.put(f"{place}/windows", self.windows.tokens)
@@ -270,13 +273,13 @@ class MeasuredText:
         store.put(f"{place}/states", self.dense.states)
 
     @classmethod
-    def read(cls, store: StoreReader, place: str) -> "MeasuredText":
+    def read(cls, store: "StoreReader", place: str) -> "MeasuredText":
         """Take it from there."""
         windows = Windows(store.get(f"{place}/windows"), store.get(f"{place}/documents"))
         return cls(windows, Scores(store.get(f"{place}/losses"), states=store.get(f"{place}/states")))
 
     @classmethod
-    def read_all(cls, store: StoreReader) -> dict[str, "MeasuredText"]:
+    def read_all(cls, store: "StoreReader") -> dict[str, "MeasuredText"]:
         """All texts of the store of ``baseline``: :data:`MAIN_TEXT`, and the further ones by their short names."""
         places = {MAIN_TEXT: MAIN_TEXT} | {
             name: further_text(name) for name in store.attributes["parameters"]["further_texts"]

@@ -261,7 +261,7 @@ class LatentAttention(nn.Module):
         query = rotated(query.transpose(1, 2), query_rope)
         key = rotated(self._rebuild_keys(z_k), key_rope)
         if several:
-            return self._read_windows(query, key, z_v, cached, rope, mask, kwargs), None
+            return self._read_windows(query, key, z_v, cached, key_rope, mask, kwargs), None
         return self._read(query, key, z_v, mask, seen - (length + offset), kwargs)
 
     def _read_windows(

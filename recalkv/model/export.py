@@ -138,10 +138,12 @@ def build_model(
     family = config.model_type.removeprefix("recalkv_")
     with torch.device("meta"):
         model = MODEL_CLASSES[family](config)
-    state = dict(other)
+    held, state = stored_weights(config), dict(other)
+    # Layer by layer: the whole model is never held in float32.
     for index, layer in enumerate(layers):
-        state |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
-    decoded = stored_weights(config).decoded(state)
+        typed = layer if dtype is None else held.converted(layer, dtype)
+        state |= {f"model.layers.{index}.{name}": tensor for name, tensor in typed.items()}
+    decoded = held.decoded(state)
     origins = Origins(model, decoded)
     weights = {name: origins.read(name, decoded.__getitem__) for name in origins.names}
     if getattr(config, "quantization_config", None) is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recalkv.presets import DEFAULT, preset, preset_names
+from recalkv.presets import preset, preset_names
 
 __all__ = ["Beside", "Measured", "beside_paper", "paper_rows"]
 
@@ -50,7 +50,8 @@ class Beside:
 
 def paper_rows(path: Path, model_id: str) -> list[dict[str, Any]]:
     """Rows of the paper's tables for a model by its id on the hub; none for a model that it does not have."""
-    known = {preset(name).model.id: name for name in preset_names() if name != DEFAULT}
+    printed = [name for name in preset_names() if name.startswith("paper/")]
+    known = {preset(name).model.id: name.removeprefix("paper/") for name in printed}
     if model_id not in known or not path.exists():
         return []
     rows = json.loads(path.read_text())["rows"]
