@@ -55,6 +55,7 @@ def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figur
             **({"predicted_rise_nats": sum(result.predicted_rises)} if method.metric == "loss" else {}),
             "cached_elements_per_token": spec.cached_elements_per_token,
             "bytes_per_token": spec.cached_bits_per_token / 8,
+            "window_bytes": spec.window_bytes(),
             "dense_bytes_per_token": spec.dense_elements_per_token * DENSE_BITS / 8,
             "removed": spec.removed,
         },

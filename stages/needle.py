@@ -42,8 +42,7 @@ def needle(
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if name == "compressed":
-        spec = LatentSpec.from_config(model.config)
-        bits = DENSE_BITS * (1 - spec.removed)
+        bits = LatentSpec.from_config(model.config).bits_per_element(CONTEXTS[0])
     elif name == "dense":
         bits = float(DENSE_BITS)
     else:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from recalkv.cache.growing import growing_cache
+from recalkv.cache.recent import remember
 from recalkv.errors import CheckpointError
 from recalkv.evaluation.attention_step import TOLERANCE
 from recalkv.evaluation.resources import now
@@ -32,8 +33,8 @@ CACHES = ("growing", "static")
 """What ``generate`` takes by default, and transformers' StaticCache. The dense model's default is transformers'
 DynamicCache, which copies itself at every step."""
 
-Contents = list[tuple[Tensor, Tensor]]
-"""What every layer caches of the prompt: keys and values, (1, heads, tokens, width) each."""
+Contents = list[tuple[Tensor, Tensor, Tensor | None]]
+"""What every layer caches of the prompt: keys and values, (1, heads, tokens, width) each, and the exact latents."""
 
 _PROMPT_TOKENS = 64
 _WARM_UP = 1
@@ -44,7 +45,7 @@ def prompt_contents(model: Any, seed: int = 0) -> Contents:
     """What the model caches of random tokens."""
     cache = DynamicCache(config=model.config)
     model(_random_ids(model, _PROMPT_TOKENS, seed), past_key_values=cache, logits_to_keep=1)
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    return [(layer.keys, layer.values, getattr(layer, "recent", None)) for layer in cache.layers]
 
 
 def _random_ids(model: Any, tokens: int, seed: int) -> Tensor:
@@ -64,7 +65,7 @@ def time_prefill(model: Any, tokens: int, seed: int = 0) -> Timing:
 def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, slots: int) -> Any:
     """A cache of this kind that holds so many tokens."""
     cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else growing_cache(model.config)
-    for index, (keys, values) in enumerate(contents):
+    for index, (keys, values, recent) in enumerate(contents):
         length = keys.shape[2]
         # A static cache is filled piece by piece, so that it is never in memory twice.
         pieces = [length] * (tokens // length) + [tokens % length] if kind == "static" else [tokens]
@@ -72,6 +73,9 @@ def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, 
             copies = -(-piece // length)
             parts = (part.repeat(batch, 1, copies, 1)[:, :, :piece] for part in (keys, values))
             cache.update(*parts, index)
+        if recent is not None:
+            window = model.config.recalkv["exact_window"]
+            remember(cache, index, recent[:, :, -window:].repeat(batch, 1, 1, 1), window)
     return cache
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "measure_generation",
     "parameter_count",
     "parameter_metrics",
+    "window_bytes",
 ]
 
 _CACHE_TOKENS = 64
@@ -31,6 +32,8 @@ class Generated:
     ----------
     cache_bytes_per_token
         Of its live cache, all layers together.
+    window_bytes
+        Of the newest tokens' exact latents beside it, per sequence.
     parameters
         Of the model, tied ones once.
     samples
@@ -38,6 +41,7 @@ class Generated:
     """
 
     cache_bytes_per_token: float
+    window_bytes: float
     parameters: int
     samples: Sequence[str]
 
@@ -64,7 +68,7 @@ def measure_generation(model: Any, tokenizer: Any, windows: Tensor, wanted: Eval
         output = _generate(model, ids, wanted.sample_tokens)
         samples.append(str(tokenizer.decode(output.sequences[0, ids.shape[1] :])))
     cache = fill_cache(model, windows[:1, :_CACHE_TOKENS])
-    return Generated(cache_bytes_per_token(cache), parameter_count(model), samples)
+    return Generated(cache_bytes_per_token(cache), window_bytes(cache), parameter_count(model), samples)
 
 
 def _generate(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> Any:
@@ -92,6 +96,12 @@ def cache_bytes_per_token(cache: Any) -> float:
     return float(sum(tensor.nbytes / (tensor.shape[0] * tensor.shape[2]) for tensor in tensors))
 
 
+def window_bytes(cache: Any) -> float:
+    """Bytes that a live cache holds per sequence of exact latents beside its rows, over all layers."""
+    tensors = [getattr(layer, "recent", None) for layer in cache.layers]
+    return float(sum(tensor.nbytes / len(tensor) for tensor in tensors if tensor is not None))
+
+
 def parameter_count(model: Any) -> int:
     """Number of parameters, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
@@ -109,6 +119,7 @@ def cache_metrics(spec: LatentSpec, dense: Generated, compressed: Generated, ele
     return {
         "dense_bytes_per_token": dense_live,
         "compressed_bytes_per_token": live,
+        "compressed_window_bytes": compressed.window_bytes,
         "allocated_bytes_per_token": spec.cached_bytes_per_token(element_bytes),
         "reference_bytes_per_token": reference,
         "compression_ratio": 1 - live / reference,

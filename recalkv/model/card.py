@@ -93,6 +93,7 @@ def _settings(spec: LatentSpec) -> list[tuple[str, str]]:
         ("bytes removed, of a dense cache in 16 bits", f"{spec.removed:.2%}"),
         ("cache in 16 bits, bytes per token, dense", f"{spec.dense_bytes_per_token:,.0f}"),
         ("cache, bytes per token, compressed", f"{spec.cached_bytes_per_token():,.0f}"),
+        ("newest tokens read exactly", f"{spec.exact_window}, {spec.window_bytes():,.0f} bytes per sequence"),
         ("heads per group", f"{spec.key_group_size}"),
         ("latents", "shared by keys and values" if spec.joint else "separate for keys and values"),
         (

@@ -27,4 +27,6 @@ def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype, dev
         one device.
     """
     register()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device_map or {"": device}).eval()
+    # A map, even of one device, needs accelerate, which a CPU does not.
+    placed = device_map or (None if device.type == "cpu" else {"": device})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=placed).eval()

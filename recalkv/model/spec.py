@@ -312,6 +312,11 @@ class LatentSpec:
         """Bytes that the exact latents of a whole window take beside the rows, once for every sequence."""
         return self.exact_window * element_bytes * sum(each.cached_elements for each in self.layers if each.quantised)
 
+    def bits_per_element(self, context: int) -> float:
+        """Bits of an element of the dense cache of so many tokens, the window's exact latents spread over them."""
+        bits = self.cached_bits_per_token + 8 * self.window_bytes() / context
+        return bits / self.dense_elements_per_token
+
     @property
     def dense_elements_per_token(self) -> int:
         """Elements that the dense model caches of one token."""

@@ -13,6 +13,9 @@ __all__ = ["Row", "both_paths", "draw", "page", "rows_of"]
 
 Row = dict[str, Any]
 
+_CONTEXT = 2048
+"""Tokens over which windows of exact latents are spread."""
+
 
 def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
     """One row for each text of a cell.
@@ -32,11 +35,12 @@ def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
         ``method``, ``bits_per_element`` (scales included; an exact window spread over 2,048 tokens), ``text``, ``kl``
         and its ``error``, ``excess`` and its ``excess_error`` (nats per token), ``top1`` (fraction), ``ours``.
     """
+    spread = cell.get("window_bytes", 0) / _CONTEXT
     return [
         {
             "method": name,
             "ours": "bits_per_element" not in cell,
-            "bits_per_element": 16 * cell["bytes_per_token"] / cell["dense_bytes_per_token"],
+            "bits_per_element": 16 * (cell["bytes_per_token"] + spread) / cell["dense_bytes_per_token"],
             "text": text,
             "kl": found["kl_nats"],
             "error": found["kl_standard_error_nats"],

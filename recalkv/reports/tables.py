@@ -45,12 +45,18 @@ def excess(row: Mapping[str, Any]) -> str:
     return f"{row['excess_nats']:.3f} ± {row['excess_standard_error_nats']:.3f}"
 
 
+def _ratio(compressed: float, dense: float) -> str:
+    return f"{compressed / dense:.2f}" if dense else ""
+
+
 def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
     """Perplexity, cache, parameters and speed of the pipeline's checkpoint, its module beside SDPA on a static one."""
     live = {side: metrics["cache"][f"{side}_bytes_per_token"] for side in _SIDES}
+    window = metrics["cache"].get("compressed_window_bytes", 0)
     sides = [
         ("perplexity", metrics["perplexity"], ".2f"),
         ("live cache, bytes per token", live, ",.0f"),
+        ("exact window, bytes per sequence", {"dense": 0, "compressed": window}, ",.0f"),
         ("parameters", metrics["parameters"], ",.0f"),
     ]
     if "prefill_seconds" in latency:
@@ -64,7 +70,11 @@ def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, An
     return markdown(
         ["", "dense", "compressed", "compressed / dense"],
         (
-            [what, *(f"{pair[side]:{form}}" for side in _SIDES), f"{pair['compressed'] / pair['dense']:.2f}"]
+            [
+                what,
+                *(f"{pair[side]:{form}}" for side in _SIDES),
+                f"{pair['compressed'] / pair['dense']:.2f}" if pair["dense"] else "",
+            ]
             for what, pair, form in sides
         ),
     )
