@@ -41,6 +41,7 @@ REAL = [
 ]
 EVERY = pytest.mark.parametrize(("name", "real", "dtype"), SMALL + REAL)
 JOINT_ONES = [each for each in SMALL + REAL if "separate" not in str(each.id)]
+SINGLE_ONES = [each for each in SMALL + REAL if "several queries" not in str(each.id)]
 
 
 def sized(name: str, real: bool, **changes: Any) -> Case:
@@ -80,6 +81,12 @@ def test_one_pass(name: str, real: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("codes", [(UNIFORM_CODES[8],), MIXED_CODES], ids=["8 bits", "mixed"])
 def test_packed(name: str, real: bool, codes: Any, dtype: torch.dtype) -> None:
     case = sized(name, real, dtype=dtype, segments=_segments(*codes))
+    assert Problem(case).error() < TYPES[dtype]
+
+
+@pytest.mark.parametrize(("name", "real", "dtype"), SINGLE_ONES)
+def test_packed_beside_a_window_of_exact_latents(name: str, real: bool, dtype: torch.dtype) -> None:
+    case = sized(name, real, dtype=dtype, segments=_segments(*MIXED_CODES), exact=32)
     assert Problem(case).error() < TYPES[dtype]
 
 

@@ -71,6 +71,7 @@ class Case:
     scaling: float = 1.0
     segments: Any = None
     spare_slots: int = 0
+    exact: int = 0
     value_up: bool = True
     int8: bool = False
 
@@ -124,13 +125,25 @@ class Problem:
             for sequence, count in enumerate(case.padding):
                 self.mask[sequence, :, :, :count] = False
         self.layouts: list[RowLayout | None] = [None, None]
+        self.recent: Tensor | None = None
         self.rows = [self.z_k, self.z_v]
         if case.segments is not None:
             layouts = [RowLayout(case.segments([*ranks])) for ranks in (self.key_ranks, self.value_ranks)]
             self.rows = [layout.pack(z) for layout, z in zip(layouts, self.rows, strict=True)]
             read = [layout.unpack(z, case.dtype) for layout, z in zip(layouts, self.rows, strict=True)]
+            if case.exact:
+                self.recent = self._overlay([self.z_k] if case.joint else [self.z_k, self.z_v], read)
             self.z_k, self.z_v = read
             self.layouts = [layouts[0], layouts[1]]
+
+    def _overlay(self, latents: list[Tensor], read: list[Tensor]) -> Tensor:
+        """Exact latents of the last tokens, in the place of those that are read; NaN before slot 0."""
+        last, count = self.first + 1, self.case.exact
+        begin = max(0, last - count)
+        for exact, packed in zip([latents[0], latents[-1]], read, strict=True):
+            packed[:, begin:last] = exact[:, begin:last]
+        own = torch.cat(latents, dim=-1)[:, begin:last]
+        return torch.nn.functional.pad(own, (0, 0, count - own.shape[1], 0), value=math.nan)
 
     def by_kernels(self) -> list[Tensor]:
         case = self.case
@@ -148,6 +161,7 @@ class Problem:
             torch.tensor([seen], device=DEVICE) if case.spare_slots else seen,
             case.head_dim**-0.5, None if self.bias is None else self.bias.to(DEVICE),
             None if self.norm is None else (self.norm[0].to(DEVICE), self.norm[1]), 0, case.runs or 0,
+            recent=None if self.recent is None else self.recent.to(DEVICE),
         ).cpu()  # fmt: skip
         # Widths of the groups' parts in the input of the output projection.
         n_rep = case.query_heads // case.kv_heads
@@ -307,6 +321,28 @@ def test_packed_rows_are_read_as_they_are(codes: tuple[Code, ...], joint: bool) 
     assert Problem(case).error() < 2e-6
 
 
+@pytest.mark.parametrize("slots", [3, 70, 150])
+@pytest.mark.parametrize("exact", [1, 9, 80])
+@pytest.mark.parametrize("joint", [True, False])
+def test_windows_of_exact_latents_beside_packed_rows(slots: int, exact: int, joint: bool) -> None:
+    """Within a tile, across two, and longer than the sequence; in a static cache with empty slots and padding."""
+    for spare, padding, runs in ((0, [], None), (5, [0, 2], 3)):
+        case = Case(
+            kv_heads=2, query_heads=4, key_group=1, value_group=2, joint=joint, segments=_segments(UNIFORM_CODES[4]),
+            exact=exact, slots=slots + spare, spare_slots=spare, padding=padding, batch=len(padding) or 1, runs=runs,
+        )  # fmt: skip
+        problem = Problem(case)
+        assert problem.error() < 2e-6
+        problem.recent = None
+        assert problem.error() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_windows_of_ranks_and_values_in_several_blocks(dtype: torch.dtype) -> None:
+    case = Case(key_rank=83, value_rank=150, segments=_segments(*CODES), exact=20, slots=75, dtype=dtype)
+    assert Problem(case).error() < (2e-6 if dtype == torch.float32 else 1.5e-2)
+
+
 @pytest.mark.parametrize("tile", [64, 128])
 def test_far_positions_are_exact(tile: int) -> None:
     """Slots 100,000 and on: angles are those of float64, not of a float32 product."""
@@ -378,9 +414,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     from recalkv.kernels import attention
 
-    def call(query: Tensor, *arguments: Any) -> Tensor:
+    def call(query: Tensor, *arguments: Any, **options: Any) -> Tensor:
         calls.append(query.shape[1])
-        return latent_attention(query, *arguments)
+        return latent_attention(query, *arguments, **options)
 
     monkeypatch.setattr(attention, "latent_attention", call)
     return calls
@@ -395,6 +431,16 @@ def test_many_queries_stay_with_torch(counted: list[int]) -> None:
         model(part, past_key_values=cache)
     # Two query heads of each key/value head: 34 rows are too many, 32 are not.
     assert counted == [16, 5]
+
+
+@torch.no_grad()
+def test_several_windows_of_exact_latents_stay_with_torch(counted: list[int]) -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", bits=4, ratio=0.8, exact_window=5, layers=1)
+    model, ids = use_kernels(model.to(DEVICE)), tiny.windows(1, 14).to(DEVICE)
+    cache = DynamicCache(config=model.config)
+    for part in ids.split([10, 1, 2, 1], dim=1):
+        model(part, past_key_values=cache)
+    assert counted == [1, 1]
 
 
 def test_gradients_and_autocast_stay_with_torch(counted: list[int]) -> None:
@@ -442,6 +488,15 @@ def test_8_bit_products_follow_the_factors() -> None:
             up.mul_(-1.0)
         assert float((last_logits(model, ids) - rounded).abs().max()) > 1e-2
         use_kernels(model, "torch")
+
+
+@torch.no_grad()
+def test_8_bit_products_are_not_for_windows_of_exact_latents(counted: list[int]) -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", bits=8, ratio=0.6, exact_window=5, layers=1)
+    model, ids = model.to(DEVICE), tiny.windows(1, 20)
+    expected = last_logits(model, ids)
+    torch.testing.assert_close(last_logits(use_kernels(model, int8=True), ids), expected, atol=1e-5, rtol=1e-5)
+    assert counted == [1]
 
 
 def test_written_and_moved_factors_are_seen() -> None:
@@ -499,7 +554,15 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         use_kernels(model.float())
 
 
-@pytest.mark.parametrize("settings", [{"method": "loss-aware"}, {"method": "recalkv"}, {"bits": 4, "ratio": 0.8}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "loss-aware"},
+        {"method": "recalkv"},
+        {"bits": 4, "ratio": 0.8},
+        {"method": "recalkv", "bits": 4, "ratio": 0.8, "exact_window": 5},
+    ],
+)
 def test_auto_trusts_the_kernels_after_a_trial(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.compressed_pair("llama-gqa", **settings)[1].to(DEVICE)
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ __all__ = ["steps"]
 PACKAGES = ("numpy", "numba", "pydantic", "zarr", "typer", "pytest", "xdist", "matplotlib", "dvc", "lm_eval")
 MODULES = ("recalkv", "recalkv.kernels.module", "recalkv.kernels.attention", "recalkv.compression", "tests.conftest")
 COMPILED = (
-    "mistral-7b joint s=2 70%", "mistral-7b joint s=2 packed",
+    "mistral-7b joint s=2 70%", "mistral-7b joint s=2 packed, exact window",
     "llama-2-7b joint s=2 int8", "llama-2-7b joint s=2 50%, one pass",
 )  # fmt: skip
 """Configurations of ``recalkv.kernels.compile_gate``: of every kernel one."""

@@ -54,6 +54,7 @@ def latent_attention(
     joint: JointTables | None = None,
     pages: Tensor | None = None,
     window: int = ALL_SLOTS,
+    recent: Tensor | None = None,
 ) -> Tensor:
     """Attention of a few queries over latents, up to the output projection.
 
@@ -82,6 +83,9 @@ def latent_attention(
         Blocks of each sequence, in the order of its tokens, where the cache is paged. No ``mask`` then.
     window
         Tokens that a query sees, itself included. Further ones are not read, nor need their blocks be there.
+    recent : (batch, any, columns) or None
+        Exact latents of the last tokens, up to the query's, keys' and then values' columns: what packed rows have of
+        these is not read. For one query, and without 8-bit products. What stands before slot 0 may be anything.
 
     Returns
     -------
@@ -112,7 +116,7 @@ def latent_attention(
     keys, values = plan.key_columns, plan.key_columns if z_v is None else plan.value_columns
     call: Any = _operator if compiling else _decode
     result: Tensor = call(
-        query, z_k, z_v, mask, *where, pages, window,
+        query, z_k, z_v, mask, *where, pages, window, recent,
         plan.key_factors, plan.key_table, plan.key_scales, plan.value_up, plan.value_table, step.blocks,
         None if keys is None else keys.places, None if keys is None else keys.words,
         None if values is None else values.places, None if values is None else values.words,
@@ -127,7 +131,8 @@ def latent_attention(
 
 def _decode(
     query: Tensor, z_k: Tensor, z_v: Tensor | None, mask: Tensor | None, seen: Tensor, behind: int,
-    pages: Tensor | None, window: int, key_up: Tensor, key_table: Tensor, key_scales: Tensor | None,
+    pages: Tensor | None, window: int, recent: Tensor | None,
+    key_up: Tensor, key_table: Tensor, key_scales: Tensor | None,
     value_up: Tensor | None, value_table: Tensor, blocks: Tensor,
     key_places: Tensor | None, key_words: Tensor | None, value_places: Tensor | None, value_words: Tensor | None,
     key_bias: Tensor | None, key_norm: Tensor | None, epsilon: float, anchors: Tensor, offsets: Tensor,
@@ -140,6 +145,10 @@ def _decode(
     (slots, page), kv_heads, device, latents = places_of(z_k, pages), key_table.shape[0], query.device, query.dtype
     rows, half = h // kv_heads * queries, head_dim // 2
     all_rows, total = kv_heads * rows, total * rows
+    exact_k = exact_v = None
+    if recent is not None and key_places is not None:
+        exact_k, exact_v = recent, recent if z_v is None else recent[..., key_places.shape[1] :]
+    exact_numbers = (0, 0, 0) if exact_k is None else (exact_k.stride(0), exact_k.stride(1), exact_k.shape[1])
     z_v = z_k if z_v is None else z_v
     packed, interpreted = value_places is not None, bool(triton.knobs.runtime.interpret)
     score_constants: dict[str, Any] = {
@@ -148,12 +157,13 @@ def _decode(
         "RESIDENT": resident,
         "BLOCK_N": tile, "ALIGN": key_alignment, "HAS_BIAS": key_bias is not None, "HAS_NORM": key_norm is not None,
         "MASK": 2 if mask is not None else 1 if queries > 1 else 0, "PACKED": key_places is not None,
-        "UPCAST": interpreted, "INT8": key_scales is not None, "PAGE": page, "num_warps": warps, "num_stages": STAGES,
+        "UPCAST": interpreted, "INT8": key_scales is not None, "PAGE": page, "EXACT": exact_k is not None,
+        "num_warps": warps, "num_stages": STAGES,
     }  # fmt: skip
     value_constants: dict[str, Any] = {
         "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE, "ALIGN": block_alignment, "PACKED": packed,
         "UPCAST": interpreted, "TYPE": _TYPES[latents], "PAGE": page, "WIDE": wide_products(device),
-        "num_warps": value_warps(packed), "num_stages": STAGES,
+        "EXACT": exact_v is not None, "num_warps": value_warps(packed), "num_stages": STAGES,
     }  # fmt: skip
     score_kind = ("scores", device, latents, *score_constants.values())
     value_kind = ("values", device, *value_constants.values())
@@ -176,18 +186,18 @@ def _decode(
             seen if key_norm is None else key_norm, anchors, offsets, seen if mask is None else mask, seen,
             seen if pages is None else pages, logits, key_table, seen if key_places is None else key_places,
             seen if key_words is None else key_words,
-            seen if key_scales is None else key_scales, z_k.stride(0), z_k.stride(1),
-            0 if mask is None else mask.stride(0),
+            seen if key_scales is None else key_scales, seen if exact_k is None else exact_k,
+            z_k.stride(0), z_k.stride(1), 0 if mask is None else mask.stride(0),
             0 if mask is None else mask.stride(2), logits_stride, 0 if key_places is None else key_places.shape[1],
-            seen_stride, pages_stride, behind, window, scaling * _LOG2_E, epsilon, **score_constants,
+            seen_stride, pages_stride, *exact_numbers, behind, window, scaling * _LOG2_E, epsilon, **score_constants,
         )  # fmt: skip
         note_resources(score_kind, compiled, warps, device)
         compiled = values_kernel[(len(blocks), runs, batch)](
             logits, z_v, partial, most, sums, seen, seen if pages is None else pages, blocks,
             seen if value_places is None else value_places, seen if value_words is None else value_words,
-            z_v.stride(0), z_v.stride(1), logits_stride,
+            seen if exact_v is None else exact_v, z_v.stride(0), z_v.stride(1), logits_stride,
             0 if value_places is None else value_places.shape[1], all_rows, total, seen_stride, pages_stride,
-            behind, window + queries - 1, **value_constants,
+            *exact_numbers, behind, window + queries - 1, **value_constants,
         )  # fmt: skip
         note_resources(value_kind, compiled, value_warps(packed), device)
         block_d, (combine_rows, at_once) = output_block(head_dim), combine_blocks(rows)

@@ -15,9 +15,14 @@ __all__ = ["head_row", "load_codes", "load_latents", "load_up", "run_of_tiles", 
 @triton.jit
 def load_latents(
     base, slots_ok, columns, columns_ok, slot_offsets, columns_ptr, words_ptr, table_width,
-    PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr, EXACT: tl.constexpr = False,
+    exact_ptr=None, exact_stride=0, exact_row=None, any_exact=False,
 ):  # fmt: skip
-    """Latents (slots, columns) of one sequence: plain, or unpacked from rows of codes."""
+    """Latents (slots, columns) of one sequence: plain, or unpacked from rows of codes.
+
+    With EXACT slots whose ``exact_row`` is not negative are read from that row instead; ``any_exact`` says whether
+    there are any.
+    """
     ok = slots_ok[:, None] & columns_ok[None, :]
     if PACKED:
         # Of each column: first byte, shift and bits of its code, byte of its scale, and its places among the words.
@@ -36,6 +41,11 @@ def load_latents(
         level = tl.load(rows + level_at[None, :], mask=ok, other=0).to(tl.float32)
         latents = (word * tl.exp2((level - 128.0) * 0.125)).to(TYPE)
         latents = tl.where(ok, latents, 0.0)
+        if EXACT:  # noqa: SIM102  (one is known to the compiler)
+            # All other tiles keep their loads ahead of the products.
+            if any_exact:
+                at = exact_ptr + exact_row[:, None] * exact_stride + columns[None, :]
+                latents = tl.load(at, mask=ok & (exact_row >= 0)[:, None], other=latents)
     else:
         latents = tl.load(base + slot_offsets[:, None] + columns[None, :], mask=ok, other=0.0)
     if UPCAST:

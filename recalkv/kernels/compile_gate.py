@@ -70,6 +70,7 @@ class Configuration:
     int8: bool = False
     direct: int | None = None
     page: int = 0
+    exact: bool = False
 
     @property
     def pages(self) -> str:
@@ -80,6 +81,12 @@ class Configuration:
     def latent(self) -> str:
         """Type of the cached latents."""
         return "*u8" if self.packed else f"*{self.dtype}"
+
+    @property
+    def exact_types(self) -> dict[str, str]:
+        """Types of what the kernels know of a window of exact latents."""
+        pointer = f"*{self.dtype}" if self.exact else "*i64"
+        return {"exact_ptr": pointer, "exact_batch_stride": "i64", "exact_stride": "i32", "exact_count": "i32"}
 
 
 Launch = tuple[str, Any, dict[str, str], dict[str, Any], int, int]
@@ -102,6 +109,8 @@ CONFIGURATIONS = (
     Configuration("smollm2-135m joint s=2 50%", 64, 3, 128, 128, 2),
     Configuration("llama-2-7b joint s=2 packed", 128, 1, 256, 256, 2, packed=True),
     Configuration("mistral-7b joint s=2 packed", 128, 4, 256, 256, 2, packed=True),
+    Configuration("llama-2-7b joint s=2 packed, exact window", 128, 1, 256, 256, 2, packed=True, exact=True),
+    Configuration("mistral-7b joint s=2 packed, exact window", 128, 4, 256, 256, 2, packed=True, exact=True),
     Configuration("llama-2-7b joint s=2 int8", 128, 1, 256, 256, 2, packed=True, int8=True),
     Configuration("llama-2-7b s=4 70% int8", 128, 1, 160, 1232, 32, packed=True, int8=True),
     Configuration("mistral-7b joint s=2 int8", 128, 4, 256, 256, 2, packed=True, int8=True),
@@ -230,9 +239,10 @@ def _scores(c: Configuration, architecture: int) -> Launch:
         "RANK_B": launch.rank_second, "RESIDENT": launch.resident, "BLOCK_N": launch.tile,
         "ALIGN": 1 if c.packed else math.gcd(16, c.key_rank), "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
         "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
-        "INT8": c.int8, "PAGE": c.page,
+        "INT8": c.int8, "PAGE": c.page, "EXACT": c.exact,
     }  # fmt: skip
-    return "scores", scores_kernel, pointers | numbers, constants, launch.warps, STAGES
+    types = pointers | numbers | c.exact_types
+    return "scores", scores_kernel, types, constants, launch.warps, STAGES
 
 
 def _values(c: Configuration, architecture: int) -> Launch:
@@ -245,13 +255,13 @@ def _values(c: Configuration, architecture: int) -> Launch:
         "words_ptr": "*fp32" if c.packed else "*i64",
         "latent_batch_stride": "i64", "latent_slot_stride": "i32", "logits_stride": "i32", "table_width": "i32",
         "all_rows": "i32", "total": "i32", "seen_stride": "i32", "pages_stride": "i32", "behind": "i32",
-        "window": "i32",
+        "window": "i32", **c.exact_types,
     }  # fmt: skip
     constants = {
         "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE,
         "ALIGN": 1 if c.packed else math.gcd(16, c.value_rank), "PACKED": c.packed, "UPCAST": False,
         "TYPE": triton.language.bfloat16 if c.dtype == "bf16" else triton.language.float16,
-        "PAGE": c.page, "WIDE": architecture >= 90,
+        "PAGE": c.page, "WIDE": architecture >= 90, "EXACT": c.exact,
     }  # fmt: skip
     return "values", values_kernel, types, constants, value_warps(c.packed), STAGES
 
@@ -298,8 +308,8 @@ def _compile(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, warps: int, stages: int
 ) -> tuple[int, int, int, int, int, int]:
     signature = types | dict.fromkeys(constants, "constexpr")
-    # Allocations are aligned, and so are these strides; a launch tells the compiler so.
-    known = [name for name, type in types.items() if type.startswith("*")]
+    # Allocations are aligned, and so are these strides; a launch tells the compiler so. A window starts anywhere.
+    known = [name for name, type in types.items() if type.startswith("*") and name != "exact_ptr"]
     known += ["logits_stride"] + (["latent_slot_stride"] if constants.get("ALIGN", 1) % 16 == 0 else [])
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in known}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)

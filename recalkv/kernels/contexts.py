@@ -13,14 +13,19 @@ from recalkv.kernels.blocks import head_row, load_latents, load_up, run_of_tiles
 __all__ = ["combine_kernel", "values_kernel"]
 
 
-@triton.jit(do_not_specialize=["behind", "window", "seen_stride", "pages_stride", "latent_batch_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "behind", "window", "seen_stride", "pages_stride", "latent_batch_stride", "exact_batch_stride", "exact_count",
+    ],
+    do_not_specialize_on_alignment=["exact_ptr"],
+)  # fmt: skip
 def values_kernel(
     logits_ptr, latent_ptr, partial_ptr, most_ptr, sum_ptr, seen_ptr, pages_ptr, blocks_ptr, columns_ptr,
-    words_ptr, latent_batch_stride, latent_slot_stride, logits_stride, table_width, all_rows, total, seen_stride,
-    pages_stride, behind, window,
+    words_ptr, exact_ptr, latent_batch_stride, latent_slot_stride, logits_stride, table_width, all_rows, total,
+    seen_stride, pages_stride, exact_batch_stride, exact_stride, exact_count, behind, window,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
     PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr, PAGE: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of a run of tiles times a block of value latents, not yet normalised.
 
@@ -30,7 +35,7 @@ def values_kernel(
     ----------
     logits_ptr : (batch, all_rows, logits_stride) float32
         From :func:`recalkv.kernels.scores.scores_kernel`.
-    seen_ptr, pages_ptr, seen_stride, behind
+    seen_ptr, pages_ptr, exact_ptr, seen_stride, behind
         As there.
     window
         Slots that any query sees.
@@ -62,6 +67,8 @@ def values_kernel(
     context = tl.zeros((BLOCK_C, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_C), dtype=tl.float32)
     seen = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind
     first_slot = tl.maximum(seen - window, 0)
+    first_exact = seen - exact_count
+    exact_ptr += batch.to(tl.int64) * exact_batch_stride
     first_tile, end_tile = run_of_tiles(seen, first_slot, run, runs, BLOCK_N)
     for tile in range(first_tile, end_tile):
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -78,7 +85,8 @@ def values_kernel(
         )
         latents = load_latents(
             latent_ptr, used, first_column + in_block, columns_ok, slot_offsets, columns_ptr, words_ptr, table_width,
-            PACKED, UPCAST, TYPE,
+            PACKED, UPCAST, TYPE, EXACT, exact_ptr, exact_stride, slot - first_exact,
+            (tile + 1) * BLOCK_N > first_exact,
         )  # fmt: skip
         shares = weights.to(latents.dtype)
         if WIDE:

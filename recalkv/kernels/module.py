@@ -34,11 +34,11 @@ class KernelAttention(LatentAttention):
     """:class:`LatentAttention` whose short queries over a filled cache go through the kernels.
 
     Prompts, more than a few queries, gradients, autocast, eager attention and masks that are not boolean stay with
-    the parent, and in compiled models more than one query. The factors are views of one buffer, so that whatever is
-    written into them is seen; a factor that is put in another's place (``parameter.data = ...``, ``load_state_dict``
-    with ``assign``) is noticed by its address, but not in a compiled model: compile after it. 8-bit copies of R_k
-    follow torch's own writes, which it counts, and not those by ``.data``. ``gauge_pairs`` are the direct pairs of each
-    group where the layer was put into the identity gauge.
+    the parent, and in compiled models or with a window of exact latents more than one query. The factors are views of
+    one buffer, so that whatever is written into them is seen; a factor that is put in another's place
+    (``parameter.data = ...``, ``load_state_dict`` with ``assign``) is noticed by its address, but not in a compiled
+    model: compile after it. 8-bit copies of R_k follow torch's own writes, which it counts, and not those by ``.data``.
+    ``gauge_pairs`` are the direct pairs of each group where the layer was put into the identity gauge.
     """
 
     _plan: LayerPlan | None = None
@@ -72,7 +72,7 @@ class KernelAttention(LatentAttention):
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """What the output projection reads, (batch, queries, its inputs); no weights from the kernels."""
-        z_k, z_v, seen, offset = cached[:4]
+        z_k, z_v, seen, offset, _, recent = cached
         if not self._by_kernel(query, cached, mask):
             return super()._attend(query, cached, rope, mask, kwargs)
         from recalkv.kernels.attention import latent_attention
@@ -91,17 +91,19 @@ class KernelAttention(LatentAttention):
             offset,
             0,
             self._joint,
+            recent=None if recent is None else recent[:, 0, -self.exact_window :],
         )
         return output, None
 
     def _by_kernel(self, query: Tensor, cached: Cached, mask: Any) -> bool:
         length, slots = query.shape[1], cached.z_k.shape[2]
         # Autocast keeps to plain torch, and so does whatever needs a gradient.
-        if cached.fresh or cached.recent is not None or torch.is_autocast_enabled(query.device.type):
+        if cached.fresh or torch.is_autocast_enabled(query.device.type):
             return False
         if torch.is_grad_enabled() and (query.requires_grad or self.k_proj.weight.requires_grad):
             return False
-        if length * self.num_key_value_groups > MAX_ROWS:
+        # Several queries have a window of exact latents each, which the kernels do not tell apart.
+        if length * self.num_key_value_groups > MAX_ROWS or (length > 1 and cached.recent is not None):
             return False
         if torch.compiler.is_compiling() and not self._prepared(length, slots, query.device):
             return False
@@ -129,7 +131,7 @@ class KernelAttention(LatentAttention):
             limit = shared_limit(keys.device)
             self._plan = LayerPlan(
                 keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, self.head_dim,
-                limit, self.key_rows, self.value_rows, self._int8,
+                limit, self.key_rows, self.value_rows, self._int8 and not self.exact_window,
             )  # fmt: skip
             self._joint = None
             if self.gauge_pairs is not None:
@@ -194,8 +196,9 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: b
         trial step right (:mod:`recalkv.kernels.trial`), and says in one warning why not; ``torch`` goes back to plain
         torch.
     int8
-        In layers that cache 8-bit codes (``compression.bits`` 8), rebuild keys by products of 8-bit numbers: R_k is
-        rounded to 8 bits with one scale per column (``benchmarks.int8_reconstruction`` has what that costs).
+        In layers that cache 8-bit codes and nothing else (``compression.bits`` 8, ``exact_window`` 0), rebuild keys by
+        products of 8-bit numbers: R_k is rounded to 8 bits with one scale per column
+        (``benchmarks.int8_reconstruction`` has what that costs).
     gauge
         Put layers of joint 16-bit latents into the identity gauge, in place (:mod:`recalkv.kernels.gauge`), so that
         one pass over the latents serves keys and values. Exact but for rounding (``benchmarks.identity_gauge``);

@@ -32,18 +32,20 @@ def _scaled(sums, size, scales_ptr, half_sums_at, places_ok):
 @triton.jit(
     do_not_specialize=[
         "behind", "window", "seen_stride", "pages_stride", "latent_batch_stride", "mask_batch_stride",
-        "mask_query_stride",
-    ]
+        "mask_query_stride", "exact_batch_stride", "exact_count",
+    ],
+    do_not_specialize_on_alignment=["exact_ptr"],
 )  # fmt: skip
 def scores_kernel(
     query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, pages_ptr,
-    logits_ptr, heads_ptr, columns_ptr, words_ptr, scales_ptr, latent_batch_stride, latent_slot_stride,
-    mask_batch_stride,
-    mask_query_stride, logits_stride, table_width, seen_stride, pages_stride, behind, window, scaling, eps,
+    logits_ptr, heads_ptr, columns_ptr, words_ptr, scales_ptr, exact_ptr, latent_batch_stride, latent_slot_stride,
+    mask_batch_stride, mask_query_stride, logits_stride, table_width, seen_stride, pages_stride,
+    exact_batch_stride, exact_stride, exact_count, behind, window, scaling, eps,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     RANK_A: tl.constexpr, RANK_B: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
     PACKED: tl.constexpr, UPCAST: tl.constexpr, INT8: tl.constexpr, PAGE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Scores of one key/value head's queries against a run of tiles, in units of log 2.
 
@@ -71,17 +73,23 @@ def scores_kernel(
     scales_ptr : (2, kv heads, 2 HALF) float32
         With INT8, where latents are packed in one run of 8-bit codes per group and R_k is int8: scale of each of
         its columns, and half the sum of its codes, as the middle of the latents' codes lies between two.
+    exact_ptr : (batch, exact_count, columns)
+        With EXACT, for one query and packed latents, neither RESIDENT nor INT8: the last ``exact_count`` slots are read
+        from here. What stands before the first slot is never read.
     ALIGN
         Divides the entries of ``heads_ptr`` and the batch stride: how many elements may be read at once.
     RANK_A, RANK_B
         Powers of two that cover the ranks. With RESIDENT R_k stays in registers or shared memory for the
         whole run, in blocks of these sizes; otherwise it is read again for each tile, RANK_A rows at a time.
     """
+    tl.static_assert(not EXACT or (QUERIES == 1 and not RESIDENT and not INT8))
     run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     first_column, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN)
     seen = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind
     first_slot = tl.maximum(seen - QUERIES + 1 - window, 0)
+    first_exact = seen - exact_count
+    exact_ptr += batch.to(tl.int64) * exact_batch_stride
     kind = up_ptr.dtype.element_ty
     SUMS: tl.constexpr = tl.int32 if INT8 else tl.float32  # noqa: N806  (a constant)
     if INT8:
@@ -157,7 +165,8 @@ def scores_kernel(
                 else:
                     latents = load_latents(
                         latent_ptr, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, words_ptr,
-                        table_width, PACKED, UPCAST, kind,
+                        table_width, PACKED, UPCAST, kind, EXACT, exact_ptr, exact_stride, slot - first_exact,
+                        (tile + 1) * BLOCK_N > first_exact,
                     )  # fmt: skip
                 block = load_up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
                 left = tl.dot(latents, block, left, input_precision="ieee", out_dtype=SUMS)

@@ -29,10 +29,12 @@ def why_wrong(layer: Any) -> str | None:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, _CACHED + 1, weight.shape[1], generator=generator).to(weight)
     cache = DynamicCache()
-    _, z_k, z_v = layer._new_states(states[:, :-1])
-    cache.update(z_k, z_v, layer.layer_idx)
-    query, z_k, z_v = layer._new_states(states[:, -1:])
-    cached = layer._cached(z_k, z_v, cache)
+    query, z_k, z_v = layer._latents(states)
+    query, rows = query[:, -1:], layer._rows(z_k, z_v)
+    cache.update(*(part[:, :, :-1] for part in rows), layer.layer_idx)
+    cached = layer._cached(*(part[:, :, -1:] for part in rows), cache)
+    if layer.exact_window:
+        cached = cached._replace(recent=torch.cat([z_k, z_v], dim=-1))
     cos, sin = layer.slots.upto(_CACHED + 1, states)
     rope = cos[None, _CACHED:], sin[None, _CACHED:]
     expected = layer.o_proj(LatentAttention._attend(layer, query, cached, rope, None, {})[0])
