@@ -4,6 +4,7 @@ The families that are served differ in their attention alone, which is the libra
 """
 
 import itertools
+import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -207,7 +208,13 @@ class ServedForCausalLM(LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check(vllm.__version__, vllm_config)
-        _specs(vllm_config.model_config.hf_config)
+        window = _specs(vllm_config.model_config.hf_config)[0].exact_window
+        if window:
+            warnings.warn(
+                f"exact_window={window} is left out: vLLM's paged cache holds packed rows alone, so that this is the model "
+                f"with exact_window=0, which is farther from the dense one.",
+                stacklevel=2,
+            )
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ServedLayer)
 
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: Any = ServedLayer) -> ServedModel:

@@ -1,8 +1,9 @@
-"""Tiny checkpoints of every family for the tests of vLLM, whose environment has no pipeline.
+"""Checkpoints for the tests of vLLM, whose environment has no pipeline: tiny ones of families, and the pipeline's own.
 
-python -m tests.served.checkpoints FOLDER
+python -m tests.served.checkpoints FOLDER COMPRESSED
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,20 @@ def characters() -> PreTrainedTokenizerFast:
     )
 
 
+def without_window(checkpoint: Path, folder: Path) -> None:
+    """The same checkpoint in another folder, whose queries read rows alone, as vLLM's do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in checkpoint.iterdir():
+        (folder / file.name).unlink(missing_ok=True)
+        (folder / file.name).symlink_to(file.resolve())
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["recalkv"]["exact_window"] = 0
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 if __name__ == "__main__":
+    without_window(Path(sys.argv[2]), Path(sys.argv[1]) / "default")
     for name, (family, compression) in CASES.items():
         compressed_pair(family, **compression)[1].save_pretrained(Path(sys.argv[1]) / name)
         characters().save_pretrained(Path(sys.argv[1]) / name)
