@@ -82,6 +82,8 @@ CASES = [
     ("llama-yarn", {"values": "fused"}),
     ("llama-bias", {"values": "reconstructed"}),
     ("qwen2-bias", {"method": "loss-aware", "bits": 8, "ratio": 0.6}),
+    ("qwen2-bias", {"method": "loss-aware", "bits": 2, "ratio": 0.85, "exact_window": 5}),
+    ("llama-gqa", {"bits": 2, "ratio": 0.85, "exact_window": 5}),
     ("qwen3-qk-norm", {"bits": 4, "ratio": 0.8}),
 ]
 
@@ -164,7 +166,9 @@ def test_times_of_rounds_add_up() -> None:
     assert first + second == StepTime("static", "", Timing((1, 3)), StepWork(1, 1), 2)
 
 
-@pytest.mark.parametrize("changes", [{}, {"method": "loss-aware", "bits": 4, "ratio": 0.8}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"bits": 4, "ratio": 0.8}, {"method": "loss-aware", "bits": 4, "ratio": 0.8, "exact_window": 5}]
+)
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding"])
 def test_decoding_is_the_same_over_every_cache(family: str, changes: dict[str, Any]) -> None:
     for model in pair(family, **changes)[:2]:

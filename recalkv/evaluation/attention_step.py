@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.growing import growing_cache
+from recalkv.cache.recent import remember
 from recalkv.errors import CheckpointError
 from recalkv.evaluation.reference import reference_output
 from recalkv.evaluation.step_caches import FullCache, Recorder
@@ -135,6 +136,11 @@ class Step:
         with torch.no_grad():
             self.states = module.norm(states)
             self._keys, self._values = self._contents()
+            self._window: int = getattr(module.attention, "exact_window", 0)
+            self._recent: Tensor | None = None
+            if self._window:
+                _, *latents = module.attention._latents(self.states[:, -self._window - 1 :])
+                self._recent = torch.cat(latents, dim=-1)
             cached = self._keys, self._values
             self._expected = reference_output(module.attention, module.rotary, self.states, cached)
 
@@ -174,10 +180,13 @@ class Step:
 
         attention = self.module.attention
         if not growing:
-            full = FullCache(own(self._keys), own(self._values))
+            recent = None if self._recent is None else own(self._recent[:, :, -self._window :])
+            full = FullCache(own(self._keys), own(self._values), recent)
             return lambda: attention(states, rope, None, past_key_values=full)[0]
         cache, layer = growing_cache(attention.config), self.module.layer
         cache.update(own(self._keys[:, :, :-1]), own(self._values[:, :, :-1]), layer)
+        if self._recent is not None:
+            remember(cache, layer, own(self._recent[:, :, :-1]), self._window)
 
         def step() -> Tensor:
             output: Tensor = attention(states, rope, None, past_key_values=cache)[0]

@@ -83,9 +83,12 @@ def _latent_rows(
     def latents(projection: nn.Linear, rows: Any, side: int) -> Tensor:
         if rows is not None and cached is not None:
             unpacked: Tensor = rows.unpack(cached[side][0, 0].to(inputs.device), torch.float64)
-            return unpacked
-        z = _linear(projection, inputs)
-        return z if rows is None else rows.unpack(rows.pack(z.to(projection.weight.dtype)), torch.float64)
+        else:
+            z = _linear(projection, inputs)
+            unpacked = z if rows is None else rows.unpack(rows.pack(z.to(projection.weight.dtype)), torch.float64)
+        if layer.exact_window:
+            unpacked[-layer.exact_window :] = _linear(projection, inputs[-layer.exact_window :])
+        return unpacked
 
     z_k = latents(layer.k_proj, layer.key_rows, 0)
     keys = torch.cat([z @ up.to(z) for z, up in zip(z_k.split(layer.key_ranks, -1), layer.key_up, strict=True)], -1)

@@ -211,8 +211,8 @@ class ServedForCausalLM(LlamaForCausalLM):
         window = _specs(vllm_config.model_config.hf_config)[0].exact_window
         if window:
             warnings.warn(
-                f"exact_window={window} is left out: vLLM's paged cache holds packed rows alone, so that this is the model "
-                f"with exact_window=0, which is farther from the dense one.",
+                f"exact_window={window} is left out: vLLM's paged cache holds packed rows alone, so that this is the "
+                f"model with exact_window=0, which is farther from the dense one.",
                 stacklevel=2,
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ServedLayer)
