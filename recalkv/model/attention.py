@@ -284,13 +284,21 @@ class LatentAttention(nn.Module):
             rope = self._rope_of(places, offset + slots, query)
         near, outputs = rotated(self._rebuild_keys(exact_k), rope), []
         near_v = exact_k[:, 0] if self.joint else exact_v[:, 0]
-        given = readable(mask, query.shape[0], length, slots, query.device)
+        given, rebuilt = readable(mask, query.shape[0], length, slots, query.device), None
         for part in blocks(
             length, slots, recent.shape[2], seen, offset, self.exact_window, self.sliding_window, given, query.device
         ):
+            own = query[:, :, part.queries]
             keys = torch.cat([key[:, :, : part.slots], near[:, :, part.recent]], dim=2)
-            values = torch.cat([z_v[:, : part.slots], near_v[:, part.recent]], dim=1)
-            outputs.append(self._read(query[:, :, part.queries], keys, values, part.mask, 0, kwargs)[0])
+            if self.fused or self.over_latents(own.shape[2], keys.shape[2], part.mask):
+                latents = torch.cat([z_v[:, : part.slots], near_v[:, part.recent]], dim=1)
+                outputs.append(self._read(own, keys, latents, part.mask, 0, kwargs)[0])
+                continue
+            if rebuilt is None:
+                # Once for all blocks.
+                rebuilt = self._rebuild_values(z_v), self._rebuild_values(near_v)
+            values = torch.cat([rebuilt[0][:, :, : part.slots], rebuilt[1][:, :, part.recent]], dim=2)
+            outputs.append(self._attention(own, keys, values, part.mask, kwargs)[0].flatten(2))
         return torch.cat(outputs, dim=1)
 
     def _split(self, recent: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ each, and so read two: rows for what is behind their windows and exact latents w
 softmax, under a mask (:func:`blocks`).
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -103,21 +104,14 @@ def blocks(
         # A static cache knows on the device alone how many slots are filled.
         far = min(slots, seen - queries + stop - offset) if isinstance(seen, int) else slots
         first, last = max(0, recent - queries + start - window + 1), recent - queries + stop
-        places = torch.arange(start - queries, stop - queries, device=device)[:, None] + seen
-        far_places = torch.arange(offset, offset + far, device=device)
-        near_places = torch.arange(first - recent, last - recent, device=device) + seen
-        is_far = (places - far_places >= window) | (far_places < seen - recent)
-        is_near = (places - near_places < window) & (places >= near_places) & (near_places >= offset)
-        allowed = torch.cat([is_far, is_near], dim=1)
-        if mask is None or mask.dim() == 2:
-            behind = places - torch.cat([far_places, near_places])
-            allowed &= behind >= 0
-            if sliding is not None:
-                allowed &= behind < sliding
+        causal = mask is None or mask.dim() == 2
+        extent = start - queries, stop - queries, offset, far, first - recent, last - recent, recent, window
+        allowed = (_kept_mask if isinstance(seen, int) else _mask)(*extent, sliding, causal, seen, device)
         if mask is None:
             given = allowed[None, None]
         else:
             rows = mask[:, None, None] if mask.dim() == 2 else mask[:, :, start:stop]
+            near_places = torch.arange(first - recent, last - recent, device=device) + seen
             near = (near_places - offset).clamp(0, rows.shape[-1] - 1)
             given = torch.cat([rows[..., :far], rows[..., near]], dim=-1)
             if given.dtype.is_floating_point:
@@ -127,3 +121,51 @@ def blocks(
             else:
                 given = given.bool() & allowed
         yield Block(slice(start, stop), far, slice(first, last), given)
+
+
+def _mask(
+    start: int,
+    stop: int,
+    offset: int,
+    far: int,
+    first: int,
+    last: int,
+    recent: int,
+    window: int,
+    sliding: int | None,
+    causal: bool,
+    seen: int | Tensor,
+    device: torch.device,
+) -> Tensor:
+    """Which slots and which exact latents queries read, (queries, slots and recent) of booleans.
+
+    Parameters
+    ----------
+    start, stop, first, last
+        Queries, and exact latents, counted from the end of all that is seen.
+    far
+        Slots.
+    recent
+        Exact latents that there are.
+    causal
+        Whether the order of tokens, and ``sliding``, are not yet in another mask.
+    """
+    places = torch.arange(start, stop, device=device)[:, None] + seen
+    far_places = torch.arange(offset, offset + far, device=device)
+    near_places = torch.arange(first, last, device=device) + seen
+    is_far = (places - far_places >= window) | (far_places < seen - recent)
+    is_near = (places - near_places < window) & (places >= near_places) & (near_places >= offset)
+    allowed = torch.cat([is_far, is_near], dim=1)
+    if causal:
+        behind = places - torch.cat([far_places, near_places])
+        allowed &= behind >= 0
+        if sliding is not None:
+            allowed &= behind < sliding
+    return allowed
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_mask(*extent: Any) -> Tensor:
+    """The same, which the layers of a pass share: not to be written to."""
+    with torch.inference_mode(False):
+        return _mask(*extent)
