@@ -164,6 +164,10 @@ def test_dense_beside_compressed() -> None:
         ["decoding, tokens/s (4,096 cached, batch 2, static cache)", "8.0", "4.0", "0.50"],
         ["one attention module, ms (512 cached, batch 2, static cache)", "0.50", "2.50", "5.00"],
     ]
+    metrics["cache"]["compressed_window_bytes"] = 1000.0
+    assert ["exact window, bytes per sequence", "0", "1,000", ""] in cells_of(
+        tables.dense_beside_compressed(metrics, latency)
+    )
     _, _, *rows = cells_of(tables.attention(latency))
     assert [row[4:] for row in rows[:2]] == [
         ["dense sdpa static", "2,500", "500", "0.20"],

@@ -56,7 +56,7 @@ def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, An
     sides = [
         ("perplexity", metrics["perplexity"], ".2f"),
         ("live cache, bytes per token", live, ",.0f"),
-        ("exact window, bytes per sequence", {"dense": 0, "compressed": window}, ",.0f"),
+        *([("exact window, bytes per sequence", {"dense": 0, "compressed": window}, ",.0f")] if window else []),
         ("parameters", metrics["parameters"], ",.0f"),
     ]
     if "prefill_seconds" in latency:
