@@ -79,6 +79,8 @@ def test_figures_are_those_of_the_models(
     # 3 layers, 3 heads of 8 dimensions, keys and values, 4 bytes; and what the rows of the checkpoint take.
     assert found["cache"]["dense_bytes_per_token"] == 576
     assert found["cache"]["compressed_bytes_per_token"] == spec.cached_bytes_per_token() <= 0.2 * 288
+    # The newest 32 tokens, in float32.
+    assert found["cache"]["compressed_window_bytes"] == spec.window_bytes(4) > 0
     for side in ("dense", "compressed"):
         assert 0 <= found["needle"][side]["found"] <= 1
         assert set(found["needle"][side]["lengths"]["180"]["depths"]) == {"0", "1"}
@@ -101,6 +103,7 @@ def test_page_has_every_figure(measured: tuple[dict[str, Any], LatentSpec]) -> N
     text = page(found, spec)
     for part in (
         f"| bytes per token | 576 | {spec.cached_bytes_per_token()} |",
+        f"| exact window, bytes per sequence | 0 | {spec.window_bytes(4):,} |",
         f"| one, 4 x 32 | {found['perplexity']['dense']:.2f} | {found['perplexity']['compressed']:.2f} |",
         "| two, 4 x 32 |",
         "The last 12 tokens of a window are decoded one by one",

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from recalkv.errors import ModelUnavailableError
 from recalkv.evaluation.decoding import prompt_contents, time_decoding
-from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, parameter_count
+from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, parameter_count, window_bytes
 from recalkv.evaluation.perplexity import MeasuredText, measured
 from recalkv.evaluation.resources import available_mib
 from recalkv.evaluation.suites.needle import SCORES, find_needles
@@ -91,8 +91,8 @@ class Measured:
         Of each text, its windows and the model's losses on them; the dense model's with its hidden states.
     against
         Of each text, the figures beside the dense model; None for that itself.
-    bytes_per_token
-        Of a live cache.
+    bytes_per_token, window_bytes
+        Of a live cache: of a token, and of a sequence's exact latents beside its rows.
     parameters
         Tied ones once.
     needle
@@ -106,6 +106,7 @@ class Measured:
     texts: Mapping[str, MeasuredText]
     against: Mapping[str, Mapping[str, float]] | None
     bytes_per_token: float
+    window_bytes: float
     parameters: int
     needle: Tensor | None
     speed: Mapping[int, Timing]
@@ -225,7 +226,8 @@ def measure(
             against[name] = dense.texts[name].compare(model, wanted.evaluation)
     progress("cache")
     ids = next(iter(windows.values())).tokens[:1, :_CACHED_TOKENS]
-    cached = cache_bytes_per_token(fill_cache(model, ids))
+    cache = fill_cache(model, ids)
+    cached = cache_bytes_per_token(cache), window_bytes(cache)
     needle = None
     if wanted.needle is not None:
         progress("hidden numbers")
@@ -236,7 +238,7 @@ def measure(
         context: time_decoding(model, contents, "growing", 1, context, wanted.steps)[0] for context in wanted.contexts
     }
     compared = None if dense is None else against
-    return Measured(texts, compared, cached, parameter_count(model), needle, speed, tasks)
+    return Measured(texts, compared, *cached, parameter_count(model), needle, speed, tasks)
 
 
 def figures(dense: Measured, compressed: Measured, spec: LatentSpec, wanted: Wanted) -> dict[str, Any]:
@@ -256,6 +258,7 @@ def figures(dense: Measured, compressed: Measured, spec: LatentSpec, wanted: Wan
         "further_texts": {name: compressed.against[name] for name in others},
         "cache": {
             **{f"{side}_bytes_per_token": each.bytes_per_token for side, each in sides.items()},
+            "compressed_window_bytes": compressed.window_bytes,
             "reference_bytes_per_token": spec.dense_bytes_per_token,
             "compression_ratio": 1 - compressed.bytes_per_token / spec.dense_bytes_per_token,
         },

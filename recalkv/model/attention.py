@@ -183,7 +183,7 @@ class LatentAttention(nn.Module):
             query = query * scale[..., None, None].to(query.dtype)
         cached = self._cached(*self._rows(z_k, z_v), past_key_values)
         if self.exact_window:
-            new = torch.cat([z_k, z_v], dim=-1)
+            new = z_k if self.joint else torch.cat([z_k, z_v], dim=-1)
             if past_key_values is not None:
                 new = remember(past_key_values, self.layer_idx, new, self.exact_window)
             cached = cached._replace(recent=new)

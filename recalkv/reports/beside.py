@@ -106,7 +106,8 @@ def page(figures: Mapping[str, Any], spec: LatentSpec) -> str:
                     f"{cache['dense_bytes_per_token']:,.0f}",
                     f"{cache['compressed_bytes_per_token']:,.0f}",
                     f"{cache['compression_ratio']:.1%}",
-                ]
+                ],
+                ["exact window, bytes per sequence", "0", f"{cache['compressed_window_bytes']:,.0f}", ""],
             ],
         ),
         "",
