@@ -172,8 +172,8 @@ class Stage:
 def stage(body: Callable[..., None] | None = None, *, parallel: bool = False) -> Callable[..., Any]:
     """Turn ``def NAME(run: Stage, ...)`` into the stage's command, with --params, --data, --reports and --set.
 
-    It checks the parameters first, turns user errors into exit code 1, and records seconds and memory in
-    REPORTS/timings.json: of this run, and of the first of several processes.
+    It checks the parameters first, turns user errors into exit code 1, and prints seconds and memory of this run, or of
+    the first of several processes; REPORTS/timings.json keeps them where --set changed nothing.
 
     Parameters
     ----------
@@ -223,16 +223,18 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _record_timing(run: Stage, wall_seconds: float, cpu_seconds: float) -> None:
-    """Put this run's cost into REPORTS/timings.json, which is no output of the pipeline: nothing reruns for it."""
+    """Print this run's cost, and put it into REPORTS/timings.json, which is no output: nothing reruns for it."""
     timing = {"wall_seconds": wall_seconds, "cpu_seconds": cpu_seconds, "peak_resident_mib": peak_resident_mib()}
     on_device = peak_device_mib(run.device)
     if on_device is not None:
         timing["peak_device_mib"] = on_device
     timing = {key: round(value, 1) for key, value in timing.items()}
-    path = run.reports / "timings.json"
-    others = json.loads(path.read_text()) if path.exists() else {}
-    write_json(path, others | {run.name: timing})
     print(json.dumps({"stage": run.name, **timing}))
+    # Cells of grids are other work than the stage of that name in the pipeline.
+    if not run.changes:
+        path = run.reports / "timings.json"
+        others = json.loads(path.read_text()) if path.exists() else {}
+        write_json(path, others | {run.name: timing})
 
 
 def _cpu_seconds() -> float:

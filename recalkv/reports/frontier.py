@@ -72,7 +72,11 @@ def family(row: Mapping[str, Any]) -> str:
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """One panel a text: divergence over bits per element, both logarithmic; a line for each family of methods."""
+    """One panel a text: divergence over bits per element, both logarithmic; a line for each family of methods.
+
+    Variations of ours (``ours-NAME-BITS``) are in the table alone.
+    """
+    rows = [row for row in rows if not family(row).startswith("ours-")]
     texts = list(dict.fromkeys(row["text"] for row in rows))
     families = sorted({(not row["ours"], family(row)) for row in rows})
     figure, axes = plt.subplots(1, len(texts), figsize=(4.3 * len(texts), 4.2), sharey=True, layout="constrained")
@@ -81,7 +85,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             own = sorted(
                 (row["bits_per_element"], row["kl"]) for row in rows if row["text"] == text and family(row) == name
             )
-            # One line to look at; variations of it dashed.
+            # One line to look at; the paper's methods dashed.
             style = {"linewidth": 1.0, "linestyle": "-" if other else "--", "markersize": 5}
             if name == "ours":
                 style = {"linewidth": 2.8, "color": "black", "markersize": 6}
