@@ -70,7 +70,7 @@ class CalibrationParams(_TextParams):
         description="one or several texts, each of which gives as many windows: "
         "embedded (articles), embedded-news, embedded-code, wikitext2, ptb, c4, a hub id, or a file",
     )
-    samples: int = Field(16, ge=1, description="token windows")
+    samples: int = Field(32, ge=1, description="token windows")
     length: int = Field(1024, ge=2, description="tokens per window")
     seed: int = Field(0, ge=0, description="seed of the choice of windows")
     fisher_samples: int | None = Field(

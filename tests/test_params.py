@@ -233,7 +233,7 @@ def test_one_text_is_a_list_of_one(raw: dict[str, dict[str, Any]], tmp_path: Pat
     with pytest.raises(ParameterError, match=r"calibration\.text=\[\] is not allowed"):
         load_params(path, ["calibration.text=[]"])
     words = load_params(path, ["calibration.text=[ptb, texts/b.txt]"]).calibration.in_words
-    assert words == "16 x 1024 tokens of `ptb`, `texts/b.txt`"
+    assert words == "32 x 1024 tokens of `ptb`, `texts/b.txt`"
 
 
 def test_the_last_of_several_changes_holds(raw: dict[str, Any], tmp_path: Path) -> None:

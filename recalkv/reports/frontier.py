@@ -6,13 +6,15 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from recalkv.evaluation.quantisers import CONTEXTS
 from recalkv.reports.plots import save
 from recalkv.reports.tables import frontier, markdown
 
 __all__ = ["Row", "both_paths", "draw", "page", "rows_of"]
 
 Row = dict[str, Any]
+
+_CONTEXT = 2048
+"""Tokens over which windows of exact latents are spread."""
 
 
 def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
@@ -33,7 +35,7 @@ def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
         ``method``, ``bits_per_element`` (scales included; an exact window spread over 2,048 tokens), ``text``, ``kl``
         and its ``error``, ``excess`` and its ``excess_error`` (nats per token), ``top1`` (fraction), ``ours``.
     """
-    spread = cell.get("window_bytes", 0) / CONTEXTS[0]
+    spread = cell.get("window_bytes", 0) / _CONTEXT
     return [
         {
             "method": name,
