@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -231,7 +231,7 @@ def quantised_cache(model: Any, rounding: CacheQuantiser) -> Iterator[None]:
     is read.
     """
     before = model.config._attn_implementation
-    modules = [layer.self_attn for layer in model.model.layers]
+    modules = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
     for module in modules:
         module.cache_quantiser = rounding
     model.config._attn_implementation = _IMPLEMENTATION
@@ -339,4 +339,7 @@ class QuantisedLayer(DynamicLayer):
 
 def quantised_layers(model: Any, rounding: CacheQuantiser) -> Cache:
     """Return an empty cache of :class:`QuantisedLayer` for a dense model."""
-    return Cache(layers=[QuantisedLayer(rounding) for _ in range(model.config.num_hidden_layers)])
+    cache = DynamicCache(config=model.config)
+    # Others keep a state, which no quantiser of a cache touches.
+    cache.layers = [QuantisedLayer(rounding) if isinstance(own, DynamicLayer) else own for own in cache.layers]
+    return cache

@@ -23,9 +23,9 @@ def dense_text(source: LayerSource, windows: Windows, batch_size: int = 1) -> Me
         Windows per step: memory, not results.
     """
     hidden = source.embed(windows.tokens, batch_size)
-    for index in range(source.num_layers):
-        with source.layer(index) as layer:
-            hidden = [run_layer(source, layer, index, states) for states in hidden]
+    for place, _ in source.decoder_layers():
+        with source.layer(place) as layer:
+            hidden = [run_layer(source, layer, place, states) for states in hidden]
     norm, head = source.final_norm(), source.head_weight().T
     states = torch.cat([norm(each)[:, :-1] for each in hidden])
     with autocast(source):

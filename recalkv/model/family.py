@@ -32,7 +32,8 @@ PREFIX = "recalkv_"
 """Of the ``model_type`` of compressed models, before the dense one's."""
 
 LATENT = "caches latents already (multi-head latent attention)"
-LINEAR = "has layers without softmax attention, whose states are no keys and values"
+LINEAR = "has layers that keep a state instead of keys and values, of a kind that is not described"
+_STATES_ALONE = "keeps no keys and values in any layer"
 _SHARED = "shares keys and values between layers"
 _CHUNKED = "attends in chunks in some layers, and normalises keys after RoPE"
 _MULTIROPE = "turns keys by several positions per token (multimodal RoPE)"
@@ -48,12 +49,12 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(
         [
-            "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text", "inkling2_text", "jamba", "lfm2",
-            "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
-            "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+            "bamba", "falcon_h1", "inkling_text", "inkling2_text", "jamba", "lfm2", "lfm2_moe", "lfm3", "minimax",
+            "nemotron_h", "olmo_hybrid", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2",
         ],
         LINEAR,
     ),
+    **dict.fromkeys(["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"], _STATES_ALONE),
     **dict.fromkeys(["gemma3n_text", "gemma4_text"], _SHARED),
     "llama4_text": _CHUNKED,
     **dict.fromkeys(["qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"], _MULTIROPE),
@@ -98,6 +99,12 @@ class Family:
         By config: for each layer whether it has RoPE; None where all have.
     sinks
         Softmax has a learned sink per query head, so that weights do not sum to 1.
+    gated
+        The query projection holds for each head the rows of its queries, then those of a gate: what attention gives is
+        multiplied by the gate's sigmoid before the output projection.
+    stateful
+        Types of layers, in transformers' words, that keep a state of fixed size instead of keys and values: they pass
+        through compression as they are.
     norm_offset
         Added to the weight of the norms of queries and keys.
     query_scale
@@ -121,6 +128,8 @@ class Family:
     interleaved: bool = False
     turning: Callable[[Any], list[Any] | None] = _nothing
     sinks: bool = False
+    gated: bool = False
+    stateful: tuple[str, ...] = ()
     norm_offset: float = 0.0
     query_scale: Callable[[Any, Tensor], Tensor] | None = None
     longrope: bool = False
@@ -209,6 +218,20 @@ FAMILIES: dict[str, Family] = {
         Family("glm4", partial=True, interleaved=True, post_norm=True),
         Family("glm4_moe", partial=True),
         Family("gpt_oss", sinks=True),
+        *(
+            Family(name, partial=True, gated=True, norm_offset=1.0, stateful=("linear_attention",))
+            for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+        ),
+        Family(
+            "granitemoehybrid",
+            residual_scale=attrgetter("residual_multiplier"),
+            embedding_scale=attrgetter("embedding_multiplier"),
+            logit_scale=lambda config: 1 / config.logits_scaling,
+            turning=lambda config: (
+                None if config.position_embedding_type == "rope" else [False] * len(config.layer_types)
+            ),
+            stateful=("linear_attention",),
+        ),
     )
     if family.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 }
