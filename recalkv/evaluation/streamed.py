@@ -30,7 +30,7 @@ def dense_text(source: LayerSource, windows: Windows, batch_size: int = 1) -> Me
     states = torch.cat([norm(each)[:, :-1] for each in hidden])
     with autocast(source):
         losses = [
-            token_losses(lambda rows: rows @ head, own, ids[1:])
+            token_losses(lambda rows: source.logits(rows @ head)[0], own, ids[1:])
             for own, ids in zip(states, windows.tokens.to(source.device), strict=True)
         ]
     return MeasuredText(windows, Scores(torch.stack(losses), states=states.half().cpu()))

@@ -25,6 +25,7 @@ __all__ = [
     "Family",
     "family_of",
     "known_families",
+    "logits_of",
     "text_config",
 ]
 
@@ -160,6 +161,16 @@ class Family:
         """Attention function for calibration; SDPA knows neither soft-capping nor sinks."""
         return "sdpa" if self.model_class._supports_sdpa else "eager"
 
+    def logits(self, config: Any, products: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Logits of the products with the output head, and their derivative by these."""
+        scale, cap = self.logit_scale(config), self.logit_softcap(config)
+        if scale != 1.0:
+            products = products * scale
+        if cap is None:
+            return products, scale
+        shares = (products / cap).tanh()
+        return cap * shares, scale * (1 - shares.square())
+
     def attention(self, config: Any, layer: int) -> nn.Module:
         """A layer's attention of transformers', without memory: what is not replaced is read off it."""
         with torch.device("meta"):
@@ -241,6 +252,12 @@ FAMILIES: dict[str, Family] = {
 def family_of(config: Any) -> Family:
     """Description of a supported config's family, dense or compressed."""
     return FAMILIES[config.model_type.removeprefix(PREFIX)]
+
+
+def logits_of(config: Any, products: Tensor) -> Tensor:
+    """Logits of the products with the output head of any model; those of a family without description as they are."""
+    family = FAMILIES.get(text_config(config).model_type.removeprefix(PREFIX))
+    return products if family is None else family.logits(text_config(config), products)[0]
 
 
 def text_config(config: Any) -> Any:

@@ -202,13 +202,7 @@ class LayerSource(ABC):
 
     def logits(self, products: Tensor) -> tuple[Tensor, Tensor | float]:
         """Logits of the products with :meth:`head_weight`, and their derivative by these."""
-        scale, cap = self.family.logit_scale(self.config), self.family.logit_softcap(self.config)
-        if scale != 1.0:
-            products = products * scale
-        if cap is None:
-            return products, scale
-        shares = (products / cap).tanh()
-        return cap * shares, scale * (1 - shares.square())
+        return self.family.logits(self.config, products)
 
     def context(self, hidden: Tensor) -> dict[str, Any]:
         """Positions, rotary tables and causal masks for windows of this shape; computed once per shape."""
