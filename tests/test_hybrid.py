@@ -117,9 +117,10 @@ def test_decoding_is_timed_over_both_caches(family: str) -> None:
     assert not torch.allclose(without, logits["growing"], rtol=0.01)
 
 
+@pytest.mark.parametrize("family", [QWEN, GRANITE])
 @torch.no_grad()
-def test_quantised_caches_to_compare_with_leave_the_states_alone() -> None:
-    model, rounding, ids = dense_model(QWEN), quantiser("fp8", 8), windows(2, 24)
+def test_quantised_caches_to_compare_with_leave_the_states_alone(family: str) -> None:
+    model, rounding, ids = dense_model(family), quantiser("fp8", 8), windows(2, 24)
     with quantised_cache(model, rounding):
         expected = model(ids, use_cache=False).logits
     cache = quantised_layers(model, rounding)

@@ -231,7 +231,8 @@ def quantised_cache(model: Any, rounding: CacheQuantiser) -> Iterator[None]:
     is read.
     """
     before = model.config._attn_implementation
-    modules = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
+    attentions = (getattr(layer, "self_attn", None) for layer in model.model.layers)
+    modules = [attention for attention in attentions if attention is not None]
     for module in modules:
         module.cache_quantiser = rounding
     model.config._attn_implementation = _IMPLEMENTATION

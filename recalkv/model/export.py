@@ -83,6 +83,8 @@ def decoder_layers(source: LayerSource, compressed: Iterable[dict[str, Tensor]])
     own = iter(compressed)
     for place, index in source.decoder_layers():
         yield source.stored_layer(place) if index is None else next(own)
+    # To its end, which what shows the progress waits for.
+    next(own, None)
 
 
 def save_checkpoint(
