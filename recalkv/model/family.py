@@ -37,6 +37,7 @@ LINEAR = "has layers that keep a state instead of keys and values, of a kind tha
 _STATES_ALONE = "keeps no keys and values in any layer"
 _SHARED = "shares keys and values between layers"
 _CHUNKED = "attends in chunks in some layers, and normalises keys after RoPE"
+_NORMED_LAST = "normalises keys after RoPE"
 _MULTIROPE = "turns keys by several positions per token (multimodal RoPE)"
 
 REFUSED: dict[str, str] = {
@@ -58,6 +59,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"], _STATES_ALONE),
     **dict.fromkeys(["gemma3n_text", "gemma4_text"], _SHARED),
     "llama4_text": _CHUNKED,
+    **dict.fromkeys(["hunyuan_v1_dense", "hunyuan_v1_moe"], _NORMED_LAST),
     **dict.fromkeys(["qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"], _MULTIROPE),
 }  # fmt: skip
 """Families that were looked at and cannot be compressed, and why."""
@@ -184,6 +186,11 @@ def _llama4_query_scale(config: Any, positions: Tensor) -> Tensor:
     return 1 + rope["llama_4_scaling_beta"] * torch.log(1 + blocks)
 
 
+def _where_it_slides(config: Any) -> list[bool] | None:
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    return sliding if config.sliding_window is not None else None
+
+
 def _root_of_width(config: Any) -> float:
     return float(config.hidden_size**0.5)
 
@@ -199,6 +206,13 @@ FAMILIES: dict[str, Family] = {
         Family("ministral", llama_decoder=True),
         Family("smollm3", turning=attrgetter("no_rope_layers"), llama_decoder=True),
         Family("ministral3", query_scale=_llama4_query_scale),
+        Family("arcee"),
+        Family("apertus", input_norm="attention_layernorm"),
+        Family("gemma", embedding_scale=_root_of_width),
+        Family("ernie4_5", interleaved=True),
+        Family("ernie4_5_moe", interleaved=True),
+        Family("exaone4", input_norm=None, post_norm=True, turning=_where_it_slides),
+        Family("minimax_m2", partial=True),
         Family("mixtral"),
         Family("qwen2_moe"),
         Family("qwen3_moe"),

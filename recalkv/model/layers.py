@@ -155,7 +155,8 @@ class LayerSource(ABC):
     def layer_tensor(self, place: int, name: str) -> Tensor:
         """One of :meth:`layer_tensor_names`, float32, on the device."""
         joined, rows = self._joined(name)
-        return self.tensor(f"model.layers.{place}.{joined}")[rows]
+        tensor = self.tensor(f"model.layers.{place}.{joined}")
+        return tensor if self.holds(name) else tensor[rows]
 
     def _joined(self, name: str) -> tuple[str, slice]:
         return self._fused.get(name, (name, slice(None)))
