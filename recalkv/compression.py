@@ -28,7 +28,13 @@ from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
 from recalkv.method.search import largest_ratio
 from recalkv.method.target import Target
-from recalkv.model.export import build_model, compressed_config, other_tensors, save_checkpoint
+from recalkv.model.export import (
+    build_model,
+    compressed_config,
+    decoder_layers,
+    other_tensors,
+    save_checkpoint,
+)
 from recalkv.model.layers import CheckpointSource, LayerSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype
@@ -346,8 +352,9 @@ def _fused(
     source: LayerSource, specs: Sequence[LayerSpec], result: CompressedLayers, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
     """Weights of each layer of the compressed model."""
-    for index, (spec, refit, mean) in enumerate(zip(specs, result.refits, result.input_means, strict=True)):
-        yield fuse_layer(source, index, spec, refit, mean, dtype)
+    parts = enumerate(zip(specs, result.refits, result.input_means, strict=True))
+    compressed = (fuse_layer(source, index, spec, refit, mean, dtype) for index, (spec, refit, mean) in parts)
+    return decoder_layers(source, compressed)
 
 
 def _resolved(calibration: CalibrationParams, device: torch.device) -> CalibrationParams:

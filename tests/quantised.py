@@ -206,3 +206,37 @@ def published(folder: Path, kind: str, family: str = "llama-gqa", **changes: Any
             coded[name] = dense[name] = tensor.bfloat16()
     quantised = write(folder / "quantised", coded, model.config, dtype="bfloat16", quantization_config=way.config)
     return quantised, write(folder / "dense", dense, model.config, dtype="bfloat16")
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""Magnitudes of a 4-bit float, by its lower three bits; the highest is the sign."""
+
+
+def mxfp4(weight: Tensor) -> Coded:
+    """Experts' weights (experts, in, out): 4-bit floats of 32 inputs that share an exponent, two of them in a byte."""
+    rows = weight.mT.unflatten(-1, (-1, 32))
+    exponent = rows.abs().amax(-1).log2().floor() - 2
+    scaled = rows / exponent.exp2()[..., None]
+    nearest = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+    codes = (nearest + 8 * (scaled < 0)).to(torch.uint8)
+    stored = {"blocks": codes[..., ::2] + 16 * codes[..., 1::2], "scales": (exponent + 127).to(torch.uint8)}
+    signed = torch.cat([E2M1, -E2M1]).double()
+    return stored, (signed[codes.long()] * exponent.double().exp2()[..., None]).flatten(-2).mT
+
+
+def published_experts(folder: Path) -> tuple[Path, Path]:
+    """A tiny gpt-oss as it is published, experts in MXFP4 and all else in bfloat16, and the same in float32 experts."""
+    model = dense_model("gpt-oss-sinks", hidden_size=64, intermediate_size=32)
+    coded: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts, exact = mxfp4(tensor)
+            coded |= {f"{name}_{part}": value for part, value in parts.items()}
+            dense[name] = exact.float()
+        else:
+            coded[name] = dense[name] = tensor.bfloat16()
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+    quantised = write(folder / "quantised", coded, model.config, dtype="bfloat16", quantization_config=section)
+    return quantised, write(folder / "dense", dense, model.config, dtype="bfloat16")

@@ -276,5 +276,7 @@ def test_families_are_listed_with_reasons() -> None:
     lines = CliRunner().invoke(app, ["families"]).output.splitlines()
     assert {"llama: supported", "gpt_oss: supported", "gemma3_text: supported"} <= set(lines)
     assert "deepseek_v3: refused, as it caches latents already (multi-head latent attention)" in lines
-    assert any(line.startswith("qwen3_next: refused, as it has layers without softmax attention") for line in lines)
+    assert "qwen3_next: supported" in lines
+    assert "mamba: refused, as it keeps no keys and values in any layer" in lines
+    assert any(line.startswith("falcon_h1: refused, as it has layers that keep a state instead") for line in lines)
     assert "gemma3: supported" not in lines, "a multimodal wrapper is what its text model is"

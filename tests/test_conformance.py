@@ -6,6 +6,7 @@ no twin: there the reference is the same model without a cache, and without the 
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
+from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from recalkv.cache.codebooks import MIXED_CODES
@@ -26,6 +28,7 @@ from recalkv.errors import ParameterError
 from recalkv.kernels.module import use_kernels
 from recalkv.kernels.plan import MAX_ROWS
 from recalkv.model import recent
+from recalkv.model.family import FAMILIES as DESCRIPTIONS
 from recalkv.model.spec import LatentSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
 from tests import tiny
@@ -130,13 +133,21 @@ def named(rows: list[Any], marks: Any = ()) -> list[Any]:
     return [pytest.param(*row, id=name(*row), marks=marks) for row in rows]
 
 
+LIKE_OTHERS = ("arcee", "apertus", "gemma", "ernie4.5-moe", "qwen3.5-hybrid", "qwen3.5-moe-hybrid")
+"""Families whose attention is that of others which are tried."""
+
+
 def further_cases() -> Iterator[tuple[Kind, Way]]:
     """Families that differ from those above in few things, each with and without quantised latents."""
-    for family, (_, model_class, _) in FURTHER_FAMILIES.items():
+    for family, (config_class, model_class, _) in FURTHER_FAMILIES.items():
         attention = "sdpa" if model_class._supports_sdpa else "eager"
-        values = "absorbed" if "sinks" in family else "fused"
-        for kind in (Kind(family, "joint", 2, "mixed", values), Kind(family, "whole-values", 1, 16, "absorbed")):
+        described = DESCRIPTIONS[config_class.model_type]
+        values = "absorbed" if described.sinks or described.gated else "fused"
+        kinds = Kind(family, "joint", 2, "mixed", values), Kind(family, "whole-values", 1, 16, "absorbed")
+        for kind in kinds[:1] if family in LIKE_OTHERS else kinds:
             yield kind, Way("greedy", 40, "static", attention)
+            if described.gated and kind.bits != 16:
+                yield dataclasses.replace(kind, window=5), Way("greedy", 40, "dynamic", "eager")
             # Which frequencies a sequence has depends on the longest beside it, and on how it came.
             if "longrope" not in family:
                 yield kind, Way("padded", 40, "dynamic", attention)
@@ -260,7 +271,7 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
     compressed, twin = models(kind)
     spec = LatentSpec.from_config(compressed.config)
     groups = -(-kv_heads(kind) // group_size(kind))
-    for layer, attention in zip(spec.layers, compressed.model.layers, strict=True):
+    for layer, attention in zip(spec.layers, tiny.attending_layers(compressed), strict=True):
         assert len(layer.key_ranks) == groups
         assert len(layer.value_ranks) == (1 if kind.latents == "whole-values" else groups)
         assert sorted(layer.head_permutation) == list(range(kv_heads(kind)))
@@ -396,7 +407,8 @@ def assert_near(actual: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
 def assert_holds_latents_alone(cache: Any, model: Any) -> None:
     """Every tensor of a layer, whatever its name, is what the checkpoint's specification counts for its slots."""
     element = torch.empty((), dtype=model.dtype).element_size()
-    for layer, spec in zip(cache.layers, LatentSpec.from_config(model.config).layers, strict=True):
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    for layer, spec in zip(layers, LatentSpec.from_config(model.config).layers, strict=True):
         held = [value for value in vars(layer).values() if isinstance(value, Tensor) and value.dim() > 0]
         batch, _, slots, _ = layer.keys.shape
         recent = getattr(layer, "recent", None)
@@ -434,7 +446,8 @@ def test_logits(kind: Kind, way: Way) -> None:
     assert actual.dtype == compressed.dtype
     if way.way != "one-pass":
         assert_holds_latents_alone(cache, compressed)
-    assert_near(actual, expected, 0.1 if half else 1e-5)
+    # States of layers that keep one are float32 sums, of which the dense twin in pieces has others than in one pass.
+    assert_near(actual, expected, 0.1 if half else 1e-4 if "hybrid" in kind.family else 1e-5)
 
 
 @pytest.mark.parametrize("values", ["fused", "absorbed"])
@@ -563,9 +576,9 @@ def test_kernels(kind: Kind, way: KernelWay, launched: list[str]) -> None:
     assert_near(actual, expected, 1e-5 if kind.bits == 16 else 0.02)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "smollm3-nope", "glm-partial"])
+@pytest.mark.parametrize("family", ["gemma3", "smollm3-nope", "glm-partial", "qwen3-next-hybrid", "granite4-hybrid"])
 @torch.no_grad()
-def test_kernels_of_mixed_rotations_and_offset_norms(family: str, launched: list[str]) -> None:
+def test_kernels_of_mixed_rotations_offset_norms_and_gates(family: str, launched: list[str]) -> None:
     compressed, reference = in_type(Kind(family, "joint", 2, 16, "absorbed"), torch.float32)
     ids = windows(2, 21)
     model = use_kernels(copy.deepcopy(compressed).to(DEVICE))

@@ -61,10 +61,13 @@ def test_batches_change_nothing() -> None:
     torch.testing.assert_close(one, window_losses(model, windows, batch_size=3, prefill=7), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", [2, 40, 600])
-def test_losses_are_those_of_the_library(length: int) -> None:
-    """The next token's, also where a window is longer than the logits that exist at a time."""
-    model, windows = tiny.dense_model("llama-gqa"), tiny.windows(2, length, seed=5)
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [("llama-gqa", 2), ("llama-gqa", 40), ("llama-gqa", 600), ("gemma2-softcap", 40), ("granite", 40)],
+)
+def test_losses_are_those_of_the_library(family: str, length: int) -> None:
+    """The next token's, also where a window is longer than the logits that exist at a time, and logits are scaled."""
+    model, windows = tiny.dense_model(family), tiny.windows(2, length, seed=5)
     with torch.no_grad():
         expected = torch.stack([model(ids, labels=ids).loss for ids in windows.split(1)]).double()
     torch.testing.assert_close(window_losses(model, windows), expected, rtol=1e-5, atol=1e-5)

@@ -14,7 +14,7 @@ from recalkv.statistics import distributed, fisher
 from recalkv.statistics.fisher import LayerGradients, collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.whitening import collect_input_moments
-from tests.tiny import ALL_FAMILIES, calibration, dense_model, projection, windows
+from tests.tiny import ALL_FAMILIES, attending_layers, calibration, dense_model, projection, windows
 
 Scores = dict[str, Tensor]
 """``key`` and ``value`` of every layer, and the mean ``loss``."""
@@ -45,7 +45,7 @@ def gradients_of(
 
 def scores_of(*arguments: Any, **options: Any) -> Scores:
     layers = gradients_of(*arguments, **options)
-    assert [layer.index for layer in layers] == [2, 1, 0], "from the last layer to the first"
+    assert [layer.index for layer in layers] == [*reversed(range(len(layers)))], "from the last layer to the first"
     assert len({layer.loss for layer in layers}) == 1
     figures = [(layer.key_score, layer.value_score) for layer in reversed(layers)]
     key, value = torch.tensor(figures, dtype=torch.float64).T
@@ -54,7 +54,7 @@ def scores_of(*arguments: Any, **options: Any) -> Scores:
 
 def reference(model: Any, ids: Tensor) -> Scores:
     """sqrt(mean over windows of grad^2), averaged over the matrix, by plain backward passes."""
-    projections = [[projection(x.self_attn, p) for x in model.model.layers] for p in "kv"]
+    projections = [[projection(x.self_attn, p) for x in attending_layers(model)] for p in "kv"]
     squared = [[torch.zeros_like(w[rows], dtype=torch.float64) for w, rows in weights] for weights in projections]
     losses = []
     for window in ids:

@@ -140,6 +140,7 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
             device=torch.device(device),
             config=LlamaConfig(),
             geometry=GEOMETRY,
+            places=[0],
             holds=lambda name: True,
             layer_tensors=lambda index, below, device=device: {
                 name: tensor.to(device) for name, tensor in held.items() if name.startswith(below)

@@ -31,7 +31,8 @@ from recalkv.evaluation.resources import allocated_mib, peak_device_mib
 from recalkv.evaluation.step_work import StepWork, step_work
 from recalkv.evaluation.timing import Timing, environment
 from recalkv.model.cpu import plan
-from recalkv.model.families import AttentionGeometry
+from recalkv.model.families import AttentionGeometry, layer_attention_types
+from recalkv.model.family import family_of
 from recalkv.model.random_models import random_dense, random_latent
 from recalkv.model.sizes import ModelSizes
 from recalkv.model.source import read_reference
@@ -85,6 +86,7 @@ CASES = [
     ("qwen2-bias", {"method": "loss-aware", "bits": 2, "ratio": 0.85, "exact_window": 5}),
     ("llama-gqa", {"bits": 2, "ratio": 0.85, "exact_window": 5}),
     ("qwen3-qk-norm", {"bits": 4, "ratio": 0.8}),
+    *((family, {"method": "loss-aware", "bits": 4, "ratio": 0.8}) for family in tiny.FURTHER_FAMILIES),
 ]
 
 
@@ -92,26 +94,30 @@ CASES = [
 def test_reference_is_the_modules_output(family: str, changes: dict[str, Any]) -> None:
     dense, compressed, _ = pair(family, **changes)
     for model in (dense, compressed):
-        module = module_of(model, 1)
+        module = module_of(model, typical_layer(compressed.config))
         step = Step(module, 40)
         with torch.no_grad():
-            rope = module.rotary(step.states, torch.arange(40)[None])
-            mask = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
-            expected = module.attention(step.states, rope, mask)[0][0, -1]
-        torch.testing.assert_close(
-            reference_output(module.attention, module.rotary, step.states).float(), expected, rtol=1e-3, atol=1e-3
-        )
+            positions = torch.arange(40)[None]
+            # Eager attention adds its mask, and SDPA takes it so, too.
+            mask = torch.full((1, 1, 40, 40), -1e9).triu(1)
+            expected = module.attend(step.states, module.rope(step.states, positions), positions, None, mask)[0, -1]
+        found = reference_output(module.attention, module.slots, step.states)
+        torch.testing.assert_close(found.float(), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_steps_are_right_and_complete(family: str, changes: dict[str, Any]) -> None:
     dense, compressed, _ = pair(family, **changes)
-    module = module_of(dense, 1)
+    layer = typical_layer(compressed.config)
+    module = module_of(dense, layer)
     before = dense.config._attn_implementation
-    baselines = list(dense_steps(Step(module, 32), 2, 2))
-    assert [each.name for each in baselines] == ["eager_growing", "sdpa_static"]
+    # Where all layers slide, no cache holds more than the window's tokens.
+    context = 32 if "full_attention" in layer_attention_types(dense.config) else 16
+    baselines = list(dense_steps(Step(module, context), 2, 2))
+    static = f"{family_of(dense.config).attention_implementation}_static"
+    assert [each.name for each in baselines] == ["eager_growing", static]
     assert dense.config._attn_implementation == before
-    ours = list(latent_steps(Step(module_of(compressed, 1), 32), 2, 2))
+    ours = list(latent_steps(Step(module_of(compressed, layer), context), 2, 2))
     assert [each.name for each in ours] == ["static", "growing"]
     assert all(each.error < 1e-3 and each.timing.runs == 2 for each in baselines + ours)
 

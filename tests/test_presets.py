@@ -12,14 +12,20 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from typer.testing import CliRunner, Result
 
@@ -62,12 +68,22 @@ PAPER: dict[str, tuple[type, type, dict[str, Any]]] = {
 }  # fmt: skip
 
 HEADS_8 = {"num_key_value_heads": 8}
+GATED = tiny.EXPERTS | tiny.LINEAR_ATTENTION | {
+    "num_attention_heads": 16, "num_key_value_heads": 2, "shared_expert_intermediate_size": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 SERVED: dict[str, tuple[type, type, dict[str, Any]]] = {
     "serve/qwen3-8b": (Qwen3Config, Qwen3ForCausalLM, HEADS_8 | {"num_attention_heads": 32}),
     "serve/qwen3-32b": (Qwen3Config, Qwen3ForCausalLM, HEADS_8 | {"num_attention_heads": 64}),
     "serve/qwen3-30b-a3b": (
         Qwen3MoeConfig, Qwen3MoeForCausalLM,
         tiny.EXPERTS | {"num_attention_heads": 32, "num_key_value_heads": 4, "norm_topk_prob": True},
+    ),
+    "serve/qwen3-next-80b-a3b": (Qwen3NextConfig, Qwen3NextForCausalLM, GATED),
+    "serve/qwen3.6-35b-a3b": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, GATED),
+    "serve/granite-4.0-h-small": (
+        GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM,
+        HEADS_8 | tiny.MAMBA | {"num_attention_heads": 32, "num_local_experts": 4, "shared_intermediate_size": 24},
     ),
     "serve/llama-3.1-8b": PAPER["paper/llama-3.1-8b"],
     "serve/llama-3.1-70b": (
@@ -152,7 +168,7 @@ def test_the_papers_models_need_no_prefix(name: str) -> None:
 def test_served_presets_have_the_default_settings(name: str) -> None:
     own, default = preset(name), preset("default")
     assert own.model_dump(exclude={"model"}) == default.model_dump(exclude={"model"})
-    assert own.model.id.startswith(("Qwen/", "meta-llama/", "google/", "unsloth/", "mistralai/"))
+    assert own.model.id.startswith(("Qwen/", "meta-llama/", "google/", "openai/", "ibm-granite/", "mistralai/"))
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
@@ -160,6 +176,8 @@ def test_preset_compresses_its_architecture_scaled_down(name: str, monkeypatch: 
     config_class, model_class, special = ARCHITECTURES[name]
     sizes = {"hidden_size": 320, "head_dim": 16, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 128}
     torch.manual_seed(0)
+    if types := special.get("layer_types"):
+        sizes["num_hidden_layers"] = len(types)
     dense = model_class(config_class(**sizes, **special, initializer_range=0.2)).eval()
     parameters = preset(name).compression
     windows = tiny.windows(4, 32)

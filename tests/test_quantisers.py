@@ -1,6 +1,7 @@
 """Quantised caches of the dense model: rounding by hand, bytes, and one pass against decoding token by token."""
 
 import dataclasses
+import itertools
 import math
 import sys
 from typing import Any
@@ -125,8 +126,13 @@ def small(name: str, **changes: Any) -> CacheQuantiser:
     return CacheQuantiser(name, kivi.keys, values, 5, exact=8, step=32)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen3-qk-norm"])
-@pytest.mark.parametrize("name", list(QUANTISERS))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *itertools.product(["llama-gqa", "qwen3-qk-norm"], QUANTISERS),
+        *itertools.product(["gemma2-softcap", "gpt-oss-sinks"], ["fp8", "kivi-4"]),
+    ],
+)
 def test_one_pass_is_decoding_token_by_token(family: str, name: str) -> None:
     model, rounding = tiny.dense_model(family), small(name)
     windows = torch.randint(0, tiny.VOCABULARY, (2, 90), generator=torch.Generator().manual_seed(1))

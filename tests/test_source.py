@@ -143,7 +143,7 @@ QUANTISED = {
     "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "compressed-tensors": {"quant_method": "compressed-tensors", "config_groups": {}},
-    "mxfp4": {"quant_method": "mxfp4"},
+    "quark": {"quant_method": "quark"},
     "None": {"bits": 8},
 }
 

@@ -17,11 +17,11 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from recalkv.compression import assemble, compress_checkpoint, compress_layers
 from recalkv.errors import ModelUnavailableError, UnsupportedModelError
-from recalkv.model.layers import CheckpointSource
+from recalkv.model.layers import CheckpointSource, ModuleSource
 from recalkv.model.source import ModelReference, fingerprint
 from recalkv.params import CompressionParams
 from recalkv.store.folders import writing_folder
-from tests.quantised import KINDS, LINEAR, naive, published, write
+from tests.quantised import KINDS, LINEAR, naive, published, published_experts, write
 from tests.tiny import calibration, dense_model, plain, windows
 
 CPU = torch.device("cpu")
@@ -399,16 +399,55 @@ def test_tied_tables_under_either_name(names: list[str], tmp_path: Path, tiny_to
 
 
 def test_types_of_a_model_in_memory_are_kept() -> None:
-    import recalkv
-
     model = dense_model("llama-mha").bfloat16()
     model.model.norm.float()
     for layer in model.model.layers:
         layer.input_layernorm.float()
-    source = recalkv.model.layers.ModuleSource(model)
+    source = ModuleSource(model)
     parameters = CompressionParams(method="palu", ratio=0.3, group_size=2, bits=16)
     result = compress_layers(source, windows(), calibration(), parameters)
     built = assemble(source, result, parameters, torch.bfloat16, {"name": None}, convert=False)
     types = {name: tensor.dtype for name, tensor in built.state_dict().items()}
     assert types["model.layers.0.input_layernorm.weight"] is types["model.norm.weight"] is torch.float32
     assert {kind for name, kind in types.items() if "norm" not in name} == {torch.bfloat16}
+
+
+@torch.no_grad()
+def test_experts_in_mxfp4_pass_through(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Read by the formula, copied byte for byte, and loaded by transformers to the tokens of plain experts."""
+    quantised, dense = published_experts(tmp_path)
+    first, second = CheckpointSource(quantised), CheckpointSource(dense)
+    for index in range(3):
+        expected = second.layer_tensors(index)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in first.layer_tensors(index).items())
+    compressed, twin = (
+        compress(folder, tiny_tokenizer, tmp_path / f"compressed-{folder.name}", method="loss-aware", bits="mixed")
+        for folder in (quantised, dense)
+    )
+    before, after, plain_after = held_of(quantised), held_of(compressed), held_of(twin)
+    kept = {name for name in before if ".self_attn." not in name}
+    assert sum(name.endswith(("_blocks", "_scales")) for name in kept) == 3 * 4
+    assert {name: held for name, held in after.items() if ".self_attn." not in name} == {n: before[n] for n in kept}
+    attention = [name for name in after if ".self_attn." in name]
+    assert len(attention) > 20 and all(after[name] == plain_after[name] for name in attention)
+    assert config_of(compressed)["quantization_config"] == config_of(quantised)["quantization_config"]
+    mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
+    assert mine.model.layers[0].mlp.experts.gate_up_proj.dtype is torch.bfloat16
+    ids, options = windows(2, 20), {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(mine(ids).logits, theirs(ids).logits)
+    assert torch.equal(mine.generate(ids, **options), theirs.generate(ids, **options))
+    # What transformers has dequantised while it loaded is a model like any other.
+    assert ModuleSource(AutoModelForCausalLM.from_pretrained(quantised)).num_layers == 3
+
+
+def test_scales_of_mxfp4_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    folder, _ = published_experts(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj"
+    short = rewritten(
+        folder, tmp_path / "short", lambda held: held.update({f"{name}_scales": held[f"{name}_scales"][1:]})
+    )
+    with pytest.raises(ModelUnavailableError, match=rf"{name}_scales has the shape \(3, 64, 1\); .*\(4, 64, 1\)"):
+        CheckpointSource(short).tensor(name)
+    lost = rewritten(folder, tmp_path / "lost", lambda held: held.pop(f"{name}_scales"))
+    with pytest.raises(ModelUnavailableError, match=rf"{name}_blocks holds codes \(U8\).*no {name}_scales"):
+        CheckpointSource(lost)

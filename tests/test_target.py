@@ -156,8 +156,9 @@ def test_a_loss_target_is_met_on_held_out_windows_and_not_by_much() -> None:
     assert excess(compress_layers(source, seen, calibration(), smaller)) > 0.2
 
 
-def test_streamed_losses_are_those_of_the_model() -> None:
-    dense, ids = dense_model("qwen3-qk-norm"), windows(3, 20)
+@pytest.mark.parametrize("family", ["qwen3-qk-norm", "gemma2-softcap", "granite4-hybrid"])
+def test_streamed_losses_are_those_of_the_model(family: str) -> None:
+    dense, ids = dense_model(family), windows(3, 20)
     text = dense_text(ModuleSource(dense), Windows(ids, torch.arange(3)), 2)
     whole = window_scores(dense, ids, keep=True)
     torch.testing.assert_close(text.dense.losses, whole.losses, rtol=1e-5, atol=1e-5)

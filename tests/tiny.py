@@ -7,10 +7,22 @@ from unittest import mock
 
 import torch
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
+    ArceeConfig,
+    ArceeForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -21,8 +33,12 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MinistralConfig,
@@ -41,10 +57,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -56,6 +78,7 @@ from recalkv.compression import CompressedLayers, Statistics, collect_statistics
 from recalkv.method.methods import resolve_method
 from recalkv.method.refit import in_model_order
 from recalkv.method.svd import group_columns
+from recalkv.model.families import attention_layers
 from recalkv.model.layers import ModuleSource
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
 from recalkv.params import CalibrationParams, CompressionParams
@@ -122,6 +145,21 @@ LONGROPE = {
 LLAMA4 = YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 SLIDING = {"sliding_window": 16}
 
+LINEAR_ATTENTION = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+    "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+
 FURTHER_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM, SLIDING | {"num_local_experts": 4}),
     "qwen2-moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, EXPERTS | {"shared_expert_intermediate_size": 24}),
@@ -167,6 +205,56 @@ FURTHER_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         EXPERTS
         | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True, "rope_parameters": HALF_TURNED},
     ),
+    "qwen3-next-hybrid": (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        EXPERTS
+        | LINEAR_ATTENTION
+        | {"shared_expert_intermediate_size": 24, "rope_parameters": HALF_TURNED, "attention_bias": True},
+    ),
+    "qwen3.5-hybrid": (
+        Qwen3_5TextConfig,
+        Qwen3_5ForCausalLM,
+        LINEAR_ATTENTION
+        | {"rope_parameters": HALF_TURNED, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
+    ),
+    "qwen3.5-moe-hybrid": (
+        Qwen3_5MoeTextConfig,
+        Qwen3_5MoeForCausalLM,
+        EXPERTS | LINEAR_ATTENTION | {"shared_expert_intermediate_size": 24, "rope_parameters": HALF_TURNED},
+    ),
+    "granite4-hybrid": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        MAMBA
+        | {
+            "num_local_experts": 4,
+            "shared_intermediate_size": 24,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "arcee": (ArceeConfig, ArceeForCausalLM, {"attention_bias": True}),
+    "apertus": (ApertusConfig, ApertusForCausalLM, {"rope_parameters": LLAMA3}),
+    "gemma": (GemmaConfig, GemmaForCausalLM, {"tie_word_embeddings": True}),
+    "ernie4.5": (Ernie4_5Config, Ernie4_5ForCausalLM, {"use_bias": True}),
+    "ernie4.5-moe": (
+        Ernie4_5_MoeConfig,
+        Ernie4_5_MoeForCausalLM,
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
+    ),
+    "exaone4-nope": (
+        Exaone4Config,
+        Exaone4ForCausalLM,
+        SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "minimax-m2-whole-norm": (
+        MiniMaxM2Config,
+        MiniMaxM2ForCausalLM,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": HALF_TURNED},
+    ),
     "gpt-oss-sinks": (GptOssConfig, GptOssForCausalLM, SLIDING | {"num_local_experts": 4, "rope_parameters": YARN}),
 }
 """Families that are tried in fewer ways."""
@@ -175,10 +263,16 @@ ALL_FAMILIES = FAMILIES | FURTHER_FAMILIES
 
 
 def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
-    """Random float32 model; biases and norms are random too, so that dropping one shows."""
+    """Random float32 model; biases and norms are random too, so that dropping one shows.
+
+    A family whose types of layers are listed has as many layers, whatever is asked for.
+    """
     config_class, model_class, special = ALL_FAMILIES[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(**(SIZES | special | overrides))).eval()
+    content = SIZES | special | overrides
+    if types := content.get("layer_types"):
+        content["num_hidden_layers"] = len(types)
+    model = model_class(config_class(**content)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
@@ -204,7 +298,7 @@ def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
     twin = copy.deepcopy(dense)
     head_dim = ModuleSource(dense).geometry.head_dim
     for layer, permutation, keys, values, output in zip(
-        twin.model.layers, result.permutations, result.keys, result.values, result.outputs, strict=True
+        attending_layers(twin), result.permutations, result.keys, result.values, result.outputs, strict=True
     ):
         order = torch.cat(group_columns([permutation], head_dim))
         for letter, factors in (("k", keys), ("v", values)):
@@ -213,6 +307,11 @@ def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
         if output is not None:
             layer.self_attn.o_proj.weight.data = output.T.to(layer.self_attn.o_proj.weight)
     return twin
+
+
+def attending_layers(model: Any) -> list[Any]:
+    """Decoder layers that cache keys and values."""
+    return [model.model.layers[place] for place in attention_layers(model.config)]
 
 
 def projection(attention: Any, letter: str) -> tuple[Any, slice]:
@@ -268,6 +367,6 @@ def compressed_pair(family: str, values: str = "auto", layers: int = 3, **compre
 
 def over_values(model: Any, values: str) -> Any:
     """The same model, whose short queries take the ``absorbed`` or the ``reconstructed`` path if R_v is not fused."""
-    for layer in model.model.layers:
+    for layer in attending_layers(model):
         layer.self_attn.query_limit = 0 if values == "reconstructed" else MAX_EXPLICIT_QUERIES
     return model

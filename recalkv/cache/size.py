@@ -122,12 +122,13 @@ def markdown(name: str, sizes: ModelSizes, rows: dict[str, dict[str, float]]) ->
     weights = WEIGHT_BYTES * sizes.parameters
     head = [f"{context // 1024}K" for context in CONTEXTS]
     shape = sizes.attention
+    own = f" with keys and values of {shape.layers + shape.others}" if shape.others else ""
     lines = [
         f"## {name}",
         "",
-        f"{shape.layers} layers, hidden size {shape.hidden}, {shape.heads} heads, {shape.kv_heads} key/value heads of "
-        f"{shape.head_dim}, made for {sizes.positions:,} tokens; {sizes.parameters / 1e9:.2f} x 10^9 parameters, "
-        f"{weights / GIB:.2f} GiB in 16 bits.",
+        f"{shape.layers} layers{own}, hidden size {shape.hidden}, {shape.heads} heads, {shape.kv_heads} "
+        f"key/value heads of {shape.head_dim}, made for {sizes.positions:,} tokens; "
+        f"{sizes.parameters / 1e9:.2f} x 10^9 parameters, {weights / GIB:.2f} GiB in 16 bits.",
         "",
         "Cache of one sequence, GiB:",
         "",

@@ -96,5 +96,7 @@ def compress(
                 spec = compress_checkpoint(reference, documents, calibration, parameters, where, folder, advance, goal)
             writing.close()
             print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense model in 16 bits")
+            if others := spec.geometry.others:
+                print(f"{others} of {others + spec.geometry.layers} layers keep states of a fixed size, as they did")
             if check:
                 quick_check(out, reference.folder, documents, calibration, where)

@@ -6,6 +6,7 @@ in float64 over the reconstructed keys and values.
 """
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,9 @@ from recalkv.evaluation.reference import reference_output
 from recalkv.evaluation.step_caches import FullCache, Recorder
 from recalkv.evaluation.step_work import StepWork, step_work
 from recalkv.evaluation.timing import Timing, cold_copies, time_calls
-from recalkv.model.families import layer_attention_types
+from recalkv.model.families import attention_layers, layer_attention_types
+from recalkv.model.family import family_of
+from recalkv.model.slots import SlotRotary, layer_slots
 from recalkv.model.spec import LatentSpec
 
 __all__ = [
@@ -43,10 +46,12 @@ __all__ = [
 
 BASELINES = {
     "eager_growing": "transformers' eager attention, growing DynamicCache",
+    "eager_static": "transformers' eager attention, static cache",
     "sdpa_static": "SDPA, static cache",
     "flash_static": "flash decoding, static cache",
 }
-"""What compressed steps are compared with, by the names of the metrics."""
+"""What compressed steps are compared with, by the names of the metrics; SDPA and flash decoding where they know the
+family's softmax, and else eager attention on a static cache."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest error of a step's output, relative to the reference's norm."""
@@ -64,11 +69,11 @@ class AttentionModule:
     attention
         transformers' module, or :class:`recalkv.model.attention.LatentAttention`.
     norm
-        The norm before it.
+        The norm before it; the identity where it reads the residual stream.
     rotary
-        The model's rotary module.
+        The model's rotary module; None where it has none.
     layer
-        Its index.
+        Its place among the decoder layers.
     """
 
     attention: Any
@@ -79,26 +84,54 @@ class AttentionModule:
     @property
     def device(self) -> torch.device:
         """Where its weights are."""
-        return self.attention.q_proj.weight.device
+        return self.attention.o_proj.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of its weights."""
-        return self.attention.q_proj.weight.dtype
+        return self.attention.o_proj.weight.dtype
+
+    @property
+    def kind(self) -> str:
+        """What it attends by, in transformers' words."""
+        return layer_attention_types(self.attention.config)[self.layer]
+
+    @functools.cached_property
+    def slots(self) -> SlotRotary:
+        """Rotary tables, as compressed models have them."""
+        return layer_slots(self.attention.config, self.rotary)[self.layer]
+
+    def rope(self, states: Tensor, positions: Tensor) -> Any:
+        """What the model hands the module of its rotary tables; None where it has none."""
+        if self.rotary is None:
+            return None
+        return self.rotary(states, positions, *([self.kind] if isinstance(self.rotary.rope_type, dict) else []))
+
+    def attend(self, states: Tensor, rope: Any, positions: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:
+        """Output of the module."""
+        output: Tensor = self.attention(
+            hidden_states=states,
+            position_embeddings=rope,
+            attention_mask=mask,
+            past_key_values=cache,
+            position_ids=positions,
+        )[0]
+        return output
 
 
 def module_of(model: Any, layer: int) -> AttentionModule:
-    """The attention of a layer."""
-    block = model.model.layers[layer]
-    return AttentionModule(block.self_attn, block.input_layernorm, model.model.rotary_emb, layer)
+    """The attention of a decoder layer."""
+    block, norm = model.model.layers[layer], family_of(model.config).input_norm
+    before = nn.Identity() if norm is None else getattr(block, norm)
+    return AttentionModule(block.self_attn, before, model.model.rotary_emb, layer)
 
 
 def typical_layer(config: Any) -> int:
-    """The layer whose cached ranks are nearest to the layers' mean; of full attention where there is one."""
-    types = layer_attention_types(config)
+    """Place of the layer whose cached ranks are nearest to the layers' mean; of full attention where there is one."""
+    types, places = layer_attention_types(config), attention_layers(config)
     widths = [layer.cached_elements for layer in LatentSpec.from_config(config).layers]
-    mean = sum(widths) / len(widths)
-    return min(range(len(widths)), key=lambda i: (types[i] != "full_attention", abs(widths[i] - mean), i))
+    far = {place: abs(width - sum(widths) / len(widths)) for place, width in zip(places, widths, strict=True)}
+    return min(places, key=lambda place: (types[place] != "full_attention", far[place], place))
 
 
 @dataclass(frozen=True)
@@ -131,7 +164,7 @@ class Step:
     def __init__(self, module: AttentionModule, context: int, seed: int = 0) -> None:
         self.module, self._context = module, context
         generator = torch.Generator().manual_seed(seed)
-        width = module.attention.q_proj.in_features
+        width = module.attention.config.hidden_size
         states = torch.randn(1, context, width, generator=generator).to(module.device, module.dtype)
         with torch.no_grad():
             self.states = module.norm(states)
@@ -142,17 +175,20 @@ class Step:
                 _, *latents = module.attention._latents(self.states[:, -self._window - 1 :])
                 self._recent = torch.cat(latents, dim=-1)
             cached = self._keys, self._values
-            self._expected = reference_output(module.attention, module.rotary, self.states, cached)
+            self._expected = reference_output(module.attention, module.slots, self.states, cached)
 
     def _contents(self) -> tuple[Tensor, Tensor]:
         recorder, start = Recorder(), 0
+        positions = torch.arange(self._context, device=self.states.device)[None]
+        # Of all at once: some frequencies depend on the length.
+        rope = self.module.rope(self.states, positions)
         # The last token by itself, as the step will take it.
         before = self.states[:, :-1].split(_CHUNK, dim=1) if self._context > 1 else ()
         for chunk in (*before, self.states[:, -1:]):
-            positions = torch.arange(start, start + chunk.shape[1], device=chunk.device)[None]
-            rope = self.module.rotary(chunk, positions)
-            self.module.attention(chunk, rope, None, past_key_values=recorder)
-            start += chunk.shape[1]
+            here = slice(start, start + chunk.shape[1])
+            own = None if rope is None else tuple(table[:, here] for table in rope)
+            self.module.attend(chunk, own, positions[:, here], recorder)
+            start = here.stop
         keys, values = zip(*recorder.chunks, strict=True)
         return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
@@ -167,29 +203,33 @@ class Step:
         """
         module, device = self.module, self.module.device
         states = self.states[:, -1:].expand(batch, -1, -1).contiguous()
-        rope = module.rotary(states, torch.full((batch, 1), self._context - 1, device=device))
+        positions = torch.full((batch, 1), self._context - 1, device=device)
+        rope = module.rope(states, positions)
         size = batch * (self._keys.nbytes + self._values.nbytes)
-        calls = [self._call(states, rope, batch, growing) for _ in range(cold_copies(size, device))]
+        calls = [self._call(states, rope, positions, batch, growing) for _ in range(cold_copies(size, device))]
         error = self._error(calls[0](), name)
         timing = time_calls(calls, device, repeats, graphed=not growing)
         return StepTime(name, detail, timing, step_work(module.attention, self._context, batch), error)
 
-    def _call(self, states: Tensor, rope: Any, batch: int, growing: bool) -> Callable[[], Tensor]:
+    def _call(self, states: Tensor, rope: Any, positions: Tensor, batch: int, growing: bool) -> Callable[[], Tensor]:
         def own(tensor: Tensor) -> Tensor:
             return tensor.expand(batch, -1, -1, -1).clone(memory_format=torch.contiguous_format)
 
-        attention = self.module.attention
+        module = self.module
         if not growing:
             recent = None if self._recent is None else own(self._recent[:, :, -self._window :])
             full = FullCache(own(self._keys), own(self._values), recent)
-            return lambda: attention(states, rope, None, past_key_values=full)[0]
-        cache, layer = growing_cache(attention.config), self.module.layer
+            return lambda: module.attend(states, rope, positions, full)
+        cache, layer = growing_cache(module.attention.config), module.layer
+        if module.kind == "sliding_attention":
+            # Every step is taken back, beyond the window too.
+            cache.activate_past_recording()
         cache.update(own(self._keys[:, :, :-1]), own(self._values[:, :, :-1]), layer)
         if self._recent is not None:
             remember(cache, layer, own(self._recent[:, :, :-1]), self._window)
 
         def step() -> Tensor:
-            output: Tensor = attention(states, rope, None, past_key_values=cache)[0]
+            output = module.attend(states, rope, positions, cache)
             cache.layers[layer].crop(-1)
             return output
 
@@ -213,6 +253,9 @@ def dense_steps(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
     module = step.module
     with attention_function(module, "eager"):
         yield step.measure("eager_growing", batch, repeats, growing=True)
+        if family_of(module.attention.config).attention_implementation == "eager":
+            yield step.measure("eager_static", batch, repeats, growing=False)
+            return
     with attention_function(module, "sdpa"):
         yield min(_sdpa(step, batch, repeats), key=lambda each: each.timing.median)
     package = flash_decoding() if module.device.type == "cuda" and module.dtype != torch.float32 else None

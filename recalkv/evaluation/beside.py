@@ -16,7 +16,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 from recalkv.errors import ModelUnavailableError
 from recalkv.evaluation.decoding import prompt_contents, time_decoding
-from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, parameter_count, window_bytes
+from recalkv.evaluation.generation import (
+    cache_bytes_per_token,
+    fill_cache,
+    parameter_count,
+    state_bytes,
+    state_figures,
+    window_bytes,
+)
 from recalkv.evaluation.perplexity import MeasuredText, measured
 from recalkv.evaluation.resources import available_mib
 from recalkv.evaluation.suites.needle import SCORES, find_needles
@@ -91,8 +98,9 @@ class Measured:
         Of each text, its windows and the model's losses on them; the dense model's with its hidden states.
     against
         Of each text, the figures beside the dense model; None for that itself.
-    bytes_per_token, window_bytes
-        Of a live cache: of a token, and of a sequence's exact latents beside its rows.
+    bytes_per_token, window_bytes, state_bytes
+        Of a live cache: of a token, of a sequence's exact latents beside its rows, and of the states of layers that
+        keep one instead of keys and values.
     parameters
         Tied ones once.
     needle
@@ -107,6 +115,7 @@ class Measured:
     against: Mapping[str, Mapping[str, float]] | None
     bytes_per_token: float
     window_bytes: float
+    state_bytes: float
     parameters: int
     needle: Tensor | None
     speed: Mapping[int, Timing]
@@ -227,7 +236,7 @@ def measure(
     progress("cache")
     ids = next(iter(windows.values())).tokens[:1, :_CACHED_TOKENS]
     cache = fill_cache(model, ids)
-    cached = cache_bytes_per_token(cache), window_bytes(cache)
+    cached = cache_bytes_per_token(cache), window_bytes(cache), state_bytes(cache)
     needle = None
     if wanted.needle is not None:
         progress("hidden numbers")
@@ -261,6 +270,7 @@ def figures(dense: Measured, compressed: Measured, spec: LatentSpec, wanted: Wan
             "compressed_window_bytes": compressed.window_bytes,
             "reference_bytes_per_token": spec.dense_bytes_per_token,
             "compression_ratio": 1 - compressed.bytes_per_token / spec.dense_bytes_per_token,
+            **state_figures(compressed.state_bytes),
         },
         "parameters": {side: each.parameters for side, each in sides.items()},
         "decode_tokens_per_second": {

@@ -15,6 +15,7 @@ from recalkv.cache.growing import growing_cache
 from recalkv.cache.recent import remember
 from recalkv.errors import CheckpointError
 from recalkv.evaluation.attention_step import TOLERANCE
+from recalkv.evaluation.generation import kept_states
 from recalkv.evaluation.resources import now
 from recalkv.evaluation.timing import Timing
 
@@ -33,8 +34,9 @@ CACHES = ("growing", "static")
 """What ``generate`` takes by default, and transformers' StaticCache. The dense model's default is transformers'
 DynamicCache, which copies itself at every step."""
 
-Contents = list[tuple[Tensor, Tensor, Tensor | None]]
-"""What every layer caches of the prompt: keys and values, (1, heads, tokens, width) each, and the exact latents."""
+Contents = list[Any]
+"""What every layer caches of the prompt: keys and values, (1, heads, tokens, width) each, and the exact latents or
+None; of a layer that keeps states instead, these."""
 
 _PROMPT_TOKENS = 64
 _WARM_UP = 1
@@ -46,7 +48,7 @@ def prompt_contents(model: Any, seed: int = 0) -> Contents:
     """What the model caches of random tokens."""
     cache = DynamicCache(config=model.config)
     model(_random_ids(model, _PROMPT_TOKENS, seed), past_key_values=cache, logits_to_keep=1)
-    return [(layer.keys, layer.values, getattr(layer, "recent", None)) for layer in cache.layers]
+    return [kept_states(layer) or (layer.keys, layer.values, getattr(layer, "recent", None)) for layer in cache.layers]
 
 
 def _random_ids(model: Any, tokens: int, seed: int) -> Tensor:
@@ -69,7 +71,13 @@ def time_prefill(model: Any, tokens: int, seed: int = 0) -> Timing:
 def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, slots: int) -> Any:
     """A cache of this kind that holds so many tokens."""
     cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else growing_cache(model.config)
-    for index, (keys, values, recent) in enumerate(contents):
+    for index, held in enumerate(contents):
+        if isinstance(held[0], dict):
+            for update, states in zip((cache.update_conv_state, cache.update_recurrent_state), held, strict=True):
+                for number, state in states.items():
+                    update(state.repeat(batch, *[1] * (state.dim() - 1)), index, state_idx=number)
+            continue
+        keys, values, recent = held
         length = keys.shape[2]
         # A static cache is filled piece by piece, so that it is never in memory twice.
         pieces = [length] * (tokens // length) + [tokens % length] if kind == "static" else [tokens]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from recalkv.model.spec import LatentSpec
 from recalkv.params import EvaluationParams
@@ -15,9 +16,12 @@ __all__ = [
     "cache_bytes_per_token",
     "cache_metrics",
     "fill_cache",
+    "kept_states",
     "measure_generation",
     "parameter_count",
     "parameter_metrics",
+    "state_bytes",
+    "state_figures",
     "window_bytes",
 ]
 
@@ -38,12 +42,15 @@ class Generated:
         Of the model, tied ones once.
     samples
         Continuation of each of ``evaluation.prompts``.
+    state_bytes
+        Of what layers without keys and values keep instead, per sequence.
     """
 
     cache_bytes_per_token: float
     window_bytes: float
     parameters: int
     samples: Sequence[str]
+    state_bytes: float = 0.0
 
     def record(self) -> dict[str, Any]:
         """Plain JSON values, for the store of ``baseline``."""
@@ -68,7 +75,8 @@ def measure_generation(model: Any, tokenizer: Any, windows: Tensor, wanted: Eval
         output = _generate(model, ids, wanted.sample_tokens)
         samples.append(str(tokenizer.decode(output.sequences[0, ids.shape[1] :])))
     cache = fill_cache(model, windows[:1, :_CACHE_TOKENS])
-    return Generated(cache_bytes_per_token(cache), window_bytes(cache), parameter_count(model), samples)
+    sizes = cache_bytes_per_token(cache), window_bytes(cache), parameter_count(model)
+    return Generated(*sizes, samples, state_bytes(cache))
 
 
 def _generate(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> Any:
@@ -92,7 +100,8 @@ def fill_cache(model: Any, ids: Tensor, steps: int = 4) -> Any:
 
 def cache_bytes_per_token(cache: Any) -> float:
     """Bytes that a live cache holds per sequence and cached token, over all layers, from its tensors."""
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
     return float(sum(tensor.nbytes / (tensor.shape[0] * tensor.shape[2]) for tensor in tensors))
 
 
@@ -100,6 +109,20 @@ def window_bytes(cache: Any) -> float:
     """Bytes that a live cache holds per sequence of exact latents beside its rows, over all layers."""
     tensors = [getattr(layer, "recent", None) for layer in cache.layers]
     return float(sum(tensor.nbytes / len(tensor) for tensor in tensors if tensor is not None))
+
+
+def state_bytes(cache: Any) -> float:
+    """Bytes that a live cache holds per sequence in layers that keep a state instead of keys and values."""
+    states = [state for layer in cache.layers for kept in kept_states(layer) for state in kept.values()]
+    return float(sum(state.nbytes / len(state) for state in states))
+
+
+def kept_states(layer: Any) -> tuple[dict[int, Tensor], ...]:
+    """States of convolutions and recurrent ones of a cache's layer, by their number in it; none of other layers."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return ()
+    kept = layer.conv_states, layer.recurrent_states
+    return tuple({number: state for number, state in part.items() if state is not None} for part in kept)
 
 
 def parameter_count(model: Any) -> int:
@@ -124,7 +147,13 @@ def cache_metrics(spec: LatentSpec, dense: Generated, compressed: Generated, ele
         "reference_bytes_per_token": reference,
         "compression_ratio": 1 - live / reference,
         "requested_ratio": spec.parameters["ratio"],
+        **state_figures(compressed.state_bytes),
     }
+
+
+def state_figures(state_bytes: float) -> dict[str, float]:
+    """Entry of the cache's figures, dense and compressed alike, where some layers keep a state."""
+    return {"state_bytes": state_bytes} if state_bytes else {}
 
 
 def parameter_metrics(spec: LatentSpec, dense: Generated, compressed: Generated) -> dict[str, Any]:

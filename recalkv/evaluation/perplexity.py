@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from recalkv.errors import NonFiniteError
+from recalkv.model.family import logits_of
 from recalkv.model.precision import resolve_precision
 from recalkv.params import EvaluationParams
 from recalkv.text.windows import Windows
@@ -103,7 +104,11 @@ def window_scores(
     """
     device = next(model.parameters()).device
     mixed = torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
-    head, predicted = model.get_output_embeddings(), windows.shape[1] - 1
+    product, predicted = model.get_output_embeddings(), windows.shape[1] - 1
+
+    def head(states: Tensor) -> Tensor:
+        return logits_of(model.config, product(states))
+
     sums, kept = torch.zeros(len(windows), 3, dtype=torch.float64), []
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size].to(device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -231,7 +231,8 @@ def quantised_cache(model: Any, rounding: CacheQuantiser) -> Iterator[None]:
     is read.
     """
     before = model.config._attn_implementation
-    modules = [layer.self_attn for layer in model.model.layers]
+    attentions = (getattr(layer, "self_attn", None) for layer in model.model.layers)
+    modules = [attention for attention in attentions if attention is not None]
     for module in modules:
         module.cache_quantiser = rounding
     model.config._attn_implementation = _IMPLEMENTATION
@@ -250,6 +251,8 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
     """Attention of queries, the last of the slots, that each find the older slots rounded, and the last ones exact."""
@@ -260,7 +263,7 @@ def _attention(
         torch.cat([of(states[:, :, :whole]), states[:, :, whole:]], dim=2) if whole else states
         for of, states in ((rounding.keys, key), (rounding.values, value))
     ]
-    if not exact or not whole:
+    if softcap is None and s_aux is None and (not exact or not whole):
         return sdpa_attention_forward(module, query, *stored, attention_mask, scaling=scaling, **further)[0], None
     mask = None if attention_mask is None or attention_mask.dtype != torch.bool else attention_mask
     per_kv, first = query.unflatten(1, (key.shape[1], -1)), slots - query.shape[2]
@@ -269,7 +272,7 @@ def _attention(
         block = per_kv[:, :, :, start : start + _QUERIES]  # [batch, kv heads, queries per kv head, queries, d_h]
         seen = range(first + start + 1, first + start + block.shape[3] + 1)
         allowed = None if mask is None else mask[:, :, None, start : start + _QUERIES, : seen[-1]]
-        outputs.append(_attend(block, stored, (key, value), rounding, seen, allowed, scaling))
+        outputs.append(_attend(block, stored, (key, value), rounding, seen, allowed, scaling, softcap, s_aux))
     output = torch.cat(outputs, dim=3).flatten(1, 2)
     return output.transpose(1, 2).contiguous(), None
 
@@ -282,6 +285,8 @@ def _attend(
     seen: range,
     allowed: Tensor | None,
     scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a block of queries over keys and values, rounded as they are stored, or exact.
 
@@ -294,6 +299,8 @@ def _attend(
         Slots up to each query, itself included.
     allowed : (batch or 1, 1, 1, queries, slots) bool or None
         Further slots that queries must not see; None for none.
+    softcap, sinks
+        c of ``c tanh(score / c)``, and a score for each query head that takes its part of the weights for nothing.
     """
     last, edges = seen[-1], [rounding.rounded(each) for each in seen]
     # Slots that all queries find rounded, and the others, which some of them find exact.
@@ -306,7 +313,13 @@ def _attend(
     near = torch.where(older, query @ rounded_keys[..., low:, :].mT, query @ keys[..., low:, :].mT)
     scores = torch.cat([query @ rounded_keys[..., :low, :].mT, near], dim=-1) * scaling
     hidden = later if allowed is None else later | ~allowed
-    weights = scores.float().masked_fill(hidden, -math.inf).softmax(-1).to(query.dtype)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.float().masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        own = sinks.float().view(query.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, own], dim=-1)
+    weights = scores.softmax(-1)[..., :last].to(query.dtype)
     far, near = weights[..., :low], weights[..., low:]
     output = far @ rounded_values[..., :low, :] + (near * older) @ rounded_values[..., low:, :]
     return output + (near * ~older) @ values[..., low:, :]
@@ -339,4 +352,7 @@ class QuantisedLayer(DynamicLayer):
 
 def quantised_layers(model: Any, rounding: CacheQuantiser) -> Cache:
     """Return an empty cache of :class:`QuantisedLayer` for a dense model."""
-    return Cache(layers=[QuantisedLayer(rounding) for _ in range(model.config.num_hidden_layers)])
+    cache = DynamicCache(config=model.config)
+    # Others keep a state, which no quantiser of a cache touches.
+    cache.layers = [QuantisedLayer(rounding) if isinstance(own, DynamicLayer) else own for own in cache.layers]
+    return cache

@@ -7,20 +7,24 @@ import torch
 from torch import Tensor, nn
 
 from recalkv.model.attention import LatentAttention
-from recalkv.model.families import AttentionGeometry
+from recalkv.model.families import AttentionGeometry, head_order
+from recalkv.model.family import Family, family_of
+from recalkv.model.slots import SlotRotary
 
 __all__ = ["reference_output"]
 
 
-def reference_output(layer: Any, rotary: Any, states: Tensor, cached: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def reference_output(
+    layer: Any, slots: SlotRotary, states: Tensor, cached: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """Attention of the last token to all in float64, over dense keys and values or those of ``L R``.
 
     Parameters
     ----------
     layer
         transformers' attention module, or :class:`recalkv.model.attention.LatentAttention`.
-    rotary
-        The model's rotary module; its frequencies do not depend on the length.
+    slots
+        Of the layer, by :func:`recalkv.model.slots.layer_slots`.
     states : (1, tokens, m)
         Inputs of the module.
     cached
@@ -31,23 +35,47 @@ def reference_output(layer: Any, rotary: Any, states: Tensor, cached: tuple[Tens
     -------
     (m,) float64
     """
-    sizes = AttentionGeometry.from_config(layer.config)
+    sizes, family, tokens = AttentionGeometry.from_config(layer.config), family_of(layer.config), states.shape[1]
     where = states.device if states.device.type in ("cpu", "cuda") else torch.device("cpu")
     inputs = states[0].to(where, torch.float64)
-    query = _normed(_linear(layer.q_proj, inputs[-1:]).view(1, sizes.heads, sizes.head_dim), layer, "q_norm")
-    keys, values = (
-        _latent_rows(layer, inputs, cached) if isinstance(layer, LatentAttention) else _dense_rows(layer, inputs)
-    )
-    keys = _normed(keys.view(len(inputs), sizes.kv_heads, sizes.head_dim), layer, "k_norm")
-    angles = torch.arange(len(inputs), device=where)[:, None] * rotary.inv_freq.to(where, torch.float64)
-    scale = getattr(rotary, "attention_scaling", 1.0)
-    query, keys = _rotated(query, angles[-1:], scale), _rotated(keys, angles, scale)
-    outputs = []
+    latent = isinstance(layer, LatentAttention)
+    query, gate = _queries(layer, family, sizes, inputs[-1:])
+    if family.query_scale is not None:
+        query = query * family.query_scale(layer.config, torch.tensor([[tokens - 1]], device=where)).double()
+    keys, values = _latent_rows(layer, inputs, cached) if latent else _dense_rows(layer, family, sizes, inputs)
+    keys = _normed(keys.view(tokens, sizes.kv_heads, sizes.head_dim), layer, "k_norm", family)
+    order = None if latent else head_order(layer.config, sizes.head_dim)
+    if order is not None:
+        # Queries and keys in the order in which latent ones stand already.
+        query, keys = query[..., order], keys[..., order]
+    cos, sin = (table[:tokens].to(where)[:, None] for table in slots.upto(tokens, inputs, tokens))
+    query, keys = _rotated(query, cos[-1:], sin[-1:]), _rotated(keys, cos, sin)
+    cap, outputs = family.score_softcap(layer.config), []
     for head in range(sizes.heads):
         own = head // sizes.queries_per_kv
-        weights = (keys[:, own] @ query[0, head] * layer.scaling).softmax(dim=0)
-        outputs.append(weights @ values[own])
-    return _linear(layer.o_proj, torch.cat(outputs))
+        scores = keys[:, own] @ query[0, head] * layer.scaling
+        if cap is not None:
+            scores = cap * (scores / cap).tanh()
+        if sizes.sinks:
+            scores = torch.cat([scores, layer.sinks[head : head + 1].to(scores)])
+        outputs.append(scores.softmax(dim=0)[:tokens] @ values[own])
+    output = torch.cat(outputs)
+    return _linear(layer.o_proj, output if gate is None else output * gate.sigmoid())
+
+
+def _queries(layer: Any, family: Family, sizes: AttentionGeometry, last: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Queries before RoPE of the last token, (1, h, d_h), and its gate, (h * d_h,), where there is one."""
+    gate, shape = None, (1, sizes.heads, sizes.head_dim)
+    if family.fused is not None and not isinstance(layer, LatentAttention):
+        states = _linear(getattr(layer, family.fused), last)[:, : sizes.heads * sizes.head_dim]
+    else:
+        states = _linear(layer.q_proj, last)
+    if sizes.gated and isinstance(layer, LatentAttention):
+        gate = _linear(layer.gate_proj, last)[0]  # type: ignore[arg-type]
+    elif sizes.gated:
+        states, gates = states.view(1, sizes.heads, 2, sizes.head_dim).unbind(dim=2)
+        gate = gates.flatten()
+    return _normed(states.reshape(shape), layer, "q_norm", family), gate
 
 
 def _linear(projection: nn.Linear, inputs: Tensor) -> Tensor:
@@ -55,24 +83,32 @@ def _linear(projection: nn.Linear, inputs: Tensor) -> Tensor:
     return output if projection.bias is None else output + projection.bias.to(inputs)
 
 
-def _normed(states: Tensor, layer: Any, name: str) -> Tensor:
+def _normed(states: Tensor, layer: Any, name: str, family: Family) -> Tensor:
+    """Norm of (tokens, heads, d_h), over each head or all of them as its weight is wide."""
     norm = getattr(layer, name, None)
     if norm is None:
         return states
-    root = (states.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
-    return states * root * norm.weight.to(states)
+    rows = states if norm.weight.numel() == states.shape[-1] else states.flatten(-2)
+    epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    root = (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (rows * root * (norm.weight.to(states) + family.norm_offset)).view_as(states)
 
 
-def _rotated(states: Tensor, angles: Tensor, scale: float) -> Tensor:
-    cos, sin = angles.cos()[:, None] * scale, angles.sin()[:, None] * scale
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = states.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+    return states * cos + torch.cat([-right, left], dim=-1) * sin
 
 
-def _dense_rows(layer: Any, inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+def _dense_rows(
+    layer: Any, family: Family, sizes: AttentionGeometry, inputs: Tensor
+) -> tuple[Tensor, Sequence[Tensor]]:
     """Keys (tokens, n) before norm and RoPE, and values (tokens, d_h) of each key/value head."""
-    values = _linear(layer.v_proj, inputs).split(layer.head_dim, dim=-1)
-    return _linear(layer.k_proj, inputs), values
+    if family.fused is not None:
+        joined = _linear(getattr(layer, family.fused), inputs)
+        keys, values = joined[:, -2 * sizes.kv_width :].split(sizes.kv_width, dim=-1)
+    else:
+        keys, values = _linear(layer.k_proj, inputs), _linear(layer.v_proj, inputs)
+    return keys, values.split(sizes.head_dim, dim=-1)
 
 
 def _latent_rows(
@@ -101,4 +137,7 @@ def _latent_rows(
             values += [z] * heads
         else:
             values += (z @ layer.value_up[index].to(z)).split(layer.head_dim, dim=-1)
+    if layer.value_bias is not None:
+        constants = layer.value_bias.to(keys).split(layer.head_dim)
+        values = [value + constant for value, constant in zip(values, constants, strict=True)]
     return keys, values

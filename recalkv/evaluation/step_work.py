@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import AttentionGeometry
 
@@ -40,11 +42,10 @@ def step_work(attention: Any, context: int, batch: int) -> StepWork:
     batch
         Sequences.
     """
-    element = attention.q_proj.weight.element_size()
+    element = attention.o_proj.weight.element_size()
     sizes = AttentionGeometry.from_config(attention.config)
     queries = sizes.heads * sizes.head_dim
-    projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    products = sum(each.weight.numel() for each in projections if each is not None)
+    products = sum(each.weight.numel() for each in attention.modules() if isinstance(each, nn.Linear))
     if isinstance(attention, LatentAttention):
         row, per_token, once = _latent_work(attention, queries, element)
         products += once

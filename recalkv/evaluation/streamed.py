@@ -23,14 +23,14 @@ def dense_text(source: LayerSource, windows: Windows, batch_size: int = 1) -> Me
         Windows per step: memory, not results.
     """
     hidden = source.embed(windows.tokens, batch_size)
-    for index in range(source.num_layers):
-        with source.layer(index) as layer:
-            hidden = [run_layer(source, layer, index, states) for states in hidden]
+    for place, _ in source.decoder_layers():
+        with source.layer(place) as layer:
+            hidden = [run_layer(source, layer, place, states) for states in hidden]
     norm, head = source.final_norm(), source.head_weight().T
     states = torch.cat([norm(each)[:, :-1] for each in hidden])
     with autocast(source):
         losses = [
-            token_losses(lambda rows: rows @ head, own, ids[1:])
+            token_losses(lambda rows: source.logits(rows @ head)[0], own, ids[1:])
             for own, ids in zip(states, windows.tokens.to(source.device), strict=True)
         ]
     return MeasuredText(windows, Scores(torch.stack(losses), states=states.half().cpu()))

@@ -67,7 +67,7 @@ class KernelAttention(LatentAttention):
         self,
         query: Tensor,
         cached: Cached,
-        rope: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:

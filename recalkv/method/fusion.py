@@ -42,7 +42,7 @@ def fuse_layer(
     input_mean: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """All tensors of one compressed decoder layer, by their names within it (Algorithm 1, Matrix_Fusion).
+    """All tensors of one compressed layer, by their names within it (Algorithm 1, Matrix_Fusion).
 
     What the method leaves as it was comes as the source holds it.
 
@@ -57,9 +57,9 @@ def fuse_layer(
     dtype
         Of what is new; it bounds the gauge of joint latents (:mod:`recalkv.model.identity`).
     """
-    prefix = "self_attn."
-    given = {name.removeprefix(prefix): tensor for name, tensor in source.layer_tensors(index, prefix).items()}
-    dense = given
+    prefix, place = "self_attn.", source.places[index]
+    given = {name.removeprefix(prefix): tensor for name, tensor in source.layer_tensors(place, prefix).items()}
+    dense = _without_gate(given, source.geometry) if source.geometry.gated else given
     # What a store holds is on the CPU.
     keys, values = refit.keys.to(source.device), refit.values.to(source.device)
     output, mean = (None if part is None else part.to(source.device) for part in (refit.output, input_mean))
@@ -73,7 +73,16 @@ def fuse_layer(
     alone = [name for name in fused if name in given and source.holds(prefix + name)]
     kept = {name for name in alone if torch.equal(fused[name], given[name])}
     new = {prefix + name: tensor.to(dtype) for name, tensor in fused.items() if name not in kept}
-    return source.stored_layer(index, without=[prefix + name for name in given if name not in kept]) | new
+    return source.stored_layer(place, without=[prefix + name for name in given if name not in kept]) | new
+
+
+def _without_gate(dense: Mapping[str, Tensor], geometry: AttentionGeometry) -> dict[str, Tensor]:
+    """The query projection taken apart into queries and gate, by heads."""
+    parts: dict[str, Tensor] = {}
+    for kind in {"q_proj.weight", "q_proj.bias"} & dense.keys():
+        by_head = dense[kind].unflatten(0, (geometry.heads, 2, geometry.head_dim))
+        parts |= {kind: by_head[:, 0].flatten(0, 1), kind.replace("q_", "gate_"): by_head[:, 1].flatten(0, 1)}
+    return {**dense, **parts}
 
 
 def _in_turning_order(dense: Mapping[str, Tensor], keys: LowRank, order: Tensor) -> tuple[dict[str, Tensor], LowRank]:
@@ -125,9 +134,10 @@ def fusion_rank_limit(geometry: AttentionGeometry) -> float:
 def choose_value_layout(geometry: AttentionGeometry, value_ranks: Sequence[int]) -> str:
     """``fused`` where every group's rank is within :func:`fusion_rank_limit`, else ``separate``.
 
-    With sinks always the latter: a constant of the values is then added to values, not to the output.
+    With sinks or a gate always the latter: a constant of the values then belongs to values, not to the output, and a
+    gate is that of a head's own dimensions.
     """
-    return "fused" if not geometry.sinks and max(value_ranks) <= fusion_rank_limit(geometry) else "separate"
+    return "fused" if geometry.values_pass and max(value_ranks) <= fusion_rank_limit(geometry) else "separate"
 
 
 def head_columns(order: Sequence[int], head_dim: int) -> Tensor:
@@ -211,8 +221,8 @@ def fused_attention_tensors(
         tensors["o_proj.weight"] = output.T
         for number, up in enumerate(values.up):
             tensors[f"value_up.{number}"] = up
-    if "q_proj.bias" in dense:
-        tensors["q_proj.bias"] = dense["q_proj.bias"][queries]
+    for name in {"q_proj.bias", "gate_proj.weight", "gate_proj.bias"} & dense.keys():
+        tensors[name] = dense[name][queries]
     if "k_proj.bias" in dense:
         tensors["key_bias"] = dense["k_proj.bias"][heads]
     bias = dense.get("o_proj.bias")
@@ -224,7 +234,7 @@ def fused_attention_tensors(
             tensors["v_proj.bias"] = centre
         tensors["key_bias"] = _sum(tensors.get("key_bias"), key_mean)
         constant = _sum(constant, value_mean)
-    if constant is not None and geometry.sinks:
+    if constant is not None and not geometry.values_pass:
         tensors["value_bias"] = constant
     elif constant is not None:
         per_head = constant.reshape(geometry.kv_heads, d_h)

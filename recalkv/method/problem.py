@@ -66,7 +66,9 @@ class LayerProblem:
     def of(cls, source: LayerSource, index: int, statistics: LayerStatistics, method: Method) -> "LayerProblem":
         """Read a layer's weights, float32, to where its statistics are."""
         device = statistics.inputs.gram.device
-        keys, values = (source.layer_tensor(index, f"self_attn.{name}_proj.weight").T.to(device) for name in "kv")
+        keys, values = (
+            source.layer_tensor(source.places[index], f"self_attn.{name}_proj.weight").T.to(device) for name in "kv"
+        )
         return cls(keys, values, statistics, source.geometry.head_dim, method)
 
     @property

@@ -87,24 +87,31 @@ def refit_layers(
         Refit of a layer that need not be done again, and is not yielded.
     """
     if method.refit == "none":
-        for index in range(source.num_layers):
-            if fitted(index) is None:
-                own = starts(index).factors
-                yield index, LayerRefit(own.keys, own.values, None, own.value_error, own.value_error)
+        for number in range(source.num_layers):
+            if fitted(number) is None:
+                own = starts(number).factors
+                yield number, LayerRefit(own.keys, own.values, None, own.value_error, own.value_error)
         return
     used = windows[: method.refit_samples]
     mine = distributed.share(len(used))
     hidden = source.embed(used[mine.start : mine.stop], batch_size)
     dense_hidden = list(hidden) if method.refit == "output" else []
-    for index in range(source.num_layers):
+    for place, index in source.decoder_layers():
+        if place > source.places[-1]:
+            return
+        if index is None:
+            with source.layer(place) as between:
+                for stream in (hidden, dense_hidden):
+                    stream[:] = [run_layer(source, between, place, states) for states in stream]
+            continue
         refit = done = fitted(index)
         last = index + 1 == source.num_layers
         if last and done is not None:
             return
         start = starts(index)
         order = torch.cat(group_columns(start.groups, source.geometry.head_dim))
-        with source.layer(index) as dense_layer:
-            layer = _Layer(source, dense_layer, index, order)
+        with source.layer(place) as dense_layer:
+            layer = _Layer(source, dense_layer, place, order)
             if method.refit == "output":
                 contexts, refit = _fit_output(layer, hidden, dense_hidden, start.factors, method, refit)
                 if not last:
@@ -124,7 +131,7 @@ def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, me
     moments = MomentAccumulator(layer.source.geometry.hidden, layer.source.device)
     for states in hidden:
         moments.add(attention_input(layer.source, layer.layer, states))
-    gram = moments.finish(f"layer {layer.index} (behind the compressed prefix)").gram
+    gram = moments.finish(f"layer {layer.place} (behind the compressed prefix)").gram
     weight = layer.attention.v_proj.weight.T.double()
     columns = group_columns(start.value_groups, layer.source.geometry.head_dim)
     fit = calibrate_values(start.factors.values.to(gram.device), columns, weight, gram, method.damping)
@@ -178,7 +185,7 @@ class _Layer:
 
     source: LayerSource
     layer: Any
-    index: int
+    place: int
     order: Tensor
 
     @property
@@ -195,7 +202,7 @@ class _Layer:
         self.attention.k_proj.weight.data, self.attention.v_proj.weight.data = weights
 
     def run(self, states: Tensor) -> Tensor:
-        return run_layer(self.source, self.layer, self.index, states)
+        return run_layer(self.source, self.layer, self.place, states)
 
     def run_and_watch(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """What the output projection adds without its bias, and the layer's output."""

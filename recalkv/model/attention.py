@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.recent import remember
 from recalkv.cache.rows import RowLayout
-from recalkv.model.families import layer_attention_types
+from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.recent import blocks, overlaid, readable
 from recalkv.model.slots import SlotRotary, rotated
@@ -114,14 +114,14 @@ class LatentAttention(nn.Module):
     spec
         Its ``recalkv`` section.
     layer_idx
-        Index of the decoder layer.
+        Place of the layer among all decoder layers.
     """
 
     def __init__(self, config: Any, spec: LatentSpec, layer_idx: int) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        geometry, layer = spec.geometry, spec.layers[layer_idx]
+        geometry, layer = spec.geometry, spec.layers[attention_layers(config).index(layer_idx)]
         self.geometry, self.spec = geometry, layer
         self.head_dim = geometry.head_dim
         self.num_key_value_groups = geometry.queries_per_kv
@@ -146,6 +146,7 @@ class LatentAttention(nn.Module):
         # Latents without their mean: what it stands for is in the bias of the keys, and that of values in the output's.
         centred, biases = spec.latents_centred, spec.biases
         self.q_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases)
+        self.gate_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases) if geometry.gated else None
         self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=centred)
         self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=centred)
         self.key_up = Reconstruction(self.key_ranks, self.key_heads, d_h)
@@ -157,9 +158,9 @@ class LatentAttention(nn.Module):
             self.value_up = Reconstruction(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
         constant = centred or "v" in biases
-        # A constant of the values passes through weights that sum to 1, and is in the output's bias.
-        self.o_proj = nn.Linear(inner, m, bias="o" in biases or (constant and not geometry.sinks))
-        self.value_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if constant and geometry.sinks else None
+        # A constant of the values passes through weights that sum to 1, and is in the output's bias but for a gate.
+        self.o_proj = nn.Linear(inner, m, bias="o" in biases or (constant and geometry.values_pass))
+        self.value_bias = None if geometry.values_pass or not constant else nn.Parameter(torch.zeros(geometry.kv_width))
         self.sinks = nn.Parameter(torch.zeros(geometry.heads)) if geometry.sinks else None
         self.q_norm = _norm_like(dense.q_norm) if spec.qk_norm else None
         self.k_norm = _norm_like(dense.k_norm) if spec.qk_norm else None
@@ -171,7 +172,7 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
@@ -188,7 +189,17 @@ class LatentAttention(nn.Module):
                 new = remember(past_key_values, self.layer_idx, new, self.exact_window)
             cached = cached._replace(recent=new)
         output, weights = self._attend(query, cached, position_embeddings, attention_mask, kwargs)
+        if self.gate_proj is not None:
+            output = self._gated(output, hidden_states)
         return self.o_proj(output), weights
+
+    def _gated(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+        """What the output projection reads, (batch, queries, h * d_h), of what attention gives."""
+        assert self.gate_proj is not None
+        if self.value_bias is not None and self.sinks is None:
+            by_head = self.value_bias.view(-1, 1, self.head_dim).expand(-1, self.num_key_value_groups, -1)
+            output = output + by_head.flatten()
+        return output * self.gate_proj(hidden_states).sigmoid()
 
     def _new_states(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries before RoPE, (batch, queries, h, d_h), and what is cached of the new tokens, keys and values."""
@@ -233,7 +244,7 @@ class LatentAttention(nn.Module):
         self,
         query: Tensor,
         cached: Cached,
-        rope: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
@@ -254,7 +265,7 @@ class LatentAttention(nn.Module):
             z_k = overlaid(z_k, exact_k, seen - offset, self.exact_window)
             z_v = z_v if self.joint else overlaid(z_v, exact_v, seen - offset, self.exact_window)
         z_v = z_k[:, 0] if self.joint else z_v[:, 0]
-        if fresh:
+        if fresh and rope is not None:
             query_rope = key_rope = rope if self.slots is None else self.slots.widened(rope)
         else:
             query_rope, key_rope = self._slot_rope(query, seen, offset, slots)
@@ -386,7 +397,7 @@ class LatentAttention(nn.Module):
         """``z_v R_v``: (batch, h_kv, slots, d_h)."""
         assert self.value_up is not None
         value = _apply_up(z_v, self.value_up, self.value_ranks)
-        if self.value_bias is not None:
+        if self.value_bias is not None and self.sinks is not None:
             value = value + self.value_bias
         return value.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 

@@ -94,6 +94,11 @@ def _settings(spec: LatentSpec) -> list[tuple[str, str]]:
         ("cache in 16 bits, bytes per token, dense", f"{spec.dense_bytes_per_token:,.0f}"),
         ("cache, bytes per token, compressed", f"{spec.cached_bytes_per_token():,.0f}"),
         ("newest tokens read exactly", f"{spec.exact_window}, {spec.window_bytes():,.0f} bytes per sequence"),
+        *(
+            [("layers with a state instead of keys and values, left as they are", f"{spec.geometry.others}")]
+            if spec.geometry.others
+            else []
+        ),
         ("heads per group", f"{spec.key_group_size}"),
         ("latents", "shared by keys and values" if spec.joint else "separate for keys and values"),
         (

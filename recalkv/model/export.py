@@ -1,7 +1,7 @@
 """Write a compressed model: an ordinary Hugging Face folder, one safetensors shard per layer."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recalkv.method.methods import resolve_method
 from recalkv.model.card import CARD, model_card
+from recalkv.model.families import attention_layers
 from recalkv.model.family import family_of
 from recalkv.model.layers import LayerSource
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
@@ -19,7 +20,7 @@ from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.model.stored_weights import stored_weights
 from recalkv.params import CalibrationParams, CompressionParams
 
-__all__ = ["build_model", "compressed_config", "other_tensors", "save_checkpoint"]
+__all__ = ["build_model", "compressed_config", "decoder_layers", "other_tensors", "save_checkpoint"]
 
 _CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
 _RESOLVED = ("metric", "joint", "grouping", "allocation", "refit", "bits", "damping")
@@ -38,7 +39,7 @@ def compressed_config(
     Parameters
     ----------
     layers
-        Latents of each layer, complete (:func:`recalkv.method.fusion.stored_layers`).
+        Latents of each compressed layer, complete (:func:`recalkv.method.fusion.stored_layers`).
     provenance
         ``name``, ``revision`` and ``fingerprint`` of the dense model.
     calibration
@@ -48,7 +49,7 @@ def compressed_config(
     for key in ("model_type", "architectures", "_name_or_path", "quantization_config"):
         content.pop(key, None)
     family, geometry = source.config.model_type, source.geometry
-    names = source.layer_tensor_names(0)
+    names = source.layer_tensor_names(source.places[0])
     config = CONFIG_CLASSES[family](**content)
     config.architectures = [MODEL_CLASSES[family].__name__]
     if source.held.quantised:
@@ -77,6 +78,15 @@ def other_tensors(source: LayerSource) -> dict[str, Tensor]:
     return source.stored_others()
 
 
+def decoder_layers(source: LayerSource, compressed: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Every decoder layer in order: the compressed ones as they come, the others as the source holds them."""
+    own = iter(compressed)
+    for place, index in source.decoder_layers():
+        yield source.stored_layer(place) if index is None else next(own)
+    # To its end, which what shows the progress waits for.
+    next(own, None)
+
+
 def save_checkpoint(
     folder: Path,
     config: Any,
@@ -92,7 +102,7 @@ def save_checkpoint(
     other
         Of :func:`other_tensors`.
     layers
-        Of :func:`recalkv.method.fusion.fuse_layer`.
+        Of :func:`decoder_layers`.
     dtype
         Type of the model.
     convert
@@ -151,8 +161,9 @@ def build_model(
     cast = weights if dtype is None else {name: tensor.to(dtype) for name, tensor in weights.items()}
     device = next(iter(cast.values())).device
     # Buffers that the config determines are not part of a checkpoint; tied heads are tied below.
-    rotary = type(model.model.rotary_emb)(config=config).to(device)
-    model.model.rotary_emb = rotary
+    rotary = model.model.rotary_emb
+    if rotary is not None:
+        model.model.rotary_emb = rotary = type(rotary)(config=config).to(device)
     table = model.model.embed_tokens
     if hasattr(table, "embed_scale"):
         table.embed_scale = torch.tensor(family_of(config).embedding_scale(config), device=device)
@@ -160,8 +171,8 @@ def build_model(
     model.tie_weights()
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise AssertionError(f"tensors do not fit the model: missing {missing}, unexpected {unexpected}")
-    for layer in model.model.layers:
-        layer.self_attn.slots._rotary = rotary
+    for place in attention_layers(config):
+        model.model.layers[place].self_attn.slots._rotary = rotary
     return model.requires_grad_(True).eval()
 
 

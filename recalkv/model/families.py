@@ -16,6 +16,7 @@ __all__ = [
     "IGNORED_BUFFERS",
     "SUPPORTED_ROPE_TYPES",
     "AttentionGeometry",
+    "attention_layers",
     "check_group_size",
     "check_not_quantised",
     "check_supported",
@@ -56,9 +57,13 @@ class AttentionGeometry:
     head_dim
         Head dimension ``d_h``.
     layers
-        Number of decoder layers.
+        Number of decoder layers that cache keys and values.
     sinks
         Whether the softmax has sinks, so that its weights do not sum to 1.
+    gated
+        Whether a gate comes between attention and the output projection.
+    others
+        Number of the other decoder layers.
     """
 
     hidden: int
@@ -67,6 +72,13 @@ class AttentionGeometry:
     head_dim: int
     layers: int
     sinks: bool = False
+    gated: bool = False
+    others: int = 0
+
+    @property
+    def values_pass(self) -> bool:
+        """Whether what all values have in common reaches the output projection as it is."""
+        return not (self.sinks or self.gated)
 
     @property
     def kv_width(self) -> int:
@@ -86,7 +98,7 @@ class AttentionGeometry:
     @classmethod
     def from_config(cls, config: Any) -> "AttentionGeometry":
         """Read the sizes from a Hugging Face config."""
-        heads = config.num_attention_heads
+        heads, layers = config.num_attention_heads, len(attention_layers(config))
         family = FAMILIES.get(str(getattr(config, "model_type", None)).removeprefix(PREFIX))
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
@@ -94,8 +106,10 @@ class AttentionGeometry:
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
-            layers=config.num_hidden_layers,
+            layers=layers,
             sinks=family is not None and family.sinks,
+            gated=family is not None and family.gated,
+            others=config.num_hidden_layers - layers,
         )
 
 
@@ -118,10 +132,11 @@ def check_supported(config: Any) -> AttentionGeometry:
         raise UnsupportedModelError(
             f"model_type={family!r} is not supported: it {reason}; use a model of one of: {', '.join(FAMILIES)}."
         )
-    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES):
+    known = {*_ATTENTION_TYPES, *FAMILIES[family].stateful}
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise UnsupportedModelError(
             f"model_type={family!r} with layers of {', '.join(others)} is not supported: it {LINEAR}; use a model "
-            f"whose layers are of {' or '.join(sorted(_ATTENTION_TYPES))}."
+            f"whose layers are of {' or '.join(sorted(known))}."
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(
@@ -139,6 +154,11 @@ def check_supported(config: Any) -> AttentionGeometry:
             raise UnsupportedModelError(
                 f"partial_rotary_factor={factor} is not supported of model_type={family!r}; it must be 1."
             )
+    if not attention_layers(config):
+        raise UnsupportedModelError(
+            f"none of the {config.num_hidden_layers} layers of this model_type={family!r} caches keys and values, so "
+            f"there is nothing to compress; use a model with layers of {' or '.join(sorted(_ATTENTION_TYPES))}."
+        )
     geometry = AttentionGeometry.from_config(config)
     if (turned := _turned(config, geometry.head_dim)) % 2 or geometry.head_dim % 2:
         raise UnsupportedModelError(
@@ -225,8 +245,13 @@ def check_tensors(family: str, types: Mapping[str, str], known: Collection[str])
         )
 
 
+def attention_layers(config: Any) -> list[int]:
+    """Places among the decoder layers of those that cache keys and values, which are the ones that are compressed."""
+    return [place for place, kind in enumerate(layer_attention_types(config)) if kind in _ATTENTION_TYPES]
+
+
 def layer_attention_types(config: Any) -> list[str]:
-    """Name each layer's attention, ``full_attention`` or ``sliding_attention``, in transformers' terms."""
+    """Name what each decoder layer attends by, ``full_attention`` or ``sliding_attention``, in transformers' terms."""
     types = getattr(config, "layer_types", None)
     if types is not None:
         return list(types)

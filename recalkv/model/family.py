@@ -25,6 +25,7 @@ __all__ = [
     "Family",
     "family_of",
     "known_families",
+    "logits_of",
     "text_config",
 ]
 
@@ -32,9 +33,11 @@ PREFIX = "recalkv_"
 """Of the ``model_type`` of compressed models, before the dense one's."""
 
 LATENT = "caches latents already (multi-head latent attention)"
-LINEAR = "has layers without softmax attention, whose states are no keys and values"
+LINEAR = "has layers that keep a state instead of keys and values, of a kind that is not described"
+_STATES_ALONE = "keeps no keys and values in any layer"
 _SHARED = "shares keys and values between layers"
 _CHUNKED = "attends in chunks in some layers, and normalises keys after RoPE"
+_NORMED_LAST = "normalises keys after RoPE"
 _MULTIROPE = "turns keys by several positions per token (multimodal RoPE)"
 
 REFUSED: dict[str, str] = {
@@ -48,14 +51,15 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(
         [
-            "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text", "inkling2_text", "jamba", "lfm2",
-            "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
-            "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+            "bamba", "falcon_h1", "inkling_text", "inkling2_text", "jamba", "lfm2", "lfm2_moe", "lfm3", "minimax",
+            "nemotron_h", "olmo_hybrid", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2",
         ],
         LINEAR,
     ),
+    **dict.fromkeys(["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"], _STATES_ALONE),
     **dict.fromkeys(["gemma3n_text", "gemma4_text"], _SHARED),
     "llama4_text": _CHUNKED,
+    **dict.fromkeys(["hunyuan_v1_dense", "hunyuan_v1_moe"], _NORMED_LAST),
     **dict.fromkeys(["qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"], _MULTIROPE),
 }  # fmt: skip
 """Families that were looked at and cannot be compressed, and why."""
@@ -98,6 +102,12 @@ class Family:
         By config: for each layer whether it has RoPE; None where all have.
     sinks
         Softmax has a learned sink per query head, so that weights do not sum to 1.
+    gated
+        The query projection holds for each head the rows of its queries, then those of a gate: what attention gives is
+        multiplied by the gate's sigmoid before the output projection.
+    stateful
+        Types of layers, in transformers' words, that keep a state of fixed size instead of keys and values: they pass
+        through compression as they are.
     norm_offset
         Added to the weight of the norms of queries and keys.
     query_scale
@@ -121,6 +131,8 @@ class Family:
     interleaved: bool = False
     turning: Callable[[Any], list[Any] | None] = _nothing
     sinks: bool = False
+    gated: bool = False
+    stateful: tuple[str, ...] = ()
     norm_offset: float = 0.0
     query_scale: Callable[[Any, Tensor], Tensor] | None = None
     longrope: bool = False
@@ -151,6 +163,16 @@ class Family:
         """Attention function for calibration; SDPA knows neither soft-capping nor sinks."""
         return "sdpa" if self.model_class._supports_sdpa else "eager"
 
+    def logits(self, config: Any, products: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Logits of the products with the output head, and their derivative by these."""
+        scale, cap = self.logit_scale(config), self.logit_softcap(config)
+        if scale != 1.0:
+            products = products * scale
+        if cap is None:
+            return products, scale
+        shares = (products / cap).tanh()
+        return cap * shares, scale * (1 - shares.square())
+
     def attention(self, config: Any, layer: int) -> nn.Module:
         """A layer's attention of transformers', without memory: what is not replaced is read off it."""
         with torch.device("meta"):
@@ -162,6 +184,11 @@ def _llama4_query_scale(config: Any, positions: Tensor) -> Tensor:
     rope = config.rope_parameters
     blocks = torch.floor(positions / rope["original_max_position_embeddings"])
     return 1 + rope["llama_4_scaling_beta"] * torch.log(1 + blocks)
+
+
+def _where_it_slides(config: Any) -> list[bool] | None:
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    return sliding if config.sliding_window is not None else None
 
 
 def _root_of_width(config: Any) -> float:
@@ -179,6 +206,13 @@ FAMILIES: dict[str, Family] = {
         Family("ministral", llama_decoder=True),
         Family("smollm3", turning=attrgetter("no_rope_layers"), llama_decoder=True),
         Family("ministral3", query_scale=_llama4_query_scale),
+        Family("arcee"),
+        Family("apertus", input_norm="attention_layernorm"),
+        Family("gemma", embedding_scale=_root_of_width),
+        Family("ernie4_5", interleaved=True),
+        Family("ernie4_5_moe", interleaved=True),
+        Family("exaone4", input_norm=None, post_norm=True, turning=_where_it_slides),
+        Family("minimax_m2", partial=True),
         Family("mixtral"),
         Family("qwen2_moe"),
         Family("qwen3_moe"),
@@ -209,6 +243,20 @@ FAMILIES: dict[str, Family] = {
         Family("glm4", partial=True, interleaved=True, post_norm=True),
         Family("glm4_moe", partial=True),
         Family("gpt_oss", sinks=True),
+        *(
+            Family(name, partial=True, gated=True, norm_offset=1.0, stateful=("linear_attention",))
+            for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+        ),
+        Family(
+            "granitemoehybrid",
+            residual_scale=attrgetter("residual_multiplier"),
+            embedding_scale=attrgetter("embedding_multiplier"),
+            logit_scale=lambda config: 1 / config.logits_scaling,
+            turning=lambda config: (
+                None if config.position_embedding_type == "rope" else [False] * len(config.layer_types)
+            ),
+            stateful=("linear_attention",),
+        ),
     )
     if family.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 }
@@ -218,6 +266,12 @@ FAMILIES: dict[str, Family] = {
 def family_of(config: Any) -> Family:
     """Description of a supported config's family, dense or compressed."""
     return FAMILIES[config.model_type.removeprefix(PREFIX)]
+
+
+def logits_of(config: Any, products: Tensor) -> Tensor:
+    """Logits of the products with the output head of any model; those of a family without description as they are."""
+    family = FAMILIES.get(text_config(config).model_type.removeprefix(PREFIX))
+    return products if family is None else family.logits(text_config(config), products)[0]
 
 
 def text_config(config: Any) -> Any:

@@ -23,6 +23,7 @@ from recalkv.errors import ModelUnavailableError, NonFiniteError
 from recalkv.model.families import (
     IGNORED_BUFFERS,
     AttentionGeometry,
+    attention_layers,
     check_not_quantised,
     check_supported,
     check_tensors,
@@ -48,6 +49,9 @@ _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class LayerSource(ABC):
     """One dense model, handed out layer by layer in float32.
 
+    Layers are told by their place among all decoder layers. Those that are compressed are at ``places``, and
+    everything that is known of them is numbered as they stand there.
+
     Parameters
     ----------
     config
@@ -67,7 +71,7 @@ class LayerSource(ABC):
         self.config, self.family, self.held = config, family_of(config), held
         self.device = torch.device(device)
         self.precision = PRECISIONS[precision]
-        self.attention_types = layer_attention_types(config)
+        self.attention_types, self.places = layer_attention_types(config), attention_layers(config)
         with torch.device("meta"):
             # A copy: from_config would write the attention implementation into the caller's config.
             attention = self.family.attention_implementation
@@ -81,15 +85,21 @@ class LayerSource(ABC):
         self._fused: dict[str, tuple[str, slice]] = {}
         if self.family.fused is not None:
             self._take_apart(self.family.fused)
-        rotary = type(self._skeleton.model.rotary_emb)
-        self._rotary = rotary(config=config).to(self.device)
+        rotary = self._skeleton.model.rotary_emb
+        self._rotary = None if rotary is None else type(rotary)(config=config).to(self.device)
         self._context_for = torch.Size()
         self._context: dict[str, Any] = {}
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
+        """Number of layers that are compressed."""
         return self.geometry.layers
+
+    def decoder_layers(self) -> Iterator[tuple[int, int | None]]:
+        """Place of every decoder layer, and its number among those that are compressed; None for the others."""
+        numbers = {place: number for number, place in enumerate(self.places)}
+        for place in range(len(self.attention_types)):
+            yield place, numbers.get(place)
 
     @abstractmethod
     def names(self) -> Collection[str]:
@@ -126,9 +136,9 @@ class LayerSource(ABC):
         own = self._origins.language_names(self.names())
         return {name: self.stored(held) for name, held in own.items() if not name.startswith("model.layers.")}
 
-    def stored_layer(self, index: int, without: Iterable[str] = ()) -> dict[str, Tensor]:
+    def stored_layer(self, place: int, without: Iterable[str] = ()) -> dict[str, Tensor]:
         """One decoder layer as it is held, by names within it, but for some weights and what belongs to them."""
-        prefix = f"model.layers.{index}."
+        prefix = f"model.layers.{place}."
         origins = {origin for weight in without for origin in self._origins.held(prefix + self._joined(weight)[0])}
         left_out = {name for origin in origins for name in self.held.beside(origin)}
         own = self._origins.language_names(self.names())
@@ -142,35 +152,36 @@ class LayerSource(ABC):
         """Whether one of :meth:`layer_tensor_names` is held by itself, not as a part of another."""
         return name not in self._fused
 
-    def layer_tensor(self, index: int, name: str) -> Tensor:
+    def layer_tensor(self, place: int, name: str) -> Tensor:
         """One of :meth:`layer_tensor_names`, float32, on the device."""
         joined, rows = self._joined(name)
-        return self.tensor(f"model.layers.{index}.{joined}")[rows]
+        tensor = self.tensor(f"model.layers.{place}.{joined}")
+        return tensor if self.holds(name) else tensor[rows]
 
     def _joined(self, name: str) -> tuple[str, slice]:
         return self._fused.get(name, (name, slice(None)))
 
-    def layer_tensors(self, index: int, below: str = "") -> dict[str, Tensor]:
+    def layer_tensors(self, place: int, below: str = "") -> dict[str, Tensor]:
         """Weights of one decoder layer whose names within it begin so, float32; all finite."""
-        own = [name for name in self.layer_tensor_names(index) if name.startswith(below)]
-        tensors = {name: self.layer_tensor(index, name) for name in own}
+        own = [name for name in self.layer_tensor_names(place) if name.startswith(below)]
+        tensors = {name: self.layer_tensor(place, name) for name in own}
         bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
         if bad:
             raise NonFiniteError(
-                f"NaN or infinity in the weights of layer {index} ({', '.join(bad)}); the checkpoint is damaged: "
+                f"NaN or infinity in the weights of layer {place} ({', '.join(bad)}); the checkpoint is damaged: "
                 f"download or export it again."
             )
         return tensors
 
-    def layer_tensor_names(self, index: int) -> list[str]:
+    def layer_tensor_names(self, place: int) -> list[str]:
         """Names of one decoder layer's weights, within the layer; fused projections are taken apart."""
-        return list(self._skeleton.model.layers[index].state_dict())
+        return list(self._skeleton.model.layers[place].state_dict())
 
     @contextlib.contextmanager
-    def layer(self, index: int) -> Iterator[Any]:
+    def layer(self, place: int) -> Iterator[Any]:
         """Materialise one decoder layer; its weights are freed on exit and never alias the source's."""
-        layer = copy.deepcopy(self._skeleton.model.layers[index])
-        layer.load_state_dict(self.layer_tensors(index), assign=True)
+        layer = copy.deepcopy(self._skeleton.model.layers[place])
+        layer.load_state_dict(self.layer_tensors(place), assign=True)
         yield layer.eval().requires_grad_(False)
 
     def embed(self, windows: Tensor, batch_size: int) -> list[Tensor]:
@@ -192,13 +203,7 @@ class LayerSource(ABC):
 
     def logits(self, products: Tensor) -> tuple[Tensor, Tensor | float]:
         """Logits of the products with :meth:`head_weight`, and their derivative by these."""
-        scale, cap = self.family.logit_scale(self.config), self.family.logit_softcap(self.config)
-        if scale != 1.0:
-            products = products * scale
-        if cap is None:
-            return products, scale
-        shares = (products / cap).tanh()
-        return cap * shares, scale * (1 - shares.square())
+        return self.family.logits(self.config, products)
 
     def context(self, hidden: Tensor) -> dict[str, Any]:
         """Positions, rotary tables and causal masks for windows of this shape; computed once per shape."""
@@ -215,16 +220,20 @@ class LayerSource(ABC):
                 "full_attention": create_causal_mask,
                 "sliding_attention": create_sliding_window_causal_mask,
             }
+            # Layers that keep a state want to know of padding alone, which windows have none of.
+            masked = makers.keys() & {*self.attention_types}
             self._context = {
                 "positions": positions,
                 "rotary": self._rotary_tables(hidden, positions),
-                "masks": {kind: makers[kind](**mask_inputs) for kind in set(self.attention_types)},
+                "masks": {kind: makers[kind](**mask_inputs) for kind in masked},
             }
             self._context_for = hidden.shape
         return self._context
 
-    def _rotary_tables(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Cos and sin by type of layer, which some models turn differently."""
+    def _rotary_tables(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor] | None]:
+        """Cos and sin by type of layer, which some models turn differently; None where nothing is turned."""
+        if self._rotary is None:
+            return dict.fromkeys(self.attention_types)
         if isinstance(self._rotary.rope_type, dict):
             return {kind: self._rotary(hidden, positions, kind) for kind in set(self.attention_types)}
         return dict.fromkeys(self.attention_types, self._rotary(hidden, positions))
@@ -237,8 +246,8 @@ class LayerSource(ABC):
             for kind in ("weight", "bias"):
                 self._fused[f"self_attn.{letter}_proj.{kind}"] = f"self_attn.{name}.{kind}", slice(start, start + width)
             start += width
-        for layer in self._skeleton.model.layers:
-            attention = layer.self_attn
+        for place in self.places:
+            attention = self._skeleton.model.layers[place].self_attn
             joined = getattr(attention, name)
             delattr(attention, name)
             with torch.device("meta"):
@@ -329,15 +338,15 @@ def autocast(source: LayerSource) -> contextlib.AbstractContextManager:
     return torch.autocast(source.device.type, dtype=source.precision, enabled=enabled)
 
 
-def run_layer(source: LayerSource, layer: Any, index: int, hidden: Tensor) -> Tensor:
+def run_layer(source: LayerSource, layer: Any, place: int, hidden: Tensor) -> Tensor:
     """Apply one decoder layer to (batch, length, m) hidden states; returns a new float32 tensor."""
-    context = source.context(hidden)
+    context, kind = source.context(hidden), source.attention_types[place]
     with autocast(source):
         output = layer(
             hidden,
-            attention_mask=context["masks"][source.attention_types[index]],
+            attention_mask=context["masks"].get(kind),
             position_ids=context["positions"],
-            position_embeddings=context["rotary"][source.attention_types[index]],
+            position_embeddings=context["rotary"][kind],
         )
     return output.float()
 

@@ -21,6 +21,7 @@ from transformers.conversion_mapping import (
 from recalkv.cache.growing import GrowingCache
 from recalkv.errors import CheckpointError
 from recalkv.model.attention import LatentAttention
+from recalkv.model.families import attention_layers
 from recalkv.model.family import FAMILIES, PREFIX, Family
 from recalkv.model.slots import check_positions, layer_slots
 from recalkv.model.spec import LatentSpec
@@ -37,7 +38,7 @@ class _LatentConfigMixin:
 
 
 class LatentModelMixin:
-    """Swaps every layer's attention for :class:`LatentAttention` while the model is built.
+    """Swaps the attention of every layer that has one for :class:`LatentAttention` while the model is built.
 
     Where a cache is used, ``position_ids`` must be slots, up to left padding (:mod:`recalkv.model.slots`): the forward
     pass refuses others. It looks at prompts, and at single tokens only on a CPU: on a GPU that would make every
@@ -49,9 +50,10 @@ class LatentModelMixin:
         super().__init__(config)  # type: ignore[call-arg]
         model: nn.Module = self.model  # type: ignore[attr-defined]
         slots = layer_slots(config, model.rotary_emb)  # type: ignore[arg-type]
-        for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
-            layer.self_attn = LatentAttention(config, spec, index)
-            layer.self_attn.slots = slots[index]
+        for place in attention_layers(config):
+            attention = LatentAttention(config, spec, place)
+            attention.slots = slots[place]
+            model.layers[place].self_attn = attention  # type: ignore[index,union-attr]
         model.register_forward_pre_hook(_check_positions, with_kwargs=True)
         self.post_init()  # type: ignore[attr-defined]
 

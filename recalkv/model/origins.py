@@ -37,11 +37,12 @@ class Origins:
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self._config, self._within = model.config, within
+        self._ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
         self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
         self._parts: dict[str, list[tuple[str | None, str]]] = {}
         own = set(model.state_dict())
         for stored in sorted(held, key=dot_natural_key):
-            name = _language_name(stored) if within else stored
+            name = self._name(stored)
             if name is None:
                 continue
             pattern = None
@@ -51,8 +52,17 @@ class Origins:
 
     def language_names(self, held: Iterable[str]) -> dict[str, str]:
         """What a checkpoint holds of the language model, by names without the prefix of a multimodal one."""
-        own = {_language_name(stored) if self._within else stored: stored for stored in held}
+        own = {self._name(stored): stored for stored in held}
         return {name: stored for name, stored in own.items() if name is not None}
+
+    def _name(self, stored: str) -> str | None:
+        """Name in the language model by itself; None of what is not part of it, or what transformers leaves out.
+
+        That is what predicts several tokens at once, in some checkpoints.
+        """
+        if any(pattern.search(stored) for pattern in self._ignored):
+            return None
+        return _language_name(stored) if self._within else stored
 
     @property
     def names(self) -> Collection[str]:

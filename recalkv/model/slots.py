@@ -28,7 +28,7 @@ class SlotRotary:
     Parameters
     ----------
     rotary
-        The model's rotary module.
+        The model's rotary module; None of a model without one, whose keys are not turned.
     half
         Pairs of a head, ``d_h / 2``; where the module has fewer, the others are not turned. None for as many as it has.
     layer_type
@@ -38,19 +38,26 @@ class SlotRotary:
     """
 
     def __init__(
-        self, rotary: nn.Module, half: int | None = None, layer_type: str | None = None, turning: bool = True
+        self, rotary: nn.Module | None, half: int | None = None, layer_type: str | None = None, turning: bool = True
     ) -> None:
         self._rotary: Any = rotary
-        self._half, self._layer_type, self._turning = half, layer_type, turning
+        self._half, self._layer_type, self._turning = half, layer_type, turning and rotary is not None
         self._tables: dict[tuple[torch.device, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
         self._tiled: dict[int, TileRope] = {}
 
     @property
     def inv_freq(self) -> Tensor:
         """Frequencies of the pairs, (d_h / 2,); 0 of those that are not turned."""
+        found = self._own
+        return pad(found, (0, (self._half or len(found)) - len(found)))
+
+    @property
+    def _own(self) -> Tensor:
+        """Frequencies of the pairs that are turned."""
+        if not self._turning:
+            return torch.empty(0)
         found: Tensor = getattr(self._rotary, self._name("inv_freq"))
-        half = self._half or len(found)
-        return pad(found if self._turning else found[:0], (0, half - (len(found) if self._turning else 0)))
+        return found
 
     @property
     def attention_scaling(self) -> float:
@@ -60,12 +67,12 @@ class SlotRotary:
     @property
     def uniform(self) -> bool:
         """Whether frequencies are fixed, and the scaling is that of all pairs."""
-        partial = self._half is not None and len(getattr(self._rotary, self._name("inv_freq"))) < self._half
-        return not self._switches and not (partial and self._turning and self.attention_scaling != 1.0)
+        partial = self._half is not None and len(self._own) < self._half
+        return not self._switches and not (partial and self.attention_scaling != 1.0)
 
     @property
     def _switches(self) -> bool:
-        return bool(self._rotary.rope_type == "longrope")
+        return self._rotary is not None and bool(self._rotary.rope_type == "longrope")
 
     def _name(self, name: str) -> str:
         return name if self._layer_type is None else f"{self._layer_type}_{name}"
@@ -96,13 +103,14 @@ class SlotRotary:
                 # The module goes by the last position; what comes after the switch is not read before it.
                 positions = torch.arange(size, device=like.device).clamp(max=size if far else switch - 1)[None]
                 types = () if self._layer_type is None else (self._layer_type,)
-                cos, sin = self.widened(self._rotary(like, positions, *types))
+                still = like.new_ones(1, size, 0), like.new_zeros(1, size, 0)
+                cos, sin = self.widened(self._rotary(like, positions, *types) if self._turning else still)
                 self._tables[key] = tables = cos[0], sin[0]
         return tables
 
     def widened(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Tables of the model's, (batch, tokens, columns), as those of whole heads in LLaMA's order."""
-        pairs = len(getattr(self._rotary, self._name("inv_freq"))) if self._turning else 0
+        pairs = len(self._own)
         half = self._half or pairs
         if rope[0].shape[-1] == 2 * half == 2 * pairs:
             return rope
@@ -118,8 +126,8 @@ class SlotRotary:
         return self._tiled[tile]
 
 
-def layer_slots(config: Any, rotary: nn.Module) -> list[SlotRotary]:
-    """Rotary tables of every layer of a supported config, one object for all layers that turn alike."""
+def layer_slots(config: Any, rotary: nn.Module | None) -> list[SlotRotary]:
+    """Rotary tables of every decoder layer of a supported config, one object for all layers that turn alike."""
     types, turning = layer_attention_types(config), family_of(config).turning(config)
     by_type = isinstance(getattr(rotary, "rope_type", None), dict)
     kinds = [(kind if by_type else None, turning is None or bool(turning[index])) for index, kind in enumerate(types)]

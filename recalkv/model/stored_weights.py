@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from recalkv.errors import ModelUnavailableError, UnsupportedModelError
 from recalkv.model.families import DEQUANTISE, check_not_quantised
@@ -40,6 +41,8 @@ class StoredWeights:
 
     Attributes
     ----------
+    ending, joint
+        How the name of a weight ends, and what stands in its place before the names of codes and what is beside them.
     codes
         Names that codes have in their module, and the types that they may have, in safetensors' words.
     scale
@@ -50,6 +53,8 @@ class StoredWeights:
         Where the config lists the modules that are held plainly; the first that it has, or else the first.
     """
 
+    ending: ClassVar[str] = ".weight"
+    joint: ClassVar[str] = "."
     codes: ClassVar[dict[str, Collection[str]]] = {}
     scale: ClassVar[str] = ""
     read: ClassVar[tuple[str, ...]] = ()
@@ -66,16 +71,18 @@ class StoredWeights:
 
     def parts(self, weight: str, held: Collection[str]) -> list[str]:
         """Names of the tensors that a weight follows from: its own, or those of its codes and what is beside them."""
-        module = weight.rpartition(".")[0]
-        if not (weight.endswith(".weight") and self._coded(module, held)):
+        module = weight.removesuffix(self.ending)
+        if not (weight.endswith(self.ending) and self._coded(module, held)):
             return [weight]
-        names = [f"{module}.{last}" for last in (*self.codes, self.scale, *self.read)]
+        names = [module + self.joint + last for last in (*self.codes, self.scale, *self.read)]
         return [name for name in names if name in held]
 
     def beside(self, weight: str) -> set[str]:
         """Every name that may belong to a weight, its own too."""
-        module = weight.removesuffix("weight")
-        return {weight} if module == weight else {weight, *(module + last for last in self._names)}
+        if not weight.endswith(self.ending):
+            return {weight}
+        module = weight.removesuffix(self.ending)
+        return {weight, *(module + self.joint + last for last in self._names)}
 
     def weight(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         """One weight from its :meth:`parts`: as it is held, or float32 where it is held as codes.
@@ -87,8 +94,8 @@ class StoredWeights:
         """
         if list(parts) == [name]:
             return parts[name]
-        module = name.removesuffix(".weight")
-        return self._decoded(module, {part.removeprefix(f"{module}."): tensor for part, tensor in parts.items()})
+        module = name.removesuffix(self.ending)
+        return self._decoded(module, {p.removeprefix(module + self.joint): tensor for p, tensor in parts.items()})
 
     def weight_types(self, types: Mapping[str, str]) -> dict[str, str]:
         """Types of the weights by name, once they are read, of the types of all that is held.
@@ -102,12 +109,12 @@ class StoredWeights:
         """
         weights = {}
         for name, kind in types.items():
-            module, _, last = name.rpartition(".")
+            module, _, last = name.rpartition(self.joint)
             allowed, coded = self.codes.get(last, ()), self._coded(module, types)
             if kind in allowed and not coded:
                 raise ModelUnavailableError(
-                    f"{name} holds codes ({kind}), and the checkpoint has no {module}.{self.scale}: it is incomplete, "
-                    f"or not what quant_method={self.config['quant_method']!r} says; download it again."
+                    f"{name} holds codes ({kind}), and the checkpoint has no {module}{self.joint}{self.scale}: it is "
+                    f"incomplete, or not what quant_method={self.config['quant_method']!r} says; download it again."
                 )
             if coded and last in self.codes and kind not in allowed:
                 raise UnsupportedModelError(
@@ -145,11 +152,12 @@ class StoredWeights:
         return (*self.codes, self.scale, *self.read, *self.unread)
 
     def _coded(self, module: str, held: Collection[str]) -> bool:
-        return f"{module}.{self.scale}" in held and any(f"{module}.{last}" in held for last in self.codes)
+        before = module + self.joint
+        return before + self.scale in held and any(before + last in held for last in self.codes)
 
     def _weight_of(self, name: str, held: Collection[str]) -> str:
-        module, _, last = name.rpartition(".")
-        return f"{module}.weight" if last in self._names and self._coded(module, held) else name
+        module, _, last = name.rpartition(self.joint)
+        return module + self.ending if last in self._names and self._coded(module, held) else name
 
     def _decoded(self, module: str, parts: Mapping[str, Tensor]) -> Tensor:
         raise AssertionError("weights that are held plainly have no codes")
@@ -242,7 +250,30 @@ class _BitsAndBytes(StoredWeights):
         return _scaled(codes, parts[self.scale].float() / 127, (1, codes.shape[1]), f"{module}.{self.scale}")
 
 
+class _Mxfp4(StoredWeights):
+    """``mxfp4``, as gpt-oss is published: 4-bit floats of all experts, and for each 32 of them an exponent of two."""
+
+    ending: ClassVar = ""
+    joint: ClassVar = "_"
+    codes: ClassVar = {"blocks": ("U8",)}
+    scale: ClassVar = "scales"
+
+    def config_with(self, plain: Iterable[str]) -> dict[str, Any]:
+        """The same section: nothing but experts is ever held as codes."""
+        return self.config
+
+    def _decoded(self, module: str, parts: Mapping[str, Tensor]) -> Tensor:
+        blocks, scales = parts["blocks"], parts["scales"]
+        if blocks.shape[:-1] != scales.shape:
+            raise ModelUnavailableError(
+                f"{module}_scales has the shape {tuple(scales.shape)}; blocks of {tuple(blocks.shape)} have one for "
+                f"each row of bytes, {tuple(blocks.shape[:-1])}: download the checkpoint again."
+            )
+        return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+
+
 _KNOWN: dict[str, type[StoredWeights]] = {
+    "mxfp4": _Mxfp4,
     "fp8": _Fp8,
     "compressed-tensors": _CompressedTensors,
     "bitsandbytes": _BitsAndBytes,

@@ -7,7 +7,7 @@ from typing import Any
 
 from recalkv.model.card import CARD, model_card
 from recalkv.model.spec import LatentSpec
-from recalkv.reports.tables import markdown
+from recalkv.reports.tables import STATES, markdown
 
 __all__ = ["FIGURES", "advice", "page", "write"]
 
@@ -108,6 +108,7 @@ def page(figures: Mapping[str, Any], spec: LatentSpec) -> str:
                     f"{cache['compression_ratio']:.1%}",
                 ],
                 ["exact window, bytes per sequence", "0", f"{cache['compressed_window_bytes']:,.0f}", ""],
+                *([[STATES, *[f"{cache['state_bytes']:,.0f}"] * 2, ""]] if "state_bytes" in cache else []),
             ],
         ),
         "",

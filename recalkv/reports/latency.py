@@ -16,6 +16,8 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
     triton = f", triton {first['triton']}" if first["triton"] else ""
     on_gpu = not first["path"].startswith("on a CPU")
     missing = on_gpu and not any(row["baseline"].startswith("flash decoding") for row in rows)
+    eager = any(row["baseline"].startswith("transformers' eager attention, static") for row in rows)
+    attention = "eager attention" if eager else "SDPA"
     lines = [
         "## Latency",
         "",
@@ -40,8 +42,8 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
         "",
-        "The whole model, one token after the other, launched from Python without CUDA graphs, SDPA, tokens per second "
-        "of all sequences together:",
+        f"The whole model, one token after the other, launched from Python without CUDA graphs, {attention}, tokens "
+        "per second of all sequences together:",
         "",
         "| context | batch | cache | dense | compressed | compressed / dense |",
         "|---:|---:|---|---:|---:|---:|",

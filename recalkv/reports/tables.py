@@ -13,6 +13,7 @@ from recalkv.params import Params
 from recalkv.presets import describe
 
 __all__ = [
+    "STATES",
     "cache_sizes",
     "decoding",
     "dense_beside_compressed",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _SIDES = ("dense", "compressed")
+STATES = "states of the other layers, bytes per sequence"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -52,11 +54,12 @@ def _ratio(compressed: float, dense: float) -> str:
 def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
     """Perplexity, cache, parameters and speed of the pipeline's checkpoint, its module beside SDPA on a static one."""
     live = {side: metrics["cache"][f"{side}_bytes_per_token"] for side in _SIDES}
-    window = metrics["cache"].get("compressed_window_bytes", 0)
+    window, states = (metrics["cache"].get(name, 0) for name in ("compressed_window_bytes", "state_bytes"))
     sides = [
         ("perplexity", metrics["perplexity"], ".2f"),
         ("live cache, bytes per token", live, ",.0f"),
         *([("exact window, bytes per sequence", {"dense": 0, "compressed": window}, ",.0f")] if window else []),
+        *([(STATES, dict.fromkeys(_SIDES, states), ",.0f")] if states else []),
         ("parameters", metrics["parameters"], ",.0f"),
     ]
     if "prefill_seconds" in latency:

@@ -49,7 +49,7 @@ class LayerGradients:
     Attributes
     ----------
     index
-        Of the layer.
+        Of the layer, among those that are compressed.
     key_score, value_score : float
         Its Fisher scores.
     moments
@@ -87,7 +87,7 @@ def collect_gradients(
     parameters
         ``batch_size`` changes memory, not the result; ``sink_tokens`` are kept out of the moments.
     inputs
-        Each layer's inputs, from :func:`recalkv.statistics.whitening.collect_input_moments`.
+        Every decoder layer's inputs, from :func:`recalkv.statistics.whitening.collect_input_moments`.
     done
         Layers whose figures are there already: gradients pass through them, and they are not yielded.
 
@@ -101,15 +101,20 @@ def collect_gradients(
     gradients, losses = _loss_gradients(source, windows, batches, inputs)
     # Gradients below are those of a window's mean loss; the metric counts nats of the whole window.
     predicted = windows.shape[1] - 1
-    for index in reversed(range(source.num_layers)):
-        with source.layer(index) as layer:
+    for place, index in reversed(list(source.decoder_layers())):
+        with source.layer(place) as layer:
+            if index is None:
+                for batch, span in enumerate(batches):
+                    states = inputs.get(place, *span).to(source.device)
+                    gradients[batch] = _input_gradient(source, layer, place, states, gradients[batch])
+                continue
             geometry = source.geometry
             squared = torch.zeros(2, geometry.hidden, geometry.kv_width, device=source.device)
             moments = LossMomentsAccumulator(geometry.hidden, geometry.kv_width, parameters.sink_tokens, source.device)
             for batch, span in enumerate(batches):
-                states = inputs.get(index, *span).to(source.device)
+                states = inputs.get(place, *span).to(source.device)
                 read, at_outputs, gradients[batch] = _projection_gradients(
-                    source, layer, index, states, gradients[batch]
+                    source, layer, place, states, gradients[batch]
                 )
                 if index in done:
                     continue
@@ -121,11 +126,11 @@ def collect_gradients(
             distributed.total(squared)
             if not bool(torch.isfinite(squared).all()):
                 raise NonFiniteError(
-                    f"NaN or infinity in the gradients of layer {index}; run the calibration in float32 "
+                    f"NaN or infinity in the gradients of layer {place}; run the calibration in float32 "
                     f"(calibration.precision) and check the model's weights."
                 )
             key, value = (squared / len(windows)).sqrt().double().mean(dim=(1, 2)).tolist()
-            yield LayerGradients(index, key, value, moments.finish(f"layer {index}"), float(losses.mean()))
+            yield LayerGradients(index, key, value, moments.finish(f"layer {place}"), float(losses.mean()))
 
 
 def _loss_gradients(
@@ -135,7 +140,7 @@ def _loss_gradients(
     inputs: LayerInputs,
 ) -> tuple[list[Tensor], Tensor]:
     """Gradient of each window's mean loss at the last layer's output, and the losses of all; logits in chunks."""
-    last = source.num_layers - 1
+    last = len(source.attention_types) - 1
     norm, head = source.final_norm(), source.head_weight().to(source.precision)
     predicted = windows.shape[1] - 1
     gradients, losses = [], torch.zeros(len(windows), dtype=torch.float64)
@@ -188,8 +193,15 @@ def _token_losses(
     return float(loss), gradient
 
 
+def _input_gradient(source: LayerSource, layer: Any, place: int, states: Tensor, upstream: Tensor) -> Tensor:
+    """Gradient at the input of a layer that is left as it is, (batch, length, m)."""
+    states = states.requires_grad_(True)
+    (below,) = torch.autograd.grad(run_layer(source, layer, place, states), states, upstream)
+    return below
+
+
 def _projection_gradients(
-    source: LayerSource, layer: Any, index: int, states: Tensor, upstream: Tensor
+    source: LayerSource, layer: Any, place: int, states: Tensor, upstream: Tensor
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Back-propagate through one layer.
 
@@ -213,7 +225,7 @@ def _projection_gradients(
     hooks = [attention.k_proj.register_forward_hook(keep), attention.v_proj.register_forward_hook(keep)]
     try:
         states = states.requires_grad_(True)
-        result = run_layer(source, layer, index, states)
+        result = run_layer(source, layer, place, states)
         below, *at_outputs = torch.autograd.grad(result, [states, *outputs], upstream)
     finally:
         for hook in hooks:

@@ -92,25 +92,26 @@ def collect_input_moments(
     batch_size
         Windows per step; it changes memory, not the result.
     keep
-        Receives the inputs of every layer, for the Fisher pass.
+        Receives the inputs of every decoder layer, for the Fisher pass.
     done
         Layers whose moments and inputs are there already: they are run, and not yielded.
     """
     mine = distributed.share(len(windows))
     hidden = source.embed(windows[mine.start : mine.stop], batch_size)
-    for index in range(source.num_layers):
-        with source.layer(index) as layer:
+    for place, index in source.decoder_layers():
+        with source.layer(place) as layer:
             moments = MomentAccumulator(source.geometry.hidden, source.device)
             for position, states in enumerate(hidden):
                 if index not in done:
-                    moments.add(attention_input(source, layer, states))
+                    if index is not None:
+                        moments.add(attention_input(source, layer, states))
                     if keep is not None:
-                        keep.put(index, mine.start + position * batch_size, states)
+                        keep.put(place, mine.start + position * batch_size, states)
                 # Nothing reads the output of the last layer.
-                if index + 1 < source.num_layers:
-                    hidden[position] = run_layer(source, layer, index, states)
-            if index not in done:
-                yield index, moments.finish(f"layer {index}")
+                if place + 1 < len(source.attention_types):
+                    hidden[position] = run_layer(source, layer, place, states)
+            if index is not None and index not in done:
+                yield index, moments.finish(f"layer {place}")
 
 
 def damped(gram: Tensor, damping: float) -> Tensor:

@@ -1,0 +1,150 @@
+"""Models whose layers do not all cache keys and values: those that do are compressed, and the others pass through."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, GraniteMoeHybridConfig
+from transformers.cache_utils import LinearAttentionLayer
+
+from recalkv.cache.growing import GrowingLayer, growing_cache
+from recalkv.cache.size import markdown, table
+from recalkv.compression import compress_layers
+from recalkv.errors import UnsupportedModelError
+from recalkv.evaluation.decoding import CACHES, check_same, prompt_contents, time_decoding
+from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, kept_states, state_bytes
+from recalkv.evaluation.quantisers import quantised_cache, quantised_layers, quantiser
+from recalkv.method.fusion import fuse_layer, stored_layers
+from recalkv.model.export import compressed_config, decoder_layers, other_tensors, save_checkpoint
+from recalkv.model.families import AttentionGeometry, check_supported
+from recalkv.model.layers import CheckpointSource
+from recalkv.model.sizes import ModelSizes
+from recalkv.model.spec import LatentSpec
+from tests.tiny import SIZES, attending_layers, calibration, compressed_pair, dense_model, plain, windows
+
+QWEN, GRANITE = "qwen3-next-hybrid", "granite4-hybrid"
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def compressed_folder(dense: Path, folder: Path) -> Path:
+    """As the pipeline compresses a folder."""
+    source, parameters = CheckpointSource(dense), plain(method="loss-aware", bits="mixed", ratio=0.75)
+    result = compress_layers(source, windows(), calibration(), parameters)
+    specs = stored_layers(source.geometry, result.specs, result.permutations)
+    layers = (
+        fuse_layer(source, index, spec, refit, mean, torch.bfloat16)
+        for index, (spec, refit, mean) in enumerate(zip(specs, result.refits, result.input_means, strict=True))
+    )
+    config = compressed_config(source, specs, parameters, {})
+    folder.mkdir()
+    save_checkpoint(folder, config, other_tensors(source), decoder_layers(source, layers), torch.bfloat16)
+    return folder
+
+
+@pytest.mark.parametrize("family", [QWEN, GRANITE])
+def test_what_keeps_a_state_passes_through_byte_for_byte(family: str, tmp_path: Path) -> None:
+    dense = dense_model(family).to(torch.bfloat16)
+    dense.save_pretrained(tmp_path / "dense")
+    before = tensors_of(tmp_path / "dense")
+    after = tensors_of(compressed_folder(tmp_path / "dense", tmp_path / "small"))
+    replaced = {name for name in before if ".self_attn." in name}
+    assert len(before) > 3 * len(replaced) > 0
+    assert {name for name in after if ".self_attn." not in name} == before.keys() - replaced
+    for name in before.keys() - replaced:
+        assert after[name].dtype == before[name].dtype and torch.equal(after[name], before[name]), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.bfloat16)
+    assert LatentSpec.from_config(loaded.config).geometry.layers == len(attending_layers(dense))
+    with torch.no_grad():
+        assert bool(torch.isfinite(loaded(windows(1, 8)).logits).all())
+
+
+def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+    """As transformers does; a tensor that it does not know is refused."""
+    dense_model(QWEN).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    given = load_file(file)
+    save_file(given | {"mtp.fc.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
+    assert not any("mtp" in name for name in other_tensors(CheckpointSource(tmp_path)))
+    save_file(given | {"mpt.fc.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"mpt\.fc\.weight"):
+        CheckpointSource(tmp_path)
+
+
+@pytest.mark.parametrize("family", [QWEN, GRANITE])
+@torch.no_grad()
+def test_the_states_are_those_of_the_dense_model(family: str) -> None:
+    """Byte for byte those of the layers before the first that is compressed, and as large in all."""
+    dense, compressed, _ = compressed_pair(family)
+    ids = windows(2, 20)
+    caches = [DynamicCache(config=dense.config), growing_cache(compressed.config)]
+    for model, cache in zip((dense, compressed), caches, strict=True):
+        model(ids, past_key_values=cache)
+    kinds = {"full_attention": GrowingLayer, "linear_attention": LinearAttentionLayer}
+    assert [type(layer) for layer in caches[1].layers] == [kinds[kind] for kind in dense.config.layer_types]
+    first, second = (kept_states(cache.layers[0]) for cache in caches)
+    if family == QWEN:
+        assert [*first[0], *first[1]] == [0, 0]
+        for before, after in zip(first, second, strict=True):
+            assert torch.equal(before[0], after[0])
+    assert state_bytes(caches[0]) == state_bytes(caches[1]) > 0
+    spec = LatentSpec.from_config(compressed.config)
+    assert cache_bytes_per_token(caches[0]) == 4 * spec.dense_elements_per_token
+    assert cache_bytes_per_token(fill_cache(compressed, ids)) == spec.cached_bytes_per_token(4)
+    # A state of four times as many tokens is as large.
+    assert state_bytes(fill_cache(compressed, windows(1, 80))) == state_bytes(caches[0])
+
+
+@pytest.mark.parametrize("family", [QWEN, GRANITE])
+def test_decoding_is_timed_over_both_caches(family: str) -> None:
+    """The logits of a first step must agree, which they do not without the states."""
+    _, model, _ = compressed_pair(family)
+    contents = prompt_contents(model)
+    logits = {kind: time_decoding(model, contents, kind, 2, 100, 2)[1] for kind in CACHES}
+    check_same(logits, "both")
+    stateful = [isinstance(held[0], dict) for held in contents]
+    assert stateful == [kind == "linear_attention" for kind in model.config.layer_types]
+    zeroed = [
+        tuple({number: 0 * state for number, state in part.items()} for part in held) if own else held
+        for held, own in zip(contents, stateful, strict=True)
+    ]
+    without = time_decoding(model, zeroed, "growing", 2, 100, 2)[1]
+    assert not torch.allclose(without, logits["growing"], rtol=0.01)
+
+
+@pytest.mark.parametrize("family", [QWEN, GRANITE])
+@torch.no_grad()
+def test_quantised_caches_to_compare_with_leave_the_states_alone(family: str) -> None:
+    model, rounding, ids = dense_model(family), quantiser("fp8", 8), windows(2, 24)
+    with quantised_cache(model, rounding):
+        expected = model(ids, use_cache=False).logits
+    cache = quantised_layers(model, rounding)
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
+    assert not torch.allclose(expected, model(ids).logits, rtol=1e-3)
+
+
+def test_sizes_count_the_layers_with_keys_and_values() -> None:
+    model = dense_model(GRANITE)
+    sizes = AttentionGeometry.from_config(model.config)
+    assert (sizes.layers, sizes.others) == (2, 2)
+    assert sizes.dense_elements_per_token == 2 * 2 * 3 * 8
+    known = ModelSizes.from_config(model.config)
+    assert "2 layers with keys and values of 4, hidden size 48" in markdown("granite", known, table(known, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 3}, "none of the 3 layers of this model_type='granitemoehybrid'"),
+        ({"layer_types": ["full_attention", "conv", "full_attention"]}, "layers of conv is not supported"),
+    ],
+)
+def test_refusals_name_the_layers(changes: dict[str, Any], message: str) -> None:
+    content = SIZES | {"mamba_n_heads": 8} | changes
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_supported(GraniteMoeHybridConfig(**content))
