@@ -68,7 +68,7 @@ def engine() -> Iterator[Any]:
     llm = LLM(
         str(DEFAULT),
         **SIZES,
-        num_gpu_blocks_override=160,
+        num_gpu_blocks_override=200,
         max_num_batched_tokens=256,
         max_num_seqs=16,
         disable_log_stats=False,
