@@ -19,8 +19,7 @@ MIXED = {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-separate": ("llama-gqa", {"method": "recalkv"}),
     "mistral-window": ("mistral-sliding", {"method": "loss-aware"}),
-    "mistral-mixed": ("mistral-sliding", MIXED | {"exact_window": 5}),
-    "qwen2-mixed": ("qwen2-bias", MIXED),
+    "mistral-near": ("mistral-sliding", MIXED | {"exact_window": 5}),
     "qwen2-near": ("qwen2-bias", MIXED | {"exact_window": 7}),
     "llama-halves": ("llama-mha", MIXED | {"group_size": 3, "exact_window": 7}),
     "qwen3-norm": ("qwen3-qk-norm", {"method": "loss-aware", "group_size": 1}),
