@@ -58,14 +58,10 @@ class ExactWindowManager(SlidingWindowManager):
         )
         if apply_admission_cap:
             return count
-        held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
-        if request_id not in self.num_cached_block:
-            held = max(held, self.get_num_skipped_tokens(total_computed_tokens) // self.block_size)
+        held = max(len(self.req_to_blocks.get(request_id, ())), cdiv(total_computed_tokens, self.block_size))
         return count - max(0, self._first_read(num_tokens_main_model) - held)
 
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Blocks up to so many tokens, null ones among them."""
         blocks = self.req_to_blocks[request_id]
         new = range(len(blocks), cdiv(num_tokens, self.block_size))

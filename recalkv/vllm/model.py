@@ -70,7 +70,10 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         vLLM wants one size for all processes.
         """
         dtype = self.k_proj.weight.dtype if self.key_rows is None else torch.uint8
-        columns = max(part.layers[self.layer_idx].cached_bytes(1) for part in self._parts)
+        # Beside exact latents vLLM wants one size of all layers whose window slides, or forgets some of them.
+        equal = self.window is not None and self.sliding_window is not None
+        layers = range(self._whole.geometry.layers) if equal else (self.layer_idx,)
+        columns = max(part.layers[layer].cached_bytes(1) for part in self._parts for layer in layers)
         sizes: dict[str, Any] = {
             "block_size": vllm_config.cache_config.block_size,
             "num_kv_heads": 1,
@@ -141,9 +144,7 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         inputs[places] = output[:, 0]
         return True
 
-    def _attend_request(
-        self, query: Tensor, cache: Tensor, blocks: Tensor, seen: int, recent: Tensor | None
-    ) -> Tensor:
+    def _attend_request(self, query: Tensor, cache: Tensor, blocks: Tensor, seen: int, recent: Tensor | None) -> Tensor:
         """What the output projection reads of one request's new tokens, (1, tokens, its inputs)."""
         tokens, size, window = query.shape[1], cache.shape[1], self.sliding_window
         keys, values = cache.split(list(self._columns), dim=-1)
@@ -224,7 +225,8 @@ class ServedForCausalLM(LlamaForCausalLM):
     supports_lora: ClassVar = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        check(vllm.__version__, vllm_config)
+        window = _specs(vllm_config.model_config.hf_config)[0].exact_window
+        check(vllm.__version__, vllm_config, window)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ServedLayer)
 
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: Any = ServedLayer) -> ServedModel:

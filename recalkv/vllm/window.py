@@ -50,11 +50,10 @@ class ExactWindow(AttentionLayerBase):
     def __init__(self, prefix: str, tokens: int) -> None:
         self.prefix, self.tokens = prefix, tokens
         self.kv_cache = torch.empty(0)
-        # Of each process, all layers' columns; and the bytes of a token's rows.
+        # Of each process, all layers' columns.
         self._columns: list[int] = []
-        self._row_bytes = 0
         # Where a step's newest latents stand, for all layers.
-        self._found: tuple[LatentBatch | None, tuple[Tensor, ...]] = None, ()
+        self._found: tuple[LatentBatch, tuple[Tensor, Tensor]] | None = None
 
     @classmethod
     def of(cls, layers: dict[str, Any], prefix: str, tokens: int) -> "ExactWindow":
@@ -69,7 +68,6 @@ class ExactWindow(AttentionLayerBase):
         """Columns of one more layer, of which each process holds a part."""
         begins = self._columns or [0] * len(parts)
         self._columns = [begin + part.cached_elements for begin, part in zip(begins, parts, strict=True)]
-        self._row_bytes += max(part.cached_bytes() for part in parts)
         return slice(begins[process], self._columns[process])
 
     def get_attn_backend(self) -> type[LatentBackend]:
@@ -80,10 +78,16 @@ class ExactWindow(AttentionLayerBase):
         """Blocks of as many tokens as have room in one of rows; bytes, as rows are, or vLLM would clear all blocks."""
         size, dtype = vllm_config.cache_config.block_size, vllm_config.model_config.dtype
         token_bytes = max(self._columns) * dtype.itemsize
-        room = size * self._row_bytes // token_bytes
+        others = [
+            layer for layer in vllm_config.compilation_config.static_forward_context.values() if layer is not self
+        ]
+        room = sum(layer.get_kv_cache_spec(vllm_config).page_size_bytes for layer in others)
+        sizes = [each for each in range(1, size + 1) if size % each == 0 and each * token_bytes <= room]
+        tokens = max(sizes, default=1)
         every = vllm_config.cache_config.prefix_cache_retention_interval
         return ExactWindowSpec(
-            block_size=max(each for each in range(1, size + 1) if size % each == 0 and each <= max(room, 1)),
+            block_size=tokens,
+            page_size_padded=max(room, tokens * token_bytes),
             num_kv_heads=1,
             head_size=token_bytes,
             head_size_v=0,
@@ -107,12 +111,13 @@ class ExactWindow(AttentionLayerBase):
         What stands before a request's first token is not defined.
         """
         cache, batch = self._cache(dtype), self._batch
-        if self._found[0] is not batch:
+        if self._found is None or self._found[0] is not batch:
             requests, blocks = batch.decoding
             seen = torch.tensor([batch.seen[request] for request in requests], device=blocks.device)
             places = seen[:, None] + torch.arange(-self.tokens, 0, device=blocks.device)
             self._found = batch, _places(blocks, places, cache.shape[1])
-        return cache[(*self._found[1], columns)]
+        block, place = self._found[1]
+        return cache[block, place, columns]
 
     def before(self, request: int, columns: slice, dtype: torch.dtype) -> Tensor:
         """Those that a request's first new token reads, without its own, (any, columns)."""

@@ -18,8 +18,7 @@ from tests.tiny import VOCABULARY, compressed_pair
 MIXED = {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-separate": ("llama-gqa", {"method": "recalkv"}),
-    "mistral-window": ("mistral-sliding", {"method": "loss-aware"}),
-    "mistral-near": ("mistral-sliding", MIXED | {"exact_window": 5}),
+    "mistral-near": ("mistral-sliding", MIXED | {"exact_window": 5, "layers": 5}),
     "qwen2-near": ("qwen2-bias", MIXED | {"exact_window": 7}),
     "llama-halves": ("llama-mha", MIXED | {"group_size": 3, "exact_window": 7}),
     "qwen3-norm": ("qwen3-qk-norm", {"method": "loss-aware", "group_size": 1}),

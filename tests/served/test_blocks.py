@@ -1,12 +1,19 @@
 """Blocks of exact latents, by vLLM's own pool: those that are read are had, and no others are counted."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from recalkv.model.spec import LayerSpec
 from recalkv.vllm.blocks import ExactWindowManager, ExactWindowSpec
+from recalkv.vllm.window import ExactWindow
 
 SIZE, WINDOW, DRAFTS, ALIGNED, EVERY, STEPS = 2, 9, 3, 8, 32, 2
 
@@ -52,6 +59,16 @@ def test_what_is_read_is_had_and_counted(seed: int) -> None:
     assert blocks.block_pool.get_num_free_blocks() == 199
 
 
+def test_tokens_from_elsewhere_have_their_window() -> None:
+    blocks = manager(200, caching=False)
+    wanted = blocks.get_num_blocks_to_allocate("a", 200, [], 101, 0, 200)
+    blocks.add_local_computed_blocks("a", [], 0, 101)
+    blocks.allocate_external_computed_blocks("a", 0, 101)
+    assert held(blocks) == list(range((101 - WINDOW + 1) // SIZE, 51))
+    blocks.allocate_new_blocks("a", 200, 200)
+    assert len(held(blocks)) == wanted
+
+
 def test_prefixes_have_blocks_while_there_are_many() -> None:
     found = manager(200, caching=True)
     found.allocate_new_blocks("a", 100, 100)
@@ -67,3 +84,40 @@ def test_prefixes_have_blocks_while_there_are_many() -> None:
         assert held(each) == list(range((110 - WINDOW + 1) // SIZE, 55))
         each.free("a")
         assert each.block_pool.get_num_free_blocks() == count - 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "latents", "tokens"),
+    [
+        ((FullAttentionSpec, {}), [40, 27, 27, 13], 24, 2),
+        # What vLLM asks of layers whose window slides, or some are left out.
+        ((SlidingWindowSpec, {"sliding_window": 64}), [40] * 4, 24, 2),
+        # Not even one token has room.
+        ((FullAttentionSpec, {}), [2, 2, 2, 3], 24, 1),
+    ],
+)
+def test_a_block_has_room_for_either(kind: Any, rows: list[int], latents: int, tokens: int) -> None:
+    """All layers have their place in it, and it is as large as its rows are."""
+    sizes = {"block_size": 16, "num_kv_heads": 1, "head_size_v": 0, "dtype": torch.uint8}
+    specs = {f"layers.{number}": kind[0](head_size=size, **sizes, **kind[1]) for number, size in enumerate(rows)}
+    layers = {name: SimpleNamespace(get_kv_cache_spec=lambda _, spec=spec: spec) for name, spec in specs.items()}
+    window = ExactWindow.of(layers, "layers.0", WINDOW)
+    places = [window.place([LayerSpec([latents], [latents])], 0) for _ in rows]
+    assert [(place.start, place.stop) for place in places] == [(48 * n, 48 * (n + 1)) for n in range(len(rows))]
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(
+            block_size=16, prefix_cache_retention_interval=0, num_gpu_blocks_override=None,
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC,
+        ),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        model_config=SimpleNamespace(dtype=torch.float32), num_speculative_tokens=0, max_concurrent_batches=1,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), speculative_config=None,
+        attention_config=SimpleNamespace(hisparse_config=None),
+    )  # fmt: skip
+    specs[window.prefix] = window.get_kv_cache_spec(config)
+    assert specs[window.prefix].block_size == tokens
+    groups = get_kv_cache_groups(config, specs)
+    assert sorted(name for group in groups for name in group.layer_names) == sorted(specs)
+    held = get_kv_cache_config_from_groups(config, groups, 2**20)
+    block = max(16 * sum(rows), 4 * 4 * 48 if tokens == 1 else 0)
+    assert held.num_blocks == 2**20 // (block + -block % 4)
