@@ -75,10 +75,9 @@ $(VLLM)/.installed: constraints-vllm.txt $(INSTALLED)
 
 test-vllm: $(VLLM)/.installed
 	$(IN_VENV) dvc repro fuse
-	$(BIN)/python -m tests.served.checkpoints data/served data/compressed
-	ln -sfn ../model data/served/dense
+	$(BIN)/python -m tests.served.checkpoints data/served data/compressed data/model
 	RECALKV_SERVED=data/served $(VLLM)/bin/python -m pytest -c /dev/null --rootdir . --noconftest -p no:cacheprovider \
-	tests/served/test_served.py
+	tests/served
 
 # Everything on a GPU in 25 minutes, or one part of it, with whatever Python is there; lines of JSON go into OUT.
 OUT ?= reports/gpu

@@ -124,8 +124,9 @@ def serve(model: str, load: Load) -> None:
     bench.run([bench.prompt(40)] * 2, 4)
     result = bench.speed([bench.prompt(load.length // 8) for _ in range(load.requests)], load.tokens)
     result |= bench.prefixes([bench.prompt(load.length // 4) for _ in range(2 * load.requests)])
-    # One block is vLLM's own, for nothing.
-    fitting = (llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1) // -(-load.length // BLOCK)
+    # By vLLM's count, of which one block is its own, for nothing.
+    cache = llm.llm_engine.vllm_config.cache_config
+    fitting = int(cache.kv_cache_max_concurrency * (1 - 1 / cache.num_gpu_blocks))
     # Long enough that the first is not done before the last is read.
     new = min(load.length // 2, 8 * fitting)
     result |= bench.sequences([bench.prompt(load.length - new) for _ in range(fitting)], new)

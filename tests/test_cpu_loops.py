@@ -341,28 +341,35 @@ def test_what_the_loops_do_not_take_goes_over_whole_caches(mode: str, monkeypatc
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding"])
-@pytest.mark.parametrize("case", ["joint", "separate", "mixed"])
-def test_paged_sequences_of_any_lengths_in_one_call(family: str, case: str, threads: int, tiled: Any) -> None:
+@pytest.mark.parametrize(("case", "window"), [("joint", 0), ("separate", 0), ("mixed", 0), ("mixed", 6)])
+def test_paged_sequences_of_any_lengths_in_one_call(
+    family: str, case: str, window: int, threads: int, tiled: Any
+) -> None:
     """Each sequence gets what it gets alone from a cache of its own, whatever its blocks are and hold beside it."""
     model = model_of(family, **CASES[case])
     tiled(model, 4, threads)
     layer, size, lengths = model.model.layers[0].self_attn, 5, [1, 43, 7, 16, 17]
     hidden = torch.randn(len(lengths), max(lengths), 48, generator=torch.Generator().manual_seed(0))
-    query, z_k, z_v = layer._new_states(hidden)
+    query, *exact = layer._latents(hidden)
+    z_k, z_v = layer._rows(*exact)
+    new, layer.exact_window = torch.cat(exact if z_v.numel() else exact[:1], dim=-1), window
     blocks = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:50].view(5, 10)
     keys, values = (torch.full((60, size, each.shape[-1]), 77).to(each.dtype) for each in (z_k, z_v))
-    own, expected = [], []
+    own, expected, recent = [], [], []
     for number, length in enumerate(lengths):
         slots = torch.arange(length)
+        recent.append(torch.cat([torch.full((window, new.shape[-1]), 99.0), new[number, 0, :length]])[length:])
         place = blocks[number, slots // size], slots % size
         keys[place], values[place] = z_k[number, 0, :length], z_v[number, 0, :length]
         first = 0 if layer.sliding_window is None else max(0, length - layer.sliding_window)
         own.append(query[number, length - 1 : length])
         cached = attention.Cached(
-            z_k[number : number + 1, :, first:length], z_v[number : number + 1, :, first:length], length, first, False
-        )
+            z_k[number : number + 1, :, first:length], z_v[number : number + 1, :, first:length], length, first, False,
+            new[number : number + 1, :, :length] if window else None,
+        )  # fmt: skip
         expected.append(plan.step_output(layer, own[-1][None], cached, None))
-    found = plan.paged_output(layer, torch.stack(own), keys, values, blocks, lengths)
+    given = torch.stack(recent) if window else None
+    found = plan.paged_output(layer, torch.stack(own), keys, values, blocks, lengths, given)
     assert found is not None
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
 

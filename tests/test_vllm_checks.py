@@ -12,12 +12,13 @@ VERSION = ".".join(map(str, TESTED[0])) + ".1"
 
 
 def config(**changes: Any) -> Any:
-    settings = {"cache_dtype": "auto", "backend": None, "quantization": None, "lora": None} | changes
+    settings = {"cache_dtype": "auto", "backend": None, "quantization": None, "lora": None, "one_kind": False} | changes
     return types.SimpleNamespace(
         cache_config=types.SimpleNamespace(cache_dtype=settings["cache_dtype"]),
         attention_config=types.SimpleNamespace(backend=settings["backend"]),
         model_config=types.SimpleNamespace(quantization=settings["quantization"]),
         lora_config=settings["lora"],
+        scheduler_config=types.SimpleNamespace(disable_hybrid_kv_cache_manager=settings["one_kind"]),
     )
 
 
@@ -44,3 +45,10 @@ def test_other_versions(version: str) -> None:
 def test_what_latents_cannot_have(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         check(VERSION, config(**changes))
+
+
+def test_exact_latents_want_blocks_of_their_own() -> None:
+    check(VERSION, config(), exact_window=32)
+    check(VERSION, config(one_kind=True))
+    with pytest.raises(ParameterError, match=r"disable_hybrid_kv_cache_manager=True .* last 32; leave it out"):
+        check(VERSION, config(one_kind=True), exact_window=32)

@@ -201,11 +201,6 @@ class LatentAttention(nn.Module):
             output = output + by_head.flatten()
         return output * self.gate_proj(hidden_states).sigmoid()
 
-    def _new_states(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries before RoPE, (batch, queries, h, d_h), and what is cached of the new tokens, keys and values."""
-        query, z_k, z_v = self._latents(hidden_states)
-        return query, *self._rows(z_k, z_v)
-
     def _latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries before RoPE, (batch, queries, h, d_h), and the new tokens' latents of keys and of values."""
         batch, length, _ = hidden_states.shape

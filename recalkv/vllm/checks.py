@@ -10,7 +10,7 @@ TESTED = ((0, 32), (0, 33))
 """vLLM versions from the first on and before the second."""
 
 
-def check(version: str, vllm_config: Any) -> None:
+def check(version: str, vllm_config: Any, exact_window: int = 0) -> None:
     """Refuse a configuration.
 
     Parameters
@@ -19,6 +19,8 @@ def check(version: str, vllm_config: Any) -> None:
         Of vLLM.
     vllm_config
         Its ``VllmConfig``.
+    exact_window
+        Of the checkpoint.
 
     Raises
     ------
@@ -56,4 +58,10 @@ def check(version: str, vllm_config: Any) -> None:
         raise ParameterError(
             "LoRA adapters change projections that are no longer there (k_proj and v_proj are down projections); merge "
             "the adapter into the dense model and compress that."
+        )
+    if exact_window and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ParameterError(
+            f"disable_hybrid_kv_cache_manager=True would keep the exact latents of all tokens instead of the last "
+            f"{exact_window}; leave it out (vLLM sets it with KV connectors that know one kind of blocks only), or set "
+            f"exact_window to 0 in the checkpoint's config.json."
         )

@@ -4,7 +4,6 @@ The families that are served differ in their attention alone, which is the libra
 """
 
 import itertools
-import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from recalkv.model.spec import LatentSpec
 from recalkv.vllm.backend import LatentBackend, LatentBatch
 from recalkv.vllm.checks import check
 from recalkv.vllm.shards import shard, shard_weight
+from recalkv.vllm.window import ExactWindow
 
 __all__ = ["ServedAttention", "ServedForCausalLM"]
 
@@ -51,7 +51,14 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         config._attn_implementation = "sdpa"
         self.prefix, self.slots = prefix, _slots(config)[self.layer_idx]
         self.kv_cache = torch.empty(0)
-        get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
+        layers = get_current_vllm_config().compilation_config.static_forward_context
+        layers[prefix] = self
+        self.window, self.window_columns = None, slice(0)
+        if self.exact_window:
+            # Behind the rows' own name: vLLM gives blocks in this order.
+            self.window = ExactWindow.of(layers, prefix, self.exact_window)
+            parts = [part.layers[self.layer_idx] for part in self._parts]
+            self.window_columns = self.window.place(parts, self._rank)
 
     def get_attn_backend(self) -> type[LatentBackend]:
         """The plugin's."""
@@ -63,7 +70,10 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         vLLM wants one size for all processes.
         """
         dtype = self.k_proj.weight.dtype if self.key_rows is None else torch.uint8
-        columns = max(part.layers[self.layer_idx].cached_bytes(1) for part in self._parts)
+        # Beside exact latents vLLM wants one size of all layers whose window slides, or forgets some of them.
+        equal = self.window is not None and self.sliding_window is not None
+        layers = range(self._whole.geometry.layers) if equal else (self.layer_idx,)
+        columns = max(part.layers[layer].cached_bytes(1) for part in self._parts for layer in layers)
         sizes: dict[str, Any] = {
             "block_size": vllm_config.cache_config.block_size,
             "num_kv_heads": 1,
@@ -90,19 +100,26 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
 
     def attend(self, hidden_states: Tensor, output: Tensor, batch: LatentBatch) -> None:
         """Write the attention's output for the tokens of a step, after their latents went to the cache."""
-        query, z_k, z_v = self._new_states(hidden_states[None, : batch.tokens])
-        rows = torch.cat([z_k, z_v], dim=-1)[0, 0]
+        query, *exact = self._latents(hidden_states[None, : batch.tokens])
+        rows = torch.cat(self._rows(*exact), dim=-1)[0, 0]
         # [blocks, slots of a block, columns]
         cache = self.kv_cache[:, 0]
         cache = cache if cache.dtype == rows.dtype else cache.view(rows.dtype)
         cache = cache[..., : rows.shape[-1]]
         cache[batch.slots // cache.shape[1], batch.slots % cache.shape[1]] = rows
+        latents = (exact[0] if self.joint else torch.cat(exact, dim=-1))[0, 0]
+        if self.window is not None:
+            self.window.write(latents, self.window_columns)
         inputs = query.new_empty(batch.tokens, self.o_proj.in_features)
         decoded = self._decode(query[0], cache, batch, inputs)
         for request, (start, end) in enumerate(itertools.pairwise(batch.starts)):
             if end - start > decoded:
-                found = self._attend_request(query[:, start:end], cache, batch.blocks[request], batch.seen[request])
-                inputs[start:end] = found[0]
+                recent = None
+                if self.window is not None:
+                    before = self.window.before(request, self.window_columns, latents.dtype)
+                    recent = torch.cat([before, latents[start:end]])[None, None]
+                own = cache, batch.blocks[request], batch.seen[request], recent
+                inputs[start:end] = self._attend_request(query[:, start:end], *own)[0]
         result = self.o_proj(inputs)
         output[: batch.tokens] = result if self._ranks == 1 else tensor_model_parallel_all_reduce(result)
 
@@ -120,13 +137,14 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
             return False
         places, seen = [batch.starts[request] for request in requests], [batch.seen[request] for request in requests]
         keys, values = cache.split(list(self._columns), dim=-1)
-        output: Tensor | None = loops.paged_output(self, query[places, None], keys, values, blocks, seen)
+        recent = None if self.window is None else self.window.newest(self.window_columns, query.dtype)
+        output: Tensor | None = loops.paged_output(self, query[places, None], keys, values, blocks, seen, recent)
         if output is None:
             return False
         inputs[places] = output[:, 0]
         return True
 
-    def _attend_request(self, query: Tensor, cache: Tensor, blocks: Tensor, seen: int) -> Tensor:
+    def _attend_request(self, query: Tensor, cache: Tensor, blocks: Tensor, seen: int, recent: Tensor | None) -> Tensor:
         """What the output projection reads of one request's new tokens, (1, tokens, its inputs)."""
         tokens, size, window = query.shape[1], cache.shape[1], self.sliding_window
         keys, values = cache.split(list(self._columns), dim=-1)
@@ -135,7 +153,7 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         own = blocks[first : -(-seen // size)]
         z_k, z_v = (part[own].flatten(0, 1)[None, None, : seen - first * size] for part in (keys, values))
         mask, offset = None, first * size
-        if tokens > 1 or window is not None:
+        if window is not None or (tokens > 1 and recent is None):
             places = torch.arange(seen - tokens, seen, device=query.device)[:, None]
             slots = torch.arange(offset, seen, device=query.device)
             mask = slots <= places
@@ -143,7 +161,7 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
                 mask &= slots > places - window
             mask = mask[None, None]
         nothing = query[..., :0], query[..., :0]
-        return self._attend(query, Cached(z_k, z_v, seen, offset, False), nothing, mask, {})[0]
+        return self._attend(query, Cached(z_k, z_v, seen, offset, False, recent), nothing, mask, {})[0]
 
 
 def _attention(hidden_states: Tensor, output: Tensor, prefix: str) -> None:
@@ -207,14 +225,8 @@ class ServedForCausalLM(LlamaForCausalLM):
     supports_lora: ClassVar = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        check(vllm.__version__, vllm_config)
         window = _specs(vllm_config.model_config.hf_config)[0].exact_window
-        if window:
-            warnings.warn(
-                f"exact_window={window} is left out: vLLM's paged cache holds packed rows alone, so that this is the "
-                f"model with exact_window=0, which is farther from the dense one.",
-                stacklevel=2,
-            )
+        check(vllm.__version__, vllm_config, window)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ServedLayer)
 
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: Any = ServedLayer) -> ServedModel:

@@ -1,9 +1,8 @@
 """Checkpoints for the tests of vLLM, whose environment has no pipeline: tiny ones of families, and the pipeline's own.
 
-python -m tests.served.checkpoints FOLDER COMPRESSED
+python -m tests.served.checkpoints FOLDER COMPRESSED DENSE
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import VOCABULARY, compressed_pair
 
+MIXED = {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-separate": ("llama-gqa", {"method": "recalkv"}),
-    "mistral-window": ("mistral-sliding", {"method": "loss-aware"}),
-    "qwen2-mixed": ("qwen2-bias", {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}),
-    "llama-halves": ("llama-mha", {"method": "loss-aware", "bits": "mixed", "ratio": 0.75, "group_size": 3}),
+    "mistral-near": ("mistral-sliding", MIXED | {"exact_window": 5, "layers": 5}),
+    "qwen2-near": ("qwen2-bias", MIXED | {"exact_window": 7}),
+    "llama-halves": ("llama-mha", MIXED | {"group_size": 3, "exact_window": 7}),
     "qwen3-norm": ("qwen3-qk-norm", {"method": "loss-aware", "group_size": 1}),
 }
 
@@ -37,20 +37,12 @@ def characters() -> PreTrainedTokenizerFast:
     )
 
 
-def without_window(checkpoint: Path, folder: Path) -> None:
-    """The same checkpoint in another folder, whose queries read rows alone, as vLLM's do."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in checkpoint.iterdir():
-        (folder / file.name).unlink(missing_ok=True)
-        (folder / file.name).symlink_to(file.resolve())
-    config = json.loads((checkpoint / "config.json").read_text())
-    config["recalkv"]["exact_window"] = 0
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 if __name__ == "__main__":
-    without_window(Path(sys.argv[2]), Path(sys.argv[1]) / "default")
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, checkpoint in zip(("default", "dense"), sys.argv[2:], strict=True):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(Path(checkpoint).resolve())
     for name, (family, compression) in CASES.items():
-        compressed_pair(family, **compression)[1].save_pretrained(Path(sys.argv[1]) / name)
-        characters().save_pretrained(Path(sys.argv[1]) / name)
+        compressed_pair(family, **compression)[1].save_pretrained(folder / name)
+        characters().save_pretrained(folder / name)

@@ -42,6 +42,7 @@ SIZES = {
     "block_size": 16,
     "gpu_memory_utilization": 0.3,
 }
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def engine() -> Iterator[Any]:
     llm = LLM(
         str(DEFAULT),
         **SIZES,
-        num_gpu_blocks_override=160,
+        num_gpu_blocks_override=200,
         max_num_batched_tokens=256,
         max_num_seqs=16,
         disable_log_stats=False,
@@ -101,8 +102,9 @@ def test_the_tokens_of_generate_alone_and_together(engine: Any, reference: Any, 
     for prompt, found in zip(prompts, together, strict=True):
         ids = torch.tensor([prompt])
         own = reference.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[0, len(prompt) :]
-        exact += own.tolist() == found
-        assert agrees(reference, prompt, found), f"prompt of {len(prompt)} tokens"
+        same = own.tolist() == found
+        exact += same
+        assert same or agrees(reference, prompt, found), f"prompt of {len(prompt)} tokens"
     # Rows of few bits fall either way by the last bit of a latent, and choices between even tokens with them.
     assert exact >= 14
     for number in (4, 12, 17):
@@ -115,6 +117,9 @@ def test_prefixes_are_found_again(engine: Any, prompts: list[list[int]]) -> None
     first, second = (engine.generate(given, greedy(), use_tqdm=False)[0] for _ in range(2))
     assert second.num_cached_tokens >= 880
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    # Within a prompt they are found at places that are far from each other.
+    other = [{"prompt_token_ids": prompts[18][:600] + prompts[12]}]
+    assert engine.generate(other, greedy(1), use_tqdm=False)[0].num_cached_tokens >= 512
 
 
 def test_log_probabilities(engine: Any, reference: Any, prompts: list[list[int]]) -> None:
@@ -127,8 +132,8 @@ def test_log_probabilities(engine: Any, reference: Any, prompts: list[list[int]]
     with torch.no_grad():
         scores = reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
     expected = scores[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
-    # Before the first row that falls the other way the two are the same, and behind it unbiased.
-    assert (found - expected)[:5].abs().max() < 1e-3
+    # While all is read exactly the two are the same, and behind the first row that falls the other way unbiased.
+    assert (found - expected)[: reference.config.recalkv["exact_window"] - 1].abs().max() < 1e-3
     assert (found - expected).abs().mean() < 0.06
     assert abs(float((found - expected).mean())) < 0.02
 
@@ -160,55 +165,72 @@ def test_tokens_cost_their_bytes() -> None:
     """Tokens that vLLM says its GiB holds, dense and compressed, with nothing but the rounding of blocks."""
     script = FOLDER / "count.py"
     # vLLM's own attention takes blocks of 32.
-    sizes = SIZES | {"block_size": 32}
+    sizes = SIZES | {"block_size": 32, "max_model_len": 8192}
     script.write_text(
         f"import sys; from vllm import LLM\nif __name__ == '__main__':\n    LLM(sys.argv[1], **{sizes!r})\n"
     )
     spec = LatentSpec.from_config(AutoConfig.from_pretrained(DEFAULT))
     bytes_per_token = {"dense": 4 * spec.dense_elements_per_token, "default": spec.cached_bits_per_token / 8}
+    # A window's tokens go into blocks of 4, as large as those of 32 rows. vLLM counts the most that a sequence has of
+    # them, which is while its prompt is read: those of the windows before a step and behind it.
+    near = {"dense": 0, "default": 2 * (-(-(spec.exact_window - 1) // 4) + 1) * 32}
     for name, size in bytes_per_token.items():
         result = subprocess.run([sys.executable, script, FOLDER / name], capture_output=True, text=True)
         logged = re.search(r"KV cache size: ([\d,]+) tokens", result.stdout + result.stderr)
         assert logged is not None, result.stderr[-2000:]
-        assert int(logged[1].replace(",", "")) * size == pytest.approx(2**30, rel=2e-3), name
+        bytes_of_one = (8192 + near[name]) * size
+        assert int(logged[1].replace(",", "")) / 8192 * bytes_of_one == pytest.approx(2**30, rel=2e-3), name
 
 
-def test_speculative_decoding(prompts: list[list[int]], reference: Any) -> None:
-    llm = LLM(
-        str(DEFAULT), **SIZES, num_gpu_blocks_override=400,
-        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
-    )  # fmt: skip
-    repeated = prompts[9] * 3
-    for prompt, found in zip([prompts[16], repeated], generated(llm, [prompts[16], repeated]), strict=True):
-        assert agrees(reference, prompt, found)
-    llm.llm_engine.engine_core.shutdown()
-
-
-def tiny_texts(name: str, **options: Any) -> list[list[int]]:
-    """Greedy tokens of a tiny checkpoint, which are its model's own."""
+def serve_tiny(
+    name: str, prompts: list[list[int]] | None = None, tokens: int = TOKENS, **options: Any
+) -> dict[str, float]:
+    """vLLM's counts of texts by a tiny checkpoint, which are its model's own, with their probabilities."""
     model = AutoModelForCausalLM.from_pretrained(FOLDER / name).eval()
     sizes = SIZES | {"max_model_len": 200, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 32} | options
-    llm = LLM(str(FOLDER / name), **sizes, skip_tokenizer_init=True)
+    llm = LLM(str(FOLDER / name), **sizes, skip_tokenizer_init=True, disable_log_stats=False)
     ids = torch.randint(3, 128, (3, 90), generator=torch.Generator().manual_seed(0)).tolist()
-    prompts = [ids[0], ids[1][:1], ids[2][:40]]
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    prompts = prompts or [ids[0], ids[1][:1], ids[2][:40], [5, 6, 7, 8] * 15]
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
     results = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     llm.llm_engine.engine_core.shutdown()
-    texts = [list(result.outputs[0].token_ids) for result in results]
-    for prompt, text in zip(prompts, texts, strict=True):
-        assert agrees(model, prompt, text)
-    return texts
+    texts, differences = [list(result.outputs[0].token_ids) for result in results], []
+    for prompt, text, result in zip(prompts, texts, results, strict=True):
+        found = [entry[token].logprob for token, entry in zip(text, result.outputs[0].logprobs, strict=True)]
+        with torch.no_grad():
+            scores = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        own = scores[torch.arange(len(text)), torch.tensor(text)]
+        assert (scores.max(-1).values - own).max() < EVEN
+        differences.append((torch.tensor(found) - own).abs())
+    # Codes of few bits fall the other way here and there.
+    assert torch.cat(differences).quantile(0.9) < 1e-4
+    assert metrics["vllm:kv_cache_usage_perc"] == 0
+    return metrics
 
 
-@pytest.mark.parametrize("name", ["llama-separate", "mistral-window", "qwen2-mixed", "qwen3-norm"])
+@pytest.mark.parametrize("name", ["llama-separate", "mistral-near", "qwen3-norm"])
 def test_families(name: str) -> None:
-    tiny_texts(name)
+    serve_tiny(name)
+
+
+def test_drafts_are_taken_and_taken_back() -> None:
+    metrics = serve_tiny("qwen2-near", [[9] * 40, [5, 6, 7, 8] * 15], 60, **DRAFTS)
+    accepted, drafted = (metrics[f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft"))
+    assert 0 < accepted < drafted
+
+
+def test_preempted_sequences_are_computed_again() -> None:
+    """Four that grow out of a cache with room for one and a half."""
+    prompts = torch.randint(3, 128, (4, 30), generator=torch.Generator().manual_seed(1)).tolist()
+    metrics = serve_tiny("qwen2-near", prompts, 120, num_gpu_blocks_override=36)
+    assert metrics["vllm:num_preemptions"] > 0
 
 
 def test_two_processes_share_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     # Left to itself vLLM wants a memory node of its own for each process.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    assert tiny_texts("llama-halves", tensor_parallel_size=2) == tiny_texts("llama-halves")
+    serve_tiny("llama-halves", tensor_parallel_size=2)
 
 
 CHOICES = """

@@ -167,7 +167,13 @@ def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask:
 
 
 def paged_output(
-    layer: "LatentAttention", query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, seen: Sequence[int]
+    layer: "LatentAttention",
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor,
+    seen: Sequence[int],
+    recent: Tensor | None = None,
 ) -> Tensor | None:
     """The same over a paged cache, of sequences of any lengths; None where the layer is none for the loops.
 
@@ -181,6 +187,8 @@ def paged_output(
         Those of each sequence.
     seen
         Tokens of each, the query's included; behind a sliding window they are not read.
+    recent : (batch, any, columns) or None
+        Exact latents of each one's last tokens, as many for all: those before the first are not read.
 
     Returns
     -------
@@ -193,7 +201,10 @@ def paged_output(
         return None
     windows = [length if layer.sliding_window is None else min(length, layer.sliding_window) for length in seen]
     extents = tuple((length - own, own - 1, own) for length, own in zip(seen, windows, strict=True))
-    return _output(prepared, query, extents, keys, keys if layer.joint else values, None, blocks.contiguous())
+    if recent is not None:
+        recent = recent.float().contiguous()
+    values = keys if layer.joint else values
+    return _output(prepared, query, extents, keys, values, None, blocks.contiguous(), recent)
 
 
 def _prepared(layer: "LatentAttention", query: Tensor) -> Layer | None:

@@ -1,0 +1,139 @@
+"""Which blocks a sequence has for exact latents: those that later queries read, and few for prefixes to be found.
+
+vLLM gives a sliding window blocks for all tokens of a step, to free them in the next. Exact latents are several times
+larger than rows, so that a long prompt would take the memory of many sequences for one step. But only its last
+tokens are read again; what stands before them has the null block, which nobody reads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
+
+__all__ = ["ExactWindowManager", "ExactWindowSpec"]
+
+_RESERVE = 4
+"""One of so many blocks is not taken for prefixes: sequences that are under way need it first."""
+
+
+class ExactWindowManager(SlidingWindowManager):
+    """Gives blocks to what is read, and while there are many also to what prefixes are found by.
+
+    A prefix is found where a whole window stands before its end: at the end of a step's tokens, behind all that were
+    generated, and every ``found_every`` tokens of a prompt.
+    """
+
+    def __init__(self, kv_cache_spec: "ExactWindowSpec", **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.spec = kv_cache_spec
+        # Of each request, blocks from the first on that are given back.
+        self._returned: dict[str, int] = {}
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Without those that will not be read."""
+        count = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            apply_admission_cap,
+            prefill_end,
+        )
+        if apply_admission_cap:
+            return count
+        held = max(len(self.req_to_blocks.get(request_id, ())), cdiv(total_computed_tokens, self.block_size))
+        return count - max(0, self._first_read(num_tokens_main_model) - held)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        """Blocks up to so many tokens, null ones among them."""
+        blocks = self.req_to_blocks[request_id]
+        new = range(len(blocks), cdiv(num_tokens, self.block_size))
+        first = self._first_read(num_tokens_main_model)
+        kept = [number for number in new if number >= first]
+        if self.enable_caching:
+            found = [number for number in new if number >= first or self._is_found(number, num_tokens_main_model)]
+            if len(found) + self.block_pool.num_gpu_blocks // _RESERVE <= self.block_pool.get_num_free_blocks():
+                kept = found
+        own = dict(zip(kept, self.block_pool.get_new_blocks(len(kept)), strict=True))
+        made = [own.get(number, self._null_block) for number in new]
+        blocks.extend(made)
+        return made
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """All of a request."""
+        self._returned.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    @classmethod
+    def reachable_block_mask(cls, *_: Any, **__: Any) -> None:
+        """All that are kept can be found: there are few as it is."""
+        return
+
+    def _remove_blocks_in_range(self, request_id: str, first_block: int, last_block: int) -> None:
+        """Free blocks; unlike other windows' they may stand behind null ones."""
+        blocks = self.req_to_blocks.get(request_id, [])
+        first, last = max(first_block, self._returned.get(request_id, 0)), min(last_block, len(blocks))
+        gone = [number for number in range(last - 1, first - 1, -1) if not blocks[number].is_null]
+        self.block_pool.free_blocks([blocks[number] for number in gone])
+        for number in gone:
+            blocks[number] = self._null_block
+        self._returned[request_id] = max(first, last)
+
+    def _first_read(self, tokens: int) -> int:
+        """First block that is read behind so many tokens, of which drafts may be taken back."""
+        return max(0, tokens - self.spec.drafts - self.sliding_window + 1) // self.block_size
+
+    def _is_found(self, number: int, tokens: int) -> bool:
+        """Whether a block is in the window before a place where a prefix may end."""
+        end, window, every = (number + 1) * self.block_size, self.sliding_window - 1, self.spec.found_every
+        return end > min(tokens - self.spec.aligned, cdiv(end, every) * every) - window
+
+
+# The registry has vLLM's own kinds from its first question on, or not at all.
+KVCacheSpecRegistry.check_kv_cache_spec_registry({})
+
+
+@register_kv_cache_spec(manager_class=ExactWindowManager, uniform_type_base_spec=SlidingWindowSpec)
+@dataclass(frozen=True, kw_only=True)
+class ExactWindowSpec(SlidingWindowSpec):
+    """A window of exact latents.
+
+    Attributes
+    ----------
+    drafts
+        Tokens of a step that may be taken back.
+    steps
+        That are under way at a time.
+    aligned
+        Prefixes end at multiples of so many tokens.
+    found_every
+        And within prompts at multiples of so many, which are themselves multiples of ``aligned``.
+    """
+
+    drafts: int
+    steps: int
+    aligned: int
+    found_every: int
+
+    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """Those of a window before the steps under way, and of one behind each."""
+        own = self.sliding_window - 1
+        most = cdiv(own, self.block_size) + 1 + self.steps * (cdiv(own + self.drafts, self.block_size) + 1)
+        return min(most, super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len))
