@@ -103,7 +103,7 @@ def _block(vectors: int) -> Any:
     return block
 
 
-_one, _two, _three, _four = (_block(vectors) for vectors in range(1, _VECTORS + 1))
+_one, _four = _block(1), _block(_VECTORS)
 
 
 @compiled
@@ -120,20 +120,18 @@ def multiply_pairs(left, left_steps, right, right_steps, result):
     """
     vectors, pairs, _ = right.shape
     columns = result.shape[1]
-    for first in range(0, vectors, _VECTORS):
-        count, own, own_steps = min(_VECTORS, vectors - first), right[first].ctypes.data, right_steps[first * LANES :]
-        steps = own_steps.ctypes.data
+    first = 0
+    while first < vectors:
+        whole = first + _VECTORS <= vectors
+        own, steps = right[first].ctypes.data, right_steps[first * LANES :].ctypes.data
         for row in range(0, left.shape[0], _ROWS):
             above, above_steps = left[row].ctypes.data, left_steps[row:].ctypes.data
             out = result[row, first * LANES :].ctypes.data
-            if count == 1:
-                _one(above, above_steps, own, steps, out, pairs, columns)
-            elif count == 2:
-                _two(above, above_steps, own, steps, out, pairs, columns)
-            elif count == 3:
-                _three(above, above_steps, own, steps, out, pairs, columns)
-            else:
+            if whole:
                 _four(above, above_steps, own, steps, out, pairs, columns)
+            else:
+                _one(above, above_steps, own, steps, out, pairs, columns)
+        first += _VECTORS if whole else 1
 
 
 @compiled
