@@ -6,8 +6,8 @@ Without checkpoints it compresses the embedded model without the fit, to 16-bit 
 75 %. Static caches; the models take turns, so that clocks and neighbours that drift meet them alike; medians. Before a
 module is timed its output is compared with float64. The last line is JSON: compressed speed over dense speed of one
 attention module (``attention_N``, with N tokens cached, beside SDPA; projections included) and of whole models
-(``model_N``, ``mixed_model_N``), where 1.0 is equal, and ``error``, the largest difference of a module's output from
-float64, relative to its norm.
+(``model_N``, ``mixed_model_N``), where 1.0 is equal, and ``error`` and ``mixed_error``, the largest difference of the
+output of the module with 16-bit latents, and with ``mixed``, from float64 over the same cache, relative to its norm.
 """
 
 import argparse
@@ -66,11 +66,11 @@ def compressors(dense: Any, tokenizer: Any) -> Callable[[dict[str, Any]], Any]:
     return compress
 
 
-def time_modules(models: dict[str, Any], rounds: int, repeats: int) -> tuple[dict[str, float], float]:
-    """Speed of the 16-bit module over that of SDPA by context, and the largest error of all modules."""
+def time_modules(models: dict[str, Any], rounds: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Speed of the 16-bit module over that of SDPA by context, and the largest error of each module."""
     layer = typical_layer(models["latents"].config)
     modules = {name: module_of(model, layer) for name, model in models.items()}
-    found, error = {}, 0.0
+    found, errors = {}, dict.fromkeys(models, 0.0)
     for context in CONTEXTS:
         steps = {name: Step(module, context) for name, module in modules.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -78,12 +78,12 @@ def time_modules(models: dict[str, Any], rounds: int, repeats: int) -> tuple[dic
             with attention_function(step.module, "sdpa"):
                 measured = step.measure(name, 1, repeats, growing=False)
             seconds[name] += measured.timing.seconds
-            error = max(error, measured.error if name != "dense" else 0.0)
+            errors[name] = max(errors[name], measured.error)
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         for name, median in medians.items():
             print(f"attention  {context:>6} cached  {name:<8}{1e6 * median:>9.0f} us", flush=True)
         found[f"attention_{context}"] = medians["dense"] / medians["latents"]
-    return found, error
+    return found, errors
 
 
 def time_models(models: dict[str, Any], rounds: int, tokens: int) -> dict[str, float]:
@@ -127,9 +127,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     machine = environment(torch.device("cpu"))
     print(", ".join(f"{key} {value}" for key, value in machine.items() if value is not None))
     with torch.no_grad():
-        found, error = time_modules(models, rounds=3, repeats=5 if options.quick else 30)
+        found, errors = time_modules(models, rounds=3, repeats=5 if options.quick else 30)
         found |= time_models(models, rounds=6, tokens=2 if options.quick else 10)
-    found = {name: round(value, 3) for name, value in found.items()} | {"error": float(f"{error:.2g}")}
+    found = {name: round(value, 3) for name, value in found.items()}
+    found |= {name: float(f"{errors[own]:.2g}") for name, own in (("error", "latents"), ("mixed_error", "mixed"))}
     print(json.dumps(found))
     return found
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from recalkv.cache.rows import RowLayout, Segment
 from recalkv.method.fusion import in_gauge
 from recalkv.method.lowrank import LowRank
 from recalkv.model import attention
-from recalkv.model.cpu import plan
+from recalkv.model.cpu import halves, plan
 from recalkv.model.cpu.loops import LANES, exponentials, inner_products, multiply
 from recalkv.model.cpu.rows import coding, packed_rows, read_rows
 from recalkv.model.cpu.threads import threads_of_torch
@@ -93,6 +94,31 @@ def test_products(rows: int, inner: int, columns: int) -> None:
         inner_products(left, np.ascontiguousarray(right.T), True, across)
         np.testing.assert_allclose(result, left.astype(float) @ right, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(across, result.T)
+
+
+def rounded(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    pairs, steps = np.empty((len(rows), rows.shape[1] // 2), np.uint32), np.empty(len(rows), np.float32)
+    halves.round_rows(rows, pairs, steps)
+    return pairs, steps
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(4, 2, 16), (8, 70, 48), (12, 48, 80), (4, 384, 128)])
+def test_products_in_16_bits(rows: int, inner: int, columns: int) -> None:
+    """Sums are exact; rounding moves a number by half a step of 2^-15 of its row's norm."""
+    generator = np.random.default_rng(0)
+    left, right = (generator.standard_normal((many, inner), np.float32) for many in (rows, columns))
+    left[0], right[0] = 0, np.eye(inner)[1]
+    left[-1] *= 1e6
+    (left_pairs, left_steps), (right_pairs, right_steps) = rounded(left), rounded(right)
+    by_columns = np.zeros((columns // LANES, inner // 2, LANES), np.uint32)
+    halves.pair_columns(right_pairs, by_columns)
+    result = np.empty((rows, columns), np.float32)
+    halves.multiply_pairs(left_pairs, left_steps, by_columns, right_steps, result)
+    whole = left_pairs.view(np.int16).astype(np.int64) @ right_pairs.view(np.int16).T
+    np.testing.assert_allclose(result, whole * left_steps[:, None].astype(float) * right_steps, rtol=1e-6)
+    exact, norms = left.astype(float) @ right.T, np.outer(np.linalg.norm(left, axis=1), np.linalg.norm(right, axis=1))
+    # Half a step of each number of both sides, at worst all of one sign.
+    assert (np.abs(result - exact) <= 1.01 * np.sqrt(inner) * 2.0**-15 * norms + 1e-6 * np.abs(exact)).all()
 
 
 def test_exponentials() -> None:
@@ -220,7 +246,8 @@ def whole(monkeypatch: pytest.MonkeyPatch, call: Any) -> Tensor:
 
 
 def steps_by_loops(family: str, case: str, tile: int, threads: int, tiled: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Times that the loops were taken; what they give is what plain torch gives."""
+    """Times that the loops were taken; what they give in float32 is what plain torch gives."""
+    monkeypatch.setattr(halves, "FASTER", False)
     heads = ALL_FAMILIES[family][2].get("num_key_value_heads", 3)
     model = model_of(family, **(CASES[case] | {"group_size": min(heads, CASES[case].get("group_size", 2))}))
     ids, lengths = windows(2, 41), [33, 1, 1, 5, 1]
@@ -290,6 +317,40 @@ def test_types_and_added_masks(dtype: torch.dtype, tiled: Any, monkeypatch: pyte
     error, other = ((logits.float() - exact).norm() / exact.norm() for logits in (here, by_whole))
     assert error < (1e-5 if dtype == torch.float32 else 1.2 * other)
     assert (step(torch.zeros_like(added)) - exact).norm() / exact.norm() > 0.05
+
+
+@pytest.mark.parametrize("case", ["mixed", "4 bits"])
+@pytest.mark.parametrize("family", ["llama-gqa", "llama-bias", "qwen3-qk-norm", "glm-partial"])
+def test_packed_rows_are_multiplied_in_16_bits(
+    family: str, case: str, tiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module's output is off by the rounding of latents and factors, and others' not at all."""
+    model = model_of(family, **CASES[case])
+    tiled(model, 32, 1)
+    layer = model.model.layers[0].self_attn
+    hidden = torch.randn(1, 120, 48, generator=torch.Generator().manual_seed(0))
+    query, z_k, z_v = layer._new_states(hidden)
+    cached = attention.Cached(z_k, z_v, 120, 0, False)
+    found = []
+    for faster in (False, True):
+        monkeypatch.setattr(halves, "FASTER", faster)
+        layer.loops = None
+        output = plan.step_output(layer, query[:, -1:], cached, None)
+        assert output is not None
+        found.append(output)
+    difference = float((found[1] - found[0]).norm() / found[0].norm())
+    # Scores are off by a few steps of |q||z||R| sqrt(rank / 6); after rounding to 8 bits by a hundred times that.
+    assert 0 < difference < 20 * math.sqrt(sum(layer.key_ranks) / 6) * 2**-15
+
+
+def test_16_bits_are_for_packed_rows_alone(tiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama-gqa", **CASES["joint"])
+    tiled(model, 32, 1)
+    monkeypatch.setattr(halves, "FASTER", True)
+    cache = DynamicCache(config=model.config)
+    model(windows(1, 20), past_key_values=cache)
+    model(windows(1, 1), past_key_values=cache)
+    assert all(not len(group.keys.rebuilt_pairs) for group in model.model.layers[0].self_attn.loops.groups)
 
 
 def test_a_write_to_a_factor_is_seen() -> None:

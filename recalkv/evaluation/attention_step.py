@@ -239,6 +239,9 @@ class Step:
         expected = self._expected.to(output.device)
         error = float(((output[:, 0].double() - expected).norm(dim=-1) / expected.norm()).max())
         limit = TOLERANCE.get(self.module.dtype, 1e-3)
+        if getattr(self.module.attention, "key_rows", None) is not None:
+            # A CPU multiplies what rows are unpacked to in 16 bits.
+            limit = max(limit, TOLERANCE[torch.float16])
         if not error <= limit:
             raise CheckpointError(
                 f"layer {self.module.layer}, {name}, {self._context} tokens: the attention's output differs from its "

@@ -13,27 +13,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from recalkv.cache.rows import RowLayout
-from recalkv.model.cpu import step
+from recalkv.model.cpu import halves, sources, step
+from recalkv.model.cpu.keys import Keys, group_keys
 from recalkv.model.cpu.loops import LANES
 from recalkv.model.cpu.rows import Coding, coding, packed_rows
 from recalkv.model.cpu.threads import addressed, run, threads_of_torch
-from recalkv.model.identity import direct_pairs
-from recalkv.model.turns import TileRope, expansion
+from recalkv.model.turns import TileRope
 
 if TYPE_CHECKING:
     from recalkv.model.attention import Cached, LatentAttention
 
-__all__ = ["TILE", "group_keys", "packed_rows", "paged_output", "step_output"]
+__all__ = ["TILE", "packed_rows", "paged_output", "step_output"]
 
 TILE = 128
 """Slots of a tile: latents and keys of one fit a core's second cache, and queries are turned but once for each."""
 
 _TILES_A_THREAD = 4
 
-_KINDS = {torch.float32: step.FLOAT32, torch.bfloat16: step.BFLOAT16, torch.uint8: step.PACKED}
+_KINDS = {torch.float32: sources.FLOAT32, torch.bfloat16: sources.BFLOAT16, torch.uint8: sources.PACKED}
 
 _State = list[tuple[int, int]]
 _Extents = tuple[tuple[int, int, int], ...]
@@ -57,7 +56,7 @@ class Group:
         R_v of its heads; empty where the output projection has it.
     """
 
-    keys: step.Keys
+    keys: Keys
     constant: np.ndarray
     heads: int
     first: int
@@ -106,7 +105,8 @@ class Layer:
         for number, heads in enumerate(layer.key_heads):
             biased = slice(head * d_h, (head + heads) * d_h)
             bias = None if layer.key_bias is None else layer.key_bias[biased]
-            keys = group_keys(layer.key_up[number], d_h, rope, heads * rows, bias, norm)
+            coarse = layer.key_rows is not None and halves.FASTER
+            keys = group_keys(layer.key_up[number], d_h, rope, heads * rows, bias, norm, coarse)
             own = next(index for index, end in enumerate(head_ends) if head < end)
             up = torch.zeros(0, 0)
             if layer.value_up is not None:
@@ -337,62 +337,6 @@ def _work(extents: _Extents, threads: int, tile: int) -> Work:
     arrays = [np.array(each, np.int64) for each in (extents, parts, shares)]
     reach = 1 + max(place for _, place, _ in extents)
     return Work(threads, reach, arrays[1], addressed(arrays).tolist(), (arrays[0], arrays[2]))
-
-
-def group_keys(
-    up: Tensor, head_dim: int, rope: TileRope, queries: int, bias: Tensor | None, norm: tuple[Tensor, float] | None
-) -> step.Keys:
-    """Choose how each RoPE pair of a group is scored.
-
-    Parameters
-    ----------
-    up : (r, heads d_h)
-        Factor.
-    rope
-        Tables of the tiles.
-    queries
-        Query heads of the group.
-    bias : (heads d_h,) or None
-        Added to keys.
-    norm
-        Weight (d_h,) and epsilon of the keys' norm, which wants all pairs rebuilt, or None.
-    """
-    heads, half = up.shape[1] // head_dim, head_dim // 2
-    direct = direct_pairs(up, head_dim) if norm is None else []
-    rest = [pair for pair in range(half) if pair not in set(direct)]
-    chosen = None
-    if norm is None and rest:
-        chosen = expansion(tuple(rope.frequencies[rest].tolist()), rope.tile, 2 * heads, queries)
-    count = len(rest) if chosen is None else chosen.fast
-    fast, slow = rest[:count], rest[count:]
-    columns = up.detach().float().cpu().unflatten(1, (heads, 2, half))
-    filled = -up.shape[0] % LANES
-    biases = torch.zeros(0, head_dim) if bias is None else bias.detach().float().cpu().view(heads, head_dim)
-    halves = biases.unflatten(1, (2, half))
-    near = torch.tensor(fast + direct, dtype=torch.int64)
-    no_functions = torch.zeros(0, rope.tile), torch.zeros(0, 0, dtype=torch.complex64)
-    functions, coefficients = no_functions if chosen is None else (chosen.functions, chosen.coefficients)
-
-    def array(tensor: Tensor) -> np.ndarray:
-        result: np.ndarray = tensor.detach().float().contiguous().numpy()
-        return result
-
-    def numbers(pairs: Sequence[int]) -> np.ndarray:
-        return np.array(pairs, dtype=np.int64)
-
-    return step.Keys(
-        numbers(fast), numbers(slow), numbers(direct),
-        array(pad(columns[..., fast].flatten(1).T, (0, filled))),
-        array(pad(columns[..., slow].permute(1, 2, 3, 0).flatten(1, 2), (0, filled))),
-        array(rope.cos[near].T), array(rope.sin[near].T),
-        array(functions), array(coefficients.real), array(coefficients.imag),
-        array(biases),
-        # A norm comes between the bias and the turns.
-        array(halves[..., fast].flatten(1) if norm is None else torch.zeros(0, head_dim)),
-        array(halves[..., direct].flatten(1)),
-        array(torch.zeros(0) if norm is None else norm[0].cpu()),
-        np.array([0.0 if norm is None else norm[1]], np.float32),
-    )  # fmt: skip
 
 
 _EMPTY = Coding(np.zeros((0, 8), np.int64), np.zeros(0, np.float32), np.zeros(0, np.uint8), np.zeros(0, np.float32))

@@ -3,10 +3,13 @@
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from recalkv.cache.codebooks import CODES, GRID, STRETCH, nearest_of_cells, words
@@ -40,7 +43,8 @@ class Coding(NamedTuple):
 
 _SCALE, _PLACE, _WIDTH, _LATENTS, _BITS, _WORDS, _GRID, _LEVELS = range(8)
 
-_ONE, _TWO, _THREE, _FOUR = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
+_ONE, _TWO, _FOUR = np.uint64(1), np.uint64(2), np.uint64(4)
+_EIGHT, _16, _32 = np.uint64(8), np.uint64(16), np.uint64(32)
 _SMALLEST = np.float32(1e-38)
 _HALF = np.float32(0.5)
 _ONE_OVER_STRETCH = np.float32(1 / STRETCH)
@@ -70,6 +74,48 @@ def _books() -> tuple[dict, dict, np.ndarray, np.ndarray]:
     return first_word, first_cell, torch.cat(books).numpy(), torch.cat(cells).numpy()
 
 
+def _copy(count: int) -> Any:
+    """Write so many float32 numbers times a scale, by their addresses: with one instruction each way."""
+
+    @intrinsic
+    def copy(context: Any, source: Any, scale: Any, target: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            kind = ir.VectorType(ir.FloatType(), count)
+            source, target = (builder.inttoptr(arguments[i], kind.as_pointer()) for i in (0, 2))
+            scale = builder.insert_element(ir.Constant(kind, ir.Undefined), arguments[1], ir.Constant(_INT32, 0))
+            scale = builder.shuffle_vector(scale, scale, ir.Constant(ir.VectorType(_INT32, count), None))
+            builder.store(builder.fmul(builder.load(source, align=4), scale), target, align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.float32, types.int64), generate
+
+    return copy
+
+
+_INT32 = ir.IntType(32)
+_copy_1, _copy_2, _copy_3, _copy_4, _copy_8 = (_copy(count) for count in (1, 2, 3, 4, 8))
+
+
+@compiled
+def _spread(packed, bits, spread):
+    """Codes of fewer than 8 bits to a byte each, eight at a time; ``packed`` may go on behind them."""
+    four, two, one = (_ONE << (_FOUR * bits)) - _ONE, (_ONE << (_TWO * bits)) - _ONE, (_ONE << bits) - _ONE
+    # The same in each half of eight bytes, and in each quarter.
+    two |= two << _32
+    one |= one << _32 | one << _16 | one << (_32 + _16)
+    for group in range(np.uint64(len(spread))):
+        place, word = group * bits, np.uint64(0)
+        if place + _EIGHT <= np.uint64(len(packed)):
+            for octet in range(_EIGHT):
+                word |= np.uint64(packed[place + octet]) << (octet * _EIGHT)
+        else:
+            for octet in range(np.uint64(len(packed)) - place):
+                word |= np.uint64(packed[place + octet]) << (octet * _EIGHT)
+        word = (word & four) | ((word >> (_FOUR * bits)) & four) << _32
+        word = (word & two) | ((word >> (_TWO * bits)) & two) << _16
+        spread[group] = (word & one) | ((word >> bits) & one) << _EIGHT
+
+
 @compiled
 def read_rows(memory, start, stride, rows, first, last, coded, latents):
     """Write latents ``first`` to ``last`` of packed rows, both ends of segments, as float32.
@@ -82,61 +128,44 @@ def read_rows(memory, start, stride, rows, first, last, coded, latents):
     rows
         How many.
     coded : Coding
-    latents : (>= rows, last - first) float32
+    latents : (>= rows, >= last - first) float32
     """
-    table = coded.words
+    target = latents.ctypes.data
     for number in range(len(coded.segments)):
         segment = coded.segments[number]
         if segment[_PLACE] < first or segment[_PLACE] >= last:
             continue
-        place, width, bits = segment[_PLACE] - first, segment[_WIDTH], segment[_BITS]
+        place, width, k, bits = segment[_PLACE] - first, segment[_WIDTH], segment[_LATENTS], segment[_BITS]
         # Numbers without a sign need no look at whether they count from the end.
-        k, book = np.uint64(segment[_LATENTS]), np.uint64(segment[_WORDS])
-        whole = np.uint64(width // segment[_LATENTS])
-        missing = np.uint64(width) - whole * k
-        mask = np.uint64((1 << bits) - 1)
+        whole, missing = np.uint64(width // k), width % k
+        book = coded.words.ctypes.data + 4 * segment[_WORDS]
+        spread = np.empty(((width + k - 1) // k + 7) // 8, np.uint64)
         for row in range(rows):
             column = start + row * stride + segment[_SCALE]
             scale = coded.scales[memory[column]]
-            codes = memory[column + 1 : column + 1 + (width // segment[_LATENTS] + 1) * bits // 8 + 1]
-            out = latents[row, place : place + width]
+            codes, at, out = memory, np.uint64(column + 1), target + 4 * (row * latents.shape[1] + place)
             if bits != 8:
-                for n in range(whole + np.uint64(missing > 0)):
-                    octet, shift = (n * np.uint64(bits)) >> np.uint64(3), (n * np.uint64(bits)) & np.uint64(7)
-                    code = np.uint64(codes[octet]) >> shift
-                    if shift + np.uint64(bits) > np.uint64(8):
-                        code |= np.uint64(codes[octet + np.uint64(1)]) << (np.uint64(8) - shift)
-                    entry = book + (code & mask) * k
-                    for i in range(min(k, np.uint64(width) - n * k)):
-                        out[n * k + i] = table[entry + i] * scale
-            elif k == 1:
+                _spread(memory[column + 1 :], np.uint64(bits), spread)
+                codes, at = spread.view(np.uint8), np.uint64(0)
+            if k == 1:
                 for n in range(whole):
-                    out[n] = table[book + np.uint64(codes[n])] * scale
+                    _copy_1(book + 4 * np.int64(codes[at + n]), scale, out + 4 * np.int64(n))
             elif k == 2:
                 for n in range(whole):
-                    entry, spot = book + _TWO * np.uint64(codes[n]), _TWO * n
-                    a, b = table[entry], table[entry + _ONE]
-                    out[spot], out[spot + _ONE] = a * scale, b * scale
+                    _copy_2(book + 8 * np.int64(codes[at + n]), scale, out + 8 * np.int64(n))
             elif k == 3:
                 for n in range(whole):
-                    entry, spot = book + _THREE * np.uint64(codes[n]), _THREE * n
-                    a, b, c = table[entry], table[entry + _ONE], table[entry + _TWO]
-                    out[spot], out[spot + _ONE], out[spot + _TWO] = a * scale, b * scale, c * scale
+                    _copy_3(book + 12 * np.int64(codes[at + n]), scale, out + 12 * np.int64(n))
             elif k == 4:
                 for n in range(whole):
-                    entry, spot = book + _FOUR * np.uint64(codes[n]), _FOUR * n
-                    a, b, c, d = table[entry], table[entry + _ONE], table[entry + _TWO], table[entry + _THREE]
-                    out[spot], out[spot + _ONE] = a * scale, b * scale
-                    out[spot + _TWO], out[spot + _THREE] = c * scale, d * scale
+                    _copy_4(book + 16 * np.int64(codes[at + n]), scale, out + 16 * np.int64(n))
             else:
                 for n in range(whole):
-                    entry, spot = book + k * np.uint64(codes[n]), k * n
-                    for i in range(k):
-                        out[spot + i] = table[entry + i] * scale
-            if bits == 8 and missing > 0:
-                entry = book + k * np.uint64(codes[whole])
+                    _copy_8(book + 32 * np.int64(codes[at + n]), scale, out + 32 * np.int64(n))
+            if missing:
+                entry = segment[_WORDS] + k * np.int64(codes[at + whole])
                 for i in range(missing):
-                    out[whole * k + i] = table[entry + i] * scale
+                    latents[row, place + width - missing + i] = coded.words[entry + i] * scale
 
 
 @compiled

@@ -1,0 +1,322 @@
+"""How latents of a tile become scores.
+
+Keys of fast RoPE pairs are rebuilt and turned, direct ones turned as they are cached; slow pairs are scored without
+their keys (:mod:`recalkv.model.turns`).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from recalkv.model.cpu.halves import multiply_pairs, pair_columns, round_rows
+from recalkv.model.cpu.loops import LANES, compiled, inner_products, multiply
+
+__all__ = ["Scratch", "filled", "in_order", "new_scratch", "tile_scores"]
+
+_NOTHING = np.float32(0)
+
+
+class Scratch(NamedTuple):
+    """Memory of one thread: queries as the keys want them, and what comes between latents and scores.
+
+    Attributes
+    ----------
+    ordered : (heads, rows, d_h) float32
+        Queries with their pairs as the keys': fast, direct, slow; left halves, then right halves.
+    turns : (2, pairs) float32
+        Turns of a query to the centre of the tile, in this order.
+    near : (heads, rows, 2 (fast + direct)) float32
+        Queries of the fast and direct pairs, turned: left halves, then right halves.
+    direct_near : (heads, rows, >= 2 direct) float32
+        Those of the direct pairs.
+    folded : (heads, functions * rows up to a multiple of four, 2 slow) float32
+        Queries of the slow pairs as the expansion wants them: left halves, then right halves.
+    directions : (heads, the same, >= r) float32
+        The latents' factors of the expansion.
+    products : (any, >= tile) float32
+        Rebuilt columns times latents, and then directions of all heads times latents.
+    turned : (2, tile) float32
+        One rebuilt pair.
+    direct_keys : (heads, tile, >= 2 direct) float32
+        Turned.
+    latent_pairs, latent_steps : (>= tile, pairs) uint32, (>= tile,) float32
+        Latents in 16 bits.
+    slot_pairs : (vectors, pairs, LANES) uint32
+        The same, of each vector of slots.
+    factor_pairs, factor_steps : (any, pairs) uint32, (any,) float32
+        Rebuilt columns and directions in 16 bits.
+    folded_pairs, folded_steps : (any, slow) uint32, (any,) float32
+        ``folded`` of one head in 16 bits.
+    """
+
+    ordered: np.ndarray
+    turns: np.ndarray
+    near: np.ndarray
+    direct_near: np.ndarray
+    folded: np.ndarray
+    directions: np.ndarray
+    products: np.ndarray
+    turned: np.ndarray
+    direct_keys: np.ndarray
+    latent_pairs: np.ndarray
+    latent_steps: np.ndarray
+    slot_pairs: np.ndarray
+    factor_pairs: np.ndarray
+    factor_steps: np.ndarray
+    folded_pairs: np.ndarray
+    folded_steps: np.ndarray
+
+
+@compiled
+def filled(columns):
+    """Columns of rows of whole vectors."""
+    return (columns + LANES - 1) // LANES * LANES
+
+
+@compiled
+def _fours(rows):
+    """Rows up to a multiple of four."""
+    return (rows + 3) // 4 * 4
+
+
+@compiled
+def new_scratch(keys, heads, rows, head_dim, width):
+    """Memory for a group's query heads, ``rows`` of each key head, and latents of ``width`` columns."""
+    fast, direct, slow = len(keys.fast), len(keys.direct), len(keys.slow)
+    tile, expanded = keys.functions.shape[1], keys.functions.shape[0] * rows
+    columns, slots, few = len(keys.rebuilt) + heads * expanded, filled(tile), _fours(expanded)
+    # Nothing of these where products are float32.
+    coarse, pairs = len(keys.rebuilt_pairs) > 0, width // 2 if len(keys.rebuilt_pairs) else 0
+    scratch = Scratch(
+        np.empty((heads, rows, head_dim), np.float32),
+        np.empty((2, head_dim // 2), np.float32),
+        np.empty((heads, rows, 2 * (fast + direct)), np.float32),
+        np.zeros((heads, rows, filled(2 * direct)), np.float32),
+        np.zeros((heads, few, 2 * slow), np.float32),
+        np.empty((heads, few, width), np.float32),
+        np.empty((_fours(columns), slots), np.float32),
+        np.empty((2, tile), np.float32),
+        np.zeros((heads, tile, filled(2 * direct)), np.float32),
+        np.zeros((slots, pairs), np.uint32),
+        np.zeros(slots, np.float32),
+        np.empty((slots // LANES, pairs, LANES), np.uint32),
+        np.zeros((_fours(columns), pairs), np.uint32),
+        np.zeros(_fours(columns), np.float32),
+        np.empty((few, slow), np.uint32),
+        np.empty(few, np.float32),
+    )
+    if coarse:
+        scratch.factor_pairs[: len(keys.rebuilt)] = keys.rebuilt_pairs
+        scratch.factor_steps[: len(keys.rebuilt)] = keys.rebuilt_steps
+    return scratch
+
+
+@compiled
+def tile_scores(keys, latents, here, cos, sin, scratch, scores):
+    """Scores of the slots of one tile, without a mask.
+
+    Parameters
+    ----------
+    latents : (tile, >= r)
+        What fills rows up to whole vectors is zero.
+    here
+        Slots that the tile has; the last four of them may be written past.
+    cos, sin : (pairs,)
+        Turns of the query to the tile's centre.
+    scores : (heads * rows, tile)
+        Receives them.
+    """
+    heads, rows, _ = scratch.ordered.shape
+    direct, used = np.uint64(len(keys.direct)), latents[: _fours(here)]
+    _turn_queries(keys, cos, sin, scratch)
+    if len(keys.rebuilt_pairs):
+        _multiply_in_16_bits(keys, used, scratch)
+    else:
+        _multiply(keys, used, scratch)
+    if len(keys.norm):
+        _normed(keys, heads, here, scratch.products)
+    if direct:
+        _turn(latents[:here], direct, keys.direct_bias, keys.direct_cos, keys.direct_sin, scratch.direct_keys)
+    for head in range(heads):
+        own = scores[head * rows : (head + 1) * rows]
+        if direct:
+            inner_products(scratch.direct_keys[head, : len(used)], scratch.direct_near[head], True, own)
+        else:
+            own[:, :here] = _NOTHING
+        _add_rebuilt(keys, head, here, scratch, own)
+        _add_expanded(keys, head, here, scratch, own)
+
+
+@compiled
+def _multiply(keys, latents, scratch):
+    """Products of the latents with rebuilt columns and the expansion's directions."""
+    first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
+    if first:
+        inner_products(latents, keys.rebuilt, True, scratch.products)
+    if count == 0:
+        return
+    for head in range(len(scratch.directions)):
+        own = scratch.directions[head, :count]
+        own.fill(_NOTHING)
+        multiply(scratch.folded[head, :count], keys.expanded[head], own)
+        inner_products(latents, own, True, scratch.products[first + head * count :])
+
+
+@compiled
+def _multiply_in_16_bits(keys, latents, scratch):
+    """The same of rounded numbers."""
+    first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
+    heads, vectors = len(scratch.directions), scratch.directions.shape[2] // LANES
+    for head in range(heads if count else 0):
+        own, place = scratch.directions[head], first + head * count
+        round_rows(scratch.folded[head], scratch.folded_pairs, scratch.folded_steps)
+        expanded = keys.expanded_pairs[head * vectors : (head + 1) * vectors]
+        multiply_pairs(scratch.folded_pairs, scratch.folded_steps, expanded, keys.expanded_steps[head], own)
+        round_rows(own[:count], scratch.factor_pairs[place:], scratch.factor_steps[place:])
+    round_rows(latents, scratch.latent_pairs, scratch.latent_steps)
+    slots = scratch.slot_pairs[: filled(len(latents)) // LANES]
+    pair_columns(scratch.latent_pairs, slots)
+    multiply_pairs(scratch.factor_pairs, scratch.factor_steps, slots, scratch.latent_steps, scratch.products)
+
+
+@compiled
+def in_order(keys, queries, scratch):
+    """Put queries (heads, rows, d_h) into the order of the keys' pairs."""
+    ordered = scratch.ordered
+    heads, rows, head_dim = queries.shape
+    half, fast, near = head_dim // 2, len(keys.fast), len(keys.fast) + len(keys.direct)
+    for j in range(half):
+        pair = keys.fast[j] if j < fast else keys.direct[j - fast] if j < near else keys.slow[j - near]
+        for head in range(heads):
+            for row in range(rows):
+                ordered[head, row, j] = queries[head, row, pair]
+                ordered[head, row, half + j] = queries[head, row, half + pair]
+
+
+@compiled
+def _turn_queries(keys, cos, sin, scratch):
+    """Queries over one tile: turned to its centre, and as the expansion wants them."""
+    ordered, turns, turned, folded = scratch.ordered, scratch.turns, scratch.near, scratch.folded
+    direct = scratch.direct_near
+    heads, rows, head_dim = ordered.shape
+    half, fast, slow = np.uint64(head_dim // 2), len(keys.fast), np.uint64(len(keys.slow))
+    near = half - slow
+    for j in range(near):
+        pair = keys.fast[j] if j < fast else keys.direct[np.int64(j) - fast]
+        turns[0, j], turns[1, j] = cos[pair], sin[pair]
+    for j in range(slow):
+        turns[0, near + j], turns[1, near + j] = cos[keys.slow[j]], sin[keys.slow[j]]
+    for head in range(heads):
+        for row in range(rows):
+            for j in range(near):
+                a, b = ordered[head, row, j], ordered[head, row, half + j]
+                turned[head, row, j] = a * turns[0, j] - b * turns[1, j]
+            for j in range(near):
+                a, b = ordered[head, row, j], ordered[head, row, half + j]
+                turned[head, row, near + j] = b * turns[0, j] + a * turns[1, j]
+            for j in range(near - np.uint64(fast)):
+                direct[head, row, j] = turned[head, row, fast + j]
+                direct[head, row, near - np.uint64(fast) + j] = turned[head, row, near + np.uint64(fast) + j]
+            for f in range(keys.functions.shape[0]):
+                # The turn to the centre and the expansion's coefficients, in one.
+                for j in range(slow):
+                    c, s = keys.coefficients_cos[f, j], keys.coefficients_sin[f, j]
+                    a, b = ordered[head, row, near + j], ordered[head, row, half + near + j]
+                    cos_j, sin_j = turns[0, near + j], turns[1, near + j]
+                    left, right = a * cos_j - b * sin_j, b * cos_j + a * sin_j
+                    folded[head, f * rows + row, j] = left * c + right * s
+                    folded[head, f * rows + row, slow + j] = right * c - left * s
+
+
+@compiled
+def _normed(keys, heads, slots, products):
+    """Apply the keys' norm, where all pairs are rebuilt, and their bias before."""
+    width = 2 * len(keys.fast)
+    for head in range(heads):
+        own, roots = products[head * width : (head + 1) * width], np.zeros(slots, np.float32)
+        for j in range(width):
+            bias = keys.bias[head, j] if len(keys.bias) else _NOTHING
+            for slot in range(slots):
+                own[j, slot] += bias
+                roots[slot] += own[j, slot] * own[j, slot]
+        for slot in range(slots):
+            roots[slot] = np.float32(1) / np.sqrt(roots[slot] / np.float32(width) + keys.epsilon[0])
+        for j in range(width):
+            for slot in range(slots):
+                own[j, slot] *= keys.norm[j] * roots[slot]
+
+
+@compiled
+def _turn(source, pairs, bias, cos, sin, turned):
+    """Turn direct pairs of keys by their places in the tile.
+
+    Parameters
+    ----------
+    source : (slots, any)
+        Keys: of each head left halves, then right halves.
+    bias : (heads, 2 pairs)
+        Added first; no rows where there is none.
+    cos, sin : (slots, pairs)
+        Turns.
+    turned : (heads, >= slots, >= 2 pairs)
+    """
+    # One result a loop: with two, there are too many arrays that might overlap for vectors.
+    for slot in range(len(source)):
+        for head in range(turned.shape[0]):
+            left = np.uint64(head) * np.uint64(2) * pairs
+            right = left + pairs
+            if len(bias):
+                for j in range(pairs):
+                    a, b = source[slot, left + j] + bias[head, j], source[slot, right + j] + bias[head, pairs + j]
+                    turned[head, slot, j] = a * cos[slot, j] - b * sin[slot, j]
+                    turned[head, slot, pairs + j] = b * cos[slot, j] + a * sin[slot, j]
+            else:
+                for j in range(pairs):
+                    a, b = source[slot, left + j], source[slot, right + j]
+                    turned[head, slot, j] = a * cos[slot, j] - b * sin[slot, j]
+                for j in range(pairs):
+                    a, b = source[slot, left + j], source[slot, right + j]
+                    turned[head, slot, pairs + j] = b * cos[slot, j] + a * sin[slot, j]
+
+
+@compiled
+def _add_rebuilt(keys, head, slots, scratch, scores):
+    """Add the scores of one head's rebuilt pairs, (rows, tile)."""
+    fast, near, turned = len(keys.fast), scratch.near[head], scratch.turned
+    for j in range(fast):
+        place = head * 2 * fast + j
+        left, right, cos, sin = (
+            scratch.products[place],
+            scratch.products[place + fast],
+            keys.fast_cos[j],
+            keys.fast_sin[j],
+        )
+        first, second = (
+            (keys.fast_bias[head, j], keys.fast_bias[head, fast + j]) if len(keys.fast_bias) else (_NOTHING, _NOTHING)
+        )
+        for slot in range(slots):
+            turned[0, slot] = (left[slot] + first) * cos[slot] - (right[slot] + second) * sin[slot]
+        for slot in range(slots):
+            turned[1, slot] = (right[slot] + second) * cos[slot] + (left[slot] + first) * sin[slot]
+        for row in range(len(scores)):
+            a, b = near[row, j], near[row, near.shape[1] // 2 + j]
+            for slot in range(slots):
+                scores[row, slot] += a * turned[0, slot] + b * turned[1, slot]
+
+
+@compiled
+def _add_expanded(keys, head, slots, scratch, scores):
+    """Add the scores of one head's slow pairs, (rows, tile)."""
+    folded, rows = scratch.folded[head], len(scores)
+    slow, half, count = len(keys.slow), keys.bias.shape[1] // 2, keys.functions.shape[0]
+    for f in range(count):
+        for row in range(rows):
+            place = f * rows + row
+            products = scratch.products[len(keys.rebuilt) + head * count * rows + place]
+            added = _NOTHING
+            if len(keys.bias):
+                for j in range(slow):
+                    added += folded[place, j] * keys.bias[head, keys.slow[j]]
+                    added += folded[place, slow + j] * keys.bias[head, half + keys.slow[j]]
+            for slot in range(slots):
+                scores[row, slot] += keys.functions[f, slot] * (products[slot] + added)
