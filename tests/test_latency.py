@@ -256,7 +256,7 @@ def test_stage_writes_rows_metrics_and_a_picture(
         (name, context, batch) for name, context in (("pipeline", 32), ("smollm2-135m", 16)) for batch in (1, 2)
     }
     assert all(set(row) == set(rows[0]) and set(environment(CPU)) < set(row) for row in rows)
-    assert rows[0]["path"] == "on a CPU, plain torch; the kernels need a CUDA device"
+    assert rows[0]["path"] == "on a CPU; the kernels need a CUDA device"
     assert rows[0]["ratio"] == pytest.approx(0.5, abs=1 / 144)
 
     metrics = json.loads((prepared / "reports/latency.json").read_text())
@@ -271,7 +271,7 @@ def test_stage_writes_rows_metrics_and_a_picture(
     assert (prepared / "reports/latency.png").stat().st_size > 1000
 
     page = latency_section({**metrics, "largest_batch": {"32_tokens": {"dense": 10, "compressed": 21}}}, rows)
-    assert "**on a CPU, plain torch; the kernels need a CUDA device**" in "\n".join(page)
+    assert "**on a CPU; the kernels need a CUDA device**" in "\n".join(page)
     assert "| 32 | 10 | 21 | 2.10 |" in page
     assert len([line for line in page if line.startswith("| pipeline |")]) == 6
     assert not any("flash_attn" in line for line in page)

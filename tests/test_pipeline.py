@@ -92,7 +92,7 @@ def test_figures_of_the_run(finished: Finished) -> None:
 def test_report_names_what_it_was_made_from_and_shows_its_pictures(finished: Finished) -> None:
     reports = finished.folder / "reports"
     page = (reports / "README.md").read_text()
-    assert "on a CPU, plain torch; the kernels need a CUDA device" in page
+    assert "on a CPU; the kernels need a CUDA device" in page
     for picture in ("comparison.png", "latency.png", *(f"figures/{name}.png" for name in ("cka", "ranks", "errors"))):
         assert picture in page
         assert (reports / picture).stat().st_size > 1000

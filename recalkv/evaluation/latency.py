@@ -288,7 +288,7 @@ def _kind(module: AttentionModule) -> dict[str, str]:
     if isinstance(attention, KernelAttention) and attention.over_latents(1, 1, None):
         path = "kernels"
     elif module.device.type == "cpu":
-        path = "on a CPU, plain torch; the kernels need a CUDA device"
+        path = "on a CPU; the kernels need a CUDA device"
     else:
         reason = why_not(attention) or "values are rebuilt, which the kernels do not do"
         path = f"plain torch; {reason}"
