@@ -203,8 +203,10 @@ def serve_tiny(
         own = scores[torch.arange(len(text)), torch.tensor(text)]
         assert (scores.max(-1).values - own).max() < EVEN
         differences.append((torch.tensor(found) - own).abs())
-    # Codes of few bits fall the other way here and there.
-    assert torch.cat(differences).quantile(0.9) < 1e-4
+    # Packed rows are decoded by products of 16-bit integers where the processor has them, and what that leaves, some
+    # 1e-3 of a layer's output, has codes of few bits fall the other way here and there. Without the window: 0.27.
+    packed = model.model.layers[0].self_attn.key_rows is not None
+    assert torch.cat(differences).quantile(0.9) < (1e-2 if packed else 1e-4)
     assert metrics["vllm:kv_cache_usage_perc"] == 0
     return metrics
 
