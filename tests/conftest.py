@@ -17,6 +17,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from recalkv.model.cpu import halves
 from tests import tiny
 from tests.pipeline import STAGES, invoke_in_pipeline, watching
 
@@ -34,6 +35,12 @@ def _text(words: int, seed: int) -> str:
         state = (state * 1103515245 + 12345) % 2**31
         picked.append(words_of[state // 65536 % len(words_of)])
     return " ".join(picked)
+
+
+@pytest.fixture(autouse=True)
+def float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops in float32, so that decoding is one pass up to rounding; 16-bit products have tests of their own."""
+    monkeypatch.setattr(halves, "FASTER", False)
 
 
 @pytest.fixture(scope="session")

@@ -247,7 +247,6 @@ def whole(monkeypatch: pytest.MonkeyPatch, call: Any) -> Tensor:
 
 def steps_by_loops(family: str, case: str, tile: int, threads: int, tiled: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Times that the loops were taken; what they give in float32 is what plain torch gives."""
-    monkeypatch.setattr(halves, "FASTER", False)
     heads = ALL_FAMILIES[family][2].get("num_key_value_heads", 3)
     model = model_of(family, **(CASES[case] | {"group_size": min(heads, CASES[case].get("group_size", 2))}))
     ids, lengths = windows(2, 41), [33, 1, 1, 5, 1]
@@ -329,8 +328,8 @@ def test_packed_rows_are_multiplied_in_16_bits(
     tiled(model, 32, 1)
     layer = model.model.layers[0].self_attn
     hidden = torch.randn(1, 120, 48, generator=torch.Generator().manual_seed(0))
-    query, z_k, z_v = layer._new_states(hidden)
-    cached = attention.Cached(z_k, z_v, 120, 0, False)
+    query, *latents = layer._latents(hidden)
+    cached = attention.Cached(*layer._rows(*latents), 120, 0, False)
     found = []
     for faster in (False, True):
         monkeypatch.setattr(halves, "FASTER", faster)
