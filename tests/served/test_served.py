@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from llvmlite.binding import get_host_cpu_features
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -188,7 +189,11 @@ def serve_tiny(
     """vLLM's counts of texts by a tiny checkpoint, which are its model's own, with their probabilities."""
     model = AutoModelForCausalLM.from_pretrained(FOLDER / name).eval()
     sizes = SIZES | {"max_model_len": 200, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 32} | options
-    llm = LLM(str(FOLDER / name), **sizes, skip_tokenizer_init=True, disable_log_stats=False)
+    with pytest.MonkeyPatch.context() as patch:
+        # In float32: 16-bit products have more codes fall the other way, which random models are shaken by.
+        features = get_host_cpu_features().flatten().replace("+avx512vnni", "-avx512vnni")
+        patch.setenv("NUMBA_CPU_FEATURES", features)
+        llm = LLM(str(FOLDER / name), **sizes, skip_tokenizer_init=True, disable_log_stats=False)
     ids = torch.randint(3, 128, (3, 90), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = prompts or [ids[0], ids[1][:1], ids[2][:40], [5, 6, 7, 8] * 15]
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
@@ -203,10 +208,8 @@ def serve_tiny(
         own = scores[torch.arange(len(text)), torch.tensor(text)]
         assert (scores.max(-1).values - own).max() < EVEN
         differences.append((torch.tensor(found) - own).abs())
-    # Packed rows are decoded by products of 16-bit integers where the processor has them, and what that leaves, some
-    # 1e-3 of a layer's output, has codes of few bits fall the other way here and there. Without the window: 0.27.
-    packed = model.model.layers[0].self_attn.key_rows is not None
-    assert torch.cat(differences).quantile(0.9) < (1e-2 if packed else 1e-4)
+    # Codes of few bits fall the other way here and there.
+    assert torch.cat(differences).quantile(0.9) < 1e-4
     assert metrics["vllm:kv_cache_usage_perc"] == 0
     return metrics
 
