@@ -17,7 +17,6 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recalkv.model.cpu import halves
 from tests import tiny
 from tests.pipeline import STAGES, invoke_in_pipeline, watching
 
@@ -40,7 +39,7 @@ def _text(words: int, seed: int) -> str:
 @pytest.fixture(autouse=True)
 def float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops in float32, so that decoding is one pass up to rounding; 16-bit products have tests of their own."""
-    monkeypatch.setattr(halves, "FASTER", False)
+    monkeypatch.setattr("recalkv.model.cpu.halves.FASTER", False)
 
 
 @pytest.fixture(scope="session")
