@@ -12,7 +12,8 @@ __all__ = ["why_wrong"]
 _CACHED = 300
 """Tokens in the cache of the trial: several tiles, and the last one not full."""
 
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+# Of float32, what the CPU's products of 16-bit integers leave.
+_TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest difference of an output, over the outputs' root mean square."""
 
 

@@ -1,6 +1,7 @@
 """vLLM's side of the latent cache: the backend that its layers name, and what it knows of a batch."""
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -15,43 +17,86 @@ from vllm.v1.attention.backend import (
 
 __all__ = ["LatentBackend", "LatentBatch"]
 
+_MOST_SCORES = 2**30
+"""Bytes that the kernels' scores may take in a captured step, where every request has room for the longest context."""
+
 
 @dataclass
 class LatentBatch(AttentionMetadata):
     """One step's requests.
 
+    What is on the device stays there until it is asked for as a list, so that a step in which each request has one new
+    token can be captured into a CUDA graph.
+
     Attributes
     ----------
     tokens
-        Of all requests, without padding.
+        Of all requests, without padding but for a captured step's.
     starts
         First token of each request in the batch, and the end of the last.
-    seen
+    reach
+        Tokens that no request has more of, the new ones included.
+    lengths : (requests,)
         Tokens of each request, the new ones included.
-    blocks : (requests, any) int64
-        Of the cache, in the order of the tokens.
+    table : (requests, any) int32
+        Blocks of the cache, in the order of the tokens.
     slots : (tokens,) int64
         Where the new tokens' latents go: block times its size, plus the place in it.
     """
 
     tokens: int
     starts: list[int]
-    seen: list[int]
-    blocks: Tensor
+    reach: int
+    lengths: Tensor
+    table: Tensor
     slots: Tensor
 
     @functools.cached_property
-    def decoding(self) -> tuple[list[int], Tensor]:
-        """Requests with one new token, and their blocks."""
-        requests = [number for number in range(len(self.seen)) if self.starts[number + 1] - self.starts[number] == 1]
-        return requests, self.blocks if len(requests) == len(self.blocks) else self.blocks[requests]
+    def seen(self) -> list[int]:
+        """Lengths, on the CPU."""
+        lengths: list[int] = self.lengths.tolist()
+        return lengths
+
+    @functools.cached_property
+    def decoding(self) -> list[int]:
+        """Requests with one new token."""
+        return [number for number, (start, end) in enumerate(itertools.pairwise(self.starts)) if end - start == 1]
+
+    @property
+    def single(self) -> bool:
+        """Whether all requests are such."""
+        return len(self.decoding) == len(self.table)
+
+    @functools.cached_property
+    def decoded(self) -> tuple[Tensor, Tensor]:
+        """Lengths and blocks of these requests."""
+        if self.single:
+            return self.lengths, self.table
+        chosen = torch.tensor(self.decoding, device=self.table.device)
+        return self.lengths[chosen], self.table[chosen]
+
+    @functools.cached_property
+    def places(self) -> Tensor | slice:
+        """Of their tokens in the batch."""
+        if self.single:
+            return slice(None)
+        return torch.tensor([self.starts[request] for request in self.decoding], device=self.table.device)
 
 
 class LatentBatchBuilder(AttentionMetadataBuilder[LatentBatch]):
-    """Makes :class:`LatentBatch` once a step, for all layers."""
+    """Makes :class:`LatentBatch`, once a step for all layers whose rows are as large."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Steps of one new token a request, where the kernels decode all layers and their scores have room."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        model, requests = vllm_config.model_config, vllm_config.scheduler_config.max_num_seqs
+        scores = 4 * requests * model.get_num_attention_heads(vllm_config.parallel_config) * model.max_model_len
+        captured = scores <= _MOST_SCORES and all(getattr(layer, "kernels", True) for layer in layers)
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if captured else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -61,8 +106,9 @@ class LatentBatchBuilder(AttentionMetadataBuilder[LatentBatch]):
         return LatentBatch(
             common.num_actual_tokens,
             common.query_start_loc_cpu[: requests + 1].tolist(),
-            common.seq_lens[:requests].tolist(),
-            common.block_table_tensor[:requests].long(),
+            common.max_seq_len,
+            common.seq_lens[:requests],
+            common.block_table_tensor[:requests],
             common.slot_mapping[: common.num_actual_tokens],
         )
 

@@ -3,6 +3,7 @@
 The families that are served differ in their attention alone, which is the library's, so that one decoder serves all.
 """
 
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -18,13 +19,18 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, extract_layer_index
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
-from recalkv.model.attention import Cached, LatentAttention, compiled_loops
+from recalkv.kernels.launch import ALL_SLOTS
+from recalkv.kernels.module import KernelAttention, why_not
+from recalkv.kernels.rotary import TileRotary
+from recalkv.kernels.trial import why_wrong
+from recalkv.model.attention import Cached, compiled_loops
 from recalkv.model.slots import SlotRotary, layer_slots
 from recalkv.model.spec import LatentSpec
 from recalkv.vllm.backend import LatentBackend, LatentBatch
@@ -34,8 +40,12 @@ from recalkv.vllm.window import ExactWindow
 
 __all__ = ["ServedAttention", "ServedForCausalLM"]
 
+# vLLM shows what is under its own name.
+_log = init_logger("vllm.recalkv")
+_OPERATOR = "vllm::recalkv_attention"
 
-class ServedAttention(LatentAttention, AttentionLayerBase):
+
+class ServedAttention(KernelAttention, AttentionLayerBase):
     """A layer's attention over vLLM's paged cache: one row of latents, or packed latents, a token.
 
     With tensor parallelism it holds its process's groups of heads.
@@ -51,8 +61,14 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         config._attn_implementation = "sdpa"
         self.prefix, self.slots = prefix, _slots(config)[self.layer_idx]
         self.kv_cache = torch.empty(0)
-        layers = get_current_vllm_config().compilation_config.static_forward_context
+        vllm_config = get_current_vllm_config()
+        self._reach = vllm_config.model_config.max_model_len
+        layers = vllm_config.compilation_config.static_forward_context
         layers[prefix] = self
+        # What runs between the pieces of a model that vLLM captures; by default it names its own attention.
+        between = vllm_config.compilation_config.splitting_ops
+        if between and _OPERATOR not in between:
+            between.append(_OPERATOR)
         self.window, self.window_columns = None, slice(0)
         if self.exact_window:
             # Behind the rows' own name: vLLM gives blocks in this order.
@@ -106,20 +122,25 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         cache = self.kv_cache[:, 0]
         cache = cache if cache.dtype == rows.dtype else cache.view(rows.dtype)
         cache = cache[..., : rows.shape[-1]]
-        cache[batch.slots // cache.shape[1], batch.slots % cache.shape[1]] = rows
+        # The padding of a captured step has no slot; block 0 is nobody's.
+        slots = batch.slots.clamp_min(0)
+        cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
         latents = (exact[0] if self.joint else torch.cat(exact, dim=-1))[0, 0]
         if self.window is not None:
             self.window.write(latents, self.window_columns)
-        inputs = query.new_empty(batch.tokens, self.o_proj.in_features)
-        decoded = self._decode(query[0], cache, batch, inputs)
-        for request, (start, end) in enumerate(itertools.pairwise(batch.starts)):
-            if end - start > decoded:
-                recent = None
-                if self.window is not None:
-                    before = self.window.before(request, self.window_columns, latents.dtype)
-                    recent = torch.cat([before, latents[start:end]])[None, None]
-                own = cache, batch.blocks[request], batch.seen[request], recent
-                inputs[start:end] = self._attend_request(query[:, start:end], *own)[0]
+        inputs = decoded = self._decode(query[0], cache, batch) if batch.decoding else None
+        if inputs is None or not batch.single:
+            inputs = query.new_empty(batch.tokens, self.o_proj.in_features)
+            if decoded is not None:
+                inputs[batch.places] = decoded
+            for request, (start, end) in enumerate(itertools.pairwise(batch.starts)):
+                if end - start > (decoded is not None):
+                    recent = None
+                    if self.window is not None:
+                        before = self.window.before(request, self.window_columns, latents.dtype)
+                        recent = torch.cat([before, latents[start:end]])[None, None]
+                    own = cache, batch.table[request], batch.seen[request], recent
+                    inputs[start:end] = self._attend_request(query[:, start:end], *own)[0]
         result = self.o_proj(inputs)
         output[: batch.tokens] = result if self._ranks == 1 else tensor_model_parallel_all_reduce(result)
 
@@ -129,20 +150,48 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         parts = (shard_weight(*place, name, weight) for name, weight in weights)
         return AutoWeightsLoader(self).load_weights(part for part in parts if part is not None)
 
-    def _decode(self, query: Tensor, cache: Tensor, batch: LatentBatch, inputs: Tensor) -> bool:
-        """Attend to one new token of each request that has just one, all at once; whether that could be done."""
-        requests, blocks = batch.decoding
-        loops = compiled_loops() if requests and query.device.type == "cpu" else None
-        if loops is None:
-            return False
-        places, seen = [batch.starts[request] for request in requests], [batch.seen[request] for request in requests]
+    @functools.cached_property
+    def kernels(self) -> bool:
+        """Whether the Triton kernels decode: on a device that has them, once they got a trial step right."""
+        reason = why_not(self)
+        if reason is None and self.slots is not None:
+            self.kernels = True
+            self.prepare(_tile_rotary(self.config, self.slots), self._reach)
+            reason = why_wrong(self)
+        if reason is not None and self.k_proj.weight.device.type != "cpu":
+            _log.warning_once("Decoding in plain torch, a request at a time: %s.", reason)
+        return reason is None
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        """Called by vLLM once the weights are there: kernels are chosen before requests come."""
+        _ = self.kernels
+
+    def _by_kernel(self, query: Tensor, cached: Cached, mask: Any) -> bool:
+        return self.kernels and super()._by_kernel(query, cached, mask)
+
+    def _decode(self, query: Tensor, cache: Tensor, batch: LatentBatch) -> Tensor | None:
+        """What the output projection reads of requests with one new token, all at once.
+
+        None where that cannot be done.
+        """
+        query, (lengths, blocks) = query[batch.places, None], batch.decoded
         keys, values = cache.split(list(self._columns), dim=-1)
         recent = None if self.window is None else self.window.newest(self.window_columns, query.dtype)
-        output: Tensor | None = loops.paged_output(self, query[places, None], keys, values, blocks, seen, recent)
-        if output is None:
-            return False
-        inputs[places] = output[:, 0]
-        return True
+        if self.kernels:
+            from recalkv.kernels.attention import latent_attention
+
+            # Shapes do not come from lengths, which a captured step does not know; nor does anything wait for these.
+            return latent_attention(
+                query, keys, None if self.joint else values, self._layer_plan(), self.tile_rotary, None, lengths,
+                self.scaling, self.key_bias, self.key_norm, pages=blocks[:, : -(-batch.reach // cache.shape[1])],
+                window=self.sliding_window or ALL_SLOTS, recent=recent,
+            )[:, 0]  # fmt: skip
+        loops = compiled_loops() if query.device.type == "cpu" else None
+        if loops is None:
+            return None
+        seen = [batch.seen[request] for request in batch.decoding]
+        output: Tensor | None = loops.paged_output(self, query, keys, values, blocks, seen, recent)
+        return None if output is None else output[:, 0]
 
     def _attend_request(self, query: Tensor, cache: Tensor, blocks: Tensor, seen: int, recent: Tensor | None) -> Tensor:
         """What the output projection reads of one request's new tokens, (1, tokens, its inputs)."""
@@ -200,6 +249,14 @@ def _slots(config: Any) -> list[SlotRotary]:
         object.__setattr__(config, "_recalkv_slots", layer_slots(config, LlamaRotaryEmbedding(config=config)))
     slots: list[SlotRotary] = config._recalkv_slots
     return slots
+
+
+def _tile_rotary(config: Any, slots: SlotRotary) -> TileRotary:
+    """The kernels' tables, of all layers that turn alike."""
+    if getattr(config, "_recalkv_tiles", None) is None:
+        object.__setattr__(config, "_recalkv_tiles", {})
+    tiles: dict[int, TileRotary] = config._recalkv_tiles
+    return tiles.setdefault(id(slots), TileRotary(slots))
 
 
 class ServedLayer(LlamaDecoderLayer):

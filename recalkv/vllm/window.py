@@ -102,7 +102,7 @@ class ExactWindow(AttentionLayerBase):
 
     def write(self, latents: Tensor, columns: slice) -> None:
         """Keep a layer's new latents, (tokens, columns)."""
-        cache, slots = self._cache(latents.dtype), self._batch.slots
+        cache, slots = self._cache(latents.dtype), self._batch.slots.clamp_min(0)
         cache[slots // cache.shape[1], slots % cache.shape[1], columns] = latents
 
     def newest(self, columns: slice, dtype: torch.dtype) -> Tensor:
@@ -112,9 +112,8 @@ class ExactWindow(AttentionLayerBase):
         """
         cache, batch = self._cache(dtype), self._batch
         if self._found is None or self._found[0] is not batch:
-            requests, blocks = batch.decoding
-            seen = torch.tensor([batch.seen[request] for request in requests], device=blocks.device)
-            places = seen[:, None] + torch.arange(-self.tokens, 0, device=blocks.device)
+            lengths, blocks = batch.decoded
+            places = lengths[:, None] + torch.arange(-self.tokens, 0, device=blocks.device)
             self._found = batch, _places(blocks, places, cache.shape[1])
         block, place = self._found[1]
         return cache[block, place, columns]
@@ -123,8 +122,8 @@ class ExactWindow(AttentionLayerBase):
         """Those that a request's first new token reads, without its own, (any, columns)."""
         cache, batch = self._cache(dtype), self._batch
         start = batch.seen[request] - batch.starts[request + 1] + batch.starts[request]
-        places = torch.arange(max(0, start - self.tokens + 1), start, device=batch.blocks.device)
-        block, place = _places(batch.blocks[request : request + 1], places[None], cache.shape[1])
+        places = torch.arange(max(0, start - self.tokens + 1), start, device=batch.table.device)
+        block, place = _places(batch.table[request : request + 1], places[None], cache.shape[1])
         return cache[block[0], place[0], columns]
 
     @property
@@ -141,4 +140,4 @@ class ExactWindow(AttentionLayerBase):
 def _places(blocks: Tensor, places: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Blocks, and slots in them, of places of requests, (requests, any) both."""
     places = places.clamp_min(0)
-    return blocks.gather(1, places // size), places % size
+    return blocks.gather(1, places // size).long(), places % size

