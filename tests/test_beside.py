@@ -330,10 +330,15 @@ def test_a_loaded_model_without_a_name_needs_its_tokenizer(tiny_folder: Path) ->
 
 
 def test_transformers_serve_finds_the_class(compressed: Path) -> None:
-    from transformers.cli.serving.model_manager import ModelManager
-
-    model = ModelManager(device="cpu", dtype="float32")._load_model(f"{compressed}@main")
-    assert type(model).__name__ == "ReCalKVLlamaForCausalLM"
+    """In a process that has imported nothing before: transformers' imports run its package a second time."""
+    lines = [
+        "import recalkv",
+        "from transformers.cli.serving.model_manager import ModelManager",
+        f"model = ModelManager(device='cpu', dtype='float32')._load_model('{compressed}@main')",
+        "assert type(model).__name__ == 'ReCalKVLlamaForCausalLM'",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

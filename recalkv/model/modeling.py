@@ -6,11 +6,11 @@ the families' descriptions (:mod:`recalkv.model.family`): ``ReCalKVLlamaConfig``
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.conversion_mapping import (
@@ -155,5 +155,6 @@ def register() -> None:
         conversions = get_checkpoint_conversion_mapping(family)
         if conversions is not None:
             register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)
-        # `transformers serve` looks a checkpoint's class up in the package itself.
-        setattr(transformers, MODEL_CLASSES[family].__name__, MODEL_CLASSES[family])
+        # `transformers serve` looks a checkpoint's class up in the package itself: the one that is there now, as its own
+        # imports may run the package anew, while this module kept what was there before.
+        setattr(sys.modules["transformers"], MODEL_CLASSES[family].__name__, MODEL_CLASSES[family])
