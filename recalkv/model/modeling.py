@@ -155,6 +155,6 @@ def register() -> None:
         conversions = get_checkpoint_conversion_mapping(family)
         if conversions is not None:
             register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)
-        # `transformers serve` looks a checkpoint's class up in the package itself: the one that is there now, as its own
-        # imports may run the package anew, while this module kept what was there before.
+        # `transformers serve` looks a checkpoint's class up in the package itself: in the one that is there now, as
+        # transformers' own imports run the package a second time, after others may have taken hold of the first.
         setattr(sys.modules["transformers"], MODEL_CLASSES[family].__name__, MODEL_CLASSES[family])
