@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from recalkv.cache.codebooks import CODES, UNIFORM_CODES, Code
@@ -340,6 +340,34 @@ def test_packed_rows_are_multiplied_in_16_bits(
     difference = float((found[1] - found[0]).norm() / found[0].norm())
     # Scores are off by a few steps of |q||z||R| sqrt(rank / 6); after rounding to 8 bits by a hundred times that.
     assert 0 < difference < 20 * math.sqrt(sum(layer.key_ranks) / 6) * 2**-15
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3-qk-norm"])
+def test_16_bits_cost_a_model_little_beside_its_quantisation(
+    family: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Divergence of what is decoded token by token, codes that fall the other way included."""
+    _, model, twin = compressed_pair(family, method="loss-aware", bits="mixed", ratio=0.75, exact_window=window)
+    ids = windows(4, 48)
+
+    def decoded(model: Any, faster: bool) -> Tensor:
+        monkeypatch.setattr(halves, "FASTER", faster)
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :24], past_key_values=cache)
+        steps = [model(step, past_key_values=cache).logits[:, -1] for step in ids[:, 24:].split(1, dim=1)]
+        return torch.stack(steps).log_softmax(-1)
+
+    with torch.no_grad():
+        exact, expected = decoded(twin, False), decoded(model, False)
+        for layer in model.model.layers:
+            layer.self_attn.loops = None
+        found = decoded(model, True)
+    products, quantisation = (
+        nn.functional.kl_div(other, reference, reduction="batchmean", log_target=True)
+        for reference, other in ((expected, found), (exact, expected))
+    )
+    assert 0 < products < 0.02 * quantisation
 
 
 def test_16_bits_are_for_packed_rows_alone(tiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
