@@ -114,8 +114,6 @@ class Family:
         By config and positions (batch, tokens): factor of queries, of the same shape; None where there is none.
     longrope
         transformers reads a sequence again when it outgrows the short frequencies of ``longrope``.
-    llama_decoder
-        All but the attention is LLaMA's, so that a decoder of that kind (vLLM's) can serve it.
     """
 
     model_type: str
@@ -136,7 +134,6 @@ class Family:
     norm_offset: float = 0.0
     query_scale: Callable[[Any, Tensor], Tensor] | None = None
     longrope: bool = False
-    llama_decoder: bool = False
 
     @property
     def config_class(self) -> Any:
@@ -173,6 +170,11 @@ class Family:
         shares = (products / cap).tanh()
         return cap * shares, scale * (1 - shares.square())
 
+    def rotary(self, config: Any) -> nn.Module:
+        """Rotary module of transformers'."""
+        module: nn.Module = getattr(self.module, f"{self.name}RotaryEmbedding")(config)
+        return module
+
     def attention(self, config: Any, layer: int) -> nn.Module:
         """A layer's attention of transformers', without memory: what is not replaced is read off it."""
         with torch.device("meta"):
@@ -198,13 +200,13 @@ def _root_of_width(config: Any) -> float:
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("llama", llama_decoder=True),
-        Family("mistral", llama_decoder=True),
-        Family("qwen2", llama_decoder=True),
-        Family("qwen3", llama_decoder=True),
-        Family("seed_oss", llama_decoder=True),
-        Family("ministral", llama_decoder=True),
-        Family("smollm3", turning=attrgetter("no_rope_layers"), llama_decoder=True),
+        Family("llama"),
+        Family("mistral"),
+        Family("qwen2"),
+        Family("qwen3"),
+        Family("seed_oss"),
+        Family("ministral"),
+        Family("smollm3", turning=attrgetter("no_rope_layers")),
         Family("ministral3", query_scale=_llama4_query_scale),
         Family("arcee"),
         Family("apertus", input_norm="attention_layernorm"),

@@ -1,16 +1,11 @@
-"""vLLM's decoder with a latent cache: its own layers around :class:`recalkv.model.attention.LatentAttention`.
-
-The families that are served differ in their attention alone, which is the library's, so that one decoder serves all.
-"""
+"""Attention of vLLM's decoders over a latent cache: :class:`recalkv.model.attention.LatentAttention` on paged rows."""
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import vllm
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -19,20 +14,19 @@ from vllm.distributed import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, extract_layer_index
+from vllm.model_executor.models.utils import AutoWeightsLoader, extract_layer_index
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from recalkv.model.attention import Cached, LatentAttention, compiled_loops
+from recalkv.model.family import family_of
 from recalkv.model.slots import SlotRotary, layer_slots
 from recalkv.model.spec import LatentSpec
 from recalkv.vllm.backend import LatentBackend, LatentBatch
-from recalkv.vllm.checks import check
 from recalkv.vllm.shards import shard, shard_weight
 from recalkv.vllm.window import ExactWindow
 
-__all__ = ["ServedAttention", "ServedForCausalLM"]
+__all__ = ["ServedAttention", "specs"]
 
 
 class ServedAttention(LatentAttention, AttentionLayerBase):
@@ -43,8 +37,9 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
 
     supports_dcp = False
 
-    def __init__(self, config: Any, prefix: str, **_: Any) -> None:
-        self._whole, self._parts = _specs(config)
+    def __init__(self, *_: Any, prefix: str, **__: Any) -> None:
+        config: Any = get_current_vllm_config().model_config.hf_text_config
+        self._whole, self._parts = specs(config)
         self._rank, self._ranks = get_tensor_model_parallel_rank(), len(self._parts)
         super().__init__(config, self._parts[self._rank], extract_layer_index(prefix))
         # Masks of booleans, as below, are not for transformers' eager attention, which an unset name stands for.
@@ -185,49 +180,18 @@ direct_register_custom_op(
 )
 
 
-def _specs(config: Any) -> tuple[LatentSpec, list[LatentSpec]]:
+def specs(config: Any) -> tuple[LatentSpec, list[LatentSpec]]:
     """Of the whole model and of each process, read once for all layers."""
     if getattr(config, "_recalkv_specs", None) is None:
         whole, ranks = LatentSpec.from_config(config), get_tensor_model_parallel_world_size()
         object.__setattr__(config, "_recalkv_specs", (whole, [shard(whole, rank, ranks) for rank in range(ranks)]))
-    specs: tuple[LatentSpec, list[LatentSpec]] = config._recalkv_specs
-    return specs
+    found: tuple[LatentSpec, list[LatentSpec]] = config._recalkv_specs
+    return found
 
 
 def _slots(config: Any) -> list[SlotRotary]:
-    """Rotary tables of the layers; the rotary modules of the families that are served are all LLaMA's."""
+    """Rotary tables of the layers."""
     if getattr(config, "_recalkv_slots", None) is None:
-        object.__setattr__(config, "_recalkv_slots", layer_slots(config, LlamaRotaryEmbedding(config=config)))
+        object.__setattr__(config, "_recalkv_slots", layer_slots(config, family_of(config).rotary(config)))
     slots: list[SlotRotary] = config._recalkv_slots
     return slots
-
-
-class ServedLayer(LlamaDecoderLayer):
-    """vLLM's layer with this attention."""
-
-    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
-        super().__init__(vllm_config, prefix, config, attn_layer_type=ServedAttention)  # type: ignore[arg-type]
-
-
-class ServedModel(LlamaModel):
-    """vLLM's decoder; projections of the attention are loaded as they are named."""
-
-    hf_to_vllm_mapper = WeightsMapper(
-        orig_to_new_stacked={".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
-    )
-
-
-class ServedForCausalLM(LlamaForCausalLM):
-    """A compressed model of any family."""
-
-    hf_to_vllm_mapper = ServedModel.hf_to_vllm_mapper
-    packed_modules_mapping: ClassVar = {"gate_up_proj": ["gate_proj", "up_proj"]}
-    supports_lora: ClassVar = False
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        window = _specs(vllm_config.model_config.hf_config)[0].exact_window
-        check(vllm.__version__, vllm_config, window)
-        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ServedLayer)
-
-    def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: Any = ServedLayer) -> ServedModel:
-        return ServedModel(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
