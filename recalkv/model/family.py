@@ -157,8 +157,9 @@ class Family:
 
     @property
     def attention_implementation(self) -> str:
-        """Attention function for calibration; SDPA knows neither soft-capping nor sinks."""
-        return "sdpa" if self.model_class._supports_sdpa else "eager"
+        """Attention function of transformers'; SDPA knows neither soft-capping nor sinks, whatever a class says."""
+        plain = self.score_softcap is _nothing and not self.sinks
+        return "sdpa" if plain and self.model_class._supports_sdpa else "eager"
 
     def logits(self, config: Any, products: Tensor) -> tuple[Tensor, Tensor | float]:
         """Logits of the products with the output head, and their derivative by these."""

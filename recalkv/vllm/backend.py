@@ -1,6 +1,7 @@
 """vLLM's side of the latent cache: the backend that its layers name, and what it knows of a batch."""
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +46,13 @@ class LatentBatch(AttentionMetadata):
         """Requests with one new token, and their blocks."""
         requests = [number for number in range(len(self.seen)) if self.starts[number + 1] - self.starts[number] == 1]
         return requests, self.blocks if len(requests) == len(self.blocks) else self.blocks[requests]
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Place of each token in its sequence, (tokens,)."""
+        new = [end - start for start, end in itertools.pairwise(self.starts)]
+        places = [torch.arange(seen - count, seen) for seen, count in zip(self.seen, new, strict=True)]
+        return torch.cat(places).to(self.slots.device)
 
 
 class LatentBatchBuilder(AttentionMetadataBuilder[LatentBatch]):

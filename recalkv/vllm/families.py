@@ -5,6 +5,7 @@ when it is asked for by name (``ReCalKVMixtralForCausalLM``), as vLLM knows clas
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import re
@@ -18,6 +19,7 @@ from torch import Tensor
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.utils import WeightsMapper
 
 from recalkv.errors import UnsupportedModelError
 from recalkv.model.family import FAMILIES
@@ -43,13 +45,13 @@ class Decoder:
         As vLLM's registry has it.
     attention
         In the class's module, the name by which its layers make their attention.
-    others
-        Further parts that are not the family's: where they are named, and what takes their place.
+    mlp
+        Where this is not the family's either, a class of vLLM's that is, for LLaMA's with its gate.
     """
 
     architecture: str
     attention: str
-    others: tuple[tuple[str, str], ...] = ()
+    mlp: str | None = None
 
 
 def _own(name: str) -> Decoder:
@@ -62,7 +64,11 @@ _POST_NORM = _own("Exaone4")
 
 DECODERS: dict[str, Decoder] = {
     **dict.fromkeys(
-        ["llama", "mistral", "qwen2", "qwen3", "seed_oss", "ministral", "smollm3", "phi3", "glm"], _LLAMA
+        [
+            "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "ernie4_5", "phi3",
+            "glm",
+        ],
+        _LLAMA,
     ),
     "mixtral": _own("Mixtral"),
     "qwen2_moe": _own("Qwen2Moe"),
@@ -75,18 +81,17 @@ DECODERS: dict[str, Decoder] = {
     "glm4": _own("Glm4"),
     "glm4_moe": _own("Glm4Moe"),
     "apertus": _own("Apertus"),
-    "ernie4_5_moe": _own("Ernie4_5_Moe"),
-    "minimax_m2": _own("MiniMaxM2"),
-    "arcee": Decoder(
-        _LLAMA.architecture, _LLAMA.attention, ((f"{_MODELS}.llama.LlamaMLP", f"{_MODELS}.nemotron.NemotronMLP"),)
-    ),
-}
+    "gpt_oss": Decoder("GptOssForCausalLM", "TransformerBlock.attention_cls"),
+    "arcee": dataclasses.replace(_LLAMA, mlp="nemotron.NemotronMLP"),
+}  # fmt: skip
 """By ``model_type`` of the dense family."""
 
 _STATES = "has layers that keep a state of fixed size, beside which this plugin's cache has not been tried"
+_ROUTED = "chooses experts in a way that vLLM's router on a CPU does not have, so that it could not be tested"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid"], _STATES),
+    **dict.fromkeys(["ernie4_5_moe", "minimax_m2"], _ROUTED),
 }
 """Families that are not served, and why."""
 
@@ -101,6 +106,9 @@ class _Served:
         check(vllm.__version__, vllm_config, specs(vllm_config.model_config.hf_text_config)[0].exact_window)
         with self._parts():
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        if self.decoder.mlp is not None:
+            # There is nothing to stack.
+            self.hf_to_vllm_mapper = self.model.hf_to_vllm_mapper = WeightsMapper()  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def _parts(self) -> Iterator[None]:
@@ -108,8 +116,10 @@ class _Served:
         module = next(base.__module__ for base in type(self).__mro__ if base.__module__.startswith("vllm."))
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch(f"{module}.{self.decoder.attention}", ServedAttention))
-            for place, part in self.decoder.others:
-                stack.enter_context(mock.patch(place, _named(part)))
+            if self.decoder.mlp is not None:
+                file, name = self.decoder.mlp.split(".")
+                mlp = getattr(importlib.import_module(f"{_MODELS}.{file}"), name)
+                stack.enter_context(mock.patch(f"{_MODELS}.llama.LlamaMLP", mlp))
             yield
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -142,14 +152,9 @@ class _Refused(LlamaForCausalLM):
         )
 
 
-def _named(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
-
-
 @functools.cache
 def served_class(model_type: str) -> type:
-    """vLLM's class of a compressed family, or one that refuses it."""
+    """Class of a compressed family for vLLM, or one that refuses it."""
     own: dict[str, Any] = {"__module__": __name__, "__doc__": f"Compressed models of {model_type}."}
     name = MODEL_CLASSES[model_type].__name__
     decoder = DECODERS.get(model_type)

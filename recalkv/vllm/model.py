@@ -18,6 +18,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, extract_layer_in
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from recalkv.errors import ParameterError
 from recalkv.model.attention import Cached, LatentAttention, compiled_loops
 from recalkv.model.family import family_of
 from recalkv.model.slots import SlotRotary, layer_slots
@@ -42,8 +43,14 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         self._whole, self._parts = specs(config)
         self._rank, self._ranks = get_tensor_model_parallel_rank(), len(self._parts)
         super().__init__(config, self._parts[self._rank], extract_layer_index(prefix))
-        # Masks of booleans, as below, are not for transformers' eager attention, which an unset name stands for.
-        config._attn_implementation = "sdpa"
+        norm: Any = self.q_norm
+        if self._ranks > 1 and norm is not None and norm.weight.numel() != self.head_dim:
+            raise ParameterError(
+                f"tensor_parallel_size={self._ranks} would cut the norms of queries and keys, which this family takes "
+                f"over all heads of a token; set it to 1 and serve more replicas."
+            )
+        # An unset name stands for transformers' eager attention, which masks of booleans, as below, are not for.
+        config._attn_implementation = self.family.attention_implementation
         self.prefix, self.slots = prefix, _slots(config)[self.layer_idx]
         self.kv_cache = torch.empty(0)
         layers = get_current_vllm_config().compilation_config.static_forward_context
@@ -87,8 +94,9 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
             return sum(self.key_ranks), 0 if self.joint else sum(self.value_ranks)
         return self.key_rows.row_bytes, 0 if self.value_rows is None else self.value_rows.row_bytes
 
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # type: ignore[override]
         """Attend (tokens, m) hidden states of all requests; vLLM's positions are slots, which the cache tells."""
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         output = torch.empty_like(hidden_states)
         torch.ops.vllm.recalkv_attention(hidden_states, output, self.prefix)
         return output
@@ -96,6 +104,8 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
     def attend(self, hidden_states: Tensor, output: Tensor, batch: LatentBatch) -> None:
         """Write the attention's output for the tokens of a step, after their latents went to the cache."""
         query, *exact = self._latents(hidden_states[None, : batch.tokens])
+        if self.family.query_scale is not None:
+            query = query * self.family.query_scale(self.config, batch.positions)[:, None, None].to(query.dtype)
         rows = torch.cat(self._rows(*exact), dim=-1)[0, 0]
         # [blocks, slots of a block, columns]
         cache = self.kv_cache[:, 0]
@@ -115,6 +125,8 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
                     recent = torch.cat([before, latents[start:end]])[None, None]
                 own = cache, batch.blocks[request], batch.seen[request], recent
                 inputs[start:end] = self._attend_request(query[:, start:end], *own)[0]
+        if self.gate_proj is not None:
+            inputs = self._gated(inputs, hidden_states[: batch.tokens])
         result = self.o_proj(inputs)
         output[: batch.tokens] = result if self._ranks == 1 else tensor_model_parallel_all_reduce(result)
 
@@ -193,5 +205,8 @@ def _slots(config: Any) -> list[SlotRotary]:
     """Rotary tables of the layers."""
     if getattr(config, "_recalkv_slots", None) is None:
         object.__setattr__(config, "_recalkv_slots", layer_slots(config, family_of(config).rotary(config)))
-    slots: list[SlotRotary] = config._recalkv_slots
-    return slots
+        for slots in config._recalkv_slots:
+            # By vLLM's own rule: cached states of a prefix must not depend on what follows.
+            slots.longest = get_current_vllm_config().model_config.max_model_len
+    found: list[SlotRotary] = config._recalkv_slots
+    return found
