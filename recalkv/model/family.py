@@ -171,8 +171,11 @@ class Family:
         shares = (products / cap).tanh()
         return cap * shares, scale * (1 - shares.square())
 
-    def rotary(self, config: Any) -> nn.Module:
-        """Rotary module of transformers'."""
+    def rotary(self, config: Any) -> nn.Module | None:
+        """Rotary module of transformers'; None where no layer has RoPE."""
+        turning = self.turning(config)
+        if turning is not None and not any(turning):
+            return None
         module: nn.Module = getattr(self.module, f"{self.name}RotaryEmbedding")(config)
         return module
 

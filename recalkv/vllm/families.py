@@ -81,16 +81,18 @@ DECODERS: dict[str, Decoder] = {
     "glm4": _own("Glm4"),
     "glm4_moe": _own("Glm4Moe"),
     "apertus": _own("Apertus"),
+    "qwen3_next": _own("Qwen3Next"),
+    "granitemoehybrid": _own("GraniteMoeHybrid"),
     "gpt_oss": Decoder("GptOssForCausalLM", "TransformerBlock.attention_cls"),
     "arcee": dataclasses.replace(_LLAMA, mlp="nemotron.NemotronMLP"),
 }  # fmt: skip
 """By ``model_type`` of the dense family."""
 
-_STATES = "has layers that keep a state of fixed size, beside which this plugin's cache has not been tried"
+_MULTIMODAL = "is part of a class of vLLM's for pictures, which wants torchvision and could not be tested"
 _ROUTED = "chooses experts in a way that vLLM's router on a CPU does not have, so that it could not be tested"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid"], _STATES),
+    **dict.fromkeys(["qwen3_5_text", "qwen3_5_moe_text"], _MULTIMODAL),
     **dict.fromkeys(["ernie4_5_moe", "minimax_m2"], _ROUTED),
 }
 """Families that are not served, and why."""

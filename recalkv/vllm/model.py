@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 
 from recalkv.errors import ParameterError
 from recalkv.model.attention import Cached, LatentAttention, compiled_loops
+from recalkv.model.families import attention_layers
 from recalkv.model.family import family_of
 from recalkv.model.slots import SlotRotary, layer_slots
 from recalkv.model.spec import LatentSpec
@@ -43,6 +44,7 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         self._whole, self._parts = specs(config)
         self._rank, self._ranks = get_tensor_model_parallel_rank(), len(self._parts)
         super().__init__(config, self._parts[self._rank], extract_layer_index(prefix))
+        self._number = attention_layers(config).index(self.layer_idx)
         norm: Any = self.q_norm
         if self._ranks > 1 and norm is not None and norm.weight.numel() != self.head_dim:
             raise ParameterError(
@@ -59,7 +61,7 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         if self.exact_window:
             # Behind the rows' own name: vLLM gives blocks in this order.
             self.window = ExactWindow.of(layers, prefix, self.exact_window)
-            parts = [part.layers[self.layer_idx] for part in self._parts]
+            parts = [part.layers[self._number] for part in self._parts]
             self.window_columns = self.window.place(parts, self._rank)
 
     def get_attn_backend(self) -> type[LatentBackend]:
@@ -74,7 +76,7 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
         dtype = self.k_proj.weight.dtype if self.key_rows is None else torch.uint8
         # Beside exact latents vLLM wants one size of all layers whose window slides, or forgets some of them.
         equal = self.window is not None and self.sliding_window is not None
-        layers = range(self._whole.geometry.layers) if equal else (self.layer_idx,)
+        layers = range(self._whole.geometry.layers) if equal else (self._number,)
         columns = max(part.layers[layer].cached_bytes(1) for part in self._parts for layer in layers)
         sizes: dict[str, Any] = {
             "block_size": vllm_config.cache_config.block_size,
@@ -132,7 +134,7 @@ class ServedAttention(LatentAttention, AttentionLayerBase):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take this process's part of each."""
-        place = self._whole, self.layer_idx, self._rank, self._ranks
+        place = self._whole, self._number, self._rank, self._ranks
         parts = (shard_weight(*place, name, weight) for name, weight in weights)
         return AutoWeightsLoader(self).load_weights(part for part in parts if part is not None)
 

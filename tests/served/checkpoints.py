@@ -31,16 +31,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         name: (name, {"method": "loss-aware"})
         for name in (
             "apertus", "arcee", "ernie4.5", "ernie4.5-moe", "exaone4-nope", "gemma", "gemma2-softcap", "gemma3",
-            "glm-partial", "glm4-moe", "glm4-post-norm", "gpt-oss-sinks", "granite", "ministral", "ministral3", "mixtral",
-            "olmo2-whole-norm", "olmo3-sliding", "phi3-fused", "phi3-longrope", "qwen2-moe", "qwen3-moe", "seed-oss",
-            "smollm3-nope", "qwen3-next-hybrid", "qwen3.5-hybrid", "granite4-hybrid", "qwen3.5-moe-hybrid",
+            "glm-partial", "glm4-moe", "glm4-post-norm", "gpt-oss-sinks", "granite", "ministral", "ministral3",
+            "mixtral", "olmo2-whole-norm", "olmo3-sliding", "phi3-fused", "phi3-longrope", "qwen2-moe", "qwen3-moe",
+            "seed-oss", "smollm3-nope", "qwen3-next-hybrid",
+            "granite4-hybrid",
         )
     },
 }  # fmt: skip
-# vLLM wants of experts on a CPU multiples of 32, and of some families what their published checkpoints have.
+# What vLLM wants: of experts on a CPU multiples of 32, of some families sizes that published checkpoints have.
 EXPERTS = {"hidden_size": 96}
 SPECIAL: dict[str, dict[str, Any]] = {
     "ernie4.5": {"use_bias": False},
+    "qwen3-next-hybrid": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "gemma2-softcap": {"tie_word_embeddings": True},
 }
 

@@ -192,10 +192,12 @@ def test_tiny_models(name: str) -> None:
 
 FAMILIES = [
     "apertus", "arcee", "ernie4.5", "exaone4-nope", "gemma", "gemma2-softcap", "gemma3", "gemma3-near", "glm-partial",
-    "glm4-moe", "glm4-post-norm", "gpt-oss-near", "gpt-oss-sinks", "granite", "ministral", "ministral3", "mixtral",
-    "olmo2-whole-norm", "olmo3-sliding", "phi3-fused", "phi3-longrope", "qwen2-moe", "qwen3-moe", "qwen3-moe-near",
-    "seed-oss", "smollm3-nope",
+    "glm4-moe", "glm4-post-norm", "gpt-oss-near", "gpt-oss-sinks", "granite", "granite4-hybrid", "ministral", "ministral3",
+    "mixtral", "olmo2-whole-norm", "olmo3-sliding", "phi3-fused", "phi3-longrope", "qwen2-moe", "qwen3-moe",
+    "qwen3-moe-near", "qwen3-next-hybrid", "seed-oss", "smollm3-nope",
 ]  # fmt: skip
+# What vLLM computes in 16 bits: the activation of Apertus; all of Qwen3-Next, whose states it has on a CPU in no other.
+ROUNDING = {"apertus": 5e-3, "qwen3-next-hybrid": 0.15}
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +214,7 @@ def test_families(name: str, families: dict[str, dict[str, Any]]) -> None:
     found = families[name]
     assert "error" not in found
     assert found["gap"] < EVEN
-    # vLLM has the activation of Apertus in 16 bits.
-    assert found["difference"] < (5e-3 if name == "apertus" else 1e-4)
+    assert found["difference"] < ROUNDING.get(name, 1e-4)
     assert found["left"] == 0
 
 
