@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import ALL_FAMILIES, VOCABULARY, compressed_pair
+from tests.tiny import ALL_FAMILIES, VOCABULARY, compressed_pair, statistics
 
 MIXED = {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,16 +33,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "apertus", "arcee", "ernie4.5", "ernie4.5-moe", "exaone4-nope", "gemma", "gemma2-softcap", "gemma3",
             "glm-partial", "glm4-moe", "glm4-post-norm", "gpt-oss-sinks", "granite", "ministral", "ministral3",
             "mixtral", "olmo2-whole-norm", "olmo3-sliding", "phi3-fused", "phi3-longrope", "qwen2-moe", "qwen3-moe",
-            "seed-oss", "smollm3-nope", "qwen3-next-hybrid",
-            "granite4-hybrid",
+            "qwen3-next-hybrid", "seed-oss", "smollm3-nope", "granite4-hybrid",
         )
     },
 }  # fmt: skip
-# What vLLM wants: of experts on a CPU multiples of 32, of some families sizes that published checkpoints have.
+# What vLLM wants: of experts on a CPU multiples of 32, of some families what published checkpoints have.
 EXPERTS = {"hidden_size": 96}
 SPECIAL: dict[str, dict[str, Any]] = {
     "ernie4.5": {"use_bias": False},
     "qwen3-next-hybrid": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "qwen3-moe-halves": {"num_key_value_heads": 6},
     "gemma2-softcap": {"tie_word_embeddings": True},
 }
 
@@ -66,8 +66,9 @@ if __name__ == "__main__":
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(Path(checkpoint).resolve())
     for name, (family, compression) in CASES.items():
-        classes, special = ALL_FAMILIES[family][:2], ALL_FAMILIES[family][2] | SPECIAL.get(family, {})
+        classes, special = ALL_FAMILIES[family][:2], ALL_FAMILIES[family][2] | SPECIAL.get(name, {})
         special |= EXPERTS if any("experts" in option for option in special) else {}
+        statistics.cache_clear()
         with mock.patch.dict(ALL_FAMILIES, {family: (*classes, special)}):
             compressed_pair(family, **compression)[1].save_pretrained(folder / name)
         characters().save_pretrained(folder / name)
