@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from recalkv.errors import ParameterError
 from recalkv.model.attention import LatentAttention
-from recalkv.model.families import AttentionGeometry
+from recalkv.model.families import AttentionGeometry, attention_layers
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.vllm.shards import shard, shard_weight
-from tests.tiny import compressed_pair
+from tests.tiny import attending_layers, compressed_pair
 
 MIXED = {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}
 
@@ -20,9 +19,8 @@ MIXED = {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}
 def part_of(whole: LatentAttention, spec: LatentSpec, rank: int, ranks: int) -> LatentAttention:
     """A process's module with its part of the weights."""
     part = LatentAttention(whole.config, shard(spec, rank, ranks), whole.layer_idx).double()
-    pieces = (
-        shard_weight(spec, whole.layer_idx, rank, ranks, name, weight) for name, weight in whole.state_dict().items()
-    )
+    part.slots, number = whole.slots, attention_layers(whole.config).index(whole.layer_idx)
+    pieces = (shard_weight(spec, number, rank, ranks, name, weight) for name, weight in whole.state_dict().items())
     part.load_state_dict(dict(piece for piece in pieces if piece is not None))
     return part
 
@@ -37,14 +35,16 @@ def part_of(whole: LatentAttention, spec: LatentSpec, rank: int, ranks: int) -> 
         ("llama-bias", MIXED | {"group_size": 1}, "auto", 3),
         ("qwen2-bias", {"method": "loss-aware", "group_size": 1}, "auto", 3),
         ("qwen3-qk-norm", {"method": "palu", "group_size": 1, "bits": 8}, "auto", 3),
+        ("gpt-oss-sinks", {"method": "loss-aware", "group_size": 1}, "auto", 3),
+        ("qwen3-next-hybrid", {"method": "loss-aware", "group_size": 1}, "auto", 3),
     ],
 )
 def test_the_processes_add_up(family: str, compression: dict[str, Any], values: str, ranks: int) -> None:
     model = compressed_pair(family, values, layers=1, **compression)[1].double()
     spec = LatentSpec.from_config(model.config)
     hidden = torch.randn(1, 9, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rope = LlamaRotaryEmbedding(config=model.config)(hidden, torch.arange(9)[None])
-    for layer in model.model.layers:
+    rope = model.model.rotary_emb(hidden, torch.arange(9)[None])
+    for layer in attending_layers(model):
         whole = layer.self_attn
         parts = [part_of(whole, spec, rank, ranks) for rank in range(ranks)]
         with torch.no_grad():

@@ -114,8 +114,6 @@ class Family:
         By config and positions (batch, tokens): factor of queries, of the same shape; None where there is none.
     longrope
         transformers reads a sequence again when it outgrows the short frequencies of ``longrope``.
-    llama_decoder
-        All but the attention is LLaMA's, so that a decoder of that kind (vLLM's) can serve it.
     """
 
     model_type: str
@@ -136,7 +134,6 @@ class Family:
     norm_offset: float = 0.0
     query_scale: Callable[[Any, Tensor], Tensor] | None = None
     longrope: bool = False
-    llama_decoder: bool = False
 
     @property
     def config_class(self) -> Any:
@@ -160,8 +157,9 @@ class Family:
 
     @property
     def attention_implementation(self) -> str:
-        """Attention function for calibration; SDPA knows neither soft-capping nor sinks."""
-        return "sdpa" if self.model_class._supports_sdpa else "eager"
+        """Attention function of transformers'; SDPA knows neither soft-capping nor sinks, whatever a class says."""
+        plain = self.score_softcap is _nothing and not self.sinks
+        return "sdpa" if plain and self.model_class._supports_sdpa else "eager"
 
     def logits(self, config: Any, products: Tensor) -> tuple[Tensor, Tensor | float]:
         """Logits of the products with the output head, and their derivative by these."""
@@ -172,6 +170,14 @@ class Family:
             return products, scale
         shares = (products / cap).tanh()
         return cap * shares, scale * (1 - shares.square())
+
+    def rotary(self, config: Any) -> nn.Module | None:
+        """Rotary module of transformers'; None where no layer has RoPE."""
+        turning = self.turning(config)
+        if turning is not None and not any(turning):
+            return None
+        module: nn.Module = getattr(self.module, f"{self.name}RotaryEmbedding")(config)
+        return module
 
     def attention(self, config: Any, layer: int) -> nn.Module:
         """A layer's attention of transformers', without memory: what is not replaced is read off it."""
@@ -198,13 +204,13 @@ def _root_of_width(config: Any) -> float:
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("llama", llama_decoder=True),
-        Family("mistral", llama_decoder=True),
-        Family("qwen2", llama_decoder=True),
-        Family("qwen3", llama_decoder=True),
-        Family("seed_oss", llama_decoder=True),
-        Family("ministral", llama_decoder=True),
-        Family("smollm3", turning=attrgetter("no_rope_layers"), llama_decoder=True),
+        Family("llama"),
+        Family("mistral"),
+        Family("qwen2"),
+        Family("qwen3"),
+        Family("seed_oss"),
+        Family("ministral"),
+        Family("smollm3", turning=attrgetter("no_rope_layers")),
         Family("ministral3", query_scale=_llama4_query_scale),
         Family("arcee"),
         Family("apertus", input_norm="attention_layernorm"),

@@ -134,6 +134,7 @@ def _made(family: Family) -> tuple[Any, Any]:
         "__module__": __name__,
         "__doc__": f"{family.name} with a latent cache.",
         "config_class": config,
+        "_supports_sdpa": family.attention_implementation == "sdpa",
         "_can_record_outputs": dict(family.model_class._can_record_outputs or {}) | {"attentions": LatentAttention},
     }
     return config, type(f"{name}ForCausalLM", (LatentModelMixin, family.model_class), own)

@@ -42,6 +42,8 @@ class SlotRotary:
     ) -> None:
         self._rotary: Any = rotary
         self._half, self._layer_type, self._turning = half, layer_type, turning and rotary is not None
+        # Tokens of the longest sequence, by which an engine fixes frequencies that depend on the length.
+        self.longest: int | None = None
         self._tables: dict[tuple[torch.device, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
         self._tiled: dict[int, TileRope] = {}
 
@@ -85,7 +87,7 @@ class SlotRotary:
         if not self._switches:
             return self._table(length, like)
         switch = self._rotary.config.rope_parameters["original_max_position_embeddings"]
-        far = (length if seen is None else seen) > switch
+        far = (self.longest or (length if seen is None else seen)) > switch
         if isinstance(far, bool):
             return self._table(length, like, switch, far)
         tables = zip(self._table(length, like, switch, True), self._table(length, like, switch, False), strict=True)

@@ -18,5 +18,5 @@ def register() -> None:
     known = ModelRegistry.get_supported_archs()
     for family in FAMILIES.values():
         name = MODEL_CLASSES[family.model_type].__name__
-        if family.llama_decoder and name not in known:
-            ModelRegistry.register_model(name, "recalkv.vllm.model:ServedForCausalLM")
+        if name not in known:
+            ModelRegistry.register_model(name, f"recalkv.vllm.families:{name}")

@@ -82,6 +82,15 @@ class LatentBatch(AttentionMetadata):
             return slice(None)
         return torch.tensor([self.starts[request] for request in self.decoding], device=self.table.device)
 
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Place of each token in its sequence, (tokens,)."""
+        if self.single:
+            return self.lengths - 1
+        new = [end - start for start, end in itertools.pairwise(self.starts)]
+        places = [torch.arange(seen - count, seen) for seen, count in zip(self.seen, new, strict=True)]
+        return torch.cat(places).to(self.slots.device)
+
 
 class LatentBatchBuilder(AttentionMetadataBuilder[LatentBatch]):
     """Makes :class:`LatentBatch`, once a step for all layers whose rows are as large."""

@@ -1,17 +1,13 @@
-"""vLLM's decoder with a latent cache: its own layers around :class:`recalkv.model.attention.LatentAttention`.
-
-The families that are served differ in their attention alone, which is the library's, so that one decoder serves all.
-"""
+"""Attention of vLLM's decoders over a latent cache: :class:`recalkv.model.attention.LatentAttention` on paged rows."""
 
 import functools
 import itertools
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import vllm
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -21,24 +17,25 @@ from vllm.distributed import (
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, extract_layer_index
+from vllm.model_executor.models.utils import AutoWeightsLoader, extract_layer_index
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from recalkv.errors import ParameterError
 from recalkv.kernels.launch import ALL_SLOTS
 from recalkv.kernels.module import KernelAttention, why_not
 from recalkv.kernels.rotary import TileRotary
 from recalkv.kernels.trial import why_wrong
 from recalkv.model.attention import Cached, compiled_loops
+from recalkv.model.families import attention_layers
+from recalkv.model.family import family_of
 from recalkv.model.slots import SlotRotary, layer_slots
 from recalkv.model.spec import LatentSpec
 from recalkv.vllm.backend import LatentBackend, LatentBatch
-from recalkv.vllm.checks import check
 from recalkv.vllm.shards import shard, shard_weight
 from recalkv.vllm.window import ExactWindow
 
-__all__ = ["ServedAttention", "ServedForCausalLM"]
+__all__ = ["ServedAttention"]
 
 # vLLM shows what is under its own name.
 _log = init_logger("vllm.recalkv")
@@ -53,17 +50,27 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
 
     supports_dcp = False
 
-    def __init__(self, config: Any, prefix: str, **_: Any) -> None:
-        self._whole, self._parts = _specs(config)
-        self._rank, self._ranks = get_tensor_model_parallel_rank(), len(self._parts)
-        super().__init__(config, self._parts[self._rank], extract_layer_index(prefix))
-        # Masks of booleans, as below, are not for transformers' eager attention, which an unset name stands for.
-        config._attn_implementation = "sdpa"
-        self.prefix, self.slots = prefix, _slots(config)[self.layer_idx]
-        self.kv_cache = torch.empty(0)
+    def __init__(self, *_: Any, prefix: str, **__: Any) -> None:
         vllm_config = get_current_vllm_config()
-        self._reach = vllm_config.model_config.max_model_len
+        config: Any = vllm_config.model_config.hf_text_config
         layers = vllm_config.compilation_config.static_forward_context
+        reach = vllm_config.model_config.max_model_len
+        shared = _Shared.of(config, layers, reach)
+        rank = get_tensor_model_parallel_rank()
+        super().__init__(config, shared.parts[rank], extract_layer_index(prefix))
+        self.shared, self._whole, self._parts = shared, shared.whole, shared.parts
+        self._rank, self._ranks, self._reach = rank, len(shared.parts), reach
+        self._number = attention_layers(config).index(self.layer_idx)
+        norm: Any = self.q_norm
+        if self._ranks > 1 and norm is not None and norm.weight.numel() != self.head_dim:
+            raise ParameterError(
+                f"tensor_parallel_size={self._ranks} would cut the norms of queries and keys, which this family takes "
+                f"over all heads of a token; set it to 1 and serve more replicas."
+            )
+        # An unset name stands for transformers' eager attention, which masks of booleans, as below, are not for.
+        config._attn_implementation = self.family.attention_implementation
+        self.prefix, self.slots = prefix, shared.slots[self.layer_idx]
+        self.kv_cache = torch.empty(0)
         layers[prefix] = self
         # What runs between the pieces of a model that vLLM captures; by default it names its own attention.
         between = vllm_config.compilation_config.splitting_ops
@@ -73,7 +80,7 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
         if self.exact_window:
             # Behind the rows' own name: vLLM gives blocks in this order.
             self.window = ExactWindow.of(layers, prefix, self.exact_window)
-            parts = [part.layers[self.layer_idx] for part in self._parts]
+            parts = [part.layers[self._number] for part in self._parts]
             self.window_columns = self.window.place(parts, self._rank)
 
     def get_attn_backend(self) -> type[LatentBackend]:
@@ -88,7 +95,7 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
         dtype = self.k_proj.weight.dtype if self.key_rows is None else torch.uint8
         # Beside exact latents vLLM wants one size of all layers whose window slides, or forgets some of them.
         equal = self.window is not None and self.sliding_window is not None
-        layers = range(self._whole.geometry.layers) if equal else (self.layer_idx,)
+        layers = range(self._whole.geometry.layers) if equal else (self._number,)
         columns = max(part.layers[layer].cached_bytes(1) for part in self._parts for layer in layers)
         sizes: dict[str, Any] = {
             "block_size": vllm_config.cache_config.block_size,
@@ -108,8 +115,9 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
             return sum(self.key_ranks), 0 if self.joint else sum(self.value_ranks)
         return self.key_rows.row_bytes, 0 if self.value_rows is None else self.value_rows.row_bytes
 
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # type: ignore[override]
         """Attend (tokens, m) hidden states of all requests; vLLM's positions are slots, which the cache tells."""
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         output = torch.empty_like(hidden_states)
         torch.ops.vllm.recalkv_attention(hidden_states, output, self.prefix)
         return output
@@ -117,6 +125,8 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
     def attend(self, hidden_states: Tensor, output: Tensor, batch: LatentBatch) -> None:
         """Write the attention's output for the tokens of a step, after their latents went to the cache."""
         query, *exact = self._latents(hidden_states[None, : batch.tokens])
+        if self.family.query_scale is not None:
+            query = query * self.family.query_scale(self.config, batch.positions)[:, None, None].to(query.dtype)
         rows = torch.cat(self._rows(*exact), dim=-1)[0, 0]
         # [blocks, slots of a block, columns]
         cache = self.kv_cache[:, 0]
@@ -141,12 +151,14 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
                         recent = torch.cat([before, latents[start:end]])[None, None]
                     own = cache, batch.table[request], batch.seen[request], recent
                     inputs[start:end] = self._attend_request(query[:, start:end], *own)[0]
+        if self.gate_proj is not None:
+            inputs = self._gated(inputs, hidden_states[: batch.tokens])
         result = self.o_proj(inputs)
         output[: batch.tokens] = result if self._ranks == 1 else tensor_model_parallel_all_reduce(result)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take this process's part of each."""
-        place = self._whole, self.layer_idx, self._rank, self._ranks
+        place = self._whole, self._number, self._rank, self._ranks
         parts = (shard_weight(*place, name, weight) for name, weight in weights)
         return AutoWeightsLoader(self).load_weights(part for part in parts if part is not None)
 
@@ -156,7 +168,7 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
         reason = why_not(self)
         if reason is None and self.slots is not None:
             self.kernels = True
-            self.prepare(_tile_rotary(self.config, self.slots), self._reach)
+            self.prepare(self.shared.tiled(self.slots), self._reach)
             reason = why_wrong(self)
         if reason is not None and self.k_proj.weight.device.type != "cpu":
             _log.warning_once("Decoding in plain torch, a request at a time: %s.", reason)
@@ -234,57 +246,38 @@ direct_register_custom_op(
 )
 
 
-def _specs(config: Any) -> tuple[LatentSpec, list[LatentSpec]]:
-    """Of the whole model and of each process, read once for all layers."""
-    if getattr(config, "_recalkv_specs", None) is None:
+@dataclass
+class _Shared:
+    """What the layers of a process have in common.
+
+    Attributes
+    ----------
+    whole, parts
+        Of the whole model, and of each process.
+    slots
+        Rotary tables of the layers.
+    tiles
+        The kernels' own, by the identity of those they are made of.
+    """
+
+    whole: LatentSpec
+    parts: list[LatentSpec]
+    slots: list[SlotRotary]
+    tiles: dict[int, TileRotary]
+
+    @classmethod
+    def of(cls, config: Any, layers: dict[str, Any], longest: int) -> "_Shared":
+        """An earlier layer's, or made for the first."""
+        for layer in layers.values():
+            if isinstance(layer, ServedAttention):
+                return layer.shared
         whole, ranks = LatentSpec.from_config(config), get_tensor_model_parallel_world_size()
-        object.__setattr__(config, "_recalkv_specs", (whole, [shard(whole, rank, ranks) for rank in range(ranks)]))
-    specs: tuple[LatentSpec, list[LatentSpec]] = config._recalkv_specs
-    return specs
+        slots = layer_slots(config, family_of(config).rotary(config))
+        for each in slots:
+            # By vLLM's own rule: cached states of a prefix must not depend on what follows.
+            each.longest = longest
+        return cls(whole, [shard(whole, rank, ranks) for rank in range(ranks)], slots, {})
 
-
-def _slots(config: Any) -> list[SlotRotary]:
-    """Rotary tables of the layers; the rotary modules of the families that are served are all LLaMA's."""
-    if getattr(config, "_recalkv_slots", None) is None:
-        object.__setattr__(config, "_recalkv_slots", layer_slots(config, LlamaRotaryEmbedding(config=config)))
-    slots: list[SlotRotary] = config._recalkv_slots
-    return slots
-
-
-def _tile_rotary(config: Any, slots: SlotRotary) -> TileRotary:
-    """The kernels' tables, of all layers that turn alike."""
-    if getattr(config, "_recalkv_tiles", None) is None:
-        object.__setattr__(config, "_recalkv_tiles", {})
-    tiles: dict[int, TileRotary] = config._recalkv_tiles
-    return tiles.setdefault(id(slots), TileRotary(slots))
-
-
-class ServedLayer(LlamaDecoderLayer):
-    """vLLM's layer with this attention."""
-
-    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
-        super().__init__(vllm_config, prefix, config, attn_layer_type=ServedAttention)  # type: ignore[arg-type]
-
-
-class ServedModel(LlamaModel):
-    """vLLM's decoder; projections of the attention are loaded as they are named."""
-
-    hf_to_vllm_mapper = WeightsMapper(
-        orig_to_new_stacked={".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
-    )
-
-
-class ServedForCausalLM(LlamaForCausalLM):
-    """A compressed model of any family."""
-
-    hf_to_vllm_mapper = ServedModel.hf_to_vllm_mapper
-    packed_modules_mapping: ClassVar = {"gate_up_proj": ["gate_proj", "up_proj"]}
-    supports_lora: ClassVar = False
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        window = _specs(vllm_config.model_config.hf_config)[0].exact_window
-        check(vllm.__version__, vllm_config, window)
-        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ServedLayer)
-
-    def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: Any = ServedLayer) -> ServedModel:
-        return ServedModel(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+    def tiled(self, slots: SlotRotary) -> TileRotary:
+        """The kernels' tables, of all layers that turn alike."""
+        return self.tiles.setdefault(id(slots), TileRotary(slots))

@@ -88,7 +88,10 @@ def shard_weight(
         "q_proj": [count * geometry.head_dim for count in queries],
         "k_proj": own.key_ranks,
         "v_proj": own.value_ranks,
+        "gate_proj": [count * geometry.head_dim for count in queries],
+        "sinks": queries,
         "key_bias": [heads * geometry.head_dim for heads in spec.key_heads],
+        "value_bias": [heads * geometry.head_dim for heads in spec.value_heads],
     }
     return name, weight[_places(rows[module], rank, ranks)] if module in rows else weight
 

@@ -78,9 +78,9 @@ class ExactWindow(AttentionLayerBase):
         """Blocks of as many tokens as have room in one of rows; bytes, as rows are, or vLLM would clear all blocks."""
         size, dtype = vllm_config.cache_config.block_size, vllm_config.model_config.dtype
         token_bytes = max(self._columns) * dtype.itemsize
-        others = [
-            layer for layer in vllm_config.compilation_config.static_forward_context.values() if layer is not self
-        ]
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        # Experts are among them.
+        others = [layer for layer in layers if layer is not self and hasattr(layer, "get_kv_cache_spec")]
         room = sum(layer.get_kv_cache_spec(vllm_config).page_size_bytes for layer in others)
         sizes = [each for each in range(1, size + 1) if size % each == 0 and each * token_bytes <= room]
         tokens = max(sizes, default=1)

@@ -1,11 +1,12 @@
 """Checkpoints for the tests of vLLM, whose environment has no pipeline: tiny ones of families, and the pipeline's own.
 
-python -m tests.served.checkpoints FOLDER COMPRESSED DENSE
+python -m tests.served.checkpoints FOLDER [COMPRESSED DENSE]
 """
 
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -13,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import VOCABULARY, compressed_pair
+from tests.tiny import ALL_FAMILIES, VOCABULARY, compressed_pair, statistics
 
 MIXED = {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -22,6 +23,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-near": ("qwen2-bias", MIXED | {"exact_window": 7}),
     "llama-halves": ("llama-mha", MIXED | {"group_size": 3, "exact_window": 7}),
     "qwen3-norm": ("qwen3-qk-norm", {"method": "loss-aware", "group_size": 1}),
+    "gemma3-near": ("gemma3", MIXED | {"exact_window": 7, "layers": 4}),
+    "qwen3-moe-near": ("qwen3-moe", MIXED | {"exact_window": 7}),
+    "qwen3-moe-halves": ("qwen3-moe", {"method": "loss-aware", "group_size": 1}),
+    "gpt-oss-near": ("gpt-oss-sinks", MIXED | {"exact_window": 7}),
+    **{
+        name: (name, {"method": "loss-aware"})
+        for name in (
+            "apertus", "arcee", "ernie4.5", "ernie4.5-moe", "exaone4-nope", "gemma", "gemma2-softcap", "gemma3",
+            "glm-partial", "glm4-moe", "glm4-post-norm", "gpt-oss-sinks", "granite", "ministral", "ministral3",
+            "mixtral", "olmo2-whole-norm", "olmo3-sliding", "phi3-fused", "phi3-longrope", "qwen2-moe", "qwen3-moe",
+            "qwen3-next-hybrid", "seed-oss", "smollm3-nope", "granite4-hybrid",
+        )
+    },
+}  # fmt: skip
+# What vLLM wants: of experts on a CPU multiples of 32, of some families what published checkpoints have.
+EXPERTS = {"hidden_size": 96}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "ernie4.5": {"use_bias": False},
+    "qwen3-next-hybrid": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "qwen3-moe-halves": {"num_key_value_heads": 6},
+    "gemma2-softcap": {"tie_word_embeddings": True},
 }
 
 
@@ -40,9 +62,13 @@ def characters() -> PreTrainedTokenizerFast:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for name, checkpoint in zip(("default", "dense"), sys.argv[2:], strict=True):
+    for name, checkpoint in zip(("default", "dense"), sys.argv[2:], strict=len(sys.argv) > 2):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(Path(checkpoint).resolve())
     for name, (family, compression) in CASES.items():
-        compressed_pair(family, **compression)[1].save_pretrained(folder / name)
+        classes, special = ALL_FAMILIES[family][:2], ALL_FAMILIES[family][2] | SPECIAL.get(name, {})
+        special |= EXPERTS if any("experts" in option for option in special) else {}
+        statistics.cache_clear()
+        with mock.patch.dict(ALL_FAMILIES, {family: (*classes, special)}):
+            compressed_pair(family, **compression)[1].save_pretrained(folder / name)
         characters().save_pretrained(folder / name)

@@ -1,6 +1,6 @@
-"""Serve a tiny checkpoint by the Triton kernels and watch that steps of one token a request could be captured.
+"""Serve tiny checkpoints by the Triton kernels and watch that steps of one token a request could be captured.
 
-TRITON_INTERPRET=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m tests.served.watched CHECKPOINT
+TRITON_INTERPRET=1 python -m tests.served.watched NAME...
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recalkv.vllm.backend import LatentBatch
 from recalkv.vllm.model import ServedAttention
-from tests.served.test_served import serve_tiny
+from tests.served.tiny import serve
 
 
 class NoWaiting(TorchDispatchMode):
@@ -24,7 +24,7 @@ class NoWaiting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def main(name: str) -> None:
+def main(names: list[str]) -> None:
     """Serve; steps of prompts may look at lengths on the CPU, and others may not."""
     attend, lengths, steps = ServedAttention.attend, LatentBatch.seen.func, set()  # type: ignore[attr-defined]
 
@@ -40,9 +40,9 @@ def main(name: str) -> None:
 
     ServedAttention.attend = watched  # type: ignore[method-assign]
     LatentBatch.seen = property(seen)  # type: ignore[assignment]
-    serve_tiny(name, tokens=6)
+    serve(names, tokens=6)
     assert steps == {False, True}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])
