@@ -38,7 +38,7 @@ class LatentBatch(AttentionMetadata):
         Tokens that no request has more of, the new ones included.
     lengths : (requests,)
         Tokens of each request, the new ones included.
-    table : (requests, any) int32
+    table : (requests, any) int32, on a CPU int64
         Blocks of the cache, in the order of the tokens.
     slots : (tokens,) int64
         Where the new tokens' latents go: block times its size, plus the place in it.
@@ -112,12 +112,15 @@ class LatentBatchBuilder(AttentionMetadataBuilder[LatentBatch]):
     ) -> LatentBatch:
         """Of what vLLM knows of the step."""
         common, requests = common_attn_metadata, common_attn_metadata.num_reqs
+        table = common.block_table_tensor[:requests]
+        # Compiled loops read it as 64-bit; kernels as it is, where captured steps find it again.
+        table = table.long() if table.device.type == "cpu" else table
         return LatentBatch(
             common.num_actual_tokens,
             common.query_start_loc_cpu[: requests + 1].tolist(),
             common.max_seq_len,
             common.seq_lens[:requests],
-            common.block_table_tensor[:requests],
+            table,
             common.slot_mapping[: common.num_actual_tokens],
         )
 

@@ -183,7 +183,7 @@ def paged_output(
         Before RoPE.
     keys, values : (blocks of all sequences, slots of a block, columns)
         Of the cache; ``values`` are not read where they share the keys' latents.
-    blocks : (batch, any) int64
+    blocks : (batch, any) int64 or int32
         Those of each sequence.
     seen
         Tokens of each, the query's included; behind a sliding window they are not read.
@@ -204,7 +204,7 @@ def paged_output(
     if recent is not None:
         recent = recent.float().contiguous()
     values = keys if layer.joint else values
-    return _output(prepared, query, extents, keys, values, None, blocks.contiguous(), recent)
+    return _output(prepared, query, extents, keys, values, None, blocks.long().contiguous(), recent)
 
 
 def _prepared(layer: "LatentAttention", query: Tensor) -> Layer | None:
