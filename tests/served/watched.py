@@ -1,9 +1,10 @@
 """Serve tiny checkpoints by the Triton kernels and watch that steps of one token a request could be captured.
 
-TRITON_INTERPRET=1 python -m tests.served.watched NAME...
+python -m tests.served.watched NAME...
 """
 
 import contextlib
+import os
 import sys
 from typing import Any
 
@@ -40,6 +41,7 @@ def main(names: list[str]) -> None:
 
     ServedAttention.attend = watched  # type: ignore[method-assign]
     LatentBatch.seen = property(seen)  # type: ignore[assignment]
+    os.environ["TRITON_INTERPRET"] = "1"
     serve(names, tokens=6)
     assert steps == {False, True}
 
