@@ -1,4 +1,4 @@
-"""Tests in vLLM, where the compiled loops decode, as on any CPU, and not Triton's interpreter, as in the other tests."""
+"""Tests in vLLM, where the compiled loops decode, as on any CPU, and not, as in other tests, Triton's interpreter."""
 
 import os
 

@@ -3,8 +3,13 @@
 python -m tests.served.watched NAME...
 """
 
-import contextlib
+# ruff: noqa: E402
 import os
+
+# Triton reads it when it is imported.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import contextlib
 import sys
 from typing import Any
 
@@ -41,7 +46,6 @@ def main(names: list[str]) -> None:
 
     ServedAttention.attend = watched  # type: ignore[method-assign]
     LatentBatch.seen = property(seen)  # type: ignore[assignment]
-    os.environ["TRITON_INTERPRET"] = "1"
     serve(names, tokens=6)
     assert steps == {False, True}
 
