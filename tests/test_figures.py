@@ -15,7 +15,12 @@ from recalkv.reports import tables
 from recalkv.reports.figures import TABLES, look_up, main, refreshed, untagged
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
+    ROOT / "benchmarks/README.md",
+]
 REPORT = {
     "rows": [{"method": "palu", "ratio": 0.5, "excess": 0.6}, {"method": "svd", "ratio": 0.5, "excess": 3.0}],
     "a=b,c=0.5": {"perplexity": 25.264},
