@@ -191,7 +191,7 @@ def test_preset_compresses_its_architecture_scaled_down(name: str, monkeypatch: 
     # Random weights this large amplify rounding, in models with a state from one token to the next.
     difference, size = (found - expected).abs(), expected.std()
     assert difference.mean() < 1e-4 * size
-    assert difference.max() < 1e-2 * size
+    assert difference.max() < 1e-3 * size
     spec = LatentSpec.from_config(compressed.config)
     assert spec.removed >= parameters.ratio
     assert name in SERVED or all(

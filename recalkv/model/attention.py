@@ -244,12 +244,23 @@ class LatentAttention(nn.Module):
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """What the output projection reads, (batch, queries, its inputs), and weights where they are had."""
-        z_k, z_v, seen, offset, fresh, recent = cached
-        length, slots = query.shape[1], z_k.shape[2]
-        if length == 1 and query.device.type == "cpu" and (loops := compiled_loops()) is not None:
+        if query.shape[1] == 1 and query.device.type == "cpu" and (loops := compiled_loops()) is not None:
             output = loops.step_output(self, query, cached, mask)
             if output is not None:
                 return output, None
+        return self._attend_in_torch(query, cached, rope, mask, kwargs)
+
+    def _attend_in_torch(
+        self,
+        query: Tensor,
+        cached: Cached,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same without compiled loops."""
+        z_k, z_v, seen, offset, fresh, recent = cached
+        length, slots = query.shape[1], z_k.shape[2]
         if self.key_rows is not None:
             z_k = self.key_rows.unpack(z_k, query.dtype)
         if self.value_rows is not None:

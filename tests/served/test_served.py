@@ -202,6 +202,11 @@ def families() -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in found}
 
 
+def test_compiled_loops_decode() -> None:
+    """In all tests but the kernels' own: with this set, vLLM's processes would interpret Triton's kernels instead."""
+    assert "TRITON_INTERPRET" not in os.environ
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, families: dict[str, dict[str, Any]]) -> None:
     found = families[name]
