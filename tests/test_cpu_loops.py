@@ -18,7 +18,7 @@ from recalkv.method.fusion import in_gauge
 from recalkv.method.lowrank import LowRank
 from recalkv.model import attention
 from recalkv.model.cpu import halves, plan
-from recalkv.model.cpu.loops import LANES, exponentials, inner_products, multiply
+from recalkv.model.cpu.loops import LANES, exponentials, inner_products, multiply, turn_pairs
 from recalkv.model.cpu.rows import coding, packed_rows, read_rows
 from recalkv.model.cpu.threads import threads_of_torch
 from recalkv.model.identity import direct_columns, direct_pairs, gauge_limit, independent_pairs
@@ -81,19 +81,29 @@ def test_rows_are_packed_as_by_torch(code: Code) -> None:
 # --- loops -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 1, 1), (4, 16, 5), (9, 70, 33), (12, 31, 16)])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(1, 1, 1), (4, 16, 5), (9, 70, 33), (12, 31, 16), (7, 130, 112), (33, 48, 8)]
+)
 def test_products(rows: int, inner: int, columns: int) -> None:
     generator = np.random.default_rng(0)
     left, right = (generator.standard_normal(shape, np.float32) for shape in ((rows, inner), (inner, columns)))
     result = np.ones((rows, columns), np.float32)
     multiply(left, right, result)
     np.testing.assert_allclose(result, 1 + left.astype(float) @ right, rtol=1e-5, atol=1e-5)
-    if rows % 4 == 0:
-        across = np.empty((columns, rows), np.float32)
-        inner_products(left, np.ascontiguousarray(right.T), False, result)
-        inner_products(left, np.ascontiguousarray(right.T), True, across)
-        np.testing.assert_allclose(result, left.astype(float) @ right, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(across, result.T)
+    across = np.empty((columns, rows), np.float32)
+    inner_products(left, np.ascontiguousarray(right.T), across)
+    np.testing.assert_allclose(across.T, left.astype(float) @ right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 21, 32])
+def test_turns_of_pairs(pairs: int) -> None:
+    generator = np.random.default_rng(0)
+    given, angles = generator.standard_normal((5, 2 * pairs + 3), np.float32), generator.random((5, pairs))
+    result = np.full((5, 2 * pairs + 1), 7, np.float32)
+    turn_pairs(given, np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), result)
+    turned = (given[:, :pairs] + 1j * given[:, pairs : 2 * pairs]) * np.exp(1j * angles)
+    np.testing.assert_allclose(result[:, :-1], np.hstack([turned.real, turned.imag]), rtol=1e-5, atol=1e-5)
+    assert np.all(result[:, -1] == 7)
 
 
 def rounded(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

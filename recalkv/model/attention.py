@@ -129,6 +129,7 @@ class LatentAttention(nn.Module):
         dense: Any = self.family.attention(config, layer_idx)
         self.scaling = dense.scaling
         self.softcap = self.family.score_softcap(config)
+        self.plain_softmax = self.softcap is None and not geometry.sinks
         self.is_causal = True
         self.attention_dropout = 0.0
         sliding = layer_attention_types(config)[layer_idx] == "sliding_attention"
@@ -337,14 +338,10 @@ class LatentAttention(nn.Module):
         return output.flatten(2), weights
 
     @property
-    def _plain_softmax(self) -> bool:
-        return self.softcap is None and self.sinks is None
-
-    @property
     def by_tiles(self) -> bool:
         """Whether compiled loops and kernels can serve the layer, which go by tiles of slots and groups of heads."""
         whole = self.k_norm is not None and self.k_norm.weight.numel() != self.head_dim  # type: ignore[operator,union-attr]
-        return self._plain_softmax and not whole and (self.slots is None or self.slots.uniform)
+        return self.plain_softmax and not whole and (self.slots is None or self.slots.uniform)
 
     @property
     def key_norm(self) -> tuple[Tensor, float] | None:
@@ -363,7 +360,7 @@ class LatentAttention(nn.Module):
             readable = self.sliding_window is None or slots <= self.sliding_window
         else:
             readable = isinstance(mask, Tensor) and mask.dim() == 4
-        if not readable or self.config._attn_implementation == "eager" or not self._plain_softmax:
+        if not readable or self.config._attn_implementation == "eager" or not self.plain_softmax:
             return False
         return queries <= (MAX_EXPLICIT_QUERIES if self.fused else self.query_limit)
 
@@ -414,7 +411,7 @@ class LatentAttention(nn.Module):
         name = self.config._attn_implementation
         if isinstance(mask, Tensor) and mask.dim() == 4:
             # Windows of exact latents have masks that others do not take; SDPA knows neither soft-capping nor sinks.
-            name = "sdpa" if name != "eager" and self.softcap is None and self.sinks is None else "eager"
+            name = "sdpa" if name != "eager" and self.plain_softmax else "eager"
             if name == "eager" and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(name, self.family.module.eager_attention_forward)
@@ -479,8 +476,7 @@ def _apply_up(latent: Tensor, up: Reconstruction, ranks: Sequence[int]) -> Tenso
 
 def _packed(latents: Tensor, rows: RowLayout) -> Tensor:
     """Rows of latents, by compiled loops where there are few on a CPU: torch has some ten passes over all of them."""
-    tokens = latents.numel() // rows.width
-    few = tokens <= _FEW_TOKENS and latents.device.type == "cpu" and not torch.compiler.is_compiling()
+    few = latents.numel() <= _FEW_TOKENS * rows.width and latents.is_cpu and not torch.compiler.is_compiling()
     loops = compiled_loops() if few else None
     packed: Tensor = rows.pack(latents) if loops is None else loops.packed_rows(latents, rows)
     return packed

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Expansion", "TileRope", "expansion", "offset_angles"]
+__all__ = ["FLOAT32_TOLERANCE", "Expansion", "TileRope", "expansion", "offset_angles"]
 
-_TOLERANCE = 1e-5
-"""Largest error of an expanded score over |q||k| of its pairs, root mean square over a tile: that of float32 sums."""
+FLOAT32_TOLERANCE = 1e-5
+"""Of :func:`expansion`: the error of float32 sums."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ def offset_angles(frequencies: Tensor, tile: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def expansion(frequencies: tuple[float, ...], tile: int, columns: int, queries: int) -> Expansion | None:
+def expansion(
+    frequencies: tuple[float, ...], tile: int, columns: int, queries: int, tolerance: float = FLOAT32_TOLERANCE
+) -> Expansion | None:
     """The cheapest split of the pairs into rebuilt and expanded ones; None where all should be rebuilt.
 
     Multiplications per slot and latent: one for each rebuilt column, one for each function and query, and a tile's
@@ -62,6 +64,8 @@ def expansion(frequencies: tuple[float, ...], tile: int, columns: int, queries: 
         Columns of the factor to rebuild one pair: two for each key/value head of the group.
     queries
         Query rows of the group, over all of its heads.
+    tolerance
+        Largest error of an expanded score over |q||k| of its pairs, root mean square over a tile.
     """
     angles = offset_angles(torch.tensor(frequencies, dtype=torch.float64), tile)
     pairs = len(frequencies)
@@ -72,7 +76,7 @@ def expansion(frequencies: tuple[float, ...], tile: int, columns: int, queries: 
         energies, basis = torch.linalg.eigh(waves @ waves.mT)
         # Ascending: the error that is left when only the last functions are taken.
         left = energies.clamp_min(0).cumsum(0)
-        count = int((left > tile * _TOLERANCE**2).sum())
+        count = int((left > tile * tolerance**2).sum())
         cost = columns * fast + queries * count * (1 + 2 * slow / tile)
         if cost < cheapest:
             coefficients = basis[:, -count:].mT

@@ -13,18 +13,17 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from recalkv.model.cpu.loops import LANES, compiled
+from recalkv.model.cpu.loops import FEATURES, LANES, compiled
 
-__all__ = ["FASTER", "multiply_pairs", "pair_columns", "round_rows"]
+__all__ = ["FASTER", "TOLERANCE", "multiply_pairs", "pair_columns", "round_rows"]
 
-# What Numba compiles for, which is also what it keeps its code by.
-_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-
-FASTER = "+avx512vnni" in _FEATURES
+FASTER = "+avx512vnni" in FEATURES
 """Whether such products are worth it here."""
+
+TOLERANCE = 1e-4
+"""Of scores over |q||k|, :func:`recalkv.model.turns.expansion`: less than what rounding leaves of many latents."""
 
 _ROWS, _VECTORS = 4, 4
 """Of the result, whose sums stay in registers."""
@@ -32,6 +31,8 @@ _ROWS, _VECTORS = 4, 4
 _STEPS = np.float32((1 << 15) - 1)
 _LEAST_NORM = np.float32(1e-30)
 _NOTHING = np.float32(0)
+# A float32 of this size has steps of one, and the lower bits of one more are those of an integer.
+_INTEGERS = np.float32(3 << 22)
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _NUMBERS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT32, LANES)
@@ -40,7 +41,7 @@ _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 def _products(builder: Any, left: Any, right: Any) -> Any:
     """Of each pair of 16-bit integers the sum of both products."""
-    if "+avx512bw" in _FEATURES:
+    if "+avx512bw" in FEATURES:
         kind = ir.FunctionType(_PAIRS, [_HALVES, _HALVES])
         # With a sum behind it this becomes one instruction where there is one.
         product = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.pmaddw.d.512")
@@ -134,17 +135,31 @@ def multiply_pairs(left, left_steps, right, right_steps, result):
         first += _VECTORS if whole else 1
 
 
+@intrinsic
+def _bits(context: Any, number: Any) -> Any:
+    """Of a float32, as an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], _INT32)
+
+    return types.int32(types.float32), generate
+
+
 @compiled
 def round_rows(numbers, pairs, steps):
     """Round float32 numbers (rows, 2 pairs) to 16 bits, two in each of (rows, pairs) uint32, in steps (rows,)."""
+    # A norm takes long to be known; those of other rows need not wait for it.
     for row in range(len(numbers)):
-        given, halves, power = numbers[row], pairs[row].view(np.int16), _NOTHING
+        given, power = numbers[row], _NOTHING
         for i in range(len(given)):
             power += given[i] * given[i]
-        norm = max(np.sqrt(power), _LEAST_NORM)
-        steps[row], one_over = norm / _STEPS, _STEPS / norm
+        steps[row] = power
+    for row in range(len(numbers)):
+        steps[row] = max(np.sqrt(steps[row]), _LEAST_NORM) / _STEPS
+    for row in range(len(numbers)):
+        given, halves, one_over = numbers[row], pairs[row].view(np.int16), np.float32(1) / steps[row]
         for i in range(len(given)):
-            halves[i] = np.int16(np.int32(np.rint(given[i] * one_over)))
+            halves[i] = np.int16(_bits(given[i] * one_over + _INTEGERS))
 
 
 @intrinsic

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recalkv.model.cpu.halves import pair_columns, round_rows
+from recalkv.model.cpu.halves import TOLERANCE, pair_columns, round_rows
 from recalkv.model.cpu.loops import LANES
 from recalkv.model.identity import direct_pairs
-from recalkv.model.turns import TileRope, expansion
+from recalkv.model.turns import FLOAT32_TOLERANCE, TileRope, expansion
 
 __all__ = ["Keys", "group_keys"]
 
@@ -101,7 +101,8 @@ def group_keys(
     rest = [pair for pair in range(half) if pair not in set(direct)]
     chosen = None
     if norm is None and rest:
-        chosen = expansion(tuple(rope.frequencies[rest].tolist()), rope.tile, 2 * heads, queries)
+        tolerance = TOLERANCE if coarse else FLOAT32_TOLERANCE
+        chosen = expansion(tuple(rope.frequencies[rest].tolist()), rope.tile, 2 * heads, queries, tolerance)
     count = len(rest) if chosen is None else chosen.fast
     fast, slow = rest[:count], rest[count:]
     columns = up.detach().float().cpu().unflatten(1, (heads, 2, half))

@@ -7,8 +7,23 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
 
-__all__ = ["LANES", "OPTIONS", "compiled", "exponentials", "inner_products", "multiply"]
+__all__ = [
+    "FEATURES",
+    "LANES",
+    "OPTIONS",
+    "VECTOR",
+    "compiled",
+    "exponentials",
+    "inner_products",
+    "multiply",
+    "turn_pairs",
+]
 
 # Sums may be taken in any order, which SIMD needs; infinities keep their meaning, as masks have them.
 OPTIONS: dict[str, Any] = {
@@ -42,11 +57,23 @@ def compiled(function: Callable[..., Any]) -> Any:
     return numba.njit(nogil=True, **OPTIONS)(function)
 
 
+FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+"""What Numba compiles for, which is also what it keeps its code by."""
+
 LANES = 16
 """Numbers of the widest vectors: rows that are as long as several of them leave nothing to go number by number."""
 
-_BLOCK = 32
-"""Rows of the right matrix that are gone over for one block of the left: within the first cache."""
+VECTOR = LANES if "+avx512f" in FEATURES else LANES // 2
+"""Numbers of the vectors here."""
+
+_VECTORS = 4 if "+avx512f" in FEATURES else 2
+"""Of columns, whose sums for four rows stay in registers."""
+
+_INT32, _INT64, _NUMBER = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_NUMBERS, _LANES = ir.VectorType(_NUMBER, VECTOR), ir.VectorType(_INT32, VECTOR)
+
+_BLOCK = 64
+"""Rows of the right matrix that are gone over for one block of columns: within the first cache."""
 
 _ZERO = np.float32(0)
 _LOG2_E = np.float32(1.4426950408889634)
@@ -56,96 +83,190 @@ _C1, _C2, _C3 = np.float32(0.6931471805599453), np.float32(0.24022650695910072),
 _C4, _C5, _C6 = np.float32(0.009618129107628477), np.float32(0.0013333558146428443), np.float32(0.00015403530393381608)
 
 
+def _block(rows: int, vectors: int) -> Any:
+    """Add so many rows times so many vectors of columns, whose sums stay in registers; by addresses and bytes a row."""
+
+    @intrinsic
+    def block(
+        context: Any, left: Any, left_row: Any, right: Any, right_row: Any, result: Any, result_row: Any, inner: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            left, left_row, right, right_row, result, result_row, inner = arguments
+
+            def place(address: Any, kind: Any, row: Any, width: Any, column: Any) -> Any:
+                row, column = (ir.Constant(_INT64, each) if isinstance(each, int) else each for each in (row, column))
+                offset = builder.add(builder.mul(row, width), builder.mul(column, ir.Constant(_INT64, 4)))
+                return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+
+            places = {
+                (row, vector): place(result, _NUMBERS, row, result_row, VECTOR * vector)
+                for row in range(rows)
+                for vector in range(vectors)
+            }
+            sums = {
+                each: cgutils.alloca_once_value(builder, builder.load(there, align=4)) for each, there in places.items()
+            }
+            with cgutils.for_range(builder, inner) as loop:
+                own = [
+                    builder.load(place(right, _NUMBERS, loop.index, right_row, VECTOR * vector), align=4)
+                    for vector in range(vectors)
+                ]
+                for row in range(rows):
+                    one = builder.load(place(left, _NUMBER, row, left_row, loop.index))
+                    one = builder.insert_element(ir.Constant(_NUMBERS, ir.Undefined), one, ir.Constant(_INT32, 0))
+                    one = builder.shuffle_vector(one, one, ir.Constant(_LANES, None))
+                    for vector in range(vectors):
+                        total = sums[row, vector]
+                        product = builder.fmul(one, own[vector], flags=("contract",))
+                        builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+            for each, there in places.items():
+                builder.store(builder.load(sums[each]), there, align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return block
+
+
+_1_by_1, _2_by_1, _3_by_1, _4_by_1 = (_block(rows, 1) for rows in (1, 2, 3, 4))
+_1_by_all, _2_by_all, _3_by_all, _4_by_all = (_block(rows, _VECTORS) for rows in (1, 2, 3, 4))
+
+
 @compiled
 def multiply(left, right, result):
-    """Add the product of (m, k) and (k, n) to (m, n), float32, rows contiguous: four rows by four terms at a time."""
+    """Add the product of (m, k) and (k, n) to (m, n), float32, rows contiguous: blocks of four rows at a time."""
     rows, inner = left.shape
-    columns = result.shape[1]
+    columns, whole = result.shape[1], result.shape[1] // VECTOR * VECTOR
+    blocks = (rows + 3) // 4
+    a, b, c = left.strides[0], right.strides[0], result.strides[0]
     for start in range(0, inner, _BLOCK):
-        end = min(inner, start + _BLOCK)
-        row = 0
-        while row + 4 <= rows:
-            r0, r1, r2, r3 = result[row], result[row + 1], result[row + 2], result[row + 3]
-            l0, l1, l2, l3 = left[row], left[row + 1], left[row + 2], left[row + 3]
-            k = start
-            while k + 4 <= end:
-                b0, b1, b2, b3 = right[k], right[k + 1], right[k + 2], right[k + 3]
-                a00, a01, a02, a03 = l0[k], l0[k + 1], l0[k + 2], l0[k + 3]
-                a10, a11, a12, a13 = l1[k], l1[k + 1], l1[k + 2], l1[k + 3]
-                a20, a21, a22, a23 = l2[k], l2[k + 1], l2[k + 2], l2[k + 3]
-                a30, a31, a32, a33 = l3[k], l3[k + 1], l3[k + 2], l3[k + 3]
-                for j in range(columns):
-                    x0, x1, x2, x3 = b0[j], b1[j], b2[j], b3[j]
-                    r0[j] += a00 * x0 + a01 * x1 + a02 * x2 + a03 * x3
-                    r1[j] += a10 * x0 + a11 * x1 + a12 * x2 + a13 * x3
-                    r2[j] += a20 * x0 + a21 * x1 + a22 * x2 + a23 * x3
-                    r3[j] += a30 * x0 + a31 * x1 + a32 * x2 + a33 * x3
-                k += 4
-            while k < end:
-                b0 = right[k]
-                a00, a10, a20, a30 = l0[k], l1[k], l2[k], l3[k]
-                for j in range(columns):
-                    r0[j] += a00 * b0[j]
-                    r1[j] += a10 * b0[j]
-                    r2[j] += a20 * b0[j]
-                    r3[j] += a30 * b0[j]
-                k += 1
-            row += 4
-        while row < rows:
-            r0, l0 = result[row], left[row]
-            k = start
-            while k + 4 <= end:
-                b0, b1, b2, b3 = right[k], right[k + 1], right[k + 2], right[k + 3]
-                a00, a01, a02, a03 = l0[k], l0[k + 1], l0[k + 2], l0[k + 3]
-                for j in range(columns):
-                    r0[j] += a00 * b0[j] + a01 * b1[j] + a02 * b2[j] + a03 * b3[j]
-                k += 4
-            while k < end:
-                b0, a00 = right[k], l0[k]
-                for j in range(columns):
-                    r0[j] += a00 * b0[j]
-                k += 1
-            row += 1
+        count, column = min(inner - start, _BLOCK), 0
+        while column < whole:
+            several = column + _VECTORS * VECTOR <= whole
+            at = right.ctypes.data + start * b + 4 * column
+            for number in range(blocks):
+                row, many = rows * number // blocks, rows * (number + 1) // blocks - rows * number // blocks
+                own, out = left.ctypes.data + row * a + 4 * start, result.ctypes.data + row * c + 4 * column
+                if several:
+                    if many == 4:
+                        _4_by_all(own, a, at, b, out, c, count)
+                    elif many == 3:
+                        _3_by_all(own, a, at, b, out, c, count)
+                    elif many == 2:
+                        _2_by_all(own, a, at, b, out, c, count)
+                    else:
+                        _1_by_all(own, a, at, b, out, c, count)
+                elif many == 4:
+                    _4_by_1(own, a, at, b, out, c, count)
+                elif many == 3:
+                    _3_by_1(own, a, at, b, out, c, count)
+                elif many == 2:
+                    _2_by_1(own, a, at, b, out, c, count)
+                else:
+                    _1_by_1(own, a, at, b, out, c, count)
+            column += _VECTORS * VECTOR if several else VECTOR
+    for row in range(rows):
+        for k in range(inner):
+            for column in range(whole, columns):
+                result[row, column] += left[row, k] * right[k, column]
+
+
+@intrinsic
+def _dots(context: Any, left: Any, left_row: Any, right: Any, result: Any, inner: Any) -> Any:
+    """Inner products of one row with as many as a vector has numbers; by addresses and bytes a row."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        left, left_row, right, result, inner = arguments
+
+        def place(address: Any, row: int, column: Any) -> Any:
+            offset = builder.mul(left_row, ir.Constant(_INT64, row))
+            offset = builder.add(offset, builder.mul(column, ir.Constant(_INT64, 4)))
+            return builder.inttoptr(builder.add(address, offset), _NUMBERS.as_pointer())
+
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(_NUMBERS, [0.0] * VECTOR)) for _ in range(VECTOR)]
+        with cgutils.for_range(builder, builder.udiv(inner, ir.Constant(_INT64, VECTOR))) as loop:
+            column = builder.mul(loop.index, ir.Constant(_INT64, VECTOR))
+            own = builder.load(place(right, 0, column), align=4)
+            for row, total in enumerate(sums):
+                product = builder.fmul(builder.load(place(left, row, column), align=4), own, flags=("contract",))
+                builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+        vectors, half = [builder.load(total) for total in sums], VECTOR // 2
+        while half:
+            # Of two vectors each, halves of blocks are added; the blocks of the second fill the places of the second.
+            many = len(vectors) // 2
+            first = [
+                lane // (2 * half) * 2 * half + lane % half + VECTOR * (lane // half % 2) for lane in range(VECTOR)
+            ]
+            lower, upper = (ir.Constant(_LANES, [lane + more for lane in first]) for more in (0, half))
+            pairs = zip(vectors[:many], vectors[many:], strict=True)
+            vectors = [builder.fadd(*(builder.shuffle_vector(x, y, each) for each in (lower, upper))) for x, y in pairs]
+            half //= 2
+        builder.store(vectors[0], builder.inttoptr(result, _NUMBERS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
 
 
 @compiled
-def inner_products(left, right, across, result):
-    """Products of each row of (m, k) with each of (n, k), float32, rows contiguous: four by two at a time.
+def inner_products(left, right, result):
+    """Products of each row of (m, k) with each of (n, k), float32, rows contiguous: to (n, m)."""
+    rows, inner = left.shape
+    whole = rows // VECTOR * VECTOR
+    for row in range(0, whole, VECTOR):
+        own = left.ctypes.data + row * left.strides[0]
+        for column in range(len(right)):
+            out = result.ctypes.data + column * result.strides[0] + 4 * row
+            _dots(own, left.strides[0], right.ctypes.data + column * right.strides[0], out, inner)
+    for row in range(whole if inner % VECTOR else 0):
+        for column in range(len(right)):
+            for k in range(inner // VECTOR * VECTOR, inner):
+                result[column, row] += left[row, k] * right[column, k]
+    for row in range(whole, rows):
+        for column in range(len(right)):
+            total, a, b = _ZERO, left[row], right[column]
+            for k in range(inner):
+                total += a[k] * b[k]
+            result[column, row] = total
+
+
+@intrinsic
+def _turn(context: Any, left: Any, right: Any, cos: Any, sin: Any, new_left: Any, new_right: Any) -> Any:
+    """Turn a vector of pairs; by addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        places = [builder.inttoptr(each, _NUMBERS.as_pointer()) for each in arguments]
+        a, b, cos, sin = (builder.load(each, align=4) for each in places[:4])
+        flags = ("contract",)
+        builder.store(builder.fsub(builder.fmul(a, cos), builder.fmul(b, sin), flags=flags), places[4], align=4)
+        builder.store(builder.fadd(builder.fmul(b, cos), builder.fmul(a, sin), flags=flags), places[5], align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
+
+
+@compiled
+def turn_pairs(given, cos, sin, result):
+    """Turn pairs of rows, left halves and then right halves.
 
     Parameters
     ----------
-    left : (m, k)
-        m is a multiple of four.
-    result : (m, n), or (n, m) where ``across``
+    given : (rows, >= 2 pairs) float32
+    cos, sin : (rows, pairs) float32
+    result : (rows, >= 2 pairs) float32
     """
-    inner, columns = left.shape[1], right.shape[0]
-    for row in range(0, left.shape[0], 4):
-        l0, l1, l2, l3 = left[row], left[row + 1], left[row + 2], left[row + 3]
-        column = 0
-        while column < columns:
-            second = min(column + 1, columns - 1)
-            r0, r1 = right[column], right[second]
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = _ZERO
-            for k in range(inner):
-                a0 += l0[k] * r0[k]
-                a1 += l1[k] * r0[k]
-                a2 += l2[k] * r0[k]
-                a3 += l3[k] * r0[k]
-                b0 += l0[k] * r1[k]
-                b1 += l1[k] * r1[k]
-                b2 += l2[k] * r1[k]
-                b3 += l3[k] * r1[k]
-            if across:
-                result[column, row], result[second, row] = a0, b0
-                result[column, row + 1], result[second, row + 1] = a1, b1
-                result[column, row + 2], result[second, row + 2] = a2, b2
-                result[column, row + 3], result[second, row + 3] = a3, b3
-            else:
-                result[row, column], result[row, second] = a0, b0
-                result[row + 1, column], result[row + 1, second] = a1, b1
-                result[row + 2, column], result[row + 2, second] = a2, b2
-                result[row + 3, column], result[row + 3, second] = a3, b3
-            column += 2
+    rows, pairs = cos.shape
+    whole = pairs // VECTOR * VECTOR
+    for row in range(rows):
+        own, out = given.ctypes.data + row * given.strides[0], result.ctypes.data + row * result.strides[0]
+        cosines, sines = cos.ctypes.data + row * cos.strides[0], sin.ctypes.data + row * sin.strides[0]
+        for j in range(0, whole, VECTOR):
+            at, right = 4 * j, 4 * (pairs + j)
+            _turn(own + at, own + right, cosines + at, sines + at, out + at, out + right)
+    for row in range(rows if whole < pairs else 0):
+        for j in range(whole, pairs):
+            a, b = given[row, j], given[row, pairs + j]
+            result[row, j] = a * cos[row, j] - b * sin[row, j]
+            result[row, pairs + j] = b * cos[row, j] + a * sin[row, j]
 
 
 @compiled

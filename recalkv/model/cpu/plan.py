@@ -6,6 +6,7 @@ and what is the same for every step is made once.
 
 import functools
 import itertools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,25 +45,26 @@ class Group:
 
     Attributes
     ----------
-    keys
-        What the loops do with its latents; kept because ``constant`` has its addresses.
     constant
         The arguments that are the same for every step.
+    keys, kept
+        What they are the addresses of.
     heads, first
         Key/value heads, and the first query head.
     latents, values
         First and last of its key latents, and of the value latents that its heads read.
-    up : (r, heads d_h) float32
-        R_v of its heads; empty where the output projection has it.
+    columns
+        That each of its query heads has in the result.
     """
 
+    constant: bytes
     keys: Keys
-    constant: np.ndarray
+    kept: tuple[np.ndarray, np.ndarray]
     heads: int
     first: int
     latents: tuple[int, int]
     values: tuple[int, int]
-    up: np.ndarray
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Layer:
         Of the parameters that it was made from.
     rope
         Turns of queries.
-    scale
-        Of queries.
+    rows
+        Query heads of a key/value head.
     groups
         Of keys.
     columns
@@ -87,7 +89,7 @@ class Layer:
 
     state: _State
     rope: TileRope
-    scale: float
+    rows: int
     groups: Sequence[Group]
     columns: int
     key_columns: int
@@ -102,30 +104,32 @@ class Layer:
         value_coding = key_coding if layer.joint else _coding(layer.value_rows)
         key_ends, value_ends = (list(itertools.accumulate(each)) for each in (layer.key_ranks, layer.value_ranks))
         head_ends, head, groups = list(itertools.accumulate(layer.value_heads)), 0, []
+        scale = np.array([layer.scaling * rope.scaling**2], np.float32)
         for number, heads in enumerate(layer.key_heads):
             biased = slice(head * d_h, (head + heads) * d_h)
             bias = None if layer.key_bias is None else layer.key_bias[biased]
             coarse = layer.key_rows is not None and halves.FASTER
             keys = group_keys(layer.key_up[number], d_h, rope, heads * rows, bias, norm, coarse)
             own = next(index for index, end in enumerate(head_ends) if head < end)
-            up = torch.zeros(0, 0)
+            up, columns = np.zeros((0, 0), np.float32), layer.value_ranks[own]
             if layer.value_up is not None:
                 first = head - head_ends[own] + layer.value_heads[own]
-                up = layer.value_up[own].detach().float()[:, first * d_h : (first + heads) * d_h].contiguous()
+                factor = layer.value_up[own].detach().float()[:, first * d_h : (first + heads) * d_h]
+                up, columns = factor.contiguous().numpy(), d_h
             groups.append(
                 Group(
+                    step.arguments(keys, key_coding, value_coding, up, scale),
                     keys,
-                    step.arguments(keys, key_coding, value_coding),
+                    (up, scale),
                     heads,
                     head * rows,
                     (key_ends[number] - layer.key_ranks[number], key_ends[number]),
                     (value_ends[own] - layer.value_ranks[own], value_ends[own]),
-                    up.numpy(),
+                    columns,
                 )
             )
             head += heads
-        scale = layer.scaling * rope.scaling**2
-        return cls(state, rope, scale, groups, layer.o_proj.in_features, sum(layer.key_ranks))
+        return cls(state, rope, rows, groups, layer.o_proj.in_features, sum(layer.key_ranks))
 
 
 def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask: Tensor | None) -> Tensor | None:
@@ -158,12 +162,10 @@ def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask:
     # Slots behind the query are empty.
     seen = int(cached.seen) - cached.offset
     extents = ((0, seen - 1, min(seen, cached.z_k.shape[2])),) * len(query)
-    keys = cached.z_k[:, 0]
-    values = keys if layer.joint else cached.z_v[:, 0]
-    recent = None
+    values, recent = cached.z_k if layer.joint else cached.z_v, None
     if cached.recent is not None:
         recent = cached.recent[:, 0, -min(layer.exact_window, extents[0][2]) :].float().contiguous()
-    return _output(prepared, query, extents, keys, values, mask, recent=recent)
+    return _output(prepared, query, extents, cached.z_k, values, mask, recent=recent)
 
 
 def paged_output(
@@ -209,8 +211,10 @@ def paged_output(
 
 def _prepared(layer: "LatentAttention", query: Tensor) -> Layer | None:
     """The layer as the loops want it, made when it is first asked for; None where they cannot serve it."""
-    parameters = [*layer.key_up, *(layer.value_up or ()), layer.key_bias, layer.k_norm and layer.k_norm.weight]
-    read = [each for each in parameters if each is not None]
+    # Past the lookup of modules, which takes longer than all else here.
+    parts = [layer._modules.get(name) for name in ("key_up", "value_up", "k_norm")]
+    given = [each for part in parts if part is not None for each in part._parameters.values()]
+    read = [each for each in (*given, layer._parameters.get("key_bias")) if each is not None]
     if torch.is_grad_enabled() and any(each.requires_grad for each in (query, *read)):
         return None
     # After a write to a parameter the layer is made again. Offloaded ones come and go with every call.
@@ -248,19 +252,16 @@ def _output(
     extents
         Of each sequence the first slot that is attended to, the query's slot and how many slots are attended to, both
         counted from there.
-    keys, values : (batch, slots, columns)
+    keys, values : (batch, slots, columns) or (batch, 1, slots, columns)
         Of the cache.
     blocks : (batch, any) int64 or None
         Of each sequence, where ``keys`` and ``values`` are blocks (any, slots, columns) of a paged cache.
     recent : (batch, any, columns) float32 or None
         Exact latents of the last slots: keys' columns, then values'.
     """
-    queries = (query[:, 0].float() * layer.scale).contiguous()
-    batch, all_heads, head_dim = queries.shape
-    rows, work = (
-        all_heads // sum(group.heads for group in layer.groups),
-        _work(extents, threads_of_torch(), layer.rope.tile),
-    )
+    queries = query.float().contiguous()
+    batch, _, all_heads, head_dim = queries.shape
+    rows, work = layer.rows, _work(extents, threads_of_torch(), layer.rope.tile)
     cos, sin = layer.rope.distances(work.reach)
     reach, pairs = cos.shape
     mask_given, mask_numbers, _kept = _mask(mask)
@@ -274,25 +275,23 @@ def _output(
         queries.data_ptr(), batch, all_heads, head_dim,
         cos.data_ptr(), reach, pairs, 1, sin.data_ptr(), reach, pairs, 1, *work.given,
     ]  # fmt: skip
-    result, done, tasks = torch.empty(batch, layer.columns), 0, len(work.parts)
-    columns = result.numpy()
+    result, done, tasks = torch.empty(batch, 1, layer.columns, dtype=torch.float32), 0, len(work.parts)
+    given += [result.data_ptr(), batch, layer.columns, 1]
     for group in layer.groups:
         count, value_rank = group.heads * rows, group.values[1] - group.values[0]
         width = value_rank + -value_rank % LANES
-        sums = torch.empty(tasks * count * (width + 2))
+        sums = torch.empty(tasks * count * (width + 2), dtype=torch.float32)
         start, size = sums.data_ptr(), 4 * tasks * count
         own = [
             start, tasks, count, width, start + size * width, tasks, count, 1,
             start + size * (width + 1), tasks, count, 1,
             work.threads, *key_strides, _KINDS[keys.dtype], *group.latents, *value_strides, *group.values,
             *mask_numbers, group.first, group.heads, block_size, group.latents[0],
-            group.values[0] + (0 if values is keys else layer.key_columns),
+            group.values[0] + (0 if values is keys else layer.key_columns), done,
         ]  # fmt: skip
-        arguments = np.concatenate([group.constant, np.array(given + own, np.int64)])
-        run(step.attend, arguments, work.threads)
-        step.combine(arguments, group.up, columns, done)
-        done += count * (head_dim if len(group.up) else value_rank)
-    return result[:, None].to(query.dtype)
+        run(step.attend, group.constant + struct.pack(f"{len(given) + len(own)}q", *given, *own), work.threads)
+        done += count * group.columns
+    return result.to(query.dtype)
 
 
 @dataclass(frozen=True)
@@ -347,10 +346,16 @@ def _coding(rows: RowLayout | None) -> Coding:
 
 
 def _memory(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Where a tensor whose rows are contiguous is, as bytes, and bytes from one to the next of its first two sizes."""
-    size, strides = tensor.element_size(), tensor.stride()
-    span = 1 + sum((many - 1) * stride for many, stride in zip(tensor.shape, strides, strict=True))
-    return (tensor.data_ptr(), size * span, 1, 1), (size * strides[0], size * strides[1])
+    """Where a tensor (any, slots, columns) or (any, 1, slots, columns), whose rows are contiguous, is.
+
+    Returns
+    -------
+    (address, bytes, 1, 1), (bytes from one of the first, and from one slot, to the next)
+    """
+    size, shape, strides = tensor.element_size(), tensor.shape, tensor.stride()
+    outer, inner = size * strides[0], size * strides[-2]
+    span = (shape[0] - 1) * outer + (shape[-2] - 1) * inner + size * shape[-1]
+    return (tensor.data_ptr(), span, 1, 1), (outer, inner)
 
 
 def _mask(mask: Tensor | None) -> tuple[tuple[int, ...], tuple[int, int, int], Tensor | None]:
@@ -361,7 +366,8 @@ def _mask(mask: Tensor | None) -> tuple[tuple[int, ...], tuple[int, int, int], T
         mask = mask.float()
     if mask.stride(-1) != 1:
         mask = mask.contiguous()
-    given, strides = _memory(mask)
-    by_sequence, by_head = (0 if many == 1 else stride for many, stride in zip(mask.shape, strides, strict=False))
+    size, shape, strides = mask.element_size(), mask.shape, mask.stride()
+    span = size * (1 + sum((many - 1) * stride for many, stride in zip(shape, strides, strict=True)))
+    by_sequence, by_head = (0 if shape[i] == 1 else size * strides[i] for i in (0, 1))
     kind = step.MASK_BOOLEAN if mask.dtype == torch.bool else step.MASK_ADDED
-    return given, (by_sequence, by_head, kind), mask
+    return (mask.data_ptr(), span, 1, 1), (by_sequence, by_head, kind), mask

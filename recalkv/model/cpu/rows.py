@@ -3,18 +3,20 @@
 import functools
 import itertools
 import math
+import struct
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import carray, cfunc, types
 from numba.extending import intrinsic
 from torch import Tensor
 
 from recalkv.cache.codebooks import CODES, GRID, STRETCH, nearest_of_cells, words
 from recalkv.cache.rows import SCALE_STEPS, SCALE_ZERO, RowLayout, scales
-from recalkv.model.cpu.loops import compiled
+from recalkv.model.cpu.loops import OPTIONS, compiled
+from recalkv.model.cpu.threads import SIZES, addressed, array_1d, array_2d, run
 
 __all__ = ["Coding", "coding", "packed_rows", "read_rows"]
 
@@ -44,7 +46,7 @@ class Coding(NamedTuple):
 _SCALE, _PLACE, _WIDTH, _LATENTS, _BITS, _WORDS, _GRID, _LEVELS = range(8)
 
 _ONE, _TWO, _FOUR = np.uint64(1), np.uint64(2), np.uint64(4)
-_EIGHT, _16, _32 = np.uint64(8), np.uint64(16), np.uint64(32)
+_EIGHT, _16, _32, _OCTET = np.uint64(8), np.uint64(16), np.uint64(32), np.uint64(255)
 _SMALLEST = np.float32(1e-38)
 _HALF = np.float32(0.5)
 _ONE_OVER_STRETCH = np.float32(1 / STRETCH)
@@ -74,46 +76,66 @@ def _books() -> tuple[dict, dict, np.ndarray, np.ndarray]:
     return first_word, first_cell, torch.cat(books).numpy(), torch.cat(cells).numpy()
 
 
-def _copy(count: int) -> Any:
-    """Write so many float32 numbers times a scale, by their addresses: with one instruction each way."""
+def _copy(latents: int, codes: int) -> Any:
+    """Write so many latents of each of so many codes, the bytes of an integer, times a scale; words by address."""
 
     @intrinsic
-    def copy(context: Any, source: Any, scale: Any, target: Any) -> Any:
+    def copy(context: Any, book: Any, octets: Any, scale: Any, target: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            kind = ir.VectorType(ir.FloatType(), count)
-            source, target = (builder.inttoptr(arguments[i], kind.as_pointer()) for i in (0, 2))
-            scale = builder.insert_element(ir.Constant(kind, ir.Undefined), arguments[1], ir.Constant(_INT32, 0))
-            scale = builder.shuffle_vector(scale, scale, ir.Constant(ir.VectorType(_INT32, count), None))
-            builder.store(builder.fmul(builder.load(source, align=4), scale), target, align=4)
+            book, octets, scale, target = arguments
+            kind, size = ir.VectorType(ir.FloatType(), latents), 4 * latents
+            scale = builder.insert_element(ir.Constant(kind, ir.Undefined), scale, ir.Constant(_INT32, 0))
+            scale = builder.shuffle_vector(scale, scale, ir.Constant(ir.VectorType(_INT32, latents), None))
+            for number in range(codes):
+                code = builder.and_(builder.lshr(octets, ir.Constant(_INT64, 8 * number)), ir.Constant(_INT64, 255))
+                word = builder.add(book, builder.mul(code, ir.Constant(_INT64, size)))
+                place = builder.add(target, ir.Constant(_INT64, size * number))
+                source, out = (builder.inttoptr(each, kind.as_pointer()) for each in (word, place))
+                builder.store(builder.fmul(builder.load(source, align=4), scale), out, align=4)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.float32, types.int64), generate
+        return types.void(types.int64, types.uint64, types.float32, types.int64), generate
 
     return copy
 
 
-_INT32 = ir.IntType(32)
-_copy_1, _copy_2, _copy_3, _copy_4, _copy_8 = (_copy(count) for count in (1, 2, 3, 4, 8))
+_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
+_one_1, _one_2, _one_3, _one_4, _one_8 = (_copy(latents, 1) for latents in (1, 2, 3, 4, 8))
+_eight_1, _eight_2, _eight_3, _eight_4, _eight_8 = (_copy(latents, 8) for latents in (1, 2, 3, 4, 8))
+
+
+@intrinsic
+def _octets(context: Any, address: Any) -> Any:
+    """Eight bytes from an address on, the first the lowest."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], _INT64.as_pointer()), align=1)
+
+    return types.uint64(types.int64), generate
 
 
 @compiled
-def _spread(packed, bits, spread):
-    """Codes of fewer than 8 bits to a byte each, eight at a time; ``packed`` may go on behind them."""
+def _some_octets(memory, place, count):
+    """The same of so many bytes of an array, and zeros."""
+    word = np.uint64(0)
+    for octet in range(np.uint64(count)):
+        word |= np.uint64(memory[np.uint64(place) + octet]) << (octet * _EIGHT)
+    return word
+
+
+@compiled
+def _next_codes(memory, place, end, bits):
+    """Eight codes that are packed from a byte on, or those up to ``end`` and zeros: a byte each."""
+    word = _octets(memory.ctypes.data + place) if place + 8 <= end else _some_octets(memory, place, end - place)
+    if bits == _EIGHT:
+        return word
     four, two, one = (_ONE << (_FOUR * bits)) - _ONE, (_ONE << (_TWO * bits)) - _ONE, (_ONE << bits) - _ONE
     # The same in each half of eight bytes, and in each quarter.
     two |= two << _32
     one |= one << _32 | one << _16 | one << (_32 + _16)
-    for group in range(np.uint64(len(spread))):
-        place, word = group * bits, np.uint64(0)
-        if place + _EIGHT <= np.uint64(len(packed)):
-            for octet in range(_EIGHT):
-                word |= np.uint64(packed[place + octet]) << (octet * _EIGHT)
-        else:
-            for octet in range(np.uint64(len(packed)) - place):
-                word |= np.uint64(packed[place + octet]) << (octet * _EIGHT)
-        word = (word & four) | ((word >> (_FOUR * bits)) & four) << _32
-        word = (word & two) | ((word >> (_TWO * bits)) & two) << _16
-        spread[group] = (word & one) | ((word >> bits) & one) << _EIGHT
+    word = (word & four) | ((word >> (_FOUR * bits)) & four) << _32
+    word = (word & two) | ((word >> (_TWO * bits)) & two) << _16
+    return (word & one) | ((word >> bits) & one) << _EIGHT
 
 
 @compiled
@@ -136,41 +158,58 @@ def read_rows(memory, start, stride, rows, first, last, coded, latents):
         if segment[_PLACE] < first or segment[_PLACE] >= last:
             continue
         place, width, k, bits = segment[_PLACE] - first, segment[_WIDTH], segment[_LATENTS], segment[_BITS]
-        # Numbers without a sign need no look at whether they count from the end.
-        whole, missing = np.uint64(width // k), width % k
-        book = coded.words.ctypes.data + 4 * segment[_WORDS]
-        spread = np.empty(((width + k - 1) // k + 7) // 8, np.uint64)
+        whole, missing = width // k, width % k
+        book, size = coded.words.ctypes.data + 4 * segment[_WORDS], 4 * k
+        octets = ((width + k - 1) // k * bits + 7) // 8
         for row in range(rows):
             column = start + row * stride + segment[_SCALE]
             scale = coded.scales[memory[column]]
-            codes, at, out = memory, np.uint64(column + 1), target + 4 * (row * latents.shape[1] + place)
-            if bits != 8:
-                _spread(memory[column + 1 :], np.uint64(bits), spread)
-                codes, at = spread.view(np.uint8), np.uint64(0)
-            if k == 1:
-                for n in range(whole):
-                    _copy_1(book + 4 * np.int64(codes[at + n]), scale, out + 4 * np.int64(n))
-            elif k == 2:
-                for n in range(whole):
-                    _copy_2(book + 8 * np.int64(codes[at + n]), scale, out + 8 * np.int64(n))
-            elif k == 3:
-                for n in range(whole):
-                    _copy_3(book + 12 * np.int64(codes[at + n]), scale, out + 12 * np.int64(n))
-            elif k == 4:
-                for n in range(whole):
-                    _copy_4(book + 16 * np.int64(codes[at + n]), scale, out + 16 * np.int64(n))
-            else:
-                for n in range(whole):
-                    _copy_8(book + 32 * np.int64(codes[at + n]), scale, out + 32 * np.int64(n))
+            at, end, out = column + 1, column + 1 + octets, target + 4 * (row * latents.shape[1] + place)
+            for _ in range(whole // 8):
+                codes = _next_codes(memory, at, end, np.uint64(bits))
+                if k == 1:
+                    _eight_1(book, codes, scale, out)
+                elif k == 2:
+                    _eight_2(book, codes, scale, out)
+                elif k == 3:
+                    _eight_3(book, codes, scale, out)
+                elif k == 4:
+                    _eight_4(book, codes, scale, out)
+                else:
+                    _eight_8(book, codes, scale, out)
+                at += bits
+                out += 8 * size
+            if at == end:
+                continue
+            codes = _next_codes(memory, at, end, np.uint64(bits))
+            for _ in range(whole % 8):
+                if k == 1:
+                    _one_1(book, codes, scale, out)
+                elif k == 2:
+                    _one_2(book, codes, scale, out)
+                elif k == 3:
+                    _one_3(book, codes, scale, out)
+                elif k == 4:
+                    _one_4(book, codes, scale, out)
+                else:
+                    _one_8(book, codes, scale, out)
+                codes >>= _EIGHT
+                out += size
             if missing:
-                entry = segment[_WORDS] + k * np.int64(codes[at + whole])
+                entry = segment[_WORDS] + k * np.int64(codes & _OCTET)
                 for i in range(missing):
                     latents[row, place + width - missing + i] = coded.words[entry + i] * scale
 
 
-@compiled
-def _pack(latents, coded, rows):
-    """Latents (tokens, width) float32 to rows (tokens, row_bytes) uint8 of zeros."""
+@cfunc(types.void(types.voidptr), **OPTIONS)
+def _pack(data):
+    """Arguments: those of a coding; latents (tokens, width) float32; rows (tokens, row_bytes) uint8 of zeros."""
+    given = carray(data, (6 * SIZES,), np.int64)
+    coded = Coding(
+        array_2d(given, 0, np.int64), array_1d(given, 1, np.float32), array_1d(given, 2, np.uint8),
+        array_1d(given, 3, np.float32),
+    )  # fmt: skip
+    latents, rows = array_2d(given, 4, np.float32), array_2d(given, 5, np.uint8)
     table, grids = coded.words, coded.grids
     for token in range(len(latents)):
         for number in range(len(coded.segments)):
@@ -213,7 +252,14 @@ def _pack(latents, coded, rows):
 
 def packed_rows(latents: Tensor, layout: RowLayout) -> Tensor:
     """What :meth:`RowLayout.pack` gives: latents (..., width) to rows (..., row_bytes) uint8."""
-    flat = latents.detach().float().reshape(-1, layout.width)
-    rows = torch.zeros(len(flat), layout.row_bytes, dtype=torch.uint8)
-    _pack(flat.numpy(), coding(layout), rows.numpy())
-    return rows.view(*latents.shape[:-1], -1)
+    numbers = latents.float().contiguous()
+    tokens = numbers.numel() // layout.width
+    rows = np.zeros((*latents.shape[:-1], layout.row_bytes), np.uint8)
+    given = numbers.data_ptr(), tokens, layout.width, 1, rows.ctypes.data, tokens, layout.row_bytes, 1
+    run(_pack, _coding_arguments(layout) + struct.pack("8q", *given), 1)
+    return torch.from_numpy(rows)
+
+
+@functools.cache
+def _coding_arguments(layout: RowLayout) -> bytes:
+    return addressed(coding(layout)).tobytes()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recalkv.model.cpu.halves import multiply_pairs, pair_columns, round_rows
-from recalkv.model.cpu.loops import LANES, compiled, inner_products, multiply
+from recalkv.model.cpu.loops import LANES, compiled, inner_products, multiply, turn_pairs
 
 __all__ = ["Scratch", "filled", "in_order", "new_scratch", "tile_scores"]
 
@@ -127,7 +127,7 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
         Receives them.
     """
     heads, rows, _ = scratch.ordered.shape
-    direct, used = np.uint64(len(keys.direct)), latents[: _fours(here)]
+    direct, used = len(keys.direct), latents[: _fours(here)]
     _turn_queries(keys, cos, sin, scratch)
     if len(keys.rebuilt_pairs):
         _multiply_in_16_bits(keys, used, scratch)
@@ -140,7 +140,7 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
     for head in range(heads):
         own = scores[head * rows : (head + 1) * rows]
         if direct:
-            inner_products(scratch.direct_keys[head, : len(used)], scratch.direct_near[head], True, own)
+            inner_products(scratch.direct_keys[head, : len(used)], scratch.direct_near[head], own)
         else:
             own[:, :here] = _NOTHING
         _add_rebuilt(keys, head, here, scratch, own)
@@ -152,14 +152,14 @@ def _multiply(keys, latents, scratch):
     """Products of the latents with rebuilt columns and the expansion's directions."""
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
     if first:
-        inner_products(latents, keys.rebuilt, True, scratch.products)
+        inner_products(latents, keys.rebuilt, scratch.products)
     if count == 0:
         return
     for head in range(len(scratch.directions)):
         own = scratch.directions[head, :count]
         own.fill(_NOTHING)
         multiply(scratch.folded[head, :count], keys.expanded[head], own)
-        inner_products(latents, own, True, scratch.products[first + head * count :])
+        inner_products(latents, own, scratch.products[first + head * count :])
 
 
 @compiled
@@ -180,8 +180,8 @@ def _multiply_in_16_bits(keys, latents, scratch):
 
 
 @compiled
-def in_order(keys, queries, scratch):
-    """Put queries (heads, rows, d_h) into the order of the keys' pairs."""
+def in_order(keys, queries, scale, scratch):
+    """Put scaled queries (heads, rows, d_h) into the order of the keys' pairs."""
     ordered = scratch.ordered
     heads, rows, head_dim = queries.shape
     half, fast, near = head_dim // 2, len(keys.fast), len(keys.fast) + len(keys.direct)
@@ -189,8 +189,8 @@ def in_order(keys, queries, scratch):
         pair = keys.fast[j] if j < fast else keys.direct[j - fast] if j < near else keys.slow[j - near]
         for head in range(heads):
             for row in range(rows):
-                ordered[head, row, j] = queries[head, row, pair]
-                ordered[head, row, half + j] = queries[head, row, half + pair]
+                ordered[head, row, j] = queries[head, row, pair] * scale
+                ordered[head, row, half + j] = queries[head, row, half + pair] * scale
 
 
 @compiled
@@ -260,23 +260,12 @@ def _turn(source, pairs, bias, cos, sin, turned):
         Turns.
     turned : (heads, >= slots, >= 2 pairs)
     """
-    # One result a loop: with two, there are too many arrays that might overlap for vectors.
-    for slot in range(len(source)):
-        for head in range(turned.shape[0]):
-            left = np.uint64(head) * np.uint64(2) * pairs
-            right = left + pairs
-            if len(bias):
-                for j in range(pairs):
-                    a, b = source[slot, left + j] + bias[head, j], source[slot, right + j] + bias[head, pairs + j]
-                    turned[head, slot, j] = a * cos[slot, j] - b * sin[slot, j]
-                    turned[head, slot, pairs + j] = b * cos[slot, j] + a * sin[slot, j]
-            else:
-                for j in range(pairs):
-                    a, b = source[slot, left + j], source[slot, right + j]
-                    turned[head, slot, j] = a * cos[slot, j] - b * sin[slot, j]
-                for j in range(pairs):
-                    a, b = source[slot, left + j], source[slot, right + j]
-                    turned[head, slot, pairs + j] = b * cos[slot, j] + a * sin[slot, j]
+    slots = len(source)
+    for head in range(turned.shape[0]):
+        own = source[:, 2 * pairs * head : 2 * pairs * (head + 1)]
+        if len(bias):
+            own = own + bias[head]
+        turn_pairs(own, cos[:slots], sin[:slots], turned[head])
 
 
 @compiled

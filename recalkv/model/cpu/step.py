@@ -15,9 +15,18 @@ from recalkv.model.cpu.loops import OPTIONS, compiled, exponentials, multiply
 from recalkv.model.cpu.rows import Coding
 from recalkv.model.cpu.scores import filled, in_order, new_scratch, tile_scores
 from recalkv.model.cpu.sources import Source, read_latents
-from recalkv.model.cpu.threads import SIZES, addressed, array_1d, array_2d, array_3d, thread_number
+from recalkv.model.cpu.threads import (
+    SIZES,
+    addressed,
+    array_1d,
+    array_2d,
+    array_3d,
+    thread_count,
+    thread_number,
+    wait_for_all,
+)
 
-__all__ = ["MASK_ADDED", "MASK_BOOLEAN", "MASK_NONE", "Mask", "arguments", "attend", "combine"]
+__all__ = ["MASK_ADDED", "MASK_BOOLEAN", "MASK_NONE", "Mask", "arguments", "attend"]
 
 MASK_NONE, MASK_BOOLEAN, MASK_ADDED = range(3)
 
@@ -70,6 +79,7 @@ def _attend_to_part(
     key_source,
     value_source,
     queries,
+    scale,
     cos,
     sin,
     extent,
@@ -103,7 +113,7 @@ def _attend_to_part(
     values = latents if joint else np.zeros((tile, value_width), np.float32)
     scores, powers = np.empty((heads * rows, tile), np.float32), np.empty(tile, np.int32)
     scratch = new_scratch(keys, heads, rows, head_dim, width)
-    in_order(keys, queries, scratch)
+    in_order(keys, queries, scale, scratch)
     for number in range(tiles[0], tiles[1]):
         slot = number * tile
         here = min(tile, slots - slot)
@@ -129,27 +139,78 @@ def _attend_to_part(
         multiply(scores[:, :here], values[:here], context)
 
 
+@compiled
+def _combine(parts, contexts, peaks, sums, heads, up, rank, result, place, number, count):
+    """Put a sequence's parts together, and apply ``R_v`` where there is one: every ``count``-th head of a sequence."""
+    width, rows = contexts.shape[2], contexts.shape[1] // heads
+    # Products go by four rows; those that fill them up stay zero.
+    filled_rows = rows if rows == 1 else (rows + 3) // 4 * 4
+    size = up.shape[1] // heads if len(up) else rank
+    context, out = np.zeros((filled_rows, width), np.float32), np.empty((filled_rows, size), np.float32)
+    start, task = 0, 0
+    while start < len(parts):
+        sequence, stop = parts[start, 0], start + 1
+        while stop < len(parts) and parts[stop, 0] == sequence:
+            stop += 1
+        for head in range(heads):
+            task += 1
+            if (task - 1) % count != number:
+                continue
+            for row in range(rows):
+                own = context[row]
+                own.fill(_NOTHING)
+                largest, whole = peaks[start:stop, head * rows + row].max(), _NOTHING
+                for part in range(start, stop):
+                    share = np.float32(np.exp(np.float64(peaks[part, head * rows + row]) - np.float64(largest)))
+                    whole += share * sums[part, head * rows + row]
+                    summed = contexts[part, head * rows + row]
+                    for i in range(width):
+                        own[i] += share * summed[i]
+                for i in range(width):
+                    own[i] /= whole
+            if len(up):
+                out.fill(_NOTHING)
+                multiply(context[:, :rank], up[:, head * size : (head + 1) * size], out)
+            first = place + head * rows * size
+            given = out if len(up) else context
+            for row in range(rows):
+                for i in range(size):
+                    result[sequence, first + row * size + i] = given[row, i]
+        start = stop
+
+
 # Arrays of a list of arguments (:mod:`recalkv.model.cpu.threads`): those of Keys in their order, then these.
 (
     _KEY_SEGMENTS, _KEY_WORDS, _KEY_GRIDS, _KEY_SCALES, _VALUE_SEGMENTS, _VALUE_WORDS, _VALUE_GRIDS, _VALUE_SCALES,
+    _UP, _SCALE,
     _KEY_MEMORY, _VALUE_MEMORY, _MASK_MEMORY, _BLOCKS, _RECENT, _QUERIES, _COS, _SIN, _EXTENTS, _PARTS, _SHARES,
-    _CONTEXTS, _PEAKS, _SUMS, _NUMBERS,
-) = range(len(Keys._fields), len(Keys._fields) + 23)  # fmt: skip
+    _RESULT, _CONTEXTS, _PEAKS, _SUMS, _NUMBERS,
+) = range(len(Keys._fields), len(Keys._fields) + 26)  # fmt: skip
 (
     _THREADS, _KEY_BATCH, _KEY_SLOT, _KIND, _FIRST_KEY, _LAST_KEY, _VALUE_BATCH, _VALUE_SLOT, _FIRST_VALUE, _LAST_VALUE,
-    _MASK_BATCH, _MASK_HEAD, _MASK_KIND, _FIRST_HEAD, _HEADS, _BLOCK_SIZE, _RECENT_KEY, _RECENT_VALUE,
-) = range(18)  # fmt: skip
-_LENGTH = _NUMBERS * SIZES + 18
+    _MASK_BATCH, _MASK_HEAD, _MASK_KIND, _FIRST_HEAD, _HEADS, _BLOCK_SIZE, _RECENT_KEY, _RECENT_VALUE, _PLACE,
+) = range(19)  # fmt: skip
+_LENGTH = _NUMBERS * SIZES + 19
 
 
-def arguments(keys: Keys, key_coding: Coding, value_coding: Coding) -> np.ndarray:
-    """What is the same for every step: the beginning of a list of arguments of :data:`attend`."""
-    return addressed([*keys, *key_coding, *value_coding])
+def arguments(keys: Keys, key_coding: Coding, value_coding: Coding, up: np.ndarray, scale: np.ndarray) -> bytes:
+    """What is the same for every step: the beginning of a list of arguments of :data:`attend`.
+
+    Parameters
+    ----------
+    keys, key_coding, value_coding
+        Of the group.
+    up : (rank, heads * d_h) float32
+        R_v; empty where the output projection has it.
+    scale : (1,) float32
+        Of queries.
+    """
+    return addressed([*keys, *key_coding, *value_coding, up, scale]).tobytes()
 
 
 @cfunc(types.void(types.voidptr), **OPTIONS)
 def attend(data):
-    """Softmax weights times value latents: this thread's share of the parts of all sequences.
+    """Attend to the latents of all sequences, this thread to its share of them.
 
     Parameters
     ----------
@@ -158,16 +219,18 @@ def attend(data):
 
         - memory of keys and of values, and the mask's: (any,) uint8; blocks (batch, any) int64; exact latents of the
           last slots, (batch, any, columns) float32;
-        - queries (batch, h, d_h) float32 of all groups: scaled, before RoPE;
+        - queries (batch, h, d_h) float32 of all groups, before RoPE;
         - cos, sin (any, pairs) float32: turns of a query to the centre of a tile that begins so many slots before it;
         - of each sequence the first slot that is attended to, the query's slot and how many slots are attended to, both
           counted from there, (batch, 3) int64; of each part its sequence, its first tile and the one behind its last,
           (parts, 3) int64, a sequence's one after the other; of each thread its first part, (threads + 1,) int64;
+        - the result (batch, any) float32, which receives contexts, or what values give, of each query head;
         - contexts (parts, heads * rows, >= rank), peaks, sums (parts, heads * rows) float32, which
           receive sums of weights times latents, the largest scores, and the sums of weights;
         and then numbers: threads; batch stride, slot stride, kind, first and last latent of keys, and
         the first two and last two of these of values; batch stride, head stride, kind and first head of the mask;
-        key/value heads of the group; slots of a block; first columns of its keys and values in the exact latents.
+        key/value heads of the group; slots of a block; first columns of its keys and values in the exact latents, and
+        of its query heads in the result.
     """
     given = carray(data, (_LENGTH,), np.int64)
     keys = Keys(
@@ -204,61 +267,19 @@ def attend(data):
     extents, parts = array_2d(given, _EXTENTS, np.int64), array_2d(given, _PARTS, np.int64)
     peaks, sums = array_2d(given, _PEAKS, np.float32), array_2d(given, _SUMS, np.float32)
     shares = array_1d(given, _SHARES, np.int64)
+    shares, scale = array_1d(given, _SHARES, np.int64), array_1d(given, _SCALE, np.float32)[0]
     first, heads, rows = n[_FIRST_HEAD], n[_HEADS], contexts.shape[1] // n[_HEADS]
-    number = thread_number(threads)
-    for part in range(shares[number], shares[number + 1]):
-        sequence = parts[part, 0]
-        own = queries[sequence, first : first + heads * rows].reshape(heads, rows, queries.shape[2])
-        _attend_to_part(
-            keys, key_source, value_source, own, cos, sin, extents[sequence], mask, sequence, parts[part, 1:],
-            contexts[part], peaks[part], sums[part],
-        )  # fmt: skip
-
-
-@compiled
-def combine(given, up, result, place):
-    """Put the parts of all sequences together and apply ``R_v``, where there is one.
-
-    Parameters
-    ----------
-    given : (any,) int64
-        The list of arguments that :data:`attend` has seen.
-    up : (rank, heads * d_h) float32
-        R_v; empty where the output projection has it.
-    result : (batch, any) float32
-        Receives contexts, or what values give, of each query head from column ``place`` on.
-    """
-    contexts = array_3d(given, _CONTEXTS, np.float32)
-    peaks, sums = array_2d(given, _PEAKS, np.float32), array_2d(given, _SUMS, np.float32)
-    parts, n = array_2d(given, _PARTS, np.int64), given[_NUMBERS * SIZES :]
-    rank, heads = n[_LAST_VALUE] - n[_FIRST_VALUE], n[_HEADS]
-    tasks, count, width = contexts.shape
-    rows, context = count // heads, np.empty((count, width), np.float32)
-    start = 0
-    while start < tasks:
-        sequence, stop = parts[start, 0], start + 1
-        while stop < tasks and parts[stop, 0] == sequence:
-            stop += 1
-        context.fill(_NOTHING)
-        for row in range(count):
-            largest, whole = peaks[start:stop, row].max(), _NOTHING
-            for part in range(start, stop):
-                share = np.float32(np.exp(np.float64(peaks[part, row]) - np.float64(largest)))
-                whole += share * sums[part, row]
-                for i in range(width):
-                    context[row, i] += share * contexts[part, row, i]
-            for i in range(width):
-                context[row, i] /= whole
-        start = stop
-        if len(up) == 0:
-            out = result[sequence, place : place + count * rank].reshape(count, rank)
-            for row in range(count):
-                for i in range(rank):
-                    out[row, i] = context[row, i]
-        else:
-            size = up.shape[1] // heads
-            out = result[sequence, place : place + count * size].reshape(count, size)
-            out.fill(_NOTHING)
-            for head in range(heads):
-                own_rows = slice(head * rows, (head + 1) * rows)
-                multiply(context[own_rows, :rank], up[:, head * size : (head + 1) * size], out[own_rows])
+    number, count = thread_number(threads), thread_count(threads)
+    # There may be fewer threads than were asked for.
+    for share in range(number, threads, count):
+        for part in range(shares[share], shares[share + 1]):
+            sequence = parts[part, 0]
+            own = queries[sequence, first : first + heads * rows].reshape(heads, rows, queries.shape[2])
+            _attend_to_part(
+                keys, key_source, value_source, own, scale, cos, sin, extents[sequence], mask, sequence,
+                parts[part, 1:], contexts[part], peaks[part], sums[part],
+            )  # fmt: skip
+    wait_for_all(threads)
+    up, result = array_2d(given, _UP, np.float32), array_2d(given, _RESULT, np.float32)
+    rank = n[_LAST_VALUE] - n[_FIRST_VALUE]
+    _combine(parts, contexts, peaks, sums, heads, up, rank, result, n[_PLACE], number, count)

@@ -21,7 +21,18 @@ from numba.extending import intrinsic
 
 from recalkv.model.cpu.loops import compiled
 
-__all__ = ["SIZES", "addressed", "array_1d", "array_2d", "array_3d", "run", "thread_number", "threads_of_torch"]
+__all__ = [
+    "SIZES",
+    "addressed",
+    "array_1d",
+    "array_2d",
+    "array_3d",
+    "run",
+    "thread_count",
+    "thread_number",
+    "threads_of_torch",
+    "wait_for_all",
+]
 
 SIZES = 4
 """Numbers of an array in the list: its address and three sizes."""
@@ -53,30 +64,45 @@ def threads_of_torch() -> int:
     return 1 if _openmp() is None else torch.get_num_threads()
 
 
-def run(task: Any, arguments: np.ndarray, threads: int) -> None:
-    """Call a ``void(void*)`` of Numba with the address of the arguments in so many threads, and wait for all."""
+def run(task: Any, arguments: bytes, threads: int) -> None:
+    """Call a ``void(void*)`` of Numba with the arguments in so many threads, or in those there are; wait for all."""
     library = _openmp()
     if threads == 1 or library is None:
-        task.ctypes(arguments.ctypes.data)
+        task.ctypes(arguments)
     else:
-        library.GOMP_parallel(task.address, arguments.ctypes.data, threads, 0)
+        library.GOMP_parallel(task.address, arguments, threads, 0)
 
 
-def _name_thread_number() -> None:
-    """Let compiled code find the function by its name."""
+def _named(name: str, result: Any) -> Any:
+    """A function of the library by its name, for compiled code; it is not called where there is one thread."""
     library = _openmp()
-    function: Any = ctypes.pythonapi.PyErr_Occurred if library is None else library.omp_get_thread_num
-    llvm.add_symbol("recalkv_thread_number", ctypes.cast(function, ctypes.c_void_p).value)
+    function: Any = ctypes.pythonapi.PyErr_Occurred if library is None else getattr(library, name)
+    llvm.add_symbol(f"recalkv_{name}", ctypes.cast(function, ctypes.c_void_p).value)
+    return types.ExternalFunction(f"recalkv_{name}", result())
 
 
-_name_thread_number()
-_number = types.ExternalFunction("recalkv_thread_number", types.int32())
+_number = _named("omp_get_thread_num", types.int32)
+_count = _named("omp_get_num_threads", types.int32)
+_barrier = _named("GOMP_barrier", types.void)
 
 
 @compiled
 def thread_number(threads):
     """Of the caller, 0 where it is the only one."""
     return 0 if threads == 1 else _number()
+
+
+@compiled
+def thread_count(threads):
+    """Threads that there are, of so many that were asked for."""
+    return 1 if threads == 1 else _count()
+
+
+@compiled
+def wait_for_all(threads):
+    """Until every thread has come here."""
+    if threads != 1:
+        _barrier()
 
 
 @intrinsic
