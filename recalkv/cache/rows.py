@@ -113,6 +113,10 @@ class RowLayout:
             parts.append((values * _scale(level.float())).to(dtype))
         return torch.cat(parts, dim=-1)
 
+    def prepare(self, device: torch.device) -> None:
+        """Make what :meth:`pack` and :meth:`unpack` look things up in."""
+        self._tables(device)
+
     def _tables(self, device: torch.device) -> "_Tables":
         if device not in self._by_device:
             # They outlive the forward pass that needs them first.

@@ -32,8 +32,6 @@ from recalkv.model.values import (
 
 __all__ = ["Cached", "LatentAttention", "compiled_loops"]
 
-_FEW_TOKENS = 32
-
 
 @functools.cache
 def compiled_loops() -> Any:
@@ -263,9 +261,9 @@ class LatentAttention(nn.Module):
         z_k, z_v, seen, offset, fresh, recent = cached
         length, slots = query.shape[1], z_k.shape[2]
         if self.key_rows is not None:
-            z_k = self.key_rows.unpack(z_k, query.dtype)
+            z_k = _unpacked(z_k, self.key_rows, query.dtype)
         if self.value_rows is not None:
-            z_v = self.value_rows.unpack(z_v, query.dtype)
+            z_v = _unpacked(z_v, self.value_rows, query.dtype)
         several = recent is not None and length > 1
         if recent is not None and length == 1:
             exact_k, exact_v = self._split(recent)
@@ -474,9 +472,21 @@ def _apply_up(latent: Tensor, up: Reconstruction, ranks: Sequence[int]) -> Tenso
     return torch.cat([part @ factor for part, factor in zip(parts, up(), strict=True)], dim=-1)
 
 
+def _row_loops(tensor: Tensor) -> Any:
+    """The compiled loops, where they can pack and unpack: torch has some ten passes over all latents."""
+    return compiled_loops() if tensor.is_cpu and not torch.compiler.is_compiling() else None
+
+
 def _packed(latents: Tensor, rows: RowLayout) -> Tensor:
-    """Rows of latents, by compiled loops where there are few on a CPU: torch has some ten passes over all of them."""
-    few = latents.numel() <= _FEW_TOKENS * rows.width and latents.is_cpu and not torch.compiler.is_compiling()
-    loops = compiled_loops() if few else None
+    loops = _row_loops(latents)
+    if loops is not None:
+        # A step that is compiled later finds the tables, which it could not load.
+        rows.prepare(latents.device)
     packed: Tensor = rows.pack(latents) if loops is None else loops.packed_rows(latents, rows)
     return packed
+
+
+def _unpacked(packed: Tensor, rows: RowLayout, dtype: torch.dtype) -> Tensor:
+    loops = _row_loops(packed)
+    latents: Tensor = rows.unpack(packed, dtype) if loops is None else loops.unpacked_rows(packed, rows, dtype)
+    return latents

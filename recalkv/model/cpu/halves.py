@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from recalkv.model.cpu.loops import FEATURES, LANES, compiled
+from recalkv.model.cpu.loops import FEATURES, LANES, bits_of, compiled
 
 __all__ = ["FASTER", "TOLERANCE", "multiply_pairs", "pair_columns", "round_rows"]
 
@@ -135,16 +135,6 @@ def multiply_pairs(left, left_steps, right, right_steps, result):
         first += _VECTORS if whole else 1
 
 
-@intrinsic
-def _bits(context: Any, number: Any) -> Any:
-    """Of a float32, as an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _INT32)
-
-    return types.int32(types.float32), generate
-
-
 @compiled
 def round_rows(numbers, pairs, steps):
     """Round float32 numbers (rows, 2 pairs) to 16 bits, two in each of (rows, pairs) uint32, in steps (rows,)."""
@@ -159,7 +149,7 @@ def round_rows(numbers, pairs, steps):
     for row in range(len(numbers)):
         given, halves, one_over = numbers[row], pairs[row].view(np.int16), np.float32(1) / steps[row]
         for i in range(len(given)):
-            halves[i] = np.int16(_bits(given[i] * one_over + _INTEGERS))
+            halves[i] = np.int16(bits_of(given[i] * one_over + _INTEGERS))
 
 
 @intrinsic

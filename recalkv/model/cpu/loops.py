@@ -18,10 +18,12 @@ __all__ = [
     "LANES",
     "OPTIONS",
     "VECTOR",
+    "bits_of",
     "compiled",
     "exponentials",
     "inner_products",
     "multiply",
+    "power_of_two",
     "turn_pairs",
 ]
 
@@ -269,27 +271,42 @@ def turn_pairs(given, cos, sin, result):
             result[row, pairs + j] = b * cos[row, j] + a * sin[row, j]
 
 
-@compiled
-def exponentials(values, peak, whole):
-    """Replace float32 values by ``exp(value - peak)`` and return their sum; below 2^-126 it is about zero.
+@intrinsic
+def bits_of(context: Any, number: Any) -> Any:
+    """Of a float32, as an int32."""
 
-    Parameters
-    ----------
-    values
-        At most ``peak`` each.
-    whole : int32, as long
-        Scratch memory.
-    """
-    for j in range(len(values)):
-        power = max((values[j] - peak) * _LOG2_E, _LEAST_POWER)
-        integer = np.int32(power - np.float32(0.5))
-        x = power - np.float32(integer)
-        values[j] = np.float32(1.0) + x * (_C1 + x * (_C2 + x * (_C3 + x * (_C4 + x * (_C5 + x * _C6)))))
-        whole[j] = (integer + np.int32(127)) << np.int32(23)
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], _INT32)
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def _number_of(context: Any, bits: Any) -> Any:
+    """A float32 of these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], _NUMBER)
+
+    return types.float32(types.int32), generate
+
+
+@compiled
+def power_of_two(power):
+    """``2^power`` of a float32 of at most zero; below 2^-126 it is about that."""
+    power = max(power, _LEAST_POWER)
+    integer = np.int32(power - np.float32(0.5))
+    x = power - np.float32(integer)
+    fraction = np.float32(1.0) + x * (_C1 + x * (_C2 + x * (_C3 + x * (_C4 + x * (_C5 + x * _C6)))))
     # A float whose mantissa is zero is a power of two.
-    powers = whole.view(np.float32)
-    total = np.float32(0.0)
+    return fraction * _number_of((integer + np.int32(127)) << np.int32(23))
+
+
+@compiled
+def exponentials(values, peak):
+    """Replace float32 values, at most ``peak`` each, by ``exp(value - peak)`` and return their sum."""
+    total = _ZERO
     for j in range(len(values)):
-        values[j] *= powers[j]
+        values[j] = power_of_two((values[j] - peak) * _LOG2_E)
         total += values[j]
     return total

@@ -1,24 +1,32 @@
-"""Packed rows in compiled loops: what :class:`recalkv.cache.rows.RowLayout` does, a few rows at a time."""
+"""Packed rows in compiled loops: how they are laid out, and how some of them are read."""
 
 import functools
 import itertools
-import math
-import struct
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import types
 from numba.extending import intrinsic
-from torch import Tensor
 
-from recalkv.cache.codebooks import CODES, GRID, STRETCH, nearest_of_cells, words
-from recalkv.cache.rows import SCALE_STEPS, SCALE_ZERO, RowLayout, scales
-from recalkv.model.cpu.loops import OPTIONS, compiled
-from recalkv.model.cpu.threads import SIZES, addressed, array_1d, array_2d, run
+from recalkv.cache.codebooks import CODES, GRID, nearest_of_cells, words
+from recalkv.cache.rows import RowLayout, scales
+from recalkv.model.cpu.loops import compiled
 
-__all__ = ["Coding", "coding", "packed_rows", "read_rows"]
+__all__ = [
+    "BITS",
+    "GRID_OF",
+    "LATENTS",
+    "LEVELS",
+    "PLACE",
+    "SCALE",
+    "WIDTH",
+    "WORDS",
+    "Coding",
+    "coding",
+    "read_rows",
+]
 
 
 class Coding(NamedTuple):
@@ -28,7 +36,7 @@ class Coding(NamedTuple):
     ----------
     segments : (segments, 8) int64
         Column of the scale, first latent, width, latents of a code, bits of a code, first of its words, first cell of
-        its grid (-1 without one), levels of that grid.
+        its grid (-1 without one), levels of that grid (0 without one).
     words : (any,) float32
         Words of all codes, one after the other.
     grids : (any,) uint8
@@ -43,13 +51,11 @@ class Coding(NamedTuple):
     scales: np.ndarray
 
 
-_SCALE, _PLACE, _WIDTH, _LATENTS, _BITS, _WORDS, _GRID, _LEVELS = range(8)
+SCALE, PLACE, WIDTH, LATENTS, BITS, WORDS, GRID_OF, LEVELS = range(8)
+"""Numbers of a segment."""
 
 _ONE, _TWO, _FOUR = np.uint64(1), np.uint64(2), np.uint64(4)
 _EIGHT, _16, _32, _OCTET = np.uint64(8), np.uint64(16), np.uint64(32), np.uint64(255)
-_SMALLEST = np.float32(1e-38)
-_HALF = np.float32(0.5)
-_ONE_OVER_STRETCH = np.float32(1 / STRETCH)
 
 
 @functools.cache
@@ -155,14 +161,14 @@ def read_rows(memory, start, stride, rows, first, last, coded, latents):
     target = latents.ctypes.data
     for number in range(len(coded.segments)):
         segment = coded.segments[number]
-        if segment[_PLACE] < first or segment[_PLACE] >= last:
+        if segment[PLACE] < first or segment[PLACE] >= last:
             continue
-        place, width, k, bits = segment[_PLACE] - first, segment[_WIDTH], segment[_LATENTS], segment[_BITS]
+        place, width, k, bits = segment[PLACE] - first, segment[WIDTH], segment[LATENTS], segment[BITS]
         whole, missing = width // k, width % k
-        book, size = coded.words.ctypes.data + 4 * segment[_WORDS], 4 * k
+        book, size = coded.words.ctypes.data + 4 * segment[WORDS], 4 * k
         octets = ((width + k - 1) // k * bits + 7) // 8
         for row in range(rows):
-            column = start + row * stride + segment[_SCALE]
+            column = start + row * stride + segment[SCALE]
             scale = coded.scales[memory[column]]
             at, end, out = column + 1, column + 1 + octets, target + 4 * (row * latents.shape[1] + place)
             for _ in range(whole // 8):
@@ -196,70 +202,6 @@ def read_rows(memory, start, stride, rows, first, last, coded, latents):
                 codes >>= _EIGHT
                 out += size
             if missing:
-                entry = segment[_WORDS] + k * np.int64(codes & _OCTET)
+                entry = segment[WORDS] + k * np.int64(codes & _OCTET)
                 for i in range(missing):
                     latents[row, place + width - missing + i] = coded.words[entry + i] * scale
-
-
-@cfunc(types.void(types.voidptr), **OPTIONS)
-def _pack(data):
-    """Arguments: those of a coding; latents (tokens, width) float32; rows (tokens, row_bytes) uint8 of zeros."""
-    given = carray(data, (6 * SIZES,), np.int64)
-    coded = Coding(
-        array_2d(given, 0, np.int64), array_1d(given, 1, np.float32), array_1d(given, 2, np.uint8),
-        array_1d(given, 3, np.float32),
-    )  # fmt: skip
-    latents, rows = array_2d(given, 4, np.float32), array_2d(given, 5, np.uint8)
-    table, grids = coded.words, coded.grids
-    for token in range(len(latents)):
-        for number in range(len(coded.segments)):
-            segment = coded.segments[number]
-            own = latents[token, segment[_PLACE] : segment[_PLACE] + segment[_WIDTH]]
-            codes = rows[token, segment[_SCALE] + 1 :]
-            width, k, bits, grid = len(own), segment[_LATENTS], segment[_BITS], segment[_GRID]
-            power = np.float32(0)
-            for i in range(width):
-                power += own[i] * own[i]
-            steps = math.log2(max(power / np.float32(width), _SMALLEST)) * (SCALE_STEPS / 2)
-            level = int(min(255.0, max(0.0, np.rint(steps + SCALE_ZERO))))
-            rows[token, segment[_SCALE]] = level
-            one_over = np.float32(1) / coded.scales[level]
-            levels = segment[_LEVELS]
-            for n in range((width + k - 1) // k):
-                code = 0
-                if grid >= 0:
-                    cell = 0
-                    for i in range(k):
-                        # A latent that is not there is zero: in the cell above the middle.
-                        x = own[n * k + i] * one_over if n * k + i < width else np.float32(0)
-                        place = int((np.float32(math.erf(x * _ONE_OVER_STRETCH)) + np.float32(1)) * (levels * _HALF))
-                        cell = cell * levels + min(max(place, 0), levels - 1)
-                    code = np.int64(grids[grid + cell])
-                else:
-                    best = np.float32(np.inf)
-                    for candidate in range(1 << bits):
-                        entry, distance = segment[_WORDS] + candidate * k, np.float32(0)
-                        for i in range(k):
-                            x = own[n * k + i] * one_over if n * k + i < width else np.float32(0)
-                            distance += (x - table[entry + i]) * (x - table[entry + i])
-                        if distance < best:
-                            best, code = distance, candidate
-                octet, shift = (n * bits) >> 3, (n * bits) & 7
-                codes[octet] |= np.uint8((code << shift) & 255)
-                if shift + bits > 8:
-                    codes[octet + 1] |= np.uint8(code >> (8 - shift))
-
-
-def packed_rows(latents: Tensor, layout: RowLayout) -> Tensor:
-    """What :meth:`RowLayout.pack` gives: latents (..., width) to rows (..., row_bytes) uint8."""
-    numbers = latents.float().contiguous()
-    tokens = numbers.numel() // layout.width
-    rows = np.zeros((*latents.shape[:-1], layout.row_bytes), np.uint8)
-    given = numbers.data_ptr(), tokens, layout.width, 1, rows.ctypes.data, tokens, layout.row_bytes, 1
-    run(_pack, _coding_arguments(layout) + struct.pack("8q", *given), 1)
-    return torch.from_numpy(rows)
-
-
-@functools.cache
-def _coding_arguments(layout: RowLayout) -> bytes:
-    return addressed(coding(layout)).tobytes()

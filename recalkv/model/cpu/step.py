@@ -111,7 +111,7 @@ def _attend_to_part(
     # What fills rows up stays zero.
     latents = np.zeros((tile, width), np.float32)
     values = latents if joint else np.zeros((tile, value_width), np.float32)
-    scores, powers = np.empty((heads * rows, tile), np.float32), np.empty(tile, np.int32)
+    scores = np.empty((heads * rows, tile), np.float32)
     scratch = new_scratch(keys, heads, rows, head_dim, width)
     in_order(keys, queries, scale, scratch)
     for number in range(tiles[0], tiles[1]):
@@ -135,7 +135,7 @@ def _attend_to_part(
                 for i in range(value_width):
                     context[row, i] *= before
                 peak[row] = largest
-            total[row] += exponentials(weights, largest, powers[:here])
+            total[row] += exponentials(weights, largest)
         multiply(scores[:, :here], values[:here], context)
 
 

@@ -1,0 +1,175 @@
+"""Whole caches of packed rows in compiled loops, in torch's own threads: a row is a thread's."""
+
+import functools
+import math
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, types
+from torch import Tensor
+
+from recalkv.cache.codebooks import CODES, GRID, STRETCH, words
+from recalkv.cache.rows import SCALE_STEPS, SCALE_ZERO, RowLayout
+from recalkv.model.cpu.loops import OPTIONS, compiled, power_of_two
+from recalkv.model.cpu.rows import BITS, GRID_OF, LATENTS, LEVELS, PLACE, SCALE, WIDTH, Coding, coding, read_rows
+from recalkv.model.cpu.threads import (
+    SIZES,
+    addressed,
+    array_1d,
+    array_2d,
+    run,
+    thread_count,
+    thread_number,
+    threads_of_torch,
+)
+
+__all__ = ["packed_rows", "unpacked_rows"]
+
+_ROWS_A_THREAD = 16
+"""At least, or another thread is not worth waking."""
+
+_ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
+_SMALLEST = np.float32(1e-38)
+_ONE_OVER_STRETCH = np.float32(1 / STRETCH)
+_MINUS_LOG2_E = np.float32(-math.log2(math.e))
+# The error function to 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
+_P, _A1, _A2, _A3, _A4, _A5 = map(
+    np.float32, (0.3275911, 0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+)
+
+
+@compiled
+def _cells(latents, one_over, levels, places):
+    """Cells of latents times a factor: what :func:`recalkv.cache.codebooks.cells` gives."""
+    top = np.float32(levels - 1)
+    for i in range(len(latents)):
+        x = latents[i] * one_over * _ONE_OVER_STRETCH
+        far = abs(x)
+        t = _ONE / (_ONE + _P * far)
+        rest = t * (_A1 + t * (_A2 + t * (_A3 + t * (_A4 + t * _A5)))) * power_of_two(far * far * _MINUS_LOG2_E)
+        erf = _ONE - rest if x > _ZERO else rest - _ONE
+        place = (erf + _ONE) * (np.float32(levels) * _HALF)
+        # What is not finite is in any cell.
+        place = place if place > _ZERO else _ZERO
+        places[i] = np.int32(place if place < top else top)
+
+
+@compiled
+def _nearest(latents, one_over, first, many, across, distances):
+    """Code of the word nearest to some latents times a factor, those that are not there being zero."""
+    for word in range(len(distances)):
+        distances[word] = across[many, word]
+    for i in range(min(many, len(latents) - first)):
+        x, column = latents[first + i] * one_over, across[i]
+        for word in range(len(distances)):
+            distances[word] += x * column[word]
+    least = distances.min()
+    for word in range(len(distances)):
+        if distances[word] == least:
+            return word
+    return 0
+
+
+@compiled
+def _pack_segment(segment, latents, coded, across, places, distances, row):
+    """Write scale and codes of one segment."""
+    own = latents[segment[PLACE] : segment[PLACE] + segment[WIDTH]]
+    width, k, bits, levels = len(own), segment[LATENTS], segment[BITS], segment[LEVELS]
+    count = (width + k - 1) // k
+    power = _ZERO
+    for i in range(width):
+        power += own[i] * own[i]
+    steps = math.log2(max(power / np.float32(width), _SMALLEST)) * (SCALE_STEPS / 2)
+    level = int(min(255.0, max(0.0, np.rint(steps + SCALE_ZERO))))
+    row[segment[SCALE]] = level
+    one_over, codes = _ONE / coded.scales[level], row[segment[SCALE] + 1 :]
+    if levels:
+        _cells(own, one_over, levels, places)
+        # A latent that is not there is zero: in the cell above the middle.
+        for i in range(width, count * k):
+            places[i] = levels // 2
+    for n in range(count):
+        if levels:
+            cell = np.int64(0)
+            for i in range(k):
+                cell = cell * levels + places[n * k + i]
+            code = np.int64(coded.grids[segment[GRID_OF] + cell])
+        else:
+            code = np.int64(_nearest(own, one_over, n * k, k, across, distances))
+        octet, shift = (n * bits) >> 3, (n * bits) & 7
+        codes[octet] |= np.uint8((code << shift) & 255)
+        if shift + bits > 8:
+            codes[octet + 1] |= np.uint8(code >> (8 - shift))
+
+
+@cfunc(types.void(types.voidptr), **OPTIONS)
+def _pack(data):
+    """Arguments: a coding, :func:`_across`, latents (rows, width) float32, rows (rows, row_bytes) of zeros; threads."""
+    given = carray(data, (7 * SIZES + 1,), np.int64)
+    coded = Coding(
+        array_2d(given, 0, np.int64), array_1d(given, 1, np.float32), array_1d(given, 2, np.uint8),
+        array_1d(given, 3, np.float32),
+    )  # fmt: skip
+    across, latents, rows = array_2d(given, 4, np.float32), array_2d(given, 5, np.float32), array_2d(given, 6, np.uint8)
+    threads = given[7 * SIZES]
+    number, count = thread_number(threads), thread_count(threads)
+    places = np.empty(latents.shape[1] + across.shape[0], np.int32)
+    distances = np.empty(across.shape[1], np.float32)
+    for row in range(len(latents) * number // count, len(latents) * (number + 1) // count):
+        for segment in range(len(coded.segments)):
+            _pack_segment(coded.segments[segment], latents[row], coded, across, places, distances, rows[row])
+
+
+@cfunc(types.void(types.voidptr), **OPTIONS)
+def _unpack(data):
+    """Arguments: a coding, rows (rows, row_bytes), latents (rows, width) float32; threads, bytes from row to row."""
+    given = carray(data, (6 * SIZES + 2,), np.int64)
+    coded = Coding(
+        array_2d(given, 0, np.int64), array_1d(given, 1, np.float32), array_1d(given, 2, np.uint8),
+        array_1d(given, 3, np.float32),
+    )  # fmt: skip
+    rows, latents, stride = array_1d(given, 4, np.uint8), array_2d(given, 5, np.float32), given[6 * SIZES + 1]
+    threads = given[6 * SIZES]
+    number, count = thread_number(threads), thread_count(threads)
+    first, last = len(latents) * number // count, len(latents) * (number + 1) // count
+    read_rows(rows, first * stride, stride, last - first, 0, latents.shape[1], coded, latents[first:last])
+
+
+@functools.cache
+def _across() -> np.ndarray:
+    """Words of the code that has no grid, negative, and half of their squared norms: (latents + 1, words) float32."""
+    (code,) = (code for code in CODES if code.latents not in GRID)
+    book = words(code)
+    return torch.cat([-book.T, book.square().sum(1)[None] / 2]).contiguous().numpy()
+
+
+@functools.cache
+def _arguments(layout: RowLayout, packing: bool) -> bytes:
+    return addressed([*coding(layout), *([_across()] if packing else [])]).tobytes()
+
+
+def _threads(rows: int) -> int:
+    return max(1, min(threads_of_torch(), rows // _ROWS_A_THREAD))
+
+
+def packed_rows(latents: Tensor, layout: RowLayout) -> Tensor:
+    """What :meth:`RowLayout.pack` gives: latents (..., width) to rows (..., row_bytes) uint8."""
+    numbers = latents.float().contiguous()
+    count, threads = numbers.numel() // layout.width, _threads(numbers.numel() // layout.width)
+    rows = np.zeros((*latents.shape[:-1], layout.row_bytes), np.uint8)
+    given = numbers.data_ptr(), count, layout.width, 1, rows.ctypes.data, count, layout.row_bytes, 1, threads
+    run(_pack, _arguments(layout, True) + struct.pack("9q", *given), threads)
+    return torch.from_numpy(rows)
+
+
+def unpacked_rows(rows: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
+    """What :meth:`RowLayout.unpack` gives: rows (..., row_bytes) uint8 to latents (..., width) of this type."""
+    rows = rows.contiguous()
+    count, threads = rows.numel() // layout.row_bytes, _threads(rows.numel() // layout.row_bytes)
+    latents: Any = torch.empty(*rows.shape[:-1], layout.width, dtype=torch.float32)
+    given = rows.data_ptr(), rows.numel(), 1, 1, latents.data_ptr(), count, layout.width, 1, threads, layout.row_bytes
+    run(_unpack, _arguments(layout, False) + struct.pack("10q", *given), threads)
+    unpacked: Tensor = latents.to(dtype)
+    return unpacked
