@@ -69,12 +69,12 @@ class RowLayout:
         self.segments = _checked(groups)
         self._by_device: dict[torch.device, _Tables] = {}
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Latents of a row."""
         return sum(segment.width for segment in self.segments)
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes of a row: scales and codes."""
         return sum(segment.row_bytes for segment in self.segments)

@@ -3,7 +3,6 @@
 import functools
 import math
 import struct
-from typing import Any
 
 import numpy as np
 import torch
@@ -106,7 +105,7 @@ def _pack_segment(segment, latents, coded, across, places, distances, row):
 
 @cfunc(types.void(types.voidptr), **OPTIONS)
 def _pack(data):
-    """Arguments: a coding, :func:`_across`, latents (rows, width) float32, rows (rows, row_bytes) of zeros; threads."""
+    """Arguments: a coding, :func:`_across`, latents (rows, width) float32, rows (rows, row_bytes) uint8; threads."""
     given = carray(data, (7 * SIZES + 1,), np.int64)
     coded = Coding(
         array_2d(given, 0, np.int64), array_1d(given, 1, np.float32), array_1d(given, 2, np.uint8),
@@ -118,6 +117,7 @@ def _pack(data):
     places = np.empty(latents.shape[1] + across.shape[0], np.int32)
     distances = np.empty(across.shape[1], np.float32)
     for row in range(len(latents) * number // count, len(latents) * (number + 1) // count):
+        rows[row].fill(0)
         for segment in range(len(coded.segments)):
             _pack_segment(coded.segments[segment], latents[row], coded, across, places, distances, rows[row])
 
@@ -156,20 +156,21 @@ def _threads(rows: int) -> int:
 
 def packed_rows(latents: Tensor, layout: RowLayout) -> Tensor:
     """What :meth:`RowLayout.pack` gives: latents (..., width) to rows (..., row_bytes) uint8."""
-    numbers = latents.float().contiguous()
-    count, threads = numbers.numel() // layout.width, _threads(numbers.numel() // layout.width)
-    rows = np.zeros((*latents.shape[:-1], layout.row_bytes), np.uint8)
-    given = numbers.data_ptr(), count, layout.width, 1, rows.ctypes.data, count, layout.row_bytes, 1, threads
+    numbers, width = latents.float().contiguous(), layout.width
+    rows = torch.empty(*latents.shape[:-1], layout.row_bytes, dtype=torch.uint8)
+    count = numbers.numel() // width
+    threads = _threads(count)
+    given = numbers.data_ptr(), count, width, 1, rows.data_ptr(), count, rows.shape[-1], 1, threads
     run(_pack, _arguments(layout, True) + struct.pack("9q", *given), threads)
-    return torch.from_numpy(rows)
+    return rows
 
 
 def unpacked_rows(rows: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
     """What :meth:`RowLayout.unpack` gives: rows (..., row_bytes) uint8 to latents (..., width) of this type."""
-    rows = rows.contiguous()
-    count, threads = rows.numel() // layout.row_bytes, _threads(rows.numel() // layout.row_bytes)
-    latents: Any = torch.empty(*rows.shape[:-1], layout.width, dtype=torch.float32)
-    given = rows.data_ptr(), rows.numel(), 1, 1, latents.data_ptr(), count, layout.width, 1, threads, layout.row_bytes
+    rows, width = rows.contiguous(), layout.width
+    latents = torch.empty(*rows.shape[:-1], width, dtype=torch.float32)
+    count = latents.numel() // width
+    threads = _threads(count)
+    given = rows.data_ptr(), rows.numel(), 1, 1, latents.data_ptr(), count, width, 1, threads, rows.shape[-1]
     run(_unpack, _arguments(layout, False) + struct.pack("10q", *given), threads)
-    unpacked: Tensor = latents.to(dtype)
-    return unpacked
+    return latents.to(dtype)

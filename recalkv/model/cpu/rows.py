@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from recalkv.cache.codebooks import CODES, GRID, nearest_of_cells, words
 from recalkv.cache.rows import RowLayout, scales
-from recalkv.model.cpu.loops import compiled
+from recalkv.model.cpu.loops import FEATURES, compiled
 
 __all__ = [
     "BITS",
@@ -111,6 +112,37 @@ _eight_1, _eight_2, _eight_3, _eight_4, _eight_8 = (_copy(latents, 8) for latent
 
 
 @intrinsic
+def _look_up_64(context: Any, book: Any, octets: Any, scale: Any, target: Any) -> Any:
+    """Write words of eight codes of 6 bits for single latents, times a scale: all words fit into four registers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        book, octets, scale, target = arguments
+        sixteen, numbers = ir.VectorType(_INT32, 16), ir.VectorType(ir.FloatType(), 16)
+        eight = ir.VectorType(ir.FloatType(), 8)
+        codes = builder.bitcast(octets, ir.VectorType(ir.IntType(8), 8))
+        codes = builder.zext(codes, ir.VectorType(_INT32, 8))
+        codes = builder.shuffle_vector(codes, codes, ir.Constant(sixteen, [*range(8)] * 2))
+        places = (builder.add(book, ir.Constant(_INT64, 64 * number)) for number in range(4))
+        words = [builder.load(builder.inttoptr(place, numbers.as_pointer()), align=4) for place in places]
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(numbers, [numbers, sixteen, numbers]), "llvm.x86.avx512.vpermi2var.ps.512"
+        )
+        lower, upper = (builder.call(function, [words[i], codes, words[i + 1]]) for i in (0, 2))
+        below = builder.icmp_unsigned("<", codes, ir.Constant(sixteen, [32] * 16))
+        found = builder.select(below, lower, upper)
+        found = builder.shuffle_vector(found, found, ir.Constant(ir.VectorType(_INT32, 8), [*range(8)]))
+        scale = builder.insert_element(ir.Constant(eight, ir.Undefined), scale, ir.Constant(_INT32, 0))
+        scale = builder.shuffle_vector(scale, scale, ir.Constant(ir.VectorType(_INT32, 8), None))
+        builder.store(builder.fmul(found, scale), builder.inttoptr(target, eight.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint64, types.float32, types.int64), generate
+
+
+_eight_of_64 = _look_up_64 if "+avx512f" in FEATURES else _eight_1
+
+
+@intrinsic
 def _octets(context: Any, address: Any) -> Any:
     """Eight bytes from an address on, the first the lowest."""
 
@@ -173,7 +205,9 @@ def read_rows(memory, start, stride, rows, first, last, coded, latents):
             at, end, out = column + 1, column + 1 + octets, target + 4 * (row * latents.shape[1] + place)
             for _ in range(whole // 8):
                 codes = _next_codes(memory, at, end, np.uint64(bits))
-                if k == 1:
+                if k == 1 and bits == 6:
+                    _eight_of_64(book, codes, scale, out)
+                elif k == 1:
                     _eight_1(book, codes, scale, out)
                 elif k == 2:
                     _eight_2(book, codes, scale, out)

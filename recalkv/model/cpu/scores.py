@@ -11,7 +11,7 @@ import numpy as np
 from recalkv.model.cpu.halves import multiply_pairs, pair_columns, round_rows
 from recalkv.model.cpu.loops import LANES, compiled, inner_products, multiply, turn_pairs
 
-__all__ = ["Scratch", "filled", "in_order", "new_scratch", "tile_scores"]
+__all__ = ["Scratch", "filled", "in_order", "new_scratch", "round_slots", "tile_scores"]
 
 _NOTHING = np.float32(0)
 
@@ -118,7 +118,7 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
     Parameters
     ----------
     latents : (tile, >= r)
-        What fills rows up to whole vectors is zero.
+        What fills rows up to whole vectors is zero. Products in 16 bits read what :func:`round_slots` made of them.
     here
         Slots that the tile has; the last four of them may be written past.
     cos, sin : (pairs,)
@@ -148,6 +148,14 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
 
 
 @compiled
+def round_slots(latents, first, scratch):
+    """Round some slots of a tile, at most one vector of them from ``first`` on, for products in 16 bits."""
+    last = first + LANES
+    round_rows(latents, scratch.latent_pairs[first:last], scratch.latent_steps[first:last])
+    pair_columns(scratch.latent_pairs[first:last], scratch.slot_pairs[first // LANES : last // LANES])
+
+
+@compiled
 def _multiply(keys, latents, scratch):
     """Products of the latents with rebuilt columns and the expansion's directions."""
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
@@ -164,7 +172,7 @@ def _multiply(keys, latents, scratch):
 
 @compiled
 def _multiply_in_16_bits(keys, latents, scratch):
-    """The same of rounded numbers."""
+    """The same of slots that :func:`round_slots` has rounded."""
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
     heads, vectors = len(scratch.directions), scratch.directions.shape[2] // LANES
     for head in range(heads if count else 0):
@@ -173,9 +181,7 @@ def _multiply_in_16_bits(keys, latents, scratch):
         expanded = keys.expanded_pairs[head * vectors : (head + 1) * vectors]
         multiply_pairs(scratch.folded_pairs, scratch.folded_steps, expanded, keys.expanded_steps[head], own)
         round_rows(own[:count], scratch.factor_pairs[place:], scratch.factor_steps[place:])
-    round_rows(latents, scratch.latent_pairs, scratch.latent_steps)
     slots = scratch.slot_pairs[: filled(len(latents)) // LANES]
-    pair_columns(scratch.latent_pairs, slots)
     multiply_pairs(scratch.factor_pairs, scratch.factor_steps, slots, scratch.latent_steps, scratch.products)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from numba import carray, cfunc, types
 
 from recalkv.model.cpu.keys import Keys
-from recalkv.model.cpu.loops import OPTIONS, compiled, exponentials, multiply
+from recalkv.model.cpu.loops import LANES, OPTIONS, compiled, exponentials, multiply
 from recalkv.model.cpu.rows import Coding
-from recalkv.model.cpu.scores import filled, in_order, new_scratch, tile_scores
+from recalkv.model.cpu.scores import filled, in_order, new_scratch, round_slots, tile_scores
 from recalkv.model.cpu.sources import Source, read_latents
 from recalkv.model.cpu.threads import (
     SIZES,
@@ -74,6 +74,18 @@ def _masked(mask, sequence, slot, slots, scores):
 
 
 @compiled
+def _read_keys(keys, source, sequence, start, slot, here, slots, latents, scratch):
+    """Read a tile's slots; for products in 16 bits some at a time, which are rounded while in the first cache."""
+    if len(keys.rebuilt_pairs) == 0:
+        read_latents(source, sequence, start, slot, here, slots, latents)
+        return
+    for first in range(0, here, LANES):
+        own = latents[first : min(here, first + LANES)]
+        read_latents(source, sequence, start, slot + first, len(own), slots, own)
+        round_slots(own, first, scratch)
+
+
+@compiled
 def _attend_to_part(
     keys,
     key_source,
@@ -117,7 +129,7 @@ def _attend_to_part(
     for number in range(tiles[0], tiles[1]):
         slot = number * tile
         here = min(tile, slots - slot)
-        read_latents(key_source, sequence, start, slot, here, slots, latents)
+        _read_keys(keys, key_source, sequence, start, slot, here, slots, latents, scratch)
         tile_scores(keys, latents, here, cos[place - slot], sin[place - slot], scratch, scores)
         if mask.kind != MASK_NONE:
             _masked(mask, sequence, slot, here, scores)
