@@ -3,11 +3,13 @@
     python -m benchmarks.decode --quick
 
 Without checkpoints it compresses the embedded model without the fit, to 16-bit latents at 50 % and to ``mixed`` at
-75 %. Static caches; the models take turns, so that clocks and neighbours that drift meet them alike; medians. Before a
-module is timed its output is compared with float64. The last line is JSON: compressed speed over dense speed of one
+75 %; without ``--quick`` also to 16-bit latents at 70 % (``latents70_``), for 16,384 cached tokens too, and writes
+``reports/decode.json``. Static caches; the models take turns, so that clocks and neighbours that drift meet them
+alike; medians. Before a module is timed its output is compared with float64. The last line is JSON: compressed speed over dense speed of one
 attention module (``attention_N``, with N tokens cached, beside SDPA; projections included) and of whole models
-(``model_N``, ``mixed_model_N``), where 1.0 is equal, and ``error`` and ``mixed_error``, the largest difference of the
-output of the module with 16-bit latents, and with ``mixed``, from float64 over the same cache, relative to its norm.
+(``model_N``), of ``mixed`` (``mixed_attention_N``, ``mixed_model_N``) as of 16-bit latents, where 1.0 is equal, and
+``error`` and ``mixed_error``, the largest difference of the modules' output from float64 over the same cache, relative
+to its norm.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,10 @@ from recalkv.params import CalibrationParams, CompressionParams
 from recalkv.text.documents import load_documents
 from recalkv.text.windows import joined_tokens, sample_windows
 
-CONTEXTS = (1024, 4096)
+CONTEXTS, LONGEST = (1024, 4096), 16384
 SETTINGS: dict[str, dict[str, Any]] = {"latents": {"ratio": 0.5, "bits": 16}, "mixed": {"ratio": 0.75, "bits": "mixed"}}
+MORE: dict[str, dict[str, Any]] = {"latents70": {"ratio": 0.7, "bits": 16}}
+REPORT = Path("reports/decode.json")
 _WINDOWS, _LENGTH = 2, 256
 
 
@@ -66,12 +70,20 @@ def compressors(dense: Any, tokenizer: Any) -> Callable[[dict[str, Any]], Any]:
     return compress
 
 
-def time_modules(models: dict[str, Any], rounds: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Speed of the 16-bit module over that of SDPA by context, and the largest error of each module."""
+def _speeds(medians: dict[str, float], what: str) -> dict[str, float]:
+    """Speeds over the dense one's; those of 16-bit latents at 50 % without a name."""
+    names = {name: "" if name == "latents" else f"{name}_" for name in medians if name != "dense"}
+    return {f"{prefix}{what}": medians["dense"] / medians[name] for name, prefix in names.items()}
+
+
+def time_modules(
+    models: dict[str, Any], contexts: Sequence[int], rounds: int, repeats: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Speed of compressed modules over that of SDPA by context, and the largest error of each."""
     layer = typical_layer(models["latents"].config)
     modules = {name: module_of(model, layer) for name, model in models.items()}
     found, errors = {}, dict.fromkeys(models, 0.0)
-    for context in CONTEXTS:
+    for context in contexts:
         steps = {name: Step(module, context) for name, module in modules.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _, (name, step) in itertools.product(range(rounds), steps.items()):
@@ -81,25 +93,24 @@ def time_modules(models: dict[str, Any], rounds: int, repeats: int) -> tuple[dic
             errors[name] = max(errors[name], measured.error)
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         for name, median in medians.items():
-            print(f"attention  {context:>6} cached  {name:<8}{1e6 * median:>9.0f} us", flush=True)
-        found[f"attention_{context}"] = medians["dense"] / medians["latents"]
+            print(f"attention  {context:>6} cached  {name:<10}{1e6 * median:>9.0f} us", flush=True)
+        found |= _speeds(medians, f"attention_{context}")
     return found, errors
 
 
-def time_models(models: dict[str, Any], rounds: int, tokens: int) -> dict[str, float]:
+def time_models(models: dict[str, Any], contexts: Sequence[int], rounds: int, tokens: int) -> dict[str, float]:
     """Speed of whole models over the dense one's, by context."""
     contents = {name: prompt_contents(model) for name, model in models.items()}
     found = {}
-    for context in CONTEXTS:
+    for context in contexts:
         seconds: dict[str, list[float]] = {name: [] for name in models}
         for _, (name, model) in itertools.product(range(rounds), models.items()):
             timing, _ = time_decoding(model, contents[name], "static", 1, context, tokens)
             seconds[name] += timing.seconds
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         for name, median in medians.items():
-            print(f"model      {context:>6} cached  {name:<8}{1 / median:>9.1f} tokens/s", flush=True)
-        found[f"model_{context}"] = medians["dense"] / medians["latents"]
-        found[f"mixed_model_{context}"] = medians["dense"] / medians["mixed"]
+            print(f"model      {context:>6} cached  {name:<10}{1 / median:>9.1f} tokens/s", flush=True)
+        found |= _speeds(medians, f"model_{context}")
     return found
 
 
@@ -117,20 +128,25 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     else:
         dense = AutoModelForCausalLM.from_pretrained(options.dense).eval()
         tokenizer = AutoTokenizer.from_pretrained(options.dense) if None in folders.values() else None
-    compress = compressors(dense, tokenizer) if None in folders.values() else None
-    models = {"dense": dense}
+    compress = compressors(dense, tokenizer) if tokenizer is not None else None
+    models, contexts = {"dense": dense}, list(CONTEXTS)
     for name, folder in folders.items():
         if folder is not None:
             models[name] = AutoModelForCausalLM.from_pretrained(folder).eval()
         elif compress is not None:
             models[name] = compress(SETTINGS[name])
+    if not options.quick and compress is not None:
+        models |= {name: compress(setting) for name, setting in MORE.items()}
+        contexts.append(LONGEST)
     machine = environment(torch.device("cpu"))
     print(", ".join(f"{key} {value}" for key, value in machine.items() if value is not None))
     with torch.no_grad():
-        found, errors = time_modules(models, rounds=3, repeats=5 if options.quick else 30)
-        found |= time_models(models, rounds=6, tokens=2 if options.quick else 10)
+        found, errors = time_modules(models, contexts, rounds=3, repeats=5 if options.quick else 30)
+        found |= time_models(models, contexts, rounds=6, tokens=2 if options.quick else 10)
     found = {name: round(value, 3) for name, value in found.items()}
     found |= {name: float(f"{errors[own]:.2g}") for name, own in (("error", "latents"), ("mixed_error", "mixed"))}
+    if not options.quick:
+        REPORT.write_text(json.dumps({**found, "environment": machine}, indent=2, sort_keys=True) + "\n")
     print(json.dumps(found))
     return found
 
