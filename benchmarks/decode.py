@@ -5,11 +5,11 @@
 Without checkpoints it compresses the embedded model without the fit, to 16-bit latents at 50 % and to ``mixed`` at
 75 %; without ``--quick`` also to 16-bit latents at 70 % (``latents70_``), for 16,384 cached tokens too, and writes
 ``reports/decode.json``. Static caches; the models take turns, so that clocks and neighbours that drift meet them
-alike; medians. Before a module is timed its output is compared with float64. The last line is JSON: compressed speed over dense speed of one
-attention module (``attention_N``, with N tokens cached, beside SDPA; projections included) and of whole models
-(``model_N``), of ``mixed`` (``mixed_attention_N``, ``mixed_model_N``) as of 16-bit latents, where 1.0 is equal, and
-``error`` and ``mixed_error``, the largest difference of the modules' output from float64 over the same cache, relative
-to its norm.
+alike; medians. Before a module is timed its output is compared with float64. The last line is JSON: compressed speed
+over dense speed of one attention module (``attention_N``, with N tokens cached, beside SDPA; projections included) and
+of whole models (``model_N``), of ``mixed`` (``mixed_attention_N``, ``mixed_model_N``) as of 16-bit latents, where 1.0
+is equal, and ``error`` and ``mixed_error``, the largest difference of the modules' output from float64 over the same
+cache, relative to its norm.
 """
 
 import argparse
@@ -82,7 +82,8 @@ def time_modules(
     """Speed of compressed modules over that of SDPA by context, and the largest error of each."""
     layer = typical_layer(models["latents"].config)
     modules = {name: module_of(model, layer) for name, model in models.items()}
-    found, errors = {}, dict.fromkeys(models, 0.0)
+    found: dict[str, float] = {}
+    errors = dict.fromkeys(models, 0.0)
     for context in contexts:
         steps = {name: Step(module, context) for name, module in modules.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -101,7 +102,7 @@ def time_modules(
 def time_models(models: dict[str, Any], contexts: Sequence[int], rounds: int, tokens: int) -> dict[str, float]:
     """Speed of whole models over the dense one's, by context."""
     contents = {name: prompt_contents(model) for name, model in models.items()}
-    found = {}
+    found: dict[str, float] = {}
     for context in contexts:
         seconds: dict[str, list[float]] = {name: [] for name in models}
         for _, (name, model) in itertools.product(range(rounds), models.items()):
