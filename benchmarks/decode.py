@@ -3,7 +3,7 @@
     python -m benchmarks.decode --quick
 
 Without checkpoints it compresses the embedded model without the fit, to 16-bit latents at 50 % and to ``mixed`` at
-75 %; without ``--quick`` also to 16-bit latents at 70 % (``latents70_``), for 16,384 cached tokens too, and writes
+75 %, and without ``--quick`` also to 16-bit latents at 70 % (``latents70_``), for 16,384 cached tokens too, and writes
 ``reports/decode.json``. Static caches; the models take turns, so that clocks and neighbours that drift meet them
 alike; medians. Before a module is timed its output is compared with float64. The last line is JSON: compressed speed
 over dense speed of one attention module (``attention_N``, with N tokens cached, beside SDPA; projections included) and
@@ -136,7 +136,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             models[name] = AutoModelForCausalLM.from_pretrained(folder).eval()
         elif compress is not None:
             models[name] = compress(SETTINGS[name])
-    if not options.quick and compress is not None:
+    # Of the embedded model alone, or the report would be of whatever was given last.
+    whole = not options.quick and not any((options.dense, options.latents, options.mixed))
+    if whole and compress is not None:
         models |= {name: compress(setting) for name, setting in MORE.items()}
         contexts.append(LONGEST)
     machine = environment(torch.device("cpu"))
@@ -146,7 +148,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         found |= time_models(models, contexts, rounds=6, tokens=2 if options.quick else 10)
     found = {name: round(value, 3) for name, value in found.items()}
     found |= {name: float(f"{errors[own]:.2g}") for name, own in (("error", "latents"), ("mixed_error", "mixed"))}
-    if not options.quick:
+    if whole:
         REPORT.write_text(json.dumps({**found, "environment": machine}, indent=2, sort_keys=True) + "\n")
     print(json.dumps(found))
     return found

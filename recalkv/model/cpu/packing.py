@@ -12,7 +12,7 @@ from torch import Tensor
 from recalkv.cache.codebooks import CODES, GRID, STRETCH, words
 from recalkv.cache.rows import SCALE_STEPS, SCALE_ZERO, RowLayout
 from recalkv.model.cpu.loops import OPTIONS, compiled, power_of_two
-from recalkv.model.cpu.rows import BITS, GRID_OF, LATENTS, LEVELS, PLACE, SCALE, WIDTH, Coding, coding, read_rows
+from recalkv.model.cpu.rows import BITS, GRID_OF, LATENTS, LEVELS, PLACE, SCALE, WIDTH, coding, coding_of, read_rows
 from recalkv.model.cpu.threads import (
     SIZES,
     addressed,
@@ -107,10 +107,7 @@ def _pack_segment(segment, latents, coded, across, places, distances, row):
 def _pack(data):
     """Arguments: a coding, :func:`_across`, latents (rows, width) float32, rows (rows, row_bytes) uint8; threads."""
     given = carray(data, (7 * SIZES + 1,), np.int64)
-    coded = Coding(
-        array_2d(given, 0, np.int64), array_1d(given, 1, np.float32), array_1d(given, 2, np.uint8),
-        array_1d(given, 3, np.float32),
-    )  # fmt: skip
+    coded = coding_of(given, 0)
     across, latents, rows = array_2d(given, 4, np.float32), array_2d(given, 5, np.float32), array_2d(given, 6, np.uint8)
     threads = given[7 * SIZES]
     number, count = thread_number(threads), thread_count(threads)
@@ -126,10 +123,7 @@ def _pack(data):
 def _unpack(data):
     """Arguments: a coding, rows (rows, row_bytes), latents (rows, width) float32; threads, bytes from row to row."""
     given = carray(data, (6 * SIZES + 2,), np.int64)
-    coded = Coding(
-        array_2d(given, 0, np.int64), array_1d(given, 1, np.float32), array_1d(given, 2, np.uint8),
-        array_1d(given, 3, np.float32),
-    )  # fmt: skip
+    coded = coding_of(given, 0)
     rows, latents, stride = array_1d(given, 4, np.uint8), array_2d(given, 5, np.float32), given[6 * SIZES + 1]
     threads = given[6 * SIZES]
     number, count = thread_number(threads), thread_count(threads)

@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 from recalkv.cache.codebooks import CODES, GRID, nearest_of_cells, words
 from recalkv.cache.rows import RowLayout, scales
 from recalkv.model.cpu.loops import FEATURES, compiled
+from recalkv.model.cpu.threads import array_1d, array_2d
 
 __all__ = [
     "BITS",
@@ -26,6 +27,7 @@ __all__ = [
     "WORDS",
     "Coding",
     "coding",
+    "coding_of",
     "read_rows",
 ]
 
@@ -57,6 +59,17 @@ SCALE, PLACE, WIDTH, LATENTS, BITS, WORDS, GRID_OF, LEVELS = range(8)
 
 _ONE, _TWO, _FOUR = np.uint64(1), np.uint64(2), np.uint64(4)
 _EIGHT, _16, _32, _OCTET = np.uint64(8), np.uint64(16), np.uint64(32), np.uint64(255)
+
+
+@compiled
+def coding_of(arguments, number):
+    """The coding whose arrays begin at this place of a list of arguments (:mod:`recalkv.model.cpu.threads`)."""
+    return Coding(
+        array_2d(arguments, number, np.int64),
+        array_1d(arguments, number + 1, np.float32),
+        array_1d(arguments, number + 2, np.uint8),
+        array_1d(arguments, number + 3, np.float32),
+    )
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from numba import carray, cfunc, types
 
 from recalkv.model.cpu.keys import Keys
 from recalkv.model.cpu.loops import LANES, OPTIONS, compiled, exponentials, multiply
-from recalkv.model.cpu.rows import Coding
+from recalkv.model.cpu.rows import Coding, coding_of
 from recalkv.model.cpu.scores import filled, in_order, new_scratch, round_slots, tile_scores
 from recalkv.model.cpu.sources import Source, read_latents
 from recalkv.model.cpu.threads import (
@@ -254,14 +254,7 @@ def attend(data):
         array_2d(given, 15, np.float32), array_2d(given, 16, np.float32), array_2d(given, 17, np.float32),
         array_2d(given, 18, np.float32), array_1d(given, 19, np.float32), array_1d(given, 20, np.float32),
     )  # fmt: skip
-    key_coding = Coding(
-        array_2d(given, _KEY_SEGMENTS, np.int64), array_1d(given, _KEY_WORDS, np.float32),
-        array_1d(given, _KEY_GRIDS, np.uint8), array_1d(given, _KEY_SCALES, np.float32),
-    )  # fmt: skip
-    value_coding = Coding(
-        array_2d(given, _VALUE_SEGMENTS, np.int64), array_1d(given, _VALUE_WORDS, np.float32),
-        array_1d(given, _VALUE_GRIDS, np.uint8), array_1d(given, _VALUE_SCALES, np.float32),
-    )  # fmt: skip
+    key_coding, value_coding = coding_of(given, _KEY_SEGMENTS), coding_of(given, _VALUE_SEGMENTS)
     n = given[_NUMBERS * SIZES :]
     threads, blocks, block_size = n[_THREADS], array_2d(given, _BLOCKS, np.int64), n[_BLOCK_SIZE]
     recent = array_3d(given, _RECENT, np.float32)
