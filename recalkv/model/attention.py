@@ -19,7 +19,7 @@ from recalkv.cache.recent import remember
 from recalkv.cache.rows import RowLayout
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
-from recalkv.model.recent import blocks, overlaid, readable
+from recalkv.model.recent import blocks, overlaid, prompt_attention, readable
 from recalkv.model.slots import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
 from recalkv.model.values import (
@@ -300,6 +300,10 @@ class LatentAttention(nn.Module):
             rope = self._rope_of(places, offset + slots, query)
         near, outputs = rotated(self._rebuild_keys(exact_k), rope), []
         near_v = exact_k[:, 0] if self.joint else exact_v[:, 0]
+        if self._is_prompt(query, cached, mask):
+            values = self._rebuild_values(z_v), self._rebuild_values(near_v)
+            window = self.exact_window
+            return prompt_attention(query, (key, values[0]), (near, values[1]), window, self.scaling).flatten(2)
         given, rebuilt = readable(mask, query.shape[0], length, slots, query.device), None
         for part in blocks(
             length, slots, recent.shape[2], seen, offset, self.exact_window, self.sliding_window, given, query.device
@@ -316,6 +320,13 @@ class LatentAttention(nn.Module):
             values = torch.cat([rebuilt[0][:, :, : part.slots], rebuilt[1][:, :, part.recent]], dim=2)
             outputs.append(self._attention(own, keys, values, part.mask, kwargs)[0].flatten(2))
         return torch.cat(outputs, dim=1)
+
+    def _is_prompt(self, query: Tensor, cached: Cached, mask: Any) -> bool:
+        """Whether :func:`recalkv.model.recent.prompt_attention` can attend from these queries."""
+        unbounded = self.sliding_window is None or query.shape[2] <= self.sliding_window
+        plain = self.plain_softmax and self.config._attn_implementation == "sdpa" and not self.fused
+        gradient = torch.is_grad_enabled() and query.requires_grad
+        return query.is_cpu and cached.fresh and mask is None and unbounded and plain and not gradient
 
     def _split(self, recent: Tensor) -> tuple[Tensor, Tensor]:
         """Exact latents of keys (or both), and of values."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recalkv.cache.codebooks import CODES, GRID, STRETCH, words
 from recalkv.cache.rows import SCALE_STEPS, SCALE_ZERO, RowLayout
-from recalkv.model.cpu.loops import OPTIONS, compiled, power_of_two
+from recalkv.model.cpu.loops import OPTIONS, bits_of, compiled, power_of_two
 from recalkv.model.cpu.rows import BITS, GRID_OF, LATENTS, LEVELS, PLACE, SCALE, WIDTH, coding, coding_of, read_rows
 from recalkv.model.cpu.threads import (
     SIZES,
@@ -31,6 +31,7 @@ _ROWS_A_THREAD = 16
 
 _ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
 _SMALLEST = np.float32(1e-38)
+_MOST, _SIGN = np.int32(0x7FFFFFFF), np.int32(31)
 _ONE_OVER_STRETCH = np.float32(1 / STRETCH)
 _MINUS_LOG2_E = np.float32(-math.log2(math.e))
 # The error function to 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
@@ -56,19 +57,35 @@ def _cells(latents, one_over, levels, places):
 
 
 @compiled
-def _nearest(latents, one_over, first, many, across, distances):
-    """Code of the word nearest to some latents times a factor, those that are not there being zero."""
+def _nearest(latents, one_over, first, across, distances):
+    """Code of the word nearest to eight latents times a factor, those behind the last being zero."""
+    a, b, c, d, e, f, g, h = _eight(latents, one_over, first)
+    least, found = _MOST, _MOST
     for word in range(len(distances)):
-        distances[word] = across[many, word]
-    for i in range(min(many, len(latents) - first)):
-        x, column = latents[first + i] * one_over, across[i]
-        for word in range(len(distances)):
-            distances[word] += x * column[word]
-    least = distances.min()
+        distance = across[8, word] + a * across[0, word] + b * across[1, word] + c * across[2, word]
+        distance += d * across[3, word] + e * across[4, word] + f * across[5, word]
+        bits = bits_of(distance + g * across[6, word] + h * across[7, word])
+        # In the order of the numbers, which vectors find the least of.
+        distances[word] = bits ^ ((bits >> _SIGN) & _MOST)
     for word in range(len(distances)):
-        if distances[word] == least:
-            return word
-    return 0
+        least = min(least, distances[word])
+    for word in range(len(distances)):
+        found = min(found, np.int32(word) if distances[word] == least else _MOST)
+    return found
+
+
+@compiled
+def _eight(latents, one_over, first):
+    """Latents from one on times a factor."""
+    if first + 8 > len(latents):
+        whole = np.zeros(8, np.float32)
+        whole[: len(latents) - first] = latents[first:]
+        latents, first = whole, 0
+    return (
+        latents[first] * one_over, latents[first + 1] * one_over, latents[first + 2] * one_over,
+        latents[first + 3] * one_over, latents[first + 4] * one_over, latents[first + 5] * one_over,
+        latents[first + 6] * one_over, latents[first + 7] * one_over,
+    )  # fmt: skip
 
 
 @compiled
@@ -89,18 +106,37 @@ def _pack_segment(segment, latents, coded, across, places, distances, row):
         # A latent that is not there is zero: in the cell above the middle.
         for i in range(width, count * k):
             places[i] = levels // 2
+    if levels:
+        _numbers(places, k, levels, coded.grids[segment[GRID_OF] :], places[:count])
+    for n in range(0 if levels else count):
+        places[n] = _nearest(own, one_over, n * k, across, distances)
+    if bits == 8:
+        for n in range(count):
+            codes[n] = places[n]
+        return
     for n in range(count):
-        if levels:
-            cell = np.int64(0)
-            for i in range(k):
-                cell = cell * levels + places[n * k + i]
-            code = np.int64(coded.grids[segment[GRID_OF] + cell])
-        else:
-            code = np.int64(_nearest(own, one_over, n * k, k, across, distances))
         octet, shift = (n * bits) >> 3, (n * bits) & 7
-        codes[octet] |= np.uint8((code << shift) & 255)
+        codes[octet] |= np.uint8((places[n] << shift) & 255)
         if shift + bits > 8:
-            codes[octet + 1] |= np.uint8(code >> (8 - shift))
+            codes[octet + 1] |= np.uint8(places[n] >> (8 - shift))
+
+
+@compiled
+def _numbers(cells, k, levels, grid, codes):
+    """Codes of so many latents' cells each; they may be written where their cells were."""
+    if k == 1:
+        for n in range(len(codes)):
+            codes[n] = grid[cells[n]]
+    elif k == 2:
+        for n in range(len(codes)):
+            codes[n] = grid[cells[2 * n] * levels + cells[2 * n + 1]]
+    elif k == 3:
+        for n in range(len(codes)):
+            codes[n] = grid[(cells[3 * n] * levels + cells[3 * n + 1]) * levels + cells[3 * n + 2]]
+    else:
+        for n in range(len(codes)):
+            above = cells[4 * n] * levels + cells[4 * n + 1]
+            codes[n] = grid[(above * levels + cells[4 * n + 2]) * levels + cells[4 * n + 3]]
 
 
 @cfunc(types.void(types.voidptr), **OPTIONS)
@@ -112,7 +148,7 @@ def _pack(data):
     threads = given[7 * SIZES]
     number, count = thread_number(threads), thread_count(threads)
     places = np.empty(latents.shape[1] + across.shape[0], np.int32)
-    distances = np.empty(across.shape[1], np.float32)
+    distances = np.empty(across.shape[1], np.int32)
     for row in range(len(latents) * number // count, len(latents) * (number + 1) // count):
         rows[row].fill(0)
         for segment in range(len(coded.segments)):
