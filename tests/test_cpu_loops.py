@@ -17,7 +17,7 @@ from recalkv.cache.rows import RowLayout, Segment
 from recalkv.method.fusion import in_gauge
 from recalkv.method.lowrank import LowRank
 from recalkv.model import attention
-from recalkv.model.cpu import halves, plan
+from recalkv.model.cpu import halves, matrix_units, plan
 from recalkv.model.cpu.loops import LANES, exponentials, inner_products, multiply, turn_pairs
 from recalkv.model.cpu.packing import packed_rows, unpacked_rows
 from recalkv.model.cpu.rows import coding, read_rows
@@ -132,6 +132,32 @@ def test_products_in_16_bits(rows: int, inner: int, columns: int) -> None:
     exact, norms = left.astype(float) @ right.T, np.outer(np.linalg.norm(left, axis=1), np.linalg.norm(right, axis=1))
     # Half a step of each number of both sides, at worst all of one sign.
     assert (np.abs(result - exact) <= 1.01 * np.sqrt(inner) * 2.0**-15 * norms + 1e-6 * np.abs(exact)).all()
+
+
+@pytest.mark.skipif(not matrix_units.AVAILABLE, reason="this processor has no matrix units")
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 2, 16), (16, 32, 32), (37, 70, 48), (111, 372, 128)])
+def test_products_by_matrix_units(rows: int, inner: int, columns: int) -> None:
+    """Sums of products of bfloat16 numbers, as torch rounds them but for ties; what fills panels up counts nothing."""
+    generator = np.random.default_rng(0)
+    left, right = (generator.standard_normal((many, inner), np.float32) for many in (rows, columns))
+    left[-1] *= 1e6
+    pairs = matrix_units.whole(inner // 2)
+    above = matrix_units.aligned(matrix_units.whole(rows), pairs)
+    # As in a tile, where the directions come behind the rebuilt columns.
+    matrix_units.to_bfloat16(left[: rows // 3], 0, above)
+    matrix_units.to_bfloat16(left[rows // 3 :], rows // 3, above)
+    by_columns = matrix_units.aligned(columns, pairs).reshape(columns // LANES, pairs, LANES)
+    for vector in range(columns // LANES):
+        panels = np.zeros((LANES, pairs), np.uint32)
+        matrix_units.to_bfloat16(right[vector * LANES : (vector + 1) * LANES], 0, panels)
+        halves.panel_columns(panels, by_columns[vector])
+    result = np.empty((len(above), columns), np.float32)
+    matrix_units.begin()
+    matrix_units.multiply_bfloat16(above, by_columns, result)
+    matrix_units.end()
+    near_left, near_right = (torch.from_numpy(each).bfloat16().double() for each in (left, right))
+    expected, norms = near_left @ near_right.T, np.linalg.norm(left, axis=1)[:, None]
+    np.testing.assert_allclose(result[:rows] / norms, expected.numpy() / norms, atol=1e-4)
 
 
 def test_exponentials() -> None:
@@ -331,10 +357,21 @@ def test_types_and_added_masks(dtype: torch.dtype, tiled: Any, monkeypatch: pyte
     assert (step(torch.zeros_like(added)) - exact).norm() / exact.norm() > 0.05
 
 
+def multiply_by(way: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose how latents of packed rows are multiplied, of layers that are prepared from here on."""
+    if way == halves.BFLOAT16 and not matrix_units.AVAILABLE:
+        pytest.skip("this processor has no matrix units")
+    monkeypatch.setattr(halves, "best_products", lambda dtype: way)
+
+
+IN_16_BITS = pytest.mark.parametrize("way", [halves.INTEGERS, halves.BFLOAT16], ids=["integers", "bfloat16"])
+
+
 @pytest.mark.parametrize("case", ["mixed", "4 bits"])
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-bias", "qwen3-qk-norm", "glm-partial"])
+@IN_16_BITS
 def test_packed_rows_are_multiplied_in_16_bits(
-    family: str, case: str, tiled: Any, monkeypatch: pytest.MonkeyPatch
+    way: int, family: str, case: str, tiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A module's output is off by the rounding of latents and factors, and others' not at all."""
     model = model_of(family, **CASES[case])
@@ -344,53 +381,63 @@ def test_packed_rows_are_multiplied_in_16_bits(
     query, *latents = layer._latents(hidden)
     cached = attention.Cached(*layer._rows(*latents), 120, 0, False)
     found = []
-    for faster in (False, True):
-        monkeypatch.setattr(halves, "FASTER", faster)
+    for own in (halves.FLOAT32, way):
+        multiply_by(own, monkeypatch)
         layer.loops = None
         output = plan.step_output(layer, query[:, -1:], cached, None)
         assert output is not None
         found.append(output)
     difference = float((found[1] - found[0]).norm() / found[0].norm())
-    # Scores are off by a few steps of |q||z||R| sqrt(rank / 6); after rounding to 8 bits by a hundred times that.
-    assert 0 < difference < 20 * math.sqrt(sum(layer.key_ranks) / 6) * 2**-15
+    # Scores are off by a few steps of |q||z||R| sqrt(rank / 6); after rounding to 8 bits by a hundred times that. Steps
+    # of bfloat16 are a number's own.
+    step = math.sqrt(sum(layer.key_ranks) / 6) * 2**-15 if way == halves.INTEGERS else 2**-9
+    assert 0 < difference < 20 * step
 
 
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3-qk-norm"])
+@IN_16_BITS
 def test_16_bits_cost_a_model_little_beside_its_quantisation(
-    family: str, window: int, monkeypatch: pytest.MonkeyPatch
+    way: int, family: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Divergence of what is decoded token by token, codes that fall the other way included."""
     _, model, twin = compressed_pair(family, method="loss-aware", bits="mixed", ratio=0.75, exact_window=window)
     ids = windows(4, 48)
 
-    def decoded(model: Any, faster: bool) -> Tensor:
-        monkeypatch.setattr(halves, "FASTER", faster)
+    def decoded(model: Any, own: int) -> Tensor:
+        multiply_by(own, monkeypatch)
         cache = DynamicCache(config=model.config)
         model(ids[:, :24], past_key_values=cache)
         steps = [model(step, past_key_values=cache).logits[:, -1] for step in ids[:, 24:].split(1, dim=1)]
         return torch.stack(steps).log_softmax(-1)
 
     with torch.no_grad():
-        exact, expected = decoded(twin, False), decoded(model, False)
+        exact, expected = decoded(twin, halves.FLOAT32), decoded(model, halves.FLOAT32)
         for layer in model.model.layers:
             layer.self_attn.loops = None
-        found = decoded(model, True)
+        found = decoded(model, way)
     products, quantisation = (
         nn.functional.kl_div(other, reference, reduction="batchmean", log_target=True)
         for reference, other in ((expected, found), (exact, expected))
     )
-    assert 0 < products < 0.02 * quantisation
+    assert 0 < products < (0.02 if way == halves.INTEGERS else 0.05) * quantisation
+
+
+def test_matrix_units_are_for_models_in_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = matrix_units.AVAILABLE and dtype == torch.bfloat16
+        assert (halves.best_products(dtype) == halves.BFLOAT16) == expected
 
 
 def test_16_bits_are_for_packed_rows_alone(tiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama-gqa", **CASES["joint"])
     tiled(model, 32, 1)
-    monkeypatch.setattr(halves, "FASTER", True)
+    monkeypatch.setattr(halves, "best_products", lambda dtype: halves.INTEGERS)
     cache = DynamicCache(config=model.config)
     model(windows(1, 20), past_key_values=cache)
     model(windows(1, 1), past_key_values=cache)
-    assert all(not len(group.keys.rebuilt_pairs) for group in model.model.layers[0].self_attn.loops.groups)
+    assert all(group.keys.products[0] == halves.FLOAT32 for group in model.model.layers[0].self_attn.loops.groups)
 
 
 def test_a_write_to_a_factor_is_seen() -> None:

@@ -301,9 +301,8 @@ class LatentAttention(nn.Module):
         near, outputs = rotated(self._rebuild_keys(exact_k), rope), []
         near_v = exact_k[:, 0] if self.joint else exact_v[:, 0]
         if self._is_prompt(query, cached, mask):
-            values = self._rebuild_values(z_v), self._rebuild_values(near_v)
-            window = self.exact_window
-            return prompt_attention(query, (key, values[0]), (near, values[1]), window, self.scaling).flatten(2)
+            far, close = (key, self._rebuild_values(z_v)), (near, self._rebuild_values(near_v))
+            return prompt_attention(query, far, close, self.exact_window, self.scaling).flatten(2)
         given, rebuilt = readable(mask, query.shape[0], length, slots, query.device), None
         for part in blocks(
             length, slots, recent.shape[2], seen, offset, self.exact_window, self.sliding_window, given, query.device

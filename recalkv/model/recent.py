@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.functional import pad
 
 __all__ = ["Block", "blocks", "overlaid", "prompt_attention", "readable"]
 

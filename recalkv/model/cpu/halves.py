@@ -10,17 +10,29 @@ speed of float32; others can do them, but gain nothing.
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from recalkv.model.cpu import matrix_units
 from recalkv.model.cpu.loops import FEATURES, LANES, bits_of, compiled
 
-__all__ = ["FASTER", "TOLERANCE", "multiply_pairs", "pair_columns", "round_rows"]
+__all__ = [
+    "BFLOAT16",
+    "FLOAT32",
+    "INTEGERS",
+    "TOLERANCE",
+    "best_products",
+    "multiply_pairs",
+    "pair_columns",
+    "panel_columns",
+    "round_rows",
+]
 
-FASTER = "+avx512vnni" in FEATURES
-"""Whether such products are worth it here."""
+FLOAT32, INTEGERS, BFLOAT16 = range(3)
+"""Ways to multiply the latents of packed rows: in full, here, and by :mod:`recalkv.model.cpu.matrix_units`."""
 
 TOLERANCE = 1e-4
 """Of scores over |q||k|, :func:`recalkv.model.turns.expansion`: less than what rounding leaves of many latents."""
@@ -37,6 +49,13 @@ _INTEGERS = np.float32(3 << 22)
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _NUMBERS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT32, LANES)
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+def best_products(dtype: torch.dtype) -> int:
+    """The fastest of them on this machine that loses no more than a model of this type does anyway."""
+    if dtype == torch.bfloat16 and matrix_units.AVAILABLE:
+        return BFLOAT16
+    return INTEGERS if "+avx512vnni" in FEATURES else FLOAT32
 
 
 def _products(builder: Any, left: Any, right: Any) -> Any:
@@ -192,3 +211,11 @@ def pair_columns(rows, columns):
         for pair in range(count // LANES * LANES, count):
             for lane in range(LANES):
                 own[pair, lane] = rows[first + lane, pair]
+
+
+@compiled
+def panel_columns(panels, columns):
+    """The same of :data:`LANES` rows that are panels (:func:`recalkv.model.cpu.matrix_units.to_bfloat16`)."""
+    source, target, size = panels.ctypes.data, columns.ctypes.data, 4 * LANES * LANES
+    for step in range(panels.shape[1] // LANES):
+        _transpose(source + step * size, LANES, target + step * size)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recalkv.model.cpu.halves import TOLERANCE, pair_columns, round_rows
+from recalkv.model.cpu.halves import BFLOAT16, FLOAT32, TOLERANCE, pair_columns, panel_columns, round_rows
 from recalkv.model.cpu.loops import LANES
+from recalkv.model.cpu.matrix_units import aligned, to_bfloat16, whole
 from recalkv.model.identity import direct_pairs
 from recalkv.model.turns import FLOAT32_TOLERANCE, TileRope, expansion
 
@@ -27,9 +28,12 @@ class Keys(NamedTuple):
         Columns of R_k: of each head left halves of the fast pairs, then right halves; with zeros up to whole vectors.
     expanded : (heads, 2 slow, >= r) float32
         Columns of R_k: left halves of the slow pairs, then right halves; with zeros as well.
-    rebuilt_pairs, rebuilt_steps : (heads * 2 fast, pairs) uint32, (heads * 2 fast,) float32
-        The first in 16 bits (:func:`recalkv.model.cpu.halves.round_rows`); no rows where products are float32.
-    expanded_pairs, expanded_steps : (heads * vectors, slow, LANES) uint32, (heads, >= r) float32
+    products : (1,) int64
+        How latents are multiplied (:mod:`recalkv.model.cpu.halves`).
+    rebuilt_pairs, rebuilt_steps : (>= heads * 2 fast, >= r / 2) uint32, (heads * 2 fast,) float32
+        The first in 16 bits: rows of :func:`recalkv.model.cpu.halves.round_rows`, or panels of
+        :func:`recalkv.model.cpu.matrix_units.to_bfloat16`, which have no steps; empty where products are float32.
+    expanded_pairs, expanded_steps : (heads * vectors, >= slow, LANES) uint32, (heads, >= r) float32
         The second in 16 bits (:func:`recalkv.model.cpu.halves.pair_columns`).
     fast_cos, fast_sin : (fast, tile), direct_cos, direct_sin : (tile, direct) float32
         Turns of the rebuilt and the direct pairs.
@@ -52,6 +56,7 @@ class Keys(NamedTuple):
     direct: np.ndarray
     rebuilt: np.ndarray
     expanded: np.ndarray
+    products: np.ndarray
     rebuilt_pairs: np.ndarray
     rebuilt_steps: np.ndarray
     expanded_pairs: np.ndarray
@@ -77,7 +82,7 @@ def group_keys(
     queries: int,
     bias: Tensor | None,
     norm: tuple[Tensor, float] | None,
-    coarse: bool = False,
+    products: int = FLOAT32,
 ) -> Keys:
     """Choose how each RoPE pair of a group is scored.
 
@@ -93,15 +98,15 @@ def group_keys(
         Added to keys.
     norm
         Weight (d_h,) and epsilon of the keys' norm, which wants all pairs rebuilt, or None.
-    coarse
-        Latents are multiplied in 16 bits (:mod:`recalkv.model.cpu.halves`).
+    products
+        How latents are multiplied (:mod:`recalkv.model.cpu.halves`).
     """
     heads, half = up.shape[1] // head_dim, head_dim // 2
     direct = direct_pairs(up, head_dim) if norm is None else []
     rest = [pair for pair in range(half) if pair not in set(direct)]
     chosen = None
     if norm is None and rest:
-        tolerance = TOLERANCE if coarse else FLOAT32_TOLERANCE
+        tolerance = FLOAT32_TOLERANCE if products == FLOAT32 else TOLERANCE
         chosen = expansion(tuple(rope.frequencies[rest].tolist()), rope.tile, 2 * heads, queries, tolerance)
     count = len(rest) if chosen is None else chosen.fast
     fast, slow = rest[:count], rest[count:]
@@ -122,7 +127,8 @@ def group_keys(
     rebuilt = array(pad(columns[..., fast].flatten(1).T, (0, filled)))
     expanded = array(pad(columns[..., slow].permute(1, 2, 3, 0).flatten(1, 2), (0, filled)))
     return Keys(
-        numbers(fast), numbers(slow), numbers(direct), rebuilt, expanded, *_rounded(rebuilt, expanded, coarse),
+        numbers(fast), numbers(slow), numbers(direct), rebuilt, expanded, numbers([products]),
+        *_rounded(rebuilt, expanded, products),
         array(rope.cos[fast]), array(rope.sin[fast]), array(rope.cos[direct].T), array(rope.sin[direct].T),
         array(functions), array(coefficients.real), array(coefficients.imag),
         array(biases),
@@ -135,17 +141,33 @@ def group_keys(
 
 
 def _rounded(
-    rebuilt: np.ndarray, expanded: np.ndarray, coarse: bool
+    rebuilt: np.ndarray, expanded: np.ndarray, products: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Rebuilt columns in 16 bits and their steps, expanded ones and theirs; empty where not ``coarse``."""
+    """Rebuilt columns in 16 bits and their steps, expanded ones and theirs; empty where products are float32."""
+    if products == FLOAT32:
+        return _nothing(0, 0), np.zeros(0, np.float32), _nothing(0, 0, LANES), np.zeros((0, 0), np.float32)
     heads, slow, rank = len(expanded), expanded.shape[1] // 2, rebuilt.shape[1]
-    own = (len(rebuilt) if coarse else 0), (heads if coarse else 0)
-    rows, steps = np.zeros((own[0], rank // 2), np.uint32), np.zeros(own[0], np.float32)
-    columns = np.zeros((own[1] * rank // LANES, slow, LANES), np.uint32)
-    column_steps = np.zeros((own[1], rank), np.float32)
-    round_rows(rebuilt[: own[0]], rows, steps)
-    for head in range(own[1]):
-        pairs = np.empty((rank, slow), np.uint32)
+    if products == BFLOAT16:
+        pairs, slow_pairs = whole(rank // 2), whole(slow)
+        rows = aligned(whole(len(rebuilt)), pairs)
+        to_bfloat16(rebuilt, 0, rows)
+        columns = aligned(heads * rank, slow_pairs).reshape(heads * rank // LANES, slow_pairs, LANES)
+        for number in range(heads * rank // LANES):
+            head, vector = divmod(number, rank // LANES)
+            some = expanded[head, :, vector * LANES : (vector + 1) * LANES]
+            panels = _nothing(LANES, slow_pairs)
+            to_bfloat16(np.ascontiguousarray(some.T), 0, panels)
+            panel_columns(panels, columns[number])
+        return rows, np.zeros(0, np.float32), columns, np.zeros((0, 0), np.float32)
+    rows, steps = _nothing(len(rebuilt), rank // 2), np.zeros(len(rebuilt), np.float32)
+    columns, column_steps = _nothing(heads * rank // LANES, slow, LANES), np.zeros((heads, rank), np.float32)
+    round_rows(rebuilt, rows, steps)
+    for head in range(heads):
+        pairs = _nothing(rank, slow)
         round_rows(np.ascontiguousarray(expanded[head].T), pairs, column_steps[head])
         pair_columns(pairs, columns[head * rank // LANES : (head + 1) * rank // LANES])
     return rows, steps, columns, column_steps
+
+
+def _nothing(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.uint32)

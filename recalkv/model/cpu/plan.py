@@ -109,8 +109,9 @@ class Layer:
         for number, heads in enumerate(layer.key_heads):
             biased = slice(head * d_h, (head + heads) * d_h)
             bias = None if layer.key_bias is None else layer.key_bias[biased]
-            coarse = layer.key_rows is not None and halves.FASTER
-            keys = group_keys(layer.key_up[number], d_h, rope, heads * rows, bias, norm, coarse)
+            dtype = layer.key_up[number].dtype
+            products = halves.FLOAT32 if layer.key_rows is None else halves.best_products(dtype)
+            keys = group_keys(layer.key_up[number], d_h, rope, heads * rows, bias, norm, products)
             own = next(index for index, end in enumerate(head_ends) if head < end)
             up, columns = np.zeros((0, 0), np.float32), layer.value_ranks[own]
             if layer.value_up is not None:

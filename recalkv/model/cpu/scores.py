@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recalkv.model.cpu.halves import multiply_pairs, pair_columns, round_rows
+from recalkv.model.cpu.halves import BFLOAT16, INTEGERS, multiply_pairs, pair_columns, panel_columns, round_rows
 from recalkv.model.cpu.loops import LANES, compiled, inner_products, multiply, turn_pairs
+from recalkv.model.cpu.matrix_units import aligned, multiply_bfloat16, to_bfloat16, whole
 
 __all__ = ["Scratch", "filled", "in_order", "new_scratch", "round_slots", "tile_scores"]
 
@@ -40,13 +41,13 @@ class Scratch(NamedTuple):
     direct_keys : (heads, tile, >= 2 direct) float32
         Turned.
     latent_pairs, latent_steps : (>= tile, pairs) uint32, (>= tile,) float32
-        Latents in 16 bits.
+        Latents in 16 bits; of bfloat16, which has no steps here and below, those of one vector of slots, as panels.
     slot_pairs : (vectors, pairs, LANES) uint32
         The same, of each vector of slots.
     factor_pairs, factor_steps : (any, pairs) uint32, (any,) float32
-        Rebuilt columns and directions in 16 bits.
-    folded_pairs, folded_steps : (any, slow) uint32, (any,) float32
-        ``folded`` of one head in 16 bits.
+        Rebuilt columns and directions in 16 bits, rows or panels.
+    folded_pairs, folded_steps : (any, >= slow) uint32, (any,) float32
+        ``folded`` of one head in 16 bits, rows or panels.
     """
 
     ordered: np.ndarray
@@ -86,28 +87,34 @@ def new_scratch(keys, heads, rows, head_dim, width):
     tile, expanded = keys.functions.shape[1], keys.functions.shape[0] * rows
     columns, slots, few = len(keys.rebuilt) + heads * expanded, filled(tile), _fours(expanded)
     # Nothing of these where products are float32.
-    coarse, pairs = len(keys.rebuilt_pairs) > 0, width // 2 if len(keys.rebuilt_pairs) else 0
+    pairs, folded_pairs, products = 0, 0, keys.products[0]
+    if products == INTEGERS:
+        columns, pairs, folded_pairs = _fours(columns), width // 2, slow
+    if products == BFLOAT16:
+        columns, few, pairs, folded_pairs = whole(columns), whole(expanded), whole(width // 2), whole(slow)
     scratch = Scratch(
         np.empty((heads, rows, head_dim), np.float32),
         np.empty((2, head_dim // 2), np.float32),
         np.empty((heads, rows, 2 * (fast + direct)), np.float32),
         np.zeros((heads, rows, filled(2 * direct)), np.float32),
         np.zeros((heads, few, 2 * slow), np.float32),
-        np.empty((heads, few, width), np.float32),
-        np.empty((_fours(columns), slots), np.float32),
+        aligned(heads * few, width).view(np.float32).reshape(heads, few, width),
+        aligned(_fours(columns), slots).view(np.float32),
         np.empty((2, tile), np.float32),
         np.zeros((heads, tile, filled(2 * direct)), np.float32),
         np.zeros((slots, pairs), np.uint32),
         np.zeros(slots, np.float32),
-        np.empty((slots // LANES, pairs, LANES), np.uint32),
-        np.zeros((_fours(columns), pairs), np.uint32),
-        np.zeros(_fours(columns), np.float32),
-        np.empty((few, slow), np.uint32),
+        aligned(slots, pairs).reshape(slots // LANES, pairs, LANES),
+        aligned(columns, pairs),
+        np.zeros(columns, np.float32),
+        aligned(few, folded_pairs),
         np.empty(few, np.float32),
     )
-    if coarse:
+    if products == INTEGERS:
         scratch.factor_pairs[: len(keys.rebuilt)] = keys.rebuilt_pairs
         scratch.factor_steps[: len(keys.rebuilt)] = keys.rebuilt_steps
+    if products == BFLOAT16:
+        scratch.factor_pairs[: len(keys.rebuilt_pairs)] = keys.rebuilt_pairs
     return scratch
 
 
@@ -129,7 +136,9 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
     heads, rows, _ = scratch.ordered.shape
     direct, used = len(keys.direct), latents[: _fours(here)]
     _turn_queries(keys, cos, sin, scratch)
-    if len(keys.rebuilt_pairs):
+    if keys.products[0] == BFLOAT16:
+        _multiply_in_bfloat16(keys, used, scratch)
+    elif keys.products[0] == INTEGERS:
         _multiply_in_16_bits(keys, used, scratch)
     else:
         _multiply(keys, used, scratch)
@@ -148,9 +157,13 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
 
 
 @compiled
-def round_slots(latents, first, scratch):
+def round_slots(keys, latents, first, scratch):
     """Round some slots of a tile, at most one vector of them from ``first`` on, for products in 16 bits."""
     last = first + LANES
+    if keys.products[0] == BFLOAT16:
+        to_bfloat16(latents, 0, scratch.latent_pairs[:LANES])
+        panel_columns(scratch.latent_pairs[:LANES], scratch.slot_pairs[first // LANES])
+        return
     round_rows(latents, scratch.latent_pairs[first:last], scratch.latent_steps[first:last])
     pair_columns(scratch.latent_pairs[first:last], scratch.slot_pairs[first // LANES : last // LANES])
 
@@ -183,6 +196,20 @@ def _multiply_in_16_bits(keys, latents, scratch):
         round_rows(own[:count], scratch.factor_pairs[place:], scratch.factor_steps[place:])
     slots = scratch.slot_pairs[: filled(len(latents)) // LANES]
     multiply_pairs(scratch.factor_pairs, scratch.factor_steps, slots, scratch.latent_steps, scratch.products)
+
+
+@compiled
+def _multiply_in_bfloat16(keys, latents, scratch):
+    """The same by matrix units."""
+    first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
+    heads, vectors = len(scratch.directions), scratch.directions.shape[2] // LANES
+    for head in range(heads if count else 0):
+        own = scratch.directions[head]
+        to_bfloat16(scratch.folded[head], 0, scratch.folded_pairs)
+        multiply_bfloat16(scratch.folded_pairs, keys.expanded_pairs[head * vectors : (head + 1) * vectors], own)
+        to_bfloat16(own[:count], first + head * count, scratch.factor_pairs)
+    slots = scratch.slot_pairs[: filled(len(latents)) // LANES]
+    multiply_bfloat16(scratch.factor_pairs, slots, scratch.products)
 
 
 @compiled

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, cfunc, types
 
+from recalkv.model.cpu.halves import BFLOAT16, FLOAT32
 from recalkv.model.cpu.keys import Keys
 from recalkv.model.cpu.loops import LANES, OPTIONS, compiled, exponentials, multiply
+from recalkv.model.cpu.matrix_units import begin, end
 from recalkv.model.cpu.rows import Coding, coding_of
 from recalkv.model.cpu.scores import filled, in_order, new_scratch, round_slots, tile_scores
 from recalkv.model.cpu.sources import Source, read_latents
@@ -76,13 +78,13 @@ def _masked(mask, sequence, slot, slots, scores):
 @compiled
 def _read_keys(keys, source, sequence, start, slot, here, slots, latents, scratch):
     """Read a tile's slots; for products in 16 bits some at a time, which are rounded while in the first cache."""
-    if len(keys.rebuilt_pairs) == 0:
+    if keys.products[0] == FLOAT32:
         read_latents(source, sequence, start, slot, here, slots, latents)
         return
     for first in range(0, here, LANES):
         own = latents[first : min(here, first + LANES)]
         read_latents(source, sequence, start, slot + first, len(own), slots, own)
-        round_slots(own, first, scratch)
+        round_slots(keys, own, first, scratch)
 
 
 @compiled
@@ -247,12 +249,13 @@ def attend(data):
     given = carray(data, (_LENGTH,), np.int64)
     keys = Keys(
         array_1d(given, 0, np.int64), array_1d(given, 1, np.int64), array_1d(given, 2, np.int64),
-        array_2d(given, 3, np.float32), array_3d(given, 4, np.float32), array_2d(given, 5, np.uint32),
-        array_1d(given, 6, np.float32), array_3d(given, 7, np.uint32), array_2d(given, 8, np.float32),
+        array_2d(given, 3, np.float32), array_3d(given, 4, np.float32), array_1d(given, 5, np.int64),
+        array_2d(given, 6, np.uint32), array_1d(given, 7, np.float32), array_3d(given, 8, np.uint32),
         array_2d(given, 9, np.float32), array_2d(given, 10, np.float32), array_2d(given, 11, np.float32),
         array_2d(given, 12, np.float32), array_2d(given, 13, np.float32), array_2d(given, 14, np.float32),
         array_2d(given, 15, np.float32), array_2d(given, 16, np.float32), array_2d(given, 17, np.float32),
-        array_2d(given, 18, np.float32), array_1d(given, 19, np.float32), array_1d(given, 20, np.float32),
+        array_2d(given, 18, np.float32), array_2d(given, 19, np.float32), array_1d(given, 20, np.float32),
+        array_1d(given, 21, np.float32),
     )  # fmt: skip
     key_coding, value_coding = coding_of(given, _KEY_SEGMENTS), coding_of(given, _VALUE_SEGMENTS)
     n = given[_NUMBERS * SIZES :]
@@ -271,10 +274,11 @@ def attend(data):
     cos, sin = array_2d(given, _COS, np.float32), array_2d(given, _SIN, np.float32)
     extents, parts = array_2d(given, _EXTENTS, np.int64), array_2d(given, _PARTS, np.int64)
     peaks, sums = array_2d(given, _PEAKS, np.float32), array_2d(given, _SUMS, np.float32)
-    shares = array_1d(given, _SHARES, np.int64)
     shares, scale = array_1d(given, _SHARES, np.int64), array_1d(given, _SCALE, np.float32)[0]
     first, heads, rows = n[_FIRST_HEAD], n[_HEADS], contexts.shape[1] // n[_HEADS]
     number, count = thread_number(threads), thread_count(threads)
+    if keys.products[0] == BFLOAT16:
+        begin()
     # There may be fewer threads than were asked for.
     for share in range(number, threads, count):
         for part in range(shares[share], shares[share + 1]):
@@ -284,6 +288,8 @@ def attend(data):
                 keys, key_source, value_source, own, scale, cos, sin, extents[sequence], mask, sequence,
                 parts[part, 1:], contexts[part], peaks[part], sums[part],
             )  # fmt: skip
+    if keys.products[0] == BFLOAT16:
+        end()
     wait_for_all(threads)
     up, result = array_2d(given, _UP, np.float32), array_2d(given, _RESULT, np.float32)
     rank = n[_LAST_VALUE] - n[_FIRST_VALUE]

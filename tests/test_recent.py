@@ -1,0 +1,64 @@
+"""Prompts whose tokens read the newest ones exactly and all others from packed rows."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from recalkv.model.attention import LatentAttention
+from recalkv.model.recent import prompt_attention
+from tests.tiny import compressed_pair, windows
+
+
+def reference(
+    query: Tensor, far: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor], window: int, scale: float
+) -> Tensor:
+    """One softmax over both kinds of slots, in float64."""
+    repeats, tokens = query.shape[1] // far[0].shape[1], query.shape[2]
+    far_k, far_v, near_k, near_v = (each.double().repeat_interleave(repeats, 1) for each in (*far, *near))
+    behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    is_near = behind < window
+    scores = torch.where(is_near, query.double() @ near_k.mT, query.double() @ far_k.mT) * scale
+    weights = scores.masked_fill(behind < 0, -torch.inf).softmax(-1)
+    return ((weights * is_near) @ near_v + (weights * ~is_near) @ far_v).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "tokens", "window"),
+    [(2, 9, 3, 100, 32), (1, 4, 4, 31, 32), (1, 4, 2, 32, 32), (1, 4, 2, 33, 32), (3, 6, 2, 70, 7), (1, 2, 1, 9, 1)],
+)
+def test_two_softmaxes_are_one(batch: int, heads: int, kv_heads: int, tokens: int, window: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, heads, tokens, 16, generator=generator)
+    far, near = (
+        (
+            torch.randn(batch, kv_heads, tokens, 16, generator=generator),
+            torch.randn(batch, kv_heads, tokens, 16, generator=generator),
+        )
+        for _ in range(2)
+    )
+    found = prompt_attention(query, far, near, window, 0.3)
+    torch.testing.assert_close(found, reference(query, far, near, window, 0.3).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "llama-bias", "qwen3-qk-norm", "mistral-sliding"])
+def test_prompts_by_blocks_and_by_two_softmaxes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a whole model, whose gradients go the other way."""
+    _, model, _ = compressed_pair(family, method="loss-aware", bits="mixed", ratio=0.5, exact_window=5)
+    ids, taken = windows(2, 40), []
+
+    def counted(*arguments: object) -> Tensor:
+        taken.append(1)
+        return prompt_attention(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("recalkv.model.attention.prompt_attention", counted)
+    with torch.no_grad():
+        found, many = model(ids).logits, len(taken)
+        with monkeypatch.context() as patch:
+            patch.setattr(LatentAttention, "_is_prompt", lambda *_: False)
+            expected = model(ids).logits
+    assert many == (0 if family == "mistral-sliding" else model.config.num_hidden_layers)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model(inputs_embeds=embedded).logits.sum().backward()
+    assert len(taken) == many
+    assert embedded.grad is not None and embedded.grad.abs().sum() > 0
