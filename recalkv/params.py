@@ -73,6 +73,10 @@ class CalibrationParams(_TextParams):
     samples: int = Field(32, ge=1, description="token windows")
     length: int = Field(1024, ge=2, description="tokens per window")
     seed: int = Field(0, ge=0, description="seed of the choice of windows")
+    recall: float = Field(
+        0.25, ge=0, le=1, description="fraction of the windows whose second half repeats passages of their first, "
+        "which shows what is read from far back",
+    )  # fmt: skip
     fisher_samples: int | None = Field(
         None, ge=1, description="use the first so many windows for the Fisher scores; null for all. Their layer "
         "inputs take fisher_samples * length * hidden size * layers * 2 or 4 bytes of disk",

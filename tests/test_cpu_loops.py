@@ -160,6 +160,35 @@ def test_products_by_matrix_units(rows: int, inner: int, columns: int) -> None:
     np.testing.assert_allclose(result[:rows] / norms, expected.numpy() / norms, atol=1e-4)
 
 
+@pytest.mark.skipif(not matrix_units.AVAILABLE, reason="this processor has no matrix units")
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 16, 16), (16, 64, 32), (37, 80, 48), (111, 384, 128)])
+def test_products_of_bytes_are_those_of_integers(rows: int, inner: int, columns: int) -> None:
+    """Upper and lower bytes apart, to the same sums; the first number's upper byte is the greatest."""
+    generator = np.random.default_rng(0)
+    left, right = (generator.standard_normal((many, inner), np.float32) for many in (rows, columns))
+    left[-1] *= 1e6
+    right[0] = -np.eye(inner)[1]
+    quads = 2 * matrix_units.whole((inner + 3) // 4)
+    above, above_steps = matrix_units.aligned(matrix_units.whole(rows), quads), np.zeros(matrix_units.whole(rows))
+    above_steps = above_steps.astype(np.float32)
+    matrix_units.to_bytes(left[: rows // 3], 0, above, above_steps)
+    matrix_units.to_bytes(left[rows // 3 :], rows // 3, above, above_steps[rows // 3 :])
+    by_columns = matrix_units.aligned(columns, quads).reshape(columns // LANES, quads, LANES)
+    steps = np.zeros(columns, np.float32)
+    for vector in range(columns // LANES):
+        own, panels = slice(vector * LANES, (vector + 1) * LANES), np.zeros((LANES, quads), np.uint32)
+        matrix_units.to_bytes(right[own], 0, panels, steps[own])
+        halves.panel_columns(panels, by_columns[vector])
+    result = np.empty((len(above), columns), np.float32)
+    matrix_units.begin()
+    matrix_units.multiply_bytes(above, above_steps, by_columns, steps, matrix_units.aligned(64, 16), result)
+    matrix_units.end()
+    (left_pairs, left_steps), (right_pairs, right_steps) = rounded(left), rounded(right)
+    np.testing.assert_array_equal(above_steps[:rows], left_steps)
+    whole = left_pairs.view(np.int16).astype(np.int64) @ right_pairs.view(np.int16).T
+    np.testing.assert_allclose(result[:rows], whole * left_steps[:, None].astype(float) * right_steps, rtol=1e-6)
+
+
 def test_exponentials() -> None:
     values = -np.random.default_rng(0).uniform(0, 80, 1000).astype(np.float32)
     values[:3] = 0.0, -np.inf, np.finfo(np.float32).min
@@ -359,12 +388,12 @@ def test_types_and_added_masks(dtype: torch.dtype, tiled: Any, monkeypatch: pyte
 
 def multiply_by(way: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose how latents of packed rows are multiplied, of layers that are prepared from here on."""
-    if way == halves.BFLOAT16 and not matrix_units.AVAILABLE:
+    if way >= halves.BYTES and not matrix_units.AVAILABLE:
         pytest.skip("this processor has no matrix units")
     monkeypatch.setattr(halves, "best_products", lambda dtype: way)
 
 
-IN_16_BITS = pytest.mark.parametrize("way", [halves.INTEGERS, halves.BFLOAT16], ids=["integers", "bfloat16"])
+IN_16_BITS = pytest.mark.parametrize("way", range(1, 4), ids=["integers", "bytes", "bfloat16"])
 
 
 @pytest.mark.parametrize("case", ["mixed", "4 bits"])
@@ -390,7 +419,7 @@ def test_packed_rows_are_multiplied_in_16_bits(
     difference = float((found[1] - found[0]).norm() / found[0].norm())
     # Scores are off by a few steps of |q||z||R| sqrt(rank / 6); after rounding to 8 bits by a hundred times that. Steps
     # of bfloat16 are a number's own.
-    step = math.sqrt(sum(layer.key_ranks) / 6) * 2**-15 if way == halves.INTEGERS else 2**-9
+    step = math.sqrt(sum(layer.key_ranks) / 6) * 2**-15 if way != halves.BFLOAT16 else 2**-9
     assert 0 < difference < 20 * step
 
 
@@ -420,14 +449,16 @@ def test_16_bits_cost_a_model_little_beside_its_quantisation(
         nn.functional.kl_div(other, reference, reduction="batchmean", log_target=True)
         for reference, other in ((expected, found), (exact, expected))
     )
-    assert 0 < products < (0.02 if way == halves.INTEGERS else 0.05) * quantisation
+    assert 0 < products < (0.05 if way == halves.BFLOAT16 else 0.02) * quantisation
 
 
 def test_matrix_units_are_for_models_in_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    for dtype in (torch.float32, torch.bfloat16):
-        expected = matrix_units.AVAILABLE and dtype == torch.bfloat16
-        assert (halves.best_products(dtype) == halves.BFLOAT16) == expected
+    if matrix_units.AVAILABLE:
+        assert halves.best_products(torch.bfloat16) == halves.BFLOAT16
+        assert halves.best_products(torch.float32) == halves.best_products(torch.float16) == halves.BYTES
+    else:
+        assert halves.best_products(torch.bfloat16) <= halves.INTEGERS
 
 
 def test_16_bits_are_for_packed_rows_alone(tiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from recalkv.text.windows import (
     other_windows,
     spread_windows,
     windows_of_each,
+    with_recall,
 )
 
 __all__ = [
@@ -94,7 +95,8 @@ def calibration_windows(tokenizer: Any, texts: Mapping[str, Sequence[Document]],
         If a text is too short for its windows; the message names it.
     """
     tokens = {name: joined_tokens(tokenizer, documents) for name, documents in texts.items()}
-    return windows_of_each(tokens, wanted.samples, wanted.length, wanted.seed)
+    drawn = windows_of_each(tokens, wanted.samples, wanted.length, wanted.seed)
+    return with_recall(drawn, wanted.recall, wanted.seed)
 
 
 def held_out_windows(

@@ -20,6 +20,7 @@ __all__ = [
     "sample_windows",
     "spread_windows",
     "windows_of_each",
+    "with_recall",
 ]
 
 
@@ -175,6 +176,36 @@ def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed
             raise DataError(f"{name!r}: {error}") from error
     turns = sorted((turn, place) for place, own in enumerate(drawn) for turn in range(len(own)))
     return torch.stack([drawn[place][turn] for turn, place in turns])
+
+
+def with_recall(windows: Tensor, fraction: float, seed: int, passage: int = 64) -> Tensor:
+    """Let so many of the windows repeat themselves: passages of the first half stand again behind it, in another order.
+
+    What is told far back and needed later is rare in text, and a cache may lose it before any loss there shows it.
+
+    Parameters
+    ----------
+    windows : (samples, length) int64
+    fraction
+        Of the windows, spread over all.
+    seed
+        Of the orders.
+    passage
+        Tokens of a passage; windows of fewer than four are left as they are.
+
+    Returns
+    -------
+    (samples, length) int64
+    """
+    samples, length = windows.shape
+    count = length // 2 // passage
+    result, generator = windows.clone(), torch.Generator().manual_seed(seed)
+    for number in range(samples if count > 1 else 0):
+        if int((number + 1) * fraction) > int(number * fraction):
+            passages = result[number, : count * passage].view(count, passage)
+            again = passages[torch.randperm(count, generator=generator)].flatten()
+            result[number, count * passage : 2 * count * passage] = again
+    return result
 
 
 def _equal_parts(count: int, parts: int) -> list[int]:

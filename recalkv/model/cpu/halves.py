@@ -1,7 +1,7 @@
 """Matrix products of 16-bit integers with 32-bit sums, for latents whose own quantisation is far coarser.
 
-A row of latents, and a column of factors, is rounded to steps of 2^-15 of its norm; so no sum of products can overflow
-(Cauchy-Schwarz), whatever their number, and every sum is exact. What rounding leaves of n latents is
+A row of latents, and a column of factors, is rounded to steps of about 2^-15 of its norm; so no sum of products can
+overflow (Cauchy-Schwarz), whatever their number, and every sum is exact. What rounding leaves of n latents is
 sqrt(n / 12) 2^-15 of their norm, 1.8e-4 for 384, and as much of the factors; the best code of packed rows leaves 9.4e-3
 (:data:`recalkv.cache.codebooks.DISTORTION`). Processors with an instruction for such products do them at twice the
 speed of float32; others can do them, but gain nothing.
@@ -21,6 +21,7 @@ from recalkv.model.cpu.loops import FEATURES, LANES, bits_of, compiled
 
 __all__ = [
     "BFLOAT16",
+    "BYTES",
     "FLOAT32",
     "INTEGERS",
     "TOLERANCE",
@@ -31,8 +32,9 @@ __all__ = [
     "round_rows",
 ]
 
-FLOAT32, INTEGERS, BFLOAT16 = range(3)
-"""Ways to multiply the latents of packed rows: in full, here, and by :mod:`recalkv.model.cpu.matrix_units`."""
+FLOAT32, INTEGERS, BYTES, BFLOAT16 = range(4)
+"""Ways to multiply the latents of packed rows: in full, here, and the last two by matrix units
+(:mod:`recalkv.model.cpu.matrix_units`), of which the first gives the sums that are had here."""
 
 TOLERANCE = 1e-4
 """Of scores over |q||k|, :func:`recalkv.model.turns.expansion`: less than what rounding leaves of many latents."""
@@ -40,7 +42,6 @@ TOLERANCE = 1e-4
 _ROWS, _VECTORS = 4, 4
 """Of the result, whose sums stay in registers."""
 
-_STEPS = np.float32((1 << 15) - 1)
 _LEAST_NORM = np.float32(1e-30)
 _NOTHING = np.float32(0)
 # A float32 of this size has steps of one, and the lower bits of one more are those of an integer.
@@ -53,8 +54,8 @@ _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 def best_products(dtype: torch.dtype) -> int:
     """The fastest of them on this machine that loses no more than a model of this type does anyway."""
-    if dtype == torch.bfloat16 and matrix_units.AVAILABLE:
-        return BFLOAT16
+    if matrix_units.AVAILABLE:
+        return BFLOAT16 if dtype == torch.bfloat16 else BYTES
     return INTEGERS if "+avx512vnni" in FEATURES else FLOAT32
 
 
@@ -164,7 +165,7 @@ def round_rows(numbers, pairs, steps):
             power += given[i] * given[i]
         steps[row] = power
     for row in range(len(numbers)):
-        steps[row] = max(np.sqrt(steps[row]), _LEAST_NORM) / _STEPS
+        steps[row] = max(np.sqrt(steps[row]), _LEAST_NORM) / matrix_units.STEPS
     for row in range(len(numbers)):
         given, halves, one_over = numbers[row], pairs[row].view(np.int16), np.float32(1) / steps[row]
         for i in range(len(given)):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recalkv.model.cpu.halves import BFLOAT16, FLOAT32, TOLERANCE, pair_columns, panel_columns, round_rows
+from recalkv.model.cpu.halves import BFLOAT16, BYTES, FLOAT32, TOLERANCE, pair_columns, panel_columns, round_rows
 from recalkv.model.cpu.loops import LANES
-from recalkv.model.cpu.matrix_units import aligned, to_bfloat16, whole
+from recalkv.model.cpu.matrix_units import aligned, to_bfloat16, to_bytes, whole
 from recalkv.model.identity import direct_pairs
 from recalkv.model.turns import FLOAT32_TOLERANCE, TileRope, expansion
 
@@ -32,7 +32,7 @@ class Keys(NamedTuple):
         How latents are multiplied (:mod:`recalkv.model.cpu.halves`).
     rebuilt_pairs, rebuilt_steps : (>= heads * 2 fast, >= r / 2) uint32, (heads * 2 fast,) float32
         The first in 16 bits: rows of :func:`recalkv.model.cpu.halves.round_rows`, or panels of
-        :func:`recalkv.model.cpu.matrix_units.to_bfloat16`, which have no steps; empty where products are float32.
+        :mod:`recalkv.model.cpu.matrix_units`; bfloat16 has no steps. Empty where products are float32.
     expanded_pairs, expanded_steps : (heads * vectors, >= slow, LANES) uint32, (heads, >= r) float32
         The second in 16 bits (:func:`recalkv.model.cpu.halves.pair_columns`).
     fast_cos, fast_sin : (fast, tile), direct_cos, direct_sin : (tile, direct) float32
@@ -159,9 +159,14 @@ def _rounded(
             to_bfloat16(np.ascontiguousarray(some.T), 0, panels)
             panel_columns(panels, columns[number])
         return rows, np.zeros(0, np.float32), columns, np.zeros((0, 0), np.float32)
-    rows, steps = _nothing(len(rebuilt), rank // 2), np.zeros(len(rebuilt), np.float32)
+    steps = np.zeros(len(rebuilt), np.float32)
+    if products == BYTES:
+        rows = aligned(whole(len(rebuilt)), 2 * whole(rank // 4))
+        to_bytes(rebuilt, 0, rows, steps)
+    else:
+        rows = _nothing(len(rebuilt), rank // 2)
+        round_rows(rebuilt, rows, steps)
     columns, column_steps = _nothing(heads * rank // LANES, slow, LANES), np.zeros((heads, rank), np.float32)
-    round_rows(rebuilt, rows, steps)
     for head in range(heads):
         pairs = _nothing(rank, slow)
         round_rows(np.ascontiguousarray(expanded[head].T), pairs, column_steps[head])

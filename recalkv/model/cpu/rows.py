@@ -4,6 +4,7 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -13,7 +14,7 @@ from numba.extending import intrinsic
 
 from recalkv.cache.codebooks import CODES, GRID, nearest_of_cells, words
 from recalkv.cache.rows import RowLayout, scales
-from recalkv.model.cpu.loops import FEATURES, compiled
+from recalkv.model.cpu.loops import FEATURES, OPTIONS, compiled
 from recalkv.model.cpu.threads import array_1d, array_2d
 
 __all__ = [
@@ -57,9 +58,6 @@ class Coding(NamedTuple):
 SCALE, PLACE, WIDTH, LATENTS, BITS, WORDS, GRID_OF, LEVELS = range(8)
 """Numbers of a segment."""
 
-_ONE, _TWO, _FOUR = np.uint64(1), np.uint64(2), np.uint64(4)
-_EIGHT, _16, _32, _OCTET = np.uint64(8), np.uint64(16), np.uint64(32), np.uint64(255)
-
 
 @compiled
 def coding_of(arguments, number):
@@ -96,97 +94,147 @@ def _books() -> tuple[dict, dict, np.ndarray, np.ndarray]:
     return first_word, first_cell, torch.cat(books).numpy(), torch.cat(cells).numpy()
 
 
-def _copy(latents: int, codes: int) -> Any:
-    """Write so many latents of each of so many codes, the bytes of an integer, times a scale; words by address."""
+_INT8, _INT32, _INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_GROUP = types.int64, types.int64, types.float32, types.int64
+_PERMUTES = "+avx512f" in FEATURES
+
+
+def _copy(latents: int, bits: int) -> Any:
+    """Write so many latents of each of eight codes times a scale; of codes and words by addresses.
+
+    Reads eight bytes. Without bits there is one code, which stands in the place of its address.
+    """
 
     @intrinsic
-    def copy(context: Any, book: Any, octets: Any, scale: Any, target: Any) -> Any:
+    def copy(context: Any, book: Any, address: Any, scale: Any, target: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            book, octets, scale, target = arguments
+            book, address, scale, target = arguments
             kind, size = ir.VectorType(ir.FloatType(), latents), 4 * latents
-            scale = builder.insert_element(ir.Constant(kind, ir.Undefined), scale, ir.Constant(_INT32, 0))
-            scale = builder.shuffle_vector(scale, scale, ir.Constant(ir.VectorType(_INT32, latents), None))
-            for number in range(codes):
-                code = builder.and_(builder.lshr(octets, ir.Constant(_INT64, 8 * number)), ir.Constant(_INT64, 255))
-                word = builder.add(book, builder.mul(code, ir.Constant(_INT64, size)))
+            factor = builder.insert_element(ir.Constant(kind, ir.Undefined), scale, ir.Constant(_INT32, 0))
+            factor = builder.shuffle_vector(factor, factor, ir.Constant(ir.VectorType(_INT32, latents), None))
+
+            def code(number: int) -> Any:
+                if not bits:
+                    return address
+                if bits == 8:
+                    place = builder.add(address, ir.Constant(_INT64, number))
+                    return builder.zext(builder.load(builder.inttoptr(place, _INT8.as_pointer())), _INT64)
+                octets = builder.load(builder.inttoptr(address, _INT64.as_pointer()), align=1)
+                shifted = builder.lshr(octets, ir.Constant(_INT64, bits * number))
+                return builder.and_(shifted, ir.Constant(_INT64, (1 << bits) - 1))
+
+            for number in range(8 if bits else 1):
+                word = builder.add(book, builder.mul(code(number), ir.Constant(_INT64, size)))
                 place = builder.add(target, ir.Constant(_INT64, size * number))
                 source, out = (builder.inttoptr(each, kind.as_pointer()) for each in (word, place))
-                builder.store(builder.fmul(builder.load(source, align=4), scale), out, align=4)
+                builder.store(builder.fmul(builder.load(source, align=4), factor), out, align=4)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.uint64, types.float32, types.int64), generate
+        return types.void(*_GROUP), generate
 
     return copy
 
 
-_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
-_one_1, _one_2, _one_3, _one_4, _one_8 = (_copy(latents, 1) for latents in (1, 2, 3, 4, 8))
-_eight_1, _eight_2, _eight_3, _eight_4, _eight_8 = (_copy(latents, 8) for latents in (1, 2, 3, 4, 8))
-
-
 @intrinsic
-def _look_up_64(context: Any, book: Any, octets: Any, scale: Any, target: Any) -> Any:
-    """Write words of eight codes of 6 bits for single latents, times a scale: all words fit into four registers."""
+def _look_up_64(context: Any, book: Any, address: Any, scale: Any, target: Any) -> Any:
+    """Write words of sixteen codes of 6 bits for single latents, times a scale: all words fit into four registers.
+
+    Reads 14 bytes, of which the codes are 12.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        book, octets, scale, target = arguments
+        book, address, scale, target = arguments
+        long, eight = ir.VectorType(_INT64, 8), ir.VectorType(_INT32, 8)
         sixteen, numbers = ir.VectorType(_INT32, 16), ir.VectorType(ir.FloatType(), 16)
-        eight = ir.VectorType(ir.FloatType(), 8)
-        codes = builder.bitcast(octets, ir.VectorType(ir.IntType(8), 8))
-        codes = builder.zext(codes, ir.VectorType(_INT32, 8))
-        codes = builder.shuffle_vector(codes, codes, ir.Constant(sixteen, [*range(8)] * 2))
+
+        def everywhere(number: Any, count: int) -> Any:
+            one = builder.insert_element(ir.Constant(ir.VectorType(number.type, count), ir.Undefined), number, zero)
+            return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT32, count), None))
+
+        zero, shifts = ir.Constant(_INT32, 0), ir.Constant(long, [6 * number for number in range(8)])
+        halves = []
+        for first in (0, 6):
+            place = builder.inttoptr(builder.add(address, ir.Constant(_INT64, first)), _INT64.as_pointer())
+            halves.append(builder.trunc(builder.lshr(everywhere(builder.load(place, align=1), 8), shifts), eight))
+        codes = builder.shuffle_vector(*halves, ir.Constant(sixteen, [*range(16)]))
         places = (builder.add(book, ir.Constant(_INT64, 64 * number)) for number in range(4))
         words = [builder.load(builder.inttoptr(place, numbers.as_pointer()), align=4) for place in places]
+        # It reads the lower five bits.
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(numbers, [numbers, sixteen, numbers]), "llvm.x86.avx512.vpermi2var.ps.512"
         )
         lower, upper = (builder.call(function, [words[i], codes, words[i + 1]]) for i in (0, 2))
-        below = builder.icmp_unsigned("<", codes, ir.Constant(sixteen, [32] * 16))
-        found = builder.select(below, lower, upper)
-        found = builder.shuffle_vector(found, found, ir.Constant(ir.VectorType(_INT32, 8), [*range(8)]))
-        scale = builder.insert_element(ir.Constant(eight, ir.Undefined), scale, ir.Constant(_INT32, 0))
-        scale = builder.shuffle_vector(scale, scale, ir.Constant(ir.VectorType(_INT32, 8), None))
-        builder.store(builder.fmul(found, scale), builder.inttoptr(target, eight.as_pointer()), align=4)
+        sixth = builder.and_(codes, ir.Constant(sixteen, [32] * 16))
+        found = builder.select(builder.icmp_unsigned("==", sixth, ir.Constant(sixteen, None)), lower, upper)
+        place = builder.inttoptr(target, numbers.as_pointer())
+        builder.store(builder.fmul(found, everywhere(scale, 16)), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.uint64, types.float32, types.int64), generate
-
-
-_eight_of_64 = _look_up_64 if "+avx512f" in FEATURES else _eight_1
+    return types.void(*_GROUP), generate
 
 
 @intrinsic
-def _octets(context: Any, address: Any) -> Any:
-    """Eight bytes from an address on, the first the lowest."""
+def _levels(context: Any, book: Any, address: Any, scale: Any, target: Any) -> Any:
+    """The same of 8 bits, whose words are odd multiples of one step."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(builder.inttoptr(arguments[0], _INT64.as_pointer()), align=1)
+        book, address, scale, target = arguments
+        sixteen, numbers = ir.VectorType(_INT32, 16), ir.VectorType(ir.FloatType(), 16)
+        greatest = builder.inttoptr(builder.add(book, ir.Constant(_INT64, 4 * 255)), ir.FloatType().as_pointer())
+        step = builder.fmul(builder.load(greatest), builder.fmul(scale, ir.Constant(ir.FloatType(), 1 / 255)))
+        codes = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(8), 16).as_pointer()), align=1)
+        odd = builder.add(builder.zext(codes, sixteen), builder.zext(codes, sixteen))
+        odd = builder.sitofp(builder.sub(odd, ir.Constant(sixteen, [255] * 16)), numbers)
+        factor = builder.insert_element(ir.Constant(numbers, ir.Undefined), step, ir.Constant(_INT32, 0))
+        factor = builder.shuffle_vector(factor, factor, ir.Constant(sixteen, None))
+        builder.store(builder.fmul(odd, factor), builder.inttoptr(target, numbers.as_pointer()), align=4)
+        return context.get_dummy_value()
 
-    return types.uint64(types.int64), generate
+    return types.void(*_GROUP), generate
 
 
-@compiled
-def _some_octets(memory, place, count):
-    """The same of so many bytes of an array, and zeros."""
-    word = np.uint64(0)
-    for octet in range(np.uint64(count)):
-        word |= np.uint64(memory[np.uint64(place) + octet]) << (octet * _EIGHT)
-    return word
+def _reader(latents: int, bits: int) -> Any:
+    """A function that writes one segment of rows whose codes stand for so many latents and take so many bits."""
+    at_once, group, single = 8, _copy(latents, bits), _copy(latents, 0)
+    if latents == 1 and (bits == 8 or _PERMUTES):
+        at_once, group = 16, _levels if bits == 8 else _look_up_64
+    octets, wide = at_once * bits // 8, at_once * latents
+
+    def read(memory, start, stride, rows, segment, spare, coded, result, place):
+        width, book = segment[WIDTH], coded.words.ctypes.data + 4 * segment[WORDS]
+        codes, fewest = (width + latents - 1) // latents, width // wide
+        most = (width + wide - 1) // wide
+        if most * wide > width + spare:
+            most = fewest
+        for row in range(rows):
+            column = start + row * stride + segment[SCALE]
+            scale = coded.scales[memory[column]]
+            at, out = memory.ctypes.data + column + 1, result.ctypes.data + 4 * (row * result.shape[1] + place)
+            # What is read of codes may go two bytes behind them.
+            groups = most if column + 1 + most * octets + 2 <= len(memory) else max(0, fewest - 1)
+            for _ in range(groups):
+                group(book, at, scale, out)
+                at += octets
+                out += 4 * wide
+            for n in range(groups * at_once, codes):
+                octet, shift = column + 1 + (n * bits >> 3), n * bits & 7
+                code = np.int64(memory[octet]) >> shift
+                if shift + bits > 8:
+                    code |= np.int64(memory[octet + 1]) << (8 - shift)
+                code &= (1 << bits) - 1
+                if n * latents + latents <= width:
+                    single(book, code, scale, out)
+                    out += 4 * latents
+                    continue
+                for i in range(n * latents, width):
+                    result[row, place + i] = coded.words[segment[WORDS] + (code - n) * latents + i] * scale
+
+    # What it closes over has no name to be kept by on disk; what calls it is kept with it.
+    return numba.njit(nogil=True, **OPTIONS | {"cache": False})(read)
 
 
-@compiled
-def _next_codes(memory, place, end, bits):
-    """Eight codes that are packed from a byte on, or those up to ``end`` and zeros: a byte each."""
-    word = _octets(memory.ctypes.data + place) if place + 8 <= end else _some_octets(memory, place, end - place)
-    if bits == _EIGHT:
-        return word
-    four, two, one = (_ONE << (_FOUR * bits)) - _ONE, (_ONE << (_TWO * bits)) - _ONE, (_ONE << bits) - _ONE
-    # The same in each half of eight bytes, and in each quarter.
-    two |= two << _32
-    one |= one << _32 | one << _16 | one << (_32 + _16)
-    word = (word & four) | ((word >> (_FOUR * bits)) & four) << _32
-    word = (word & two) | ((word >> (_TWO * bits)) & two) << _16
-    return (word & one) | ((word >> bits) & one) << _EIGHT
+_read_1_8, _read_1_6, _read_2_8, _read_2_6 = (_reader(*code) for code in ((1, 8), (1, 6), (2, 8), (2, 6)))
+_read_3_8, _read_4_8, _read_8_8 = (_reader(*code) for code in ((3, 8), (4, 8), (8, 8)))
 
 
 @compiled
@@ -203,52 +251,24 @@ def read_rows(memory, start, stride, rows, first, last, coded, latents):
     coded : Coding
     latents : (>= rows, >= last - first) float32
     """
-    target = latents.ctypes.data
     for number in range(len(coded.segments)):
         segment = coded.segments[number]
-        if segment[PLACE] < first or segment[PLACE] >= last:
+        place, end, k, bits = segment[PLACE], segment[PLACE] + segment[WIDTH], segment[LATENTS], segment[BITS]
+        if place < first or place >= last:
             continue
-        place, width, k, bits = segment[PLACE] - first, segment[WIDTH], segment[LATENTS], segment[BITS]
-        whole, missing = width // k, width % k
-        book, size = coded.words.ctypes.data + 4 * segment[WORDS], 4 * k
-        octets = ((width + k - 1) // k * bits + 7) // 8
-        for row in range(rows):
-            column = start + row * stride + segment[SCALE]
-            scale = coded.scales[memory[column]]
-            at, end, out = column + 1, column + 1 + octets, target + 4 * (row * latents.shape[1] + place)
-            for _ in range(whole // 8):
-                codes = _next_codes(memory, at, end, np.uint64(bits))
-                if k == 1 and bits == 6:
-                    _eight_of_64(book, codes, scale, out)
-                elif k == 1:
-                    _eight_1(book, codes, scale, out)
-                elif k == 2:
-                    _eight_2(book, codes, scale, out)
-                elif k == 3:
-                    _eight_3(book, codes, scale, out)
-                elif k == 4:
-                    _eight_4(book, codes, scale, out)
-                else:
-                    _eight_8(book, codes, scale, out)
-                at += bits
-                out += 8 * size
-            if at == end:
-                continue
-            codes = _next_codes(memory, at, end, np.uint64(bits))
-            for _ in range(whole % 8):
-                if k == 1:
-                    _one_1(book, codes, scale, out)
-                elif k == 2:
-                    _one_2(book, codes, scale, out)
-                elif k == 3:
-                    _one_3(book, codes, scale, out)
-                elif k == 4:
-                    _one_4(book, codes, scale, out)
-                else:
-                    _one_8(book, codes, scale, out)
-                codes >>= _EIGHT
-                out += size
-            if missing:
-                entry = segment[WORDS] + k * np.int64(codes & _OCTET)
-                for i in range(missing):
-                    latents[row, place + width - missing + i] = coded.words[entry + i] * scale
+        # What is written behind a segment is written again by the next, so that few codes need not go one by one.
+        spare, place = last - end, place - first
+        if k == 1 and bits == 8:
+            _read_1_8(memory, start, stride, rows, segment, spare, coded, latents, place)
+        elif k == 1:
+            _read_1_6(memory, start, stride, rows, segment, spare, coded, latents, place)
+        elif k == 2 and bits == 8:
+            _read_2_8(memory, start, stride, rows, segment, spare, coded, latents, place)
+        elif k == 2:
+            _read_2_6(memory, start, stride, rows, segment, spare, coded, latents, place)
+        elif k == 3:
+            _read_3_8(memory, start, stride, rows, segment, spare, coded, latents, place)
+        elif k == 4:
+            _read_4_8(memory, start, stride, rows, segment, spare, coded, latents, place)
+        else:
+            _read_8_8(memory, start, stride, rows, segment, spare, coded, latents, place)

@@ -8,9 +8,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recalkv.model.cpu.halves import BFLOAT16, INTEGERS, multiply_pairs, pair_columns, panel_columns, round_rows
+from recalkv.model.cpu.halves import (
+    BFLOAT16,
+    BYTES,
+    FLOAT32,
+    INTEGERS,
+    multiply_pairs,
+    pair_columns,
+    panel_columns,
+    round_rows,
+)
 from recalkv.model.cpu.loops import LANES, compiled, inner_products, multiply, turn_pairs
-from recalkv.model.cpu.matrix_units import aligned, multiply_bfloat16, to_bfloat16, whole
+from recalkv.model.cpu.matrix_units import (
+    SIDE,
+    aligned,
+    multiply_bfloat16,
+    multiply_bytes,
+    to_bfloat16,
+    to_bytes,
+    whole,
+)
 
 __all__ = ["Scratch", "filled", "in_order", "new_scratch", "round_slots", "tile_scores"]
 
@@ -48,6 +65,8 @@ class Scratch(NamedTuple):
         Rebuilt columns and directions in 16 bits, rows or panels.
     folded_pairs, folded_steps : (any, >= slow) uint32, (any,) float32
         ``folded`` of one head in 16 bits, rows or panels.
+    sums : (4 SIDE, SIDE) uint32
+        What :func:`recalkv.model.cpu.matrix_units.multiply_bytes` wants.
     """
 
     ordered: np.ndarray
@@ -66,6 +85,7 @@ class Scratch(NamedTuple):
     factor_steps: np.ndarray
     folded_pairs: np.ndarray
     folded_steps: np.ndarray
+    sums: np.ndarray
 
 
 @compiled
@@ -90,6 +110,8 @@ def new_scratch(keys, heads, rows, head_dim, width):
     pairs, folded_pairs, products = 0, 0, keys.products[0]
     if products == INTEGERS:
         columns, pairs, folded_pairs = _fours(columns), width // 2, slow
+    if products == BYTES:
+        columns, pairs, folded_pairs = whole(columns), 2 * whole(width // 4), slow
     if products == BFLOAT16:
         columns, few, pairs, folded_pairs = whole(columns), whole(expanded), whole(width // 2), whole(slow)
     scratch = Scratch(
@@ -109,12 +131,11 @@ def new_scratch(keys, heads, rows, head_dim, width):
         np.zeros(columns, np.float32),
         aligned(few, folded_pairs),
         np.empty(few, np.float32),
+        aligned(4 * SIDE, SIDE),
     )
-    if products == INTEGERS:
-        scratch.factor_pairs[: len(keys.rebuilt)] = keys.rebuilt_pairs
-        scratch.factor_steps[: len(keys.rebuilt)] = keys.rebuilt_steps
-    if products == BFLOAT16:
+    if products != FLOAT32:
         scratch.factor_pairs[: len(keys.rebuilt_pairs)] = keys.rebuilt_pairs
+        scratch.factor_steps[: len(keys.rebuilt_steps)] = keys.rebuilt_steps
     return scratch
 
 
@@ -138,10 +159,10 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
     _turn_queries(keys, cos, sin, scratch)
     if keys.products[0] == BFLOAT16:
         _multiply_in_bfloat16(keys, used, scratch)
-    elif keys.products[0] == INTEGERS:
-        _multiply_in_16_bits(keys, used, scratch)
-    else:
+    elif keys.products[0] == FLOAT32:
         _multiply(keys, used, scratch)
+    else:
+        _multiply_in_16_bits(keys, used, scratch)
     if len(keys.norm):
         _normed(keys, heads, here, scratch.products)
     if direct:
@@ -162,6 +183,10 @@ def round_slots(keys, latents, first, scratch):
     last = first + LANES
     if keys.products[0] == BFLOAT16:
         to_bfloat16(latents, 0, scratch.latent_pairs[:LANES])
+        panel_columns(scratch.latent_pairs[:LANES], scratch.slot_pairs[first // LANES])
+        return
+    if keys.products[0] == BYTES:
+        to_bytes(latents, 0, scratch.latent_pairs[:LANES], scratch.latent_steps[first:])
         panel_columns(scratch.latent_pairs[:LANES], scratch.slot_pairs[first // LANES])
         return
     round_rows(latents, scratch.latent_pairs[first:last], scratch.latent_steps[first:last])
@@ -186,6 +211,7 @@ def _multiply(keys, latents, scratch):
 @compiled
 def _multiply_in_16_bits(keys, latents, scratch):
     """The same of slots that :func:`round_slots` has rounded."""
+    by_bytes = keys.products[0] == BYTES
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
     heads, vectors = len(scratch.directions), scratch.directions.shape[2] // LANES
     for head in range(heads if count else 0):
@@ -193,9 +219,19 @@ def _multiply_in_16_bits(keys, latents, scratch):
         round_rows(scratch.folded[head], scratch.folded_pairs, scratch.folded_steps)
         expanded = keys.expanded_pairs[head * vectors : (head + 1) * vectors]
         multiply_pairs(scratch.folded_pairs, scratch.folded_steps, expanded, keys.expanded_steps[head], own)
-        round_rows(own[:count], scratch.factor_pairs[place:], scratch.factor_steps[place:])
-    slots = scratch.slot_pairs[: filled(len(latents)) // LANES]
-    multiply_pairs(scratch.factor_pairs, scratch.factor_steps, slots, scratch.latent_steps, scratch.products)
+        if by_bytes:
+            to_bytes(own[:count], place, scratch.factor_pairs, scratch.factor_steps[place:])
+        else:
+            round_rows(own[:count], scratch.factor_pairs[place:], scratch.factor_steps[place:])
+    slots, factors, steps = (
+        scratch.slot_pairs[: filled(len(latents)) // LANES],
+        scratch.factor_pairs,
+        scratch.factor_steps,
+    )
+    if by_bytes:
+        multiply_bytes(factors, steps, slots, scratch.latent_steps, scratch.sums, scratch.products)
+    else:
+        multiply_pairs(factors, steps, slots, scratch.latent_steps, scratch.products)
 
 
 @compiled

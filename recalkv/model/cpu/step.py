@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, cfunc, types
 
-from recalkv.model.cpu.halves import BFLOAT16, FLOAT32
+from recalkv.model.cpu.halves import BYTES, FLOAT32
 from recalkv.model.cpu.keys import Keys
 from recalkv.model.cpu.loops import LANES, OPTIONS, compiled, exponentials, multiply
 from recalkv.model.cpu.matrix_units import begin, end
@@ -277,7 +277,7 @@ def attend(data):
     shares, scale = array_1d(given, _SHARES, np.int64), array_1d(given, _SCALE, np.float32)[0]
     first, heads, rows = n[_FIRST_HEAD], n[_HEADS], contexts.shape[1] // n[_HEADS]
     number, count = thread_number(threads), thread_count(threads)
-    if keys.products[0] == BFLOAT16:
+    if keys.products[0] >= BYTES:
         begin()
     # There may be fewer threads than were asked for.
     for share in range(number, threads, count):
@@ -288,7 +288,7 @@ def attend(data):
                 keys, key_source, value_source, own, scale, cos, sin, extents[sequence], mask, sequence,
                 parts[part, 1:], contexts[part], peaks[part], sums[part],
             )  # fmt: skip
-    if keys.products[0] == BFLOAT16:
+    if keys.products[0] >= BYTES:
         end()
     wait_for_all(threads)
     up, result = array_2d(given, _UP, np.float32), array_2d(given, _RESULT, np.float32)
