@@ -21,6 +21,7 @@ __all__ = [
     "bits_of",
     "compiled",
     "exponentials",
+    "fetch",
     "inner_products",
     "multiply",
     "power_of_two",
@@ -76,6 +77,9 @@ _NUMBERS, _LANES = ir.VectorType(_NUMBER, VECTOR), ir.VectorType(_INT32, VECTOR)
 
 _BLOCK = 64
 """Rows of the right matrix that are gone over for one block of columns: within the first cache."""
+
+_LINE = 64
+"""Bytes of a cache line."""
 
 _ZERO = np.float32(0)
 _LOG2_E = np.float32(1.4426950408889634)
@@ -269,6 +273,40 @@ def turn_pairs(given, cos, sin, result):
             a, b = given[row, j], given[row, pairs + j]
             result[row, j] = a * cos[row, j] - b * sin[row, j]
             result[row, pairs + j] = b * cos[row, j] + a * sin[row, j]
+
+
+@intrinsic
+def _prefetch(context: Any, address: Any) -> Any:
+    """Ask for a cache line, to be kept in the core's second cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer, integer = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        reads = [ir.Constant(integer, each) for each in (0, 2, 1)]
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), *reads])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@compiled
+def fetch(ahead, lines):
+    """Ask for some cache lines of memory that is to be read: more at once than a core can wait for would stall it.
+
+    Parameters
+    ----------
+    ahead : (2,) int64
+        Addresses of what is still to be asked for, and of its end; moves on.
+    lines
+        At most.
+    """
+    place = ahead[0]
+    last = min(place + _LINE * lines, ahead[1])
+    while place < last:
+        _prefetch(place)
+        place += _LINE
+    ahead[0] = place
 
 
 @intrinsic

@@ -18,7 +18,7 @@ from recalkv.model.cpu.halves import (
     panel_columns,
     round_rows,
 )
-from recalkv.model.cpu.loops import LANES, compiled, inner_products, multiply, turn_pairs
+from recalkv.model.cpu.loops import LANES, compiled, fetch, inner_products, multiply, turn_pairs
 from recalkv.model.cpu.matrix_units import (
     SIDE,
     aligned,
@@ -29,9 +29,12 @@ from recalkv.model.cpu.matrix_units import (
     whole,
 )
 
-__all__ = ["Scratch", "filled", "in_order", "new_scratch", "round_slots", "tile_scores"]
+__all__ = ["WAITING", "Scratch", "filled", "in_order", "new_scratch", "round_slots", "tile_scores"]
 
 _NOTHING = np.float32(0)
+
+WAITING = 48
+"""Cache lines that are asked for at once."""
 
 
 class Scratch(NamedTuple):
@@ -67,6 +70,8 @@ class Scratch(NamedTuple):
         ``folded`` of one head in 16 bits, rows or panels.
     sums : (4 SIDE, SIDE) uint32
         What :func:`recalkv.model.cpu.matrix_units.multiply_bytes` wants.
+    ahead : (2,) int64
+        The next tile's memory (:func:`recalkv.model.cpu.loops.fetch`).
     """
 
     ordered: np.ndarray
@@ -86,6 +91,7 @@ class Scratch(NamedTuple):
     folded_pairs: np.ndarray
     folded_steps: np.ndarray
     sums: np.ndarray
+    ahead: np.ndarray
 
 
 @compiled
@@ -132,6 +138,7 @@ def new_scratch(keys, heads, rows, head_dim, width):
         aligned(few, folded_pairs),
         np.empty(few, np.float32),
         aligned(4 * SIDE, SIDE),
+        np.zeros(2, np.int64),
     )
     if products != FLOAT32:
         scratch.factor_pairs[: len(keys.rebuilt_pairs)] = keys.rebuilt_pairs
@@ -166,8 +173,9 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
     if len(keys.norm):
         _normed(keys, heads, here, scratch.products)
     if direct:
-        _turn(latents[:here], direct, keys.direct_bias, keys.direct_cos, keys.direct_sin, scratch.direct_keys)
+        _turn(latents[:here], direct, keys, scratch)
     for head in range(heads):
+        fetch(scratch.ahead, WAITING)
         own = scores[head * rows : (head + 1) * rows]
         if direct:
             inner_products(scratch.direct_keys[head, : len(used)], scratch.direct_near[head], own)
@@ -316,25 +324,24 @@ def _normed(keys, heads, slots, products):
 
 
 @compiled
-def _turn(source, pairs, bias, cos, sin, turned):
+def _turn(source, pairs, keys, scratch):
     """Turn direct pairs of keys by their places in the tile.
 
     Parameters
     ----------
     source : (slots, any)
         Keys: of each head left halves, then right halves.
-    bias : (heads, 2 pairs)
-        Added first; no rows where there is none.
-    cos, sin : (slots, pairs)
-        Turns.
-    turned : (heads, >= slots, >= 2 pairs)
+    pairs
+        Direct ones of a head.
     """
-    slots = len(source)
-    for head in range(turned.shape[0]):
-        own = source[:, 2 * pairs * head : 2 * pairs * (head + 1)]
-        if len(bias):
-            own = own + bias[head]
-        turn_pairs(own, cos[:slots], sin[:slots], turned[head])
+    for first in range(0, len(source), LANES):
+        fetch(scratch.ahead, 2 * WAITING)
+        some = slice(first, min(first + LANES, len(source)))
+        for head in range(scratch.direct_keys.shape[0]):
+            own = source[some, 2 * pairs * head : 2 * pairs * (head + 1)]
+            if len(keys.direct_bias):
+                own = own + keys.direct_bias[head]
+            turn_pairs(own, keys.direct_cos[some], keys.direct_sin[some], scratch.direct_keys[head, some])
 
 
 @compiled

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from recalkv.model.cpu.loops import compiled
-from recalkv.model.cpu.rows import Coding, read_rows
+from recalkv.model.cpu.rows import PLACE, WIDTH, Coding, read_rows
 
-__all__ = ["BFLOAT16", "FLOAT32", "PACKED", "Source", "read_latents"]
+__all__ = ["BFLOAT16", "FLOAT32", "PACKED", "Source", "next_slots", "read_latents"]
 
 FLOAT32, BFLOAT16, PACKED = range(3)
 
@@ -66,6 +66,26 @@ def read_latents(source, sequence, start, slot, slots, end, latents):
     """
     _read_cached(source, sequence, start + slot, slots, latents)
     _read_recent(source, sequence, slot, slots, end, latents)
+
+
+@compiled
+def next_slots(source, sequence, slot, slots, ahead):
+    """Where slots are that will be read (:func:`recalkv.model.cpu.loops.fetch`): nowhere if little of them will be.
+
+    Parameters
+    ----------
+    slot, slots
+        Of the cache's slots the first, and how many; none where not positive.
+    ahead : (2,) int64
+    """
+    ahead[:] = 0
+    if source.kind == PACKED:
+        wide = source.coded.segments[-1, PLACE] + source.coded.segments[-1, WIDTH]
+    else:
+        wide = source.slot_stride // (4 if source.kind == FLOAT32 else 2)
+    if slots > 0 and source.block_size == 0 and 2 * (source.last - source.first) > wide:
+        ahead[0] = source.memory.ctypes.data + sequence * source.batch_stride + slot * source.slot_stride
+        ahead[1] = ahead[0] + slots * source.slot_stride
 
 
 @compiled

@@ -12,11 +12,11 @@ from numba import carray, cfunc, types
 
 from recalkv.model.cpu.halves import BYTES, FLOAT32
 from recalkv.model.cpu.keys import Keys
-from recalkv.model.cpu.loops import LANES, OPTIONS, compiled, exponentials, multiply
+from recalkv.model.cpu.loops import LANES, OPTIONS, compiled, exponentials, fetch, multiply
 from recalkv.model.cpu.matrix_units import begin, end
 from recalkv.model.cpu.rows import Coding, coding_of
-from recalkv.model.cpu.scores import filled, in_order, new_scratch, round_slots, tile_scores
-from recalkv.model.cpu.sources import Source, read_latents
+from recalkv.model.cpu.scores import WAITING, filled, in_order, new_scratch, round_slots, tile_scores
+from recalkv.model.cpu.sources import Source, next_slots, read_latents
 from recalkv.model.cpu.threads import (
     SIZES,
     addressed,
@@ -34,6 +34,8 @@ MASK_NONE, MASK_BOOLEAN, MASK_ADDED = range(3)
 
 _LEAST = np.finfo(np.float32).min
 _NOTHING = np.float32(0)
+_COLUMNS = 64
+"""Of values that are summed before more memory is asked for."""
 
 
 class Mask(NamedTuple):
@@ -82,6 +84,7 @@ def _read_keys(keys, source, sequence, start, slot, here, slots, latents, scratc
         read_latents(source, sequence, start, slot, here, slots, latents)
         return
     for first in range(0, here, LANES):
+        fetch(scratch.ahead, WAITING)
         own = latents[first : min(here, first + LANES)]
         read_latents(source, sequence, start, slot + first, len(own), slots, own)
         round_slots(keys, own, first, scratch)
@@ -131,6 +134,7 @@ def _attend_to_part(
     for number in range(tiles[0], tiles[1]):
         slot = number * tile
         here = min(tile, slots - slot)
+        next_slots(key_source, sequence, start + slot + tile, min(tile, slots - slot - tile), scratch.ahead)
         _read_keys(keys, key_source, sequence, start, slot, here, slots, latents, scratch)
         tile_scores(keys, latents, here, cos[place - slot], sin[place - slot], scratch, scores)
         if mask.kind != MASK_NONE:
@@ -150,7 +154,10 @@ def _attend_to_part(
                     context[row, i] *= before
                 peak[row] = largest
             total[row] += exponentials(weights, largest)
-        multiply(scores[:, :here], values[:here], context)
+        for column in range(0, value_width, _COLUMNS):
+            fetch(scratch.ahead, WAITING)
+            some = slice(column, min(column + _COLUMNS, value_width))
+            multiply(scores[:, :here], values[:here, some], context[:, some])
 
 
 @compiled
