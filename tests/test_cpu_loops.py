@@ -350,6 +350,23 @@ def test_loops_change_nothing(
     assert steps_by_loops(family, case, tile, threads, tiled, monkeypatch)
 
 
+@pytest.mark.parametrize("there", [1, 2])
+@pytest.mark.parametrize("case", ["joint", "mixed"])
+def test_fewer_threads_than_asked_for_do_the_same(
+    case: str, there: int, tiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP's limits (OMP_THREAD_LIMIT, nested regions) may leave some of the threads, each with its own memory."""
+    given, right = set(), plan.run
+
+    def limited(task: Any, arguments: bytes, threads: int) -> None:
+        given.add(threads)
+        right(task, arguments, min(threads, there))
+
+    monkeypatch.setattr(plan, "run", limited)
+    assert steps_by_loops("llama-gqa", case, 4, 3, tiled, monkeypatch)
+    assert 3 in given
+
+
 @pytest.mark.parametrize("case", [next(iter(CASES)), list(CASES)[-1]])
 @pytest.mark.parametrize("family", ["gemma3", "smollm3-nope", "glm-partial", "ministral3", "granite"])
 def test_loops_serve_partial_and_absent_turns_and_offset_norms(

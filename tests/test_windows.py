@@ -13,6 +13,7 @@ from recalkv.text.windows import (
     sample_windows,
     spread_windows,
     windows_of_each,
+    with_recall,
 )
 
 
@@ -157,3 +158,29 @@ def test_held_out_windows_share_no_token_with_those_of_calibration(seed: int) ->
 def test_a_text_without_held_out_windows_is_named() -> None:
     with pytest.raises(DataError, match="'short' has 80 tokens, and calibration leaves no 20 of them"):
         other_windows({"short": torch.arange(80)}, 2, 40, 0, 20, 4)
+
+
+def test_windows_repeat_passages_of_their_first_half_in_another_order() -> None:
+    windows = torch.arange(8 * 1000).view(8, 1000)
+    repeated = with_recall(windows, 0.25, seed=0)
+    changed = (repeated != windows).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == [3, 7]  # spread over all
+    for window in repeated[changed]:
+        told, again = window[: 7 * 64].view(7, 64), window[7 * 64 : 2 * 7 * 64].view(7, 64)
+        assert not torch.equal(told, again)
+        assert torch.equal(again[again[:, 0].argsort()], told)
+    assert torch.equal(repeated[:, : 7 * 64], windows[:, : 7 * 64])
+    assert torch.equal(repeated[:, 2 * 7 * 64 :], windows[:, 2 * 7 * 64 :])
+    assert torch.equal(windows, torch.arange(8 * 1000).view(8, 1000))
+
+
+def test_windows_repeat_themselves_by_seed() -> None:
+    windows = torch.arange(4 * 1024).view(4, 1024)
+    assert torch.equal(with_recall(windows, 1, seed=1), with_recall(windows, 1, seed=1))
+    assert not torch.equal(with_recall(windows, 1, seed=1), with_recall(windows, 1, seed=2))
+    assert torch.equal(with_recall(windows, 0, seed=1), windows)
+
+
+def test_windows_of_less_than_two_passages_a_half_are_left_as_they_are() -> None:
+    windows = torch.arange(3 * 255).view(3, 255)
+    assert torch.equal(with_recall(windows, 1, seed=0), windows)

@@ -7,7 +7,7 @@ attention needs them; values take one of three equal paths (:mod:`recalkv.model.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from recalkv.cache.rows import RowLayout
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.recent import blocks, overlaid, prompt_attention, readable
+from recalkv.model.reconstruction import Reconstruction
 from recalkv.model.slots import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
 from recalkv.model.values import (
@@ -44,34 +45,6 @@ def compiled_loops() -> Any:
     except ImportError:
         return None
     return plan
-
-
-class Reconstruction(nn.Module):
-    """R of every group, (r_g, w_g) each; a module of its own, so that accelerate's hooks can fetch offloaded factors.
-
-    A list of parameters, but one that is called for them.
-    """
-
-    def __init__(self, ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> None:
-        super().__init__()
-        for number, (rank, size) in enumerate(zip(ranks, heads, strict=True)):
-            self.register_parameter(str(number), nn.Parameter(torch.zeros(rank, size * head_dim)))
-
-    def forward(self) -> list[Tensor]:
-        """All factors, on the device where they are needed."""
-        return list(self)
-
-    def __getitem__(self, group: int) -> nn.Parameter:
-        """Factor of one group, where it is."""
-        return self.get_parameter(str(group))
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        """Factors of all groups, where they are."""
-        return iter(self._parameters.values())  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        """Number of groups."""
-        return len(self._parameters)
 
 
 class Cached(NamedTuple):
@@ -396,7 +369,7 @@ class LatentAttention(nn.Module):
 
     def _rebuild_keys(self, z_k: Tensor) -> Tensor:
         """``z_k R_k`` plus bias and norm, before RoPE: (batch, h_kv, slots, d_h)."""
-        key = _apply_up(z_k[:, 0], self.key_up, self.key_ranks)
+        key = self.key_up.rebuilt(z_k[:, 0])
         if self.key_bias is not None:
             key = key + self.key_bias
         key = key.unflatten(-1, (-1, self.head_dim))
@@ -407,7 +380,7 @@ class LatentAttention(nn.Module):
     def _rebuild_values(self, z_v: Tensor) -> Tensor:
         """``z_v R_v``: (batch, h_kv, slots, d_h)."""
         assert self.value_up is not None
-        value = _apply_up(z_v, self.value_up, self.value_ranks)
+        value = self.value_up.rebuilt(z_v)
         if self.value_bias is not None and self.sinks is not None:
             value = value + self.value_bias
         return value.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -474,12 +447,6 @@ def _normed(norm: Any, states: Tensor) -> Tensor:
         normed: Tensor = norm(states)
         return normed
     return norm(states.flatten(-2)).view_as(states)  # type: ignore[no-any-return]
-
-
-def _apply_up(latent: Tensor, up: Reconstruction, ranks: Sequence[int]) -> Tensor:
-    """``[z_1 R_1, z_2 R_2, ...]``: (batch, slots, sum of ranks) to (batch, slots, n)."""
-    parts = latent.split(list(ranks), dim=-1)
-    return torch.cat([part @ factor for part, factor in zip(parts, up(), strict=True)], dim=-1)
 
 
 def _row_loops(tensor: Tensor) -> Any:
