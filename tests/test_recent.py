@@ -62,3 +62,18 @@ def test_prompts_by_blocks_and_by_two_softmaxes(family: str, monkeypatch: pytest
     model(inputs_embeds=embedded).logits.sum().backward()
     assert len(taken) == many
     assert embedded.grad is not None and embedded.grad.abs().sum() > 0
+
+
+def test_prompts_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measuring runs models: products in bfloat16, RoPE in float32. One layer, as codes tip over."""
+    _, model, _ = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", ratio=0.5, exact_window=5)
+    layer, ids = model.model.layers[0].self_attn, windows(2, 40)
+    outputs: list[Tensor] = []
+    layer.register_forward_hook(lambda _module, _given, result: outputs.append(result[0]))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(ids)
+        monkeypatch.setattr(LatentAttention, "_is_prompt", lambda *_: False)
+        model(ids)
+    found, expected = outputs
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))

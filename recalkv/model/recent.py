@@ -75,6 +75,9 @@ def prompt_attention(
     -------
     (batch, tokens, h, d_h)
     """
+    # Autocast leaves what was turned in float32, and what is no function of torch's own as it is.
+    dtype = near[1].dtype
+    query, far, near = query.to(dtype), (far[0].to(dtype), far[1].to(dtype)), (near[0].to(dtype), near[1])
     output, sums = _banded(query, *near, window, scale)
     if (further := query.shape[2] - window) > 0:
         repeats = query.shape[1] // far[0].shape[1]
