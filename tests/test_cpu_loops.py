@@ -18,6 +18,7 @@ from recalkv.method.fusion import in_gauge
 from recalkv.method.lowrank import LowRank
 from recalkv.model import attention
 from recalkv.model.cpu import halves, matrix_units, plan
+from recalkv.model.cpu import rows as compiled_rows
 from recalkv.model.cpu.loops import LANES, exponentials, inner_products, multiply, turn_pairs
 from recalkv.model.cpu.packing import packed_rows, unpacked_rows
 from recalkv.model.cpu.rows import coding, read_rows
@@ -197,6 +198,12 @@ def test_exponentials() -> None:
     total = exponentials(result, np.float32(0))
     np.testing.assert_allclose(result, expected, rtol=4e-6, atol=2e-38)
     assert total == pytest.approx(expected.sum(), rel=1e-5)
+
+
+def test_readers_have_names_of_their_own() -> None:
+    """Objects that Numba kept on disk bring their readers along, and a loader knows them by their names."""
+    names = [getattr(compiled_rows, name).__qualname__ for name in dir(compiled_rows) if name.startswith("_read_")]
+    assert len(set(names)) == len(names) == len({(each.latents, each.bits) for each in CODES})
 
 
 def test_loops_run_in_the_threads_of_torch() -> None:

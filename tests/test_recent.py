@@ -64,6 +64,26 @@ def test_prompts_by_blocks_and_by_two_softmaxes(family: str, monkeypatch: pytest
     assert embedded.grad is not None and embedded.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("trained", ["k_proj.weight", "key_up.0", "value_up.0"])
+def test_gradients_of_what_alone_is_trained(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first layer nothing else needs any, the queries least of all."""
+    _, model, _ = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", ratio=0.5, exact_window=5)
+    parameter = model.requires_grad_(False).model.layers[0].self_attn.get_parameter(trained).requires_grad_()
+    ids, found = windows(2, 40), []
+    for _ in range(2):
+        found += torch.autograd.grad(model(ids).logits.square().sum(), parameter)
+        monkeypatch.setattr(LatentAttention, "_is_prompt", lambda *_: False)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4 * float(found[1].abs().max()))
+
+
+def test_wide_windows_go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A band is padded to whole windows, and has a mask as wide."""
+    monkeypatch.setattr("recalkv.model.attention.prompt_attention", lambda *_: pytest.fail("a band of 2,048"))
+    _, model, _ = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", ratio=0.5, exact_window=2048)
+    with torch.no_grad():
+        assert model(windows(1, 20)).logits.isfinite().all()
+
+
 def test_prompts_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """As measuring runs models: products in bfloat16, RoPE in float32. One layer, as codes tip over."""
     _, model, _ = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", ratio=0.5, exact_window=5)

@@ -174,6 +174,15 @@ def test_windows_repeat_passages_of_their_first_half_in_another_order() -> None:
     assert torch.equal(windows, torch.arange(8 * 1000).view(8, 1000))
 
 
+@pytest.mark.parametrize("texts", [1, 2, 3, 4, 5])
+def test_windows_of_every_text_repeat_themselves(texts: int) -> None:
+    windows = torch.arange(40 * 256).view(40, 256)
+    changed = (with_recall(windows, 0.25, 0, texts) != windows).any(dim=1).nonzero().flatten()
+    shares = (changed % texts).bincount(minlength=texts)
+    assert len(shares) == texts and shares.max() - shares.min() <= 1
+    assert 8 <= len(changed) <= 12
+
+
 def test_windows_repeat_themselves_by_seed() -> None:
     windows = torch.arange(4 * 1024).view(4, 1024)
     assert torch.equal(with_recall(windows, 1, seed=1), with_recall(windows, 1, seed=1))

@@ -19,7 +19,7 @@ from recalkv.cache.recent import remember
 from recalkv.cache.rows import RowLayout
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
-from recalkv.model.recent import blocks, overlaid, prompt_attention, readable
+from recalkv.model.recent import WIDEST_BAND, blocks, overlaid, prompt_attention, readable
 from recalkv.model.reconstruction import Reconstruction
 from recalkv.model.slots import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
@@ -297,8 +297,11 @@ class LatentAttention(nn.Module):
         """Whether :func:`recalkv.model.recent.prompt_attention` can attend from these queries."""
         unbounded = self.sliding_window is None or query.shape[2] <= self.sliding_window
         plain = self.plain_softmax and self.config._attn_implementation == "sdpa" and not self.fused
-        gradient = torch.is_grad_enabled() and query.requires_grad
-        return query.is_cpu and cached.fresh and mask is None and unbounded and plain and not gradient
+        short = self.exact_window <= WIDEST_BAND
+        trained = torch.is_grad_enabled() and (
+            query.requires_grad or cached.recent.requires_grad or any(each.requires_grad for each in self.parameters())  # type: ignore[union-attr]
+        )
+        return query.is_cpu and cached.fresh and mask is None and unbounded and plain and short and not trained
 
     def _split(self, recent: Tensor) -> tuple[Tensor, Tensor]:
         """Exact latents of keys (or both), and of values."""

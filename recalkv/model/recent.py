@@ -15,10 +15,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.nn.functional import pad
 
-__all__ = ["Block", "blocks", "overlaid", "prompt_attention", "readable"]
+__all__ = ["WIDEST_BAND", "Block", "blocks", "overlaid", "prompt_attention", "readable"]
 
 _QUERIES = 256
 """Of a block: what it reads twice is its own tokens and a window."""
+
+WIDEST_BAND = 256
+"""Tokens of a window, at most, that :func:`prompt_attention` takes: a wider one costs more than it spares."""
 
 
 def overlaid(latents: Tensor, recent: Tensor, last: int | Tensor, window: int) -> Tensor:
@@ -102,13 +105,16 @@ def _banded(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float
     count = (tokens + missing) // window
     # A block reads its own tokens and those of the block before; queries of one key head are rows of one product.
     rows = pad(query, (0, 0, 0, missing)).view(batch, kv_heads, -1, count, window, width)
-    rows = rows.permute(0, 3, 1, 2, 4, 5).reshape(batch * count, kv_heads, -1, width)
-    key, value = (
-        pad(each, (0, 0, window, missing)).unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1)
-        for each in (key, value)
-    )
-    mask = _band(count, window, heads // kv_heads, query.dtype).repeat(batch, 1, 1, 1)
-    output, sums = _flash(rows, key, value, scale, mask)
+    rows = rows.permute(0, 3, 1, 2, 4, 5).reshape(batch, count, kv_heads, -1, width)
+    key, value = (pad(each, (0, 0, 0, missing)) for each in (key, value))
+    mask, few = _band(window, heads // kv_heads, query.dtype), slice(0, window)
+    # Nothing is before the first block.
+    output, sums = _flash(rows[:, 0], key[:, :, few], value[:, :, few], scale, mask[..., window:])
+    if count > 1:
+        key, value = (each.unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1) for each in (key, value))
+        others, other_sums = _flash(rows[:, 1:].flatten(0, 1), key, value, scale, mask)
+        output = torch.cat([output[:, None], others.unflatten(0, (batch, -1))], dim=1)
+        sums = torch.cat([sums[:, None], other_sums.unflatten(0, (batch, -1))], dim=1)
     output = output.view(batch, count, kv_heads, -1, window, width).permute(0, 2, 3, 1, 4, 5)
     sums = sums.view(batch, count, kv_heads, -1, window).permute(0, 2, 3, 1, 4)
     output, sums = output.reshape(batch, heads, -1, width), sums.reshape(batch, heads, -1)
@@ -116,14 +122,12 @@ def _banded(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float
 
 
 @functools.lru_cache(maxsize=8)
-def _band(blocks: int, window: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """What is added to scores of a block's queries, once for each row: (blocks, 1, rows * window, 2 window)."""
+def _band(window: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """What is added to scores of a block's queries, once for each row: (1, 1, rows * window, 2 window)."""
     with torch.inference_mode(False):
-        behind = torch.arange(window)[:, None] + window - torch.arange(2 * window)
-        allowed = ((behind >= 0) & (behind < window)).repeat(blocks, 1, rows, 1)
-        # Nothing is before the first block.
-        allowed[0, :, :, :window] = False
-        return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, float("-inf"))
+        behind = torch.arange(window, device="cpu")[:, None] + window - torch.arange(2 * window, device="cpu")
+        allowed = ((behind >= 0) & (behind < window)).repeat(1, 1, rows, 1)
+        return torch.zeros(allowed.shape, dtype=dtype, device="cpu").masked_fill(~allowed, float("-inf"))
 
 
 class Block(NamedTuple):

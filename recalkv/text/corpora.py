@@ -96,7 +96,7 @@ def calibration_windows(tokenizer: Any, texts: Mapping[str, Sequence[Document]],
     """
     tokens = {name: joined_tokens(tokenizer, documents) for name, documents in texts.items()}
     drawn = windows_of_each(tokens, wanted.samples, wanted.length, wanted.seed)
-    return with_recall(drawn, wanted.recall, wanted.seed)
+    return with_recall(drawn, wanted.recall, wanted.seed, len(tokens))
 
 
 def held_out_windows(

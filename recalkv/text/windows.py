@@ -178,7 +178,7 @@ def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed
     return torch.stack([drawn[place][turn] for turn, place in turns])
 
 
-def with_recall(windows: Tensor, fraction: float, seed: int, passage: int = 64) -> Tensor:
+def with_recall(windows: Tensor, fraction: float, seed: int, texts: int = 1, passage: int = 64) -> Tensor:
     """Let so many of the windows repeat themselves: passages of the first half stand again behind it, in another order.
 
     What is told far back and needed later is rare in text, and a cache may lose it before any loss there shows it.
@@ -187,9 +187,11 @@ def with_recall(windows: Tensor, fraction: float, seed: int, passage: int = 64) 
     ----------
     windows : (samples, length) int64
     fraction
-        Of the windows, spread over all.
+        Of the windows of each text, spread over all.
     seed
         Of the orders.
+    texts
+        Whose windows come in turn (:func:`windows_of_each`).
     passage
         Tokens of a passage; windows of fewer than four are left as they are.
 
@@ -201,10 +203,14 @@ def with_recall(windows: Tensor, fraction: float, seed: int, passage: int = 64) 
     count = length // 2 // passage
     result, generator = windows.clone(), torch.Generator().manual_seed(seed)
     for number in range(samples if count > 1 else 0):
-        if int((number + 1) * fraction) > int(number * fraction):
-            passages = result[number, : count * passage].view(count, passage)
-            again = passages[torch.randperm(count, generator=generator)].flatten()
-            result[number, count * passage : 2 * count * passage] = again
+        turn, text = divmod(number, texts)
+        # Every text begins elsewhere, so that few windows are not all of one turn.
+        place = turn + texts - text
+        if int(place * fraction) > int((place - 1) * fraction):
+            passages, order = result[number, : count * passage].view(count, passage), torch.arange(count)
+            while torch.equal(order, torch.arange(count)):
+                order = torch.randperm(count, generator=generator)
+            result[number, count * passage : 2 * count * passage] = passages[order].flatten()
     return result
 
 

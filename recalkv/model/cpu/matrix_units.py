@@ -38,15 +38,19 @@ SIDE = 16
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
+_THERE = {"+amx-tile", "+amx-bf16", "+amx-int8", "+avx512f"} <= set(FEATURES)
+"""Whether code for such units can be made: what Numba keeps on disk goes by the same features."""
+
+
 def _permitted() -> bool:
     """Whether the system lets this process use the units, which it has to be asked for."""
-    if not {"+amx-tile", "+amx-bf16", "+amx-int8", "+avx512f"} <= set(FEATURES) or sys.platform != "linux":
+    if not _THERE or sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 AVAILABLE = _permitted()
-"""Whether there are such units here."""
+"""Whether there are such units here, and they may be used."""
 
 _INT8, _INT64 = ir.IntType(8), ir.IntType(64)
 _REGISTERS, _LINE = 8, 16
@@ -171,7 +175,7 @@ def _none(*_):
     """What stands for the units where there are none, and is not called."""
 
 
-if not AVAILABLE:
+if not _THERE:
     _configure = _release = _1_by_1 = _1_by_2 = _2_by_1 = _2_by_2 = _bytes_block = _weigh = _split = _none
 
 

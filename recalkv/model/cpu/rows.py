@@ -229,7 +229,9 @@ def _reader(latents: int, bits: int) -> Any:
                 for i in range(n * latents, width):
                     result[row, place + i] = coded.words[segment[WORDS] + (code - n) * latents + i] * scale
 
-    # What it closes over has no name to be kept by on disk; what calls it is kept with it.
+    # What it closes over has no name to be kept by on disk; what calls it is kept with it, where a name that others
+    # had, too, would let a loader take one for another.
+    read.__name__ = read.__qualname__ = f"read_{latents}_{bits}"
     return numba.njit(nogil=True, **OPTIONS | {"cache": False})(read)
 
 
