@@ -200,6 +200,19 @@ def test_exponentials() -> None:
     assert total == pytest.approx(expected.sum(), rel=1e-5)
 
 
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_rows_at_the_end_of_memory_are_read_as_others_are(code: Code) -> None:
+    """To the last bit: there codes are read one by one, elsewhere many at once."""
+    layout = RowLayout([[Segment(40, *code)]])
+    row = layout.pack(torch.randn(1, 40, generator=torch.Generator().manual_seed(0))).flatten().numpy()
+    found = []
+    for memory in (row, np.concatenate([row, np.zeros(99, np.uint8)])):
+        latents = np.full((1, 40), np.nan, np.float32)
+        read_rows(memory, 0, layout.row_bytes, 1, 0, 40, coding(layout), latents)
+        found.append(latents)
+    np.testing.assert_array_equal(*found)
+
+
 def test_readers_have_names_of_their_own() -> None:
     """Objects that Numba kept on disk bring their readers along, and a loader knows them by their names."""
     names = [getattr(compiled_rows, name).__qualname__ for name in dir(compiled_rows) if name.startswith("_read_")]

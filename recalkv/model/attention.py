@@ -299,7 +299,7 @@ class LatentAttention(nn.Module):
         plain = self.plain_softmax and self.config._attn_implementation == "sdpa" and not self.fused
         short = self.exact_window <= WIDEST_BAND
         trained = torch.is_grad_enabled() and (
-            query.requires_grad or cached.recent.requires_grad or any(each.requires_grad for each in self.parameters())  # type: ignore[union-attr]
+            query.requires_grad or any(each.requires_grad for each in self.parameters())
         )
         return query.is_cpu and cached.fresh and mask is None and unbounded and plain and short and not trained
 

@@ -23,6 +23,9 @@ __all__ = [
     "with_recall",
 ]
 
+_PASSAGE = 64
+"""Tokens of what :func:`with_recall` repeats at once."""
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -178,7 +181,7 @@ def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed
     return torch.stack([drawn[place][turn] for turn, place in turns])
 
 
-def with_recall(windows: Tensor, fraction: float, seed: int, texts: int = 1, passage: int = 64) -> Tensor:
+def with_recall(windows: Tensor, fraction: float, seed: int, texts: int = 1) -> Tensor:
     """Let so many of the windows repeat themselves: passages of the first half stand again behind it, in another order.
 
     What is told far back and needed later is rare in text, and a cache may lose it before any loss there shows it.
@@ -192,25 +195,24 @@ def with_recall(windows: Tensor, fraction: float, seed: int, texts: int = 1, pas
         Of the orders.
     texts
         Whose windows come in turn (:func:`windows_of_each`).
-    passage
-        Tokens of a passage; windows of fewer than four are left as they are.
 
     Returns
     -------
     (samples, length) int64
+        Windows of fewer than four passages are left as they are.
     """
     samples, length = windows.shape
-    count = length // 2 // passage
+    count, half = length // 2 // _PASSAGE, length // 2 // _PASSAGE * _PASSAGE
     result, generator = windows.clone(), torch.Generator().manual_seed(seed)
     for number in range(samples if count > 1 else 0):
         turn, text = divmod(number, texts)
         # Every text begins elsewhere, so that few windows are not all of one turn.
         place = turn + texts - text
         if int(place * fraction) > int((place - 1) * fraction):
-            passages, order = result[number, : count * passage].view(count, passage), torch.arange(count)
+            passages, order = result[number, :half].view(count, _PASSAGE), torch.arange(count)
             while torch.equal(order, torch.arange(count)):
                 order = torch.randperm(count, generator=generator)
-            result[number, count * passage : 2 * count * passage] = passages[order].flatten()
+            result[number, half : 2 * half] = passages[order].flatten()
     return result
 
 

@@ -173,31 +173,45 @@ def _look_up_64(context: Any, book: Any, address: Any, scale: Any, target: Any) 
     return types.void(*_GROUP), generate
 
 
-@intrinsic
-def _levels(context: Any, book: Any, address: Any, scale: Any, target: Any) -> Any:
-    """The same of 8 bits, whose words are odd multiples of one step."""
+def _levels(count: int) -> Any:
+    """The same of so many codes of 8 bits, whose words are odd multiples of one step.
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        book, address, scale, target = arguments
-        sixteen, numbers = ir.VectorType(_INT32, 16), ir.VectorType(ir.FloatType(), 16)
-        greatest = builder.inttoptr(builder.add(book, ir.Constant(_INT64, 4 * 255)), ir.FloatType().as_pointer())
-        step = builder.fmul(builder.load(greatest), builder.fmul(scale, ir.Constant(ir.FloatType(), 1 / 255)))
-        codes = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(8), 16).as_pointer()), align=1)
-        odd = builder.add(builder.zext(codes, sixteen), builder.zext(codes, sixteen))
-        odd = builder.sitofp(builder.sub(odd, ir.Constant(sixteen, [255] * 16)), numbers)
-        factor = builder.insert_element(ir.Constant(numbers, ir.Undefined), step, ir.Constant(_INT32, 0))
-        factor = builder.shuffle_vector(factor, factor, ir.Constant(sixteen, None))
-        builder.store(builder.fmul(odd, factor), builder.inttoptr(target, numbers.as_pointer()), align=4)
-        return context.get_dummy_value()
+    A single code stands in the place of its address. All round alike, however many are read at once.
+    """
 
-    return types.void(*_GROUP), generate
+    @intrinsic
+    def levels(context: Any, book: Any, address: Any, scale: Any, target: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            book, address, scale, target = arguments
+            integers, numbers = ir.VectorType(_INT32, count), ir.VectorType(ir.FloatType(), count)
+            zero = ir.Constant(_INT32, 0)
+            greatest = builder.inttoptr(builder.add(book, ir.Constant(_INT64, 4 * 255)), ir.FloatType().as_pointer())
+            step = builder.fmul(builder.load(greatest), builder.fmul(scale, ir.Constant(ir.FloatType(), 1 / 255)))
+            if count == 1:
+                code = builder.trunc(address, _INT32)
+                codes = builder.insert_element(ir.Constant(integers, ir.Undefined), code, zero)
+            else:
+                place = builder.inttoptr(address, ir.VectorType(_INT8, count).as_pointer())
+                codes = builder.zext(builder.load(place, align=1), integers)
+            odd = builder.sub(builder.add(codes, codes), ir.Constant(integers, [255] * count))
+            factor = builder.insert_element(ir.Constant(numbers, ir.Undefined), step, zero)
+            factor = builder.shuffle_vector(factor, factor, ir.Constant(integers, None))
+            place = builder.inttoptr(target, numbers.as_pointer())
+            builder.store(builder.fmul(builder.sitofp(odd, numbers), factor), place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(*_GROUP), generate
+
+    return levels
 
 
 def _reader(latents: int, bits: int) -> Any:
     """A function that writes one segment of rows whose codes stand for so many latents and take so many bits."""
     at_once, group, single = 8, _copy(latents, bits), _copy(latents, 0)
     if latents == 1 and (bits == 8 or _PERMUTES):
-        at_once, group = 16, _levels if bits == 8 else _look_up_64
+        at_once, group = 16, _levels(16) if bits == 8 else _look_up_64
+    if (latents, bits) == (1, 8):
+        single = _levels(1)
     octets, wide = at_once * bits // 8, at_once * latents
 
     def read(memory, start, stride, rows, segment, spare, coded, result, place):
