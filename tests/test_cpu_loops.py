@@ -202,15 +202,16 @@ def test_exponentials() -> None:
 
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_rows_at_the_end_of_memory_are_read_as_others_are(code: Code) -> None:
-    """To the last bit: there codes are read one by one, elsewhere many at once."""
-    layout = RowLayout([[Segment(40, *code)]])
-    row = layout.pack(torch.randn(1, 40, generator=torch.Generator().manual_seed(0))).flatten().numpy()
-    found = []
-    for memory in (row, np.concatenate([row, np.zeros(99, np.uint8)])):
-        latents = np.full((1, 40), np.nan, np.float32)
-        read_rows(memory, 0, layout.row_bytes, 1, 0, 40, coding(layout), latents)
-        found.append(latents)
-    np.testing.assert_array_equal(*found)
+    """To the last bit: there codes are read one by one, elsewhere many at once, of which all of this width are full."""
+    width = 192
+    layout = RowLayout([[Segment(width, *code)]])
+    latents = torch.randn(8, width, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 8)[:, None]
+    for row in layout.pack(latents).numpy():
+        found = []
+        for memory in (row, np.concatenate([row, np.zeros(99, np.uint8)])):
+            found.append(np.full((1, width), np.nan, np.float32))
+            read_rows(memory, 0, layout.row_bytes, 1, 0, width, coding(layout), found[-1])
+        np.testing.assert_array_equal(*found)
 
 
 def test_readers_have_names_of_their_own() -> None:
