@@ -169,11 +169,13 @@ class Stage:
         )  # fmt: skip
 
 
-def stage(body: Callable[..., None] | None = None, *, parallel: bool = False) -> Callable[..., Any]:
+def stage(
+    body: Callable[..., None] | None = None, *, parallel: bool = False, default: bool = True
+) -> Callable[..., Any]:
     """Turn ``def NAME(run: Stage, ...)`` into the stage's command, with --params, --data, --reports and --set.
 
     It checks the parameters first, turns user errors into exit code 1, and prints seconds and memory of this run, or of
-    the first of several processes; REPORTS/timings.json keeps them where --set changed nothing.
+    the first of several processes; REPORTS/timings.json keeps those of the default run.
 
     Parameters
     ----------
@@ -181,9 +183,11 @@ def stage(body: Callable[..., None] | None = None, *, parallel: bool = False) ->
         Further arguments become options and arguments of the command.
     parallel
         Whether torchrun may start it in several processes.
+    default
+        Whether it belongs to the default run, which --set does not change.
     """
     if body is None:
-        return lambda function: stage(function, parallel=parallel)
+        return lambda function: stage(function, parallel=parallel, default=default)
     name = body.__name__
 
     def command(
@@ -202,7 +206,8 @@ def stage(body: Callable[..., None] | None = None, *, parallel: bool = False) ->
             with distributed.group(run.device):
                 body(run, **further)
                 if distributed.is_first():
-                    _record_timing(run, time.perf_counter() - started, _cpu_seconds() - cpu_started)
+                    kept = default and not run.changes
+                    _record_timing(run, time.perf_counter() - started, _cpu_seconds() - cpu_started, kept)
 
     signature = inspect.signature(command)
     own = list(inspect.signature(body).parameters.values())[1:]
@@ -222,16 +227,15 @@ def write_json(path: Path, content: Any) -> None:
     partial.replace(path)
 
 
-def _record_timing(run: Stage, wall_seconds: float, cpu_seconds: float) -> None:
-    """Print this run's cost, and put it into REPORTS/timings.json, which is no output: nothing reruns for it."""
+def _record_timing(run: Stage, wall_seconds: float, cpu_seconds: float, kept: bool) -> None:
+    """Print this run's cost, and keep it in REPORTS/timings.json, which is no output: nothing reruns for it."""
     timing = {"wall_seconds": wall_seconds, "cpu_seconds": cpu_seconds, "peak_resident_mib": peak_resident_mib()}
     on_device = peak_device_mib(run.device)
     if on_device is not None:
         timing["peak_device_mib"] = on_device
     timing = {key: round(value, 1) for key, value in timing.items()}
     print(json.dumps({"stage": run.name, **timing}))
-    # Cells of grids are other work than the stage of that name in the pipeline.
-    if not run.changes:
+    if kept:
         path = run.reports / "timings.json"
         others = json.loads(path.read_text()) if path.exists() else {}
         write_json(path, others | {run.name: timing})

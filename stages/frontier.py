@@ -10,7 +10,7 @@ from recalkv.reports.frontier import Row, both_paths, draw, page, rows_of
 from stages.common import Stage, stage, write_json
 
 
-@stage
+@stage(default=False)
 def frontier(
     run: Stage, name: Annotated[str, typer.Argument(help="Name of the set; its cells are in DATA/cells/NAME.")]
 ) -> None:

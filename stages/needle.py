@@ -21,7 +21,7 @@ from stages.common import Stage, stage, write_json
 _MODELS = ("dense", "compressed", *QUANTISERS)
 
 
-@stage
+@stage(default=False)
 def needle(
     run: Stage,
     out: Annotated[Path, typer.Argument(help="File of the scores.")],

@@ -9,7 +9,7 @@ from recalkv.reports.plots import needle_heat_maps
 from stages.common import Stage, stage, write_json
 
 
-@stage
+@stage(default=False)
 def needle_page(run: Stage) -> None:
     """Gather DATA/cells/needle; write REPORTS/suites/needle.json (`rows`, `places`), needle.md and needle.png."""
     cells = {path.stem: json.loads(path.read_text()) for path in (run.data / "cells/needle").glob("*.json")}

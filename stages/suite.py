@@ -12,7 +12,7 @@ from recalkv.model.source import checkpoint_dtype, fingerprint
 from stages.common import Stage, stage, write_json
 
 
-@stage
+@stage(default=False)
 def suite(run: Stage, name: Annotated[str, typer.Argument(help=f"One of {', '.join(SUITES)}.")]) -> None:
     """Score both models; write REPORTS/suites/NAME.json and a page, NAME.md."""
     from transformers import AutoTokenizer

@@ -12,7 +12,7 @@ from recalkv.reports.plots import against_bytes
 from stages.common import Stage, stage, write_json
 
 
-@stage
+@stage(default=False)
 def table(
     run: Stage,
     name: Annotated[str, typer.Argument(help="Name of the grid; its cells are in DATA/cells/NAME.")],
