@@ -113,10 +113,21 @@ def test_what_decodes_needs_no_numba() -> None:
     code = """
         import sys
         sys.modules["numba"] = None
-        from recalkv.model import attention, modeling
-        assert attention.compiled_loops() is None
+        from recalkv.model import cpu, modeling
+        assert cpu.compiled_loops() is None
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+@pytest.mark.parametrize("patience", [0.01, 1e6])
+def test_who_waits_for_compiled_loops_is_told(patience: float) -> None:
+    code = f"""
+        from recalkv.model import cpu
+        cpu._PATIENCE = {patience}
+        assert cpu.compiled_loops().__name__ == "recalkv.model.cpu.plan"
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True)
+    assert ("compiling the decoding loops" in done.stderr) == (patience < 1)
 
 
 @pytest.mark.parametrize(

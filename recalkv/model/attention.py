@@ -6,7 +6,6 @@ values' place is zero columns wide. Keys are rebuilt (``z_k R_k``, bias, qk-norm
 attention needs them; values take one of three equal paths (:mod:`recalkv.model.values`).
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.recent import remember
 from recalkv.cache.rows import RowLayout
+from recalkv.model.cpu import compiled_loops
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.recent import WIDEST_BAND, blocks, overlaid, prompt_attention, readable
@@ -31,20 +31,7 @@ from recalkv.model.values import (
     latent_context,
 )
 
-__all__ = ["Cached", "LatentAttention", "compiled_loops"]
-
-
-@functools.cache
-def compiled_loops() -> Any:
-    """:mod:`recalkv.model.cpu.plan`; None without Numba, where a CPU decodes as any other device does.
-
-    Imported when a token is first decoded on a CPU: Numba takes its time, and other programs may mind it.
-    """
-    try:
-        from recalkv.model.cpu import plan
-    except ImportError:
-        return None
-    return plan
+__all__ = ["Cached", "LatentAttention"]
 
 
 class Cached(NamedTuple):

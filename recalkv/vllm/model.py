@@ -26,7 +26,8 @@ from recalkv.kernels.launch import ALL_SLOTS
 from recalkv.kernels.module import KernelAttention, why_not
 from recalkv.kernels.rotary import TileRotary
 from recalkv.kernels.trial import why_wrong
-from recalkv.model.attention import Cached, compiled_loops
+from recalkv.model.attention import Cached
+from recalkv.model.cpu import compiled_loops
 from recalkv.model.families import attention_layers
 from recalkv.model.family import family_of
 from recalkv.model.slots import SlotRotary, layer_slots

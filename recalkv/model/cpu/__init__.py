@@ -4,3 +4,33 @@
 the products of packed rows in 16 bits; ``sources`` reads latents, ``rows`` and ``packing`` read and write packed rows;
 ``keys`` and ``plan`` prepare a layer, ``threads`` runs the loops where torch runs its own work.
 """
+
+import functools
+import sys
+import threading
+from typing import Any
+
+__all__ = ["compiled_loops"]
+
+# Seconds: more than loading what is kept on disk takes.
+_PATIENCE = 4.0
+_NOTICE = "recalkv: compiling the decoding loops for this processor; half a minute, once"
+
+
+@functools.cache
+def compiled_loops() -> Any:
+    """:mod:`recalkv.model.cpu.plan`; None without Numba, where a CPU decodes as any other device does.
+
+    Imported when a token is first decoded on a CPU: Numba takes its time, and other programs may mind it. Says so on
+    standard error where the loops have to be compiled.
+    """
+    notice = threading.Timer(_PATIENCE, print, [_NOTICE], {"file": sys.stderr, "flush": True})
+    notice.daemon = True
+    notice.start()
+    try:
+        from recalkv.model.cpu import plan
+    except ImportError:
+        return None
+    finally:
+        notice.cancel()
+    return plan

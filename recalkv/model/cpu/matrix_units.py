@@ -22,6 +22,7 @@ __all__ = [
     "AVAILABLE",
     "SIDE",
     "STEPS",
+    "THERE",
     "aligned",
     "begin",
     "end",
@@ -38,13 +39,14 @@ SIDE = 16
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
-_THERE = {"+amx-tile", "+amx-bf16", "+amx-int8", "+avx512f"} <= set(FEATURES)
-"""Whether code for such units can be made: what Numba keeps on disk goes by the same features."""
+THERE = {"+amx-tile", "+amx-bf16", "+amx-int8", "+avx512f"} <= set(FEATURES)
+"""Whether code for such units can be made: what Numba keeps on disk goes by the same features, and where they are not
+there, what asks for this first has no such code."""
 
 
 def _permitted() -> bool:
     """Whether the system lets this process use the units, which it has to be asked for."""
-    if not _THERE or sys.platform != "linux":
+    if not THERE or sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
@@ -168,15 +170,6 @@ def _bytes_block(context: Any, left: Any, right: Any, sums: Any, pairs: Any) -> 
 
 
 _1_by_1, _1_by_2, _2_by_1, _2_by_2 = (_block(rows, vectors) for rows in (1, 2) for vectors in (1, 2))
-
-
-@compiled
-def _none(*_):
-    """What stands for the units where there are none, and is not called."""
-
-
-if not _THERE:
-    _configure = _release = _1_by_1 = _1_by_2 = _2_by_1 = _2_by_2 = _bytes_block = _weigh = _split = _none
 
 
 @compiled

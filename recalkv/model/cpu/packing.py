@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recalkv.cache.codebooks import CODES, GRID, STRETCH, words
 from recalkv.cache.rows import SCALE_STEPS, SCALE_ZERO, RowLayout
-from recalkv.model.cpu.loops import OPTIONS, bits_of, compiled, power_of_two
+from recalkv.model.cpu.loops import OPTIONS, bits_of, nested, power_of_two
 from recalkv.model.cpu.rows import BITS, GRID_OF, LATENTS, LEVELS, PLACE, SCALE, WIDTH, coding, coding_of, read_rows
 from recalkv.model.cpu.threads import (
     SIZES,
@@ -40,7 +40,7 @@ _P, _A1, _A2, _A3, _A4, _A5 = map(
 )
 
 
-@compiled
+@nested
 def _cells(latents, one_over, levels, places):
     """Cells of latents times a factor: what :func:`recalkv.cache.codebooks.cells` gives."""
     top = np.float32(levels - 1)
@@ -56,7 +56,7 @@ def _cells(latents, one_over, levels, places):
         places[i] = np.int32(place if place < top else top)
 
 
-@compiled
+@nested
 def _nearest(latents, one_over, first, across, distances):
     """Code of the word nearest to eight latents times a factor, those behind the last being zero."""
     a, b, c, d, e, f, g, h = _eight(latents, one_over, first)
@@ -74,7 +74,7 @@ def _nearest(latents, one_over, first, across, distances):
     return found
 
 
-@compiled
+@nested
 def _eight(latents, one_over, first):
     """Latents from one on times a factor."""
     if first + 8 > len(latents):
@@ -88,7 +88,7 @@ def _eight(latents, one_over, first):
     )  # fmt: skip
 
 
-@compiled
+@nested
 def _pack_segment(segment, latents, coded, across, places, distances, row):
     """Write scale and codes of one segment."""
     own = latents[segment[PLACE] : segment[PLACE] + segment[WIDTH]]
@@ -121,7 +121,7 @@ def _pack_segment(segment, latents, coded, across, places, distances, row):
             codes[octet + 1] |= np.uint8(places[n] >> (8 - shift))
 
 
-@compiled
+@nested
 def _numbers(cells, k, levels, grid, codes):
     """Codes of so many latents' cells each; they may be written where their cells were."""
     if k == 1:

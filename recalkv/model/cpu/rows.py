@@ -4,7 +4,6 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -14,7 +13,7 @@ from numba.extending import intrinsic
 
 from recalkv.cache.codebooks import CODES, GRID, nearest_of_cells, words
 from recalkv.cache.rows import RowLayout, scales
-from recalkv.model.cpu.loops import FEATURES, OPTIONS, compiled
+from recalkv.model.cpu.loops import FEATURES, compiled, nested
 from recalkv.model.cpu.threads import array_1d, array_2d
 
 __all__ = [
@@ -59,7 +58,7 @@ SCALE, PLACE, WIDTH, LATENTS, BITS, WORDS, GRID_OF, LEVELS = range(8)
 """Numbers of a segment."""
 
 
-@compiled
+@nested
 def coding_of(arguments, number):
     """The coding whose arrays begin at this place of a list of arguments (:mod:`recalkv.model.cpu.threads`)."""
     return Coding(
@@ -246,7 +245,7 @@ def _reader(latents: int, bits: int) -> Any:
     # What it closes over has no name to be kept by on disk; what calls it is kept with it, where a name that others
     # had, too, would let a loader take one for another.
     read.__name__ = read.__qualname__ = f"read_{latents}_{bits}"
-    return numba.njit(nogil=True, **OPTIONS | {"cache": False})(read)
+    return nested(read)
 
 
 _read_1_8, _read_1_6, _read_2_8, _read_2_6 = (_reader(*code) for code in ((1, 8), (1, 6), (2, 8), (2, 6)))

@@ -18,9 +18,10 @@ from recalkv.model.cpu.halves import (
     panel_columns,
     round_rows,
 )
-from recalkv.model.cpu.loops import LANES, compiled, fetch, inner_products, multiply, turn_pairs
+from recalkv.model.cpu.loops import LANES, fetch, inner_products, multiply, nested, turn_pairs
 from recalkv.model.cpu.matrix_units import (
     SIDE,
+    THERE,
     aligned,
     multiply_bfloat16,
     multiply_bytes,
@@ -94,19 +95,19 @@ class Scratch(NamedTuple):
     ahead: np.ndarray
 
 
-@compiled
+@nested
 def filled(columns):
     """Columns of rows of whole vectors."""
     return (columns + LANES - 1) // LANES * LANES
 
 
-@compiled
+@nested
 def _fours(rows):
     """Rows up to a multiple of four."""
     return (rows + 3) // 4 * 4
 
 
-@compiled
+@nested
 def new_scratch(keys, heads, rows, head_dim, width):
     """Memory for a group's query heads, ``rows`` of each key head, and latents of ``width`` columns."""
     fast, direct, slow = len(keys.fast), len(keys.direct), len(keys.slow)
@@ -116,9 +117,9 @@ def new_scratch(keys, heads, rows, head_dim, width):
     pairs, folded_pairs, products = 0, 0, keys.products[0]
     if products == INTEGERS:
         columns, pairs, folded_pairs = _fours(columns), width // 2, slow
-    if products == BYTES:
+    if THERE and products == BYTES:
         columns, pairs, folded_pairs = whole(columns), 2 * whole(width // 4), slow
-    if products == BFLOAT16:
+    if THERE and products == BFLOAT16:
         columns, few, pairs, folded_pairs = whole(columns), whole(expanded), whole(width // 2), whole(slow)
     scratch = Scratch(
         np.empty((heads, rows, head_dim), np.float32),
@@ -146,7 +147,7 @@ def new_scratch(keys, heads, rows, head_dim, width):
     return scratch
 
 
-@compiled
+@nested
 def tile_scores(keys, latents, here, cos, sin, scratch, scores):
     """Scores of the slots of one tile, without a mask.
 
@@ -164,7 +165,7 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
     heads, rows, _ = scratch.ordered.shape
     direct, used = len(keys.direct), latents[: _fours(here)]
     _turn_queries(keys, cos, sin, scratch)
-    if keys.products[0] == BFLOAT16:
+    if THERE and keys.products[0] == BFLOAT16:
         _multiply_in_bfloat16(keys, used, scratch)
     elif keys.products[0] == FLOAT32:
         _multiply(keys, used, scratch)
@@ -185,15 +186,15 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
         _add_expanded(keys, head, here, scratch, own)
 
 
-@compiled
+@nested
 def round_slots(keys, latents, first, scratch):
     """Round some slots of a tile, at most one vector of them from ``first`` on, for products in 16 bits."""
     last = first + LANES
-    if keys.products[0] == BFLOAT16:
+    if THERE and keys.products[0] == BFLOAT16:
         to_bfloat16(latents, 0, scratch.latent_pairs[:LANES])
         panel_columns(scratch.latent_pairs[:LANES], scratch.slot_pairs[first // LANES])
         return
-    if keys.products[0] == BYTES:
+    if THERE and keys.products[0] == BYTES:
         to_bytes(latents, 0, scratch.latent_pairs[:LANES], scratch.latent_steps[first:])
         panel_columns(scratch.latent_pairs[:LANES], scratch.slot_pairs[first // LANES])
         return
@@ -201,7 +202,7 @@ def round_slots(keys, latents, first, scratch):
     pair_columns(scratch.latent_pairs[first:last], scratch.slot_pairs[first // LANES : last // LANES])
 
 
-@compiled
+@nested
 def _multiply(keys, latents, scratch):
     """Products of the latents with rebuilt columns and the expansion's directions."""
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
@@ -216,7 +217,7 @@ def _multiply(keys, latents, scratch):
         inner_products(latents, own, scratch.products[first + head * count :])
 
 
-@compiled
+@nested
 def _multiply_in_16_bits(keys, latents, scratch):
     """The same of slots that :func:`round_slots` has rounded."""
     by_bytes = keys.products[0] == BYTES
@@ -227,7 +228,7 @@ def _multiply_in_16_bits(keys, latents, scratch):
         round_rows(scratch.folded[head], scratch.folded_pairs, scratch.folded_steps)
         expanded = keys.expanded_pairs[head * vectors : (head + 1) * vectors]
         multiply_pairs(scratch.folded_pairs, scratch.folded_steps, expanded, keys.expanded_steps[head], own)
-        if by_bytes:
+        if THERE and by_bytes:
             to_bytes(own[:count], place, scratch.factor_pairs, scratch.factor_steps[place:])
         else:
             round_rows(own[:count], scratch.factor_pairs[place:], scratch.factor_steps[place:])
@@ -236,13 +237,13 @@ def _multiply_in_16_bits(keys, latents, scratch):
         scratch.factor_pairs,
         scratch.factor_steps,
     )
-    if by_bytes:
+    if THERE and by_bytes:
         multiply_bytes(factors, steps, slots, scratch.latent_steps, scratch.sums, scratch.products)
     else:
         multiply_pairs(factors, steps, slots, scratch.latent_steps, scratch.products)
 
 
-@compiled
+@nested
 def _multiply_in_bfloat16(keys, latents, scratch):
     """The same by matrix units."""
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
@@ -256,7 +257,7 @@ def _multiply_in_bfloat16(keys, latents, scratch):
     multiply_bfloat16(scratch.factor_pairs, slots, scratch.products)
 
 
-@compiled
+@nested
 def in_order(keys, queries, scale, scratch):
     """Put scaled queries (heads, rows, d_h) into the order of the keys' pairs."""
     ordered = scratch.ordered
@@ -270,7 +271,7 @@ def in_order(keys, queries, scale, scratch):
                 ordered[head, row, half + j] = queries[head, row, half + pair] * scale
 
 
-@compiled
+@nested
 def _turn_queries(keys, cos, sin, scratch):
     """Queries over one tile: turned to its centre, and as the expansion wants them."""
     ordered, turns, turned, folded = scratch.ordered, scratch.turns, scratch.near, scratch.folded
@@ -305,7 +306,7 @@ def _turn_queries(keys, cos, sin, scratch):
                     folded[head, f * rows + row, slow + j] = right * c - left * s
 
 
-@compiled
+@nested
 def _normed(keys, heads, slots, products):
     """Apply the keys' norm, where all pairs are rebuilt, and their bias before."""
     width = 2 * len(keys.fast)
@@ -323,7 +324,7 @@ def _normed(keys, heads, slots, products):
                 own[j, slot] *= keys.norm[j] * roots[slot]
 
 
-@compiled
+@nested
 def _turn(source, pairs, keys, scratch):
     """Turn direct pairs of keys by their places in the tile.
 
@@ -344,7 +345,7 @@ def _turn(source, pairs, keys, scratch):
             turn_pairs(own, keys.direct_cos[some], keys.direct_sin[some], scratch.direct_keys[head, some])
 
 
-@compiled
+@nested
 def _add_rebuilt(keys, head, slots, scratch, scores):
     """Add the scores of one head's rebuilt pairs, (rows, tile)."""
     fast, near, turned = len(keys.fast), scratch.near[head], scratch.turned
@@ -369,7 +370,7 @@ def _add_rebuilt(keys, head, slots, scratch, scores):
                 scores[row, slot] += a * turned[0, slot] + b * turned[1, slot]
 
 
-@compiled
+@nested
 def _add_expanded(keys, head, slots, scratch, scores):
     """Add the scores of one head's slow pairs, (rows, tile)."""
     folded, rows = scratch.folded[head], len(scores)

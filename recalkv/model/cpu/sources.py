@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recalkv.model.cpu.loops import compiled
+from recalkv.model.cpu.loops import nested
 from recalkv.model.cpu.rows import PLACE, WIDTH, Coding, read_rows
 
 __all__ = ["BFLOAT16", "FLOAT32", "PACKED", "Source", "next_slots", "read_latents"]
@@ -50,7 +50,7 @@ class Source(NamedTuple):
     recent_first: int
 
 
-@compiled
+@nested
 def read_latents(source, sequence, start, slot, slots, end, latents):
     """Write latents of some slots.
 
@@ -68,7 +68,7 @@ def read_latents(source, sequence, start, slot, slots, end, latents):
     _read_recent(source, sequence, slot, slots, end, latents)
 
 
-@compiled
+@nested
 def next_slots(source, sequence, slot, slots, ahead):
     """Where slots are that will be read (:func:`recalkv.model.cpu.loops.fetch`): nowhere if little of them will be.
 
@@ -88,7 +88,7 @@ def next_slots(source, sequence, slot, slots, ahead):
         ahead[1] = ahead[0] + slots * source.slot_stride
 
 
-@compiled
+@nested
 def _read_cached(source, sequence, slot, slots, latents):
     """Write what is cached: a run of slots that stand together at a time."""
     done = 0
@@ -103,7 +103,7 @@ def _read_cached(source, sequence, slot, slots, latents):
         done += run
 
 
-@compiled
+@nested
 def _read_recent(source, sequence, slot, slots, end, latents):
     """Write the exact latents of those of some slots that have them; ``end`` is the slot behind the last one."""
     begin = end - source.recent.shape[1]
@@ -113,7 +113,7 @@ def _read_recent(source, sequence, slot, slots, end, latents):
             latents[row, i] = exact[np.uint64(source.recent_first) + i]
 
 
-@compiled
+@nested
 def _read_run(source, start, slots, latents):
     """Write latents of slots from a byte on."""
     if source.kind == PACKED:

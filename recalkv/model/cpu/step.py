@@ -12,8 +12,8 @@ from numba import carray, cfunc, types
 
 from recalkv.model.cpu.halves import BYTES, FLOAT32
 from recalkv.model.cpu.keys import Keys
-from recalkv.model.cpu.loops import LANES, OPTIONS, compiled, exponentials, fetch, multiply
-from recalkv.model.cpu.matrix_units import begin, end
+from recalkv.model.cpu.loops import LANES, OPTIONS, exponentials, fetch, multiply, nested
+from recalkv.model.cpu.matrix_units import THERE, begin, end
 from recalkv.model.cpu.rows import Coding, coding_of
 from recalkv.model.cpu.scores import WAITING, filled, in_order, new_scratch, round_slots, tile_scores
 from recalkv.model.cpu.sources import Source, next_slots, read_latents
@@ -60,7 +60,7 @@ class Mask(NamedTuple):
     first_head: int
 
 
-@compiled
+@nested
 def _masked(mask, sequence, slot, slots, scores):
     """Mask the scores (heads, tile) of one tile."""
     for head in range(len(scores)):
@@ -77,7 +77,7 @@ def _masked(mask, sequence, slot, slots, scores):
                 own[j] += added[j]
 
 
-@compiled
+@nested
 def _read_keys(keys, source, sequence, start, slot, here, slots, latents, scratch):
     """Read a tile's slots; for products in 16 bits some at a time, which are rounded while in the first cache."""
     if keys.products[0] == FLOAT32:
@@ -90,7 +90,7 @@ def _read_keys(keys, source, sequence, start, slot, here, slots, latents, scratc
         round_slots(keys, own, first, scratch)
 
 
-@compiled
+@nested
 def _attend_to_part(
     keys,
     key_source,
@@ -160,7 +160,7 @@ def _attend_to_part(
             multiply(scores[:, :here], values[:here, some], context[:, some])
 
 
-@compiled
+@nested
 def _combine(parts, contexts, peaks, sums, heads, up, rank, result, place, number, count):
     """Put a sequence's parts together, and apply ``R_v`` where there is one: every ``count``-th head of a sequence."""
     width, rows = contexts.shape[2], contexts.shape[1] // heads
@@ -284,7 +284,7 @@ def attend(data):
     shares, scale = array_1d(given, _SHARES, np.int64), array_1d(given, _SCALE, np.float32)[0]
     first, heads, rows = n[_FIRST_HEAD], n[_HEADS], contexts.shape[1] // n[_HEADS]
     number, count = thread_number(threads), thread_count(threads)
-    if keys.products[0] >= BYTES:
+    if THERE and keys.products[0] >= BYTES:
         begin()
     # There may be fewer threads than were asked for.
     for share in range(number, threads, count):
@@ -295,7 +295,7 @@ def attend(data):
                 keys, key_source, value_source, own, scale, cos, sin, extents[sequence], mask, sequence,
                 parts[part, 1:], contexts[part], peaks[part], sums[part],
             )  # fmt: skip
-    if keys.products[0] >= BYTES:
+    if THERE and keys.products[0] >= BYTES:
         end()
     wait_for_all(threads)
     up, result = array_2d(given, _UP, np.float32), array_2d(given, _RESULT, np.float32)

@@ -19,7 +19,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from recalkv.model.cpu.loops import compiled
+from recalkv.model.cpu.loops import nested
 
 __all__ = [
     "SIZES",
@@ -86,19 +86,19 @@ _count = _named("omp_get_num_threads", types.int32)
 _barrier = _named("GOMP_barrier", types.void)
 
 
-@compiled
+@nested
 def thread_number(threads):
     """Of the caller, 0 where it is the only one."""
     return 0 if threads == 1 else _number()
 
 
-@compiled
+@nested
 def thread_count(threads):
     """Threads that there are, of so many that were asked for."""
     return 1 if threads == 1 else _count()
 
 
-@compiled
+@nested
 def wait_for_all(threads):
     """Until every thread has come here."""
     if threads != 1:
@@ -113,21 +113,21 @@ def _pointer(context, address):
     return types.voidptr(types.int64), generate
 
 
-@compiled
+@nested
 def array_1d(arguments, number, dtype):
     """Array of the list."""
     place = number * SIZES
     return carray(_pointer(arguments[place]), (arguments[place + 1],), dtype)
 
 
-@compiled
+@nested
 def array_2d(arguments, number, dtype):
     """Array of the list."""
     place = number * SIZES
     return carray(_pointer(arguments[place]), (arguments[place + 1], arguments[place + 2]), dtype)
 
 
-@compiled
+@nested
 def array_3d(arguments, number, dtype):
     """Array of the list."""
     place = number * SIZES
