@@ -27,6 +27,7 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-embedded.txt
 
 reproduce: setup
 	$(IN_VENV) dvc repro
+	@$(BIN)/python -m recalkv.reports.figures || echo "(these figures are of other parameters, and stay)"
 	@sed -n '/^## Dense beside/,/^## Ranks/p' reports/README.md | sed '/^## Ranks/d; /^!/d' | cat -s
 
 # One table of grids/dvc.yaml: make grid NAME=methods
@@ -62,7 +63,7 @@ test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 test-all: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup -m ""
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup -m "not gpu"
 
 # The plugin in an unmodified vLLM, CPU build, with an environment of its own: its transformers is older than ours.
 VLLM := .venv-vllm

@@ -9,9 +9,9 @@ these values, ``*`` is every key, for ``sum()`` and ``max()`` around the whole. 
 number. The format is Python's. Whole tables stand between ``<!-- table: NAME -->`` and ``<!-- end -->``
 (:mod:`recalkv.reports.tables`). After a new run,
 
-    python -m recalkv.reports.figures README.md docs/*.md
+    python -m recalkv.reports.figures
 
-rewrites all of them; with ``--check`` it only says what differs.
+rewrites all of them (``make reproduce`` does so); with ``--check`` it only says what differs.
 
 Everything else that looks measured is a fault: a decimal, a per cent, a number with thousands, or one with a unit of
 time, memory, loss or speed. What is not measured, as settings, versions, identifiers and constants, is written as code.
@@ -30,7 +30,7 @@ from typing import Any
 from recalkv.errors import ReCalKVError, ReportError
 from recalkv.reports import tables
 
-__all__ = ["TABLES", "look_up", "main", "refreshed", "untagged"]
+__all__ = ["PAGES", "TABLES", "look_up", "main", "refreshed", "untagged"]
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "attention": (tables.attention, ("latency",)),
@@ -44,9 +44,12 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "scale": (tables.scale, ("scale/runs/*",)),
     "setting": (tables.setting, ("environment", "metrics")),
     "stages": (tables.stages, ("timings",)),
-    "zeroshot": (tables.zeroshot, ("suites/zeroshot", "suites/zeroshot-small")),
+    "zeroshot": (tables.zeroshot, ("suites/zeroshot-sets", "suites/zeroshot-sets-small")),
 }
 """Functions by the names that pages use, and the reports that they take; ``{}`` is a further word (``grid bits``)."""
+
+PAGES = ("README.md", "docs/*.md", "examples/*.md", "benchmarks/README.md")
+"""Those of the project."""
 
 _CODE = r"^```.*?^```|`[^`\n]*`"
 _BLOCK = r"<!-- table: (?P<table>[\w -]+) -->\n.*?<!-- end -->"
@@ -163,11 +166,11 @@ def untagged(text: str) -> Iterator[tuple[int, str]]:
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
     """Refresh or check pages; 1 if a figure differs or has no source."""
     parser = argparse.ArgumentParser(description="Rewrite the figures of pages from the reports that they name.")
-    parser.add_argument("pages", nargs="+", type=Path, help="Markdown files; reports are looked for in this folder")
+    parser.add_argument("pages", nargs="*", type=Path, help="Markdown files, by default all; reports are here")
     parser.add_argument("--check", action="store_true", help="write nothing, and say what differs")
     options = parser.parse_args(arguments)
     faults = 0
-    for page in options.pages:
+    for page in options.pages or sorted(path for pattern in PAGES for path in root.glob(pattern)):
         text = page.read_text()
         try:
             new = refreshed(text, root)

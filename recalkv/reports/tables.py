@@ -53,12 +53,17 @@ def _ratio(compressed: float, dense: float) -> str:
 
 def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
     """Perplexity, cache, parameters and speed of the pipeline's checkpoint, its module beside SDPA on a static one."""
-    live = {side: metrics["cache"][f"{side}_bytes_per_token"] for side in _SIDES}
-    window, states = (metrics["cache"].get(name, 0) for name in ("compressed_window_bytes", "state_bytes"))
+    cache = metrics["cache"]
+    # Of packed rows the reference is a dense cache of 16 bits, whatever the measured model's type.
+    dense = cache["reference_bytes_per_token"]
+    kind = "" if dense == cache["dense_bytes_per_token"] else " in 16 bits"
+    live = {"dense": dense, "compressed": cache["compressed_bytes_per_token"]}
+    window, states = (cache.get(name, 0) for name in ("compressed_window_bytes", "state_bytes"))
+    exact = {"dense": 0, "compressed": window * dense / cache["dense_bytes_per_token"]}
     sides = [
         ("perplexity", metrics["perplexity"], ".2f"),
-        ("live cache, bytes per token", live, ",.0f"),
-        *([("exact window, bytes per sequence", {"dense": 0, "compressed": window}, ",.0f")] if window else []),
+        (f"cache{kind}, bytes per token", live, ",.0f"),
+        *([(f"exact window{kind}, bytes per sequence", exact, ",.0f")] if window else []),
         *([(STATES, dict.fromkeys(_SIDES, states), ",.0f")] if states else []),
         ("parameters", metrics["parameters"], ",.0f"),
     ]
