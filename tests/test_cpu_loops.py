@@ -541,6 +541,39 @@ def test_empty_slots_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(slots) == 21
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (1, 1, 21, 21), (3, 1, 1, 21)])
+def test_masks_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    """As torch refuses them: the loops would read what is beside them."""
+    model = model_of("llama-gqa", method="loss-aware")
+    cache = DynamicCache(config=model.config)
+    model(windows(1, 20), past_key_values=cache)
+    with pytest.raises((RuntimeError, IndexError)):
+        model(windows(1, 1), attention_mask=torch.ones(shape, dtype=torch.bool), past_key_values=cache)
+
+
+@pytest.mark.parametrize("trained", ["latents of new tokens", "latents of a prefix"])
+def test_gradients_of_latents(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one token's loss, which the loops have none of."""
+    model, ids = copy.deepcopy(model_of("llama-gqa", method="loss-aware")).requires_grad_(False), windows(1, 10)
+
+    def gradients() -> list[Tensor]:
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :9], past_key_values=cache)
+        if trained == "latents of new tokens":
+            of = [model.model.layers[0].self_attn.k_proj.weight.requires_grad_()]
+        else:
+            of = [layer.keys.requires_grad_() for layer in cache.layers]
+        with torch.enable_grad():
+            loss = model(ids[:, 9:], past_key_values=cache).logits.square().sum()
+        return list(torch.autograd.grad(loss, of))
+
+    found = gradients()
+    monkeypatch.setattr(attention, "compiled_loops", lambda: None)
+    for each, expected in zip(found, gradients(), strict=True):
+        torch.testing.assert_close(each, expected)
+        assert expected.norm() > 0
+
+
 @pytest.mark.parametrize("mode", ["gradients", "float16", "several queries", "compiled"])
 def test_what_the_loops_do_not_take_goes_over_whole_caches(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(model_of("llama-gqa", method="loss-aware"))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 
+from recalkv.errors import ParameterError
 from recalkv.model.spec import LatentSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
 from tests.tiny import FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, windows
@@ -254,3 +255,30 @@ def test_the_compressed_model_assists_the_dense_one() -> None:
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     alone = dense.generate(windows(1, 12), **options)
     assert torch.equal(dense.generate(windows(1, 12), assistant_model=compressed, **options), alone)
+
+
+@pytest.mark.parametrize("bits", [16, "mixed"])
+def test_quantised_caches_are_refused(bits: Any) -> None:
+    model = compressed_model("llama-gqa", method="loss-aware", bits=bits)
+    with pytest.raises(ParameterError, match="would round latents again"):
+        model(windows(1, 9), past_key_values=QuantizedCache.__new__(QuantizedCache))
+
+
+def test_continuous_batching_is_refused() -> None:
+    """It has no place for latents, and gave other texts without a word."""
+    model = compressed_model("llama-gqa", method="loss-aware")
+    with pytest.raises(ParameterError, match="has no cache of latents in"):
+        model.generate_batch(inputs=[[5, 6, 7], [8, 9]])
+
+
+def test_rotary_tables_stand_where_they_are_asked_for() -> None:
+    """A model that is spread over devices has its rotary module on one of them."""
+    slots = compressed_model("llama-gqa").model.layers[0].self_attn.slots
+    right = slots._rotary.forward
+    slots._rotary.forward = lambda *given: tuple(each.to("meta") for each in right(*given))
+    slots._tables.clear()
+    try:
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            slots.upto(12, torch.zeros(1))
+    finally:
+        slots._rotary.forward = right

@@ -1,9 +1,14 @@
 """Prompts whose tokens read the newest ones exactly and all others from packed rows."""
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache, StaticCache
 
+from recalkv.cache.growing import GrowingCache
 from recalkv.model.attention import LatentAttention
 from recalkv.model.recent import prompt_attention
 from tests.tiny import compressed_pair, windows
@@ -97,3 +102,47 @@ def test_prompts_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     found, expected = outputs
     assert found.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+def test_windows_of_switching_frequencies_in_a_static_cache_beyond_the_switch() -> None:
+    """Longrope's: a static cache's size says nothing of how many tokens there are."""
+    with torch.enable_grad():
+        model = copy.deepcopy(compressed_pair("phi3-longrope", method="loss-aware", bits="mixed", exact_window=5)[1])
+    model, ids = model.double(), windows(2, 40)
+    cache = StaticCache(model.config, max_cache_len=100)
+    assert ids.shape[1] < model.config.rope_parameters["original_max_position_embeddings"] < 100
+    found = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([30, 10], dim=1)], dim=1)
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("draft", [4, 37, 60])
+@torch.no_grad()
+def test_windows_are_whole_after_long_drafts_are_taken_back(draft: int) -> None:
+    with torch.enable_grad():
+        model = copy.deepcopy(compressed_pair("llama-gqa", method="loss-aware", bits="mixed", exact_window=5)[1])
+    model, ids, other = model.double(), windows(2, 62), windows(2, draft, seed=9)
+    cache = GrowingCache(model.config)
+    cache.activate_past_recording()
+    model(ids[:, :60], past_key_values=cache)
+    model(other, past_key_values=cache)
+    cache.crop(-draft)
+    found = model(ids[:, 60:], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits[:, 60:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["saved", "copied"])
+@torch.no_grad()
+def test_caches_with_a_window_are_saved_and_copied(way: str) -> None:
+    with torch.enable_grad():
+        model = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", exact_window=5)[1]
+    ids, cache = windows(2, 24), DynamicCache(config=model.config)
+    model(ids[:, :20], past_key_values=cache)
+    if way == "saved":
+        torch.save(cache, file := io.BytesIO())
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    else:
+        other = copy.deepcopy(cache)
+    expected = model(ids[:, 20:], past_key_values=cache).logits
+    torch.testing.assert_close(model(ids[:, 20:], past_key_values=other).logits, expected, rtol=0, atol=0)

@@ -83,6 +83,15 @@ def test_packed_sequences_need_a_pass_without_cache(cache: str) -> None:
 
 
 @torch.no_grad()
+def test_packed_sequences_want_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention has none, and what attends over latents goes by it."""
+    ids, positions = windows(1, 20), torch.cat([torch.arange(12), torch.arange(8)])[None]
+    monkeypatch.setattr(model().config, "_attn_implementation_internal", "flash_attention_2")
+    with pytest.raises(ParameterError, match="'flash_attention_2' tells packed sequences apart"):
+        model()(ids, position_ids=positions, use_cache=False)
+
+
+@torch.no_grad()
 def test_a_new_sequence_in_a_filled_cache_is_refused() -> None:
     cache = DynamicCache(config=model().config)
     model()(windows(1, 9), past_key_values=cache)

@@ -18,6 +18,9 @@ _SLACK = 32
 """Tokens kept beyond the window, so that it is whole when as many are cropped, as assisted decoding does; not by static
 layers, which are not cropped, nor by those that are told when they will be."""
 
+_LONGEST_DRAFT = 512
+"""New tokens that may all be cropped, at most; a prompt has more."""
+
 
 @functools.cache
 def _with_recent(kind: Any) -> Any:
@@ -39,7 +42,9 @@ def _with_recent(kind: Any) -> Any:
         def append(self, latents: Tensor, window: int) -> Tensor:
             """Add those of new tokens, (batch, 1, tokens, columns); returns them behind those of a window and more."""
             if not isinstance(self, StaticLayer):
-                keep = window + (_SLACK if getattr(self, "record_past", True) else 0)
+                # Of tokens that may be taken back, a draft's, all that are new.
+                draft = max(_SLACK, min(latents.shape[2], _LONGEST_DRAFT))
+                keep = window + (draft if getattr(self, "record_past", True) else 0)
                 known = latents if self.recent is None else torch.cat([self.recent, latents], dim=2)
                 # Copied, or a prompt's would be kept as a whole.
                 self.recent = known[:, :, -keep:].clone() if known.shape[2] > 2 * keep else known[:, :, -keep:]
@@ -53,6 +58,10 @@ def _with_recent(kind: Any) -> Any:
             known = torch.cat([self.recent, latents], dim=2)
             self.recent.copy_(known[:, :, -window:])
             return known
+
+        def __reduce__(self) -> Any:
+            # The class has no place where a pickle would find it.
+            return _restored, (kind, self.__dict__)
 
         def _replace(self, change: Any) -> None:
             if self.recent is not None:
@@ -87,6 +96,14 @@ def _with_recent(kind: Any) -> Any:
 
     WithRecent.__name__ = WithRecent.__qualname__ = f"{kind.__name__}WithRecent"
     return WithRecent
+
+
+def _restored(kind: Any, state: dict[str, Any]) -> Any:
+    """A layer that was pickled or copied."""
+    made: Any = _with_recent(kind)
+    layer = made.__new__(made)
+    layer.__dict__.update(state)
+    return layer
 
 
 def remember(cache: Any, index: int, latents: Tensor, window: int) -> Tensor:

@@ -100,7 +100,8 @@ class KernelAttention(LatentAttention):
         # Autocast keeps to plain torch, and so does whatever needs a gradient.
         if cached.fresh or torch.is_autocast_enabled(query.device.type):
             return False
-        if torch.is_grad_enabled() and (query.requires_grad or self.k_proj.weight.requires_grad):
+        given = (query, self.k_proj.weight, cached.z_k, cached.z_v, cached.recent)
+        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
             return False
         # Several queries have a window of exact latents each, which the kernels do not tell apart.
         if length * self.num_key_value_groups > MAX_ROWS or (length > 1 and cached.recent is not None):

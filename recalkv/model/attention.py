@@ -257,7 +257,7 @@ class LatentAttention(nn.Module):
         exact_k, exact_v = self._split(recent)
         if not cached.fresh:
             places = torch.arange(-recent.shape[2], 0, device=query.device) + seen
-            rope = self._rope_of(places, offset + slots, query)
+            rope = self._rope_of(places, offset + slots, query, seen)
         near, outputs = rotated(self._rebuild_keys(exact_k), rope), []
         near_v = exact_k[:, 0] if self.joint else exact_v[:, 0]
         if self._is_prompt(query, cached, mask):
@@ -349,11 +349,11 @@ class LatentAttention(nn.Module):
         queries = (cos[positions][None], sin[positions][None])
         return queries, (cos[None, offset : offset + slots], sin[None, offset : offset + slots])
 
-    def _rope_of(self, positions: Tensor, reach: int, query: Tensor) -> tuple[Tensor, Tensor]:
+    def _rope_of(self, positions: Tensor, reach: int, query: Tensor, seen: int | Tensor) -> tuple[Tensor, Tensor]:
         """Rotary tables of these slots below ``reach``; anything for those before the first."""
         if self.slots is None:
             raise RuntimeError("LatentAttention needs the rotary tables of a ReCalKV model")
-        cos, sin = self.slots.upto(reach, query)
+        cos, sin = self.slots.upto(reach, query, seen)
         positions = positions.clamp_min(0)
         return cos[positions][None], sin[positions][None]
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
 
 from recalkv.cache.growing import GrowingCache
-from recalkv.errors import CheckpointError
+from recalkv.errors import CheckpointError, ParameterError
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import attention_layers
 from recalkv.model.family import FAMILIES, PREFIX, Family
@@ -54,7 +54,7 @@ class LatentModelMixin:
             attention = LatentAttention(config, spec, place)
             attention.slots = slots[place]
             model.layers[place].self_attn = attention  # type: ignore[index,union-attr]
-        model.register_forward_pre_hook(_check_positions, with_kwargs=True)
+        model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
         self.post_init()  # type: ignore[attr-defined]
 
     @classmethod
@@ -107,18 +107,40 @@ class LatentModelMixin:
                 cache.activate_past_recording()
         return result
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse what would cache nothing: transformers' blocks are of dense keys and values."""
+        raise ParameterError(
+            "continuous batching (generate_batch, transformers serve --continuous-batching) has no cache of latents in "
+            "transformers; use generate(), or serve the checkpoint by vLLM (examples/serve.md)."
+        )
+
     def _get_static_cache_init_shape(self) -> None:
         """Leave static caches to take their sizes from the first latents; transformers would assume dense keys."""
 
 
-def _check_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before the forward pass of the decoder: refuse positions that are no slots, where that shows later."""
-    positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
-    if positions is None or torch.compiler.is_compiling() or (positions.is_cuda and positions.shape[-1] == 1):
+def _check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before the forward pass of the decoder: refuse positions that are no slots, where that shows, and some caches."""
+    positions, cache, mask = (kwargs.get(name) for name in ("position_ids", "past_key_values", "attention_mask"))
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(cache, QuantizedCache):
+        raise ParameterError(
+            "a QuantizedCache would round latents again, or packed rows; latents are quantised when a model is "
+            "compressed: leave out cache_implementation, or compress to fewer bits (compression.ratio)."
+        )
+    if positions is None or (positions.is_cuda and positions.shape[-1] == 1):
         return
     use_cache = kwargs.get("use_cache")
     if cache is not None or (model.config.use_cache if use_cache is None else use_cache):
-        check_positions(positions, kwargs.get("attention_mask"), 0 if cache is None else cache.get_seq_length())
+        check_positions(positions, mask, 0 if cache is None else cache.get_seq_length())
+        return
+    function = model.config._attn_implementation
+    # It finds the sequences by their positions; what reads latents goes by the mask.
+    if mask is None and "flash" in function and bool((positions.diff(dim=-1) != 1).any()):
+        raise ParameterError(
+            f"attn_implementation={function!r} tells packed sequences apart without a mask, which latents want; use "
+            f"attn_implementation='sdpa'."
+        )
 
 
 def _made(family: Family) -> tuple[Any, Any]:

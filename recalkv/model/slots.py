@@ -107,7 +107,8 @@ class SlotRotary:
                 types = () if self._layer_type is None else (self._layer_type,)
                 still = like.new_ones(1, size, 0), like.new_zeros(1, size, 0)
                 cos, sin = self.widened(self._rotary(like, positions, *types) if self._turning else still)
-                self._tables[key] = tables = cos[0], sin[0]
+                # Of a model on several devices the module has one of its own.
+                self._tables[key] = tables = cos[0].to(like.device), sin[0].to(like.device)
         return tables
 
     def widened(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -152,6 +152,9 @@ def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask:
     """
     if cached.fresh or cached.z_k.dtype not in _KINDS:
         return None
+    given = (cached.z_k, cached.z_v, cached.recent)
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
+        return None
     if (
         torch.compiler.is_compiling()
         or torch.is_autocast_enabled("cpu")
@@ -164,6 +167,8 @@ def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask:
     # Slots behind the query are empty.
     seen = int(cached.seen) - cached.offset
     extents = ((0, seen - 1, min(seen, cached.z_k.shape[2])),) * len(query)
+    if mask is not None and not _fits(mask, query, extents[0][2]):
+        return None
     values, recent = cached.z_k if layer.joint else cached.z_v, None
     if cached.recent is not None:
         recent = cached.recent[:, 0, -min(layer.exact_window, extents[0][2]) :].float().contiguous()
@@ -358,6 +363,12 @@ def _memory(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, int]]:
     outer, inner = size * strides[0], size * strides[-2]
     span = (shape[0] - 1) * outer + (shape[-2] - 1) * inner + size * shape[-1]
     return (tensor.data_ptr(), span, 1, 1), (outer, inner)
+
+
+def _fits(mask: Tensor, query: Tensor, slots: int) -> bool:
+    """Whether a mask has all that the loops read of it; torch says what is wrong with others."""
+    (batch, _, heads, _), (sequences, own, queries, reach) = query.shape, mask.shape
+    return sequences in (1, batch) and own in (1, heads) and queries == 1 and reach >= slots
 
 
 def _mask(mask: Tensor | None) -> tuple[tuple[int, ...], tuple[int, int, int], Tensor | None]:
