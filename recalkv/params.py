@@ -126,8 +126,8 @@ class CompressionParams(_Section):
     bits: Literal["auto", 16, 8, 4, 3, 2, "mixed"] = Field(
         "auto",
         description="bits per cached element; 16 leaves latents in the model's type, mixed gives every direction 0 to "
-        "8 under the one budget, auto is mixed where the allocation is water-filling, else 16. Below 16, `ratio` "
-        "counts bytes against a dense 16-bit cache",
+        "8 under the one budget, auto is mixed where the allocation is water-filling and rank_multiple is 1, else 16. "
+        "Below 16, `ratio` counts bytes against a dense 16-bit cache",
     )  # fmt: skip
     exact_window: int = Field(
         32,
@@ -136,7 +136,9 @@ class CompressionParams(_Section):
         "bits. They cost a fixed size for each sequence, which `ratio` does not count",
     )
     rotation_seed: int = Field(0, ge=0, description="seed of the rotations of quantised latents")
-    rank_multiple: int = Field(1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs")
+    rank_multiple: int = Field(
+        1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs, with 16-bit latents alone"
+    )
     damping: float | None = Field(
         None,
         ge=0,

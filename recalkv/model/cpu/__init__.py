@@ -14,7 +14,7 @@ __all__ = ["compiled_loops"]
 
 # Seconds: more than loading what is kept on disk takes.
 _PATIENCE = 4.0
-_NOTICE = "recalkv: compiling the decoding loops for this processor; half a minute, once"
+_NOTICE = "recalkv: compiling the decoding loops for this processor; up to a minute, once"
 
 
 @functools.cache
