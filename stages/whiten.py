@@ -21,8 +21,8 @@ def whiten(run: Stage) -> None:
     if windows.numel() < hidden and distributed.is_first():
         print(
             f"warning: {windows.numel()} calibration tokens are fewer than the hidden size {hidden}, so the Gram "
-            f"matrices are rank-deficient; compression.damping={run.params.compression.damping} decides what is "
-            f"kept of the directions that the text never visits. More tokens are better.",
+            f"matrices are rank-deficient; compression.damping decides what is kept of the directions that the text "
+            f"never visits. More tokens are better.",
             file=sys.stderr,
         )
     record = {"precision": run.precision, "tokens": windows.numel()}

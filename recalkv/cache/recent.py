@@ -19,7 +19,7 @@ _SLACK = 32
 layers, which are not cropped, nor by those that are told when they will be."""
 
 _LONGEST_DRAFT = 512
-"""New tokens that may all be cropped, at most; a prompt has more."""
+"""New tokens that may all be cropped, a draft's, at most; kept by layers that are told."""
 
 
 @functools.cache
@@ -42,9 +42,10 @@ def _with_recent(kind: Any) -> Any:
         def append(self, latents: Tensor, window: int) -> Tensor:
             """Add those of new tokens, (batch, 1, tokens, columns); returns them behind those of a window and more."""
             if not isinstance(self, StaticLayer):
-                # Of tokens that may be taken back, a draft's, all that are new.
-                draft = max(_SLACK, min(latents.shape[2], _LONGEST_DRAFT))
-                keep = window + (draft if getattr(self, "record_past", True) else 0)
+                # None where a layer is not told.
+                cropped = getattr(self, "record_past", None)
+                draft = max(_SLACK, min(latents.shape[2], _LONGEST_DRAFT)) if cropped else _SLACK
+                keep = window + (0 if cropped is False else draft)
                 known = latents if self.recent is None else torch.cat([self.recent, latents], dim=2)
                 # Copied, or a prompt's would be kept as a whole.
                 self.recent = known[:, :, -keep:].clone() if known.shape[2] > 2 * keep else known[:, :, -keep:]

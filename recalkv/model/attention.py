@@ -203,7 +203,8 @@ class LatentAttention(nn.Module):
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """What the output projection reads, (batch, queries, its inputs), and weights where they are had."""
-        if query.shape[1] == 1 and query.device.type == "cpu" and (loops := compiled_loops()) is not None:
+        single = query.shape[1] == 1 and query.is_cpu and not torch.compiler.is_compiling()
+        if single and (loops := compiled_loops()) is not None:
             output = loops.step_output(self, query, cached, mask)
             if output is not None:
                 return output, None

@@ -155,11 +155,7 @@ def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask:
     given = (cached.z_k, cached.z_v, cached.recent)
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
         return None
-    if (
-        torch.compiler.is_compiling()
-        or torch.is_autocast_enabled("cpu")
-        or not layer.over_latents(1, cached.z_k.shape[2], mask)
-    ):
+    if torch.is_autocast_enabled("cpu") or not layer.over_latents(1, cached.z_k.shape[2], mask):
         return None
     prepared = _prepared(layer, query)
     if prepared is None:
