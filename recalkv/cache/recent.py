@@ -43,9 +43,11 @@ def _with_recent(kind: Any) -> Any:
             """Add those of new tokens, (batch, 1, tokens, columns); returns them behind those of a window and more."""
             if not isinstance(self, StaticLayer):
                 # None where a layer is not told.
-                cropped = getattr(self, "record_past", None)
-                draft = max(_SLACK, min(latents.shape[2], _LONGEST_DRAFT)) if cropped else _SLACK
-                keep = window + (0 if cropped is False else draft)
+                told = getattr(self, "record_past", None)
+                slack = 0 if told is False else _SLACK
+                if told:
+                    slack = max(slack, min(latents.shape[2], _LONGEST_DRAFT))
+                keep = window + slack
                 known = latents if self.recent is None else torch.cat([self.recent, latents], dim=2)
                 # Copied, or a prompt's would be kept as a whole.
                 self.recent = known[:, :, -keep:].clone() if known.shape[2] > 2 * keep else known[:, :, -keep:]

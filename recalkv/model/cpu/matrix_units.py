@@ -40,8 +40,8 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 THERE = {"+amx-tile", "+amx-bf16", "+amx-int8", "+avx512f"} <= set(FEATURES)
-"""Whether code for such units can be made: what Numba keeps on disk goes by the same features, and where they are not
-there, what asks for this first has no such code."""
+"""Whether code for such units can be made: a constant, so that branches behind it are not compiled where there are
+none, by the features that Numba keeps its code by."""
 
 
 def _permitted() -> bool:
