@@ -23,6 +23,8 @@ from recalkv.model.sizes import ModelSizes
 
 __all__ = ["step_launches"]
 
+_CPU = torch.device("cpu")
+
 GEOMETRIES = {
     "32 heads": ModelSizes("llama", AttentionGeometry(64, 32, 32, 8, 1), 16, 16, 1024),
     "32 heads, 8 of keys and values": ModelSizes("llama", AttentionGeometry(64, 32, 8, 8, 1), 16, 16, 1024),
@@ -75,17 +77,19 @@ def _kernel_launches(counts: Counter[str]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def step_launches(geometry: ModelSizes, kernel: str, static: bool, joint: bool = True) -> Counter[str]:
+def step_launches(
+    geometry: ModelSizes, kernel: str, static: bool, joint: bool = True, device: torch.device = _CPU
+) -> Counter[str]:
     """Operations and launches of one token's step, by name."""
-    model = use_kernels(random_latent(geometry, 0.5, 2, joint, torch.device("cpu"), torch.float32), kernel)
+    model = use_kernels(random_latent(geometry, 0.5, 2, joint, device, torch.float32), kernel)
     cache: Any = StaticCache(config=model.config, max_cache_len=100) if static else DynamicCache(config=model.config)
     layer = model.model.layers[0].self_attn
     hidden = geometry.attention.hidden
-    prompt, token = torch.randn(1, 80, hidden), torch.randn(1, 1, hidden)
-    mask = torch.arange(100)[None, None, None] < 81 if static else None
-    causal = torch.ones(80, 100 if static else 80, dtype=torch.bool).tril()[None, None]
-    layer(prompt, model.model.rotary_emb(prompt, torch.arange(80)[None]), causal, past_key_values=cache)
-    rope = model.model.rotary_emb(token, torch.tensor([[80]]))
+    prompt, token = torch.randn(1, 80, hidden, device=device), torch.randn(1, 1, hidden, device=device)
+    mask = torch.arange(100, device=device)[None, None, None] < 81 if static else None
+    causal = torch.ones(80, 100 if static else 80, dtype=torch.bool, device=device).tril()[None, None]
+    layer(prompt, model.model.rotary_emb(prompt, torch.arange(80, device=device)[None]), causal, past_key_values=cache)
+    rope = model.model.rotary_emb(token, torch.tensor([[80]], device=device))
     # Tables are made once, not at every step.
     for _ in range(2):
         with _Operations() as operations, _kernel_launches(operations.counts):
@@ -98,7 +102,7 @@ def main() -> None:
     print(f"{'geometry':<34}{'cache':<10}{'latents':<10}{'path':<9}{'launches':>9}  of these")
     for name, geometry in GEOMETRIES.items():
         for static, joint in ((False, True), (True, True), (False, False)):
-            model = random_latent(geometry, 0.5, 2, joint, torch.device("cpu"), torch.float32)
+            model = random_latent(geometry, 0.5, 2, joint, _CPU, torch.float32)
             for kernel in ("torch",) if why_not(model) else ("torch", "triton"):
                 counts = step_launches(geometry, kernel, static, joint)
                 most = ", ".join(f"{count} {each}" for each, count in counts.most_common(5))

@@ -221,7 +221,12 @@ def test_readers_have_names_of_their_own() -> None:
 
 
 def test_loops_run_in_the_threads_of_torch() -> None:
-    assert threads_of_torch() == torch.get_num_threads()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert threads_of_torch() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- RoPE ------------------------------------------------------------------------------------------------------------

@@ -62,6 +62,11 @@ def test_what_has_no_time_is_left_out(faulty: tuple[int, list[dict[str, Any]]], 
     assert set(of(records(path), "left out")) == {"good", "fault", "raise", "hang", "long", "good again"}
 
 
+def test_a_part_that_cannot_be_imported_is_recorded(tmp_path: Path) -> None:
+    assert run("benchmarks.gpu.no_such_part", tmp_path / "part.jsonl", 60.0, cpu=True) == 1
+    assert "no_such_part" in of(records(tmp_path / "part.jsonl"), "failure")["start"]["reason"]
+
+
 def test_records_name_machine_and_versions(faulty: tuple[int, list[dict[str, Any]]]) -> None:
     for each in faulty[1]:
         if each["event"] != "left out":

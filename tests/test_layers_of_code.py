@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import importlib.util
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -117,6 +119,46 @@ def test_what_decodes_needs_no_numba() -> None:
         assert cpu.compiled_loops() is None
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_what_decodes_needs_no_folder_of_numba() -> None:
+    """A container may have none that can be written to."""
+    code = """
+        import warnings
+        from numba.core import caching
+        refused = lambda *given, **options: (_ for _ in ()).throw(OSError("read-only"))
+        for locator in caching.CacheImpl._locator_classes:
+            locator.ensure_cache_path = refused
+        from recalkv.model import cpu
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert cpu.compiled_loops() is None
+            assert cpu.compiled_loops() is None
+        assert ["NUMBA_CACHE_DIR" in str(each.message) for each in caught] == [True]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
+    """Numba looks at a function's own file only; others, and constants of rows, are in the name that it is kept by."""
+    for name in ("model/cpu", "cache"):
+        shutil.copytree(ROOT / "recalkv" / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def kept_as() -> str:
+        spec = importlib.util.spec_from_file_location("loops_of_a_copy", tmp_path / "model/cpu/loops.py")
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        name: str = module.multiply._cache._cache_file._index_name
+        return name
+
+    names = [kept_as(), kept_as()]
+    for name in ("cache/rows.py", "model/cpu/threads.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("# changed\n")
+        names.append(kept_as())
+    assert len(names) == 4
+    assert len(set(names)) == 3
 
 
 @pytest.mark.parametrize("patience", [0.01, 1e6])

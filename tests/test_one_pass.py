@@ -95,6 +95,8 @@ def one_pass_error(case: Case, direct: int, shuffle: bool = False) -> float:
     worst = 0.0
     for part, width, reference in zip(result.split(widths, dim=2), inner, problem.by_loops(), strict=True):
         ours = part.unflatten(2, (-1, width)).transpose(1, 2).double()
+        # Python's largest of a number and NaN is the number.
+        assert bool(ours.isfinite().all())
         worst = max(worst, float((ours - reference).abs().max() / reference.abs().max()))
     return worst
 

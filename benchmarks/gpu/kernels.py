@@ -14,6 +14,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -242,12 +243,14 @@ def _measure(latents: Latents, context: int, batch: int, setting: Setting, emit:
             output = calls[0]()[:1]
         if not served:
             emit(what="not served", **config)
+            del calls, reference
             continue
         expected = reference()
         error = float((output - expected).abs().max() / expected.abs().max())
         limit = max(_TOLERANCE[setting.dtype], 3e-2 if each.way == "int8" else 0.0)
         if not error <= limit:
             emit(what="wrong", error=f"{error:.3g}", failed=[f"{each}: off by {error:.3g}, limit {limit}"], **config)
+            del calls, reference
             continue
         seconds = time_calls(calls, setting.device, _repeats(size, setting)).median
         emit(what="latent", us=seconds * 1e6, gb_per_s=size / seconds / 1e9, cache_bytes=size, error=error, **config)
@@ -288,7 +291,10 @@ def _profile(latents: Latents, context: int, setting: Setting, emit: Emit) -> No
             step()
         now(setting.device)
     own = "self_cpu_time_total" if setting.tiny else "self_device_time_total"
-    events = sorted(profile.key_averages(), key=lambda event: -getattr(event, own))
+    # An operation's own entry has the time of the kernels that it launched, which have entries of their own.
+    kind = torch.autograd.DeviceType.CPU if setting.tiny else torch.autograd.DeviceType.CUDA
+    events = [event for event in profile.key_averages() if event.device_type == kind]
+    events.sort(key=lambda event: -getattr(event, own))
     kernels = {event.key[:80]: round(getattr(event, own) / runs, 2) for event in events[:8] if getattr(event, own)}
     emit(what="profile", **dataclasses.asdict(latents), context=context, us_of=kernels)
 
@@ -298,8 +304,15 @@ def _compile_ahead(setting: Setting, emit: Emit) -> None:
     count = min(12, os.cpu_count() or 1)
     code = "import sys; from benchmarks.gpu.kernels import compile_share; compile_share(*map(int, sys.argv[1:]))"
     commands = [[sys.executable, "-c", code, str(number), str(count)] for number in range(count)]
-    workers = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
-    emit(what="compiled ahead", processes=count, failed_processes=sum(worker.wait() != 0 for worker in workers))
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands]
+        workers = [subprocess.Popen(each, stderr=output) for each, output in zip(commands, outputs, strict=True)]
+        reasons = []
+        for worker, output in zip(workers, outputs, strict=True):
+            if worker.wait():
+                output.seek(0)
+                reasons.append(output.read().strip()[-300:])
+    emit(what="compiled ahead", processes=count, failed_processes=len(reasons), reasons=reasons)
 
 
 @torch.no_grad()
@@ -308,7 +321,8 @@ def compile_share(number: int, count: int) -> None:
     for latents in itertools.starmap(Latents, list(itertools.product(GEOMETRIES, LAYOUTS, KINDS))[number::count]):
         for each, batch in itertools.product(latents.ways(), BATCHES):
             calls, _, _ = each.calls(Setting("gpu"), CONTEXTS[0], batch, lambda **record: None)
-            calls[0]()
+            if calls:
+                calls[0]()
         Latents.layer.cache_clear()
     torch.cuda.synchronize()
 

@@ -117,8 +117,15 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
                 _release()
 
         if not setting.tiny:
-            batch = largest(fits)
-            seconds, path = timed(batch, CONTEXT)
+            batch, seconds, path = largest(fits), None, ""
+            while batch:
+                try:
+                    seconds, path = timed(batch, CONTEXT)
+                    break
+                except torch.OutOfMemoryError:
+                    # More backends are timed than fitted.
+                    batch -= -(-batch // 32)
+                _release()
             rates = {} if seconds is None else {"tokens_per_s": batch / seconds}
             emit(what="largest batch", context=CONTEXT, batch=batch, attention=path, **rates, **config)
 

@@ -138,8 +138,13 @@ def run(module: str, path: Path, budget: float, cpu: bool) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
     setting, end, failed = Setting.of(cpu), time.time() + budget, 0
-    names = [step.name for step in _steps(module, setting)]
-    limits = {step.name: step.seconds for step in _steps(module, setting)}
+    limits: dict[str, float] = {}
+    try:
+        limits = {step.name: step.seconds for step in _steps(module, setting)}
+    except Exception as error:  # whatever an import raises where a package is missing
+        failed = 1
+        _write(path, event="failure", step="start", reason=f"{type(error).__name__}: {error}", tail="")
+    names = list(limits)
     begun: set[str] = set()
     first = 0
     with path.open() as lines:

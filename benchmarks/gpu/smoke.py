@@ -124,8 +124,8 @@ def steps(setting: Setting) -> list[Step]:
         *(tests(f"kernels, {way}", KERNEL_TESTS, "-k", way, *spread)
           for way in ("two_passes", "one_pass", "packed", "compiled")),
         tests("compression", "tests/test_gpu_compression.py", *spread, seconds=150.0),
-        tests("devices", "tests/test_numerics.py", "tests/test_refit.py", "tests/test_device_map.py", *spread),
         *(Step(f"sanitiser, {names}", functools.partial(_sanitise, names), 90.0) for names in SANITISED),
+        tests("devices", "tests/test_numerics.py", "tests/test_refit.py", "tests/test_device_map.py", *spread),
         tests("all kernel tests, compiled", "tests/test_kernels.py", "tests/test_one_pass.py", *spread, seconds=180.0,
               marked=False),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,18 +90,12 @@ class RowLayout:
         # Sums over the latents of each code, as differences of sums over all latents up to its last.
         sums = (cells(scaled, tables.levels) * tables.strides).cumsum(-1)[..., tables.last]
         gridded = tables.nearest[sums.diff(dim=-1, prepend=torch.zeros_like(sums[..., :1])) + tables.starts]
-        level, parts, column, first = level.to(torch.uint8), [], 0, 0
-        for number, segment in enumerate(self.segments):
-            if segment.latents in GRID:
-                codes = gridded[..., first : first + segment.codes]
-                first += segment.codes
-            else:
-                own = scaled[..., column : column + segment.width]
-                own = torch.nn.functional.pad(own, (0, -segment.width % segment.latents))
-                codes = nearest(own.unflatten(-1, (-1, segment.latents)), tables.words[number])
-            column += segment.width
-            parts += [level[..., number : number + 1], pack_codes(codes, segment.bits)]
-        return torch.cat(parts, dim=-1)
+        # Every kind of code at once: a row has up to hundreds of segments, and on a GPU each operation is a launch.
+        parts, padded = [level.to(torch.uint8), gridded], torch.nn.functional.pad(scaled, (0, 1))
+        parts += [nearest(padded[..., own], table) for own, table in tables.gridless]
+        padded = torch.nn.functional.pad(gridded, (0, 1))
+        parts += [pack_codes(padded[..., own], bits) for own, bits in tables.narrow]
+        return torch.cat(parts, dim=-1)[..., tables.order]
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows (..., row_bytes) uint8 to latents (..., width) of this type."""
@@ -145,6 +139,12 @@ class _Tables:
         Codes of the cells of all grids.
     words : (2^bits, latents) float32 each
         Of each segment's code.
+    gridless : ((codes, latents) int64, (2^bits, latents) float32) each
+        For each code without a grid, its latents of all segments, and its words.
+    narrow : ((codes,) int64, bits) each
+        For each number of bits below 8, places of its codes among those with a grid, whole words a segment.
+    order : (row bytes,) int64
+        Where each byte of a row comes from: scales, codes with a grid, codes without, packed codes.
     """
 
     averages: Tensor
@@ -155,6 +155,9 @@ class _Tables:
     starts: Tensor
     nearest: Tensor
     words: Sequence[Tensor]
+    gridless: Sequence[tuple[Tensor, Tensor]]
+    narrow: Sequence[tuple[Tensor, int]]
+    order: Tensor
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> "_Tables":
@@ -183,7 +186,9 @@ class _Tables:
                 # A latent that is not there is zero: in the cell above the middle.
                 starts[-1] += sum(grid**place * (grid // 2) for place in range(missing))
 
-        def table(content: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        gridless, narrow, order = _order(segments, len(last))
+
+        def table(content: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(content, dtype=dtype, device=device)
 
         return cls(
@@ -195,7 +200,42 @@ class _Tables:
             table(starts),
             _all_cells(codes, device),
             [words(segment.code, device) for segment in segments],
+            [(table(own), words(code, device)) for code, own in gridless.items()],
+            [(table(own), bits) for bits, own in narrow.items()],
+            table(order),
         )
+
+
+def _order(
+    segments: Sequence[Segment], gridded: int
+) -> tuple[dict[Code, list[list[int]]], dict[int, list[int]], list[int]]:
+    """``gridless``, ``narrow`` and ``order`` of :class:`_Tables`, of which so many codes have a grid."""
+    gridless: dict[Code, list[list[int]]] = {}
+    narrow: dict[int, list[int]] = {}
+    # What a segment's last code or word lacks is zero, which stands behind all latents, and behind all codes.
+    column, first, width = 0, 0, sum(segment.width for segment in segments)
+    row: list[tuple[Any, int]] = []
+    for number, segment in enumerate(segments):
+        k, count = segment.latents, segment.codes
+        row.append(("scale", number))
+        if k not in GRID:
+            blocks = gridless.setdefault(segment.code, [])
+            row += [(segment.code, len(blocks) + i) for i in range(count)]
+            latents = [*range(column, column + segment.width), *[width] * (count * k - segment.width)]
+            blocks += [latents[i : i + k] for i in range(0, count * k, k)]
+        elif segment.bits < 8:
+            codes, (per_word, word_bytes) = narrow.setdefault(segment.bits, []), _word(segment.bits)
+            row += [(segment.bits, len(codes) // per_word * word_bytes + i) for i in range(segment.row_bytes - 1)]
+            codes += [*range(first, first + count), *[gridded] * (-count % per_word)]
+        else:
+            row += [("code", first + i) for i in range(count)]
+        column += segment.width
+        first += count if k in GRID else 0
+    sizes: dict[Any, int] = {"scale": len(segments), "code": gridded}
+    sizes |= {code: len(blocks) for code, blocks in gridless.items()}
+    sizes |= {bits: _code_bytes(len(codes), bits) for bits, codes in narrow.items()}
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    return gridless, narrow, [starts[part] + place for part, place in row]
 
 
 @functools.cache

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from recalkv.model.spec import LatentSpec
-from recalkv.params import EvaluationParams
+
+if TYPE_CHECKING:  # benchmarks of decoding import this module where pydantic may be missing
+    from recalkv.params import EvaluationParams
 
 __all__ = [
     "Generated",
@@ -57,7 +59,7 @@ class Generated:
         return asdict(self)
 
 
-def measure_generation(model: Any, tokenizer: Any, windows: Tensor, wanted: EvaluationParams) -> Generated:
+def measure_generation(model: Any, tokenizer: Any, windows: Tensor, wanted: "EvaluationParams") -> Generated:
     """Let a model go on from the prompts, and fill its cache.
 
     Parameters

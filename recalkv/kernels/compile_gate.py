@@ -114,6 +114,8 @@ CONFIGURATIONS = (
     Configuration("llama-2-7b joint s=2 int8", 128, 1, 256, 256, 2, packed=True, int8=True),
     Configuration("llama-2-7b s=4 70% int8", 128, 1, 160, 1232, 32, packed=True, int8=True),
     Configuration("mistral-7b joint s=2 int8", 128, 4, 256, 256, 2, packed=True, int8=True),
+    Configuration("llama-2-7b joint s=1 70% int8", 128, 1, 80, 80, 1, packed=True, int8=True),
+    Configuration("rank 16 int8", 128, 4, 16, 16, 1, packed=True, int8=True),
     Configuration("head dimension 256", 256, 2, 256, 256, 1),
     Configuration("any rank", 128, 1, 154, 307, 8, fused=True),
     # One pass in the identity gauge: all pairs direct, and as many as are with the limit of the gauge.

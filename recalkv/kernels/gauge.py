@@ -46,7 +46,8 @@ def pivot_pairs(up: Tensor, head_dim: int, limit: float = LIMIT, multiple: int =
     list of pairs, ascending
         Pair p is columns ``i`` and ``i + d_h / 2`` of head ``p // (d_h / 2)``, where ``i = p % (d_h / 2)``.
     """
-    rest = up.detach().double().clone()
+    # One small operation after the other, each of which a GPU would be asked about.
+    rest = up.detach().double().cpu().clone()
     rank, width = rest.shape
     left, right = pair_columns(range(width // 2), head_dim)
     chosen: list[int] = []

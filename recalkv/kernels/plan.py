@@ -76,14 +76,15 @@ class ScoresLaunch:
     warps: int
 
 
-def cover_rank(rank: int) -> tuple[int, int]:
+def cover_rank(rank: int, element: int = 2) -> tuple[int, int]:
     """One or two powers of two that cover a rank with little padding: 160 is 128 + 32, 87 is 64 + 32.
 
-    Blocks have at least 16 rows, the least that tensor cores take.
+    Blocks have at least as many rows as tensor cores take of elements of so many bytes: 16, or 32 of 8-bit numbers.
     """
-    below = max(16, 1 << (rank.bit_length() - 1))
+    least = 32 if element == 1 else 16
+    below = max(least, 1 << (rank.bit_length() - 1))
     rest = rank - below
-    second = 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
+    second = 0 if rest <= 0 else max(least, 1 << (rest - 1).bit_length())
     return (2 * below, 0) if second == below else (below, second)
 
 
@@ -103,7 +104,7 @@ def scores_launch(rank: int, head_dim: int, rows: int, element: int, packed: boo
     shared_limit
         Bytes of shared memory that a program may have.
     """
-    first, second = cover_rank(rank)
+    first, second = cover_rank(rank, element)
     if not packed and head_dim <= 128:
         # Of 8-bit products several rows of queries leave no registers for a large tile.
         large = head_dim > 64 and not (element == 1 and rows > 1)

@@ -42,12 +42,13 @@ class TileRotary:
         key, tiles = (tile, device), -(-slots // tile)
         if key not in self._offsets:
             self._offsets[key] = self._table(torch.arange(tile), device)
-        if key not in self._anchors or len(self._anchors[key]) < tiles:
+        anchors = self._anchors.get(key)
+        if anchors is None or len(anchors) < tiles:
             size = max(16, 1 << (tiles - 1).bit_length())
             # A captured graph may still read the shorter table.
-            self._outgrown += [self._anchors[key]] if key in self._anchors else []
-            self._anchors[key] = self._table(torch.arange(size) * tile, device)
-        return self._anchors[key], self._offsets[key]
+            self._outgrown += [] if anchors is None else [anchors]
+            self._anchors[key] = anchors = self._table(torch.arange(size) * tile, device)
+        return anchors, self._offsets[key]
 
     def has(self, tile: int, slots: int, device: torch.device) -> bool:
         """Whether :meth:`tables` has nothing to make, as compiled models need it."""

@@ -114,9 +114,12 @@ class TileRope:
         -------
         (>= reach, pairs) float32 each
         """
-        if self._distances is None or len(self._distances[0]) < reach:
+        found = self._distances
+        if found is None or len(found[0]) < reach:
             with torch.inference_mode(False):
                 size = max(256, 1 << (reach - 1).bit_length())
                 angles = (torch.arange(size, dtype=torch.float64) - (self.tile - 1) / 2)[:, None] * self.frequencies
-                self._distances = angles.cos().float(), angles.sin().float()
-        return self._distances
+                found = angles.cos().float(), angles.sin().float()
+            # Another thread may put shorter ones here; what is returned is long enough.
+            self._distances = found
+        return found

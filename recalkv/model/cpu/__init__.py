@@ -8,6 +8,7 @@ the products of packed rows in 16 bits; ``sources`` reads latents, ``rows`` and 
 import functools
 import sys
 import threading
+import warnings
 from typing import Any
 
 __all__ = ["compiled_loops"]
@@ -19,10 +20,10 @@ _NOTICE = "recalkv: compiling the decoding loops for this processor; up to a min
 
 @functools.cache
 def compiled_loops() -> Any:
-    """:mod:`recalkv.model.cpu.plan`; None without Numba, where a CPU decodes as any other device does.
+    """:mod:`recalkv.model.cpu.plan`; None without Numba or a folder for what it compiles.
 
-    Imported when a token is first decoded on a CPU: Numba takes its time, and other programs may mind it. Says so on
-    standard error where the loops have to be compiled.
+    There a CPU decodes as any other device does. Imported when a token is first decoded on a CPU: Numba takes its
+    time, and other programs may mind it. Says so on standard error where the loops have to be compiled.
     """
     notice = threading.Timer(_PATIENCE, print, [_NOTICE], {"file": sys.stderr, "flush": True})
     notice.daemon = True
@@ -30,6 +31,14 @@ def compiled_loops() -> Any:
     try:
         from recalkv.model.cpu import plan
     except ImportError:
+        return None
+    except RuntimeError as error:
+        # Numba has no folder to write to, as in a read-only container.
+        warnings.warn(
+            f"decoding in plain torch, which is slower: Numba cannot keep what it compiles ({error}); set "
+            f"NUMBA_CACHE_DIR to a folder that can be written to.",
+            stacklevel=2,
+        )
         return None
     finally:
         notice.cancel()

@@ -1,5 +1,6 @@
 """What the compiled loops share: how they are compiled, a matrix product, and the exponential function."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,9 @@ from numba.extending import intrinsic
 __all__ = [
     "FEATURES",
     "LANES",
-    "OPTIONS",
     "VECTOR",
     "bits_of",
+    "called",
     "compiled",
     "exponentials",
     "fetch",
@@ -30,40 +31,43 @@ __all__ = [
 ]
 
 # Sums may be taken in any order, which SIMD needs; infinities keep their meaning, as masks have them.
-OPTIONS: dict[str, Any] = {
+_OPTIONS: dict[str, Any] = {
     "fastmath": {"contract", "reassoc", "nsz", "arcp"},
     "error_model": "numpy",
     "cache": True,
 }
 
 
-def _forget_stale() -> None:
-    """Delete compiled code of other sources: Numba looks at a function's own file only, not at what it calls."""
-    here = Path(__file__).parent
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))).hexdigest()
-    kept, mark = here / "__pycache__", here / "__pycache__" / "loops.sha256"
-    try:
-        if not mark.exists() or mark.read_text() != digest:
-            for path in kept.glob("*.nb[ci]"):
-                path.unlink(missing_ok=True)
-            kept.mkdir(exist_ok=True)
-            mark.write_text(digest)
-    except OSError:
-        # Nothing is kept in a folder that cannot be written to.
-        return
+_HERE = Path(__file__).parent
+_SOURCES = sorted([*_HERE.glob("*.py"), *(_HERE.parents[1] / "cache").glob("*.py")])
+_VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
+"""Of all that is compiled, constants of packed rows included."""
+
+with contextlib.suppress(OSError):
+    for _path in (_HERE / "__pycache__").glob("*.nb[ci]"):
+        if _VERSION not in _path.name:
+            _path.unlink(missing_ok=True)
 
 
-_forget_stale()
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under a name of this version: what Numba kept is checked against its own file, not what it calls."""
+    function.__qualname__ += f"_{_VERSION}"
+    return function
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """The function as a Numba dispatcher, compiled when it is called first and kept on disk."""
-    return numba.njit(nogil=True, **OPTIONS)(function)
+    return numba.njit(nogil=True, **_OPTIONS)(_named(function))
+
+
+def called(function: Callable[..., Any]) -> Any:
+    """The function as one of C, which takes an address; compiled at once, and kept on disk."""
+    return numba.cfunc(types.void(types.voidptr), **_OPTIONS)(_named(function))
 
 
 def nested(function: Callable[..., Any]) -> Any:
-    """The same of a function that compiled ones alone call: it is kept with them, and sooner made."""
-    options = OPTIONS | {"cache": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    """A function that only compiled ones call: cached inside them, and without wrappers for Python, which take time."""
+    options = _OPTIONS | {"cache": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return numba.njit(nogil=True, **options)(function)
 
 

@@ -6,12 +6,12 @@ import struct
 
 import numpy as np
 import torch
-from numba import carray, cfunc, types
+from numba import carray
 from torch import Tensor
 
 from recalkv.cache.codebooks import CODES, GRID, STRETCH, words
 from recalkv.cache.rows import SCALE_STEPS, SCALE_ZERO, RowLayout
-from recalkv.model.cpu.loops import OPTIONS, bits_of, nested, power_of_two
+from recalkv.model.cpu.loops import bits_of, called, nested, power_of_two
 from recalkv.model.cpu.rows import BITS, GRID_OF, LATENTS, LEVELS, PLACE, SCALE, WIDTH, coding, coding_of, read_rows
 from recalkv.model.cpu.threads import (
     SIZES,
@@ -139,7 +139,7 @@ def _numbers(cells, k, levels, grid, codes):
             codes[n] = grid[(above * levels + cells[4 * n + 2]) * levels + cells[4 * n + 3]]
 
 
-@cfunc(types.void(types.voidptr), **OPTIONS)
+@called
 def _pack(data):
     """Arguments: a coding, :func:`_across`, latents (rows, width) float32, rows (rows, row_bytes) uint8; threads."""
     given = carray(data, (7 * SIZES + 1,), np.int64)
@@ -155,7 +155,7 @@ def _pack(data):
             _pack_segment(coded.segments[segment], latents[row], coded, across, places, distances, rows[row])
 
 
-@cfunc(types.void(types.voidptr), **OPTIONS)
+@called
 def _unpack(data):
     """Arguments: a coding, rows (rows, row_bytes), latents (rows, width) float32; threads, bytes from row to row."""
     given = carray(data, (6 * SIZES + 2,), np.int64)

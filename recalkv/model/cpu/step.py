@@ -8,11 +8,11 @@ grows with it.
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, cfunc, types
+from numba import carray
 
 from recalkv.model.cpu.halves import BYTES, FLOAT32
 from recalkv.model.cpu.keys import Keys
-from recalkv.model.cpu.loops import LANES, OPTIONS, exponentials, fetch, multiply, nested
+from recalkv.model.cpu.loops import LANES, called, exponentials, fetch, multiply, nested
 from recalkv.model.cpu.matrix_units import THERE, begin, end
 from recalkv.model.cpu.rows import Coding, coding_of
 from recalkv.model.cpu.scores import WAITING, filled, in_order, new_scratch, round_slots, tile_scores
@@ -229,7 +229,7 @@ def arguments(keys: Keys, key_coding: Coding, value_coding: Coding, up: np.ndarr
     return addressed([*keys, *key_coding, *value_coding, up, scale]).tobytes()
 
 
-@cfunc(types.void(types.voidptr), **OPTIONS)
+@called
 def attend(data):
     """Attend to the latents of all sequences, this thread to its share of them.
 
