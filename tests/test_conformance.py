@@ -281,8 +281,8 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
         assert codes <= {*MIXED_CODES} if kind.bits == "mixed" else {code.rate for code in codes} == {kind.bits} - {16}
     assert spec.joint == (kind.latents == "joint")
     assert spec.removed >= RATIOS[kind.bits]
-    monkeypatch.setattr("recalkv.model.attention._packed", lambda latents, rows: latents)
-    monkeypatch.setattr("recalkv.model.attention._unpacked", lambda packed, rows, dtype: packed)
+    monkeypatch.setattr("recalkv.model.attention.pack", lambda latents, rows: latents)
+    monkeypatch.setattr("recalkv.model.attention.unpack", lambda packed, rows, dtype: packed)
     ids = windows(2, 24, seed=5)
     assert_near(compressed(ids).logits, twin(ids).logits, 1e-4)
 

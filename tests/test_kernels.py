@@ -365,7 +365,7 @@ def test_blocks_cover_the_rank(rank: int, element: int, least: int) -> None:
     first, second = cover_rank(rank, element)
     assert first + second >= rank
     assert all(size == 0 or size >= least and size & (size - 1) == 0 for size in (first, second))
-    assert first + second <= max(32, 1.5 * rank)
+    assert first + second <= max(2 * least, 1.5 * rank)
 
 
 def test_factors_stay_where_there_is_room() -> None:

@@ -146,3 +146,17 @@ def test_caches_with_a_window_are_saved_and_copied(way: str) -> None:
         other = copy.deepcopy(cache)
     expected = model(ids[:, 20:], past_key_values=cache).logits
     torch.testing.assert_close(model(ids[:, 20:], past_key_values=other).logits, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("cropped", "told"), [(20, False), (40, True)])
+@torch.no_grad()
+def test_crops_that_reach_into_packed_rows_are_told(cropped: int, told: bool, recwarn: pytest.WarningsRecorder) -> None:
+    with torch.enable_grad():
+        model = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", exact_window=5)[1]
+    ids, cache = windows(2, 60), DynamicCache(config=model.config)
+    for part in ids.split(1, dim=1):
+        model(part, past_key_values=cache)
+    cache.crop(60 - cropped)
+    said = [str(each.message) for each in recwarn if "tokens were cropped" in str(each.message)]
+    assert bool(said) == told
+    assert not told or "of the newest 4 tokens" in said[0]

@@ -18,8 +18,8 @@ MIXED = {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}
 
 def part_of(whole: LatentAttention, spec: LatentSpec, rank: int, ranks: int) -> LatentAttention:
     """A process's module with its part of the weights."""
-    part = LatentAttention(whole.config, shard(spec, rank, ranks), whole.layer_idx).double()
-    part.slots, number = whole.slots, attention_layers(whole.config).index(whole.layer_idx)
+    part = LatentAttention(whole.config, shard(spec, rank, ranks), whole.layer_idx, whole.slots).double()
+    number = attention_layers(whole.config).index(whole.layer_idx)
     pieces = (shard_weight(spec, number, rank, ranks, name, weight) for name, weight in whole.state_dict().items())
     part.load_state_dict(dict(piece for piece in pieces if piece is not None))
     return part

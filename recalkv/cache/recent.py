@@ -6,6 +6,7 @@ class becomes one that knows of them.
 """
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -38,9 +39,11 @@ def _with_recent(kind: Any) -> Any:
         """
 
         recent: Tensor | None = None
+        exact_window = 0
 
-        def append(self, latents: Tensor, window: int) -> Tensor:
+        def append_recent(self, latents: Tensor, window: int) -> Tensor:
             """Add those of new tokens, (batch, 1, tokens, columns); returns them behind those of a window and more."""
+            self.exact_window = window
             if not isinstance(self, StaticLayer):
                 # None where a layer is not told.
                 told = getattr(self, "record_past", None)
@@ -81,6 +84,16 @@ def _with_recent(kind: Any) -> Any:
             super().crop(*args, **kwargs)
             gone = before - self.get_seq_length()
             self._replace(lambda recent: recent[:, :, : max(0, recent.shape[2] - gone)])
+            # A new token is in its own window.
+            if gone and self.recent is not None:
+                left, wanted = self.recent.shape[2], min(self.exact_window - 1, self.get_seq_length())
+                if left < wanted:
+                    warnings.warn(
+                        f"{gone} tokens were cropped, after which the exact latents of {left} of the newest {wanted} "
+                        f"tokens are left; the others are read from packed rows, which rounds them. Crop at most "
+                        f"{_SLACK} tokens at once, or prefill the text anew.",
+                        stacklevel=2,
+                    )
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             """Take the sequences of these beams."""
@@ -130,5 +143,5 @@ def remember(cache: Any, index: int, latents: Tensor, window: int) -> Tensor:
     if not hasattr(layer, "recent"):
         kind: Any = type(layer)
         layer.__class__ = _with_recent(kind)
-    result: Tensor = layer.append(latents, window)
+    result: Tensor = layer.append_recent(latents, window)
     return result

@@ -70,14 +70,14 @@ class KernelAttention(LatentAttention):
         rope: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
         kwargs: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the output projection reads, (batch, queries, its inputs); no weights from the kernels."""
+    ) -> Tensor:
+        """What the output projection reads, (batch, queries, its inputs)."""
         z_k, z_v, seen, offset, _, recent = cached
         if not self._by_kernel(query, cached, mask):
             return super()._attend(query, cached, rope, mask, kwargs)
         from recalkv.kernels.attention import latent_attention
 
-        output = latent_attention(
+        return latent_attention(
             query,
             z_k[:, 0],
             None if self.joint else z_v[:, 0],
@@ -93,7 +93,6 @@ class KernelAttention(LatentAttention):
             self._joint,
             recent=None if recent is None else recent[:, 0, -self.exact_window :],
         )
-        return output, None
 
     def _by_kernel(self, query: Tensor, cached: Cached, mask: Any) -> bool:
         length, slots = query.shape[1], cached.z_k.shape[2]

@@ -35,9 +35,9 @@ def why_wrong(layer: Any) -> str | None:
         cached = cached._replace(recent=torch.cat([z_k, z_v], dim=-1))
     cos, sin = layer.slots.upto(_CACHED + 1, states)
     rope = cos[None, _CACHED:], sin[None, _CACHED:]
-    expected = layer.o_proj(layer._attend_in_torch(query, cached, rope, None, {})[0])
+    expected = layer.o_proj(layer._attend_in_torch(query, cached, rope, None, {}))
     try:
-        found = layer.o_proj(layer._attend(query, cached, rope, None, {})[0])
+        found = layer.o_proj(layer._attend(query, cached, rope, None, {}))
         error = float((found - expected).float().abs().max() / expected.float().square().mean().sqrt())
     except Exception as failure:  # a compiler or driver may raise anything
         return f"a trial step by the kernels failed ({type(failure).__name__}: {str(failure).splitlines()[0][:200]})"

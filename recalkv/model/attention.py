@@ -15,10 +15,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.recent import remember
-from recalkv.cache.rows import RowLayout
-from recalkv.model.cpu import compiled_loops
+from recalkv.model.cpu import compiled_loops, pack, unpack
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
+from recalkv.model.norms import epsilon, norm_like, normed
 from recalkv.model.recent import WIDEST_BAND, blocks, overlaid, prompt_attention, readable
 from recalkv.model.reconstruction import Reconstruction
 from recalkv.model.slots import SlotRotary, rotated
@@ -73,12 +73,13 @@ class LatentAttention(nn.Module):
         Its ``recalkv`` section.
     layer_idx
         Place of the layer among all decoder layers.
+    slots
+        The layer's rotary tables, of :func:`recalkv.model.slots.layer_slots`.
     """
 
-    def __init__(self, config: Any, spec: LatentSpec, layer_idx: int) -> None:
+    def __init__(self, config: Any, spec: LatentSpec, layer_idx: int, slots: SlotRotary) -> None:
         super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
+        self.config, self.layer_idx, self.slots = config, layer_idx, slots
         geometry, layer = spec.geometry, spec.layers[attention_layers(config).index(layer_idx)]
         self.geometry, self.spec = geometry, layer
         self.head_dim = geometry.head_dim
@@ -89,7 +90,6 @@ class LatentAttention(nn.Module):
         self.softcap = self.family.score_softcap(config)
         self.plain_softmax = self.softcap is None and not geometry.sinks
         self.is_causal = True
-        self.attention_dropout = 0.0
         sliding = layer_attention_types(config)[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if sliding else None
 
@@ -121,10 +121,8 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(inner, m, bias="o" in biases or (constant and geometry.values_pass))
         self.value_bias = None if geometry.values_pass or not constant else nn.Parameter(torch.zeros(geometry.kv_width))
         self.sinks = nn.Parameter(torch.zeros(geometry.heads)) if geometry.sinks else None
-        self.q_norm = _norm_like(dense.q_norm) if spec.qk_norm else None
-        self.k_norm = _norm_like(dense.k_norm) if spec.qk_norm else None
-        # Set by the model, which owns the rotary module.
-        self.slots: SlotRotary | None = None
+        self.q_norm = norm_like(dense.q_norm) if spec.qk_norm else None
+        self.k_norm = norm_like(dense.k_norm) if spec.qk_norm else None
         # The compiled loops' view of this layer, which they make themselves.
         self.loops: Any = None
 
@@ -135,8 +133,8 @@ class LatentAttention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend (batch, queries, m) hidden states to the cache and themselves."""
+    ) -> tuple[Tensor, None]:
+        """Attend (batch, queries, m) hidden states to the cache and themselves; no weights are returned."""
         query, z_k, z_v = self._latents(hidden_states)
         if self.family.query_scale is not None:
             scale = self.family.query_scale(self.config, kwargs["position_ids"])
@@ -147,10 +145,10 @@ class LatentAttention(nn.Module):
             if past_key_values is not None:
                 new = remember(past_key_values, self.layer_idx, new, self.exact_window)
             cached = cached._replace(recent=new)
-        output, weights = self._attend(query, cached, position_embeddings, attention_mask, kwargs)
+        output = self._attend(query, cached, position_embeddings, attention_mask, kwargs)
         if self.gate_proj is not None:
             output = self._gated(output, hidden_states)
-        return self.o_proj(output), weights
+        return self.o_proj(output), None
 
     def _gated(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         """What the output projection reads, (batch, queries, h * d_h), of what attention gives."""
@@ -165,7 +163,7 @@ class LatentAttention(nn.Module):
         batch, length, _ = hidden_states.shape
         query = self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)
         if self.q_norm is not None:
-            query = _normed(self.q_norm, query)
+            query = normed(self.q_norm, query)
         z_k = self.k_proj(hidden_states)[:, None]
         z_v = z_k[..., :0] if self.v_proj is None else self.v_proj(hidden_states)[:, None]
         return query, z_k, z_v
@@ -174,9 +172,9 @@ class LatentAttention(nn.Module):
         """What is cached of latents."""
         if self.key_rows is not None:
             # Packed before the cache, read back from it: new tokens are seen as later ones will see them.
-            z_k = _packed(z_k, self.key_rows)
+            z_k = pack(z_k, self.key_rows)
         if self.value_rows is not None:
-            z_v = _packed(z_v, self.value_rows)
+            z_v = pack(z_v, self.value_rows)
         elif self.joint:
             z_v = z_k[..., :0]
         return z_k, z_v
@@ -201,13 +199,13 @@ class LatentAttention(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
         kwargs: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the output projection reads, (batch, queries, its inputs), and weights where they are had."""
+    ) -> Tensor:
+        """What the output projection reads, (batch, queries, its inputs)."""
         single = query.shape[1] == 1 and query.is_cpu and not torch.compiler.is_compiling()
         if single and (loops := compiled_loops()) is not None:
-            output = loops.step_output(self, query, cached, mask)
+            output: Tensor | None = loops.step_output(self, query, cached, mask)
             if output is not None:
-                return output, None
+                return output
         return self._attend_in_torch(query, cached, rope, mask, kwargs)
 
     def _attend_in_torch(
@@ -217,14 +215,14 @@ class LatentAttention(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
         kwargs: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         """The same without compiled loops."""
         z_k, z_v, seen, offset, fresh, recent = cached
         length, slots = query.shape[1], z_k.shape[2]
         if self.key_rows is not None:
-            z_k = _unpacked(z_k, self.key_rows, query.dtype)
+            z_k = unpack(z_k, self.key_rows, query.dtype)
         if self.value_rows is not None:
-            z_v = _unpacked(z_v, self.value_rows, query.dtype)
+            z_v = unpack(z_v, self.value_rows, query.dtype)
         several = recent is not None and length > 1
         if recent is not None and length == 1:
             exact_k, exact_v = self._split(recent)
@@ -232,13 +230,16 @@ class LatentAttention(nn.Module):
             z_v = z_v if self.joint else overlaid(z_v, exact_v, seen - offset, self.exact_window)
         z_v = z_k[:, 0] if self.joint else z_v[:, 0]
         if fresh and rope is not None:
-            query_rope = key_rope = rope if self.slots is None else self.slots.widened(rope)
+            query_rope = key_rope = self.slots.widened(rope)
         else:
-            query_rope, key_rope = self._slot_rope(query, seen, offset, slots)
+            # A static cache knows its length only on the device, but its queries lie within its slots.
+            reach = max(offset + slots, seen) if isinstance(seen, int) else offset + slots
+            query_rope = self._rope(torch.arange(-length, 0, device=query.device) + seen, reach, query, seen)
+            key_rope = self._rope(slice(offset, offset + slots), reach, query, seen)
         query = rotated(query.transpose(1, 2), query_rope)
         key = rotated(self._rebuild_keys(z_k), key_rope)
         if several:
-            return self._read_windows(query, key, z_v, cached, key_rope, mask, kwargs), None
+            return self._read_windows(query, key, z_v, cached, key_rope, mask, kwargs)
         return self._read(query, key, z_v, mask, seen - (length + offset), kwargs)
 
     def _read_windows(
@@ -257,8 +258,9 @@ class LatentAttention(nn.Module):
         recent = cached.recent[:, :, -length:] if cached.fresh else cached.recent
         exact_k, exact_v = self._split(recent)
         if not cached.fresh:
-            places = torch.arange(-recent.shape[2], 0, device=query.device) + seen
-            rope = self._rope_of(places, offset + slots, query, seen)
+            # Of exact latents before the first token, which nobody reads, any table will do.
+            places = (torch.arange(-recent.shape[2], 0, device=query.device) + seen).clamp_min(0)
+            rope = self._rope(places, offset + slots, query, seen)
         near, outputs = rotated(self._rebuild_keys(exact_k), rope), []
         near_v = exact_k[:, 0] if self.joint else exact_v[:, 0]
         if self._is_prompt(query, cached, mask):
@@ -272,13 +274,13 @@ class LatentAttention(nn.Module):
             keys = torch.cat([key[:, :, : part.slots], near[:, :, part.recent]], dim=2)
             if self.fused or self.over_latents(own.shape[2], keys.shape[2], part.mask):
                 latents = torch.cat([z_v[:, : part.slots], near_v[:, part.recent]], dim=1)
-                outputs.append(self._read(own, keys, latents, part.mask, 0, kwargs)[0])
+                outputs.append(self._read(own, keys, latents, part.mask, 0, kwargs))
                 continue
             if rebuilt is None:
                 # Once for all blocks.
                 rebuilt = self._rebuild_values(z_v), self._rebuild_values(near_v)
             values = torch.cat([rebuilt[0][:, :, : part.slots], rebuilt[1][:, :, part.recent]], dim=2)
-            outputs.append(self._attention(own, keys, values, part.mask, kwargs)[0].flatten(2))
+            outputs.append(self._attention(own, keys, values, part.mask, kwargs).flatten(2))
         return torch.cat(outputs, dim=1)
 
     def _is_prompt(self, query: Tensor, cached: Cached, mask: Any) -> bool:
@@ -298,22 +300,21 @@ class LatentAttention(nn.Module):
 
     def _read(
         self, query: Tensor, key: Tensor, z_v: Tensor, mask: Tensor | None, first: int | Tensor, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         """Attend to keys and value latents by the way that costs least; ``first`` is the first query's slot."""
         length, slots = query.shape[2], key.shape[2]
         if self.over_latents(length, slots, mask):
             contexts = latent_context(query, key, z_v, mask, self.scaling, self.value_ranks, self.value_heads, first)
-            return self._merged(contexts), None
+            return self._merged(contexts)
         if self.fused:
             return self._prefill_latents(query, key, z_v, mask, kwargs)
-        output, weights = self._attention(query, key, self._rebuild_values(z_v), mask, kwargs)
-        return output.flatten(2), weights
+        return self._attention(query, key, self._rebuild_values(z_v), mask, kwargs).flatten(2)
 
     @property
     def by_tiles(self) -> bool:
         """Whether compiled loops and kernels can serve the layer, which go by tiles of slots and groups of heads."""
         whole = self.k_norm is not None and self.k_norm.weight.numel() != self.head_dim  # type: ignore[operator,union-attr]
-        return self.plain_softmax and not whole and (self.slots is None or self.slots.uniform)
+        return self.plain_softmax and not whole and self.slots.uniform
 
     @property
     def key_norm(self) -> tuple[Tensor, float] | None:
@@ -323,7 +324,7 @@ class LatentAttention(nn.Module):
         weight: Any = self.k_norm.weight
         if self.family.norm_offset:
             weight = weight.float() + self.family.norm_offset
-        return weight, _epsilon(self.k_norm)
+        return weight, epsilon(self.k_norm)
 
     def over_latents(self, queries: int, slots: int, mask: Any) -> bool:
         """Whether to attend over ``z_v`` with explicit scores; otherwise by transformers' attention function."""
@@ -336,27 +337,10 @@ class LatentAttention(nn.Module):
             return False
         return queries <= (MAX_EXPLICIT_QUERIES if self.fused else self.query_limit)
 
-    def _slot_rope(
-        self, query: Tensor, seen: int | Tensor, offset: int, slots: int
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Rotary tables of the new queries and of the ``slots`` keys from slot ``offset`` on."""
-        if self.slots is None:
-            raise RuntimeError("LatentAttention needs the rotary tables of a ReCalKV model")
-        length = query.shape[1]
-        # A static cache knows its length only on the device, but its queries lie within its slots.
-        reach = max(offset + slots, seen) if isinstance(seen, int) else offset + slots
-        cos, sin = self.slots.upto(reach, query, seen)
-        positions = torch.arange(-length, 0, device=query.device) + seen
-        queries = (cos[positions][None], sin[positions][None])
-        return queries, (cos[None, offset : offset + slots], sin[None, offset : offset + slots])
-
-    def _rope_of(self, positions: Tensor, reach: int, query: Tensor, seen: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary tables of these slots below ``reach``; anything for those before the first."""
-        if self.slots is None:
-            raise RuntimeError("LatentAttention needs the rotary tables of a ReCalKV model")
-        cos, sin = self.slots.upto(reach, query, seen)
-        positions = positions.clamp_min(0)
-        return cos[positions][None], sin[positions][None]
+    def _rope(self, places: Tensor | slice, reach: int, like: Tensor, seen: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary tables of slots below ``reach``."""
+        cos, sin = self.slots.upto(reach, like, seen)
+        return cos[places][None], sin[places][None]
 
     def _rebuild_keys(self, z_k: Tensor) -> Tensor:
         """``z_k R_k`` plus bias and norm, before RoPE: (batch, h_kv, slots, d_h)."""
@@ -365,7 +349,7 @@ class LatentAttention(nn.Module):
             key = key + self.key_bias
         key = key.unflatten(-1, (-1, self.head_dim))
         if self.k_norm is not None:
-            key = _normed(self.k_norm, key)
+            key = normed(self.k_norm, key)
         return key.transpose(1, 2)
 
     def _rebuild_values(self, z_v: Tensor) -> Tensor:
@@ -378,8 +362,8 @@ class LatentAttention(nn.Module):
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Transformers' attention function of choice; (batch, queries, heads, d) and optional weights."""
+    ) -> Tensor:
+        """Transformers' attention function of choice, (batch, queries, heads, d)."""
         name = self.config._attn_implementation
         if isinstance(mask, Tensor) and mask.dim() == 4:
             # Windows of exact latents have masks that others do not take; SDPA knows neither soft-capping nor sinks.
@@ -391,10 +375,11 @@ class LatentAttention(nn.Module):
             kwargs = kwargs | {"softcap": self.softcap}
         if self.sinks is not None:
             kwargs = kwargs | {"s_aux": self.sinks}
-        return attention(
+        output: Tensor = attention(
             self, query, key, value, mask,
             dropout=0.0, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs,
-        )  # fmt: skip
+        )[0]  # fmt: skip
+        return output
 
     def _merged(self, contexts: Sequence[Tensor]) -> Tensor:
         """Contexts of all value groups as the output projection wants them, (batch, queries, its inputs)."""
@@ -407,54 +392,12 @@ class LatentAttention(nn.Module):
 
     def _prefill_latents(
         self, query: Tensor, key: Tensor, z_v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Many queries over latents of any rank as values, without a score matrix; R_v is in W_o."""
-        outputs, weights = [], None
-        first, n_rep = 0, self.num_key_value_groups
-        for z, heads in zip(z_v.split(self.value_ranks, dim=-1), self.value_heads, strict=True):
-            last, blocks = first + heads, []
-            own_query, own_key = query[:, first * n_rep : last * n_rep], key[:, first:last]
-            for value in latent_blocks(z, heads, self.head_dim):
-                part, weights = self._attention(own_query, own_key, value, mask, kwargs)
-                blocks.append(part)
-            outputs.append(torch.cat(blocks, dim=-1)[..., : z.shape[-1]].flatten(2))
-            first = last
-        return torch.cat(outputs, dim=-1), weights if len(self.value_heads) == 1 else None
-
-
-def _epsilon(norm: Any) -> float:
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
-
-
-def _norm_like(norm: Any) -> nn.Module:
-    """A norm of the same kind and width, with memory."""
-    made: nn.Module = type(norm)(norm.weight.numel(), eps=_epsilon(norm))
-    return made
-
-
-def _normed(norm: Any, states: Tensor) -> Tensor:
-    """Norm of heads (..., heads, d_h), over each of them or all together as its weight is wide."""
-    if norm.weight.numel() == states.shape[-1]:
-        normed: Tensor = norm(states)
-        return normed
-    return norm(states.flatten(-2)).view_as(states)  # type: ignore[no-any-return]
-
-
-def _row_loops(tensor: Tensor) -> Any:
-    """The compiled loops, where they can pack and unpack: torch has some ten passes over all latents."""
-    return compiled_loops() if tensor.is_cpu and not torch.compiler.is_compiling() else None
-
-
-def _packed(latents: Tensor, rows: RowLayout) -> Tensor:
-    loops = _row_loops(latents)
-    if loops is not None:
-        # A step that is compiled later finds the tables, which it could not load.
-        rows.prepare(latents.device)
-    packed: Tensor = rows.pack(latents) if loops is None else loops.packed_rows(latents, rows)
-    return packed
-
-
-def _unpacked(packed: Tensor, rows: RowLayout, dtype: torch.dtype) -> Tensor:
-    loops = _row_loops(packed)
-    latents: Tensor = rows.unpack(packed, dtype) if loops is None else loops.unpacked_rows(packed, rows, dtype)
-    return latents
+    ) -> Tensor:
+        """Contexts over latents of any rank for many queries, without a score matrix, where R_v is in W_o."""
+        outputs, queries = [], [heads * self.num_key_value_groups for heads in self.value_heads]
+        groups = z_v.split(self.value_ranks, dim=-1), query.split(queries, dim=1), key.split(self.value_heads, dim=1)
+        for z, own_query, own_key in zip(*groups, strict=True):
+            values = latent_blocks(z, own_key.shape[1], self.head_dim)
+            parts = [self._attention(own_query, own_key, value, mask, kwargs) for value in values]
+            outputs.append(torch.cat(parts, dim=-1)[..., : z.shape[-1]].flatten(2))
+        return torch.cat(outputs, dim=-1)

@@ -51,9 +51,7 @@ class LatentModelMixin:
         model: nn.Module = self.model  # type: ignore[attr-defined]
         slots = layer_slots(config, model.rotary_emb)  # type: ignore[arg-type]
         for place in attention_layers(config):
-            attention = LatentAttention(config, spec, place)
-            attention.slots = slots[place]
-            model.layers[place].self_attn = attention  # type: ignore[index,union-attr]
+            model.layers[place].self_attn = LatentAttention(config, spec, place, slots[place])  # type: ignore[index,union-attr]
         model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
         self.post_init()  # type: ignore[attr-defined]
 

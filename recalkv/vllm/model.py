@@ -58,7 +58,8 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
         reach = vllm_config.model_config.max_model_len
         shared = _Shared.of(config, layers, reach)
         rank = get_tensor_model_parallel_rank()
-        super().__init__(config, shared.parts[rank], extract_layer_index(prefix))
+        index = extract_layer_index(prefix)
+        super().__init__(config, shared.parts[rank], index, shared.slots[index])
         self.shared, self._whole, self._parts = shared, shared.whole, shared.parts
         self._rank, self._ranks, self._reach = rank, len(shared.parts), reach
         self._number = attention_layers(config).index(self.layer_idx)
@@ -70,8 +71,7 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
             )
         # An unset name stands for transformers' eager attention, which masks of booleans, as below, are not for.
         config._attn_implementation = self.family.attention_implementation
-        self.prefix, self.slots = prefix, shared.slots[self.layer_idx]
-        self.kv_cache = torch.empty(0)
+        self.prefix, self.kv_cache = prefix, torch.empty(0)
         layers[prefix] = self
         # What runs between the pieces of a model that vLLM captures; by default it names its own attention.
         between = vllm_config.compilation_config.splitting_ops
@@ -167,7 +167,7 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
     def kernels(self) -> bool:
         """Whether the Triton kernels decode: on a device that has them, once they got a trial step right."""
         reason = why_not(self)
-        if reason is None and self.slots is not None:
+        if reason is None:
             self.kernels = True
             self.prepare(self.shared.tiled(self.slots), self._reach)
             reason = why_wrong(self)
@@ -223,7 +223,7 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
                 mask &= slots > places - window
             mask = mask[None, None]
         nothing = query[..., :0], query[..., :0]
-        return self._attend(query, Cached(z_k, z_v, seen, offset, False, recent), nothing, mask, {})[0]
+        return self._attend(query, Cached(z_k, z_v, seen, offset, False, recent), nothing, mask, {})
 
 
 def _attention(hidden_states: Tensor, output: Tensor, prefix: str) -> None:

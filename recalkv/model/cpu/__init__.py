@@ -11,7 +11,12 @@ import threading
 import warnings
 from typing import Any
 
-__all__ = ["compiled_loops"]
+import torch
+from torch import Tensor
+
+from recalkv.cache.rows import RowLayout
+
+__all__ = ["compiled_loops", "pack", "unpack"]
 
 # Seconds: more than loading what is kept on disk takes.
 _PATIENCE = 4.0
@@ -43,3 +48,25 @@ def compiled_loops() -> Any:
     finally:
         notice.cancel()
     return plan
+
+
+def pack(latents: Tensor, rows: RowLayout) -> Tensor:
+    """:meth:`RowLayout.pack`, by the compiled loops where they can: torch makes some ten passes over all latents."""
+    loops = _loops_for(latents)
+    if loops is None:
+        return rows.pack(latents)
+    # A step that is compiled later finds the tables, which it could not load.
+    rows.prepare(latents.device)
+    packed: Tensor = loops.packed_rows(latents, rows)
+    return packed
+
+
+def unpack(packed: Tensor, rows: RowLayout, dtype: torch.dtype) -> Tensor:
+    """:meth:`RowLayout.unpack`, likewise."""
+    loops = _loops_for(packed)
+    latents: Tensor = rows.unpack(packed, dtype) if loops is None else loops.unpacked_rows(packed, rows, dtype)
+    return latents
+
+
+def _loops_for(tensor: Tensor) -> Any:
+    return compiled_loops() if tensor.is_cpu and not torch.compiler.is_compiling() else None

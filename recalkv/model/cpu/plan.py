@@ -98,7 +98,6 @@ class Layer:
     @classmethod
     def of(cls, layer: "LatentAttention", state: _State) -> "Layer":
         """Prepare a layer whose value groups are made of whole key groups."""
-        assert layer.slots is not None
         rope, d_h, rows = layer.slots.tiled(TILE), layer.head_dim, layer.num_key_value_groups
         norm = layer.key_norm
         key_coding = _coding(layer.key_rows)
