@@ -16,11 +16,11 @@ from transformers.cache_utils import StaticLayer
 __all__ = ["remember"]
 
 _SLACK = 32
-"""Tokens kept beyond the window, so that it is whole when as many are cropped, as assisted decoding does; not by static
-layers, which are not cropped, nor by those that are told when they will be."""
+"""Tokens kept beyond the window, so that it stays whole when up to as many are cropped, as by assisted decoding. Static
+layers are never cropped, and layers with ``record_past`` are told before they are."""
 
 _LONGEST_DRAFT = 512
-"""New tokens that may all be cropped, a draft's, at most; kept by layers that are told."""
+"""Most new tokens that a layer which is told keeps beyond the window, as all of a draft may be cropped."""
 
 
 @functools.cache

@@ -22,9 +22,9 @@ def quantizable(
 ) -> LayerRefit:
     """Natural basis by falling variance, scaled by :func:`shared_scales` and rotated within each segment.
 
-    With mixed bits the basis is that of the method's own metric, in which the bits were allocated. With
-    the same bits everywhere it is that of the plain reconstruction error: nothing answers for what the
-    loss metric takes for free, and noise that is as large there as a coarse grid makes it is not free.
+    With mixed bits the basis minimises the error in the method's own metric, in which the bits were
+    allocated. With the same bits everywhere it minimises the plain reconstruction error: the loss metric
+    has directions of almost no cost, in which coarse rounding would put noise without bound.
 
     Parameters
     ----------

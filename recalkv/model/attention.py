@@ -99,7 +99,7 @@ class LatentAttention(nn.Module):
         # Tokens up to a query that it reads as they are; the rows of all others are packed.
         self.exact_window = spec.exact_window if layer.quantised else 0
         self.fused, self.joint = layer.value_layout == "fused", spec.joint
-        # Most queries that attend over latents where R_v is not fused: absorbed up to here, reconstructed beyond.
+        # Up to so many queries, attending over latents and then applying R_v costs less than rebuilding values.
         self.query_limit = min(MAX_EXPLICIT_QUERIES, decode_query_limit(geometry, max(self.value_ranks)))
         m, d_h, n_rep = geometry.hidden, geometry.head_dim, geometry.queries_per_kv
         # Latents without their mean: what it stands for is in the bias of the keys, and that of values in the output's.
@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
             self.value_up = Reconstruction(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
         constant = centred or "v" in biases
-        # A constant of the values passes through weights that sum to 1, and is in the output's bias but for a gate.
+        # Softmax weights sum to 1, so a constant of the values is in the output's bias, but for sinks and gates.
         self.o_proj = nn.Linear(inner, m, bias="o" in biases or (constant and geometry.values_pass))
         self.value_bias = None if geometry.values_pass or not constant else nn.Parameter(torch.zeros(geometry.kv_width))
         self.sinks = nn.Parameter(torch.zeros(geometry.heads)) if geometry.sinks else None
@@ -366,7 +366,7 @@ class LatentAttention(nn.Module):
         """Transformers' attention function of choice, (batch, queries, heads, d)."""
         name = self.config._attn_implementation
         if isinstance(mask, Tensor) and mask.dim() == 4:
-            # Windows of exact latents have masks that others do not take; SDPA knows neither soft-capping nor sinks.
+            # Exact windows need such masks, which flash and flex do not take; SDPA knows no soft-capping or sinks.
             name = "sdpa" if name != "eager" and self.plain_softmax else "eager"
             if name == "eager" and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)

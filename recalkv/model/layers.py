@@ -137,7 +137,7 @@ class LayerSource(ABC):
         return {name: self.stored(held) for name, held in own.items() if not name.startswith("model.layers.")}
 
     def stored_layer(self, place: int, without: Iterable[str] = ()) -> dict[str, Tensor]:
-        """One decoder layer as it is held, by names within it, but for some weights and what belongs to them."""
+        """Tensors of one decoder layer as stored, by names within it, without some weights and what belongs to them."""
         prefix = f"model.layers.{place}."
         origins = {origin for weight in without for origin in self._origins.held(prefix + self._joined(weight)[0])}
         left_out = {name for origin in origins for name in self.held.beside(origin)}

@@ -167,7 +167,7 @@ def blocks(
     Parameters
     ----------
     queries, slots, recent
-        How many there are; the last of each but the slots' are those of the newest token.
+        How many there are. Queries and exact latents end at the newest token; a static cache has empty slots behind it.
     seen
         Tokens up to the last query, itself included.
     offset

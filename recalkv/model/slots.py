@@ -95,14 +95,14 @@ class SlotRotary:
         return cos, sin
 
     def _table(self, length: int, like: Tensor, switch: int = 0, far: bool = True) -> tuple[Tensor, Tensor]:
-        """The same, with the frequencies beyond a switch, or up to it."""
+        """The same with the long frequencies of longrope, or with those up to its switch."""
         key = like.device, like.dtype, far
         tables = self._tables.get(key)
         if tables is None or tables[0].shape[0] < length:
             size = max(256, 1 << (length - 1).bit_length(), switch + 1)
             # The tables outlive the call: made in inference mode, they could not serve a backward pass later.
             with torch.inference_mode(False):
-                # The module goes by the last position; what comes after the switch is not read before it.
+                # The module chooses by the largest position; rows of positions that are clamped are never read.
                 positions = torch.arange(size, device=like.device).clamp(max=size if far else switch - 1)[None]
                 types = () if self._layer_type is None else (self._layer_type,)
                 still = like.new_ones(1, size, 0), like.new_zeros(1, size, 0)

@@ -50,7 +50,7 @@ class StoredWeights:
     read, unread
         Names of what else is beside them: what the weight follows from, and what only the activations need.
     skipped
-        Where the config lists the modules that are held plainly; the first that it has, or else the first.
+        Keys of the config that may list modules that are held plainly: the first that is there, or else the first.
     """
 
     ending: ClassVar[str] = ".weight"

@@ -33,14 +33,14 @@ __all__ = [
 ]
 
 FLOAT32, INTEGERS, BYTES, BFLOAT16 = range(4)
-"""Ways to multiply the latents of packed rows: in full, here, and the last two by matrix units
-(:mod:`recalkv.model.cpu.matrix_units`), of which the first gives the sums that are had here."""
+"""How latents of packed rows are multiplied: as float32; as 16-bit integers, with exact sums, in this module; and by
+matrix units (:mod:`recalkv.model.cpu.matrix_units`), as bytes of those integers, with the same sums, or bfloat16."""
 
 TOLERANCE = 1e-4
 """Of scores over |q||k|, :func:`recalkv.model.turns.expansion`: less than what rounding leaves of many latents."""
 
 _ROWS, _VECTORS = 4, 4
-"""Of the result, whose sums stay in registers."""
+"""Of a block of the result, whose sums stay in registers."""
 
 _LEAST_NORM = np.float32(1e-30)
 _NOTHING = np.float32(0)
@@ -53,7 +53,7 @@ _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def best_products(dtype: torch.dtype) -> int:
-    """The fastest of them on this machine that loses no more than a model of this type does anyway."""
+    """The fastest products of this machine that lose no more than a model of this type does anyway."""
     if matrix_units.AVAILABLE:
         return BFLOAT16 if dtype == torch.bfloat16 else BYTES
     return INTEGERS if "+avx512vnni" in FEATURES else FLOAT32

@@ -72,16 +72,16 @@ def nested(function: Callable[..., Any]) -> Any:
 
 
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-"""What Numba compiles for, which is also what it keeps its code by."""
+"""Instruction sets of this machine as Numba compiles for them; what it keeps on disk is told apart by them, too."""
 
 LANES = 16
-"""Numbers of the widest vectors: rows that are as long as several of them leave nothing to go number by number."""
+"""float32 numbers of a vector of 512 bits, the widest: rows padded to a multiple of it need no scalar remainder."""
 
 VECTOR = LANES if "+avx512f" in FEATURES else LANES // 2
 """Numbers of the vectors here."""
 
 _VECTORS = 4 if "+avx512f" in FEATURES else 2
-"""Of columns, whose sums for four rows stay in registers."""
+"""Vectors of columns in a block: with four rows, all sums still fit the registers."""
 
 _INT32, _INT64, _NUMBER = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _NUMBERS, _LANES = ir.VectorType(_NUMBER, VECTOR), ir.VectorType(_INT32, VECTOR)

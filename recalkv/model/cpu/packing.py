@@ -65,7 +65,7 @@ def _nearest(latents, one_over, first, across, distances):
         distance = across[8, word] + a * across[0, word] + b * across[1, word] + c * across[2, word]
         distance += d * across[3, word] + e * across[4, word] + f * across[5, word]
         bits = bits_of(distance + g * across[6, word] + h * across[7, word])
-        # In the order of the numbers, which vectors find the least of.
+        # Integers that sort as the numbers do, as vectors find the least of integers only.
         distances[word] = bits ^ ((bits >> _SIGN) & _MOST)
     for word in range(len(distances)):
         least = min(least, distances[word])

@@ -49,13 +49,13 @@ class Group:
     constant
         The arguments that are the same for every step.
     keys, kept
-        What they are the addresses of.
+        The arrays whose addresses are in ``constant``, so that they stay in memory.
     heads, first
         Key/value heads, and the first query head.
     latents, values
         First and last of its key latents, and of the value latents that its heads read.
     columns
-        That each of its query heads has in the result.
+        Width of a query head in the result.
     """
 
     constant: bytes
@@ -213,7 +213,7 @@ def paged_output(
 
 def _prepared(layer: "LatentAttention", query: Tensor) -> Layer | None:
     """The layer as the loops want it, made when it is first asked for; None where they cannot serve it."""
-    # Past the lookup of modules, which takes longer than all else here.
+    # Attributes of a torch module are looked up slowly: that would take longer than all else here.
     parts = [layer._modules.get(name) for name in ("key_up", "value_up", "k_norm")]
     given = [each for part in parts if part is not None for each in part._parameters.values()]
     read = [each for each in (*given, layer._parameters.get("key_bias")) if each is not None]
@@ -331,7 +331,7 @@ def _work(extents: _Extents, threads: int, tile: int) -> Work:
     for sequence, count in enumerate(tiles):
         pieces = -(-count // most)
         parts += [(sequence, count * piece // pieces, count * (piece + 1) // pieces) for piece in range(pieces)]
-    # A part is its thread's in whose share of all tiles its middle is.
+    # A part goes to the thread whose share of all tiles contains the middle of the part.
     ends = np.cumsum([last - first for _, first, last in parts])
     middles = (ends + np.concatenate([[0], ends[:-1]])) / 2
     shares = np.searchsorted(middles, np.arange(threads + 1) * (ends[-1] / threads))

@@ -71,7 +71,7 @@ def coding_of(arguments, number):
 
 @functools.cache
 def coding(layout: RowLayout) -> Coding:
-    """Of a layout."""
+    """A layout's segments and code books as arrays; made once for each layout."""
     first_word, first_cell, all_words, all_cells = _books()
     rows, column, place = [], 0, 0
     for segment in layout.segments:
@@ -99,9 +99,10 @@ _PERMUTES = "+avx512f" in FEATURES
 
 
 def _copy(latents: int, bits: int) -> Any:
-    """Write so many latents of each of eight codes times a scale; of codes and words by addresses.
+    """Make an intrinsic that decodes eight codes: it loads each one's word, scales it and stores it.
 
-    Reads eight bytes. Without bits there is one code, which stands in the place of its address.
+    Book, codes and target are addresses; eight bytes of codes are read. With no bits it decodes a single code, which is
+    passed in the place of its address.
     """
 
     @intrinsic
@@ -173,9 +174,9 @@ def _look_up_64(context: Any, book: Any, address: Any, scale: Any, target: Any) 
 
 
 def _levels(count: int) -> Any:
-    """The same of so many codes of 8 bits, whose words are odd multiples of one step.
+    """Make an intrinsic that decodes so many 8-bit codes of single latents by arithmetic, without the book.
 
-    A single code stands in the place of its address. All round alike, however many are read at once.
+    A single code is passed in the place of its address. Results do not depend on how many are read at once.
     """
 
     @intrinsic
@@ -242,8 +243,7 @@ def _reader(latents: int, bits: int) -> Any:
                 for i in range(n * latents, width):
                     result[row, place + i] = coded.words[segment[WORDS] + (code - n) * latents + i] * scale
 
-    # What it closes over has no name to be kept by on disk; what calls it is kept with it, where a name that others
-    # had, too, would let a loader take one for another.
+    # Numba tells functions that it keeps apart by their names: with one name for all, it could load one for another.
     read.__name__ = read.__qualname__ = f"read_{latents}_{bits}"
     return nested(read)
 
@@ -271,7 +271,7 @@ def read_rows(memory, start, stride, rows, first, last, coded, latents):
         place, end, k, bits = segment[PLACE], segment[PLACE] + segment[WIDTH], segment[LATENTS], segment[BITS]
         if place < first or place >= last:
             continue
-        # What is written behind a segment is written again by the next, so that few codes need not go one by one.
+        # A segment may be decoded past its end, as the next one overwrites that: few codes need to go one by one.
         spare, place = last - end, place - first
         if k == 1 and bits == 8:
             _read_1_8(memory, start, stride, rows, segment, spare, coded, latents, place)

@@ -70,7 +70,7 @@ def read_latents(source, sequence, start, slot, slots, end, latents):
 
 @nested
 def next_slots(source, sequence, slot, slots, ahead):
-    """Where slots are that will be read (:func:`recalkv.model.cpu.loops.fetch`): nowhere if little of them will be.
+    """Addresses of the slots to be fetched ahead (:func:`recalkv.model.cpu.loops.fetch`); none if little is to be read.
 
     Parameters
     ----------

@@ -162,7 +162,10 @@ def _attend_to_part(
 
 @nested
 def _combine(parts, contexts, peaks, sums, heads, up, rank, result, place, number, count):
-    """Put a sequence's parts together, and apply ``R_v`` where there is one: every ``count``-th head of a sequence."""
+    """Merge the parts of each sequence by their softmax sums, then apply ``R_v`` where there is one.
+
+    Of all heads of all sequences, this thread takes every ``count``-th, from ``number`` on.
+    """
     width, rows = contexts.shape[2], contexts.shape[1] // heads
     # Products go by four rows; those that fill them up stay zero.
     filled_rows = rows if rows == 1 else (rows + 3) // 4 * 4
