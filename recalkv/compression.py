@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from recalkv.errors import BudgetError
 from recalkv.evaluation.streamed import dense_text
@@ -45,7 +45,7 @@ from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
 from recalkv.text.chat import Document
-from recalkv.text.corpora import calibration_windows, held_out_windows
+from recalkv.text.corpora import calibration_windows, check_length, held_out_windows, load_tokenizer
 from recalkv.text.windows import Windows
 
 __all__ = [
@@ -130,6 +130,7 @@ def compress_checkpoint(
     folder: Path,
     progress: Progress = _silent,
     target: Target | None = None,
+    tokenizer: Any = None,
 ) -> LatentSpec:
     """Compress a checkpoint into a folder, reading and writing a layer at a time.
 
@@ -149,16 +150,19 @@ def compress_checkpoint(
         Called with the step's name, finished layers and all layers.
     target
         In place of ``parameters.ratio``. A loss target also takes the memory of the compressed model.
+    tokenizer
+        Calibrated with and saved in place of the dense model's.
 
     Returns
     -------
     LatentSpec
         What the latents are.
     """
-    tokenizer = AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False)
-    windows = calibration_windows(tokenizer, texts, calibration)
     calibration = _resolved(calibration, device)
     source = CheckpointSource(reference.folder, device, calibration.precision)
+    check_length(source.config, calibration)
+    tokenizer = load_tokenizer(reference.folder) if tokenizer is None else tokenizer
+    windows = calibration_windows(tokenizer, texts, calibration)
     dtype = checkpoint_dtype(reference.folder) if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
     goal = target or Target(ratio=parameters.ratio)
     others = functools.partial(held_out_windows, tokenizer, texts, calibration)

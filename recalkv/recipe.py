@@ -21,7 +21,7 @@ from recalkv.model.source import EMBEDDED, checkpoint_dtype, resolve_model
 from recalkv.params import CalibrationParams, CompressionParams, RuntimeParams, parse_section
 from recalkv.store.folders import check_output, writing_folder
 from recalkv.text.chat import Document
-from recalkv.text.corpora import calibration_documents, calibration_windows, held_out_windows
+from recalkv.text.corpora import calibration_documents, calibration_windows, check_length, held_out_windows
 
 __all__ = ["compress"]
 
@@ -53,7 +53,7 @@ def compress(
         A hub id, a folder of safetensors, ``embedded``, or a loaded causal language model, which is left unchanged. Of
         an id or a folder one layer at a time is in memory.
     tokenizer
-        Of a loaded model; None for that of the folder or id that it was loaded from.
+        None for that of the model's folder or id. It is saved beside the checkpoint.
     dataset
         What to calibrate on: the name of a data set or a text file, as ``calibration.text`` takes it; or documents,
         each a text or the messages of a conversation (``role`` and ``content``), which are read in the tokenizer's
@@ -121,7 +121,7 @@ def compress(
         dense.mkdir()
         with writing_folder(place) as partial:
             reference = resolve_model(name_or_path, None, dense)
-            compress_checkpoint(reference, texts, calibration, parameters, where, partial, progress, goal)
+            compress_checkpoint(reference, texts, calibration, parameters, where, partial, progress, goal, tokenizer)
         return folder if folder is not None else load_model(place, where, checkpoint_dtype(place))
 
 
@@ -139,6 +139,7 @@ def _in_memory(
     precision = resolve_precision(calibration.precision, weight.device)
     calibration = calibration.model_copy(update={"precision": precision})
     source = ModuleSource(model, weight.device, precision)
+    check_length(source.config, calibration)
     windows = calibration_windows(tokenizer, texts, calibration)
     dtype = weight.dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
     others = functools.partial(held_out_windows, tokenizer, texts, calibration)

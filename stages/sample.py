@@ -2,17 +2,18 @@
 
 import typer
 
-from recalkv.text.corpora import calibration_documents, calibration_windows
+from recalkv.text.corpora import calibration_documents, calibration_windows, check_length, load_tokenizer
 from stages.common import Stage, stage
 
 
 @stage
 def sample(run: Stage) -> None:
     """Draw calibration.samples windows of calibration.length tokens from calibration.text, by seed."""
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig
 
-    wanted = run.params.calibration
-    tokenizer = AutoTokenizer.from_pretrained(run.model().folder, trust_remote_code=False)
+    wanted, folder = run.params.calibration, run.model().folder
+    check_length(AutoConfig.from_pretrained(folder, trust_remote_code=False), wanted)
+    tokenizer = load_tokenizer(folder)
     windows = calibration_windows(tokenizer, calibration_documents(wanted), wanted)
     with run.write(wanted.model_dump(mode="json", exclude={"batch_size", "precision"})) as store:
         store.put("windows", windows)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 import recalkv
@@ -316,6 +316,30 @@ def test_conversations_are_calibrated_on_in_the_template(tiny_folder: Path, tiny
 def test_the_call_refuses_before_it_works(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises((ParameterError, DataError), match=message):
         recalkv.compress("no/such", **({"dataset": ["a"]} | changes))
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_windows_longer_than_the_positions_are_refused(loaded: bool, tiny_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder) if loaded else tiny_folder
+    with pytest.raises(ParameterError, match=r"calibration\.length=300 exceeds the model's 256 positions; use at most"):
+        recalkv.compress(model, dataset=["the cache " * 3000], **CALL | {"length": 300})
+
+
+def test_a_given_tokenizer_is_used_and_saved_for_a_folder(
+    tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """The folder's own is not there."""
+    bare, out = tmp_path / "bare", tmp_path / "out"
+    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    dense.save_pretrained(bare)
+    texts = ["the cache holds what the model has read " * 40]
+    with pytest.raises(ModelUnavailableError, match=r"bare has no tokenizer that can be read .*copy the model's"):
+        recalkv.compress(bare, dataset=texts, **CALL)
+    recalkv.compress(bare, tiny_tokenizer, texts, out=out, **CALL)
+    assert AutoTokenizer.from_pretrained(out).get_vocab() == tiny_tokenizer.get_vocab()
+    expected = recalkv.compress(dense, tiny_tokenizer, texts, **CALL).state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(out).state_dict().items():
+        assert torch.equal(tensor, expected[name])
 
 
 def test_a_loaded_model_without_a_name_needs_its_tokenizer(tiny_folder: Path) -> None:

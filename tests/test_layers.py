@@ -1,6 +1,7 @@
 """Layer streaming: every layer's activations are those of the whole model, from memory and from files."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,15 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     shard = min(tmp_path.glob("model-*.safetensors"))
     shard.unlink()
     with pytest.raises(ModelUnavailableError, match=rf"lacks the weight file\(s\) {shard.name}; finish the download"):
+        CheckpointSource(tmp_path)
+
+
+@pytest.mark.parametrize("shards", ["60KB", "1GB"])
+def test_truncated_file_is_named(shards: str, tmp_path: Path) -> None:
+    dense_model("llama-gqa").save_pretrained(tmp_path, max_shard_size=shards)
+    file = max(tmp_path.glob("model*.safetensors"))
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(ModelUnavailableError, match=rf"{file.name} is damaged or incomplete \(.*; download it again"):
         CheckpointSource(tmp_path)
 
 

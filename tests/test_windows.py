@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from recalkv.errors import DataError
+from recalkv.errors import DataError, ParameterError
 from recalkv.text.windows import (
     consecutive_windows,
     joined_tokens,
@@ -132,7 +132,17 @@ def test_texts_give_windows_in_turn() -> None:
     for place, (tokens, share) in enumerate(zip(texts.values(), (3, 3, 2), strict=True)):
         assert torch.equal(windows[place::3], sample_windows(tokens, share, 20, 3))
     assert torch.equal(windows_of_each({"a": texts["a"]}, 5, 20, 0), sample_windows(texts["a"], 5, 20, 0))
-    assert len(windows_of_each(texts, 2, 20, 0)) == 2
+    message = r"calibration\.samples=2 windows are fewer than the 3 texts a, b, c; use at least 3"
+    with pytest.raises(ParameterError, match=message):
+        windows_of_each(texts, 2, 20, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "remedy"), [(19, r"or a shorter calibration\.length\."), (45, "or at most 2 windows of this length")]
+)
+def test_what_to_do_with_a_short_text(tokens: int, remedy: str) -> None:
+    with pytest.raises(DataError, match=remedy):
+        sample_windows(torch.arange(tokens), 3, 20, 0)
 
 
 def test_the_text_that_is_too_short_is_named() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -284,13 +284,13 @@ class CheckpointSource(LayerSource):
     def stored_types(self) -> dict[str, str]:  # noqa: D102
         types: dict[str, str] = {}
         for file in set(self._files.values()):
-            with safe_open(file, framework="pt") as shard:
+            with _opened(file) as shard:
                 own = [name for name in shard.keys() if self._files.get(name) == file]  # noqa: SIM118
                 types |= {name: _type_name(shard.get_slice(name).get_dtype()) for name in own}
         return types
 
     def stored(self, name: str) -> Tensor:  # noqa: D102
-        with safe_open(self._files[name], framework="pt") as shard:
+        with _opened(self._files[name]) as shard:
             # The copy leaves the file's memory map, whose pages would otherwise stay resident.
             return shard.get_tensor(name).to(self.device, copy=True)
 
@@ -356,6 +356,14 @@ def _type_name(label: str) -> str:
     return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(label, label)
 
 
+def _opened(file: Path) -> Any:
+    """A weight file, to be read within ``with``."""
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ModelUnavailableError(f"{file} is damaged or incomplete ({error}); download it again.") from error
+
+
 def _weight_files(folder: Path) -> dict[str, Path]:
     """Map each tensor's name to the safetensors file that holds it."""
     return {name: file for name, file in _all_files(folder).items() if not name.endswith(IGNORED_BUFFERS)}
@@ -377,5 +385,5 @@ def _all_files(folder: Path) -> dict[str, Path]:
             f"{folder} holds neither model.safetensors nor model.safetensors.index.json; convert the model "
             f"to safetensors first (pickled weights are never loaded)."
         )
-    with safe_open(single, framework="pt") as shard:
+    with _opened(single) as shard:
         return dict.fromkeys(shard.keys(), single)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.errors import DataError, ParameterError
+from recalkv.errors import DataError, ModelUnavailableError, ParameterError
 from recalkv.params import CalibrationParams, EvaluationParams
 from recalkv.text.chat import Document, plain_text
 from recalkv.text.documents import load_documents
@@ -32,8 +32,10 @@ __all__ = [
     "Protocol",
     "calibration_documents",
     "calibration_windows",
+    "check_length",
     "further_windows",
     "held_out_windows",
+    "load_tokenizer",
     "main_documents",
     "main_windows",
     "text_names",
@@ -84,6 +86,41 @@ def calibration_documents(wanted: CalibrationParams) -> dict[str, list[Document]
         )
         for text in wanted.text
     }
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Tokenizer of a checkpoint's folder.
+
+    Raises
+    ------
+    ModelUnavailableError
+        If there is none that can be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises many unrelated types for what is missing or damaged
+        why = str(error).strip().partition("\n")[0]
+        raise ModelUnavailableError(
+            f"{folder} has no tokenizer that can be read ({type(error).__name__}: {why}); copy the model's tokenizer "
+            f"files there, such as tokenizer.json and tokenizer_config.json."
+        ) from error
+
+
+def check_length(config: Any, wanted: CalibrationParams) -> None:
+    """Refuse calibration windows that are longer than a model's positions.
+
+    Raises
+    ------
+    ParameterError
+        Names both.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and wanted.length > positions:
+        raise ParameterError(
+            f"calibration.length={wanted.length} exceeds the model's {positions} positions; use at most {positions}."
+        )
 
 
 def calibration_windows(tokenizer: Any, texts: Mapping[str, Sequence[Document]], wanted: CalibrationParams) -> Tensor:

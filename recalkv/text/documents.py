@@ -112,6 +112,8 @@ def load_documents(
 
 
 def _local_documents(path: Path, field: str) -> Iterator[Document]:
+    if path.is_dir():
+        raise DataError(f"{path} is a folder; name a .txt, .raw, .json or .jsonl file in it.")
     if not path.is_file():
         raise DataError(f"{path}: no such file; name an existing .txt, .raw, .json or .jsonl file.")
     kind, where = path.suffix.lower(), str(path)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.errors import DataError
+from recalkv.errors import DataError, ParameterError
 from recalkv.text.chat import Document, rendered
 
 __all__ = [
@@ -168,9 +168,16 @@ def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed
 
     Raises
     ------
+    ParameterError
+        If there are fewer windows than texts.
     DataError
         If a text holds fewer tokens than its windows; the message names it.
     """
+    if samples < len(texts):
+        raise ParameterError(
+            f"calibration.samples={samples} windows are fewer than the {len(texts)} texts {', '.join(texts)}; use at "
+            f"least {len(texts)} windows, or fewer texts (calibration.text)."
+        )
     drawn = []
     for (name, tokens), share in zip(texts.items(), _equal_parts(samples, len(texts)), strict=True):
         try:
@@ -285,10 +292,11 @@ def _starts(tokens: Tensor, samples: int, length: int, seed: int) -> list[int]:
     """Where the windows of :func:`sample_windows` begin."""
     spare = len(tokens) - samples * length
     if spare < 0:
+        fitting = len(tokens) // length
+        less = f"at most {fitting} windows of this length" if fitting else "a shorter calibration.length"
         raise DataError(
             f"the calibration set has {len(tokens)} tokens, but calibration.samples={samples} windows of "
-            f"calibration.length={length} need {samples * length}; use a larger set, or at most "
-            f"{len(tokens) // length} windows of this length."
+            f"calibration.length={length} need {samples * length}; use a larger set, or {less}."
         )
     generator = torch.Generator().manual_seed(seed)
     # Sorted gaps: every set of non-overlapping windows is possible, and none is drawn twice.
