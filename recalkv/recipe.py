@@ -3,7 +3,7 @@
 import copy
 import functools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recalkv.compression import Progress, assemble, compress_checkpoint, compress_to_target
-from recalkv.errors import ParameterError
+from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.method.target import Target
 from recalkv.model.device import device_of
 from recalkv.model.layers import ModuleSource
@@ -22,16 +22,18 @@ from recalkv.params import CalibrationParams, CompressionParams, RuntimeParams, 
 from recalkv.store.folders import check_output, writing_folder
 from recalkv.text.chat import Document
 from recalkv.text.corpora import calibration_documents, calibration_windows, check_length, held_out_windows
+from recalkv.text.documents import given_documents
 
 __all__ = ["compress"]
 
 _OWN_TEXTS = "texts of the caller's"
 
 
+@torch.inference_mode(False)
 def compress(
     model: str | Path | nn.Module,
     tokenizer: Any = None,
-    dataset: str | Sequence[Document] | None = None,
+    dataset: str | Path | Iterable[Document | Mapping[str, Any]] | None = None,
     *,
     target: Target | float | str | None = None,
     out: str | Path | None = None,
@@ -57,7 +59,8 @@ def compress(
     dataset
         What to calibrate on: the name of a data set or a text file, as ``calibration.text`` takes it; or documents,
         each a text or the messages of a conversation (``role`` and ``content``), which are read in the tokenizer's
-        chat template. Together at least ``samples * length`` tokens. None for the embedded texts.
+        chat template, or rows with either as ``text`` or ``messages``, such as those of a ``datasets.Dataset``.
+        Together at least ``samples * length`` tokens. None for the embedded texts.
     target
         Budget, in place of ``ratio``: see :class:`recalkv.method.target.Target`.
     out
@@ -83,6 +86,8 @@ def compress(
     ------
     ParameterError
         If a parameter is unknown or out of range.
+    UnsupportedModelError
+        If the model is no causal language model, or of a family that is not handled.
     DataError
         If the data cannot be had or hold too few tokens, or are conversations and the tokenizer has no chat template.
     """
@@ -90,19 +95,26 @@ def compress(
     given = {name: value for name, value in given.items() if value is not None}
     if target is not None and "ratio" in compression:
         raise ParameterError(f"target={target!r} and ratio={compression['ratio']!r} are both given; give one of them.")
+    if not isinstance(model, str | Path):
+        _check_causal(model)
     parameters = parse_section(CompressionParams, compression, "compress")
     goal = Target(ratio=parameters.ratio) if target is None else Target.of(target)
     texts: Mapping[str, Sequence[Document]]
-    if dataset is None or isinstance(dataset, str):
-        named = {} if dataset is None else {"text": dataset}
+    if dataset is None or isinstance(dataset, str | Path):
+        named = {} if dataset is None else {"text": str(dataset)}
         calibration = parse_section(CalibrationParams, given | named, "compress")
         texts = calibration_documents(calibration)
     else:
         name = text_name or _OWN_TEXTS
         calibration = parse_section(CalibrationParams, given | {"text": name}, "compress")
-        texts = {name: dataset}
+        texts = {name: given_documents(dataset)}
     folder = None if out is None else Path(out)
     name_or_path = None if isinstance(model, nn.Module) else str(model)
+    saved = folder is not None or name_or_path is not None
+    if tokenizer is not None and not (callable(tokenizer) and (not saved or hasattr(tokenizer, "save_pretrained"))):
+        raise ParameterError(
+            f"tokenizer is a {type(tokenizer).__name__}, which cannot be called or saved; give one of transformers'."
+        )
     if folder is not None:
         local = name_or_path not in (None, EMBEDDED) and Path(str(model)).exists()
         check_output(folder, Path(str(model)) if local else None, overwrite=False)
@@ -149,6 +161,16 @@ def _in_memory(
     compressed = assemble(source, result, parameters, dtype, provenance, calibration, convert)
     compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
     return compressed
+
+
+def _check_causal(model: Any) -> None:
+    """Refuse what has no output head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if not hasattr(model, "config") or head is None:
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__}, no causal language model with an output head; give an id, a folder, "
+            f"or what AutoModelForCausalLM.from_pretrained returns."
+        )
 
 
 def _tokenizer_of(model: Any) -> Any:

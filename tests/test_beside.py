@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import recalkv
 from recalkv.cli import app
-from recalkv.errors import DataError, ModelUnavailableError, ParameterError
+from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation import beside
 from recalkv.evaluation.beside import QUICK, Wanted, compare, possible
 from recalkv.model.card import CARD
@@ -340,6 +340,67 @@ def test_a_given_tokenizer_is_used_and_saved_for_a_folder(
     expected = recalkv.compress(dense, tiny_tokenizer, texts, **CALL).state_dict()
     for name, tensor in AutoModelForCausalLM.from_pretrained(out).state_dict().items():
         assert torch.equal(tensor, expected[name])
+
+
+ROWS = ["the cache holds what the model has read " * 20, "every token adds its keys " * 20]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda path: path,
+        lambda path: (row for row in ROWS),
+        lambda path: [{"text": row, "id": 1} for row in ROWS],
+        lambda path: __import__("datasets").Dataset.from_dict({"text": ROWS, "id": [1, 2]}),
+    ],
+    ids=["path", "iterator", "rows", "datasets"],
+)
+def test_ways_to_give_documents(given: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(json.dumps({"text": row}) for row in ROWS))
+    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    expected = recalkv.compress(dense, dataset=ROWS, **CALL).state_dict()
+    for name, tensor in recalkv.compress(dense, dataset=given(path), **CALL).state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "dataset holds no text; give texts"),
+        (["", {"text": " "}], "dataset holds no text"),
+        (torch.zeros(4, 8, dtype=torch.int64), "item 1 is a Tensor; give texts"),
+        (7, "dataset is a int, not a list of documents"),
+        ({"train": ["a"], "test": ["b"]}, "dataset is a dict of 'train', 'test', not a list of documents"),
+        ([{"body": "a"}], "item 1 is a dict of the columns body; .*a column `text`"),
+        (["a", [{"content": "b"}]], "item 2 is a list; .*`role`"),
+    ],
+)
+def test_what_are_no_documents_is_refused(dataset: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        recalkv.compress("no/such", dataset=dataset)
+
+
+def test_what_is_no_causal_model_is_refused(tiny_folder: Path, tiny_tokenizer: Any) -> None:
+    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    for model, kind in ((dense.model, "LlamaModel"), (torch.nn.Linear(2, 2), "Linear"), (None, "NoneType")):
+        with pytest.raises(UnsupportedModelError, match=f"model is a {kind}, no causal language model"):
+            recalkv.compress(model, dataset=["a"])
+    for model in (dense, tiny_folder):
+        with pytest.raises(ParameterError, match="tokenizer is a str, which cannot be called or saved"):
+            recalkv.compress(model, "name", ["a"])
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_the_call_works_whatever_the_mode_of_gradients(context: Any, tiny_folder: Path) -> None:
+    expected = recalkv.compress(tiny_folder, dataset=ROWS, **CALL).state_dict()
+    with context():
+        dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+        found = [recalkv.compress(model, dataset=ROWS, **CALL) for model in (dense, tiny_folder)]
+    for compressed in found:
+        assert all(parameter.requires_grad for parameter in compressed.parameters())
+        for name, tensor in compressed.state_dict().items():
+            assert torch.equal(tensor, expected[name])
 
 
 def test_a_loaded_model_without_a_name_needs_its_tokenizer(tiny_folder: Path) -> None:

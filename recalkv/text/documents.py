@@ -19,7 +19,7 @@ from xml.etree.ElementTree import iterparse
 from recalkv.errors import DataError, needing
 from recalkv.text.chat import Document, is_conversation, plain_text
 
-__all__ = ["load_documents"]
+__all__ = ["given_documents", "load_documents"]
 
 _ARTICLES = "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 _NEWS = "test/test_data/lee_background.cor"
@@ -109,6 +109,35 @@ def load_documents(
     if not any(plain_text(document).strip() for document in chosen):
         raise DataError(f"{name!r} holds no text; choose another data set, or `embedded`.")
     return chosen
+
+
+def given_documents(data: Any) -> list[Document]:
+    """Documents that a caller gives: texts, conversations, or rows with a column of either.
+
+    Raises
+    ------
+    DataError
+        If the data are anything else, or hold no text.
+    """
+    taken = "give texts, lists of messages with `role` and `content`, or rows with a column `text` or `messages`"
+    if not isinstance(data, Iterable) or isinstance(data, Mapping | bytes):
+        splits = f" of {', '.join(map(repr, data))}" if isinstance(data, Mapping) else ""
+        raise DataError(f"dataset is a {type(data).__name__}{splits}, not a list of documents; {taken}.")
+    documents: list[Document] = []
+    for number, row in enumerate(data, start=1):
+        document = row.get("text", row.get("messages")) if isinstance(row, Mapping) else row
+        # Templates may read contents that are no text.
+        if not (isinstance(document, str) or (isinstance(document, Sequence) and _has_roles(document))):
+            columns = f" of the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else ""
+            raise DataError(f"dataset: item {number} is a {type(row).__name__}{columns}; {taken}.")
+        documents.append(document)
+    if not any(not isinstance(document, str) or document.strip() for document in documents):
+        raise DataError(f"dataset holds no text; {taken}.")
+    return documents
+
+
+def _has_roles(messages: Sequence[Any]) -> bool:
+    return len(messages) > 0 and all(isinstance(each, Mapping) and "role" in each for each in messages)
 
 
 def _local_documents(path: Path, field: str) -> Iterator[Document]:
