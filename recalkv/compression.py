@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from recalkv.errors import BudgetError
 from recalkv.evaluation.streamed import dense_text
-from recalkv.method.allocation import allocate, predicted_loss
+from recalkv.method.allocation import allocate, check_budget, predicted_loss
 from recalkv.method.basis import quantizable
 from recalkv.method.factors import LayerFactors, factorize_layer
 from recalkv.method.fusion import fuse_layer, stored_layers
@@ -44,6 +44,7 @@ from recalkv.statistics.fisher import FisherScores, collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
+from recalkv.store.folders import telling_full_disk
 from recalkv.text.chat import Document
 from recalkv.text.corpora import calibration_windows, check_length, held_out_windows, load_tokenizer
 from recalkv.text.windows import Windows
@@ -190,7 +191,8 @@ def collect_statistics(
     inputs: list[InputMoments] = []
     loss: dict[int, LossMoments] = {}
     scores = None
-    with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+    remedy = "set TMPDIR to a folder on another, or calibration.fisher_samples to fewer windows"
+    with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, telling_full_disk(Path(scratch).parent, remedy):
         keep = None
         if method.metric == "loss" or method.allocation == "fisher":
             samples, length = used.shape
@@ -227,6 +229,7 @@ def compress_layers(
         Of these windows, where they have been collected; None to collect them.
     """
     method, total = resolve_method(parameters, source.geometry.kv_heads), source.num_layers
+    check_budget(source.geometry, method)
     known = statistics or collect_statistics(source, windows, calibration, method, progress)
 
     def problems(index: int) -> LayerProblem:

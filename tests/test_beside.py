@@ -369,11 +369,11 @@ def test_ways_to_give_documents(given: Any, tiny_folder: Path, tmp_path: Path) -
     [
         ([], "dataset holds no text; give texts"),
         (["", {"text": " "}], "dataset holds no text"),
-        (torch.zeros(4, 8, dtype=torch.int64), "item 1 is a Tensor; give texts"),
-        (7, "dataset is a int, not a list of documents"),
-        ({"train": ["a"], "test": ["b"]}, "dataset is a dict of 'train', 'test', not a list of documents"),
-        ([{"body": "a"}], "item 1 is a dict of the columns body; .*a column `text`"),
-        (["a", [{"content": "b"}]], "item 2 is a list; .*`role`"),
+        (torch.zeros(4, 8, dtype=torch.int64), "item 1 is of type Tensor; give texts"),
+        (7, "dataset is of type int, not a list of documents"),
+        ({"train": ["a"], "test": ["b"]}, "dataset is of type dict of 'train', 'test', not a list of documents"),
+        ([{"body": "a"}], "item 1 is of type dict of the columns body; .*a column `text`"),
+        (["a", [{"content": "b"}]], "item 2 is of type list; .*`role`"),
     ],
 )
 def test_what_are_no_documents_is_refused(dataset: Any, message: str) -> None:

@@ -1,6 +1,7 @@
 """The one call's steps as a whole: on layers, with and without statistics, and the model that is put together."""
 
 import copy
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from recalkv.compression import CompressedLayers, collect_statistics, compress_layers
-from recalkv.errors import NonFiniteError
+from recalkv.errors import BudgetError, NonFiniteError, StoreError
 from recalkv.method.refit import LayerRefit
 from recalkv.method.svd import relative_error
 from recalkv.model.layers import ModuleSource
+from recalkv.store.folders import writing_folder
 from tests.steps import inputs_of, method_of, statistics_of, steps
 from tests.tiny import assemble, calibration, dense_model, plain, reconstructed_twin, windows
 
@@ -119,6 +121,45 @@ def test_given_statistics_are_not_collected_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("recalkv.compression.collect_statistics", lambda *_: pytest.fail("collected again"))
     known = statistics_of("llama-gqa", 8, 48)
     compress_layers(ModuleSource(dense_model("llama-gqa")), windows(), calibration(), plain(), statistics=known)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ratio": 0.9999},
+        {"ratio": 0.9999, "method": "palu", "allocation": "uniform", "bits": 16},
+        {"ratio": 0.99, "bits": 4},
+        {"ratio": 0.9, "method": "recalkv", "bits": 16, "rank_multiple": 32},
+    ],
+)
+def test_a_budget_that_nothing_meets_is_refused_before_the_statistics(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the allocation refuses it after them."""
+    known = statistics_of("llama-gqa", 4, 24)
+    with monkeypatch.context() as patch:
+        patch.setattr("recalkv.compression.check_budget", lambda *_: None)
+        with pytest.raises(BudgetError, match=r"compression\.ratio=0\.9") as late:
+            source = ModuleSource(dense_model("llama-gqa"))
+            compress_layers(source, windows(), calibration(), plain(**changes), statistics=known)
+    monkeypatch.setattr("recalkv.compression.collect_statistics", lambda *_: pytest.fail("collected"))
+    with pytest.raises(BudgetError) as early:
+        layers_of(dense_model("llama-gqa"), windows(), **changes)
+    assert str(early.value) == str(late.value)
+
+
+def test_the_full_disk_of_the_scratch_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("recalkv.statistics.layer_inputs.LayerInputs.put", full)
+    with (
+        pytest.raises(StoreError, match=r"no space left on the disk of .*/scratch; free some space or set TMPDIR"),
+        writing_folder(tmp_path / "out"),
+    ):
+        layers_of(dense_model("llama-gqa"), windows(2, 8))
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from torch import Tensor
 from recalkv.cache.codebooks import DISTORTION, UNIFORM_CODES, Code
 from recalkv.cache.rows import Segment
 from recalkv.errors import BudgetError
-from recalkv.method.bits import equal_bits_elements, mixed_bits
+from recalkv.method.bits import check_mixed, equal_bits_elements, mixed_bits
 from recalkv.method.methods import Method
-from recalkv.method.ranks import Allocation, Projection, allocate_ranks, water_filling
+from recalkv.method.ranks import Allocation, Projection, allocate_ranks, check_minimum, water_filling
 from recalkv.model.families import AttentionGeometry, group_sizes
 from recalkv.model.spec import LayerSpec
 from recalkv.statistics.fisher import FisherScores
 
-__all__ = ["allocate", "predicted_loss"]
+__all__ = ["allocate", "check_budget", "predicted_loss"]
 
 Energies = Sequence[Sequence[Tensor]]
 
@@ -42,18 +42,44 @@ def allocate(
     BudgetError
         If the smallest legal ranks exceed the budget.
     """
-    layers, heads = geometry.layers, geometry.kv_heads
-    keys, values = (
-        tuple(size * geometry.head_dim for size in group_sizes(heads, group_size))
-        for group_size in (method.group_size, method.value_group_size(heads))
-    )
-    # The latents of a layer, projection by projection: keys and values, or both at once.
-    widths = [tuple(2 * width for width in keys)] if method.joint else [keys, values]
+    layers, widths = geometry.layers, _widths(geometry, method)
     if method.bits == "mixed":
         return _mixed(widths, layers, method, energies)
     if method.bits == 16:
         allocation = _ranks(widths, layers, method, method.ratio, scores, energies)
         return _specs(allocation, None, method.joint), allocation
+    allocation = _ranks(widths, layers, method, _elements_ratio(widths, layers, method), scores, energies)
+    segments = [[[Segment(rank, *UNIFORM_CODES[int(method.bits)])] for rank in ranks] for ranks in allocation.ranks]
+    return _specs(allocation, segments, method.joint), allocation
+
+
+def check_budget(geometry: AttentionGeometry, method: Method) -> None:
+    """Refuse a ratio that :func:`allocate` refuses whatever the statistics are.
+
+    Raises
+    ------
+    BudgetError
+    """
+    widths = _widths(geometry, method)
+    units = [width for own in widths for width in own] * geometry.layers
+    if method.bits == "mixed":
+        check_mixed(units, method.ratio)
+    else:
+        ratio = method.ratio if method.bits == 16 else _elements_ratio(widths, geometry.layers, method)
+        check_minimum(units, ratio, method.rank_multiple)
+
+
+def _widths(geometry: AttentionGeometry, method: Method) -> list[tuple[int, ...]]:
+    """Full ranks of the latents of a layer, projection by projection: keys and values, or both at once."""
+    keys, values = (
+        tuple(size * geometry.head_dim for size in group_sizes(geometry.kv_heads, group_size))
+        for group_size in (method.group_size, method.value_group_size(geometry.kv_heads))
+    )
+    return [tuple(2 * width for width in keys)] if method.joint else [keys, values]
+
+
+def _elements_ratio(widths: Sequence[tuple[int, ...]], layers: int, method: Method) -> float:
+    """Fraction of the elements that equal bits leave out."""
     bits = int(method.bits)
     dense, units = layers * sum(map(sum, widths)), layers * sum(map(len, widths))
     elements = equal_bits_elements(dense, units, method.ratio, bits)
@@ -62,9 +88,7 @@ def allocate(
             f"compression.ratio={method.ratio} leaves {elements} latents of {bits} bits to {units} groups; lower the "
             f"ratio, or compression.bits."
         )
-    allocation = _ranks(widths, layers, method, 1 - elements / dense, scores, energies)
-    segments = [[[Segment(rank, *UNIFORM_CODES[bits])] for rank in ranks] for ranks in allocation.ranks]
-    return _specs(allocation, segments, method.joint), allocation
+    return 1 - elements / dense
 
 
 def predicted_loss(specs: Sequence[LayerSpec], energies: Energies) -> float:

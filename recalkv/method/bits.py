@@ -16,7 +16,7 @@ from recalkv.cache.rows import Segment
 from recalkv.errors import BudgetError, NonFiniteError
 from recalkv.model.spec import DENSE_BITS, check_ratio
 
-__all__ = ["budget_bits", "equal_bits_elements", "mixed_bits"]
+__all__ = ["budget_bits", "check_mixed", "equal_bits_elements", "mixed_bits"]
 
 _CODES = MIXED_CODES[::-1]
 """By rising rate."""
@@ -45,6 +45,23 @@ def equal_bits_elements(dense: int, units: int, ratio: float, bits: int) -> int:
     return min(dense, max(0, budget_bits(dense, ratio) - overhead) // bits)
 
 
+def check_mixed(widths: Sequence[int], ratio: float) -> None:
+    """Refuse a ratio that not even one block of the least bits of every unit, of these full ranks, meets.
+
+    Raises
+    ------
+    BudgetError
+    """
+    dense, budget = sum(widths), budget_bits(sum(widths), ratio)
+    smallest = _total_bits([[Segment(min(_BLOCK, width), *_CODES[0])] for width in widths])
+    if smallest > budget:
+        most = math.floor((1 - smallest / dense / DENSE_BITS) * 1000) / 1000
+        raise BudgetError(
+            f"compression.ratio={ratio} allows {budget // 8} bytes per token, but the smallest mixed-bits cache "
+            f"needs {smallest // 8}: lower the ratio to {most} or less."
+        )
+
+
 def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[Segment]]:
     """Segments of every unit that leave the least loss within the budget.
 
@@ -67,17 +84,10 @@ def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[S
     """
     if not all(math.isfinite(value) for unit in energies for value in unit):
         raise NonFiniteError("the energies of the allocation are not finite; rerun the fisher stage in float32.")
-    dense = sum(map(len, energies))
-    budget = budget_bits(dense, ratio)
+    widths = [len(unit) for unit in energies]
+    check_mixed(widths, ratio)
+    budget = budget_bits(sum(widths), ratio)
     blocks = [[unit[start : start + _BLOCK] for start in range(0, len(unit), _BLOCK)] for unit in energies]
-    least = [[1] + [0] * (len(unit) - 1) for unit in blocks]
-    smallest = _total_bits([_segments(unit, levels) for unit, levels in zip(blocks, least, strict=True)])
-    if smallest > budget:
-        most = math.floor((1 - smallest / dense / DENSE_BITS) * 1000) / 1000
-        raise BudgetError(
-            f"compression.ratio={ratio} allows {budget // 8} bytes per token, but the smallest mixed-bits cache "
-            f"needs {smallest // 8}: lower the ratio to {most} or less."
-        )
     # Scales cost bytes as well, and how many depends on the result: spend less until the whole fits.
     spend = budget
     while True:

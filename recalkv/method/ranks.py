@@ -19,6 +19,7 @@ __all__ = [
     "Allocation",
     "Projection",
     "allocate_ranks",
+    "check_minimum",
     "proportional_shares",
     "water_filling",
     "water_level",
@@ -99,8 +100,7 @@ def allocate_ranks(projections: Sequence[Projection], ratio: float, multiple: in
     dense = sum(p.full for p in projections)
     budget = _budget(dense, ratio)
     minima = [tuple(min(multiple, width) for width in p.widths) for p in projections]
-    least = sum(map(sum, minima))
-    _check_minimum(least, budget, dense, ratio, multiple)
+    check_minimum([width for p in projections for width in p.widths], ratio, multiple)
     shares = proportional_shares(
         [p.score for p in projections], [sum(m) for m in minima], [p.full for p in projections], budget
     )
@@ -204,7 +204,7 @@ def water_filling(energies: Sequence[Sequence[float]], ratio: float, multiple: i
     widths = [len(unit) for unit in energies]
     budget = _budget(sum(widths), ratio)
     ranks = [min(multiple, width) for width in widths]
-    _check_minimum(sum(ranks), budget, sum(widths), ratio, multiple)
+    check_minimum(widths, ratio, multiple)
     left = budget - sum(ranks)
 
     def offer(unit: int) -> tuple[float, int, int] | None:
@@ -237,7 +237,15 @@ def _budget(dense: int, ratio: float) -> int:
     return math.floor(dense * (1 - ratio) + 1e-9)
 
 
-def _check_minimum(least: int, budget: int, dense: int, ratio: float, multiple: int) -> None:
+def check_minimum(widths: Sequence[int], ratio: float, multiple: int) -> None:
+    """Refuse a ratio that not even the smallest legal ranks of units of these full ranks meet.
+
+    Raises
+    ------
+    BudgetError
+    """
+    dense, least = sum(widths), sum(min(multiple, width) for width in widths)
+    budget = _budget(dense, ratio)
     if least > budget:
         raise BudgetError(
             f"compression.ratio={ratio} allows {budget} cached elements per token, but the smallest legal "

@@ -39,15 +39,15 @@ def writing_folder(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def telling_full_disk(folder: Path) -> Iterator[None]:
-    """Turn a full disk into a :class:`StoreError` that says so."""
+def telling_full_disk(folder: Path, remedy: str = "write to another") -> Iterator[None]:
+    """Turn a full disk into a :class:`StoreError` that says so, and what to do where no space can be freed."""
     try:
         yield
     except Exception as error:
         # safetensors reports a full disk in the text of an exception of its own.
         if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
             raise StoreError(
-                f"no space left on the disk of {folder}; free some space or write to another, then run the command "
+                f"no space left on the disk of {folder}; free some space or {remedy}, then run the command "
                 f"again. Nothing half-written was kept."
             ) from error
         raise

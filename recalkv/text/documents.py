@@ -122,14 +122,14 @@ def given_documents(data: Any) -> list[Document]:
     taken = "give texts, lists of messages with `role` and `content`, or rows with a column `text` or `messages`"
     if not isinstance(data, Iterable) or isinstance(data, Mapping | bytes):
         splits = f" of {', '.join(map(repr, data))}" if isinstance(data, Mapping) else ""
-        raise DataError(f"dataset is a {type(data).__name__}{splits}, not a list of documents; {taken}.")
+        raise DataError(f"dataset is of type {type(data).__name__}{splits}, not a list of documents; {taken}.")
     documents: list[Document] = []
     for number, row in enumerate(data, start=1):
         document = row.get("text", row.get("messages")) if isinstance(row, Mapping) else row
         # Templates may read contents that are no text.
         if not (isinstance(document, str) or (isinstance(document, Sequence) and _has_roles(document))):
             columns = f" of the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else ""
-            raise DataError(f"dataset: item {number} is a {type(row).__name__}{columns}; {taken}.")
+            raise DataError(f"dataset: item {number} is of type {type(row).__name__}{columns}; {taken}.")
         documents.append(document)
     if not any(not isinstance(document, str) or document.strip() for document in documents):
         raise DataError(f"dataset holds no text; {taken}.")
