@@ -82,7 +82,9 @@ def test_defaults_are_those_of_the_parameters() -> None:
     for section in (CompressionParams, CalibrationParams):
         for name, field in section.model_fields.items():
             if name in options and name != "revision":
-                assert str(options[name].default) == str(field.default), name
+                # Without a value of its own, a ratio beside a target is known to be asked for.
+                shown = options[name].show_default if name == "ratio" else options[name].default
+                assert str(shown) == str(field.default), name
                 assert field.description in options[name].help
                 shared += 1
     assert shared == 8
@@ -121,6 +123,7 @@ def test_compress_gives_the_pipelines_checkpoint(
         (["--device", "abacus"], "device='abacus'"),
         (["--target", "small"], "target 'small' cannot be read"),
         (["--target", "4GiB@128K", "--ratio", "0.5"], "--target 4GiB@128K and --ratio 0.5 are both given"),
+        (["--target", "0.5", "--ratio", "0.75"], "--target 0.5 and --ratio 0.75 are both given"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_loaded(
@@ -220,6 +223,18 @@ def test_a_target_is_the_budget(settings: list[str | Path], tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     spec = LatentSpec.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
     assert 45 < spec.cached_bytes_per_token() <= 56
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--ratio", "0"], True), (["--target", "0"], True), (["--ratio", "0", "--bits", "16"], False), ([], False)],
+)
+def test_more_removed_than_asked_is_said(
+    arguments: list[str], said: bool, settings: list[str | Path], tmp_path: Path
+) -> None:
+    done = compress(*settings, *arguments, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert ("more than the ratio 0 asked for" in done.output and "--bits 16" in done.output) == said
 
 
 def test_a_loss_target_is_met(settings: list[str | Path], tmp_path: Path) -> None:

@@ -17,15 +17,17 @@ from recalkv.presets import describe
 __all__ = ["compress"]
 
 _COMPRESSION, _CALIBRATION = CompressionParams(), CalibrationParams()
+_CLEARLY = 0.05
+"""Fraction of the dense bytes; rounding removes less than this beyond what is asked for."""
 _TARGET = (
     "Budget in place of --ratio: a ratio, GIB@CONTEXT such as 4GiB@128K, bytes_per_token=N, or max_excess=NATS, the "
     "smallest cache whose loss on held-out windows rises by no more."
 )
 
 
-def _option(section: type[BaseModel], name: str) -> Any:
-    """Option with a parameter's description."""
-    return typer.Option(help=describe(section.model_fields[name]))
+def _option(section: type[BaseModel], name: str, default: str | bool = True) -> Any:
+    """Option with a parameter's description; ``default`` is what help shows where it is not the argument's own."""
+    return typer.Option(help=describe(section.model_fields[name]), show_default=default)
 
 
 def compress(
@@ -36,7 +38,7 @@ def compress(
     ] = False,
     revision: Annotated[str | None, _option(ModelParams, "revision")] = None,
     method: Annotated[str, _option(CompressionParams, "method")] = _COMPRESSION.method,
-    ratio: Annotated[float, _option(CompressionParams, "ratio")] = _COMPRESSION.ratio,
+    ratio: Annotated[float | None, _option(CompressionParams, "ratio", str(_COMPRESSION.ratio))] = None,
     target: Annotated[str | None, typer.Option(help=_TARGET)] = None,
     group_size: Annotated[int, _option(CompressionParams, "group_size")] = _COMPRESSION.group_size,
     bits: Annotated[str, _option(CompressionParams, "bits")] = str(_COMPRESSION.bits),
@@ -50,17 +52,18 @@ def compress(
     ] = True,
 ) -> None:
     """Compress a model in one call, without the pipeline, and save the checkpoint."""
-    given = {"method": method, "ratio": ratio, "group_size": group_size, "bits": yaml.safe_load(bits)}
+    given = {"method": method, "group_size": group_size, "bits": yaml.safe_load(bits)}
+    given |= {} if ratio is None else {"ratio": ratio}
     sampling = {"text": text, "samples": samples, "length": length, "seed": seed}
     with user_errors():
         parameters = parse_section(CompressionParams, given, "recalkv compress")
         calibration = parse_section(CalibrationParams, sampling, "recalkv compress")
-        if target is not None and ratio != _COMPRESSION.ratio:
+        if target is not None and ratio is not None:
             raise ParameterError(f"--target {target} and --ratio {ratio} are both given; give one of them.")
 
         from recalkv.method.target import Target
 
-        goal = Target(ratio=ratio) if target is None else Target.of(target)
+        goal = Target(ratio=parameters.ratio) if target is None else Target.of(target)
 
         from recalkv.model.source import EMBEDDED
         from recalkv.store.folders import check_output, writing_folder
@@ -96,6 +99,12 @@ def compress(
                 spec = compress_checkpoint(reference, documents, calibration, parameters, where, folder, advance, goal)
             writing.close()
             print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense model in 16 bits")
+            asked = spec.parameters["ratio"]
+            if resolved.bits == "mixed" and goal.max_excess is None and spec.removed > asked + _CLEARLY:
+                print(
+                    f"  more than the ratio {asked:.4g} asked for: mixed bits cache at most 8 bits an element; --bits "
+                    f"16 removes less"
+                )
             if others := spec.geometry.others:
                 print(f"{others} of {others + spec.geometry.layers} layers keep states of a fixed size, as they did")
             if check:
