@@ -1,6 +1,7 @@
 """A compressed model beside the dense one: figures, page, advice, and the commands that show them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 import recalkv
+import recalkv.model.modeling
 from recalkv.cli import app
+from recalkv.commands.evaluate import quick_check
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation import beside
 from recalkv.evaluation.beside import QUICK, Wanted, compare, possible
@@ -214,6 +217,33 @@ def test_eval_refuses(arguments: list[str], message: str, compressed: Path, monk
     refused = run("eval", compressed, "--device", "cpu", *arguments)
     assert refused.exit_code == 1
     assert message in refused.output
+
+
+def test_eval_says_what_to_do_without_the_recorded_model(
+    compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    copy = Path(shutil.copytree(compressed, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    config["recalkv"]["source"]["name"] = "/nowhere/llama"
+    (copy / "config.json").write_text(json.dumps(config))
+    refused = run("eval", copy, "--device", "cpu")
+    assert refused.exit_code == 1
+    assert "'/nowhere/llama', is not there; name it with --dense" in refused.output
+
+
+def test_classes_are_known_before_the_tokenizer_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """transformers warns of types that it does not know; a test's process knows ours from the start."""
+    order = []
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        order.append("tokenizer")
+        raise DataError("enough")
+
+    monkeypatch.setattr(recalkv.model.modeling, "register", lambda: order.append("classes"))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    quick_check(tmp_path, tmp_path, {}, None, None)
+    assert order == ["classes", "tokenizer"]
 
 
 def test_eval_wants_a_compressed_model(tiny_folder: Path) -> None:

@@ -61,6 +61,11 @@ def test_card_says_what_was_done(checkpoint: Path) -> None:
     assert values == {"wikitext2, test": 22.5, "ptb": 31.25, "piqa": 0.64}
 
 
+def test_card_does_not_say_where_a_local_model_lies(checkpoint: Path) -> None:
+    spec = dataclasses.replace(LatentSpec.from_config(pair("llama-gqa")[1].config), source={"name": "/home/me/llama"})
+    assert "`llama` with a low-rank" in model_card(spec) and "/home" not in model_card(spec)
+
+
 def test_saved_models_have_a_card_and_keep_one_that_is_there(checkpoint: Path) -> None:
     assert "Not evaluated yet" in (checkpoint / CARD).read_text()
     assert "model-index" not in card_data((checkpoint / CARD).read_text())

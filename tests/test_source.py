@@ -71,6 +71,14 @@ def test_local_folder_is_found(folder: Path, tmp_path: Path, offline: list[str])
     assert offline == []
 
 
+def test_relative_folder_is_recorded_whole(
+    folder: Path, tmp_path: Path, offline: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    reference = resolve_model(folder.name, None, tmp_path)
+    assert (reference.folder, reference.name) == (folder, str(folder))
+
+
 def test_hub_model_is_downloaded_without_code_or_pickles(
     hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from recalkv.errors import DataError, ParameterError, ReCalKVError, user_errors
+from recalkv.errors import DataError, ModelUnavailableError, ParameterError, ReCalKVError, user_errors
 from recalkv.params import EvaluationParams, RuntimeParams
 from recalkv.presets import describe
 
@@ -69,7 +69,14 @@ def evaluate(
             named = dense or source.get("name")
             if not named:
                 raise ParameterError(f"{small} does not say what it was made of; name the dense model (--dense).")
-            reference = resolve_model(named, None if dense else source.get("revision"), Path(scratch))
+            try:
+                reference = resolve_model(named, None if dense else source.get("revision"), Path(scratch))
+            except ModelUnavailableError as error:
+                if dense:
+                    raise
+                raise ModelUnavailableError(
+                    f"the dense model recorded in {small}, {named!r}, is not there; name it with --dense. ({error})"
+                ) from error
             if source.get("fingerprint") not in (None, reference.fingerprint):
                 typer.echo(f"warning: {named} is not the model that {small} was made of, by its fingerprint", err=True)
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -94,11 +101,14 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
     from transformers import AutoTokenizer
 
     from recalkv.evaluation.beside import QUICK, compare
+    from recalkv.model.modeling import register
     from recalkv.reports.beside import advice, write
     from recalkv.text.corpora import held_out_windows
     from recalkv.text.windows import joined_tokens
 
     start = time.monotonic()
+    # Else transformers warns of the unknown type as it loads the tokenizer.
+    register()
     try:
         tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
         wanted = QUICK.evaluation

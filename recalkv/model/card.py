@@ -6,6 +6,7 @@ A checkpoint carries a card from the start, without figures; ``recalkv push`` up
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -54,6 +55,8 @@ def model_card(
     """
     revision = f" (revision `{spec.source['revision']}`)" if spec.source.get("revision") else ""
     name = spec.source.get("name") or "an unnamed model"
+    # Of a local folder its own name: where it lies is nobody else's business.
+    name = Path(name).name if Path(name).is_absolute() else name
     title = f"{name}, {spec.removed:.0%} of the KV cache removed"
     base = _EMBEDDED if name == "embedded" else name if _HUB_ID.fullmatch(name) else None
     data = ModelCardData(

