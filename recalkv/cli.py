@@ -3,12 +3,15 @@
 These tools need no pipeline; its stages are `python -m stages.NAME`, or all of them `dvc repro`.
 """
 
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from recalkv import __version__
 from recalkv.commands.compress import compress
 from recalkv.commands.evaluate import evaluate
 from recalkv.commands.generate import chat, generate
@@ -20,8 +23,30 @@ from recalkv.presets import preset as parameters_of
 # Modules that need torch are imported where they are used: help is not to wait for them.
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False
+    add_completion=False,
+    no_args_is_help=True,
+    help=__doc__,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback(help=__doc__)
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    # As an exception, which removes half-written and temporary folders on its way.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
 
 app.command()(compress)
 app.command(name="eval")(evaluate)

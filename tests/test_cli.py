@@ -1,6 +1,8 @@
 """The command `recalkv`: quick to start, checked before it loads anything, and careful with what is on the disk."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,10 @@ from typer.testing import CliRunner, Result
 import recalkv.compression
 import recalkv.model.source
 from recalkv.cli import app
+from recalkv.errors import StoreError
 from recalkv.model.spec import LatentSpec
 from recalkv.params import CalibrationParams, CompressionParams
+from recalkv.store.folders import writing_folder
 from tests.conftest import ROOT
 from tests.pipeline import COMPRESSION, STATISTICS, invoke
 
@@ -52,6 +56,7 @@ def test_help_does_not_wait_for_torch() -> None:
 import sys
 sys.argv = ["/usr/bin/recalkv", "--help"]
 from recalkv.cli import app
+from recalkv.errors import StoreError
 app(standalone_mode=False)
 print(sorted({"torch", "transformers"} & set(sys.modules)))
 """
@@ -285,6 +290,62 @@ def test_failed_run_leaves_nothing_and_keeps_the_old(settings: list[str | Path],
     before = everything(out)
     assert compress(*too_long, "--overwrite").exit_code == 1
     assert everything(tmp_path) == {f"out/{name}": content for name, content in before.items()}
+
+
+def test_a_terminated_run_leaves_nothing(
+    settings: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, which the signal would end."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+
+    def terminate(*args: Any) -> None:
+        assert any(tmp_path.glob("out.partial")) and any((tmp_path / "scratch").iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(recalkv.model.source, "resolve_model", terminate)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            code = compress(*settings, "--out", tmp_path / "out").exit_code
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["scratch"] and not any((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.parametrize("left", [None, "model-00001-of-00003.safetensors"])
+def test_what_a_killed_run_left_is_removed_when_asked(
+    left: str | None, settings: list[str | Path], tmp_path: Path
+) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    if left is not None:
+        (partial / left).write_text("half")
+    command = [*settings, "--out", tmp_path / "out"]
+    refused = compress(*command)
+    assert refused.exit_code == 1 and "--overwrite" in refused.output and partial.exists()
+    done = compress(*command, "--overwrite")
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_folder_of_a_run_that_goes_on_is_kept(unloaded: None, settings: list[str | Path], tmp_path: Path) -> None:
+    with writing_folder(tmp_path / "out") as partial:
+        (partial / "model-00001-of-00003.safetensors").write_text("more to come")
+        refused = compress(*settings, "--out", tmp_path / "out", "--overwrite")
+        assert refused.exit_code == 1 and "is being written by another process" in refused.output
+        with pytest.raises(StoreError, match="is being written"), writing_folder(tmp_path / "out"):
+            pass
+    assert everything(tmp_path).keys() == {"out/model-00001-of-00003.safetensors"}
+
+
+def test_version_and_short_help() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"{recalkv.__version__}\n"
+    for command in ([], ["compress"]):
+        assert CliRunner().invoke(app, [*command, "-h"]).output.startswith("Usage:")
 
 
 def test_families_are_listed_with_reasons() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -22,20 +23,40 @@ def partial_path(path: Path) -> Path:
 def writing_folder(path: Path) -> Iterator[Path]:
     """Fill a new folder under a partial name; replace ``path`` by it if the block succeeds.
 
-    Leftovers of a killed run are removed first. On any error nothing stays behind; a full disk
-    becomes a :class:`StoreError` that says so.
+    Leftovers of a killed run are removed first; those of a run that goes on are a :class:`StoreError`. On any error
+    nothing stays behind; a full disk becomes a :class:`StoreError` that says so.
     """
     partial = partial_path(path)
+    if _is_held(partial):
+        raise StoreError(f"{partial} is being written by another process; wait for it, or name another folder.")
     shutil.rmtree(partial, ignore_errors=True)
     with telling_full_disk(path.parent):
         try:
             partial.mkdir(parents=True)
-            yield partial
-            shutil.rmtree(path, ignore_errors=True)
-            partial.replace(path)
+            with _locking(partial):
+                yield partial
+                shutil.rmtree(path, ignore_errors=True)
+                partial.replace(path)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+@contextlib.contextmanager
+def _locking(folder: Path) -> Iterator[bool]:
+    """Lock a folder until the block or the process ends; whether no other process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    free = True
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError:
+            pass  # a file system without locks
+        yield free
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -72,25 +93,55 @@ def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
     """
     place, remedy = out.resolve(), "name a new folder"
     if place.exists() and not place.is_dir():
-        raise ParameterError(f"--out {out} is a file; {remedy}.")
+        raise ParameterError(f"output folder {out} is a file; {remedy}.")
     above = next(folder for folder in place.parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ParameterError(f"--out {out}: {above} is no folder that can be written to; {remedy} elsewhere.")
+        raise ParameterError(f"output folder {out}: {above} is no folder that can be written to; {remedy} elsewhere.")
     if Path.cwd().is_relative_to(place):
-        raise ParameterError(f"--out {out} is or holds the current folder; {remedy}.")
+        raise ParameterError(f"output folder {out} is or holds the current folder; {remedy}.")
     if source is not None:
         dense = source.resolve()
         if place.is_relative_to(dense) or dense.is_relative_to(place):
-            raise ParameterError(f"--out {out} is, holds or lies in the model's folder {source}; {remedy} elsewhere.")
+            raise ParameterError(
+                f"output folder {out} is, holds or lies in the model's folder {source}; {remedy} elsewhere."
+            )
     if place.is_dir() and any(place.iterdir()):
         inner = sorted(entry.name for entry in place.iterdir() if entry.is_dir())
         if not overwrite:
-            raise ParameterError(f"--out {out} is not empty; {remedy}, or --overwrite a compressed checkpoint.")
+            raise ParameterError(
+                f"output folder {out} is not empty; {remedy}, remove it, or replace a compressed checkpoint by "
+                f"`recalkv compress --overwrite`."
+            )
         if not _holds_checkpoint(place) or inner:
             found = f"the folder(s) {', '.join(inner)}" if inner else "no compressed checkpoint"
-            raise ParameterError(f"--out {out} holds {found}: --overwrite replaces checkpoints alone; {remedy}.")
-    if partial_path(place).exists():
-        raise ParameterError(f"{partial_path(place)} is there, perhaps of an interrupted run; remove it, or {remedy}.")
+            raise ParameterError(
+                f"output folder {out} holds {found}: --overwrite replaces checkpoints alone; {remedy}."
+            )
+    partial = partial_path(place)
+    if _is_held(partial):
+        raise ParameterError(f"{partial} is being written by another process; wait for it, or {remedy}.")
+    # writing_folder removes what is left here.
+    if partial.exists() and not (overwrite and _is_leftover(partial)):
+        raise ParameterError(
+            f"{partial} is there, perhaps of an interrupted run; remove it, or {remedy}. `recalkv compress "
+            f"--overwrite` removes what an interrupted compression left, and nothing else."
+        )
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether another process writes a folder by :func:`writing_folder`."""
+    if not folder.is_dir():
+        return False
+    with _locking(folder) as free:
+        return not free
+
+
+def _is_leftover(folder: Path) -> bool:
+    """Whether a partial folder is empty, or holds a checkpoint or shards of one, and no folders."""
+    if not folder.is_dir() or any(entry.is_dir() for entry in folder.iterdir()):
+        return False
+    shards = any(folder.glob("model-*-of-*.safetensors"))
+    return shards or not any(folder.iterdir()) or _holds_checkpoint(folder)
 
 
 def _holds_checkpoint(folder: Path) -> bool:
