@@ -15,7 +15,7 @@ from recalkv import __version__
 from recalkv.commands.compress import compress
 from recalkv.commands.evaluate import evaluate
 from recalkv.commands.generate import chat, generate
-from recalkv.errors import ParameterError, user_errors
+from recalkv.errors import ModelUnavailableError, ParameterError, user_errors
 from recalkv.params import CompressionParams
 from recalkv.presets import describe, is_rendered, preset_names, render
 from recalkv.presets import preset as parameters_of
@@ -69,11 +69,16 @@ def preset(
             print("\n".join(preset_names()))
             return
         content = render(parameters_of(name, ratio))
-        if out.exists() and not overwrite and not is_rendered(out.read_text()):
+        try:
+            if out.exists() and not overwrite and not is_rendered(out.read_text(errors="replace")):
+                raise ParameterError(
+                    f"{out} is no preset as it was written, so something in it would be lost; --overwrite."
+                )
+            out.write_text(content)
+        except OSError as error:
             raise ParameterError(
-                f"{out} is no preset as it was written, so something in it would be lost; --overwrite."
-            )
-        out.write_text(content)
+                f"--out {out} cannot be written ({error.strerror}); name a file in a folder that exists."
+            ) from error
         print(f"{out} now holds preset {name}; run `dvc repro`.")
 
 
@@ -111,16 +116,25 @@ def push(
             print(card.read_text())
             return
         api = HfApi()
-        api.create_repo(repo, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=[CARD])
-        api.upload_file(repo_id=repo, path_or_fileobj=card, path_in_repo=CARD)
+        try:
+            api.create_repo(repo, private=private, exist_ok=True)
+            api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=[CARD])
+            api.upload_file(repo_id=repo, path_or_fileobj=card, path_in_repo=CARD)
+        except Exception as error:  # the hub client raises many unrelated types
+            raise ModelUnavailableError(
+                f"{repo!r} cannot be uploaded to ({type(error).__name__}: {error}); check the name and the network, "
+                f"and log in with `hf auth login` or set HF_TOKEN."
+            ) from error
         print(f"uploaded to {repo}")
 
 
 @app.command()
 def cache_size(
     config: Annotated[
-        str, typer.Option(help="Folder with a config.json, dense or compressed, or a preset's name; default all known.")
+        str,
+        typer.Option(
+            help="Folder with a config.json, dense or compressed, or a model such as llama-2-7b; default all."
+        ),
     ] = "",
     group_size: Annotated[int, typer.Option(help="Key heads per group.", min=1)] = 4,
 ) -> None:

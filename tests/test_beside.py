@@ -261,6 +261,11 @@ def test_generate_shows_what_the_model_says(compressed: Path) -> None:
     assert tokenizer.decode(expected, skip_special_tokens=True).strip() in done.output
 
 
+def test_generate_wants_a_prompt(compressed: Path) -> None:
+    refused = run("generate", compressed, "", "--device", "cpu")
+    assert isinstance(refused.exception, SystemExit) and "the prompt '' has no tokens" in refused.output
+
+
 def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers.utils.hub
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
 from typer.testing import CliRunner
 
 from recalkv.cli import app
@@ -126,6 +126,16 @@ def test_push_shows_figures_of_this_checkpoint_only(checkpoint: Path, tmp_path: 
     shown = CliRunner().invoke(app, command)
     assert "no figures of the checkpoint" in shown.output
     assert "22.50" not in shown.output
+
+
+def test_push_without_the_hub_is_an_error_of_one_line(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OfflineModeIsEnabled("offline mode is enabled")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
+    refused = CliRunner().invoke(app, ["push", "me/smaller", "--folder", str(checkpoint)])
+    assert isinstance(refused.exception, SystemExit)
+    assert "error: 'me/smaller' cannot be uploaded to (OfflineModeIsEnabled" in refused.output
 
 
 def test_push_refuses_other_folders(tmp_path: Path) -> None:

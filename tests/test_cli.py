@@ -92,7 +92,7 @@ def test_defaults_are_those_of_the_parameters() -> None:
                 assert str(shown) == str(field.default), name
                 assert field.description in options[name].help
                 shared += 1
-    assert shared == 8
+    assert shared == 14
 
 
 def test_compress_gives_the_pipelines_checkpoint(
@@ -122,6 +122,9 @@ def test_compress_gives_the_pipelines_checkpoint(
         (["--bits", "5"], "bits=5"),
         (["--method", "pca"], "method='pca'"),
         (["--group-size", "0"], "group_size=0"),
+        (["--exact-window", "-1"], "exact_window=-1"),
+        (["--batch-size", "0"], "batch_size=0"),
+        (["--precision", "float8"], "precision='float8'"),
         (["--samples", "0"], "samples=0"),
         (["--method", "palu", "--bits", "mixed"], "water-filling"),
         (["--text", "missing.txt"], "missing.txt"),
@@ -220,6 +223,16 @@ def test_checkpoints_are_replaced_only_when_asked(settings: list[str | Path], tm
     assert done.exit_code == 0, done.output
     assert json.loads((out / "config.json").read_text())["recalkv"]["parameters"]["ratio"] == 0.7
     assert "caches 30" in done.output or "caches 29" in done.output
+
+
+def test_the_column_of_a_text_can_be_named(settings: list[str | Path], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"body": Path(settings[2]).read_text()}) + "\n")
+    command = [settings[0], "--text", rows, *settings[3:], "--out", tmp_path / "out"]
+    refused = compress(*command)
+    assert refused.exit_code == 1 and "set `field`" in refused.output
+    done = compress(*command, "--field", "body")
+    assert done.exit_code == 0, done.output
 
 
 def test_a_target_is_the_budget(settings: list[str | Path], tmp_path: Path) -> None:

@@ -252,5 +252,16 @@ def test_refused_presets_write_nothing(arguments: list[str], named: str, tmp_pat
     assert not path.exists()
 
 
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+@pytest.mark.parametrize("out", ["missing/params.yaml", "."])
+def test_places_that_cannot_be_written_are_refused(
+    out: str, overwrite: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = run("tiny", "--out", out, *overwrite)
+    assert isinstance(refused.exception, SystemExit)
+    assert f"error: --out {out} cannot be written" in refused.output and not list(tmp_path.iterdir())
+
+
 def test_list_shows_all_names() -> None:
     assert run("list").output.split() == preset_names()

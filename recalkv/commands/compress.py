@@ -42,19 +42,26 @@ def compress(
     target: Annotated[str | None, typer.Option(help=_TARGET)] = None,
     group_size: Annotated[int, _option(CompressionParams, "group_size")] = _COMPRESSION.group_size,
     bits: Annotated[str, _option(CompressionParams, "bits")] = str(_COMPRESSION.bits),
+    exact_window: Annotated[int, _option(CompressionParams, "exact_window")] = _COMPRESSION.exact_window,
     text: Annotated[list[str], _option(CalibrationParams, "text")] = _CALIBRATION.text,
+    split: Annotated[str, _option(CalibrationParams, "split")] = _CALIBRATION.split,
+    subset: Annotated[str | None, _option(CalibrationParams, "subset")] = None,
+    field: Annotated[str, _option(CalibrationParams, "field")] = _CALIBRATION.field,
     samples: Annotated[int, _option(CalibrationParams, "samples")] = _CALIBRATION.samples,
     length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
     seed: Annotated[int, _option(CalibrationParams, "seed")] = _CALIBRATION.seed,
+    batch_size: Annotated[int, _option(CalibrationParams, "batch_size")] = _CALIBRATION.batch_size,
+    precision: Annotated[str, _option(CalibrationParams, "precision")] = _CALIBRATION.precision,
     device: Annotated[str, _option(RuntimeParams, "device")] = RuntimeParams().device,
     check: Annotated[
         bool, typer.Option("--eval/--no-eval", help="End with a quick evaluation on held-out windows.")
     ] = True,
 ) -> None:
     """Compress a model in one call, without the pipeline, and save the checkpoint."""
-    given = {"method": method, "group_size": group_size, "bits": yaml.safe_load(bits)}
+    given = {"method": method, "group_size": group_size, "bits": yaml.safe_load(bits), "exact_window": exact_window}
     given |= {} if ratio is None else {"ratio": ratio}
-    sampling = {"text": text, "samples": samples, "length": length, "seed": seed}
+    sampling = {"text": text, "split": split, "subset": subset, "field": field, "samples": samples, "length": length}
+    sampling |= {"seed": seed, "batch_size": batch_size, "precision": precision}
     with user_errors():
         parameters = parse_section(CompressionParams, given, "recalkv compress")
         calibration = parse_section(CalibrationParams, sampling, "recalkv compress")

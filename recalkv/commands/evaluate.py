@@ -23,6 +23,7 @@ def evaluate(
     ] = "",
     text: Annotated[list[str], typer.Option(help=describe(EvaluationParams.model_fields["text"]))] = ["embedded"],  # noqa: B006
     split: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["split"]))] = "test",
+    field: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["field"]))] = "text",
     tasks: Annotated[
         str, typer.Option(help="lm-eval's tasks, by commas; their data come from the hub, or --items.")
     ] = "",
@@ -82,7 +83,7 @@ def evaluate(
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             wanted = replace(QUICK if quick else FULL, tasks=found, limit=limit)
             texts = {
-                each: wanted.evaluation.model_copy(update={"text": each, "split": split})
+                each: wanted.evaluation.model_copy(update={"text": each, "split": split, "field": field})
                 for each in dict.fromkeys(text)
             }
             windows = {each: main_windows(tokenizer, own) for each, own in texts.items()}

@@ -31,7 +31,10 @@ def generate(
     with user_errors():
         loaded, tokenizer = _open(model, device)
         text = sys.stdin.read() if prompt == "-" else prompt
-        _answer(loaded, tokenizer, tokenizer(text, return_tensors="pt"), tokens, temperature)
+        inputs = tokenizer(text, return_tensors="pt")
+        if not inputs["input_ids"].numel():
+            raise DataError(f"the prompt {text!r} has no tokens; give a text to go on from.")
+        _answer(loaded, tokenizer, inputs, tokens, temperature)
 
 
 def chat(
