@@ -283,7 +283,7 @@ def test_what_cannot_be_evaluated_is_compressed_all_the_same(
     settings: list[str | Path], tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     short = tmp_path / "short.txt"
-    short.write_text("the cache holds what the model has read " * 40)
+    short.write_text("the cache holds what the model has read " * 25)
     tokens = len(tiny_tokenizer(short.read_text())["input_ids"])
     all_of_it = ["--samples", "1", "--length", str(tokens)]
     done = compress(settings[0], "--text", short, *all_of_it, "--out", tmp_path / "out", check=True)
