@@ -156,7 +156,7 @@ def test_crops_that_reach_into_packed_rows_are_told(cropped: int, told: bool, re
     ids, cache = windows(2, 60), DynamicCache(config=model.config)
     for part in ids.split(1, dim=1):
         model(part, past_key_values=cache)
-    cache.crop(60 - cropped)
+    cache.crop(-cropped)
     said = [str(each.message) for each in recwarn if "tokens were cropped" in str(each.message)]
     assert bool(said) == told
     assert not told or "of the newest 4 tokens" in said[0]

@@ -32,7 +32,7 @@ class FullCache:
         self._keys, self._values, self.recent = keys, values, recent
         self.layers = _Always(self)
 
-    def append(self, latents: Tensor, window: int) -> Tensor:
+    def append_recent(self, latents: Tensor, window: int) -> Tensor:
         """Write the new token's exact latents; return those of the window."""
         assert self.recent is not None
         self.recent[:, :, -1:] = latents
@@ -63,7 +63,7 @@ class Recorder:
         self.chunks: list[tuple[Tensor, Tensor]] = []
         self.layers = _Always(self)
 
-    def append(self, latents: Tensor, window: int) -> Tensor:
+    def append_recent(self, latents: Tensor, window: int) -> Tensor:
         """Hand the chunk's exact latents back."""
         return latents
 
