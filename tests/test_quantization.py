@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from recalkv.cache import rows
@@ -122,6 +123,27 @@ def test_every_token_has_its_own_scale() -> None:
     together = layout.unpack(layout.pack(scaled), torch.float32)
     torch.testing.assert_close(together[3] / 1024, alone[3])
     assert torch.equal(together[4:], alone[4:])
+
+
+def test_packing_takes_as_many_operations_for_any_number_of_segments() -> None:
+    """On a GPU each is a launch, for every token and layer."""
+
+    class Counted(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.operations += 1
+            return function(*args, **(kwargs or {}))
+
+    counts = []
+    for groups in (1, 20):
+        layout = RowLayout([[Segment(13, *code) for code in CODES]] * groups)
+        latents = torch.randn(1, layout.width)
+        layout.pack(latents)
+        with Counted() as counted:
+            layout.pack(latents)
+        counts.append(counted.operations)
+    assert 0 < counts[0] == counts[1]
 
 
 def test_rows_are_the_same_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
