@@ -19,7 +19,7 @@ from recalkv.method.lowrank import LowRank
 from recalkv.model import attention
 from recalkv.model.cpu import halves, matrix_units, plan
 from recalkv.model.cpu import rows as compiled_rows
-from recalkv.model.cpu.loops import LANES, exponentials, inner_products, multiply, turn_pairs
+from recalkv.model.cpu.loops import LANES, exponentials, multiply, write_columns
 from recalkv.model.cpu.packing import packed_rows, unpacked_rows
 from recalkv.model.cpu.rows import coding, read_rows
 from recalkv.model.cpu.threads import threads_of_torch
@@ -94,20 +94,14 @@ def test_products(rows: int, inner: int, columns: int) -> None:
     result = np.ones((rows, columns), np.float32)
     multiply(left, right, result)
     np.testing.assert_allclose(result, 1 + left.astype(float) @ right, rtol=1e-5, atol=1e-5)
-    across = np.empty((columns, rows), np.float32)
-    inner_products(left, np.ascontiguousarray(right.T), across)
-    np.testing.assert_allclose(across.T, left.astype(float) @ right, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("pairs", [1, 8, 21, 32])
-def test_turns_of_pairs(pairs: int) -> None:
-    generator = np.random.default_rng(0)
-    given, angles = generator.standard_normal((5, 2 * pairs + 3), np.float32), generator.random((5, pairs))
-    result = np.full((5, 2 * pairs + 1), 7, np.float32)
-    turn_pairs(given, np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), result)
-    turned = (given[:, :pairs] + 1j * given[:, pairs : 2 * pairs]) * np.exp(1j * angles)
-    np.testing.assert_allclose(result[:, :-1], np.hstack([turned.real, turned.imag]), rtol=1e-5, atol=1e-5)
-    assert np.all(result[:, -1] == 7)
+def test_rows_as_columns() -> None:
+    rows = np.random.default_rng(0).standard_normal((48, 40), np.float32)
+    columns = np.full((33, 50), 7, np.float32)
+    write_columns(rows[:, :32], columns)
+    np.testing.assert_array_equal(columns[:32, :48], rows[:, :32].T)
+    assert np.all(columns[32] == 7) and np.all(columns[:, 48:] == 7)
 
 
 def rounded(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -364,7 +358,7 @@ def steps_by_loops(family: str, case: str, tile: int, threads: int, tiled: Any, 
     return len(taken)
 
 
-@pytest.mark.parametrize(("tile", "threads"), [(4, 3), (32, 1)])
+@pytest.mark.parametrize(("tile", "threads"), [(16, 3), (32, 1)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "family", ["llama-gqa", "llama-bias", "llama-yarn", "mistral-sliding", "qwen2-bias", "qwen3-qk-norm"]
@@ -389,7 +383,7 @@ def test_fewer_threads_than_asked_for_do_the_same(
         right(task, arguments, min(threads, there))
 
     monkeypatch.setattr(plan, "run", limited)
-    assert steps_by_loops("llama-gqa", case, 4, 3, tiled, monkeypatch)
+    assert steps_by_loops("llama-gqa", case, 16, 3, tiled, monkeypatch)
     assert 3 in given
 
 
@@ -398,19 +392,19 @@ def test_fewer_threads_than_asked_for_do_the_same(
 def test_loops_serve_partial_and_absent_turns_and_offset_norms(
     family: str, case: str, tiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert steps_by_loops(family, case, 8, 2, tiled, monkeypatch)
+    assert steps_by_loops(family, case, 16, 2, tiled, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["gemma2-softcap", "gpt-oss-sinks", "olmo2-whole-norm", "phi3-longrope"])
 def test_loops_leave_the_rest_to_torch(family: str, tiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not steps_by_loops(family, next(iter(CASES)), 8, 2, tiled, monkeypatch)
+    assert not steps_by_loops(family, next(iter(CASES)), 16, 2, tiled, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_types_and_added_masks(dtype: torch.dtype, tiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask of the caller's own, with a slot between that one head's worth of queries may not see."""
     model = copy.deepcopy(model_of("llama-gqa", method="loss-aware")).to(dtype)
-    tiled(model, 8, 2)
+    tiled(model, 16, 2)
     added = torch.zeros(2, 1, 1, 21, dtype=dtype)
     added[0, ..., 3:6] = torch.finfo(dtype).min
     added[1, ..., 7] = -1.5
@@ -602,7 +596,7 @@ def test_paged_sequences_of_any_lengths_in_one_call(
 ) -> None:
     """Each sequence gets what it gets alone from a cache of its own, whatever its blocks are and hold beside it."""
     model = model_of(family, **CASES[case])
-    tiled(model, 4, threads)
+    tiled(model, 16, threads)
     layer, size, lengths = model.model.layers[0].self_attn, 5, [1, 43, 7, 16, 17]
     hidden = torch.randn(len(lengths), max(lengths), 48, generator=torch.Generator().manual_seed(0))
     query, *exact = layer._latents(hidden)

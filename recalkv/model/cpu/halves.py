@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from recalkv.model.cpu import matrix_units
-from recalkv.model.cpu.loops import FEATURES, LANES, bits_of, compiled
+from recalkv.model.cpu.loops import FEATURES, LANES, bits_of, compiled, transpose
 
 __all__ = [
     "BFLOAT16",
@@ -172,35 +172,6 @@ def round_rows(numbers, pairs, steps):
             halves[i] = np.int16(bits_of(given[i] * one_over + _INTEGERS))
 
 
-@intrinsic
-def _transpose(context: Any, source: Any, step: Any, target: Any) -> Any:
-    """Write 16 rows of 16 pairs, the next ``step`` pairs on, as 16 columns; by their addresses."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, step, target = arguments
-
-        def place(address: Any, row: int, width: Any) -> Any:
-            offset = builder.mul(width, ir.Constant(_INT64, 4 * row))
-            return builder.inttoptr(builder.add(address, offset), _PAIRS.as_pointer())
-
-        def chosen(first: Any, second: Any, lanes: list[int]) -> Any:
-            return builder.shuffle_vector(first, second, ir.Constant(_PAIRS, lanes))
-
-        rows = [builder.load(place(source, row, step), align=4) for row in range(LANES)]
-        for bit in (1, 2, 4, 8):
-            # Squares of this size change places across the diagonal.
-            upper = [lane + LANES - bit if lane & bit else lane for lane in range(LANES)]
-            lower = [lane + LANES if lane & bit else lane + bit for lane in range(LANES)]
-            for row in [row for row in range(LANES) if not row & bit]:
-                pair = rows[row], rows[row + bit]
-                rows[row], rows[row + bit] = chosen(*pair, upper), chosen(*pair, lower)
-        for number, row in enumerate(rows):
-            builder.store(row, place(target, number, ir.Constant(_INT64, LANES)), align=4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), generate
-
-
 @compiled
 def pair_columns(rows, columns):
     """Write rows of :func:`round_rows`, (vectors * LANES, pairs), as columns (vectors, pairs, LANES)."""
@@ -208,7 +179,7 @@ def pair_columns(rows, columns):
     for vector in range(len(columns)):
         first, own = vector * LANES, columns[vector]
         for pair in range(0, count - LANES + 1, LANES):
-            _transpose(rows[first, pair:].ctypes.data, count, own[pair].ctypes.data)
+            transpose(rows[first, pair:].ctypes.data, count, own[pair].ctypes.data, LANES)
         for pair in range(count // LANES * LANES, count):
             for lane in range(LANES):
                 own[pair, lane] = rows[first + lane, pair]
@@ -219,4 +190,4 @@ def panel_columns(panels, columns):
     """The same of :data:`LANES` rows that are panels (:func:`recalkv.model.cpu.matrix_units.to_bfloat16`)."""
     source, target, size = panels.ctypes.data, columns.ctypes.data, 4 * LANES * LANES
     for step in range(panels.shape[1] // LANES):
-        _transpose(source + step * size, LANES, target + step * size)
+        transpose(source + step * size, LANES, target + step * size, LANES)

@@ -35,7 +35,7 @@ class Keys(NamedTuple):
         :mod:`recalkv.model.cpu.matrix_units`; bfloat16 has no steps. Empty where products are float32.
     expanded_pairs, expanded_steps : (heads * vectors, >= slow, LANES) uint32, (heads, >= r) float32
         The second in 16 bits (:func:`recalkv.model.cpu.halves.pair_columns`).
-    fast_cos, fast_sin : (fast, tile), direct_cos, direct_sin : (tile, direct) float32
+    fast_cos, fast_sin : (fast, tile), direct_cos, direct_sin : (direct, tile) float32
         Turns of the rebuilt and the direct pairs.
     functions : (any, tile) float32
         Of the expansion.
@@ -129,7 +129,7 @@ def group_keys(
     return Keys(
         numbers(fast), numbers(slow), numbers(direct), rebuilt, expanded, numbers([products]),
         *_rounded(rebuilt, expanded, products),
-        array(rope.cos[fast]), array(rope.sin[fast]), array(rope.cos[direct].T), array(rope.sin[direct].T),
+        array(rope.cos[fast]), array(rope.sin[fast]), array(rope.cos[direct]), array(rope.sin[direct]),
         array(functions), array(coefficients.real), array(coefficients.imag),
         array(biases),
         # A norm comes between the bias and the turns.

@@ -23,11 +23,11 @@ __all__ = [
     "compiled",
     "exponentials",
     "fetch",
-    "inner_products",
     "multiply",
     "nested",
     "power_of_two",
-    "turn_pairs",
+    "transpose",
+    "write_columns",
 ]
 
 # Sums may be taken in any order, which SIMD needs; infinities keep their meaning, as masks have them.
@@ -85,6 +85,7 @@ _VECTORS = 4 if "+avx512f" in FEATURES else 2
 
 _INT32, _INT64, _NUMBER = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _NUMBERS, _LANES = ir.VectorType(_NUMBER, VECTOR), ir.VectorType(_INT32, VECTOR)
+_WORDS = ir.VectorType(_INT32, LANES)
 
 _BLOCK = 64
 """Rows of the right matrix that are gone over for one block of columns: within the first cache."""
@@ -189,101 +190,42 @@ def multiply(left, right, result):
 
 
 @intrinsic
-def _dots(context: Any, left: Any, left_row: Any, right: Any, result: Any, inner: Any) -> Any:
-    """Inner products of one row with as many as a vector has numbers; by addresses and bytes a row."""
+def transpose(context: Any, source: Any, step: Any, target: Any, target_step: Any) -> Any:
+    """Write 16 rows of 16 words of 32 bits, so many words from row to row, as 16 columns; by their addresses."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        left, left_row, right, result, inner = arguments
+        source, step, target, target_step = arguments
 
-        def place(address: Any, row: int, column: Any) -> Any:
-            offset = builder.mul(left_row, ir.Constant(_INT64, row))
-            offset = builder.add(offset, builder.mul(column, ir.Constant(_INT64, 4)))
-            return builder.inttoptr(builder.add(address, offset), _NUMBERS.as_pointer())
+        def place(address: Any, row: int, width: Any) -> Any:
+            offset = builder.mul(width, ir.Constant(_INT64, 4 * row))
+            return builder.inttoptr(builder.add(address, offset), _WORDS.as_pointer())
 
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(_NUMBERS, [0.0] * VECTOR)) for _ in range(VECTOR)]
-        with cgutils.for_range(builder, builder.udiv(inner, ir.Constant(_INT64, VECTOR))) as loop:
-            column = builder.mul(loop.index, ir.Constant(_INT64, VECTOR))
-            own = builder.load(place(right, 0, column), align=4)
-            for row, total in enumerate(sums):
-                product = builder.fmul(builder.load(place(left, row, column), align=4), own, flags=("contract",))
-                builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
-        vectors, half = [builder.load(total) for total in sums], VECTOR // 2
-        while half:
-            # Of two vectors each, halves of blocks are added; the blocks of the second fill the places of the second.
-            many = len(vectors) // 2
-            first = [
-                lane // (2 * half) * 2 * half + lane % half + VECTOR * (lane // half % 2) for lane in range(VECTOR)
-            ]
-            lower, upper = (ir.Constant(_LANES, [lane + more for lane in first]) for more in (0, half))
-            pairs = zip(vectors[:many], vectors[many:], strict=True)
-            vectors = [builder.fadd(*(builder.shuffle_vector(x, y, each) for each in (lower, upper))) for x, y in pairs]
-            half //= 2
-        builder.store(vectors[0], builder.inttoptr(result, _NUMBERS.as_pointer()), align=4)
+        def chosen(first: Any, second: Any, lanes: list[int]) -> Any:
+            return builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes))
+
+        rows = [builder.load(place(source, row, step), align=4) for row in range(LANES)]
+        for bit in (1, 2, 4, 8):
+            # Squares of this size change places across the diagonal.
+            upper = [lane + LANES - bit if lane & bit else lane for lane in range(LANES)]
+            lower = [lane + LANES if lane & bit else lane + bit for lane in range(LANES)]
+            for row in [row for row in range(LANES) if not row & bit]:
+                pair = rows[row], rows[row + bit]
+                rows[row], rows[row + bit] = chosen(*pair, upper), chosen(*pair, lower)
+        for number, row in enumerate(rows):
+            builder.store(row, place(target, number, target_step), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), generate
+    return types.void(*[types.int64] * 4), generate
 
 
 @compiled
-def inner_products(left, right, result):
-    """Products of each row of (m, k) with each of (n, k), float32, rows contiguous: to (n, m)."""
-    rows, inner = left.shape
-    whole = rows // VECTOR * VECTOR
-    for row in range(0, whole, VECTOR):
-        own = left.ctypes.data + row * left.strides[0]
-        for column in range(len(right)):
-            out = result.ctypes.data + column * result.strides[0] + 4 * row
-            _dots(own, left.strides[0], right.ctypes.data + column * right.strides[0], out, inner)
-    for row in range(whole if inner % VECTOR else 0):
-        for column in range(len(right)):
-            for k in range(inner // VECTOR * VECTOR, inner):
-                result[column, row] += left[row, k] * right[column, k]
-    for row in range(whole, rows):
-        for column in range(len(right)):
-            total, a, b = _ZERO, left[row], right[column]
-            for k in range(inner):
-                total += a[k] * b[k]
-            result[column, row] = total
-
-
-@intrinsic
-def _turn(context: Any, left: Any, right: Any, cos: Any, sin: Any, new_left: Any, new_right: Any) -> Any:
-    """Turn a vector of pairs; by addresses."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        places = [builder.inttoptr(each, _NUMBERS.as_pointer()) for each in arguments]
-        a, b, cos, sin = (builder.load(each, align=4) for each in places[:4])
-        flags = ("contract",)
-        builder.store(builder.fsub(builder.fmul(a, cos), builder.fmul(b, sin), flags=flags), places[4], align=4)
-        builder.store(builder.fadd(builder.fmul(b, cos), builder.fmul(a, sin), flags=flags), places[5], align=4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), generate
-
-
-@compiled
-def turn_pairs(given, cos, sin, result):
-    """Turn pairs of rows, left halves and then right halves.
-
-    Parameters
-    ----------
-    given : (rows, >= 2 pairs) float32
-    cos, sin : (rows, pairs) float32
-    result : (rows, >= 2 pairs) float32
-    """
-    rows, pairs = cos.shape
-    whole = pairs // VECTOR * VECTOR
-    for row in range(rows):
-        own, out = given.ctypes.data + row * given.strides[0], result.ctypes.data + row * result.strides[0]
-        cosines, sines = cos.ctypes.data + row * cos.strides[0], sin.ctypes.data + row * sin.strides[0]
-        for j in range(0, whole, VECTOR):
-            at, right = 4 * j, 4 * (pairs + j)
-            _turn(own + at, own + right, cosines + at, sines + at, out + at, out + right)
-    for row in range(rows if whole < pairs else 0):
-        for j in range(whole, pairs):
-            a, b = given[row, j], given[row, pairs + j]
-            result[row, j] = a * cos[row, j] - b * sin[row, j]
-            result[row, pairs + j] = b * cos[row, j] + a * sin[row, j]
+def write_columns(rows, columns):
+    """Write rows (m, n) of float32 as columns (n, >= m), both numbers being multiples of :data:`LANES`."""
+    count, step, target_step = rows.shape[1], rows.strides[0] // 4, columns.strides[0] // 4
+    for row in range(0, len(rows), LANES):
+        source, target = rows.ctypes.data + 4 * row * step, columns.ctypes.data + 4 * row
+        for column in range(0, count, LANES):
+            transpose(source + 4 * column, step, target + 4 * column * target_step, target_step)
 
 
 @intrinsic

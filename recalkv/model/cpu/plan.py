@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["TILE", "packed_rows", "paged_output", "step_output", "unpacked_rows"]
 
 TILE = 128
-"""Slots of a tile: latents and keys of one fit a core's second cache, and queries are turned but once for each."""
+"""Slots of a tile, whole vectors of them: latents and keys of one fit a core's second cache, and queries are turned but
+once for each."""
 
 _TILES_A_THREAD = 4
 

@@ -18,7 +18,7 @@ from recalkv.model.cpu.halves import (
     panel_columns,
     round_rows,
 )
-from recalkv.model.cpu.loops import LANES, fetch, inner_products, multiply, nested, turn_pairs
+from recalkv.model.cpu.loops import LANES, fetch, multiply, nested, write_columns
 from recalkv.model.cpu.matrix_units import (
     SIDE,
     THERE,
@@ -47,20 +47,16 @@ class Scratch(NamedTuple):
         Queries with their pairs as the keys': fast, direct, slow; left halves, then right halves.
     turns : (2, pairs) float32
         Turns of a query to the centre of the tile, in this order.
-    near : (heads, rows, 2 (fast + direct)) float32
-        Queries of the fast and direct pairs, turned: left halves, then right halves.
-    direct_near : (heads, rows, >= 2 direct) float32
-        Those of the direct pairs.
+    fast_near, direct_near : (heads, rows, 2 fast), (heads, rows, 2 direct) float32
+        Queries of the fast and of the direct pairs, turned: left halves, then right halves.
     folded : (heads, functions * rows up to a multiple of four, 2 slow) float32
         Queries of the slow pairs as the expansion wants them: left halves, then right halves.
     directions : (heads, the same, >= r) float32
         The latents' factors of the expansion.
     products : (any, >= tile) float32
         Rebuilt columns times latents, and then directions of all heads times latents.
-    turned : (2, tile) float32
-        One rebuilt pair.
-    direct_keys : (heads, tile, >= 2 direct) float32
-        Turned.
+    columns : (>= r, > tile) float32
+        Latents of the tile, of one after the other: direct keys are turned there.
     latent_pairs, latent_steps : (>= tile, pairs) uint32, (>= tile,) float32
         Latents in 16 bits; of bfloat16, which has no steps here and below, those of one vector of slots, as panels.
     slot_pairs : (vectors, pairs, LANES) uint32
@@ -77,13 +73,12 @@ class Scratch(NamedTuple):
 
     ordered: np.ndarray
     turns: np.ndarray
-    near: np.ndarray
+    fast_near: np.ndarray
     direct_near: np.ndarray
     folded: np.ndarray
     directions: np.ndarray
     products: np.ndarray
-    turned: np.ndarray
-    direct_keys: np.ndarray
+    columns: np.ndarray
     latent_pairs: np.ndarray
     latent_steps: np.ndarray
     slot_pairs: np.ndarray
@@ -124,13 +119,13 @@ def new_scratch(keys, heads, rows, head_dim, width):
     scratch = Scratch(
         np.empty((heads, rows, head_dim), np.float32),
         np.empty((2, head_dim // 2), np.float32),
-        np.empty((heads, rows, 2 * (fast + direct)), np.float32),
-        np.zeros((heads, rows, filled(2 * direct)), np.float32),
+        np.empty((heads, rows, 2 * fast), np.float32),
+        np.empty((heads, rows, 2 * direct), np.float32),
         np.zeros((heads, few, 2 * slow), np.float32),
         aligned(heads * few, width).view(np.float32).reshape(heads, few, width),
         aligned(_fours(columns), slots).view(np.float32),
-        np.empty((2, tile), np.float32),
-        np.zeros((heads, tile, filled(2 * direct)), np.float32),
+        # A power of two of bytes from row to row, and columns would push each other out of the first cache.
+        np.empty((width if products == FLOAT32 or direct else 0, slots + LANES), np.float32),
         np.zeros((slots, pairs), np.uint32),
         np.zeros(slots, np.float32),
         aligned(slots, pairs).reshape(slots // LANES, pairs, LANES),
@@ -156,34 +151,37 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
     latents : (tile, >= r)
         What fills rows up to whole vectors is zero. Products in 16 bits read what :func:`round_slots` made of them.
     here
-        Slots that the tile has; the last four of them may be written past.
+        Slots that the tile has; the rest of their last vector is written, too.
     cos, sin : (pairs,)
         Turns of the query to the tile's centre.
     scores : (heads * rows, tile)
         Receives them.
     """
     heads, rows, _ = scratch.ordered.shape
-    direct, used = len(keys.direct), latents[: _fours(here)]
+    fast, direct, used = len(keys.fast), len(keys.direct), filled(here)
     _turn_queries(keys, cos, sin, scratch)
-    if THERE and keys.products[0] == BFLOAT16:
-        _multiply_in_bfloat16(keys, used, scratch)
-    elif keys.products[0] == FLOAT32:
+    if len(scratch.columns):
+        write_columns(latents[:used], scratch.columns)
+    if keys.products[0] == FLOAT32:
         _multiply(keys, used, scratch)
+    elif THERE and keys.products[0] == BFLOAT16:
+        _multiply_in_bfloat16(keys, used, scratch)
     else:
         _multiply_in_16_bits(keys, used, scratch)
     if len(keys.norm):
         _normed(keys, heads, here, scratch.products)
-    if direct:
-        _turn(latents[:here], direct, keys, scratch)
     for head in range(heads):
         fetch(scratch.ahead, WAITING)
-        own = scores[head * rows : (head + 1) * rows]
+        own = scores[head * rows : (head + 1) * rows, :used]
+        own[:] = _NOTHING
         if direct:
-            inner_products(scratch.direct_keys[head, : len(used)], scratch.direct_near[head], own)
-        else:
-            own[:, :here] = _NOTHING
-        _add_rebuilt(keys, head, here, scratch, own)
-        _add_expanded(keys, head, here, scratch, own)
+            turned = scratch.columns[2 * direct * head : 2 * direct * (head + 1)]
+            _add_turned(turned, keys.direct_bias, keys.direct_cos, keys.direct_sin, scratch.direct_near, head, own)
+            fetch(scratch.ahead, 2 * WAITING)
+        if fast:
+            turned = scratch.products[2 * fast * head : 2 * fast * (head + 1)]
+            _add_turned(turned, keys.fast_bias, keys.fast_cos, keys.fast_sin, scratch.fast_near, head, own)
+        _add_expanded(keys, head, used, scratch, own)
 
 
 @nested
@@ -203,22 +201,24 @@ def round_slots(keys, latents, first, scratch):
 
 
 @nested
-def _multiply(keys, latents, scratch):
-    """Products of the latents with rebuilt columns and the expansion's directions."""
+def _multiply(keys, slots, scratch):
+    """Products of the columns of so many slots with rebuilt columns and the expansion's directions."""
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
+    heads = len(scratch.directions)
+    columns, products = scratch.columns[:, :slots], scratch.products[: first + heads * count, :slots]
+    products[:] = _NOTHING
     if first:
-        inner_products(latents, keys.rebuilt, scratch.products)
-    if count == 0:
-        return
-    for head in range(len(scratch.directions)):
+        multiply(keys.rebuilt, columns, products[:first])
+    for head in range(heads if count else 0):
         own = scratch.directions[head, :count]
         own.fill(_NOTHING)
         multiply(scratch.folded[head, :count], keys.expanded[head], own)
-        inner_products(latents, own, scratch.products[first + head * count :])
+        fetch(scratch.ahead, WAITING)
+        multiply(own, columns, products[first + head * count : first + (head + 1) * count])
 
 
 @nested
-def _multiply_in_16_bits(keys, latents, scratch):
+def _multiply_in_16_bits(keys, used, scratch):
     """The same of slots that :func:`round_slots` has rounded."""
     by_bytes = keys.products[0] == BYTES
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
@@ -233,7 +233,7 @@ def _multiply_in_16_bits(keys, latents, scratch):
         else:
             round_rows(own[:count], scratch.factor_pairs[place:], scratch.factor_steps[place:])
     slots, factors, steps = (
-        scratch.slot_pairs[: filled(len(latents)) // LANES],
+        scratch.slot_pairs[: used // LANES],
         scratch.factor_pairs,
         scratch.factor_steps,
     )
@@ -244,7 +244,7 @@ def _multiply_in_16_bits(keys, latents, scratch):
 
 
 @nested
-def _multiply_in_bfloat16(keys, latents, scratch):
+def _multiply_in_bfloat16(keys, used, scratch):
     """The same by matrix units."""
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
     heads, vectors = len(scratch.directions), scratch.directions.shape[2] // LANES
@@ -253,7 +253,7 @@ def _multiply_in_bfloat16(keys, latents, scratch):
         to_bfloat16(scratch.folded[head], 0, scratch.folded_pairs)
         multiply_bfloat16(scratch.folded_pairs, keys.expanded_pairs[head * vectors : (head + 1) * vectors], own)
         to_bfloat16(own[:count], first + head * count, scratch.factor_pairs)
-    slots = scratch.slot_pairs[: filled(len(latents)) // LANES]
+    slots = scratch.slot_pairs[: used // LANES]
     multiply_bfloat16(scratch.factor_pairs, slots, scratch.products)
 
 
@@ -274,8 +274,7 @@ def in_order(keys, queries, scale, scratch):
 @nested
 def _turn_queries(keys, cos, sin, scratch):
     """Queries over one tile: turned to its centre, and as the expansion wants them."""
-    ordered, turns, turned, folded = scratch.ordered, scratch.turns, scratch.near, scratch.folded
-    direct = scratch.direct_near
+    ordered, turns, folded = scratch.ordered, scratch.turns, scratch.folded
     heads, rows, head_dim = ordered.shape
     half, fast, slow = np.uint64(head_dim // 2), len(keys.fast), np.uint64(len(keys.slow))
     near = half - slow
@@ -286,15 +285,8 @@ def _turn_queries(keys, cos, sin, scratch):
         turns[0, near + j], turns[1, near + j] = cos[keys.slow[j]], sin[keys.slow[j]]
     for head in range(heads):
         for row in range(rows):
-            for j in range(near):
-                a, b = ordered[head, row, j], ordered[head, row, half + j]
-                turned[head, row, j] = a * turns[0, j] - b * turns[1, j]
-            for j in range(near):
-                a, b = ordered[head, row, j], ordered[head, row, half + j]
-                turned[head, row, near + j] = b * turns[0, j] + a * turns[1, j]
-            for j in range(near - np.uint64(fast)):
-                direct[head, row, j] = turned[head, row, fast + j]
-                direct[head, row, near - np.uint64(fast) + j] = turned[head, row, near + np.uint64(fast) + j]
+            _turn_query(ordered[head, row], turns, 0, scratch.fast_near[head, row])
+            _turn_query(ordered[head, row], turns, fast, scratch.direct_near[head, row])
             for f in range(keys.functions.shape[0]):
                 # The turn to the centre and the expansion's coefficients, in one.
                 for j in range(slow):
@@ -304,6 +296,16 @@ def _turn_queries(keys, cos, sin, scratch):
                     left, right = a * cos_j - b * sin_j, b * cos_j + a * sin_j
                     folded[head, f * rows + row, j] = left * c + right * s
                     folded[head, f * rows + row, slow + j] = right * c - left * s
+
+
+@nested
+def _turn_query(ordered, turns, first, turned):
+    """Turn pairs of one query, from one on: to left halves, then right halves."""
+    half, pairs = len(ordered) // 2, len(turned) // 2
+    for j in range(pairs):
+        turned[j] = ordered[first + j] * turns[0, first + j] - ordered[half + first + j] * turns[1, first + j]
+    for j in range(pairs):
+        turned[pairs + j] = ordered[half + first + j] * turns[0, first + j] + ordered[first + j] * turns[1, first + j]
 
 
 @nested
@@ -325,49 +327,28 @@ def _normed(keys, heads, slots, products):
 
 
 @nested
-def _turn(source, pairs, keys, scratch):
-    """Turn direct pairs of keys by their places in the tile.
+def _add_turned(columns, bias, all_cos, all_sin, near, head, scores):
+    """Turn pairs of one head's keys by their places in the tile, where they are, and add their scores.
 
     Parameters
     ----------
-    source : (slots, any)
-        Keys: of each head left halves, then right halves.
-    pairs
-        Direct ones of a head.
+    columns : (2 pairs, > slots)
+        Left halves, then right halves.
+    bias : (heads, 2 pairs)
+        Or without rows.
+    all_cos, all_sin : (pairs, >= slots)
+    near : (heads, rows, 2 pairs)
+    scores : (rows, slots)
     """
-    for first in range(0, len(source), LANES):
-        fetch(scratch.ahead, 2 * WAITING)
-        some = slice(first, min(first + LANES, len(source)))
-        for head in range(scratch.direct_keys.shape[0]):
-            own = source[some, 2 * pairs * head : 2 * pairs * (head + 1)]
-            if len(keys.direct_bias):
-                own = own + keys.direct_bias[head]
-            turn_pairs(own, keys.direct_cos[some], keys.direct_sin[some], scratch.direct_keys[head, some])
-
-
-@nested
-def _add_rebuilt(keys, head, slots, scratch, scores):
-    """Add the scores of one head's rebuilt pairs, (rows, tile)."""
-    fast, near, turned = len(keys.fast), scratch.near[head], scratch.turned
-    for j in range(fast):
-        place = head * 2 * fast + j
-        left, right, cos, sin = (
-            scratch.products[place],
-            scratch.products[place + fast],
-            keys.fast_cos[j],
-            keys.fast_sin[j],
-        )
-        first, second = (
-            (keys.fast_bias[head, j], keys.fast_bias[head, fast + j]) if len(keys.fast_bias) else (_NOTHING, _NOTHING)
-        )
+    pairs, slots = len(all_cos), scores.shape[1]
+    for j in range(pairs):
+        left, right, cos, sin = columns[j], columns[pairs + j], all_cos[j], all_sin[j]
+        first, second = (bias[head, j], bias[head, pairs + j]) if len(bias) else (_NOTHING, _NOTHING)
         for slot in range(slots):
-            turned[0, slot] = (left[slot] + first) * cos[slot] - (right[slot] + second) * sin[slot]
-        for slot in range(slots):
-            turned[1, slot] = (right[slot] + second) * cos[slot] + (left[slot] + first) * sin[slot]
-        for row in range(len(scores)):
-            a, b = near[row, j], near[row, near.shape[1] // 2 + j]
-            for slot in range(slots):
-                scores[row, slot] += a * turned[0, slot] + b * turned[1, slot]
+            a, b = left[slot] + first, right[slot] + second
+            left[slot] = a * cos[slot] - b * sin[slot]
+            right[slot] = b * cos[slot] + a * sin[slot]
+    multiply(near[head], columns[:, :slots], scores)
 
 
 @nested
