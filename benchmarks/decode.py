@@ -1,15 +1,15 @@
-"""Decoding speed of compressed models over dense speed, in plain torch, whole models and one attention module.
+"""Speed of compressed models over dense speed on a CPU: of single tokens and of prompts.
 
     python -m benchmarks.decode --quick
 
 Without checkpoints it compresses the embedded model without the fit, to 16-bit latents at 50 % and to ``mixed`` at
-75 %, and without ``--quick`` also to 16-bit latents at 70 % (``latents70_``), for 16,384 cached tokens too, and writes
-``reports/decode.json``. Static caches; the models take turns, so that clocks and neighbours that drift meet them
-alike; medians. Before a module is timed its output is compared with float64. The last line is JSON: compressed speed
-over dense speed of one attention module (``attention_N``, with N tokens cached, beside SDPA; projections included) and
-of whole models (``model_N``), of ``mixed`` (``mixed_attention_N``, ``mixed_model_N``) as of 16-bit latents, where 1.0
-is equal, and ``error`` and ``mixed_error``, the largest difference of the modules' output from float64 over the same
-cache, relative to its norm.
+75 %, and without ``--quick`` also to 16-bit latents at 70 % (``latents70_``), for 16,384 cached tokens and prompts of
+2,048 too, and writes ``reports/decode.json``. Static caches; the models take turns, so that clocks and neighbours that
+drift meet them alike; medians. Before a module is timed its output is compared with float64. The last line is JSON:
+compressed speed over dense speed of one attention module (``attention_N``, with N tokens cached, beside SDPA;
+projections included), of whole models (``model_N``) and of whole models with prompts of N tokens (``prompt_N``); the
+same of ``mixed`` (``mixed_attention_N``, ``mixed_model_N``, ``mixed_prompt_N``); 1.0 is equal. ``error`` and
+``mixed_error`` are the largest difference of the modules' output from float64 over the same cache, over its norm.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.compression import Statistics, assemble, collect_statistics, compress_layers
 from recalkv.evaluation.attention_step import Step, attention_function, module_of, typical_layer
-from recalkv.evaluation.decoding import prompt_contents, time_decoding
+from recalkv.evaluation.decoding import prompt_contents, time_decoding, time_prefill
 from recalkv.evaluation.timing import environment
 from recalkv.method.methods import resolve_method
 from recalkv.model.layers import ModuleSource
@@ -37,6 +37,8 @@ from recalkv.text.documents import load_documents
 from recalkv.text.windows import joined_tokens, sample_windows
 
 CONTEXTS, LONGEST = (1024, 4096), 16384
+PROMPTS = (512, 2048)
+"""Lengths; the first alone with ``--quick``."""
 SETTINGS: dict[str, dict[str, Any]] = {"latents": {"ratio": 0.5, "bits": 16}, "mixed": {"ratio": 0.75, "bits": "mixed"}}
 MORE: dict[str, dict[str, Any]] = {"latents70": {"ratio": 0.7, "bits": 16}}
 REPORT = Path("reports/decode.json")
@@ -115,6 +117,20 @@ def time_models(models: dict[str, Any], contexts: Sequence[int], rounds: int, to
     return found
 
 
+def time_prompts(models: dict[str, Any], lengths: Sequence[int], rounds: int) -> dict[str, float]:
+    """Speed of whole models over the dense one's with prompts, by their length."""
+    found: dict[str, float] = {}
+    for length in lengths:
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        for _, (name, model) in itertools.product(range(rounds), models.items()):
+            seconds[name] += time_prefill(model, length).seconds
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        for name, median in medians.items():
+            print(f"prompt     {length:>6} tokens  {name:<10}{length / median:>9.1f} tokens/s", flush=True)
+        found |= _speeds(medians, f"prompt_{length}")
+    return found
+
+
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Print the times, and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -146,6 +162,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     with torch.no_grad():
         found, errors = time_modules(models, contexts, rounds=3, repeats=5 if options.quick else 30)
         found |= time_models(models, contexts, rounds=6, tokens=2 if options.quick else 10)
+        found |= time_prompts(models, PROMPTS[:1] if options.quick else PROMPTS, rounds=2 if options.quick else 4)
     found = {name: round(value, 3) for name, value in found.items()}
     found |= {name: float(f"{errors[own]:.2g}") for name, own in (("error", "latents"), ("mixed_error", "mixed"))}
     if whole:

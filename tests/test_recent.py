@@ -10,7 +10,8 @@ from transformers import DynamicCache, StaticCache
 
 from recalkv.cache.growing import GrowingCache
 from recalkv.model.attention import LatentAttention
-from recalkv.model.recent import prompt_attention
+from recalkv.model.cpu import plan
+from recalkv.model.slots import rotated
 from tests.tiny import compressed_pair, windows
 
 
@@ -29,37 +30,58 @@ def reference(
 
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "tokens", "window"),
-    [(2, 9, 3, 100, 32), (1, 4, 4, 31, 32), (1, 4, 2, 32, 32), (1, 4, 2, 33, 32), (3, 6, 2, 70, 7), (1, 2, 1, 9, 1)],
+    [(2, 9, 3, 100, 32), (1, 4, 4, 31, 32), (1, 4, 2, 33, 32), (3, 6, 2, 70, 7), (1, 2, 1, 9, 1), (1, 9, 3, 300, 140)],
 )
-def test_two_softmaxes_are_one(batch: int, heads: int, kv_heads: int, tokens: int, window: int) -> None:
+@pytest.mark.parametrize(("width", "value_width", "shared"), [(16, 16, False), (80, 33, False), (10, 21, True)])
+def test_prompts_in_loops(
+    batch: int, heads: int, kv_heads: int, tokens: int, window: int, width: int, value_width: int, shared: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(batch, heads, tokens, 16, generator=generator)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    query, angles = random(batch, tokens, heads, width), random(batch, tokens, width // 2).repeat(1, 1, 2)
+    rope, value_heads = (angles.cos(), angles.sin()), 1 if shared else kv_heads
     far, near = (
-        (
-            torch.randn(batch, kv_heads, tokens, 16, generator=generator),
-            torch.randn(batch, kv_heads, tokens, 16, generator=generator),
-        )
-        for _ in range(2)
+        (random(batch, tokens, kv_heads, width), random(batch, tokens, value_heads, value_width)) for _ in range(2)
     )
-    found = prompt_attention(query, far, near, window, 0.3)
-    torch.testing.assert_close(found, reference(query, far, near, window, 0.3).float(), rtol=1e-5, atol=1e-5)
+
+    def turned(states: Tensor) -> Tensor:
+        return rotated(states.transpose(1, 2).double(), (rope[0].double(), rope[1].double()))
+
+    expected_far, expected_near = (
+        (turned(key), value.transpose(1, 2).expand(-1, kv_heads, -1, -1)) for key, value in (far, near)
+    )
+    found = plan.prompt_output(query, [far, near], rope, window, 0.3)
+    expected = reference(turned(query), expected_far, expected_near, window, 0.3)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    # All tokens are read from one kind of them, and turned alike in all sequences.
+    rope = angles[:1].cos(), angles[:1].sin()
+    expected_far = turned(far[0]), expected_far[1]
+    found = plan.prompt_output(query, [far], rope, window, 0.3)
+    expected = reference(turned(query), expected_far, expected_far, 1, 0.3)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 40, 7, 33), (130, 48, 16)])
+def test_products_of_factors(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(shape[:-1], generator=generator), torch.randn(shape[-2:], generator=generator)
+    torch.testing.assert_close(plan.product(left, right), (left.double() @ right.double()).float())
+
+
+@pytest.mark.parametrize("bits", ["mixed", 16])
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-bias", "qwen3-qk-norm", "mistral-sliding"])
-def test_prompts_by_blocks_and_by_two_softmaxes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_by_blocks_and_by_loops(family: str, bits: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole model, whose gradients go the other way."""
-    _, model, _ = compressed_pair(family, method="loss-aware", bits="mixed", ratio=0.5, exact_window=5)
-    ids, taken = windows(2, 40), []
-
-    def counted(*arguments: object) -> Tensor:
-        taken.append(1)
-        return prompt_attention(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("recalkv.model.attention.prompt_attention", counted)
+    _, model, _ = compressed_pair(family, method="loss-aware", bits=bits, ratio=0.5, exact_window=5)
+    ids, taken, right = windows(2, 40), [], LatentAttention._attend_in_prompt
+    monkeypatch.setattr(LatentAttention, "_attend_in_prompt", lambda *given: (taken.append(1), right(*given))[1])
     with torch.no_grad():
         found, many = model(ids).logits, len(taken)
         with monkeypatch.context() as patch:
-            patch.setattr(LatentAttention, "_is_prompt", lambda *_: False)
+            patch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
             expected = model(ids).logits
     assert many == (0 if family == "mistral-sliding" else model.config.num_hidden_layers)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -77,16 +99,8 @@ def test_gradients_of_what_alone_is_trained(trained: str, monkeypatch: pytest.Mo
     ids, found = windows(2, 40), []
     for _ in range(2):
         found += torch.autograd.grad(model(ids).logits.square().sum(), parameter)
-        monkeypatch.setattr(LatentAttention, "_is_prompt", lambda *_: False)
+        monkeypatch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4 * float(found[1].abs().max()))
-
-
-def test_wide_windows_go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A band is padded to whole windows, and has a mask as wide."""
-    monkeypatch.setattr("recalkv.model.attention.prompt_attention", lambda *_: pytest.fail("a band of 2,048"))
-    _, model, _ = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", ratio=0.5, exact_window=2048)
-    with torch.no_grad():
-        assert model(windows(1, 20)).logits.isfinite().all()
 
 
 def test_prompts_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +111,7 @@ def test_prompts_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.register_forward_hook(lambda _module, _given, result: outputs.append(result[0]))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(ids)
-        monkeypatch.setattr(LatentAttention, "_is_prompt", lambda *_: False)
+        monkeypatch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
         model(ids)
     found, expected = outputs
     assert found.dtype == expected.dtype == torch.bfloat16

@@ -19,7 +19,7 @@ from recalkv.model.cpu import compiled_loops, pack, unpack
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.norms import epsilon, norm_like, normed
-from recalkv.model.recent import WIDEST_BAND, blocks, overlaid, prompt_attention, readable
+from recalkv.model.recent import blocks, overlaid, readable
 from recalkv.model.reconstruction import Reconstruction
 from recalkv.model.slots import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
@@ -236,6 +236,12 @@ class LatentAttention(nn.Module):
             reach = max(offset + slots, seen) if isinstance(seen, int) else offset + slots
             query_rope = self._rope(torch.arange(-length, 0, device=query.device) + seen, reach, query, seen)
             key_rope = self._rope(slice(offset, offset + slots), reach, query, seen)
+        if (loops := self._prompt_loops(query, cached, mask)) is not None:
+            read = [(z_k, z_v)]
+            if recent is not None:
+                exact_k, exact_v = self._split(recent[:, :, -length:])
+                read.append((exact_k, (exact_k if self.joint else exact_v)[:, 0]))
+            return self._attend_in_prompt(loops, query, read, key_rope)
         query = rotated(query.transpose(1, 2), query_rope)
         key = rotated(self._rebuild_keys(z_k), key_rope)
         if several:
@@ -263,9 +269,6 @@ class LatentAttention(nn.Module):
             rope = self._rope(places, offset + slots, query, seen)
         near, outputs = rotated(self._rebuild_keys(exact_k), rope), []
         near_v = exact_k[:, 0] if self.joint else exact_v[:, 0]
-        if self._is_prompt(query, cached, mask):
-            far, close = (key, self._rebuild_values(z_v)), (near, self._rebuild_values(near_v))
-            return prompt_attention(query, far, close, self.exact_window, self.scaling).flatten(2)
         given, rebuilt = readable(mask, query.shape[0], length, slots, query.device), None
         for part in blocks(
             length, slots, recent.shape[2], seen, offset, self.exact_window, self.sliding_window, given, query.device
@@ -283,15 +286,43 @@ class LatentAttention(nn.Module):
             outputs.append(self._attention(own, keys, values, part.mask, kwargs).flatten(2))
         return torch.cat(outputs, dim=1)
 
-    def _is_prompt(self, query: Tensor, cached: Cached, mask: Any) -> bool:
-        """Whether :func:`recalkv.model.recent.prompt_attention` can attend from these queries."""
-        unbounded = self.sliding_window is None or query.shape[2] <= self.sliding_window
-        plain = self.plain_softmax and self.config._attn_implementation == "sdpa" and not self.fused
-        short = self.exact_window <= WIDEST_BAND
-        trained = torch.is_grad_enabled() and (
-            query.requires_grad or any(each.requires_grad for each in self.parameters())
-        )
-        return query.is_cpu and cached.fresh and mask is None and unbounded and plain and short and not trained
+    def _prompt_loops(self, query: Tensor, cached: Cached, mask: Any) -> Any:
+        """The compiled loops, where they can attend from these queries, a whole prompt's; else None."""
+        length = query.shape[1]
+        if not (query.is_cpu and cached.fresh and mask is None and length > 1) or torch.compiler.is_compiling():
+            return None
+        if not self.plain_softmax or self.config._attn_implementation != "sdpa":
+            return None
+        if self.sliding_window is not None and length > self.sliding_window:
+            return None
+        # Torch may have units of its own for numbers of 16 bits, but not for windows.
+        if query.dtype != torch.float32 and cached.recent is None:
+            return None
+        given = query, cached.z_k, cached.z_v, *self.parameters()
+        if torch.is_grad_enabled() and any(each.requires_grad for each in given):
+            return None
+        return compiled_loops()
+
+    def _attend_in_prompt(
+        self, loops: Any, query: Tensor, latents: Sequence[tuple[Tensor, Tensor]], rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The same of a whole prompt by compiled loops, over latents of rows and, with a window, exact ones."""
+        queries: Sequence[Tensor] = (query,)
+        if self.fused:
+            queries = query.split([heads * self.num_key_value_groups for heads in self.value_heads], dim=2)
+        read: list[list[tuple[Tensor, Tensor]]] = []
+        for z_k, z_v in latents:
+            key = self._rebuild_keys(z_k).transpose(1, 2)
+            if self.fused:
+                values = z_v[:, :, None].split(self.value_ranks, dim=-1)
+                read.append(list(zip(key.split(self.value_heads, dim=2), values, strict=True)))
+            else:
+                read.append([(key, self._rebuild_values(z_v).transpose(1, 2))])
+        outputs = [
+            loops.prompt_output(own, pairs, rope, self.exact_window, self.scaling).flatten(2)
+            for own, *pairs in zip(queries, *read, strict=True)
+        ]
+        return torch.cat(outputs, dim=-1)
 
     def _split(self, recent: Tensor) -> tuple[Tensor, Tensor]:
         """Exact latents of keys (or both), and of values."""

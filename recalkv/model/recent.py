@@ -1,9 +1,8 @@
 """Attention to latents of which the newest are exact: for each query those of the window that ends at it.
 
 One query reads one set of latents, with the exact ones put in their places (:func:`overlaid`). Several have a window
-each, and so read two: rows for what is behind their windows and exact latents within. A prompt has one softmax over
-each, which are put together by their sums (:func:`prompt_attention`); what else there is, masks, sliding windows and
-chunks behind a cache, has both side by side as slots of one softmax, under a mask (:func:`blocks`).
+each, and so read two: rows for what is behind their windows and exact latents within, side by side as slots of one
+softmax, under a mask (:func:`blocks`). On a CPU compiled loops do a prompt's (:mod:`recalkv.model.cpu.prompts`).
 """
 
 import functools
@@ -13,15 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
-from torch.nn.functional import pad
 
-__all__ = ["WIDEST_BAND", "Block", "blocks", "overlaid", "prompt_attention", "readable"]
+__all__ = ["Block", "blocks", "overlaid", "readable"]
 
 _QUERIES = 256
 """Of a block: what it reads twice is its own tokens and a window."""
-
-WIDEST_BAND = 256
-"""Tokens of a window, at most, that :func:`prompt_attention` takes: a wider one costs more than it spares."""
 
 
 def overlaid(latents: Tensor, recent: Tensor, last: int | Tensor, window: int) -> Tensor:
@@ -53,81 +48,6 @@ def readable(mask: Any, batch: int, queries: int, slots: int, device: torch.devi
     if isinstance(mask, BlockMask):
         return create_mask(mask.mask_mod, batch, 1, queries, slots, str(device))
     return mask if isinstance(mask, Tensor) else None
-
-
-def prompt_attention(
-    query: Tensor, far: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor], window: int, scale: float
-) -> Tensor:
-    """Attend from each token of a prompt to exact tokens of its window and to packed ones before it, on a CPU.
-
-    Far tokens are causal attention, moved by the window; near ones are a band, which goes by blocks of as many queries
-    as the window has tokens. No gradients: torch has none for the sums of a softmax.
-
-    Parameters
-    ----------
-    query : (batch, h, tokens, d_h)
-        After RoPE.
-    far, near : (batch, h_kv, tokens, d_h) each
-        Keys after RoPE, and values, of packed rows and of exact latents.
-    window
-        Tokens up to a query, itself included, that it reads from ``near``.
-    scale
-        Of scores.
-
-    Returns
-    -------
-    (batch, tokens, h, d_h)
-    """
-    # Autocast leaves what was turned in float32, and what is no function of torch's own as it is.
-    dtype = near[1].dtype
-    query, far, near = query.to(dtype), (far[0].to(dtype), far[1].to(dtype)), (near[0].to(dtype), near[1])
-    output, sums = _banded(query, *near, window, scale)
-    if (further := query.shape[2] - window) > 0:
-        repeats = query.shape[1] // far[0].shape[1]
-        key, value = (each[:, :, :further].repeat_interleave(repeats, dim=1) for each in far)
-        behind, behind_sums = _flash(query[:, :, window:], key, value, scale, None)
-        share = (behind_sums - sums[:, :, window:]).sigmoid()[..., None].to(output.dtype)
-        output[:, :, window:].lerp_(behind, share)
-    return output.transpose(1, 2)
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention, causal without a mask, and logarithms of the softmax's sums; of as many heads each."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, sums = flash(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
-    return output, sums
-
-
-def _banded(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of each token to those of its window, and logarithms of the softmax's sums."""
-    batch, heads, tokens, width = query.shape
-    kv_heads, missing = key.shape[1], -tokens % window
-    count = (tokens + missing) // window
-    # A block reads its own tokens and those of the block before; queries of one key head are rows of one product.
-    rows = pad(query, (0, 0, 0, missing)).view(batch, kv_heads, -1, count, window, width)
-    rows = rows.permute(0, 3, 1, 2, 4, 5).reshape(batch, count, kv_heads, -1, width)
-    key, value = (pad(each, (0, 0, 0, missing)) for each in (key, value))
-    mask, few = _band(window, heads // kv_heads, query.dtype), slice(0, window)
-    # Nothing is before the first block.
-    output, sums = _flash(rows[:, 0], key[:, :, few], value[:, :, few], scale, mask[..., window:])
-    if count > 1:
-        key, value = (each.unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1) for each in (key, value))
-        others, other_sums = _flash(rows[:, 1:].flatten(0, 1), key, value, scale, mask)
-        output = torch.cat([output[:, None], others.unflatten(0, (batch, -1))], dim=1)
-        sums = torch.cat([sums[:, None], other_sums.unflatten(0, (batch, -1))], dim=1)
-    output = output.view(batch, count, kv_heads, -1, window, width).permute(0, 2, 3, 1, 4, 5)
-    sums = sums.view(batch, count, kv_heads, -1, window).permute(0, 2, 3, 1, 4)
-    output, sums = output.reshape(batch, heads, -1, width), sums.reshape(batch, heads, -1)
-    return output[:, :, :tokens], sums[:, :, :tokens]
-
-
-@functools.lru_cache(maxsize=8)
-def _band(window: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """What is added to scores of a block's queries, once for each row: (1, 1, rows * window, 2 window)."""
-    with torch.inference_mode(False):
-        behind = torch.arange(window, device="cpu")[:, None] + window - torch.arange(2 * window, device="cpu")
-        allowed = ((behind >= 0) & (behind < window)).repeat(1, 1, rows, 1)
-        return torch.zeros(allowed.shape, dtype=dtype, device="cpu").masked_fill(~allowed, float("-inf"))
 
 
 class Block(NamedTuple):

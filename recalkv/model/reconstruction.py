@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from recalkv.model.cpu import product
+
 __all__ = ["Reconstruction"]
 
 
@@ -44,4 +46,4 @@ class Reconstruction(nn.Module):
         """``[z_1 R_1, z_2 R_2, ...]``: (batch, slots, sum of ranks) to (batch, slots, n)."""
         factors = self()
         parts = latents.split([len(factor) for factor in factors], dim=-1)
-        return torch.cat([part @ factor for part, factor in zip(parts, factors, strict=True)], dim=-1)
+        return torch.cat([product(part, factor) for part, factor in zip(parts, factors, strict=True)], dim=-1)

@@ -1,8 +1,9 @@
 """Decoding on a CPU by compiled loops (Numba): a tile of slots is unpacked, scored and summed within a core's cache.
 
-``step`` is the attention of one new token, ``scores`` what it does with a tile's keys, ``halves`` and ``matrix_units``
-the products of packed rows in 16 bits; ``sources`` reads latents, ``rows`` and ``packing`` read and write packed rows;
-``keys`` and ``plan`` prepare a layer, ``threads`` runs the loops where torch runs its own work.
+``step`` is the attention of one new token, ``scores`` what it does with a tile's keys, ``prompts`` that of a prompt's
+tokens, ``halves`` and ``matrix_units`` the products of packed rows in 16 bits; ``sources`` reads latents, ``rows`` and
+``packing`` read and write packed rows; ``keys`` and ``plan`` prepare a layer, ``threads`` runs the loops where torch
+runs its own work.
 """
 
 import functools
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from recalkv.cache.rows import RowLayout
 
-__all__ = ["compiled_loops", "pack", "unpack"]
+__all__ = ["compiled_loops", "pack", "product", "unpack"]
 
+# Of a product that are worth a call of the loops.
+_ROWS = 32
 # Seconds: more than loading what is kept on disk takes.
 _PATIENCE = 4.0
 _NOTICE = "recalkv: compiling the decoding loops for this processor; up to a minute, once"
@@ -66,6 +69,16 @@ def unpack(packed: Tensor, rows: RowLayout, dtype: torch.dtype) -> Tensor:
     loops = _loops_for(packed)
     latents: Tensor = rows.unpack(packed, dtype) if loops is None else loops.unpacked_rows(packed, rows, dtype)
     return latents
+
+
+def product(latents: Tensor, factor: Tensor) -> Tensor:
+    """``latents @ factor``, by the compiled loops where they can: torch's library minds whose processor it runs on."""
+    loops = None
+    if latents.dtype == factor.dtype == torch.float32 and latents.shape[-2] >= _ROWS:
+        trained = torch.is_grad_enabled() and (latents.requires_grad or factor.requires_grad)
+        loops = None if trained or torch.is_autocast_enabled("cpu") else _loops_for(latents)
+    result: Tensor = latents @ factor if loops is None else loops.product(latents, factor)
+    return result
 
 
 def _loops_for(tensor: Tensor) -> Any:

@@ -20,6 +20,7 @@ from recalkv.model.cpu import halves, sources, step
 from recalkv.model.cpu.keys import Keys, group_keys
 from recalkv.model.cpu.loops import LANES
 from recalkv.model.cpu.packing import packed_rows, unpacked_rows
+from recalkv.model.cpu.prompts import product, prompt_output
 from recalkv.model.cpu.rows import Coding, coding
 from recalkv.model.cpu.threads import addressed, run, threads_of_torch
 from recalkv.model.turns import TileRope
@@ -27,7 +28,7 @@ from recalkv.model.turns import TileRope
 if TYPE_CHECKING:
     from recalkv.model.attention import Cached, LatentAttention
 
-__all__ = ["TILE", "packed_rows", "paged_output", "step_output", "unpacked_rows"]
+__all__ = ["TILE", "packed_rows", "paged_output", "product", "prompt_output", "step_output", "unpacked_rows"]
 
 TILE = 128
 """Slots of a tile, whole vectors of them: latents and keys of one fit a core's second cache, and queries are turned but
