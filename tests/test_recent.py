@@ -2,6 +2,7 @@
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -73,22 +74,76 @@ def test_products_of_factors(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("bits", ["mixed", 16])
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-bias", "qwen3-qk-norm", "mistral-sliding"])
-def test_prompts_by_blocks_and_by_loops(family: str, bits: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a whole model, whose gradients go the other way."""
+def test_gradients_of_a_prompt(family: str, bits: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops have none."""
     _, model, _ = compressed_pair(family, method="loss-aware", bits=bits, ratio=0.5, exact_window=5)
     ids, taken, right = windows(2, 40), [], LatentAttention._attend_in_prompt
     monkeypatch.setattr(LatentAttention, "_attend_in_prompt", lambda *given: (taken.append(1), right(*given))[1])
     with torch.no_grad():
-        found, many = model(ids).logits, len(taken)
-        with monkeypatch.context() as patch:
-            patch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
-            expected = model(ids).logits
-    assert many == (0 if family == "mistral-sliding" else model.config.num_hidden_layers)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        model(ids)
+    many = len(taken)
+    assert many == model.config.num_hidden_layers
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     model(inputs_embeds=embedded).logits.sum().backward()
     assert len(taken) == many
     assert embedded.grad is not None and embedded.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("cache", ["static", "growing"])
+@pytest.mark.parametrize("padding", [0, 9, 40])
+@pytest.mark.parametrize(
+    ("method", "bits"), [("loss-aware", "mixed"), ("loss-aware", 16), ("recalkv", 4), ("palu", 16)]
+)
+@pytest.mark.parametrize("family", ["llama-gqa", "llama-bias", "llama-yarn", "qwen3-qk-norm", "mistral-sliding"])
+@torch.no_grad()
+def test_several_queries_in_loops_and_in_torch(
+    family: str, method: str, bits: object, padding: int, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, and what follows them behind a cache, padded; of one layer, as codes tip over in the next."""
+    with torch.enable_grad():
+        _, model, _ = compressed_pair(family, method=method, bits=bits, ratio=0.5, exact_window=5)
+    layer, ids, taken = model.model.layers[0].self_attn, windows(2, 110), []
+    mask, right = torch.ones_like(ids), LatentAttention._attend_in_prompt
+    mask[1, :padding] = 0
+    outputs: list[Tensor] = []
+
+    def outputs_of_parts() -> Tensor:
+        outputs.clear()
+        hook = layer.register_forward_hook(lambda _module, _given, result: outputs.append(result[0]))
+        kept: Any = StaticCache(model.config, 120) if cache == "static" else GrowingCache(config=model.config)
+        seen = 0
+        for length in (40, 1, 33, 36):
+            seen += length
+            model(ids[:, seen - length : seen], attention_mask=mask[:, :seen], past_key_values=kept)
+        hook.remove()
+        whole = torch.cat(outputs, dim=1)
+        # What padding attends to is nobody's.
+        whole[1, :padding] = 0
+        return whole
+
+    monkeypatch.setattr(LatentAttention, "_attend_in_prompt", lambda *given: (taken.append(1), right(*given))[1])
+    found = outputs_of_parts()
+    assert len(taken) >= model.config.num_hidden_layers
+    monkeypatch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
+    torch.testing.assert_close(found, outputs_of_parts(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@torch.no_grad()
+def test_masks_of_any_kind(by_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That look ahead, of every head, of numbers: of a layer without a window, as torch takes them."""
+    with torch.enable_grad():
+        _, model, _ = compressed_pair("llama-gqa", method="loss-aware", ratio=0.5)
+    ids, generator = windows(2, 40), torch.Generator().manual_seed(0)
+    heads = model.config.num_attention_heads if by_head else 1
+    allowed = torch.rand(2, heads, 40, 40, generator=generator) < 0.2
+    allowed |= torch.eye(40, dtype=torch.bool)
+    added = torch.randn(2, heads, 40, 40, generator=generator).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    found = [model(ids, attention_mask=mask).logits for mask in (allowed, added)]
+    monkeypatch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
+    expected = [model(ids, attention_mask=mask).logits for mask in (allowed, added)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (expected[0] - expected[1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("trained", ["k_proj.weight", "key_up.0", "value_up.0"])

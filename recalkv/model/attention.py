@@ -217,6 +217,8 @@ class LatentAttention(nn.Module):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """The same without compiled loops."""
+        if (loops := self._prompt_loops(query, cached, mask)) is not None:
+            return self._attend_in_prompt(loops, query, cached, rope, mask)
         z_k, z_v, seen, offset, fresh, recent = cached
         length, slots = query.shape[1], z_k.shape[2]
         if self.key_rows is not None:
@@ -236,12 +238,6 @@ class LatentAttention(nn.Module):
             reach = max(offset + slots, seen) if isinstance(seen, int) else offset + slots
             query_rope = self._rope(torch.arange(-length, 0, device=query.device) + seen, reach, query, seen)
             key_rope = self._rope(slice(offset, offset + slots), reach, query, seen)
-        if (loops := self._prompt_loops(query, cached, mask)) is not None:
-            read = [(z_k, z_v)]
-            if recent is not None:
-                exact_k, exact_v = self._split(recent[:, :, -length:])
-                read.append((exact_k, (exact_k if self.joint else exact_v)[:, 0]))
-            return self._attend_in_prompt(loops, query, read, key_rope)
         query = rotated(query.transpose(1, 2), query_rope)
         key = rotated(self._rebuild_keys(z_k), key_rope)
         if several:
@@ -287,13 +283,21 @@ class LatentAttention(nn.Module):
         return torch.cat(outputs, dim=1)
 
     def _prompt_loops(self, query: Tensor, cached: Cached, mask: Any) -> Any:
-        """The compiled loops, where they can attend from these queries, a whole prompt's; else None."""
-        length = query.shape[1]
-        if not (query.is_cpu and cached.fresh and mask is None and length > 1) or torch.compiler.is_compiling():
+        """The compiled loops, where they can attend from several queries; else None."""
+        batch, length, heads, _ = query.shape
+        if not query.is_cpu or length == 1 or torch.compiler.is_compiling() or not self.plain_softmax:
             return None
-        if not self.plain_softmax or self.config._attn_implementation != "sdpa":
+        if self.config._attn_implementation != "sdpa":
             return None
-        if self.sliding_window is not None and length > self.sliding_window:
+        slots = cached.z_k.shape[2]
+        whole = int(cached.seen) - cached.offset == length
+        if mask is None:
+            readable = whole and (self.sliding_window is None or length <= self.sliding_window)
+        else:
+            fits = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == length and mask.shape[3] >= slots
+            readable = fits and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+        # Few queries over a long cache cost less over latents.
+        if not readable or (not whole and self.over_latents(length, slots, mask)):
             return None
         # Torch may have units of its own for numbers of 16 bits, but not for windows.
         if query.dtype != torch.float32 and cached.recent is None:
@@ -304,23 +308,42 @@ class LatentAttention(nn.Module):
         return compiled_loops()
 
     def _attend_in_prompt(
-        self, loops: Any, query: Tensor, latents: Sequence[tuple[Tensor, Tensor]], rope: tuple[Tensor, Tensor]
+        self, loops: Any, query: Tensor, cached: Cached, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None
     ) -> Tensor:
-        """The same of a whole prompt by compiled loops, over latents of rows and, with a window, exact ones."""
+        """The same of several queries by compiled loops, over keys and values of rows and of exact latents."""
+        offset, seen = cached.offset, int(cached.seen)
+        # Slots of a static cache behind the last query are empty.
+        slots = min(seen - offset, cached.z_k.shape[2])
+        z_k, z_v = cached.z_k[:, :, :slots], cached.z_v[:, :, :slots]
+        if self.key_rows is not None:
+            z_k = unpack(z_k, self.key_rows, query.dtype)
+        if self.value_rows is not None:
+            z_v = unpack(z_v, self.value_rows, query.dtype)
+        latents = [(z_k, z_v)]
+        if cached.recent is not None:
+            latents.append(self._split(cached.recent))
+        if cached.fresh and rope is not None:
+            rope = self.slots.widened(rope)
+        else:
+            rope = self._rope(slice(offset, offset + slots), offset + slots, query, seen)
         queries: Sequence[Tensor] = (query,)
+        masks: Sequence[Tensor | None] = (mask,) * len(self.value_heads)
         if self.fused:
-            queries = query.split([heads * self.num_key_value_groups for heads in self.value_heads], dim=2)
+            groups = [heads * self.num_key_value_groups for heads in self.value_heads]
+            queries = query.split(groups, dim=2)
+            masks = masks if mask is None or mask.shape[1] == 1 else mask.split(groups, dim=1)
         read: list[list[tuple[Tensor, Tensor]]] = []
-        for z_k, z_v in latents:
-            key = self._rebuild_keys(z_k).transpose(1, 2)
+        for own_k, own_v in latents:
+            key, values = self._rebuild_keys(own_k).transpose(1, 2), (own_k if self.joint else own_v)[:, 0]
             if self.fused:
-                values = z_v[:, :, None].split(self.value_ranks, dim=-1)
-                read.append(list(zip(key.split(self.value_heads, dim=2), values, strict=True)))
+                by_group = values[:, :, None].split(self.value_ranks, dim=-1)
+                read.append(list(zip(key.split(self.value_heads, dim=2), by_group, strict=True)))
             else:
-                read.append([(key, self._rebuild_values(z_v).transpose(1, 2))])
+                read.append([(key, self._rebuild_values(values).transpose(1, 2))])
+        first, window = slots - query.shape[1], self.exact_window
         outputs = [
-            loops.prompt_output(own, pairs, rope, self.exact_window, self.scaling).flatten(2)
-            for own, *pairs in zip(queries, *read, strict=True)
+            loops.prompt_output(own, pairs, rope, window, self.scaling, first, own_mask).flatten(2)
+            for own, own_mask, *pairs in zip(queries, masks, *read, strict=False)
         ]
         return torch.cat(outputs, dim=-1)
 

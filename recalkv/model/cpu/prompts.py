@@ -1,4 +1,4 @@
-"""Attention of a prompt's tokens to those before them, and the products that rebuild these, in compiled loops.
+"""Attention of several tokens, as of a prompt, in compiled loops, and the products that rebuild what they read.
 
 A thread takes some queries of one key/value head over tiles of keys and values, and what lies between them stays in the
 core's caches. Exact tokens of a window and packed ones behind it are tiles of one softmax.
@@ -6,6 +6,7 @@ core's caches. Exact tokens of a window and packed ones behind it are tiles of o
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,62 +40,53 @@ _PART = 64
 
 _LEAST = np.finfo(np.float32).min
 _NOTHING, _ONE = np.float32(0), np.float32(1)
+# Where a query attends to nothing.
+_TINY = np.float32(1e-38)
+_UNMASKED, _BOOLEAN, _ADDED = range(3)
 
 
-@nested
-def _attend_to(keys, values, rope, first, last, lowest, highest, rows, queries, columns, scores, context, peak, total):
-    """Attend from some queries to the tokens that one of them reads; softmax sums are carried on.
+class _Block(NamedTuple):
+    """Some tokens' queries of one key/value head, and memory of the thread that attends from them.
 
-    Parameters
+    Attributes
     ----------
-    keys, values : (tokens, d_h), (tokens, any)
-        Keys before RoPE.
-    rope : (tokens, d_h) each
-        Cos and sin.
-    first, last
-        Of the tokens that are read, the first, and the one behind the last.
-    lowest, highest
-        The same of the first query; every next one reads a token further on.
-    rows
-        Heads of a query.
-    queries : (queries * rows, d_h)
-        Scaled.
-    columns : (>= d_h, > tile)
-        For a tile's keys.
-    scores : (queries * rows, tile)
-        For those of a tile.
-    context, peak, total : (queries * rows, any), (queries * rows,), (queries * rows,)
+    queries : (queries * heads, d_h) float32
+        Turned and scaled.
+    scores : (queries * heads, tile) float32
+        Of one tile.
+    context, peak, total : (queries * heads, any), (queries * heads,), (queries * heads,) float32
         Sums of weights times values, the largest score, and the sum of weights, so far.
+    turned, columns : (tile, >= d_h), (>= d_h, > tile) float32
+        A tile's keys.
     """
-    head_dim = queries.shape[1]
-    padded = np.zeros((_TILE, len(columns)), np.float32)
-    for start in range(first, last, _TILE):
-        here = min(_TILE, last - start)
-        for slot in range(here):
-            _turn(keys[start + slot], rope[0][start + slot], rope[1][start + slot], _ONE, padded[slot])
-        slots = filled(here)
-        write_columns(padded[:slots], columns)
-        # Queries before this one read nothing of the tile.
-        unread = max(0, start - highest + 1)
-        own = scores[unread * rows :, :slots]
-        own[:] = _NOTHING
-        multiply(queries[unread * rows :], columns[:head_dim, :slots], own)
-        for row in range(unread * rows, len(queries)):
-            low = min(here, max(0, lowest + row // rows - start))
-            high = max(low, min(here, highest + row // rows - start))
-            weights, largest = scores[row, low:high], peak[row]
-            for j in range(len(weights)):
-                largest = max(largest, weights[j])
-            if largest > peak[row]:
-                before = np.float32(np.exp(np.float64(peak[row]) - np.float64(largest)))
-                total[row] *= before
-                for i in range(context.shape[1]):
-                    context[row, i] *= before
-                peak[row] = largest
-            total[row] += exponentials(weights, largest)
-            scores[row, :low] = _NOTHING
-            scores[row, high:here] = _NOTHING
-        multiply(scores[unread * rows :, :here], values[start : start + here], context[unread * rows :])
+
+    queries: np.ndarray
+    scores: np.ndarray
+    context: np.ndarray
+    peak: np.ndarray
+    total: np.ndarray
+    turned: np.ndarray
+    columns: np.ndarray
+
+
+class _Mask(NamedTuple):
+    """Which slots are attended to.
+
+    Attributes
+    ----------
+    memory : (any,) uint8
+        From its first byte.
+    kind
+        None, booleans (True attends), or float32 that is added.
+    place, head_stride, query_stride
+        The first byte for a block's first query, and bytes from one query head, and one query, to the next.
+    """
+
+    memory: np.ndarray
+    kind: int
+    place: int
+    head_stride: int
+    query_stride: int
 
 
 @nested
@@ -107,87 +99,198 @@ def _turn(given, cos, sin, scale, turned):
         turned[i] = (given[i] * cos[i] + given[i - half] * sin[i]) * scale
 
 
+@nested
+def _masked(mask, head, query, slot, scores):
+    """Mask a query's scores of slots from one on."""
+    start = mask.place + head * mask.head_stride + query * mask.query_stride
+    if mask.kind == _BOOLEAN:
+        attended = mask.memory[start + slot : start + slot + len(scores)]
+        for j in range(len(scores)):
+            if attended[j] == 0:
+                scores[j] = _LEAST
+    else:
+        added = mask.memory[start + 4 * slot : start + 4 * (slot + len(scores))].view(np.float32)
+        for j in range(len(scores)):
+            scores[j] += added[j]
+
+
+@nested
+def _extent(mask, heads, queries, slots):
+    """First of the slots that a block attends to, and the one behind the last."""
+    first, last, size = slots, 0, 1 if mask.kind == _BOOLEAN else 4
+    for head in range(heads if mask.head_stride else 1):
+        for query in range(queries):
+            start = mask.place + head * mask.head_stride + query * mask.query_stride
+            own = mask.memory[start : start + size * slots]
+            if mask.kind == _BOOLEAN:
+                for j in range(slots):
+                    first, last = min(first, j if own[j] else slots), max(last, j + 1 if own[j] else 0)
+            else:
+                added = own.view(np.float32)
+                for j in range(slots):
+                    seen = added[j] > _LEAST / 2
+                    first, last = min(first, j if seen else slots), max(last, j + 1 if seen else 0)
+    return min(first, last), last
+
+
+@nested
+def _attend_to(keys, values, rope, mask, slot, first, last, behind, ahead, always, rows, block):
+    """Attend from a block of queries to the tokens that one of them reads; softmax sums are carried on.
+
+    Parameters
+    ----------
+    keys, values : (tokens, d_h), (tokens, any)
+        Keys before RoPE.
+    rope : (slots, d_h) each
+        Cos and sin.
+    slot
+        Of the first of these tokens; below 0 where the first are none.
+    first, last
+        Of the tokens that are read, the first, and the one behind the last.
+    behind, ahead
+        The same of the first query; every next one reads a token further on.
+    always
+        So many of the first tokens every query reads.
+    rows
+        Heads of a query.
+    """
+    head_dim, queries = block.queries.shape[1], len(block.queries)
+    for start in range(first, last, _TILE):
+        here = min(_TILE, last - start)
+        for i in range(here):
+            place = slot + start + i
+            _turn(keys[start + i], rope[0][place], rope[1][place], _ONE, block.turned[i])
+        slots = filled(here)
+        write_columns(block.turned[:slots], block.columns)
+        # Queries before this one read nothing of the tile.
+        unread = 0 if start < always else rows * max(0, start - ahead + 1)
+        scores = block.scores[unread:, :slots]
+        scores[:] = _NOTHING
+        multiply(block.queries[unread:], block.columns[:head_dim, :slots], scores)
+        for row in range(unread, queries):
+            low = min(here, max(0, behind + row // rows - start))
+            high = max(low, min(here, max(ahead + row // rows, always) - start))
+            weights, largest = block.scores[row, low:high], block.peak[row]
+            if mask.kind != _UNMASKED:
+                _masked(mask, row % rows, row // rows, slot + start + low, weights)
+            for j in range(len(weights)):
+                largest = max(largest, weights[j])
+            if largest > block.peak[row]:
+                before = np.float32(np.exp(np.float64(block.peak[row]) - np.float64(largest)))
+                block.total[row] *= before
+                for i in range(block.context.shape[1]):
+                    block.context[row, i] *= before
+                block.peak[row] = largest
+            block.total[row] += exponentials(weights, largest)
+            block.scores[row, :low] = _NOTHING
+            block.scores[row, high:here] = _NOTHING
+        multiply(block.scores[unread:, :here], values[start : start + here], block.context[unread:])
+
+
 @called
 def _attend(data):
     """Attend from all queries of all sequences, this thread to its share of them.
 
-    Arguments, float32: queries (batch, tokens, h * d_h); keys and values of all tokens, then exact keys and values,
-    (batch, tokens, any); cos and sin (batch or 1, tokens, d_h); the result (batch, tokens, any); the scale (1,); and
-    then numbers: threads, heads of keys, d_h, heads of values, and the tokens up to a query that are read as exact.
+    Arguments, float32: queries (batch, queries, h * d_h); keys and values of all slots, (batch, slots, any), then
+    exact keys and values of the last ones, (batch, tokens, any); cos and sin (batch or 1, slots, d_h); the result
+    (batch, queries, any); the scale (1,); the mask's memory (any,) uint8. Then numbers: threads, heads of keys, d_h,
+    heads of values, tokens up to a query that are read as exact; the first query's slot; kind of the mask, and bytes
+    from one sequence, query head and query to the next.
     """
-    given = carray(data, (9 * SIZES + 5,), np.int64)
+    given = carray(data, (10 * SIZES + 10,), np.int64)
     queries, keys, values = (
-        array_3d(given, 0, np.float32),
-        array_3d(given, 1, np.float32),
-        array_3d(given, 2, np.float32),
-    )
+        array_3d(given, 0, np.float32), array_3d(given, 1, np.float32), array_3d(given, 2, np.float32),
+    )  # fmt: skip
     near_keys, near_values = array_3d(given, 3, np.float32), array_3d(given, 4, np.float32)
     cos, sin, result = array_3d(given, 5, np.float32), array_3d(given, 6, np.float32), array_3d(given, 7, np.float32)
-    scale, n = array_1d(given, 8, np.float32)[0], given[9 * SIZES :]
-    threads, heads, head_dim, value_heads, window = n[0], n[1], n[2], n[3], n[4]
+    scale, memory, n = array_1d(given, 8, np.float32)[0], array_1d(given, 9, np.uint8), given[10 * SIZES :]
+    threads, heads, head_dim, value_heads, window, place = n[0], n[1], n[2], n[3], n[4], n[5]
     batch, tokens, width = queries.shape
-    rows, value_dim = width // (heads * head_dim), values.shape[2] // value_heads
+    rows, value_dim, near = width // (heads * head_dim), values.shape[2] // value_heads, near_keys.shape[1]
     size = max(_FEWEST, _ROWS // rows)
     blocks = (tokens + size - 1) // size
     number, count = thread_number(threads), thread_count(threads)
-    own, columns = (
-        np.empty((size * rows, head_dim), np.float32),
+    whole = _Block(
+        np.empty((size * rows, head_dim), np.float32), np.empty((size * rows, _TILE), np.float32),
+        np.empty((size * rows, value_dim), np.float32), np.empty(size * rows, np.float32),
+        np.empty(size * rows, np.float32), np.zeros((_TILE, filled(head_dim)), np.float32),
         np.empty((filled(head_dim), _TILE + LANES), np.float32),
-    )
-    scores, context = np.empty((size * rows, _TILE), np.float32), np.empty((size * rows, value_dim), np.float32)
-    peak, total = np.empty(size * rows, np.float32), np.empty(size * rows, np.float32)
+    )  # fmt: skip
     for task in range(number, batch * heads * blocks, count):
         # Longest first, which evens out what threads have to do.
-        block, (sequence, head) = blocks - 1 - task // (batch * heads), divmod(task % (batch * heads), heads)
-        start, stop = block * size, min(tokens, (block + 1) * size)
-        used, rope = (stop - start) * rows, (cos[sequence % len(cos)], sin[sequence % len(sin)])
+        start, (sequence, head) = (blocks - 1 - task // (batch * heads)) * size, divmod(task % (batch * heads), heads)
+        queries_here = min(tokens, start + size) - start
+        used, rope = queries_here * rows, (cos[sequence % len(cos)], sin[sequence % len(sin)])
+        block = _Block(
+            whole.queries[:used], whole.scores[:used], whole.context[:used], whole.peak[:used], whole.total[:used],
+            whole.turned, whole.columns,
+        )  # fmt: skip
+        # Slot of the first of them.
+        slot = place + start
+        mask = _Mask(memory, n[6], sequence * n[7] + head * rows * n[8] + start * n[9], n[8], n[9])
         for row in range(used):
-            token, place = start + row // rows, (head * rows + row % rows) * head_dim
-            given_query = queries[sequence, token, place : place + head_dim]
-            _turn(given_query, rope[0][token], rope[1][token], scale, own[row])
-        context.fill(_NOTHING)
-        peak.fill(_LEAST)
-        total.fill(_NOTHING)
+            own, column = slot + row // rows, (head * rows + row % rows) * head_dim
+            given_query = queries[sequence, start + row // rows, column : column + head_dim]
+            _turn(given_query, rope[0][own], rope[1][own], scale, block.queries[row])
+        block.context.fill(_NOTHING)
+        block.peak.fill(_LEAST)
+        block.total.fill(_NOTHING)
         key_columns = slice(head * head_dim, (head + 1) * head_dim)
         value_columns = slice(head % value_heads * value_dim, (head % value_heads + 1) * value_dim)
+        # Among the slots, where the exact tokens begin; those before the first slot are none.
+        begin, slots = place + tokens - near, keys.shape[1]
+        first, last, always = 0, slot + queries_here - window, max(0, begin) if window else 0
         if window:
+            least = max(0, -begin, slot - begin - window + 1)
             _attend_to(
-                near_keys[sequence, :, key_columns], near_values[sequence, :, value_columns], rope,
-                max(0, start - window + 1), stop, start - window + 1, start + 1,
-                rows, own[:used], columns, scores[:used], context[:used], peak[:used], total[:used],
+                near_keys[sequence, :, key_columns], near_values[sequence, :, value_columns], rope, mask,
+                begin, least, slot - begin + queries_here, slot - begin - window + 1, slot - begin + 1, 0, rows, block,
             )  # fmt: skip
+        elif mask.kind != _UNMASKED:
+            first, last = _extent(mask, rows, queries_here, slots)
+            always = last
         _attend_to(
-            keys[sequence, :, key_columns], values[sequence, :, value_columns], rope,
-            0, stop - window, -tokens, start + 1 - window,
-            rows, own[:used], columns, scores[:used], context[:used], peak[:used], total[:used],
+            keys[sequence, :, key_columns], values[sequence, :, value_columns], rope, mask,
+            0, first, max(last, always), -slots, slot + 1 - window, always, rows, block,
         )  # fmt: skip
         for row in range(used):
-            place, one_over = (head * rows + row % rows) * value_dim, np.float32(1) / total[row]
+            column, one_over = (head * rows + row % rows) * value_dim, _ONE / max(block.total[row], _TINY)
             for i in range(value_dim):
-                result[sequence, start + row // rows, place + i] = context[row, i] * one_over
+                result[sequence, start + row // rows, column + i] = block.context[row, i] * one_over
 
 
 def prompt_output(
-    query: Tensor, read: Sequence[tuple[Tensor, Tensor]], rope: tuple[Tensor, Tensor], window: int, scale: float
+    query: Tensor,
+    read: Sequence[tuple[Tensor, Tensor]],
+    rope: tuple[Tensor, Tensor],
+    window: int,
+    scale: float,
+    first: int = 0,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Attend from each token of a prompt to itself and those before it.
+    """Attend from some tokens to themselves and those before them.
 
     Parameters
     ----------
-    query : (batch, tokens, h, d_h)
+    query : (batch, queries, h, d_h)
         Before RoPE, on the CPU.
-    read : (batch, tokens, h_kv, d_h), (batch, tokens, h_kv or 1, any) each
-        Keys before RoPE, and values, of each head or of all; and where there is a window, the same of exact latents.
-    rope : (batch or 1, tokens, d_h) each
+    read : (batch, slots, h_kv, d_h), (batch, slots, h_kv or 1, any) each
+        Keys before RoPE, and values, of each head or of all; and where there is a window, the same of the exact latents
+        of the last tokens, the queries' and as many before them as a window reaches.
+    rope : (batch or 1, slots, d_h) each
         Cos and sin, in LLaMA's order.
     window
         Tokens up to a query, itself included, that it reads exact.
     scale
         Of scores.
+    first
+        Slot of the first query.
+    mask : (batch or 1, h or 1, queries, >= slots) or None
+        Of booleans (True attends), or added. Without one, and behind windows, nothing after a query is attended to.
 
     Returns
     -------
-    (batch, tokens, h, any) of the values' type; sums are float32
+    (batch, queries, h, any) of the values' type; sums are float32
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, (_, _, value_heads, value_dim) = read[0][0].shape[2], read[0][1].shape
@@ -196,10 +299,20 @@ def prompt_output(
     arrays = [each.float().contiguous() for each in (query, *far, *near, *rope)]
     given: list[int] = []
     for each in (*arrays, result):
-        given += [each.data_ptr(), len(each), tokens, each[0, 0].numel()]
+        given += [each.data_ptr(), len(each), each.shape[1], each[0, 0].numel()]
+    kind, memory, strides = _UNMASKED, result, [0, 0, 0]
+    if mask is not None:
+        assert mask.shape[-1] >= far[0].shape[1]
+        kind, memory = (_BOOLEAN, mask) if mask.dtype == torch.bool else (_ADDED, mask.float())
+        memory = memory.contiguous()
+        strides = [
+            0 if many == 1 else step * memory.element_size()
+            for many, step in zip(memory.shape[:3], memory.stride(), strict=False)
+        ]
+    given += [scaling.ctypes.data, 1, 1, 1, memory.data_ptr(), memory.numel() * memory.element_size(), 1, 1]
     threads = max(1, min(threads_of_torch(), batch * tokens * heads // _ROWS))
     window = window if len(read) > 1 else 0
-    given += [scaling.ctypes.data, 1, 1, 1, threads, kv_heads, head_dim, value_heads, window]
+    given += [threads, kv_heads, head_dim, value_heads, window, first, kind, *strides]
     run(_attend, struct.pack(f"{len(given)}q", *given), threads)
     return result.to(far[1].dtype)
 
