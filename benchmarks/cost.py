@@ -9,6 +9,8 @@ prints the predictions; nothing is decided by them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recalkv.kernels.plan import JOINT_TILE
+
 __all__ = [
     "DEVICES",
     "Cost",
@@ -28,7 +30,7 @@ TENSOR_EFFICIENCY = 0.6
 VECTOR_EFFICIENCY = 0.5
 
 NARROW_SHARE = 0.62
-"""What products of single warps (mma.sync), which one pass has (``compile_gate``), reach of a warp group's rate."""
+"""What products of single warps (mma.sync) reach of a warp group's rate; one pass makes its directions by them."""
 
 KERNEL_SECONDS = 2e-6
 """Start and end of a kernel within a CUDA graph."""
@@ -36,12 +38,11 @@ KERNEL_SECONDS = 2e-6
 LAUNCH_SECONDS = 5e-6
 """What the host needs for an operation without a graph; hides behind a longer kernel."""
 
-DIRECT_SHARE = 0.71
-"""Part of a group's rank, up to its width, that the gauge caches as keys: the default at 50 % saves 65 % of its key
-rebuild, where its ranks allow 92 % (``benchmarks.identity_gauge``)."""
+FUNCTIONS = 4
+"""Functions of the place in a tile that the turns of slow RoPE pairs are sums of, in one pass."""
 
-_LEAST_ROWS = 16
-"""Rows that tensor cores multiply at least."""
+_LEAST_ROWS, _FEWEST_ROWS = 16, 8
+"""Rows that tensor cores multiply at least, and in one pass, where queries are on the short side."""
 
 _DENSE_OPERATIONS = 25
 """Operations of a dense step without a graph, by benchmarks.decode_launches."""
@@ -202,25 +203,24 @@ def latent_kernels(shape: LayerShape, device: Device, context: int, batch: int, 
 def one_pass(shape: LayerShape, device: Device, context: int, batch: int) -> Cost:
     """One pass over joint latents in the identity gauge, over a cache that is written in place, in a CUDA graph.
 
-    Of the pairs that a rank allows, :data:`DIRECT_SHARE` are taken to be cached as they are.
+    A power of two of the pairs that a rank allows is direct; the others are expanded, by directions that each tile
+    makes from queries and the factor.
     """
     tokens, own = float(batch * context), shape.heads // shape.kv_heads
     latents = ELEMENT * tokens * sum(shape.key_ranks)
-    rebuilding = products = again = 0.0
+    products = directions = turning = 0.0
     for rank, heads in zip(shape.key_ranks, shape.key_heads, strict=True):
-        width, rows = heads * shape.head_dim, max(_LEAST_ROWS, heads * own)
-        direct = DIRECT_SHARE * min(rank, width)
-        again += ELEMENT * tokens * direct
-        rebuilding += 2 * tokens * rank * (width - direct)
-        products += 2 * tokens * rows * (rank + width)
-    turning = 6 * tokens * shape.kv_heads * shape.head_dim
-    seconds = max(
-        _memory(latents, device),
-        (latents + again) / device.cache / MEMORY_EFFICIENCY,
-        (rebuilding + products) / (device.bf16 * device.narrow) / TENSOR_EFFICIENCY,
-    )
-    seconds += turning / device.vector / VECTOR_EFFICIENCY + 3 * KERNEL_SECONDS
-    attention = Cost(latents, rebuilding + products + turning, seconds)
+        most = min(shape.head_dim // 2, rank // (2 * heads))
+        direct = 1 << (most.bit_length() - 1) if most else 0
+        slow = heads * (shape.head_dim - 2 * direct)
+        rows = max(_FEWEST_ROWS, heads * own)
+        expanded = FUNCTIONS * rows if slow else 0
+        products += 2 * tokens * (rows * (rank + 2 * heads * direct) + expanded * rank)
+        directions += 2 * tokens / JOINT_TILE * expanded * slow * rank
+        turning += 6 * tokens * 2 * heads * direct
+    busy = (products + directions / device.narrow) / device.bf16 / TENSOR_EFFICIENCY
+    seconds = max(_memory(latents, device), busy) + turning / device.vector / VECTOR_EFFICIENCY + 3 * KERNEL_SECONDS
+    attention = Cost(latents, products + directions + turning, seconds)
     return _projections(shape.weights, 3, batch, device) + attention
 
 

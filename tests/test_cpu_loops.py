@@ -23,7 +23,7 @@ from recalkv.model.cpu.loops import LANES, exponentials, multiply, write_columns
 from recalkv.model.cpu.packing import packed_rows, unpacked_rows
 from recalkv.model.cpu.rows import coding, read_rows
 from recalkv.model.cpu.threads import threads_of_torch
-from recalkv.model.identity import direct_columns, direct_pairs, gauge_limit, independent_pairs
+from recalkv.model.identity import direct_columns, direct_pairs, gauge_pairs, independent_pairs
 from recalkv.model.turns import TileRope, expansion, offset_angles
 from tests.tiny import ALL_FAMILIES, compressed_pair, windows
 
@@ -275,12 +275,11 @@ def test_gauge_changes_nothing_but_the_latents(rank: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     down, up = (torch.randn(*shape, generator=generator).double() for shape in ((30, rank), (rank, 2 * 24)))
     keys, values = LowRank([down], [up]).halves()
-    limit = gauge_limit(torch.float32)
-    new_keys, new_values = in_gauge(keys, values, 8, limit)
+    new_keys, new_values = in_gauge(keys, values, 8, torch.float32)
     assert new_keys.down is new_values.down
     torch.testing.assert_close(new_keys.dense(), keys.dense(), atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(new_values.dense(), values.dense(), atol=1e-9, rtol=1e-9)
-    pairs = independent_pairs(keys.up[0], 8, limit)
+    [pairs] = gauge_pairs(keys.up, 8, torch.float32)
     assert len(pairs) == min(4, rank // 6)
     assert direct_pairs(new_keys.up[0].float(), 8) == pairs
     columns = direct_columns(pairs, 3, 8)
@@ -293,6 +292,28 @@ def test_pairs_that_others_nearly_span_are_passed_over() -> None:
     up[:, 1] = up[:, 0] + 1e-4 * up[:, 1]
     assert independent_pairs(up, 8, 1e6) == [0, 1, 2, 3]
     assert independent_pairs(up, 8, 100) == [0, 2, 3]
+
+
+def test_types_of_16_bits_take_a_power_of_two_of_the_first_pairs() -> None:
+    """What others nearly span ends them, by its own size; all groups are alike where kernels for GPUs take them."""
+
+    def factor(rank: int, heads: int) -> Tensor:
+        """Orthonormal columns, pair after pair, as many as there can be."""
+        basis = torch.linalg.qr(torch.randn(rank, rank, generator=torch.Generator().manual_seed(rank)).double())[0]
+        up = basis[:, :1].repeat(1, heads * 80)
+        columns = direct_columns(list(range(40)), heads, 80)
+        pairs = torch.tensor(columns).view(heads, 2, 40).permute(2, 0, 1).flatten()[:rank]
+        up[:, pairs] = basis[:, : len(pairs)]
+        return up
+
+    first, second, small = factor(160, 1), factor(150, 2), factor(70, 2)
+    assert gauge_pairs([first, second], 80, torch.bfloat16) == [list(range(32))] * 2
+    assert gauge_pairs([first, small], 80, torch.float16) == [list(range(32)), list(range(16))]
+    first[:, [5, 45]] *= 1e-9
+    assert gauge_pairs([first], 80, torch.bfloat16) == [list(range(32))], "small, but of its own"
+    first[:, 5] = first[:, 4] * 1e-9
+    assert gauge_pairs([first], 80, torch.bfloat16) == [list(range(4))]
+    assert gauge_pairs([torch.zeros(8, 80).double()], 80, torch.bfloat16) == [[]]
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ SOME = [
     "mistral-7b joint s=2 70%",
     "mistral-7b joint s=2 packed, exact window",
     "llama-2-7b joint s=2 int8",
-    "llama-2-7b joint s=2 50%, one pass",
+    "llama-2-7b joint s=2 50%, all direct",
+    "llama-2-7b joint s=2 70%, one pass",
     "mistral-7b joint s=2 70%, paged",
 ]
 
@@ -36,6 +37,13 @@ def test_configurations_compile_within_limits(names: list[str]) -> None:
     wide = {(one[0], one[1]): (int(one[6]) > 0, int(one[7]) > 0) for one in columns}
     assert wide["scores", "90"] == wide["values", "90"] == (True, False)
     assert wide["scores", "80"] == wide["values", "80"] == (False, True)
+    # So does one pass, but for the few rows that directions of slow pairs are made of.
+    narrow = {}
+    for line in lines:
+        if line[42:50] == "one pass" and line[50:].split()[0] == "90":
+            assert int(line[50:].split()[5]) > 0
+            narrow[line.split(",")[1].split()[0]] = int(line[50:].split()[6])
+    assert narrow.keys() == ({"all", "one"} if names == SOME else narrow.keys()) and narrow["all"] == 0
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import torch
 from benchmarks import decode_roofline, int8_reconstruction
 from benchmarks.cost import (
     DEVICES,
-    DIRECT_SHARE,
+    FUNCTIONS,
     LayerShape,
     dense_growing,
     dense_static,
@@ -38,8 +38,12 @@ def test_sizes_by_hand() -> None:
     joint = LayerShape(8, 2, 2, 2, (3,), (2,), (3,), (2,), joint=True)
     ours = one_pass(joint, H200, context=10, batch=3)
     assert ours.bytes == 2 * joint.weights + 2 * 3 * 10 * 3
-    rebuilding, turning, products = 2 * 30 * 3 * (4 - 3 * DIRECT_SHARE), 6 * 30 * 4, 2 * 30 * (3 + 4) * 16
-    assert ours.operations == pytest.approx(2 * 3 * joint.weights + rebuilding + turning + products)
+    # No pair is direct: rank 3 of two heads is less than one pair of each.
+    products, directions = 2 * 30 * (8 * 3 + FUNCTIONS * 8 * 3), 2 * 30 / 64 * FUNCTIONS * 8 * 4 * 3
+    assert ours.operations == pytest.approx(2 * 3 * joint.weights + products + directions)
+    wide = LayerShape(8, 2, 2, 2, (4,), (2,), (4,), (2,), joint=True)
+    turning, products = 6 * 30 * 4, 2 * 30 * 8 * (4 + 4)
+    assert one_pass(wide, H200, context=10, batch=3).operations == 2 * 3 * wide.weights + turning + products
 
 
 @pytest.mark.parametrize("model", MODELS)

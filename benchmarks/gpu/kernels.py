@@ -197,7 +197,9 @@ class Latents:
         """A layer by the kernels, the same in plain torch, and the rotary module."""
         sizes = sizes_of(self.geometry, setting.tiny)
         model = latent_model(sizes, LAYOUTS[self.layout], KINDS[self.kind], setting.device, setting.dtype)
-        use_kernels(model, "triton", int8=self.way == "int8", gauge=self.way == "one pass")
+        for layer in model.model.layers:
+            layer.self_attn.one_pass = self.way == "one pass"
+        use_kernels(model, "triton", int8=self.way == "int8")
         plain = use_kernels(copy.deepcopy(model), "torch")
         return model.model.layers[0].self_attn, plain.model.layers[0].self_attn, model.model.rotary_emb
 

@@ -77,7 +77,7 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
         parts = [dense_parts(sizes.attention, setting)] * sizes.attention.layers
     else:
         model = latent_model(sizes, LAYOUTS[LAYOUT], KINDS[kind], setting.device, setting.dtype, whole=True)
-        use_kernels(model, "triton", gauge=KINDS[kind].bits == 16)
+        use_kernels(model, "triton")
         parts = [latent_parts(model.model.layers[0].self_attn, setting)] * sizes.attention.layers
         config["layout"] = LAYOUT
     emit(what="built", seconds=now(setting.device) - start, bytes_per_token=sum(map(per_token, parts)), **config)

@@ -24,7 +24,8 @@ GEOMETRIES = {
         "qwen3", AttentionGeometry(4096, 32, 8, 128, 36), 12288, 151936, 40960, counted=8_190_735_360
     ),
 }
-_TINY = AttentionGeometry(32, 4, 2, 16, 2)
+# Heads wide enough for one pass.
+_TINY = AttentionGeometry(32, 4, 2, 128, 2)
 
 _DECAY = 10
 """Energies of random directions fall as those of real layers do: at a quarter of the bytes nine in ten are cached."""

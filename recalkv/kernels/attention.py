@@ -103,11 +103,9 @@ def latent_attention(
         anchors, offsets = rotary.tables(JOINT_TILE, slots, query.device)
         one_pass: Any = joint_operator if compiling else joint_attention
         context: Tensor = one_pass(
-            query, z_k, mask, *where, pages, window, joint.groups, joint.pairs, joint.factors, plan.value_up,
-            plan.value_table, key_bias, anchors, offsets, scaling * _LOG2_E, plan.total, max(plan.value_ranks),
-            plan.value_alignment,
-            joint.rank_first, joint.rank_second, joint.direct, joint.rebuilt, joint.alignment, joint.heads,
-            runs,
+            query, z_k, mask, *where, pages, window, joint.groups, joint.factors, joint.functions, joint.coefficients,
+            plan.value_up, plan.value_table, key_bias, anchors, offsets, scaling * _LOG2_E, plan.total,
+            max(plan.value_ranks), plan.value_alignment, joint.direct, joint.rest, joint.alignment, joint.heads, runs,
         )  # fmt: skip
         return context
     step = plan.step(rows)

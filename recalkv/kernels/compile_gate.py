@@ -24,16 +24,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from recalkv.kernels.contexts import combine_kernel, values_kernel
-from recalkv.kernels.joint import CHUNK, JOINT_STAGES, JOINT_WARPS, cover_pairs, joint_shared
 from recalkv.kernels.launch import resident_programs
 from recalkv.kernels.one_pass import attend_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
+    JOINT_STAGES,
     JOINT_TILE,
     STAGES,
     TILE,
+    JointLaunch,
     combine_blocks,
-    cover_rank,
+    joint_launch,
+    joint_shared,
     output_block,
     row_block,
     scores_launch,
@@ -53,7 +55,10 @@ SPILL_LIMIT = 256
 
 @dataclass(frozen=True)
 class Configuration:
-    """A geometry of one layer: what decides the constants of the kernels; ``direct`` pairs of a group for one pass."""
+    """A geometry of one layer: what decides the constants of the kernels.
+
+    For one pass ``direct`` pairs of a head are latents, and ``functions`` are what the others' turns are sums of.
+    """
 
     name: str
     head_dim: int
@@ -69,8 +74,22 @@ class Configuration:
     fused: bool = False
     int8: bool = False
     direct: int | None = None
+    functions: int = 4
     page: int = 0
     exact: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query heads of a key/value head x queries."""
+        return self.query_heads_per_kv * self.queries
+
+    def joint(self, architecture: int) -> JointLaunch:
+        """Constants of one pass."""
+        assert self.direct is not None
+        rest = self.key_rank - 2 * self.direct * self.value_heads
+        return joint_launch(
+            self.rows, self.value_heads, self.head_dim // 2, self.direct, rest, self.functions, architecture >= 90
+        )
 
     @property
     def pages(self) -> str:
@@ -118,20 +137,24 @@ CONFIGURATIONS = (
     Configuration("rank 16 int8", 128, 4, 16, 16, 1, packed=True, int8=True),
     Configuration("head dimension 256", 256, 2, 256, 256, 1),
     Configuration("any rank", 128, 1, 154, 307, 8, fused=True),
-    # One pass in the identity gauge: all pairs direct, and as many as are with the limit of the gauge.
-    Configuration("llama-2-7b joint s=2 50%, all direct", 128, 1, 256, 256, 2, bias=True, direct=128),
-    Configuration("llama-2-7b joint s=2 50%, one pass", 128, 1, 256, 256, 2, bias=True, direct=96),
-    Configuration("llama-2-7b joint s=2 50%, few direct", 128, 1, 256, 256, 2, bias=True, direct=64),
-    Configuration("llama-2-7b joint s=2 70%, one pass", 128, 1, 160, 160, 2, bias=True, direct=64),
-    Configuration("llama-2-7b joint s=1 50%, one pass", 128, 1, 128, 128, 1, dtype="fp16", direct=48),
-    Configuration("mistral-7b joint s=2 50%, one pass", 128, 4, 256, 256, 2, bias=True, direct=96),
-    Configuration("head dimension 256, one pass", 256, 1, 256, 256, 1, bias=True, direct=96),
-    Configuration("smollm2-135m joint s=2 50%, one pass", 64, 3, 128, 128, 2, bias=True, direct=48),
+    # One pass in the identity gauge.
+    Configuration("llama-2-7b joint s=2 50%, all direct", 128, 1, 256, 256, 2, bias=True, direct=64),
+    Configuration("llama-2-7b joint s=2 50%, one pass", 128, 1, 256, 256, 2, direct=32),
+    Configuration("llama-2-7b joint s=2 70%, one pass", 128, 1, 160, 160, 2, direct=32),
+    Configuration("llama-2-7b joint s=1 50%, one pass", 128, 1, 128, 128, 1, dtype="fp16", direct=32),
+    Configuration("llama-2-7b joint s=1 70%, one pass", 128, 1, 80, 80, 1, direct=32, functions=8),
+    Configuration("llama-2-7b joint s=4 50%, all direct", 128, 1, 512, 512, 4, direct=64),
+    Configuration("mistral-7b joint s=2 70%, one pass", 128, 4, 160, 160, 2, bias=True, direct=32, functions=2),
+    Configuration("mistral-7b joint s=1 50%, one pass", 128, 4, 128, 128, 1, direct=32, functions=2),
+    Configuration(
+        "mistral-7b joint s=2 70%, one pass, 2 queries", 128, 4, 160, 160, 2, queries=2, direct=32, functions=2
+    ),
+    Configuration("smollm2-135m joint s=3 50%, one pass", 64, 3, 192, 192, 3, direct=32),
     # Through a table of blocks.
     Configuration("mistral-7b joint s=2 70%, paged", 128, 4, 160, 160, 2, page=16),
     Configuration("llama-3.1-8b s=4 70%, paged", 128, 4, 160, 304, 8, page=16),
     Configuration("mistral-7b joint s=2 packed, paged", 128, 4, 256, 256, 2, packed=True, page=16),
-    Configuration("mistral-7b joint s=2 50%, one pass, paged", 128, 4, 256, 256, 2, bias=True, direct=96, page=16),
+    Configuration("mistral-7b joint s=2 70%, one pass, paged", 128, 4, 160, 160, 2, direct=32, functions=2, page=16),
 )
 
 
@@ -191,8 +214,7 @@ def faults(compiled: Compiled) -> list[str]:
         found.append(f"{compiled.shared} bytes of shared memory, limit {limit}")
     c = compiled.configuration
     if compiled.kernel == "one pass" and c.direct is not None:
-        rebuilt = cover_pairs(c.value_heads * c.head_dim // 2 - c.direct)
-        expected = joint_shared(sum(cover_rank(c.key_rank)), rebuilt, 2)
+        expected = joint_shared(c.joint(compiled.architecture), c.value_heads, c.head_dim // 2, 2)
         if compiled.shared > expected:
             found.append(f"{compiled.shared} bytes of shared memory, {expected} expected")
     if compiled.spilled > SPILL_LIMIT:
@@ -211,12 +233,12 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
         yield _scores(c, architecture)
         yield _values(c, architecture)
     else:
-        yield _one_pass(c, c.direct)
+        yield _one_pass(c, c.direct, architecture)
     yield _combine(c)
 
 
 def _scores(c: Configuration, architecture: int) -> Launch:
-    rows = c.query_heads_per_kv * c.queries
+    rows = c.rows
     half = c.head_dim // 2
     element = 1 if c.int8 else 2
     launch = scores_launch(c.key_rank, c.head_dim, rows, element, c.packed and not c.int8, SHARED_LIMITS[architecture])
@@ -248,7 +270,7 @@ def _scores(c: Configuration, architecture: int) -> Launch:
 
 
 def _values(c: Configuration, architecture: int) -> Launch:
-    rows = c.query_heads_per_kv * c.queries
+    rows = c.rows
     _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows, c.packed)
     types = {
         "logits_ptr": "*fp32", "latent_ptr": c.latent, "partial_ptr": "*fp32", "most_ptr": "*fp32",
@@ -268,31 +290,28 @@ def _values(c: Configuration, architecture: int) -> Launch:
     return "values", values_kernel, types, constants, value_warps(c.packed), STAGES
 
 
-def _one_pass(c: Configuration, direct: int) -> Launch:
-    rows, half = c.query_heads_per_kv * c.queries, c.head_dim // 2
-    rank_a, rank_b = cover_rank(c.key_rank)
+def _one_pass(c: Configuration, direct: int, architecture: int) -> Launch:
+    launch = c.joint(architecture)
     types = {
-        "turned_ptr": "*fp32", "latent_ptr": c.latent, "up_ptr": f"*{c.dtype}",
+        "turned_ptr": "*fp32", "expanded_ptr": "*fp32", "latent_ptr": c.latent, "up_ptr": f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "anchor_ptr": "*fp32", "offset_ptr": "*fp32",
-        "mask_ptr": "*i64", "seen_ptr": "*i64", "pages_ptr": c.pages, "partial_ptr": "*fp32", "most_ptr": "*fp32",
-        "sum_ptr": "*fp32",
-        "groups_ptr": "*i32", "pairs_ptr": "*i32", "latent_batch_stride": "i64", "latent_slot_stride": "i32",
-        "mask_batch_stride": "i32", "mask_query_stride": "i32", "all_rows": "i32",
+        "function_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "pages_ptr": c.pages, "partial_ptr": "*fp32",
+        "most_ptr": "*fp32", "sum_ptr": "*fp32", "groups_ptr": "*i32", "latent_batch_stride": "i64",
+        "latent_slot_stride": "i32", "mask_batch_stride": "i32", "mask_query_stride": "i32", "all_rows": "i32",
         "total": "i32", "seen_stride": "i32", "pages_stride": "i32", "behind": "i32", "window": "i32",
         "scaling": "fp32",
     }  # fmt: skip
     constants = {
-        "ROWS": rows, "BLOCK_M": max(16, row_block(c.value_heads * rows)), "QUERIES": c.queries, "HALF": half,
-        "RANK_A": rank_a, "RANK_B": rank_b, "DIRECT": cover_pairs(direct),
-        "REBUILT": cover_pairs(c.value_heads * half - direct), "BLOCK_N": JOINT_TILE,
-        "CHUNK": CHUNK, "ALIGN": math.gcd(16, c.key_rank, direct), "HAS_BIAS": c.bias,
-        "MASK": 0 if c.queries == 1 else 1, "UPCAST": False, "PAGE": c.page,
+        "ROWS": c.rows, "BLOCK_M": launch.rows, "QUERIES": c.queries, "HALF": c.head_dim // 2, "HEADS": c.value_heads,
+        "DIRECT": direct, "BLOCK_S": launch.slow, "FUNCTIONS": launch.functions, "TOGETHER": launch.together,
+        "RESTS": launch.rests, "REST": launch.rest, "BLOCK_N": JOINT_TILE, "ALIGN": math.gcd(16, c.key_rank),
+        "HAS_BIAS": c.bias, "MASK": 0 if c.queries == 1 else 1, "UPCAST": False, "PAGE": c.page,
     }  # fmt: skip
-    return "one pass", attend_kernel, types, constants, JOINT_WARPS, JOINT_STAGES
+    return "one pass", attend_kernel, types, constants, launch.warps, JOINT_STAGES
 
 
 def _combine(c: Configuration) -> Launch:
-    rows = c.query_heads_per_kv * c.queries
+    rows = c.rows
     types = {
         "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32", "heads_ptr": "*i32", "up_ptr": f"*{c.dtype}",
         "output_ptr": f"*{c.dtype}", "all_rows": "i32", "total": "i32", "inner": "i32", "runs": "i32",

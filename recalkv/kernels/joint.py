@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,54 +12,35 @@ import triton.knobs
 from torch import Tensor
 
 from recalkv.kernels.contexts import combine_kernel
-from recalkv.kernels.gauge import pair_columns
-from recalkv.kernels.launch import device_runs, note_resources, output_room, places_of, split
+from recalkv.kernels.launch import device_runs, note_resources, output_room, places_of, split, wide_products
 from recalkv.kernels.one_pass import attend_kernel, turn_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
+    JOINT_STAGES,
     JOINT_TILE,
-    MAX_ROWS,
     alignment,
     combine_blocks,
-    cover_rank,
     groups_of,
+    joint_launch,
+    joint_shared,
     output_block,
-    row_block,
 )
+from recalkv.model.identity import LEAST_PAIRS, direct_pairs
+from recalkv.model.turns import FLOAT32_TOLERANCE, few_functions
 
-__all__ = [
-    "CHUNK",
-    "JOINT_STAGES",
-    "JOINT_WARPS",
-    "MAX_RANK",
-    "MAX_REBUILT",
-    "JointTables",
-    "cover_pairs",
-    "joint_attention",
-    "joint_shared",
-]
+__all__ = ["MAX_FUNCTIONS", "MAX_JOINT_ROWS", "MAX_SLOW", "JointTables", "joint_attention"]
 
-MAX_RANK = 256
-"""Largest rank of a group that one program holds, as context and as latents."""
+MAX_JOINT_ROWS = 16
+"""Most query heads of a group x queries that one program takes."""
 
-MAX_REBUILT = 64
-"""Most rebuilt pairs of a group; more take all registers."""
+MAX_FUNCTIONS = 8
+"""Most functions that the turns of slow pairs over a tile are sums of; more want more direct pairs instead."""
 
-JOINT_WARPS, JOINT_STAGES = 8, 3
-"""Warps of a program, and tiles in flight: they are small, as pairs and context take the registers."""
+MAX_SLOW = 32
+"""Most pairs of a head that are not direct; more take all registers."""
 
-CHUNK = 32
-"""RoPE pairs that are worked on at a time."""
-
-
-def cover_pairs(most: int) -> int:
-    """Multiple of :data:`CHUNK` that covers a number of pairs."""
-    return -(-most // CHUNK) * CHUNK
-
-
-def joint_shared(rank: int, rebuilt: int, element: int) -> int:
-    """Bytes of shared memory of a program at most, as compiled (``compile_gate``): tiles in flight, rebuilt R_k."""
-    return (72_000 + 3 * rank * rebuilt) * element // 2
+_TOLERANCE = 1e-3
+"""Of scores over |q||k| of the slow pairs, in types of 16 bits: their own rounding is larger."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +49,25 @@ class JointTables:
 
     Attributes
     ----------
-    groups, pairs, factors
-        ``groups_ptr``, ``pairs_ptr`` and ``up_ptr`` there; the factors are copies.
-    rank_first, rank_second, direct, rebuilt
-        RANK_A, RANK_B, DIRECT and REBUILT there.
+    groups, factors, functions, coefficients
+        ``groups_ptr``, ``up_ptr``, ``function_ptr`` and, of ``turn_kernel``, ``coefficient_ptr``; the factors are
+        copies.
+    direct
+        DIRECT there.
+    rest
+        Most latents of a group that are not direct.
     alignment
-        Divides the columns, ranks and direct pairs.
+        Divides the columns and ranks.
     heads
         Most key/value heads of a group.
     """
 
     groups: Tensor
-    pairs: Tensor
     factors: Tensor
-    rank_first: int
-    rank_second: int
+    functions: Tensor
+    coefficients: Tensor
     direct: int
-    rebuilt: int
+    rest: int
     alignment: int
     heads: int
 
@@ -96,10 +78,13 @@ class JointTables:
         ranks: Sequence[int],
         heads: Sequence[int],
         head_dim: int,
-        direct_pairs: Sequence[Sequence[int]],
+        offsets: Tensor,
         shared_limit: int,
     ) -> "JointTables | None":
-        """Tables of a layer in the identity gauge; None where no program can hold it, or the factors are others since.
+        """Tables of a layer in the identity gauge; None where one pass cannot serve it.
+
+        It takes the first RoPE pairs of all groups' keys as direct ones, alike in number and a power of two, as
+        checkpoints of 16 bits have them, and so many that a few functions are enough for the few others.
 
         Parameters
         ----------
@@ -107,59 +92,69 @@ class JointTables:
             ``R_k`` of all groups in one buffer.
         ranks, heads
             Of each group.
-        direct_pairs
-            Of each group, as :func:`recalkv.kernels.gauge.regauge` returns them.
+        offsets : (JOINT_TILE, d_h / 2) float64
+            Angles of the places within a tile.
         shared_limit
             Bytes of shared memory that a program may have.
         """
         half, device = head_dim // 2, key_up.device
-        rebuilt_pairs = [
-            [pair for pair in range(own * half) if pair not in set(direct)]
-            for own, direct in zip(heads, direct_pairs, strict=True)
-        ]
-        direct, rebuilt = (cover_pairs(max(map(len, pairs))) for pairs in (direct_pairs, rebuilt_pairs))
-        rank_first, rank_second = cover_rank(max(ranks))
-        shared = joint_shared(rank_first + rank_second, rebuilt, key_up.element_size())
-        if max(ranks) > MAX_RANK or rebuilt > MAX_REBUILT or shared > shared_limit:
+        places = list(groups_of(ranks, heads, head_dim))
+        ups = [key_up[start : start + rank * own * head_dim].view(rank, -1) for rank, own, start, _ in places]
+        direct = direct_pairs(ups[0], head_dim)
+        count = len(direct)
+        power_of_two = count & (count - 1) == 0
+        if count < LEAST_PAIRS or half - count > MAX_SLOW or not power_of_two or direct != list(range(count)):
             return None
-        groups, pairs, factors = [], torch.full((len(ranks), direct + rebuilt), -1, dtype=torch.int32), []
-        head = before = written = 0
-        for number, (rank, own, start, column) in enumerate(groups_of(ranks, heads, head_dim)):
-            now, later = direct_pairs[number], rebuilt_pairs[number]
-            groups.append([column, rank, len(now), len(later), head, own, before, written])
-            pairs[number, : len(now)] = torch.tensor(now, dtype=torch.int32) + head * half
-            pairs[number, direct : direct + len(later)] = torch.tensor(later, dtype=torch.int32) + head * half
-            up = key_up[start : start + rank * own * head_dim].view(rank, -1)
-            left, right = pair_columns(now, head_dim)
-            if not torch.equal(up[:, left + right], torch.eye(rank, dtype=up.dtype, device=device)[:, : 2 * len(now)]):
-                return None
-            left, right = pair_columns(later, head_dim)
-            factors.append(up[:, left + right].flatten())
-            head, before, written = head + own, before + own * rank, written + 2 * rank * len(later)
+        if any(direct_pairs(up, head_dim) != direct for up in ups[1:]):
+            return None
+        tolerance = _TOLERANCE if key_up.element_size() == 2 else FLOAT32_TOLERANCE
+        functions, coefficients = _padded(*few_functions(offsets[:, count:].mT, tolerance)) if count < half else _NONE
+        rest = max(rank - 2 * count * own for rank, own in zip(ranks, heads, strict=True))
+        launch = joint_launch(1, max(heads), half, count, rest, len(functions))
+        if (
+            len(functions) > MAX_FUNCTIONS
+            or joint_shared(launch, max(heads), half, key_up.element_size()) > shared_limit
+        ):
+            return None
+        groups, factors, head, before, written = [], [], 0, 0, 0
+        for up, (rank, own, _, column) in zip(ups, places, strict=True):
+            groups.append([column, rank, head, own, before, written, 0, 0])
+            factors.append(up.unflatten(1, (2 * own, half))[:, :, count:].permute(1, 2, 0).flatten())
+            head, before, written = head + own, before + own * rank, written + factors[-1].numel()
         together = torch.cat(factors)
         return cls(
             torch.tensor(groups, dtype=torch.int32, device=device),
-            pairs.to(device),
             together if len(together) else key_up[:1],
-            rank_first,
-            rank_second,
-            direct,
-            rebuilt,
-            alignment(itertools.chain(*(group[:3] for group in groups), [sum(ranks)])),
+            functions.mT.float().contiguous().to(device),
+            torch.stack([coefficients.real, coefficients.imag], dim=1).float().to(device),
+            count,
+            rest,
+            alignment([*(number for group in groups for number in (*group[:2], group[5])), sum(ranks)]),
             max(heads),
         )
 
     def takes(self, rows_per_head: int) -> bool:
         """Whether one program holds so many queries of each key/value head."""
-        return self.heads * rows_per_head <= MAX_ROWS
+        return self.heads * rows_per_head <= MAX_JOINT_ROWS
+
+
+_NONE = torch.zeros(1, JOINT_TILE), torch.zeros(1, 1, dtype=torch.complex64)
+
+
+def _padded(functions: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+    """As many functions as a power of two, at least two."""
+    missing = max(2, 1 << (len(functions) - 1).bit_length()) - len(functions)
+    return (
+        torch.cat([functions, functions.new_zeros(missing, functions.shape[1])]),
+        torch.cat([coefficients, coefficients.new_zeros(missing, coefficients.shape[1])]),
+    )
 
 
 def joint_attention(
     query: Tensor, latents: Tensor, mask: Tensor | None, seen: Tensor, behind: int, pages: Tensor | None,
-    window: int, groups: Tensor, pairs: Tensor, factors: Tensor, value_up: Tensor | None, value_table: Tensor,
-    key_bias: Tensor | None, anchors: Tensor,
-    offsets: Tensor, scaling: float, total: int, value_rank: int, value_alignment: int,
-    rank_first: int, rank_second: int, direct: int, rebuilt: int, alignment: int, heads: int, runs: int,
+    window: int, groups: Tensor, factors: Tensor, functions: Tensor, coefficients: Tensor, value_up: Tensor | None,
+    value_table: Tensor, key_bias: Tensor | None, anchors: Tensor, offsets: Tensor, scaling: float, total: int,
+    value_rank: int, value_alignment: int, direct: int, rest: int, alignment: int, heads: int, runs: int,
 ) -> Tensor:  # fmt: skip
     """Three launches; arguments as :class:`JointTables` and :class:`recalkv.kernels.plan.LayerPlan` name them.
 
@@ -168,14 +163,16 @@ def joint_attention(
     batch, queries, h, head_dim = query.shape
     (slots, page), kv_heads, device = places_of(latents, pages), value_table.shape[0], query.device
     rows, half = h // kv_heads * queries, head_dim // 2
-    all_rows, total = kv_heads * rows, total * rows
-    block_rows, interpreted = max(16, row_block(heads * rows)), bool(triton.knobs.runtime.interpret)
-    constants: dict[str, Any] = {
-        "ROWS": rows, "BLOCK_M": block_rows, "QUERIES": queries, "HALF": half, "RANK_A": rank_first,
-        "RANK_B": rank_second,
-        "DIRECT": direct, "REBUILT": rebuilt, "CHUNK": CHUNK, "BLOCK_N": JOINT_TILE, "ALIGN": alignment,
+    all_rows, total, interpreted = kv_heads * rows, total * rows, bool(triton.knobs.runtime.interpret)
+    launch = joint_launch(rows, heads, half, direct, rest, functions.shape[1], wide_products(device))
+    shared: dict[str, Any] = {
+        "ROWS": rows, "BLOCK_M": launch.rows, "QUERIES": queries, "HALF": half, "DIRECT": direct,
+        "BLOCK_S": launch.slow, "FUNCTIONS": launch.functions, "TOGETHER": launch.together, "BLOCK_N": JOINT_TILE,
+    }  # fmt: skip
+    constants: dict[str, Any] = shared | {
+        "HEADS": heads, "RESTS": launch.rests, "REST": launch.rest, "ALIGN": alignment,
         "HAS_BIAS": key_bias is not None, "MASK": 2 if mask is not None else 1 if queries > 1 else 0,
-        "UPCAST": interpreted, "PAGE": page, "num_warps": JOINT_WARPS, "num_stages": JOINT_STAGES,
+        "UPCAST": interpreted, "PAGE": page, "num_warps": launch.warps, "num_stages": JOINT_STAGES,
     }  # fmt: skip
     kind = ("one pass", device, query.dtype, *constants.values())
     runs = split(slots, JOINT_TILE, runs or device_runs(device, batch * len(groups), kind))
@@ -183,25 +180,27 @@ def joint_attention(
     partial = torch.empty(batch, runs, total, dtype=torch.float32, device=device)
     most = torch.empty(batch, runs, all_rows, dtype=torch.float32, device=device)
     sums = torch.empty_like(most)
-    turned = torch.empty(batch, len(groups), 2, block_rows, direct + rebuilt, dtype=torch.float32, device=device)
+    turned = torch.empty(batch, len(groups), 2, launch.rows, direct, dtype=torch.float32, device=device)
+    expanded = torch.empty(
+        batch, len(groups), 2, launch.rows, launch.functions, launch.slow, dtype=torch.float32, device=device
+    )
     output = output_room(query, value_up, total)
     if mask is not None:
         mask = mask.expand(batch, 1, queries, slots).view(torch.uint8)
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        turn_kernel[(len(groups), (direct + rebuilt) // CHUNK, batch)](
-            query.contiguous(), turned, anchors, offsets, seen, groups, pairs, kv_heads, seen_stride, behind,
-            ROWS=rows, BLOCK_M=block_rows, QUERIES=queries, HALF=half, PAIRS=direct + rebuilt, CHUNK=CHUNK,
-            BLOCK_N=JOINT_TILE, num_warps=1,
+        turn_kernel[(len(groups), batch)](
+            query.contiguous(), turned, expanded, anchors, offsets, coefficients, seen, groups, kv_heads, seen_stride,
+            behind, **shared, num_warps=1,
         )  # fmt: skip
         compiled = attend_kernel[(len(groups), runs, batch)](
-            turned, latents, factors, seen if key_bias is None else key_bias, anchors, offsets,
-            seen if mask is None else mask, seen, seen if pages is None else pages, partial, most, sums, groups, pairs,
+            turned, expanded, latents, factors, seen if key_bias is None else key_bias, anchors, offsets, functions,
+            seen if mask is None else mask, seen, seen if pages is None else pages, partial, most, sums, groups,
             latents.stride(0), latents.stride(1), 0 if mask is None else mask.stride(0),
             0 if mask is None else mask.stride(2), all_rows, total, seen_stride, pages_stride, behind, window,
             scaling, **constants,
         )  # fmt: skip
-        note_resources(kind, compiled, JOINT_WARPS, device)
+        note_resources(kind, compiled, launch.warps, device)
         block, (combine_rows, at_once) = output_block(head_dim), combine_blocks(rows)
         parts = -(-value_rank // COMBINE_COLUMNS) if value_up is None else -(-head_dim // block)
         combine_kernel[(kv_heads, parts, batch)](

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from recalkv.errors import ParameterError
-from recalkv.kernels.gauge import has_gauge, regauge
 from recalkv.kernels.plan import JOINT_TILE, MAX_ROWS, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 from recalkv.model.attention import Cached, LatentAttention
@@ -37,15 +36,16 @@ class KernelAttention(LatentAttention):
     the parent, and in compiled models or with a window of exact latents more than one query. The factors are views of
     one buffer, so that whatever is written into them is seen; a factor that is put in another's place
     (``parameter.data = ...``, ``load_state_dict`` with ``assign``) is noticed by its address, but not in a compiled
-    model: compile after it. 8-bit copies of R_k follow torch's own writes, which it counts, and not those by ``.data``.
-    ``gauge_pairs`` are the direct pairs of each group where the layer was put into the identity gauge.
+    model: compile after it. Copies of parts of R_k, in 8 bits or for one pass over joint latents, follow torch's own
+    writes, which it counts, and not those by ``.data``. With ``one_pass`` False, set before the kernels are chosen,
+    joint latents are read in two passes, to compare.
     """
 
     _plan: LayerPlan | None = None
     _plan_of: list[int] = []  # noqa: RUF012  (replaced, never changed)
     _slots: int = 0
     _int8: bool = False
-    gauge_pairs: list[list[int]] | None = None
+    one_pass: bool = True
     _joint: "JointTables | None" = None
     tile_rotary: TileRotary
 
@@ -134,15 +134,25 @@ class KernelAttention(LatentAttention):
                 limit, self.key_rows, self.value_rows, self._int8 and not self.exact_window,
             )  # fmt: skip
             self._joint = None
-            if self.gauge_pairs is not None:
-                self._joint = JointTables.of(
-                    keys, self.key_ranks, self.key_heads, self.head_dim, self.gauge_pairs, limit
-                )
+            if self._may_take_one_pass:
+                angles = self.tile_rotary.angles(JOINT_TILE)
+                self._joint = JointTables.of(keys, self.key_ranks, self.key_heads, self.head_dim, angles, limit)
             self._plan_of = self._state(value_up)
         return self._plan
 
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether single queries read the latents once, as keys and as values."""
+        self._layer_plan()
+        return self._joint is not None
+
+    @property
+    def _may_take_one_pass(self) -> bool:
+        """Whether latents are keys' and values' alike, are not packed, and give keys without a norm."""
+        return self.one_pass and self.joint and self.key_rows is None and self.k_norm is None
+
     def _state(self, value_up: Sequence[Tensor]) -> list[int]:
-        copied = self._int8 or self.gauge_pairs is not None
+        copied = self._int8 or self._may_take_one_pass
         versions = [up._version for up in self.key_up] if copied else []
         return [up.data_ptr() for up in (*self.key_up, *value_up)] + versions
 
@@ -184,7 +194,7 @@ def choose_kernels(model: Any, kernel: str) -> None:
         use_kernels(model, kernel)
 
 
-def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: bool = False) -> Any:
+def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
     """Choose how a compressed model decodes; returns the model.
 
     Parameters
@@ -199,10 +209,6 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: b
         In layers that cache 8-bit codes and nothing else (``compression.bits`` 8, ``exact_window`` 0), rebuild keys by
         products of 8-bit numbers: R_k is rounded to 8 bits with one scale per column
         (``benchmarks.int8_reconstruction`` has what that costs).
-    gauge
-        Put layers of joint 16-bit latents into the identity gauge, in place (:mod:`recalkv.kernels.gauge`), so that
-        one pass over the latents serves keys and values. Exact but for rounding (``benchmarks.identity_gauge``);
-        caches of before do not fit.
 
     Raises
     ------
@@ -216,11 +222,14 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: b
         if kernel == "triton":
             raise ParameterError(f"kernel=triton cannot be used: {reason}. Use kernel=torch, or auto.")
         kernel = "torch"
-    _install(model, kernel, int8, gauge)
+    _install(model, kernel, int8)
     if kernel == "auto":
         from recalkv.kernels.trial import why_wrong
 
-        reason = why_wrong(next(module for module in model.modules() if isinstance(module, KernelAttention)))
+        layers = [module for module in model.modules() if isinstance(module, KernelAttention)]
+        # One layer for each way that layers take.
+        tried = {layer.in_one_pass: layer for layer in reversed(layers)}.values()
+        reason = next(filter(None, map(why_wrong, tried)), None)
         if reason is not None:
             _install(model, "torch")
     if reason is not None:
@@ -228,7 +237,7 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False, gauge: b
     return model
 
 
-def _install(model: Any, kernel: str, int8: bool = False, gauge: bool = False) -> None:
+def _install(model: Any, kernel: str, int8: bool = False) -> None:
     rotaries: dict[int, TileRotary] = {}
     for module in model.modules():
         if isinstance(module, LatentAttention):
@@ -239,6 +248,4 @@ def _install(model: Any, kernel: str, int8: bool = False, gauge: bool = False) -
                 if id(module.slots) not in rotaries:
                     rotaries[id(module.slots)] = TileRotary(module.slots)
                 rotary = rotaries[id(module.slots)]
-                if gauge and module.gauge_pairs is None and has_gauge(module):
-                    module.gauge_pairs = regauge(module)
                 module.prepare(rotary, min(model.config.max_position_embeddings, _PREPARED_SLOTS), int8)

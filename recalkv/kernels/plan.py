@@ -13,10 +13,12 @@ from recalkv.cache.rows import RowLayout, Segment
 
 __all__ = [
     "COMBINE_COLUMNS",
+    "JOINT_STAGES",
     "JOINT_TILE",
     "MAX_ROWS",
     "STAGES",
     "TILE",
+    "JointLaunch",
     "LayerPlan",
     "PackedColumns",
     "ScoresLaunch",
@@ -26,6 +28,8 @@ __all__ = [
     "cover_rank",
     "groups_of",
     "joined",
+    "joint_launch",
+    "joint_shared",
     "output_block",
     "row_block",
     "scores_launch",
@@ -36,11 +40,14 @@ __all__ = [
 TILE = 64
 """Slots of a tile of values; a tile of keys is as long, or twice or half of it."""
 
-JOINT_TILE = 32
-"""Slots of a tile where one pass serves keys and values; of 64, which wgmma needs, a thread spills over 800 bytes."""
+JOINT_TILE = 64
+"""Slots of a tile where one pass serves keys and values, as many as tensor cores take at once."""
 
 STAGES = 2
 """Tiles in flight; a third costs shared memory."""
+
+JOINT_STAGES = 3
+"""The same of one pass, whose tiles are read until their end: of two, the next would wait for that."""
 
 MAX_ROWS = 32
 """Most query heads of a key/value head x queries that one program takes."""
@@ -50,6 +57,15 @@ COMBINE_COLUMNS = 64
 
 _STREAMED_RANK = 64
 """Rows of R_k read at a time where it is not resident."""
+
+_PIECE = 64
+"""Latents of a group's rest that one product takes."""
+
+_EXPANDED = 32
+"""Rows of queries by functions that share a product; of 64 a thread spills."""
+
+_JOINT_MORE = 26_624
+"""Bytes of shared memory for what passes between products."""
 
 _MAX_COLUMNS = 128
 _WIDEST = 16
@@ -122,6 +138,66 @@ def _resident_bytes(rank: int, head_dim: int, tile: int, rows: int, element: int
     angles = 256 * tile
     products = 0 if rows == 1 else 392 * tile * element // 2
     return element * rank * head_dim + STAGES * element * tile * rank + angles + products
+
+
+@dataclass(frozen=True)
+class JointLaunch:
+    """Constants of ``attend_kernel``.
+
+    Attributes
+    ----------
+    rows, slow, rests, rest, functions, together
+        BLOCK_M, BLOCK_S, RESTS, REST, FUNCTIONS and TOGETHER there.
+    direct
+        Pairs of a head that are latents.
+    warps
+        Of a program.
+    """
+
+    rows: int
+    slow: int
+    rests: int
+    rest: int
+    functions: int
+    together: int
+    direct: int
+    warps: int
+
+
+def joint_launch(
+    rows: int, heads: int, half: int, direct: int, rest: int, functions: int, wide: bool = True
+) -> JointLaunch:
+    """Constants that compile without spills worth mentioning (``compile_gate``).
+
+    Parameters
+    ----------
+    rows
+        Query heads of a key/value head x queries.
+    heads
+        Key/value heads of a group.
+    half, direct
+        RoPE pairs of a head, and those that are latents.
+    rest
+        Latents of a group that are not direct, at most.
+    functions
+        Of the expansion, a power of two.
+    wide
+        Whether tensor cores work for groups of warps (:func:`recalkv.kernels.launch.wide_products`).
+    """
+    block = max(8, 1 << (heads * rows - 1).bit_length())
+    slow = max(16, 1 << (half - direct - 1).bit_length()) if direct < half else 1
+    together = min(functions, max(1, _EXPANDED // block))
+    # As wide as the latents of a head with 32 direct pairs.
+    rests = -(-rest // _PIECE)
+    few = wide and block == 8 and functions == together
+    return JointLaunch(block, slow, rests, _PIECE, functions, together, direct, 4 if few else 8)
+
+
+def joint_shared(launch: JointLaunch, heads: int, half: int, element: int) -> int:
+    """Bytes of shared memory of a program at most, as compiled (``compile_gate``): tiles in flight, the factors."""
+    latents = heads * 2 * launch.direct + launch.rests * launch.rest
+    factors = 2 * heads * launch.slow * latents if launch.direct < half else 0
+    return element * ((JOINT_STAGES - 1) * JOINT_TILE * latents + factors) + _JOINT_MORE
 
 
 def row_block(rows: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from recalkv.method.lowrank import LowRank
 from recalkv.method.refit import LayerRefit
 from recalkv.model.families import AttentionGeometry, head_order
-from recalkv.model.identity import direct_columns, gauge_basis, gauge_limit, independent_pairs, regauged
+from recalkv.model.identity import direct_columns, gauge_basis, gauge_pairs, regauged
 from recalkv.model.layers import LayerSource
 from recalkv.model.spec import LayerSpec
 
@@ -68,7 +68,7 @@ def fuse_layer(
         dense, keys = _in_turning_order(dense, keys, torch.tensor(order))
     # Rounding to few bits wants latents that are alike, and norms want whole keys.
     if spec.joint and not spec.quantised and "k_norm.weight" not in dense:
-        keys, values = in_gauge(keys, values, source.geometry.head_dim, gauge_limit(dtype))
+        keys, values = in_gauge(keys, values, source.geometry.head_dim, dtype)
     fused = fused_attention_tensors(dense, source.geometry, spec, keys, values, output, mean)
     alone = [name for name in fused if name in given and source.holds(prefix + name)]
     kept = {name for name in alone if torch.equal(fused[name], given[name])}
@@ -97,7 +97,7 @@ def _in_turning_order(dense: Mapping[str, Tensor], keys: LowRank, order: Tensor)
     return moved, LowRank(keys.down, [ordered(up, 1) for up in keys.up])
 
 
-def in_gauge(keys: LowRank, values: LowRank, head_dim: int, limit: float) -> tuple[LowRank, LowRank]:
+def in_gauge(keys: LowRank, values: LowRank, head_dim: int, dtype: torch.dtype) -> tuple[LowRank, LowRank]:
     """Joint factors in the identity gauge: the same keys and values, from latents some of which are keys.
 
     Parameters
@@ -106,12 +106,12 @@ def in_gauge(keys: LowRank, values: LowRank, head_dim: int, limit: float) -> tup
         Factors of the same latents; ``values.down`` is ``keys.down``.
     head_dim
         Head dimension.
-    limit
-        Of :func:`recalkv.model.identity.independent_pairs`.
+    dtype
+        Of what is cached, which decides how many pairs are (:func:`recalkv.model.identity.gauge_pairs`).
     """
     downs, key_ups, value_ups = [], [], []
-    for down, key_up, value_up in zip(keys.down, keys.up, values.up, strict=True):
-        pairs = independent_pairs(key_up, head_dim, limit)
+    chosen = gauge_pairs(keys.up, head_dim, dtype)
+    for pairs, down, key_up, value_up in zip(chosen, keys.down, keys.up, values.up, strict=True):
         columns = direct_columns(pairs, key_up.shape[1] // head_dim, head_dim)
         turned, (new_keys, new_values) = regauged(down, [key_up, value_up], gauge_basis(key_up, columns))
         # Written as what they are, not as what the solver rounds them to.

@@ -10,19 +10,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["direct_columns", "direct_pairs", "gauge_basis", "gauge_limit", "independent_pairs", "regauged"]
+__all__ = ["direct_columns", "direct_pairs", "gauge_basis", "gauge_pairs", "independent_pairs", "regauged"]
 
-_LIMITS = {torch.float32: 30.0}
-_LIMIT_OF_OTHERS = 4.0
+_LIMIT, _LIMIT_OF_16_BITS = 30.0, 8.0
+
+LEAST_PAIRS = 32
+"""Direct pairs of a head that the Triton kernels take at least."""
 
 
-def gauge_limit(dtype: torch.dtype) -> float:
-    """How much smaller a pair may be than the first, beyond what is chosen already, for latents of this type.
+def gauge_pairs(ups: Sequence[Tensor], head_dim: int, dtype: torch.dtype) -> list[list[int]]:
+    """Pairs that the groups of a layer cache as they are in latents of this type, ascending.
 
-    It bounds the condition of M, and so how much louder the rounding of what is cached becomes: float32 has digits to
-    spare, types of 16 bits have not.
+    Float32 has digits to spare. In types of 16 bits what is cached is rounded, and the more so matters what depends on
+    it: the first pairs up to one that those before nearly span, and of these a power of two, the same in all groups, as
+    the kernels for GPUs want them; the others are slow, and their scores can be had without rebuilding them.
+
+    Parameters
+    ----------
+    ups : (r, heads d_h) each
+        Factors R_k of the groups.
     """
-    return _LIMITS.get(dtype, _LIMIT_OF_OTHERS)
+    if dtype.itemsize > 2:
+        return [independent_pairs(up, head_dim, _LIMIT) for up in ups]
+    found = [_first_pairs(up, head_dim, _LIMIT_OF_16_BITS) for up in ups]
+    counts = [1 << (count.bit_length() - 1) if count else 0 for count in found]
+    if min(counts) >= LEAST_PAIRS:
+        counts = [min(counts)] * len(counts)
+    return [list(range(count)) for count in counts]
 
 
 def direct_columns(pairs: list[int], heads: int, head_dim: int) -> list[int]:
@@ -34,9 +48,10 @@ def direct_columns(pairs: list[int], heads: int, head_dim: int) -> list[int]:
 def direct_pairs(up: Tensor, head_dim: int) -> list[int]:
     """Pairs of a factor (r, heads d_h) that are cached as they are, ascending; none where it is not in the gauge."""
     rank, heads = up.shape[0], up.shape[1] // head_dim
+    up = up.detach().cpu()
     # Columns of the identity, by the latent that they are; -1 for others.
-    ones = (up.detach() == 1).int()
-    latent = torch.where(((up.detach() != 0).sum(dim=0) == 1) & (ones.sum(dim=0) == 1), ones.argmax(dim=0), -1)
+    ones = (up == 1).int()
+    latent = torch.where(((up != 0).sum(dim=0) == 1) & (ones.sum(dim=0) == 1), ones.argmax(dim=0), -1)
     pairs = [pair for pair in range(head_dim // 2) if int(latent[pair]) >= 0]
     while pairs:
         columns = direct_columns(pairs, heads, head_dim)
@@ -56,7 +71,8 @@ def independent_pairs(up: Tensor, head_dim: int, limit: float) -> list[int]:
     up : (r, heads d_h)
         Factor.
     limit
-        A pair is passed over if what it adds to those before is smaller than the largest one's by more than this.
+        A pair is passed over if what it adds to those before is smaller than the largest one's by more than this. It
+        bounds the condition of M, and so how much louder the rounding of what is cached becomes.
     """
     rest = up.detach().double().clone()
     rank, heads = rest.shape[0], rest.shape[1] // head_dim
@@ -75,6 +91,21 @@ def independent_pairs(up: Tensor, head_dim: int, limit: float) -> list[int]:
         rest -= basis @ (basis.mT @ rest)
         chosen.append(pair)
     return chosen
+
+
+def _first_pairs(up: Tensor, head_dim: int, limit: float) -> int:
+    """How many pairs, from the fastest on, are not nearly spanned by those before: by ``limit`` of their own sizes."""
+    rest = up.detach().double().clone()
+    rank, heads = rest.shape[0], rest.shape[1] // head_dim
+    sizes = rest.norm(dim=0).clamp_min(torch.finfo(rest.dtype).tiny)
+    for pair in range(min(head_dim // 2, rank // (2 * heads))):
+        columns = direct_columns([pair], heads, head_dim)
+        new = rest[:, columns]
+        if torch.linalg.svdvals(new / sizes[columns])[-1] * limit < 1:
+            return pair
+        basis = torch.linalg.qr(new)[0]
+        rest -= basis @ (basis.mT @ rest)
+    return min(head_dim // 2, rank // (2 * heads))
 
 
 def gauge_basis(up: Tensor, columns: Sequence[int]) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import (
 from recalkv.cache.codebooks import UNIFORM_CODES
 from recalkv.cache.rows import Segment
 from recalkv.model.families import group_sizes
+from recalkv.model.identity import direct_columns
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
 from recalkv.model.sizes import ModelSizes
 from recalkv.model.spec import LatentSpec, LayerSpec, check_ratio
@@ -91,9 +92,23 @@ def random_latent(
     ).to_dict()
     model = _built(MODEL_CLASSES[sizes.family], config, device, dtype, seed)
     for decoder in model.model.layers:
-        for up in (*decoder.self_attn.key_up, *decoder.self_attn.value_up):
+        layer = decoder.self_attn
+        for up in (*layer.key_up, *layer.value_up):
             nn.init.normal_(up, std=up.shape[0] ** -0.5)
+        if joint and bits == 16 and layer.k_norm is None:
+            for up in layer.key_up:
+                _write_gauge(up, layer.head_dim)
     return model
+
+
+@torch.no_grad()
+def _write_gauge(up: torch.Tensor, head_dim: int) -> None:
+    """Give a random factor the direct pairs that a checkpoint of 16 bits would have (:mod:`recalkv.model.identity`)."""
+    heads = up.shape[1] // head_dim
+    most = min(head_dim // 2, up.shape[0] // (2 * heads))
+    pairs = list(range(1 << (most.bit_length() - 1))) if most else []
+    columns = direct_columns(pairs, heads, head_dim)
+    up[:, columns] = torch.eye(len(up), dtype=up.dtype, device=up.device)[:, : len(columns)]
 
 
 def _built(model_class: Any, config: Any, device: torch.device, dtype: torch.dtype, seed: int) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FLOAT32_TOLERANCE", "Expansion", "TileRope", "expansion", "offset_angles"]
+__all__ = ["FLOAT32_TOLERANCE", "Expansion", "TileRope", "expansion", "few_functions", "offset_angles"]
 
 FLOAT32_TOLERANCE = 1e-5
 """Of :func:`expansion`: the error of float32 sums."""
@@ -45,6 +45,31 @@ def offset_angles(frequencies: Tensor, tile: int) -> Tensor:
     return frequencies[:, None] * (torch.arange(tile, dtype=torch.float64) - (tile - 1) / 2)
 
 
+def few_functions(angles: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """As few real functions as are needed of which the turns of all pairs are sums.
+
+    Parameters
+    ----------
+    angles : (pairs, tile) float64
+        Of :func:`offset_angles`.
+    tolerance
+        Largest error of a score over |q||k| of these pairs, root mean square over a tile.
+
+    Returns
+    -------
+    functions : (functions, tile) float64
+        Orthonormal over the tile.
+    coefficients : (functions, pairs) complex128
+    """
+    waves = torch.cat([angles.cos(), angles.sin()])  # [2 pairs, tile]
+    energies, basis = torch.linalg.eigh(waves @ waves.mT)
+    # Ascending: the error that is left when only the last functions are taken.
+    left = energies.clamp_min(0).cumsum(0)
+    count = int((left > angles.shape[1] * tolerance**2).sum())
+    coefficients = basis[:, -count:].mT
+    return coefficients @ waves, torch.complex(*coefficients.chunk(2, dim=-1))
+
+
 @functools.lru_cache(maxsize=64)
 def expansion(
     frequencies: tuple[float, ...], tile: int, columns: int, queries: int, tolerance: float = FLOAT32_TOLERANCE
@@ -69,23 +94,14 @@ def expansion(
     """
     angles = offset_angles(torch.tensor(frequencies, dtype=torch.float64), tile)
     pairs = len(frequencies)
-    cheapest, best = float(columns * pairs), None
+    best: Expansion | None = None
+    cheapest = float(columns * pairs)
     for fast in range(pairs):
-        slow = pairs - fast
-        waves = torch.cat([angles[fast:].cos(), angles[fast:].sin()])  # [2 slow, tile]
-        energies, basis = torch.linalg.eigh(waves @ waves.mT)
-        # Ascending: the error that is left when only the last functions are taken.
-        left = energies.clamp_min(0).cumsum(0)
-        count = int((left > tile * tolerance**2).sum())
-        cost = columns * fast + queries * count * (1 + 2 * slow / tile)
+        functions, coefficients = few_functions(angles[fast:], tolerance)
+        cost = columns * fast + queries * len(functions) * (1 + 2 * (pairs - fast) / tile)
         if cost < cheapest:
-            coefficients = basis[:, -count:].mT
-            cheapest, best = cost, (fast, coefficients @ waves, coefficients)
-    if best is None:
-        return None
-    fast, functions, coefficients = best
-    cosines, sines = coefficients.chunk(2, dim=-1)
-    return Expansion(fast, functions.float(), torch.complex(cosines, sines).to(torch.complex64))
+            cheapest, best = cost, Expansion(fast, functions.float(), coefficients.to(torch.complex64))
+    return best
 
 
 class TileRope:

@@ -194,10 +194,12 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
             from recalkv.kernels.attention import latent_attention
 
             # Shapes do not come from lengths, which a captured step does not know; nor does anything wait for these.
+            plan = self._layer_plan()
             return latent_attention(
-                query, keys, None if self.joint else values, self._layer_plan(), self.tile_rotary, None, lengths,
-                self.scaling, self.key_bias, self.key_norm, pages=blocks[:, : -(-batch.reach // cache.shape[1])],
-                window=self.sliding_window or ALL_SLOTS, recent=recent,
+                query, keys, None if self.joint else values, plan, self.tile_rotary, None, lengths,
+                self.scaling, self.key_bias, self.key_norm, joint=self._joint,
+                pages=blocks[:, : -(-batch.reach // cache.shape[1])], window=self.sliding_window or ALL_SLOTS,
+                recent=recent,
             )[:, 0]  # fmt: skip
         loops = compiled_loops() if query.device.type == "cpu" else None
         if loops is None:
