@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.recent import remember
-from recalkv.model.cpu import compiled_loops, pack, unpack
+from recalkv.model.cpu import compiled_loops, pack, unpack, watched
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.norms import epsilon, norm_like, normed
@@ -201,11 +201,12 @@ class LatentAttention(nn.Module):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """What the output projection reads, (batch, queries, its inputs)."""
-        single = query.shape[1] == 1 and query.is_cpu and not torch.compiler.is_compiling()
-        if single and (loops := compiled_loops()) is not None:
+        if query.is_cpu and query.shape[1] == 1 and not watched(query) and (loops := compiled_loops()) is not None:
             output: Tensor | None = loops.step_output(self, query, cached, mask)
             if output is not None:
                 return output
+        if (loops := self._prompt_loops(query, cached, mask, kwargs)) is not None:
+            return self._attend_in_prompt(loops, query, cached, rope, mask)
         return self._attend_in_torch(query, cached, rope, mask, kwargs)
 
     def _attend_in_torch(
@@ -217,8 +218,6 @@ class LatentAttention(nn.Module):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """The same without compiled loops."""
-        if (loops := self._prompt_loops(query, cached, mask)) is not None:
-            return self._attend_in_prompt(loops, query, cached, rope, mask)
         z_k, z_v, seen, offset, fresh, recent = cached
         length, slots = query.shape[1], z_k.shape[2]
         if self.key_rows is not None:
@@ -282,28 +281,31 @@ class LatentAttention(nn.Module):
             outputs.append(self._attention(own, keys, values, part.mask, kwargs).flatten(2))
         return torch.cat(outputs, dim=1)
 
-    def _prompt_loops(self, query: Tensor, cached: Cached, mask: Any) -> Any:
+    def _prompt_loops(self, query: Tensor, cached: Cached, mask: Any, kwargs: dict[str, Any]) -> Any:
         """The compiled loops, where they can attend from several queries; else None."""
         batch, length, heads, _ = query.shape
-        if not query.is_cpu or length == 1 or torch.compiler.is_compiling() or not self.plain_softmax:
+        if not query.is_cpu or length == 1 or watched(query) or not self.plain_softmax:
             return None
-        if self.config._attn_implementation != "sdpa":
+        if self.config._attn_implementation != "sdpa" or kwargs.get("is_causal") is False:
             return None
         slots = cached.z_k.shape[2]
         whole = int(cached.seen) - cached.offset == length
         if mask is None:
-            readable = whole and (self.sliding_window is None or length <= self.sliding_window)
+            # Behind windows the loops know themselves what is causal.
+            readable = whole or cached.recent is not None
+            readable = readable and (self.sliding_window is None or slots <= self.sliding_window)
         else:
-            fits = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == length and mask.shape[3] >= slots
+            fits = isinstance(mask, Tensor) and (mask.dtype == torch.bool or mask.is_floating_point())
+            fits = fits and mask.dim() == 4 and mask.shape[2] == length and mask.shape[3] >= slots
             readable = fits and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
         # Few queries over a long cache cost less over latents.
         if not readable or (not whole and self.over_latents(length, slots, mask)):
             return None
-        # Torch may have units of its own for numbers of 16 bits, but not for windows.
-        if query.dtype != torch.float32 and cached.recent is None:
+        # Torch may have units of its own for numbers of 16 bits, but not for windows; the loops have no float64.
+        if query.dtype == torch.float64 or (query.dtype != torch.float32 and cached.recent is None):
             return None
-        given = query, cached.z_k, cached.z_v, *self.parameters()
-        if torch.is_grad_enabled() and any(each.requires_grad for each in given):
+        given = query, cached.z_k, cached.z_v, cached.recent, mask, *self.parameters()
+        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
             return None
         return compiled_loops()
 
@@ -327,11 +329,12 @@ class LatentAttention(nn.Module):
         else:
             rope = self._rope(slice(offset, offset + slots), offset + slots, query, seen)
         queries: Sequence[Tensor] = (query,)
-        masks: Sequence[Tensor | None] = (mask,) * len(self.value_heads)
+        masks: Sequence[Tensor | None] = (mask,)
         if self.fused:
             groups = [heads * self.num_key_value_groups for heads in self.value_heads]
             queries = query.split(groups, dim=2)
-            masks = masks if mask is None or mask.shape[1] == 1 else mask.split(groups, dim=1)
+            of_heads = mask is not None and mask.shape[1] > 1
+            masks = mask.split(groups, dim=1) if of_heads and mask is not None else (mask,) * len(groups)
         read: list[list[tuple[Tensor, Tensor]]] = []
         for own_k, own_v in latents:
             key, values = self._rebuild_keys(own_k).transpose(1, 2), (own_k if self.joint else own_v)[:, 0]
@@ -343,7 +346,7 @@ class LatentAttention(nn.Module):
         first, window = slots - query.shape[1], self.exact_window
         outputs = [
             loops.prompt_output(own, pairs, rope, window, self.scaling, first, own_mask).flatten(2)
-            for own, own_mask, *pairs in zip(queries, masks, *read, strict=False)
+            for own, own_mask, *pairs in zip(queries, masks, *read, strict=True)
         ]
         return torch.cat(outputs, dim=-1)
 

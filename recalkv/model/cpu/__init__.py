@@ -13,11 +13,13 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from recalkv.cache.rows import RowLayout
 
-__all__ = ["compiled_loops", "pack", "product", "unpack"]
+__all__ = ["compiled_loops", "pack", "product", "unpack", "watched"]
 
 # Of a product that are worth a call of the loops.
 _ROWS = 32
@@ -82,4 +84,16 @@ def product(latents: Tensor, factor: Tensor) -> Tensor:
 
 
 def _loops_for(tensor: Tensor) -> Any:
-    return compiled_loops() if tensor.is_cpu and not torch.compiler.is_compiling() else None
+    return compiled_loops() if tensor.is_cpu and not watched(tensor) else None
+
+
+def watched(tensor: Tensor) -> bool:
+    """Whether torch compiles, records or transforms what is done to a tensor, which it would not see the loops do."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) not in (Tensor, nn.Parameter)
+        or torch.jit.is_tracing()
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or forward_ad._current_level >= 0
+        or _get_current_dispatch_mode() is not None
+    )

@@ -15,18 +15,24 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 __all__ = [
+    "ADDED",
+    "BOOLEAN",
     "FEATURES",
     "LANES",
+    "LEAST",
+    "UNMASKED",
     "VECTOR",
     "bits_of",
     "called",
     "compiled",
     "exponentials",
     "fetch",
+    "masked",
     "multiply",
     "nested",
     "power_of_two",
     "transpose",
+    "weighed",
     "write_columns",
 ]
 
@@ -92,6 +98,12 @@ _BLOCK = 64
 
 _LINE = 64
 """Bytes of a cache line."""
+
+UNMASKED, BOOLEAN, ADDED = range(3)
+"""Kinds of masks: none, booleans (True attends), or float32 that is added."""
+
+LEAST = np.finfo(np.float32).min
+"""A score that is not attended to: finite, which keeps rows that attend to nothing from becoming NaN."""
 
 _ZERO = np.float32(0)
 _LOG2_E = np.float32(1.4426950408889634)
@@ -301,3 +313,38 @@ def exponentials(values, peak):
         values[j] = power_of_two((values[j] - peak) * _LOG2_E)
         total += values[j]
     return total
+
+
+@nested
+def masked(memory, kind, place, slot, scores):
+    """Mask scores of slots from one on, by a mask whose slot 0 has its first byte at this place of the memory."""
+    if kind == BOOLEAN:
+        attended = memory[place + slot : place + slot + len(scores)]
+        for j in range(len(scores)):
+            if attended[j] == 0:
+                scores[j] = LEAST
+    else:
+        added = memory[place + 4 * slot : place + 4 * (slot + len(scores))].view(np.float32)
+        for j in range(len(scores)):
+            scores[j] += added[j]
+
+
+@nested
+def weighed(scores, row, context, peak, total):
+    """Turn a row's scores of one tile into softmax weights; sums of the tiles before shrink as the largest score grows.
+
+    Parameters
+    ----------
+    context, peak, total : (rows, any), (rows,), (rows,) float32
+        Sums of weights times values, the largest score, and the sum of weights, so far.
+    """
+    largest = peak[row]
+    for j in range(len(scores)):
+        largest = max(largest, scores[j])
+    if largest > peak[row]:
+        before = np.float32(np.exp(np.float64(peak[row]) - np.float64(largest)))
+        total[row] *= before
+        for i in range(context.shape[1]):
+            context[row, i] *= before
+        peak[row] = largest
+    total[row] += exponentials(scores, largest)

@@ -187,7 +187,7 @@ def _threads(rows: int) -> int:
 def packed_rows(latents: Tensor, layout: RowLayout) -> Tensor:
     """What :meth:`RowLayout.pack` gives: latents (..., width) to rows (..., row_bytes) uint8."""
     numbers, width = latents.float().contiguous(), layout.width
-    rows = torch.empty(*latents.shape[:-1], layout.row_bytes, dtype=torch.uint8)
+    rows = torch.empty(*latents.shape[:-1], layout.row_bytes, dtype=torch.uint8, device="cpu")
     count = numbers.numel() // width
     threads = _threads(count)
     given = numbers.data_ptr(), count, width, 1, rows.data_ptr(), count, rows.shape[-1], 1, threads
@@ -198,7 +198,7 @@ def packed_rows(latents: Tensor, layout: RowLayout) -> Tensor:
 def unpacked_rows(rows: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
     """What :meth:`RowLayout.unpack` gives: rows (..., row_bytes) uint8 to latents (..., width) of this type."""
     rows, width = rows.contiguous(), layout.width
-    latents = torch.empty(*rows.shape[:-1], width, dtype=torch.float32)
+    latents = torch.empty(*rows.shape[:-1], width, dtype=torch.float32, device="cpu")
     count = latents.numel() // width
     threads = _threads(count)
     given = rows.data_ptr(), rows.numel(), 1, 1, latents.data_ptr(), count, width, 1, threads, rows.shape[-1]

@@ -18,7 +18,7 @@ from torch import Tensor
 from recalkv.cache.rows import RowLayout
 from recalkv.model.cpu import halves, sources, step
 from recalkv.model.cpu.keys import Keys, group_keys
-from recalkv.model.cpu.loops import LANES
+from recalkv.model.cpu.loops import ADDED, BOOLEAN, LANES, UNMASKED
 from recalkv.model.cpu.packing import packed_rows, unpacked_rows
 from recalkv.model.cpu.prompts import product, prompt_output
 from recalkv.model.cpu.rows import Coding, coding
@@ -279,12 +279,12 @@ def _output(
         queries.data_ptr(), batch, all_heads, head_dim,
         cos.data_ptr(), reach, pairs, 1, sin.data_ptr(), reach, pairs, 1, *work.given,
     ]  # fmt: skip
-    result, done, tasks = torch.empty(batch, 1, layer.columns, dtype=torch.float32), 0, len(work.parts)
+    result, done, tasks = torch.empty(batch, 1, layer.columns, dtype=torch.float32, device="cpu"), 0, len(work.parts)
     given += [result.data_ptr(), batch, layer.columns, 1]
     for group in layer.groups:
         count, value_rank = group.heads * rows, group.values[1] - group.values[0]
         width = value_rank + -value_rank % LANES
-        sums = torch.empty(tasks * count * (width + 2), dtype=torch.float32)
+        sums = torch.empty(tasks * count * (width + 2), dtype=torch.float32, device="cpu")
         start, size = sums.data_ptr(), 4 * tasks * count
         own = [
             start, tasks, count, width, start + size * width, tasks, count, 1,
@@ -371,7 +371,7 @@ def _fits(mask: Tensor, query: Tensor, slots: int) -> bool:
 def _mask(mask: Tensor | None) -> tuple[tuple[int, ...], tuple[int, int, int], Tensor | None]:
     """Where a mask is; bytes from one sequence, and one query head, to the next, and its kind; what to keep of it."""
     if mask is None:
-        return (0, 0, 1, 1), (0, 0, step.MASK_NONE), None
+        return (0, 0, 1, 1), (0, 0, UNMASKED), None
     if mask.dtype != torch.bool:
         mask = mask.float()
     if mask.stride(-1) != 1:
@@ -379,5 +379,5 @@ def _mask(mask: Tensor | None) -> tuple[tuple[int, ...], tuple[int, int, int], T
     size, shape, strides = mask.element_size(), mask.shape, mask.stride()
     span = size * (1 + sum((many - 1) * stride for many, stride in zip(shape, strides, strict=True)))
     by_sequence, by_head = (0 if shape[i] == 1 else size * strides[i] for i in (0, 1))
-    kind = step.MASK_BOOLEAN if mask.dtype == torch.bool else step.MASK_ADDED
+    kind = BOOLEAN if mask.dtype == torch.bool else ADDED
     return (mask.data_ptr(), span, 1, 1), (by_sequence, by_head, kind), mask

@@ -13,7 +13,19 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from recalkv.model.cpu.loops import LANES, called, exponentials, multiply, nested, write_columns
+from recalkv.model.cpu.loops import (
+    ADDED,
+    BOOLEAN,
+    LANES,
+    LEAST,
+    UNMASKED,
+    called,
+    masked,
+    multiply,
+    nested,
+    weighed,
+    write_columns,
+)
 from recalkv.model.cpu.scores import filled
 from recalkv.model.cpu.threads import (
     SIZES,
@@ -38,11 +50,9 @@ _FEWEST = 16
 _PART = 64
 """Rows of a product that a thread takes at once: they stay in its first caches."""
 
-_LEAST = np.finfo(np.float32).min
 _NOTHING, _ONE = np.float32(0), np.float32(1)
 # Where a query attends to nothing.
 _TINY = np.float32(1e-38)
-_UNMASKED, _BOOLEAN, _ADDED = range(3)
 
 
 class _Block(NamedTuple):
@@ -77,7 +87,7 @@ class _Mask(NamedTuple):
     memory : (any,) uint8
         From its first byte.
     kind
-        None, booleans (True attends), or float32 that is added.
+        Of :data:`recalkv.model.cpu.loops.UNMASKED` and so on.
     place, head_stride, query_stride
         The first byte for a block's first query, and bytes from one query head, and one query, to the next.
     """
@@ -100,35 +110,21 @@ def _turn(given, cos, sin, scale, turned):
 
 
 @nested
-def _masked(mask, head, query, slot, scores):
-    """Mask a query's scores of slots from one on."""
-    start = mask.place + head * mask.head_stride + query * mask.query_stride
-    if mask.kind == _BOOLEAN:
-        attended = mask.memory[start + slot : start + slot + len(scores)]
-        for j in range(len(scores)):
-            if attended[j] == 0:
-                scores[j] = _LEAST
-    else:
-        added = mask.memory[start + 4 * slot : start + 4 * (slot + len(scores))].view(np.float32)
-        for j in range(len(scores)):
-            scores[j] += added[j]
-
-
-@nested
 def _extent(mask, heads, queries, slots):
     """First of the slots that a block attends to, and the one behind the last."""
-    first, last, size = slots, 0, 1 if mask.kind == _BOOLEAN else 4
+    first, last, size = slots, 0, 1 if mask.kind == BOOLEAN else 4
     for head in range(heads if mask.head_stride else 1):
         for query in range(queries):
             start = mask.place + head * mask.head_stride + query * mask.query_stride
             own = mask.memory[start : start + size * slots]
-            if mask.kind == _BOOLEAN:
+            if mask.kind == BOOLEAN:
                 for j in range(slots):
                     first, last = min(first, j if own[j] else slots), max(last, j + 1 if own[j] else 0)
             else:
                 added = own.view(np.float32)
                 for j in range(slots):
-                    seen = added[j] > _LEAST / 2
+                    # -inf, or the least number of float32 or bfloat16: what masks add where nothing is attended to.
+                    seen = added[j] > LEAST / 2
                     first, last = min(first, j if seen else slots), max(last, j + 1 if seen else 0)
     return min(first, last), last
 
@@ -148,9 +144,10 @@ def _attend_to(keys, values, rope, mask, slot, first, last, behind, ahead, alway
     first, last
         Of the tokens that are read, the first, and the one behind the last.
     behind, ahead
-        The same of the first query; every next one reads a token further on.
+        Query q reads the tokens from ``behind + q`` up to ``ahead + q``, the latter not included.
     always
-        So many of the first tokens every query reads.
+        And all from ``behind + q`` up to this one, whatever q is: those behind all windows, or all, where only a mask
+        decides.
     rows
         Heads of a query.
     """
@@ -170,18 +167,11 @@ def _attend_to(keys, values, rope, mask, slot, first, last, behind, ahead, alway
         for row in range(unread, queries):
             low = min(here, max(0, behind + row // rows - start))
             high = max(low, min(here, max(ahead + row // rows, always) - start))
-            weights, largest = block.scores[row, low:high], block.peak[row]
-            if mask.kind != _UNMASKED:
-                _masked(mask, row % rows, row // rows, slot + start + low, weights)
-            for j in range(len(weights)):
-                largest = max(largest, weights[j])
-            if largest > block.peak[row]:
-                before = np.float32(np.exp(np.float64(block.peak[row]) - np.float64(largest)))
-                block.total[row] *= before
-                for i in range(block.context.shape[1]):
-                    block.context[row, i] *= before
-                block.peak[row] = largest
-            block.total[row] += exponentials(weights, largest)
+            weights = block.scores[row, low:high]
+            if mask.kind != UNMASKED:
+                by_row = mask.place + row % rows * mask.head_stride + row // rows * mask.query_stride
+                masked(mask.memory, mask.kind, by_row, slot + start + low, weights)
+            weighed(weights, row, block.context, block.peak, block.total)
             block.scores[row, :low] = _NOTHING
             block.scores[row, high:here] = _NOTHING
         multiply(block.scores[unread:, :here], values[start : start + here], block.context[unread:])
@@ -233,7 +223,7 @@ def _attend(data):
             given_query = queries[sequence, start + row // rows, column : column + head_dim]
             _turn(given_query, rope[0][own], rope[1][own], scale, block.queries[row])
         block.context.fill(_NOTHING)
-        block.peak.fill(_LEAST)
+        block.peak.fill(LEAST)
         block.total.fill(_NOTHING)
         key_columns = slice(head * head_dim, (head + 1) * head_dim)
         value_columns = slice(head % value_heads * value_dim, (head % value_heads + 1) * value_dim)
@@ -246,9 +236,10 @@ def _attend(data):
                 near_keys[sequence, :, key_columns], near_values[sequence, :, value_columns], rope, mask,
                 begin, least, slot - begin + queries_here, slot - begin - window + 1, slot - begin + 1, 0, rows, block,
             )  # fmt: skip
-        elif mask.kind != _UNMASKED:
-            first, last = _extent(mask, rows, queries_here, slots)
-            always = last
+        if mask.kind != UNMASKED:
+            first, end = _extent(mask, rows, queries_here, slots)
+            if window == 0:
+                last = always = end
         _attend_to(
             keys[sequence, :, key_columns], values[sequence, :, value_columns], rope, mask,
             0, first, max(last, always), -slots, slot + 1 - window, always, rows, block,
@@ -294,16 +285,18 @@ def prompt_output(
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, (_, _, value_heads, value_dim) = read[0][0].shape[2], read[0][1].shape
-    result, scaling = torch.empty(batch, tokens, heads, value_dim), np.array([scale], np.float32)
-    far, near = read[0], read[-1]
-    arrays = [each.float().contiguous() for each in (query, *far, *near, *rope)]
+    result = torch.empty(batch, tokens, heads, value_dim, dtype=torch.float32, device="cpu")
+    scaling = np.array([scale], np.float32)
+    far = [each.float().contiguous() for each in read[0]]
+    near = [each.float().contiguous() for each in read[1]] if len(read) > 1 else far
+    own, cos, sin = (each.float().contiguous() for each in (query, *rope))
     given: list[int] = []
-    for each in (*arrays, result):
+    for each in (own, *far, *near, cos, sin, result):
         given += [each.data_ptr(), len(each), each.shape[1], each[0, 0].numel()]
-    kind, memory, strides = _UNMASKED, result, [0, 0, 0]
+    kind, memory, strides = UNMASKED, result, [0, 0, 0]
     if mask is not None:
         assert mask.shape[-1] >= far[0].shape[1]
-        kind, memory = (_BOOLEAN, mask) if mask.dtype == torch.bool else (_ADDED, mask.float())
+        kind, memory = (BOOLEAN, mask) if mask.dtype == torch.bool else (ADDED, mask.float())
         memory = memory.contiguous()
         strides = [
             0 if many == 1 else step * memory.element_size()
@@ -314,7 +307,7 @@ def prompt_output(
     window = window if len(read) > 1 else 0
     given += [threads, kv_heads, head_dim, value_heads, window, first, kind, *strides]
     run(_attend, struct.pack(f"{len(given)}q", *given), threads)
-    return result.to(far[1].dtype)
+    return result.to(read[0][1].dtype)
 
 
 @called
@@ -333,7 +326,7 @@ def _multiply(data):
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Matrix product of float32 (..., m, k) and (k, n)."""
     left, right = left.detach().contiguous(), right.detach().contiguous()
-    result = torch.empty(*left.shape[:-1], right.shape[1])
+    result = torch.empty(*left.shape[:-1], right.shape[1], dtype=torch.float32, device="cpu")
     rows = left.numel() // max(1, left.shape[-1])
     threads = max(1, min(threads_of_torch(), rows // _PART))
     given = left.data_ptr(), rows, left.shape[-1], 1, right.data_ptr(), *right.shape, 1

@@ -12,7 +12,7 @@ from numba import carray
 
 from recalkv.model.cpu.halves import BYTES, FLOAT32
 from recalkv.model.cpu.keys import Keys
-from recalkv.model.cpu.loops import LANES, called, exponentials, fetch, multiply, nested
+from recalkv.model.cpu.loops import LANES, LEAST, UNMASKED, called, fetch, masked, multiply, nested, weighed
 from recalkv.model.cpu.matrix_units import THERE, begin, end
 from recalkv.model.cpu.rows import Coding, coding_of
 from recalkv.model.cpu.scores import WAITING, filled, in_order, new_scratch, round_slots, tile_scores
@@ -28,11 +28,8 @@ from recalkv.model.cpu.threads import (
     wait_for_all,
 )
 
-__all__ = ["MASK_ADDED", "MASK_BOOLEAN", "MASK_NONE", "Mask", "arguments", "attend"]
+__all__ = ["Mask", "arguments", "attend"]
 
-MASK_NONE, MASK_BOOLEAN, MASK_ADDED = range(3)
-
-_LEAST = np.finfo(np.float32).min
 _NOTHING = np.float32(0)
 _COLUMNS = 64
 """Of values that are summed before more memory is asked for."""
@@ -48,7 +45,7 @@ class Mask(NamedTuple):
     batch_stride, head_stride
         Bytes from one sequence, and one query head, to the next; 0 where all share it.
     kind
-        None, booleans (True attends), or float32 that is added.
+        Of :data:`recalkv.model.cpu.loops.UNMASKED` and so on.
     first_head
         The group's first query head.
     """
@@ -58,23 +55,6 @@ class Mask(NamedTuple):
     head_stride: int
     kind: int
     first_head: int
-
-
-@nested
-def _masked(mask, sequence, slot, slots, scores):
-    """Mask the scores (heads, tile) of one tile."""
-    for head in range(len(scores)):
-        start = sequence * mask.batch_stride + (mask.first_head + head) * mask.head_stride
-        own = scores[head]
-        if mask.kind == MASK_BOOLEAN:
-            attended = mask.memory[start + slot : start + slot + slots]
-            for j in range(slots):
-                if attended[j] == 0:
-                    own[j] = _LEAST
-        else:
-            added = mask.memory[start + 4 * slot : start + 4 * (slot + slots)].view(np.float32)
-            for j in range(slots):
-                own[j] += added[j]
 
 
 @nested
@@ -123,7 +103,7 @@ def _attend_to_part(
     start, place, slots = extent[0], extent[1], extent[2]
     joint = value_source.memory.ctypes.data == key_source.memory.ctypes.data
     context.fill(_NOTHING)
-    peak.fill(_LEAST)
+    peak.fill(LEAST)
     total.fill(_NOTHING)
     # What fills rows up stays zero.
     latents = np.zeros((tile, width), np.float32)
@@ -137,23 +117,14 @@ def _attend_to_part(
         next_slots(key_source, sequence, start + slot + tile, min(tile, slots - slot - tile), scratch.ahead)
         _read_keys(keys, key_source, sequence, start, slot, here, slots, latents, scratch)
         tile_scores(keys, latents, here, cos[place - slot], sin[place - slot], scratch, scores)
-        if mask.kind != MASK_NONE:
-            _masked(mask, sequence, slot, here, scores)
+        if mask.kind != UNMASKED:
+            for row in range(heads * rows):
+                by_head = sequence * mask.batch_stride + (mask.first_head + row) * mask.head_stride
+                masked(mask.memory, mask.kind, by_head, slot, scores[row, :here])
         if not joint:
             read_latents(value_source, sequence, start, slot, here, slots, values)
         for row in range(heads * rows):
-            weights = scores[row, :here]
-            # A finite minimum keeps rows that attend to nothing from becoming NaN.
-            largest = peak[row]
-            for j in range(here):
-                largest = max(largest, weights[j])
-            if largest > peak[row]:
-                before = np.float32(np.exp(np.float64(peak[row]) - np.float64(largest)))
-                total[row] *= before
-                for i in range(value_width):
-                    context[row, i] *= before
-                peak[row] = largest
-            total[row] += exponentials(weights, largest)
+            weighed(scores[row, :here], row, context, peak, total)
         for column in range(0, value_width, _COLUMNS):
             fetch(scratch.ahead, WAITING)
             some = slice(column, min(column + _COLUMNS, value_width))
