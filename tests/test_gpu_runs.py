@@ -139,6 +139,37 @@ def test_page_of_a_whole_run(dry: Path) -> None:
         assert f"## {section}" in page
 
 
+def test_what_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not take other ways of the same latents with it."""
+    latents, told = kernels.Latents("llama-3.1-8b", "joint s=2", "16 bits, 70 %"), []
+
+    def measure(each: Any, *_: Any) -> bool:
+        if each.way == "two passes":
+            raise RuntimeError("out of resource")
+        told.append(("measured", each.way))
+        return True
+
+    monkeypatch.setattr(kernels, "_measure_way", measure)
+    monkeypatch.setattr(kernels, "_broken", set())
+    for context in (40, 50):
+        kernels._measure(latents, context, 1, Setting("cpu"), lambda **record: told.append(record))
+    assert told[0]["what"] == "wrong" and "RuntimeError: out of resource" in told[0]["failed"][0]
+    assert told[1] == told[3] == ("measured", "one pass")
+    assert (told[2]["what"], told[2]["way"], told[2]["context"]) == ("not served", "two passes", 50)
+
+
+def test_latents_where_dense_does_not_fit_are_on_the_page(tmp_path: Path) -> None:
+    lines = [
+        {"geometry": "llama-2-7b", "layout": "joint s=2", "kind": "16 bits, 70 %", "way": "one pass", "context": 131072,
+         "batch": 32, "what": "latent", "us": 9.0, "gb_per_s": 3.0, "error": 0.001, "event": "result", "step": "it"},
+        {"what": "does not fit", "event": "result", "step": "dense, llama-2-7b, 131072, 32"},
+    ]  # fmt: skip
+    (tmp_path / "kernels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_page(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "| one pass | none |  |  | 9.0 | 3 |  | 1.0e-03 |" in page and not (tmp_path / "speed.png").exists()
+
+
 def test_what_a_gpu_is_asked_for() -> None:
     """Every combination once, those that the figures hang on first; names are unique, as lines name steps."""
     gpu = Setting("gpu")

@@ -31,7 +31,7 @@ from benchmarks.decode_launches import step_launches
 from recalkv.kernels import module
 from recalkv.kernels.attention import latent_attention
 from recalkv.kernels.blocks import run_of_tiles
-from recalkv.kernels.launch import ALL_SLOTS, resident_programs
+from recalkv.kernels.launch import ALL_SLOTS, resident_programs, row_alignment
 from recalkv.kernels.module import KernelAttention, use_kernels
 from recalkv.kernels.plan import LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
@@ -384,6 +384,9 @@ def test_factors_stay_where_there_is_room() -> None:
     ):
         assert not scores_launch(rank, head_dim, rows, element, packed, limit).resident
     assert scores_launch(128, 64, 3, 2, False, h100).warps == 4
+    # Wide heads take all registers of an A100 but for small tiles.
+    assert scores_launch(256, 256, 2, 2, False, h100).tile == 64
+    assert scores_launch(256, 256, 2, 2, False, a100) == ScoresLaunch(32, 0, False, 16, 4)
 
 
 @pytest.mark.parametrize(("ranks", "heads", "rows"), [([40], [4], 1), ([150, 7], [2, 1], 3), ([300], [8], 9)])
@@ -611,6 +614,15 @@ PAGED = {
     "8-bit products": Case(kv_heads=2, query_heads=4, joint=True, segments=_segments(UNIFORM_CODES[8]), int8=True),
     "bias and norm": Case(kv_heads=2, query_heads=2, bias=True, norm=True),
 }
+
+
+def test_what_is_read_at_once_divides_the_strides_too() -> None:
+    """Blocks of a paged cache may stand apart by any number of elements."""
+    whole = torch.zeros(3, 16, 48)
+    assert [row_alignment(whole, own) for own in (16, 4)] == [16, 4]
+    assert row_alignment(torch.zeros(3, 16, 51)[..., :48], 16) == 1
+    assert row_alignment(torch.zeros(3, 17, 48)[:, :16, :44], 4) == 4
+    assert row_alignment(torch.zeros(3, 16 * 48 + 8)[:, : 16 * 48].unflatten(1, (16, 48)), 16) == 8
 
 
 @pytest.mark.parametrize("name", PAGED)

@@ -16,7 +16,7 @@ from recalkv.kernels.plan import JOINT_TILE, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 from recalkv.model.identity import direct_columns, gauge_pairs
 from tests import tiny
-from tests.test_kernels import DEVICE, Case, Problem, last_logits
+from tests.test_kernels import DEVICE, Case, Problem, last_logits, paged
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -121,6 +121,40 @@ def test_slots_that_nobody_sees_may_hold_anything(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Problem, "by_loops", without_nan)
     assert one_pass_error(Case(**ONE, batch=2, padding=[0, 17]), 32) < 5e-6
+
+
+def test_block_tables_give_what_whole_sequences_give() -> None:
+    """Sequences of any length, one of them empty, in blocks that stand apart by any number of elements."""
+    case, page, lengths = Case(**TWO | {"kv_heads": 3, "query_heads": 3}, slots=150, batch=4), 16, [150, 0, 67, 1]
+    problem = Problem(dataclasses.replace(case, joint=True))
+    for up, heads in zip(problem.ups, problem.key_heads, strict=True):
+        columns = direct_columns(list(range(32)), heads, 80)
+        up[:, columns] = torch.eye(len(up))[:, : len(columns)]
+    keys, values = (joined([up.to(DEVICE) for up in ups]) for ups in (problem.ups, problem.value_ups))
+    rotary, ranks, heads = TileRotary(problem.rotary), problem.key_ranks, problem.key_heads
+    plan = LayerPlan(keys, values, ranks, heads, ranks, heads, 80, 232_448)
+    tables = JointTables.of(keys, ranks, heads, 80, rotary.angles(JOINT_TILE), 232_448)
+    query, latents = problem.query.to(DEVICE).transpose(1, 2), problem.z_k.to(DEVICE)
+    blocks, table = paged(problem.z_k, lengths, page, [0] * 4)
+    found = latent_attention(
+        query, blocks.to(DEVICE), None, plan, rotary, None, torch.tensor(lengths, device=DEVICE), 0.2, runs=3,
+        pages=table.to(DEVICE), joint=tables,
+    )  # fmt: skip
+    assert bool((found[1] == 0).all())
+    for sequence in (0, 2, 3):
+        own = slice(sequence, sequence + 1)
+        expected = latent_attention(
+            query[own],
+            latents[own, : lengths[sequence]],
+            None,
+            plan,
+            rotary,
+            None,
+            lengths[sequence],
+            0.2,
+            joint=tables,
+        )
+        torch.testing.assert_close(found[own], expected, atol=2e-6, rtol=1e-5)
 
 
 def tables_of(ups: list[Tensor], heads: list[int], head_dim: int, base: float = 1e4, shared: int = 232_448) -> Any:

@@ -220,6 +220,10 @@ class Latents:
         return calls, size, call(plain, states[:1], [part[:1] for part in rope], 1)
 
 
+_broken: set[Latents] = set()
+"""What failed once, which is not tried again at every context and batch."""
+
+
 @contextlib.contextmanager
 def counted(name: str) -> Iterator[list[int]]:
     """Calls of a function of :mod:`recalkv.kernels.attention`, so that no step is timed under a wrong name."""
@@ -239,7 +243,20 @@ def _measure(latents: Latents, context: int, batch: int, setting: Setting, emit:
     # Caches of one way go with its call, and leave room for those of the next.
     for each in latents.ways():
         config = dataclasses.asdict(each) | {"context": context, "batch": batch}
-        if not _measure_way(each, context, batch, setting, functools.partial(emit, **config)):
+        if each in _broken:
+            emit(what="not served", **config)
+            continue
+        try:
+            fits = _measure_way(each, context, batch, setting, functools.partial(emit, **config))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # what a compiler or a driver raises
+            # Raises again where the device is lost: then a new process goes on with the next step.
+            now(setting.device)
+            _broken.add(each)
+            emit(what="wrong", failed=[f"{each}: {type(error).__name__}: {str(error)[:400]}"], **config)
+            continue
+        if not fits:
             return
 
 
@@ -313,7 +330,11 @@ def _compile_ahead(setting: Setting, emit: Emit) -> None:
     commands = [[sys.executable, "-c", code, str(number), str(count)] for number in range(count)]
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands]
-        workers = [subprocess.Popen(each, stderr=output) for each, output in zip(commands, outputs, strict=True)]
+        # Of many threads each, they would wait for one another.
+        alone = os.environ | {"OMP_NUM_THREADS": "1"}
+        workers = [
+            subprocess.Popen(each, stderr=output, env=alone) for each, output in zip(commands, outputs, strict=True)
+        ]
         reasons = []
         for worker, output in zip(workers, outputs, strict=True):
             if worker.wait():

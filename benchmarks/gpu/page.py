@@ -95,13 +95,13 @@ def _smoke(records: list[Record]) -> list[str]:
 
 
 def _beside_dense(records: list[Record]) -> list[Record]:
-    """Rows of latents with the dense row of the same geometry, context and batch."""
+    """Rows of latents with the dense row of the same geometry, context and batch; None where dense does not fit."""
 
     def place(each: Record) -> tuple[Any, ...]:
         return each["geometry"], each["context"], each["batch"]
 
     dense = {place(each): each for each in _of(records, "dense") if "us" in each}
-    return [each | {"dense": dense[place(each)]} for each in _of(records, "latent") if place(each) in dense]
+    return [each | {"dense": dense.get(place(each))} for each in _of(records, "latent")]
 
 
 def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str]:
@@ -112,13 +112,14 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
         return each["layout"], each["kind"], each["way"]
 
     def row(each: Record) -> tuple[Any, ...]:
+        dense = each["dense"]
         times = [
-            f"{number:,.{digits}f}"
-            for one in (each["dense"], each)
-            for number, digits in ((one["us"], 1), (one["gb_per_s"], 0))
+            "" if one is None else f"{one[unit]:,.{digits}f}"
+            for one in (dense, each)
+            for unit, digits in (("us", 1), ("gb_per_s", 0))
         ]
-        ratio = f"{each['dense']['us'] / each['us']:.2f}"
-        return *place(each), *latents(each), each["dense"]["baseline"], *times, ratio, f"{each['error']:.1e}"
+        name, ratio = ("none", "") if dense is None else (dense["baseline"], f"{dense['us'] / each['us']:.2f}")
+        return *place(each), *latents(each), name, *times, ratio, f"{each['error']:.1e}"
 
     where = ("geometry", "context", "batch")
     kinds = ("latents", "cached", "way")
@@ -177,6 +178,7 @@ def _gib(mib: float | None) -> str:
 
 def _draw(rows: list[Record], path: Path) -> bool:
     """Speed over dense by context, a field for each geometry and batch; whether there is anything to draw."""
+    rows = [each for each in rows if each["dense"] is not None]
     fields = sorted({(each["geometry"], each["batch"]) for each in rows})
     if not fields:
         path.unlink(missing_ok=True)

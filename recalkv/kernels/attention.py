@@ -17,7 +17,16 @@ from torch import Tensor
 
 from recalkv.kernels.contexts import combine_kernel, values_kernel
 from recalkv.kernels.joint import JointTables, joint_attention, joint_operator
-from recalkv.kernels.launch import ALL_SLOTS, device_runs, note_resources, output_room, places_of, split, wide_products
+from recalkv.kernels.launch import (
+    ALL_SLOTS,
+    device_runs,
+    note_resources,
+    output_room,
+    places_of,
+    row_alignment,
+    split,
+    wide_products,
+)
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
     JOINT_TILE,
@@ -119,7 +128,7 @@ def latent_attention(
         None if keys is None else keys.places, None if keys is None else keys.words,
         None if values is None else values.places, None if values is None else values.words,
         key_bias, norm, epsilon, anchors, offsets, scaling,
-        plan.total, max(plan.value_ranks), plan.key_alignment, plan.value_alignment,
+        plan.total, max(plan.value_ranks), plan.key_alignment, plan.up_alignment, plan.value_alignment,
         step.rows, step.columns, step.alignment,
         step.launch.rank_first, step.launch.rank_second, step.launch.resident, step.launch.tile, step.launch.warps,
         runs,
@@ -134,7 +143,7 @@ def _decode(
     value_up: Tensor | None, value_table: Tensor, blocks: Tensor,
     key_places: Tensor | None, key_words: Tensor | None, value_places: Tensor | None, value_words: Tensor | None,
     key_bias: Tensor | None, key_norm: Tensor | None, epsilon: float, anchors: Tensor, offsets: Tensor,
-    scaling: float, total: int, value_rank: int, key_alignment: int, value_alignment: int,
+    scaling: float, total: int, value_rank: int, key_alignment: int, up_alignment: int, value_alignment: int,
     block_rows: int, block_columns: int, block_alignment: int,
     rank_first: int, rank_second: int, resident: bool, tile: int, warps: int, runs: int,
 ) -> Tensor:  # fmt: skip
@@ -153,13 +162,15 @@ def _decode(
         "ROWS": rows, "BLOCK_M": row_block(rows), "QUERIES": queries, "HALF": half,
         "BLOCK_H": max(16, triton.next_power_of_2(half)), "RANK_A": rank_first, "RANK_B": rank_second,
         "RESIDENT": resident,
-        "BLOCK_N": tile, "ALIGN": key_alignment, "HAS_BIAS": key_bias is not None, "HAS_NORM": key_norm is not None,
+        "BLOCK_N": tile, "ALIGN": row_alignment(z_k, key_alignment), "UP_ALIGN": up_alignment,
+        "HAS_BIAS": key_bias is not None, "HAS_NORM": key_norm is not None,
         "MASK": 2 if mask is not None else 1 if queries > 1 else 0, "PACKED": key_places is not None,
         "UPCAST": interpreted, "INT8": key_scales is not None, "PAGE": page, "EXACT": exact_k is not None,
         "num_warps": warps, "num_stages": STAGES,
     }  # fmt: skip
     value_constants: dict[str, Any] = {
-        "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE, "ALIGN": block_alignment, "PACKED": packed,
+        "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE,
+        "ALIGN": row_alignment(z_v, block_alignment), "PACKED": packed,
         "UPCAST": interpreted, "TYPE": _TYPES[latents], "PAGE": page, "WIDE": wide_products(device),
         "EXACT": exact_v is not None, "num_warps": value_warps(packed), "num_stages": STAGES,
     }  # fmt: skip

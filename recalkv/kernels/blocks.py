@@ -71,13 +71,17 @@ def slot_places(
 
     With PAGE the cache is blocks of so many slots, ``batch_stride`` apart, and the table (batch,
     any) names a sequence's
-    blocks; otherwise sequences are ``batch_stride`` apart.
+    blocks; otherwise sequences are ``batch_stride`` apart. ALIGN divides both strides.
     """
     batch_stride = tl.multiple_of(batch_stride, ALIGN)
     if PAGE > 0:
         page = tl.load(pages_ptr + batch.to(tl.int64) * pages_stride + slot // PAGE, mask=slot_ok, other=0)
-        return tl.multiple_of(page.to(tl.int64) * batch_stride, ALIGN) + (slot % PAGE).to(tl.int64) * slot_stride
-    return tl.multiple_of(batch.to(tl.int64) * batch_stride, ALIGN) + slot.to(tl.int64) * slot_stride
+        within = tl.multiple_of((slot % PAGE).to(tl.int64) * slot_stride, ALIGN)
+        return tl.multiple_of(page.to(tl.int64) * batch_stride, ALIGN) + within
+    # What the compiler is told of an argument it forgets: of a product it does not.
+    return tl.multiple_of(batch.to(tl.int64) * batch_stride, ALIGN) + tl.multiple_of(
+        slot.to(tl.int64) * slot_stride, ALIGN
+    )
 
 
 @triton.jit
@@ -89,12 +93,15 @@ def load_codes(base, slots_ok, columns, columns_ok, slot_offsets):
 
 
 @triton.jit
-def head_row(heads_ptr, head, ALIGN: tl.constexpr):
-    """Row of a table of heads: first column, rank, start of the head's block of R and the row stride there."""
+def head_row(heads_ptr, head, ALIGN: tl.constexpr, UP_ALIGN: tl.constexpr):
+    """Row of a table of heads: first column, rank, start of the head's block of R and the row stride there.
+
+    ALIGN divides the first two, UP_ALIGN the last two.
+    """
     first_column = tl.multiple_of(tl.load(heads_ptr + 4 * head), ALIGN)
     rank = tl.multiple_of(tl.load(heads_ptr + 4 * head + 1), ALIGN)
-    up_start = tl.multiple_of(tl.load(heads_ptr + 4 * head + 2), ALIGN)
-    up_stride = tl.multiple_of(tl.load(heads_ptr + 4 * head + 3), ALIGN)
+    up_start = tl.multiple_of(tl.load(heads_ptr + 4 * head + 2), UP_ALIGN)
+    up_stride = tl.multiple_of(tl.load(heads_ptr + 4 * head + 3), UP_ALIGN)
     return first_column, rank, up_start, up_stride
 
 

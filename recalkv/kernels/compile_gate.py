@@ -142,7 +142,7 @@ CONFIGURATIONS = (
     Configuration("llama-2-7b joint s=2 50%, one pass", 128, 1, 256, 256, 2, direct=32),
     Configuration("llama-2-7b joint s=2 70%, one pass", 128, 1, 160, 160, 2, direct=32),
     Configuration("llama-2-7b joint s=1 50%, one pass", 128, 1, 128, 128, 1, dtype="fp16", direct=32),
-    Configuration("llama-2-7b joint s=1 70%, one pass", 128, 1, 80, 80, 1, direct=32, functions=8),
+    Configuration("llama-2-7b joint s=1 70%, one pass", 128, 1, 80, 80, 1, direct=32),
     Configuration("llama-2-7b joint s=4 50%, all direct", 128, 1, 512, 512, 4, direct=64),
     Configuration("mistral-7b joint s=2 70%, one pass", 128, 4, 160, 160, 2, bias=True, direct=32, functions=2),
     Configuration("mistral-7b joint s=1 50%, one pass", 128, 4, 128, 128, 1, direct=32, functions=2),
@@ -261,7 +261,8 @@ def _scores(c: Configuration, architecture: int) -> Launch:
         "ROWS": rows, "BLOCK_M": row_block(rows), "QUERIES": c.queries,
         "HALF": half, "BLOCK_H": max(16, triton.next_power_of_2(half)), "RANK_A": launch.rank_first,
         "RANK_B": launch.rank_second, "RESIDENT": launch.resident, "BLOCK_N": launch.tile,
-        "ALIGN": 1 if c.packed else math.gcd(16, c.key_rank), "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
+        "ALIGN": 1 if c.packed else math.gcd(16, c.key_rank),
+        "UP_ALIGN": math.gcd(16, c.key_rank if c.int8 else c.head_dim), "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
         "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
         "INT8": c.int8, "PAGE": c.page, "EXACT": c.exact,
     }  # fmt: skip

@@ -143,7 +143,7 @@ def combine_kernel(
         Runs that are read at once.
     """
     head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    before, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN)
+    before, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN, ALIGN)
     rows = tl.arange(0, BLOCK_M)
     rows_ok = rows < ROWS
     row = head * ROWS + rows

@@ -12,7 +12,15 @@ import triton.knobs
 from torch import Tensor
 
 from recalkv.kernels.contexts import combine_kernel
-from recalkv.kernels.launch import device_runs, note_resources, output_room, places_of, split, wide_products
+from recalkv.kernels.launch import (
+    device_runs,
+    note_resources,
+    output_room,
+    places_of,
+    row_alignment,
+    split,
+    wide_products,
+)
 from recalkv.kernels.one_pass import attend_kernel, turn_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
@@ -129,7 +137,7 @@ class JointTables:
             torch.stack([coefficients.real, coefficients.imag], dim=1).float().to(device),
             count,
             rest,
-            alignment([*(number for group in groups for number in (*group[:2], group[5])), sum(ranks)]),
+            alignment(number for group in groups for number in (*group[:2], group[5])),
             max(heads),
         )
 
@@ -170,7 +178,7 @@ def joint_attention(
         "BLOCK_S": launch.slow, "FUNCTIONS": launch.functions, "TOGETHER": launch.together, "BLOCK_N": JOINT_TILE,
     }  # fmt: skip
     constants: dict[str, Any] = shared | {
-        "HEADS": heads, "RESTS": launch.rests, "REST": launch.rest, "ALIGN": alignment,
+        "HEADS": heads, "RESTS": launch.rests, "REST": launch.rest, "ALIGN": row_alignment(latents, alignment),
         "HAS_BIAS": key_bias is not None, "MASK": 2 if mask is not None else 1 if queries > 1 else 0,
         "UPCAST": interpreted, "PAGE": page, "num_warps": launch.warps, "num_stages": JOINT_STAGES,
     }  # fmt: skip

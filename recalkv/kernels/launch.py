@@ -1,6 +1,7 @@
 """What all launches share: how a context is split, what a device has, and where the result goes."""
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ __all__ = [
     "output_room",
     "places_of",
     "resident_programs",
+    "row_alignment",
     "shared_limit",
     "split",
     "wide_products",
@@ -37,6 +39,11 @@ def split(slots: int, tile: int, runs: int) -> int:
 def places_of(latents: Tensor, pages: Tensor | None) -> tuple[int, int]:
     """Slots of each sequence, and slots of a block; 0 where sequences are whole."""
     return (latents.shape[1], 0) if pages is None else (pages.shape[1] * latents.shape[1], latents.shape[1])
+
+
+def row_alignment(latents: Tensor, own: int) -> int:
+    """What divides the strides of latents (any, slots, columns) as well as what their columns start at."""
+    return math.gcd(own, latents.stride(0), latents.stride(1))
 
 
 @functools.cache

@@ -61,11 +61,17 @@ _STREAMED_RANK = 64
 _PIECE = 64
 """Latents of a group's rest that one product takes."""
 
+_FEW_LATENTS = 256
+"""Latents of a tile up to which four warps hold what they sum; programs of eight leave no room for a second one."""
+
 _EXPANDED = 32
 """Rows of queries by functions that share a product; of 64 a thread spills."""
 
 _JOINT_MORE = 26_624
 """Bytes of shared memory for what passes between products."""
+
+_LARGE_SHARED = 200_000
+"""Bytes of shared memory that programs have where tensor cores work for groups of warps, which spare registers."""
 
 _MAX_COLUMNS = 128
 _WIDEST = 16
@@ -129,8 +135,9 @@ def scores_launch(rank: int, head_dim: int, rows: int, element: int, packed: boo
                 return ScoresLaunch(first, second, True, tile, warps)
     wide = not packed and head_dim <= 128 and element == 2
     block = _STREAMED_RANK // (2 if packed else 1)
-    tile = 2 * TILE if wide else TILE if head_dim <= 128 else TILE // 2
-    return ScoresLaunch(min(block, first), 0, False, tile, 8)
+    if head_dim > 128 and shared_limit < _LARGE_SHARED:
+        return ScoresLaunch(min(_STREAMED_RANK // 2, first), 0, False, TILE // 4, 4)
+    return ScoresLaunch(min(block, first), 0, False, 2 * TILE if wide else TILE, 8)
 
 
 def _resident_bytes(rank: int, head_dim: int, tile: int, rows: int, element: int) -> int:
@@ -189,7 +196,8 @@ def joint_launch(
     together = min(functions, max(1, _EXPANDED // block))
     # As wide as the latents of a head with 32 direct pairs.
     rests = -(-rest // _PIECE)
-    few = wide and block == 8 and functions == together
+    latents = heads * 2 * direct + rests * _PIECE
+    few = wide and block == 8 and functions == together and latents <= _FEW_LATENTS
     return JointLaunch(block, slow, rests, _PIECE, functions, together, direct, 4 if few else 8)
 
 
@@ -385,7 +393,8 @@ class LayerPlan:
         self.key_table = torch.tensor(keys, dtype=torch.int32, device=device)
         self.value_table = torch.tensor(values, dtype=torch.int32, device=device)
         packed = key_rows is not None
-        self.key_alignment = 1 if packed else alignment(itertools.chain(*keys, [sum(key_ranks)]))
+        self.key_alignment = 1 if packed else alignment(itertools.chain(*(each[:2] for each in keys)))
+        self.up_alignment = alignment(itertools.chain(*(each[2:] for each in keys)))
         self.value_alignment = alignment(itertools.chain(*values))
         self.key_factors, self.key_scales = key_up, None
         if self.int8:

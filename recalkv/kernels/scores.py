@@ -43,7 +43,7 @@ def scores_kernel(
     exact_batch_stride, exact_stride, exact_count, behind, window, scaling, eps,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     RANK_A: tl.constexpr, RANK_B: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
+    ALIGN: tl.constexpr, UP_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
     PACKED: tl.constexpr, UPCAST: tl.constexpr, INT8: tl.constexpr, PAGE: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -76,8 +76,9 @@ def scores_kernel(
     exact_ptr : (batch, exact_count, columns)
         With EXACT, for one query and packed latents, neither RESIDENT nor INT8: the last ``exact_count`` slots are read
         from here. What stands before the first slot is never read.
-    ALIGN
-        Divides the entries of ``heads_ptr`` and the batch stride: how many elements may be read at once.
+    ALIGN, UP_ALIGN
+        Divide the first two entries of ``heads_ptr`` and the latents' strides, and the last two entries: how many
+        elements may be read at once.
     RANK_A, RANK_B
         Powers of two that cover the ranks. With RESIDENT R_k stays in registers or shared memory for the
         whole run, in blocks of these sizes; otherwise it is read again for each tile, RANK_A rows at a time.
@@ -85,7 +86,7 @@ def scores_kernel(
     tl.static_assert(not EXACT or (QUERIES == 1 and not RESIDENT and not INT8))
     run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
-    first_column, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN)
+    first_column, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN, UP_ALIGN)
     seen = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind
     first_slot = tl.maximum(seen - QUERIES + 1 - window, 0)
     first_exact = seen - exact_count
