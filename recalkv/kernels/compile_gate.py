@@ -138,18 +138,19 @@ CONFIGURATIONS = (
     Configuration("head dimension 256", 256, 2, 256, 256, 1),
     Configuration("any rank", 128, 1, 154, 307, 8, fused=True),
     # One pass in the identity gauge.
-    Configuration("llama-2-7b joint s=2 50%, all direct", 128, 1, 256, 256, 2, bias=True, direct=64),
+    Configuration("llama-2-7b joint s=2 50%, all direct", 128, 1, 256, 256, 2, bias=True, direct=64, functions=1),
     Configuration("llama-2-7b joint s=2 50%, one pass", 128, 1, 256, 256, 2, direct=32),
     Configuration("llama-2-7b joint s=2 70%, one pass", 128, 1, 160, 160, 2, direct=32),
     Configuration("llama-2-7b joint s=1 50%, one pass", 128, 1, 128, 128, 1, dtype="fp16", direct=32),
     Configuration("llama-2-7b joint s=1 70%, one pass", 128, 1, 80, 80, 1, direct=32),
-    Configuration("llama-2-7b joint s=4 50%, all direct", 128, 1, 512, 512, 4, direct=64),
-    Configuration("mistral-7b joint s=2 70%, one pass", 128, 4, 160, 160, 2, bias=True, direct=32, functions=2),
+    Configuration("llama-2-7b joint s=4 50%, all direct", 128, 1, 512, 512, 4, direct=64, functions=1),
+    Configuration("mistral-7b joint s=2 70%, one pass", 128, 4, 160, 160, 2, direct=32, functions=2),
+    Configuration("qwen2 joint s=2 70%, one pass", 128, 7, 160, 160, 2, bias=True, direct=32, functions=2),
     Configuration("mistral-7b joint s=1 50%, one pass", 128, 4, 128, 128, 1, direct=32, functions=2),
     Configuration(
         "mistral-7b joint s=2 70%, one pass, 2 queries", 128, 4, 160, 160, 2, queries=2, direct=32, functions=2
     ),
-    Configuration("smollm2-135m joint s=3 50%, one pass", 64, 3, 192, 192, 3, direct=32),
+    Configuration("smollm2-135m joint s=3 50%, one pass", 64, 3, 192, 192, 3, direct=32, functions=1),
     # Through a table of blocks.
     Configuration("mistral-7b joint s=2 70%, paged", 128, 4, 160, 160, 2, page=16),
     Configuration("llama-3.1-8b s=4 70%, paged", 128, 4, 160, 304, 8, page=16),

@@ -191,13 +191,14 @@ def joint_launch(
     wide
         Whether tensor cores work for groups of warps (:func:`recalkv.kernels.launch.wide_products`).
     """
-    block = max(8, 1 << (heads * rows - 1).bit_length())
+    # Triton 3.6 wants sixteen columns for the tensor cores of a warp group; with many functions they would cost more.
+    block = max(16 if functions <= 2 else 8, 1 << (heads * rows - 1).bit_length())
     slow = max(16, 1 << (half - direct - 1).bit_length()) if direct < half else 1
     together = min(functions, max(1, _EXPANDED // block))
     # As wide as the latents of a head with 32 direct pairs.
     rests = -(-rest // _PIECE)
     latents = heads * 2 * direct + rests * _PIECE
-    few = wide and block == 8 and functions == together and latents <= _FEW_LATENTS
+    few = wide and heads * rows <= 8 and functions == together and latents <= _FEW_LATENTS
     return JointLaunch(block, slow, rests, _PIECE, functions, together, direct, 4 if few else 8)
 
 
