@@ -9,7 +9,7 @@ prints the predictions; nothing is decided by them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recalkv.kernels.plan import JOINT_TILE
+from recalkv.kernels.plan import JOINT_TILE, MAX_JOINT_ROWS, one_pass_serves
 
 __all__ = [
     "DEVICES",
@@ -20,6 +20,7 @@ __all__ = [
     "dense_static",
     "latent_kernels",
     "one_pass",
+    "served_in_one_pass",
 ]
 
 ELEMENT = 2
@@ -40,6 +41,9 @@ LAUNCH_SECONDS = 5e-6
 
 FUNCTIONS = 4
 """Functions of the place in a tile that the turns of slow RoPE pairs are sums of, in one pass."""
+
+_SHARED = 232_448
+"""Bytes of shared memory that one program may have."""
 
 _LEAST_ROWS, _FEWEST_ROWS = 16, 8
 """Rows that tensor cores multiply at least, and in one pass, where queries are on the short side."""
@@ -200,18 +204,32 @@ def latent_kernels(shape: LayerShape, device: Device, context: int, batch: int, 
     return _projections(shape.weights, 3 if shape.joint else 4, batch, device) + attention
 
 
+def served_in_one_pass(shape: LayerShape) -> bool:
+    """Whether one pass takes such a layer on an H100, given as many direct pairs as its ranks allow at most."""
+    own, half = shape.heads // shape.kv_heads, shape.head_dim // 2
+    direct = {_direct(shape, rank, heads) for rank, heads in zip(shape.key_ranks, shape.key_heads, strict=True)}
+    rest = max(rank - 2 * min(direct) * heads for rank, heads in zip(shape.key_ranks, shape.key_heads, strict=True))
+    heads, functions = max(shape.key_heads), 1 if min(direct) == half else FUNCTIONS
+    serves = one_pass_serves(heads, half, min(direct), rest, functions, ELEMENT, _SHARED)
+    return serves and shape.joint and len(direct) == 1 and heads * own <= MAX_JOINT_ROWS
+
+
+def _direct(shape: LayerShape, rank: int, heads: int) -> int:
+    most = min(shape.head_dim // 2, rank // (2 * heads))
+    return 1 << (most.bit_length() - 1) if most else 0
+
+
 def one_pass(shape: LayerShape, device: Device, context: int, batch: int) -> Cost:
     """One pass over joint latents in the identity gauge, over a cache that is written in place, in a CUDA graph.
 
-    A power of two of the pairs that a rank allows is direct; the others are expanded, by directions that each tile
-    makes from queries and the factor.
+    As many pairs are direct as a rank allows at most, a power of two, and real factors may have fewer; the others are
+    expanded, by directions that each tile makes from queries and the factor.
     """
     tokens, own = float(batch * context), shape.heads // shape.kv_heads
     latents = ELEMENT * tokens * sum(shape.key_ranks)
     products = directions = turning = 0.0
     for rank, heads in zip(shape.key_ranks, shape.key_heads, strict=True):
-        most = min(shape.head_dim // 2, rank // (2 * heads))
-        direct = 1 << (most.bit_length() - 1) if most else 0
+        direct = _direct(shape, rank, heads)
         slow = heads * (shape.head_dim - 2 * direct)
         rows = max(_FEWEST_ROWS, heads * own)
         expanded = FUNCTIONS * rows if slow else 0

@@ -12,8 +12,18 @@ model and its efficiencies are in :mod:`benchmarks.cost`.
 
 import argparse
 import itertools
+import math
 
-from benchmarks.cost import DEVICES, Device, LayerShape, dense_growing, dense_static, latent_kernels, one_pass
+from benchmarks.cost import (
+    DEVICES,
+    Device,
+    LayerShape,
+    dense_growing,
+    dense_static,
+    latent_kernels,
+    one_pass,
+    served_in_one_pass,
+)
 from recalkv.model.sizes import KNOWN
 
 __all__ = ["LAYOUTS", "MODELS", "goals", "layer_shape", "main", "speedup"]
@@ -50,9 +60,11 @@ def layer_shape(model: str, ratio: float, group_size: int, latents: str) -> Laye
 
 
 def speedup(shape: LayerShape, device: Device, context: int, batch: int, way: str, growing: bool = False) -> float:
-    """Predicted time of the dense step over that of the kernels; ``way`` of :data:`WAYS`."""
+    """Predicted time of the dense step over that of the kernels; ``way`` of :data:`WAYS`; NaN where that takes none."""
     dense = dense_growing if growing else dense_static
     if way == "one pass":
+        if not served_in_one_pass(shape):
+            return math.nan
         ours = one_pass(shape, device, context, batch)
     else:
         ours = latent_kernels(shape, device, context, batch, int8=way == "int8")
@@ -80,9 +92,7 @@ def table(model: str, device: Device, latents: str, batch: int, contexts: list[i
         cells.append(speedup(middle, device, context, batch, "bf16", growing=True))
         sizes = f"{dense.bytes / 1e6:.0f} | {ours.bytes / 1e6:.0f}"
         work = f"{dense.operations / 1e9:.2f} | {ours.operations / 1e9:.2f}"
-        lines.append(
-            f"| {context} | {ratio:.0%} | {sizes} | {work} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |"
-        )
+        lines.append(f"| {context} | {ratio:.0%} | {sizes} | {work} | " + " | ".join(map(_number, cells)) + " |")
     return lines
 
 
@@ -101,11 +111,15 @@ def goals(device: Device, model: str = "llama-2-7b") -> list[str]:
         second = [speedup(half, device, context, 1, way) for context in (16384, 65536, 131072)]
         reached = all(first[context] >= goal for context, goal in PAPER.items())
         lines.append(
-            f"| {latents} | {way} | {size} | {', '.join(f'{x:.2f}' for x in first.values())} | "
-            f"{'yes' if reached else 'no'} | {', '.join(f'{x:.2f}' for x in second)} | "
+            f"| {latents} | {way} | {size} | {', '.join(map(_number, first.values()))} | "
+            f"{'yes' if reached else 'no'} | {', '.join(map(_number, second))} | "
             f"{'yes' if min(second) >= 1 else 'no'} |"
         )
     return lines
+
+
+def _number(speed: float) -> str:
+    return "none" if math.isnan(speed) else f"{speed:.2f}"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -563,8 +563,8 @@ def take_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let one pass serve tiny models, as the interpreter multiplies pieces of any size."""
     if DEVICE.type == "cuda":
         pytest.skip("heads of a tiny model are too small for the tensor cores of one pass")
-    monkeypatch.setattr("recalkv.kernels.joint.LEAST_PAIRS", 1)
-    monkeypatch.setattr("recalkv.kernels.joint.MAX_FUNCTIONS", 64)
+    monkeypatch.setattr("recalkv.kernels.plan.LEAST_PAIRS", 1)
+    monkeypatch.setattr("recalkv.kernels.plan.MAX_FUNCTIONS", 64)
 
 
 @pytest.mark.parametrize(("kind", "way"), KERNEL_CASES)

@@ -127,7 +127,7 @@ def test_unknown_parts_are_refused() -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "kernel"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "kernel: the parts are smoke, kernels, models, and page" in done.stderr
+    assert "kernel: the parts are smoke, kernels, models, and page by itself" in done.stderr
 
 
 def test_page_of_a_whole_run(dry: Path) -> None:
@@ -155,7 +155,7 @@ def test_what_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels._measure(latents, context, 1, Setting("cpu"), lambda **record: told.append(record))
     assert told[0]["what"] == "wrong" and "RuntimeError: out of resource" in told[0]["failed"][0]
     assert told[1] == told[3] == ("measured", "one pass")
-    assert (told[2]["what"], told[2]["way"], told[2]["context"]) == ("not served", "two passes", 50)
+    assert (told[2]["what"], told[2]["way"], told[2]["context"]) == ("failed before", "two passes", 50)
 
 
 def test_latents_where_dense_does_not_fit_are_on_the_page(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Predicted costs, and the simulation of 8-bit reconstruction."""
 
+import math
+
 import pytest
 import torch
 
@@ -55,8 +57,10 @@ def test_predictions_go_the_right_way(model: str, latents: str) -> None:
     assert faster(0.5, 2) < faster(0.7, 2) < faster(0.8, 2)
     assert faster(0.7, 4) <= faster(0.7, 2) <= faster(0.7, 1)
     assert faster(0.7, 2) < faster(0.7, 2, "int8")
-    if latents == "joint":
+    if latents == "joint" and model != "smollm2-135m":
         assert faster(0.7, 2) < faster(0.7, 2, "one pass")
+        # Too few direct pairs, and too much shared memory.
+        assert all(math.isnan(faster(*each, "one pass")) for each in ((0.8, 2), (0.7, 4)))
     assert faster(0.7, 2) < faster(0.7, 2, growing=True)
     shape = layer_shape(model, 0.5, 2, latents)
     assert shape.columns == pytest.approx(shape.dense_columns / 2, abs=2 * len(shape.key_ranks))

@@ -1,5 +1,6 @@
 """One pass over joint latents in the identity gauge: the kernel against loops in float64, and in the model."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -11,6 +12,7 @@ pytest.importorskip("triton")
 
 from recalkv.kernels.attention import latent_attention
 from recalkv.kernels.joint import JointTables
+from recalkv.kernels.launch import ALL_SLOTS
 from recalkv.kernels.module import use_kernels
 from recalkv.kernels.plan import JOINT_TILE, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
@@ -123,8 +125,9 @@ def test_slots_that_nobody_sees_may_hold_anything(monkeypatch: pytest.MonkeyPatc
     assert one_pass_error(Case(**ONE, batch=2, padding=[0, 17]), 32) < 5e-6
 
 
-def test_block_tables_give_what_whole_sequences_give() -> None:
-    """Sequences of any length, one of them empty, in blocks that stand apart by any number of elements."""
+@pytest.mark.parametrize("window", [None, 40])
+def test_block_tables_give_what_whole_sequences_give(window: int | None) -> None:
+    """Sequences of any length, one of them empty, in blocks that stand apart by any number of elements; windows."""
     case, page, lengths = Case(**TWO | {"kv_heads": 3, "query_heads": 3}, slots=150, batch=4), 16, [150, 0, 67, 1]
     problem = Problem(dataclasses.replace(case, joint=True))
     for up, heads in zip(problem.ups, problem.key_heads, strict=True):
@@ -135,25 +138,19 @@ def test_block_tables_give_what_whole_sequences_give() -> None:
     plan = LayerPlan(keys, values, ranks, heads, ranks, heads, 80, 232_448)
     tables = JointTables.of(keys, ranks, heads, 80, rotary.angles(JOINT_TILE), 232_448)
     query, latents = problem.query.to(DEVICE).transpose(1, 2), problem.z_k.to(DEVICE)
-    blocks, table = paged(problem.z_k, lengths, page, [0] * 4)
+    first = [0 if window is None else max(0, length - window) for length in lengths]
+    blocks, table = paged(problem.z_k, lengths, page, first)
     found = latent_attention(
         query, blocks.to(DEVICE), None, plan, rotary, None, torch.tensor(lengths, device=DEVICE), 0.2, runs=3,
-        pages=table.to(DEVICE), joint=tables,
+        pages=table.to(DEVICE), window=window or ALL_SLOTS, joint=tables,
     )  # fmt: skip
     assert bool((found[1] == 0).all())
     for sequence in (0, 2, 3):
-        own = slice(sequence, sequence + 1)
+        own, slots = slice(sequence, sequence + 1), torch.arange(lengths[sequence], device=DEVICE)
         expected = latent_attention(
-            query[own],
-            latents[own, : lengths[sequence]],
-            None,
-            plan,
-            rotary,
-            None,
-            lengths[sequence],
-            0.2,
-            joint=tables,
-        )
+            query[own], latents[own, : lengths[sequence]], None, plan, rotary,
+            (slots >= first[sequence])[None, None, None], lengths[sequence], 0.2, joint=tables,
+        )  # fmt: skip
         torch.testing.assert_close(found[own], expected, atol=2e-6, rtol=1e-5)
 
 
@@ -223,7 +220,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny model in the gauge of 16-bit types; what one pass takes is as small as the interpreter lets it be."""
     monkeypatch.setattr("recalkv.model.identity.LEAST_PAIRS", 1)
-    monkeypatch.setattr("recalkv.kernels.joint.LEAST_PAIRS", 1)
+    monkeypatch.setattr("recalkv.kernels.plan.LEAST_PAIRS", 1)
     first = lambda ups, head_dim, _: gauge_pairs(ups, head_dim, torch.bfloat16)  # noqa: E731
     monkeypatch.setattr("recalkv.method.fusion.gauge_pairs", first)
     _, model, _ = tiny.compressed_pair("llama-mha", method="loss-aware", group_size=3, layers=1)
@@ -249,3 +246,20 @@ def test_other_factors_leave_the_gauge(model: Any, counted: list[str]) -> None:
     found = last_logits(model, ids)
     assert counted == ["joint_attention", "_decode"]
     torch.testing.assert_close(found, last_logits(use_kernels(model, "torch"), ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="heads of a tiny model are too small for tensor cores")
+def test_a_trial_is_made_of_each_way(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer in one pass and one in two; groups of more rows than one pass takes are of the latter."""
+    layer, tried = model.model.layers[0].self_attn, []
+    monkeypatch.setattr("recalkv.kernels.trial.why_wrong", lambda layer: tried.append(layer.in_one_pass))
+    assert use_kernels(model, "auto").model.layers[0].self_attn.in_one_pass
+    other = copy.deepcopy(model.model.layers[0])
+    other.self_attn.one_pass = False
+    model.model.layers.append(other)
+    tried.clear()
+    use_kernels(use_kernels(model, "torch"), "auto")
+    assert sorted(tried) == [False, True]
+    monkeypatch.setattr("recalkv.kernels.joint.MAX_JOINT_ROWS", 1)
+    assert not layer.in_one_pass
+    assert not {"_joint", "tile_rotary"} & vars(use_kernels(model, "torch").model.layers[0].self_attn).keys()

@@ -244,7 +244,7 @@ def _measure(latents: Latents, context: int, batch: int, setting: Setting, emit:
     for each in latents.ways():
         config = dataclasses.asdict(each) | {"context": context, "batch": batch}
         if each in _broken:
-            emit(what="not served", **config)
+            emit(what="failed before", **config)
             continue
         try:
             fits = _measure_way(each, context, batch, setting, functools.partial(emit, **config))

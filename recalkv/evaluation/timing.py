@@ -74,13 +74,14 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, repeats
     if device.type != "cuda":
         return Timing(tuple(_round(calls, device) / len(calls) for _ in range(repeats)))
     with torch.cuda.device(device):
-        start = now(device)
+        torch.cuda.synchronize()
         if not graphed:
             return Timing(tuple(_events(calls) / len(calls) for _ in range(repeats)))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
+        start = now(device)
         # An idle GPU takes its time to reach its clock.
         while now(device) - start < _WARM_SECONDS:
             graph.replay()

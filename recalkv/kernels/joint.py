@@ -26,26 +26,18 @@ from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
     JOINT_STAGES,
     JOINT_TILE,
+    MAX_JOINT_ROWS,
     alignment,
     combine_blocks,
     groups_of,
     joint_launch,
-    joint_shared,
+    one_pass_serves,
     output_block,
 )
-from recalkv.model.identity import LEAST_PAIRS, direct_pairs
+from recalkv.model.identity import direct_pairs
 from recalkv.model.turns import FLOAT32_TOLERANCE, few_functions
 
-__all__ = ["MAX_FUNCTIONS", "MAX_JOINT_ROWS", "MAX_SLOW", "JointTables", "joint_attention"]
-
-MAX_JOINT_ROWS = 16
-"""Most query heads of a group x queries that one program takes."""
-
-MAX_FUNCTIONS = 8
-"""Most functions that the turns of slow pairs over a tile are sums of; more want more direct pairs instead."""
-
-MAX_SLOW = 32
-"""Most pairs of a head that are not direct; more take all registers."""
+__all__ = ["JointTables", "joint_attention", "joint_operator"]
 
 _TOLERANCE = 1e-3
 """Of scores over |q||k| of the slow pairs, in types of 16 bits: their own rounding is larger."""
@@ -110,19 +102,13 @@ class JointTables:
         ups = [key_up[start : start + rank * own * head_dim].view(rank, -1) for rank, own, start, _ in places]
         direct = direct_pairs(ups[0], head_dim)
         count = len(direct)
-        power_of_two = count & (count - 1) == 0
-        if count < LEAST_PAIRS or half - count > MAX_SLOW or not power_of_two or direct != list(range(count)):
-            return None
-        if any(direct_pairs(up, head_dim) != direct for up in ups[1:]):
+        if not count or direct != list(range(count)) or any(direct_pairs(up, head_dim) != direct for up in ups[1:]):
             return None
         tolerance = _TOLERANCE if key_up.element_size() == 2 else FLOAT32_TOLERANCE
         functions, coefficients = _padded(*few_functions(offsets[:, count:].mT, tolerance)) if count < half else _NONE
         rest = max(rank - 2 * count * own for rank, own in zip(ranks, heads, strict=True))
-        launch = joint_launch(1, max(heads), half, count, rest, len(functions))
-        if (
-            len(functions) > MAX_FUNCTIONS
-            or joint_shared(launch, max(heads), half, key_up.element_size()) > shared_limit
-        ):
+        element = key_up.element_size()
+        if not one_pass_serves(max(heads), half, count, rest, len(functions), element, shared_limit):
             return None
         groups, factors, head, before, written = [], [], 0, 0, 0
         for up, (rank, own, _, column) in zip(ups, places, strict=True):
@@ -190,8 +176,9 @@ def joint_attention(
     sums = torch.empty_like(most)
     turned = torch.empty(batch, len(groups), 2, launch.rows, direct, dtype=torch.float32, device=device)
     expanded = torch.empty(
-        batch, len(groups), 2, launch.rows, launch.functions, launch.slow, dtype=torch.float32, device=device
-    )
+        batch, len(groups), launch.functions // launch.together, 2, launch.rows, launch.together, launch.slow,
+        dtype=torch.float32, device=device,
+    )  # fmt: skip
     output = output_room(query, value_up, total)
     if mask is not None:
         mask = mask.expand(batch, 1, queries, slots).view(torch.uint8)

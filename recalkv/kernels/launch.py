@@ -59,7 +59,7 @@ def shared_limit(device: torch.device) -> int:
 @functools.cache
 def wide_products(device: torch.device) -> bool:
     """Whether the tensor cores of a device work for groups of warps, on 64 rows at once."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 _resident: dict[Any, int] = {}

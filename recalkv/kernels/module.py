@@ -144,7 +144,7 @@ class KernelAttention(LatentAttention):
     def in_one_pass(self) -> bool:
         """Whether single queries read the latents once, as keys and as values."""
         self._layer_plan()
-        return self._joint is not None
+        return self._joint is not None and self._joint.takes(self.num_key_value_groups)
 
     @property
     def _may_take_one_pass(self) -> bool:
@@ -241,7 +241,8 @@ def _install(model: Any, kernel: str, int8: bool = False) -> None:
     rotaries: dict[int, TileRotary] = {}
     for module in model.modules():
         if isinstance(module, LatentAttention):
-            module.__dict__.pop("_plan", None)
+            for name in ("_plan", "_plan_of", "_joint", "tile_rotary"):
+                module.__dict__.pop(name, None)
             module.__class__ = LatentAttention if kernel == "torch" else KernelAttention
             if kernel != "torch":
                 assert isinstance(module, KernelAttention)

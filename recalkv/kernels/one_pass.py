@@ -111,6 +111,84 @@ def _through_directions(
     return tl.dot(piece, tl.trans(directions.to(piece.dtype)), products, input_precision="ieee")
 
 
+@triton.jit
+def _add_slow_scores(
+    scores, pieces, expanded_at, function_at, up_at, bias_at, anchor_at, rank, heads, first_rest,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, DIRECT: tl.constexpr,
+    BLOCK_S: tl.constexpr, FUNCTIONS: tl.constexpr, TOGETHER: tl.constexpr, RESTS: tl.constexpr, REST: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Add the scores of the slow pairs, (slots, rows), whose keys are sums of functions times latents' directions."""
+    SLOW: tl.constexpr = HALF - DIRECT  # noqa: N806  (a constant)
+    COLUMNS: tl.constexpr = BLOCK_M * TOGETHER  # noqa: N806
+    kind = pieces[0].dtype
+    slow, expanded = tl.arange(0, BLOCK_S), tl.arange(0, COLUMNS)
+    in_head, in_rest = tl.arange(0, 2 * DIRECT), tl.arange(0, REST)
+    slow_ok = slow < SLOW
+    for some in tl.static_range(FUNCTIONS // TOGETHER):
+        at = expanded_at + some * (2 * COLUMNS * BLOCK_S)
+        left, right = turned_pairs(
+            tl.load(at), tl.load(at + COLUMNS * BLOCK_S), anchor_at + DIRECT + slow[None, :], slow_ok[None, :], HALF, -1
+        )
+        # Of each head left halves and right halves in turn; zero in the rows of other heads.
+        left, right, folded = _cast(left, kind, UPCAST), _cast(right, kind, UPCAST), ()
+        for head in tl.static_range(HEADS):
+            own = (expanded // (ROWS * TOGETHER) == head)[:, None]
+            folded += (tl.where(own, left, 0.0), tl.where(own, right, 0.0))
+        products = tl.zeros((BLOCK_N, COLUMNS), dtype=tl.float32)
+        for head in tl.static_range(HEADS):
+            products = _through_directions(
+                products, pieces[head], folded, up_at, head * (2 * DIRECT) + in_head, rank, heads, slow, slow_ok,
+                SLOW, HEADS, COLUMNS, 2 * DIRECT, UPCAST,
+            )  # fmt: skip
+        for part in tl.static_range(RESTS):
+            products = _through_directions(
+                products, pieces[HEADS + part], folded, up_at, first_rest + part * REST + in_rest, rank, heads,
+                slow, slow_ok, SLOW, HEADS, COLUMNS, REST, UPCAST,
+            )  # fmt: skip
+        if HAS_BIAS:
+            for head in tl.static_range(HEADS):
+                at = bias_at + head * (2 * HALF) + DIRECT + slow
+                ok = slow_ok & (head * SLOW + slow < heads * SLOW)
+                left = tl.load(at, mask=ok, other=0.0).to(tl.float32)[None, :] * folded[2 * head]
+                right = tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)[None, :] * folded[2 * head + 1]
+                products += tl.sum(left + right, axis=1)[None, :]
+        functions = tl.load(function_at + some * TOGETHER)[:, None, :]
+        scores += tl.sum(tl.reshape(products, (BLOCK_N, BLOCK_M, TOGETHER)) * functions, axis=2)
+    return scores
+
+
+@triton.jit
+def _add_direct_scores(
+    scores, pieces, query_at, cos, sin, bias_at, anchor_at, heads,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, DIRECT: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Add the scores of the pairs that are latents, (slots, rows)."""
+    kind = pieces[0].dtype
+    pairs, rows = tl.arange(0, DIRECT), tl.arange(0, BLOCK_M)
+    # Keys turn by their place in the tile, queries back by the tile's start.
+    query_left, query_right = turned_pairs(
+        tl.load(query_at), tl.load(query_at + BLOCK_M * DIRECT), anchor_at + pairs[None, :], (pairs >= 0)[None, :],
+        HALF, -1,
+    )  # fmt: skip
+    query_left, query_right = _cast(query_left, kind, UPCAST), _cast(query_right, kind, UPCAST)
+    for head in tl.static_range(HEADS):
+        halves = tl.permute(tl.reshape(pieces[head], (BLOCK_N, 2, DIRECT)), (0, 2, 1))
+        left, right = tl.split(halves.to(tl.float32))
+        if HAS_BIAS:
+            at = bias_at + head * (2 * HALF) + pairs
+            ok = head * DIRECT + pairs < heads * DIRECT
+            left += tl.load(at, mask=ok, other=0.0).to(tl.float32)[None, :]
+            right += tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)[None, :]
+        left, right = left * cos - right * sin, right * cos + left * sin
+        own = (rows // ROWS == head)[:, None]
+        left, right = _cast(left, kind, UPCAST), _cast(right, kind, UPCAST)
+        scores = tl.dot(left, tl.trans(tl.where(own, query_left, 0.0)), scores, input_precision="ieee")
+        scores = tl.dot(right, tl.trans(tl.where(own, query_right, 0.0)), scores, input_precision="ieee")
+    return scores
+
+
 @triton.jit(
     do_not_specialize=[
         "behind", "window", "seen_stride", "pages_stride", "latent_batch_stride", "mask_batch_stride",
@@ -162,7 +240,6 @@ def attend_kernel(
         So many pieces, so wide, hold the other latents of any group.
     """
     SLOW: tl.constexpr = HALF - DIRECT  # noqa: N806  (a constant)
-    COLUMNS: tl.constexpr = BLOCK_M * TOGETHER  # noqa: N806
     group, run, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups, runs = tl.num_programs(0), tl.num_programs(1)
     first_column = tl.multiple_of(tl.load(groups_ptr + 8 * group), ALIGN)
@@ -186,13 +263,11 @@ def attend_kernel(
     offset_at = offset_ptr + in_tile[:, None] * (2 * HALF) + pairs[None, :]
     cos, sin = tl.load(offset_at), tl.load(offset_at + HALF)
     query_at = turned_ptr + query_place * DIRECT + rows[:, None] * DIRECT + pairs[None, :]
+    bias_at = bias_ptr + group_head * (2 * HALF)
     if SLOW > 0:
-        slow = tl.arange(0, BLOCK_S)
-        slow_ok = slow < SLOW
-        expanded = tl.arange(0, COLUMNS)
         function_at = function_ptr + in_tile[:, None] * FUNCTIONS + tl.arange(0, TOGETHER)[None, :]
         expanded_at = expanded_ptr + query_place * (FUNCTIONS * BLOCK_S)
-        expanded_at += expanded[:, None] * BLOCK_S + slow[None, :]
+        expanded_at += tl.arange(0, BLOCK_M * TOGETHER)[:, None] * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
     most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
     contexts = ()
@@ -216,56 +291,16 @@ def attend_kernel(
             pieces += (_piece(latent_ptr, slot_ok, first_column + columns, columns < rank, slot_offsets, UPCAST),)
         scores = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         anchor_at = anchor_ptr + tile * (2 * HALF)
-        for some in tl.static_range(FUNCTIONS // TOGETHER if SLOW > 0 else 0):
-            at = expanded_at + some * (2 * COLUMNS * BLOCK_S)
-            left, right = turned_pairs(
-                tl.load(at), tl.load(at + COLUMNS * BLOCK_S), anchor_at + DIRECT + slow[None, :], slow_ok[None, :],
-                HALF, -1,
+        if SLOW > 0:
+            scores = _add_slow_scores(
+                scores, pieces, expanded_at, function_at, up_at, bias_at, anchor_at, rank, heads, first_rest,
+                ROWS, BLOCK_M, HALF, HEADS, DIRECT, BLOCK_S, FUNCTIONS, TOGETHER, RESTS, REST, BLOCK_N, HAS_BIAS,
+                UPCAST,
             )  # fmt: skip
-            # Of each head left halves and right halves in turn; zero in the rows of other heads.
-            left, right, folded = _cast(left, kind, UPCAST), _cast(right, kind, UPCAST), ()
-            for head in tl.static_range(HEADS):
-                own = (expanded // (ROWS * TOGETHER) == head)[:, None]
-                folded += (tl.where(own, left, 0.0), tl.where(own, right, 0.0))
-            products = tl.zeros((BLOCK_N, COLUMNS), dtype=tl.float32)
-            for head in tl.static_range(HEADS):
-                products = _through_directions(
-                    products, pieces[head], folded, up_at, head * (2 * DIRECT) + in_head, rank, heads, slow, slow_ok,
-                    SLOW, HEADS, COLUMNS, 2 * DIRECT, UPCAST,
-                )  # fmt: skip
-            for part in tl.static_range(RESTS):
-                products = _through_directions(
-                    products, pieces[HEADS + part], folded, up_at, first_rest + part * REST + in_rest, rank, heads,
-                    slow, slow_ok, SLOW, HEADS, COLUMNS, REST, UPCAST,
-                )  # fmt: skip
-            if HAS_BIAS:
-                for head in tl.static_range(HEADS):
-                    at = bias_ptr + (group_head + head) * (2 * HALF) + DIRECT + slow
-                    ok = slow_ok & (head * SLOW + slow < heads * SLOW)
-                    left = tl.load(at, mask=ok, other=0.0).to(tl.float32)[None, :] * folded[2 * head]
-                    right = tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)[None, :] * folded[2 * head + 1]
-                    products += tl.sum(left + right, axis=1)[None, :]
-            functions = tl.load(function_at + some * TOGETHER)[:, None, :]
-            scores += tl.sum(tl.reshape(products, (BLOCK_N, BLOCK_M, TOGETHER)) * functions, axis=2)
-        # Keys turn by their place in the tile, queries back by the tile's start.
-        query_left, query_right = turned_pairs(
-            tl.load(query_at), tl.load(query_at + BLOCK_M * DIRECT), anchor_at + pairs[None, :], (pairs >= 0)[None, :],
-            HALF, -1,
+        scores = _add_direct_scores(
+            scores, pieces, query_at, cos, sin, bias_at, anchor_at, heads,
+            ROWS, BLOCK_M, HALF, HEADS, DIRECT, BLOCK_N, HAS_BIAS, UPCAST,
         )  # fmt: skip
-        query_left, query_right = _cast(query_left, kind, UPCAST), _cast(query_right, kind, UPCAST)
-        for head in tl.static_range(HEADS):
-            halves = tl.permute(tl.reshape(pieces[head], (BLOCK_N, 2, DIRECT)), (0, 2, 1))
-            left, right = tl.split(halves.to(tl.float32))
-            if HAS_BIAS:
-                at = bias_ptr + (group_head + head) * (2 * HALF) + pairs
-                ok = head * DIRECT + pairs < heads * DIRECT
-                left += tl.load(at, mask=ok, other=0.0).to(tl.float32)[None, :]
-                right += tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)[None, :]
-            left, right = left * cos - right * sin, right * cos + left * sin
-            own = (rows // ROWS == head)[:, None]
-            left, right = _cast(left, kind, UPCAST), _cast(right, kind, UPCAST)
-            scores = tl.dot(left, tl.trans(tl.where(own, query_left, 0.0)), scores, input_precision="ieee")
-            scores = tl.dot(right, tl.trans(tl.where(own, query_right, 0.0)), scores, input_precision="ieee")
         wanted = slot_ok[:, None] & rows_ok[None, :]
         scores = tl.where(wanted, scores * scaling, float("-inf"))
         if MASK == 1:

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from recalkv.cache.codebooks import UNIFORM_CODES, words
 from recalkv.cache.rows import RowLayout, Segment
+from recalkv.model.identity import LEAST_PAIRS
 
 __all__ = [
     "COMBINE_COLUMNS",
     "JOINT_STAGES",
     "JOINT_TILE",
+    "MAX_FUNCTIONS",
+    "MAX_JOINT_ROWS",
     "MAX_ROWS",
     "STAGES",
     "TILE",
@@ -30,6 +33,7 @@ __all__ = [
     "joined",
     "joint_launch",
     "joint_shared",
+    "one_pass_serves",
     "output_block",
     "row_block",
     "scores_launch",
@@ -51,6 +55,15 @@ JOINT_STAGES = 3
 
 MAX_ROWS = 32
 """Most query heads of a key/value head x queries that one program takes."""
+
+MAX_JOINT_ROWS = 16
+"""Most query heads of a group x queries that one pass takes."""
+
+MAX_SLOW = 32
+"""Most pairs of a head that are not direct, in one pass; more take all registers."""
+
+MAX_FUNCTIONS = 8
+"""Most functions that the turns of slow pairs over a tile are sums of; more want more direct pairs instead."""
 
 COMBINE_COLUMNS = 64
 """Columns of a latent context that ``combine_kernel`` sums at a time."""
@@ -207,6 +220,15 @@ def joint_shared(launch: JointLaunch, heads: int, half: int, element: int) -> in
     latents = heads * 2 * launch.direct + launch.rests * launch.rest
     factors = 2 * heads * launch.slow * latents if launch.direct < half else 0
     return element * ((JOINT_STAGES - 1) * JOINT_TILE * latents + factors) + _JOINT_MORE
+
+
+def one_pass_serves(
+    heads: int, half: int, direct: int, rest: int, functions: int, element: int, shared_limit: int
+) -> bool:
+    """Whether one pass takes a layer; arguments of :func:`joint_launch`, bytes of an element and of shared memory."""
+    if direct < LEAST_PAIRS or direct & (direct - 1) or half - direct > MAX_SLOW or functions > MAX_FUNCTIONS:
+        return False
+    return joint_shared(joint_launch(1, heads, half, direct, rest, functions), heads, half, element) <= shared_limit
 
 
 def row_block(rows: int) -> int:

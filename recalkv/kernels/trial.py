@@ -21,7 +21,7 @@ def why_wrong(layer: Any) -> str | None:
     Parameters
     ----------
     layer
-        A prepared :class:`recalkv.kernels.module.KernelAttention`. One layer stands for the model's.
+        A prepared :class:`recalkv.kernels.module.KernelAttention`. One layer of each way stands for the others.
     """
     weight = layer.k_proj.weight
     generator = torch.Generator().manual_seed(0)

@@ -10,9 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["direct_columns", "direct_pairs", "gauge_basis", "gauge_pairs", "independent_pairs", "regauged"]
+__all__ = [
+    "LEAST_PAIRS",
+    "direct_columns",
+    "direct_pairs",
+    "gauge_basis",
+    "gauge_pairs",
+    "independent_pairs",
+    "regauged",
+]
 
-_LIMIT, _LIMIT_OF_16_BITS = 30.0, 8.0
+_LIMIT = 6.0
+"""How dependent direct pairs may be: what rounding to 16 bits leaves of values grows with it, and models that are
+exported in float32 are run in 16 bits as well."""
 
 LEAST_PAIRS = 32
 """Direct pairs of a head that the Triton kernels take at least."""
@@ -21,9 +31,9 @@ LEAST_PAIRS = 32
 def gauge_pairs(ups: Sequence[Tensor], head_dim: int, dtype: torch.dtype) -> list[list[int]]:
     """Pairs that the groups of a layer cache as they are in latents of this type, ascending.
 
-    Float32 has digits to spare. In types of 16 bits what is cached is rounded, and the more so matters what depends on
-    it: the first pairs up to one that those before nearly span, and of these a power of two, the same in all groups, as
-    the kernels for GPUs want them; the others are slow, and their scores can be had without rebuilding them.
+    In types of 16 bits those that the kernels for GPUs take: the first ones up to one that those before nearly span,
+    and of these a power of two, the same in all groups. The others are slow, and their scores can be had without
+    rebuilding them.
 
     Parameters
     ----------
@@ -32,7 +42,7 @@ def gauge_pairs(ups: Sequence[Tensor], head_dim: int, dtype: torch.dtype) -> lis
     """
     if dtype.itemsize > 2:
         return [independent_pairs(up, head_dim, _LIMIT) for up in ups]
-    found = [_first_pairs(up, head_dim, _LIMIT_OF_16_BITS) for up in ups]
+    found = [_first_pairs(up, head_dim, _LIMIT) for up in ups]
     counts = [1 << (count.bit_length() - 1) if count else 0 for count in found]
     if min(counts) >= LEAST_PAIRS:
         counts = [min(counts)] * len(counts)

@@ -78,7 +78,8 @@ def product(latents: Tensor, factor: Tensor) -> Tensor:
     loops = None
     if latents.dtype == factor.dtype == torch.float32 and latents.shape[-2] >= _ROWS:
         trained = torch.is_grad_enabled() and (latents.requires_grad or factor.requires_grad)
-        loops = None if trained or torch.is_autocast_enabled("cpu") else _loops_for(latents)
+        plain = trained or torch.is_autocast_enabled("cpu") or watched(factor)
+        loops = None if plain else _loops_for(latents)
     result: Tensor = latents @ factor if loops is None else loops.product(latents, factor)
     return result
 
