@@ -80,7 +80,7 @@ test-vllm: $(VLLM)/.installed
 	RECALKV_SERVED=data/served $(VLLM)/bin/python -m pytest -c /dev/null --rootdir . --noconftest -p no:cacheprovider \
 	tests/served
 
-# Everything on a GPU in 25 minutes, or one part of it, with whatever Python is there; lines of JSON go into OUT.
+# Everything on a GPU in 24 minutes, or one part of it, with whatever Python is there; lines of JSON go into OUT.
 OUT ?= reports/gpu
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:

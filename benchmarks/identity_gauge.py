@@ -1,11 +1,11 @@
-"""What the identity gauge costs latents of 16 bits, on the embedded model: direct pairs, rounding of keys and values.
+"""What the identity gauge costs latents of 16 bits, on the embedded model: direct pairs, errors of keys and values.
 
     python -m benchmarks.identity_gauge
 
 For each ratio and group size, latents without a gauge, in that of float32 and in that of 16 bits
 (:func:`recalkv.model.identity.gauge_pairs`) are rounded to bfloat16: how many pairs of a head are direct, in how many
-layers they are as many as one pass of the Triton kernels takes, and what rounding leaves of keys and of values, over
-their norm, mean and largest of the layers (float64 reference, one window of held-out text). Prints markdown.
+layers they are as many as one pass of the Triton kernels takes, and the relative error that rounding makes in keys and
+in values, mean and largest of the layers (float64 reference, one window of held-out text). Prints markdown.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def _factors(compress: Callable[[dict[str, Any]], Any], setting: dict[str, Any])
 
 
 def _errors(inputs: Tensor, keys: LowRank, values: LowRank) -> tuple[float, float]:
-    """What rounding of the latents leaves of keys and of values, over their norm."""
+    """Relative errors of keys and of values by rounding the latents."""
     left, whole = [0.0, 0.0], [0.0, 0.0]
     for group, down in enumerate(keys.down):
         latents = inputs @ down.double()

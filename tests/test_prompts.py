@@ -11,8 +11,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache
 
-from recalkv.model.attention import LatentAttention
-from recalkv.model.cpu import plan, product
+from recalkv.model.cpu import plan, product, prompt_layer
 from recalkv.model.slots import rotated
 from tests.tiny import compressed_pair, windows
 
@@ -27,15 +26,15 @@ def model_of(**changes: Any) -> Any:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each call of the loops."""
-    calls, right = [], LatentAttention._attend_in_prompt
-    monkeypatch.setattr(LatentAttention, "_attend_in_prompt", lambda *given: (calls.append(1), right(*given))[1])
+    calls, right = [], prompt_layer.prompt_attention
+    monkeypatch.setattr(prompt_layer, "prompt_attention", lambda *given: (calls.append(1), right(*given))[1])
     return calls
 
 
 @contextlib.contextmanager
 def in_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
+        patch.setattr(prompt_layer, "loops_for", lambda *_: None)
         yield
 
 

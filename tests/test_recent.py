@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from recalkv.cache.growing import GrowingCache
-from recalkv.model.attention import LatentAttention
-from recalkv.model.cpu import plan
+from recalkv.model.cpu import plan, prompt_layer
 from recalkv.model.slots import rotated
 from tests.tiny import compressed_pair, windows
 
@@ -77,8 +76,8 @@ def test_products_of_factors(shape: tuple[int, ...]) -> None:
 def test_gradients_of_a_prompt(family: str, bits: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops have none."""
     _, model, _ = compressed_pair(family, method="loss-aware", bits=bits, ratio=0.5, exact_window=5)
-    ids, taken, right = windows(2, 40), [], LatentAttention._attend_in_prompt
-    monkeypatch.setattr(LatentAttention, "_attend_in_prompt", lambda *given: (taken.append(1), right(*given))[1])
+    ids, taken, right = windows(2, 40), [], prompt_layer.prompt_attention
+    monkeypatch.setattr(prompt_layer, "prompt_attention", lambda *given: (taken.append(1), right(*given))[1])
     with torch.no_grad():
         model(ids)
     many = len(taken)
@@ -103,7 +102,7 @@ def test_several_queries_in_loops_and_in_torch(
     with torch.enable_grad():
         _, model, _ = compressed_pair(family, method=method, bits=bits, ratio=0.5, exact_window=5)
     layer, ids, taken = model.model.layers[0].self_attn, windows(2, 110), []
-    mask, right = torch.ones_like(ids), LatentAttention._attend_in_prompt
+    mask, right = torch.ones_like(ids), prompt_layer.prompt_attention
     mask[1, :padding] = 0
     outputs: list[Tensor] = []
 
@@ -121,10 +120,10 @@ def test_several_queries_in_loops_and_in_torch(
         whole[1, :padding] = 0
         return whole
 
-    monkeypatch.setattr(LatentAttention, "_attend_in_prompt", lambda *given: (taken.append(1), right(*given))[1])
+    monkeypatch.setattr(prompt_layer, "prompt_attention", lambda *given: (taken.append(1), right(*given))[1])
     found = outputs_of_parts()
     assert len(taken) >= model.config.num_hidden_layers
-    monkeypatch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
+    monkeypatch.setattr(prompt_layer, "loops_for", lambda *_: None)
     torch.testing.assert_close(found, outputs_of_parts(), rtol=1e-4, atol=2e-5)
 
 
@@ -140,7 +139,7 @@ def test_masks_of_any_kind(by_head: bool, monkeypatch: pytest.MonkeyPatch) -> No
     allowed |= torch.eye(40, dtype=torch.bool)
     added = torch.randn(2, heads, 40, 40, generator=generator).masked_fill(~allowed, torch.finfo(torch.float32).min)
     found = [model(ids, attention_mask=mask).logits for mask in (allowed, added)]
-    monkeypatch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
+    monkeypatch.setattr(prompt_layer, "loops_for", lambda *_: None)
     expected = [model(ids, attention_mask=mask).logits for mask in (allowed, added)]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert (expected[0] - expected[1]).abs().max() > 1e-3
@@ -154,7 +153,7 @@ def test_gradients_of_what_alone_is_trained(trained: str, monkeypatch: pytest.Mo
     ids, found = windows(2, 40), []
     for _ in range(2):
         found += torch.autograd.grad(model(ids).logits.square().sum(), parameter)
-        monkeypatch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
+        monkeypatch.setattr(prompt_layer, "loops_for", lambda *_: None)
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4 * float(found[1].abs().max()))
 
 
@@ -166,7 +165,7 @@ def test_prompts_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.register_forward_hook(lambda _module, _given, result: outputs.append(result[0]))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(ids)
-        monkeypatch.setattr(LatentAttention, "_prompt_loops", lambda *_: None)
+        monkeypatch.setattr(prompt_layer, "loops_for", lambda *_: None)
         model(ids)
     found, expected = outputs
     assert found.dtype == expected.dtype == torch.bfloat16

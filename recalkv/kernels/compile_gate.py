@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 
 from recalkv.kernels.contexts import combine_kernel, values_kernel
 from recalkv.kernels.launch import resident_programs
-from recalkv.kernels.one_pass import attend_kernel
+from recalkv.kernels.one_pass import attend_kernel, turn_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
     JOINT_STAGES,
@@ -51,6 +51,9 @@ SHARED_LIMITS = {80: 166_912, 90: 232_448}
 
 SPILL_LIMIT = 256
 """Bytes per thread that may be spilled."""
+
+_PLAIN = ("combine", "turn")
+"""Kernels without large products."""
 
 
 @dataclass(frozen=True)
@@ -220,10 +223,10 @@ def faults(compiled: Compiled) -> list[str]:
             found.append(f"{compiled.shared} bytes of shared memory, {expected} expected")
     if compiled.spilled > SPILL_LIMIT:
         found.append(f"{compiled.spilled} bytes spilled, limit {SPILL_LIMIT}")
-    if compiled.kernel != "combine" and not compiled.wide + compiled.narrow:
+    if compiled.kernel not in _PLAIN and not compiled.wide + compiled.narrow:
         found.append("no tensor-core instruction")
     aligned = compiled.configuration.key_rank % 8 == compiled.configuration.value_rank % 8 == 0
-    if compiled.kernel != "combine" and aligned and not compiled.configuration.packed and not compiled.async_copies:
+    if compiled.kernel not in _PLAIN and aligned and not compiled.configuration.packed and not compiled.async_copies:
         found.append("latents are read in small pieces")
     return found
 
@@ -234,6 +237,7 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
         yield _scores(c, architecture)
         yield _values(c, architecture)
     else:
+        yield _turn(c, c.direct, architecture)
         yield _one_pass(c, c.direct, architecture)
     yield _combine(c)
 
@@ -290,6 +294,20 @@ def _values(c: Configuration, architecture: int) -> Launch:
         "PAGE": c.page, "WIDE": architecture >= 90, "EXACT": c.exact,
     }  # fmt: skip
     return "values", values_kernel, types, constants, value_warps(c.packed), STAGES
+
+
+def _turn(c: Configuration, direct: int, architecture: int) -> Launch:
+    launch = c.joint(architecture)
+    types = {
+        "query_ptr": f"*{c.dtype}", "turned_ptr": "*fp32", "expanded_ptr": "*fp32", "anchor_ptr": "*fp32",
+        "offset_ptr": "*fp32", "coefficient_ptr": "*fp32", "seen_ptr": "*i64", "groups_ptr": "*i32", "kv_heads": "i32",
+        "seen_stride": "i32", "behind": "i32",
+    }  # fmt: skip
+    constants = {
+        "ROWS": c.rows, "BLOCK_M": launch.rows, "QUERIES": c.queries, "HALF": c.head_dim // 2, "DIRECT": direct,
+        "BLOCK_S": launch.slow, "FUNCTIONS": launch.functions, "TOGETHER": launch.together, "BLOCK_N": JOINT_TILE,
+    }  # fmt: skip
+    return "turn", turn_kernel, types, constants, 1, 1
 
 
 def _one_pass(c: Configuration, direct: int, architecture: int) -> Launch:

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.recent import remember
-from recalkv.model.cpu import compiled_loops, pack, unpack, watched
+from recalkv.model.cpu import compiled_loops, pack, prompt_layer, unpack, watched
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.norms import epsilon, norm_like, normed
@@ -205,8 +205,8 @@ class LatentAttention(nn.Module):
             output: Tensor | None = loops.step_output(self, query, cached, mask)
             if output is not None:
                 return output
-        if (loops := self._prompt_loops(query, cached, mask, kwargs)) is not None:
-            return self._attend_in_prompt(loops, query, cached, rope, mask)
+        if (loops := prompt_layer.loops_for(self, query, cached, mask, kwargs)) is not None:
+            return prompt_layer.prompt_attention(self, loops, query, cached, rope, mask)
         return self._attend_in_torch(query, cached, rope, mask, kwargs)
 
     def _attend_in_torch(
@@ -280,75 +280,6 @@ class LatentAttention(nn.Module):
             values = torch.cat([rebuilt[0][:, :, : part.slots], rebuilt[1][:, :, part.recent]], dim=2)
             outputs.append(self._attention(own, keys, values, part.mask, kwargs).flatten(2))
         return torch.cat(outputs, dim=1)
-
-    def _prompt_loops(self, query: Tensor, cached: Cached, mask: Any, kwargs: dict[str, Any]) -> Any:
-        """The compiled loops, where they can attend from several queries; else None."""
-        batch, length, heads, _ = query.shape
-        if not query.is_cpu or length == 1 or watched(query) or not self.plain_softmax:
-            return None
-        if self.config._attn_implementation != "sdpa" or kwargs.get("is_causal") is False:
-            return None
-        slots = cached.z_k.shape[2]
-        whole = int(cached.seen) - cached.offset == length
-        if mask is None:
-            # Behind windows the loops know themselves what is causal.
-            readable = whole or cached.recent is not None
-            readable = readable and (self.sliding_window is None or slots <= self.sliding_window)
-        else:
-            fits = isinstance(mask, Tensor) and (mask.dtype == torch.bool or mask.is_floating_point())
-            fits = fits and mask.dim() == 4 and mask.shape[2] == length and mask.shape[3] >= slots
-            readable = fits and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
-        # Few queries over a long cache cost less over latents.
-        if not readable or (not whole and self.over_latents(length, slots, mask)):
-            return None
-        # Torch may have units of its own for numbers of 16 bits, but not for windows; the loops have no float64.
-        if query.dtype == torch.float64 or (query.dtype != torch.float32 and cached.recent is None):
-            return None
-        given = query, cached.z_k, cached.z_v, cached.recent, mask, *self.parameters()
-        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
-            return None
-        return compiled_loops()
-
-    def _attend_in_prompt(
-        self, loops: Any, query: Tensor, cached: Cached, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None
-    ) -> Tensor:
-        """The same of several queries by compiled loops, over keys and values of rows and of exact latents."""
-        offset, seen = cached.offset, int(cached.seen)
-        # Slots of a static cache behind the last query are empty.
-        slots = min(seen - offset, cached.z_k.shape[2])
-        z_k, z_v = cached.z_k[:, :, :slots], cached.z_v[:, :, :slots]
-        if self.key_rows is not None:
-            z_k = unpack(z_k, self.key_rows, query.dtype)
-        if self.value_rows is not None:
-            z_v = unpack(z_v, self.value_rows, query.dtype)
-        latents = [(z_k, z_v)]
-        if cached.recent is not None:
-            latents.append(self._split(cached.recent))
-        if cached.fresh and rope is not None:
-            rope = self.slots.widened(rope)
-        else:
-            rope = self._rope(slice(offset, offset + slots), offset + slots, query, seen)
-        queries: Sequence[Tensor] = (query,)
-        masks: Sequence[Tensor | None] = (mask,)
-        if self.fused:
-            groups = [heads * self.num_key_value_groups for heads in self.value_heads]
-            queries = query.split(groups, dim=2)
-            of_heads = mask is not None and mask.shape[1] > 1
-            masks = mask.split(groups, dim=1) if of_heads and mask is not None else (mask,) * len(groups)
-        read: list[list[tuple[Tensor, Tensor]]] = []
-        for own_k, own_v in latents:
-            key, values = self._rebuild_keys(own_k).transpose(1, 2), (own_k if self.joint else own_v)[:, 0]
-            if self.fused:
-                by_group = values[:, :, None].split(self.value_ranks, dim=-1)
-                read.append(list(zip(key.split(self.value_heads, dim=2), by_group, strict=True)))
-            else:
-                read.append([(key, self._rebuild_values(values).transpose(1, 2))])
-        first, window = slots - query.shape[1], self.exact_window
-        outputs = [
-            loops.prompt_output(own, pairs, rope, window, self.scaling, first, own_mask).flatten(2)
-            for own, own_mask, *pairs in zip(queries, masks, *read, strict=True)
-        ]
-        return torch.cat(outputs, dim=-1)
 
     def _split(self, recent: Tensor) -> tuple[Tensor, Tensor]:
         """Exact latents of keys (or both), and of values."""

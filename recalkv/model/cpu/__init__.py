@@ -1,9 +1,9 @@
 """Decoding on a CPU by compiled loops (Numba): a tile of slots is unpacked, scored and summed within a core's cache.
 
 ``step`` is the attention of one new token, ``scores`` what it does with a tile's keys, ``prompts`` that of a prompt's
-tokens, ``halves`` and ``matrix_units`` the products of packed rows in 16 bits; ``sources`` reads latents, ``rows`` and
-``packing`` read and write packed rows; ``keys`` and ``plan`` prepare a layer, ``threads`` runs the loops where torch
-runs its own work.
+tokens; ``halves`` and ``matrix_units`` are the products of packed rows in 16 bits; ``sources`` reads latents, ``rows``
+and ``packing`` read and write packed rows; ``keys`` and ``plan`` prepare a layer's steps and ``prompt_layer`` its
+prompts; ``threads`` runs the loops where torch runs its own work.
 """
 
 import functools
@@ -90,6 +90,7 @@ def _loops_for(tensor: Tensor) -> Any:
 
 def watched(tensor: Tensor) -> bool:
     """Whether torch compiles, records or transforms what is done to a tensor, which it would not see the loops do."""
+    # Torch has no public names for the last three; these are of 2.9 to 2.13.
     return (
         torch.compiler.is_compiling()
         or type(tensor) not in (Tensor, nn.Parameter)
