@@ -20,9 +20,9 @@ __all__ = [
     "regauged",
 ]
 
-_LIMIT = 6.0
-"""How dependent direct pairs may be: what rounding to 16 bits leaves of values grows with it, and models that are
-exported in float32 are run in 16 bits as well."""
+_LIMIT, _LIMIT_OF_16_BITS = 10.0, 6.0
+"""How dependent direct pairs may be: what rounding to 16 bits leaves of values grows with it, of models that were exported
+in float32 as well; and the fewer pairs are direct, the slower is a step on a CPU."""
 
 LEAST_PAIRS = 32
 """Direct pairs of a head that the Triton kernels take at least."""
@@ -42,7 +42,7 @@ def gauge_pairs(ups: Sequence[Tensor], head_dim: int, dtype: torch.dtype) -> lis
     """
     if dtype.itemsize > 2:
         return [independent_pairs(up, head_dim, _LIMIT) for up in ups]
-    found = [_first_pairs(up, head_dim, _LIMIT) for up in ups]
+    found = [_first_pairs(up, head_dim, _LIMIT_OF_16_BITS) for up in ups]
     counts = [1 << (count.bit_length() - 1) if count else 0 for count in found]
     if min(counts) >= LEAST_PAIRS:
         counts = [min(counts)] * len(counts)
