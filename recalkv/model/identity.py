@@ -21,8 +21,8 @@ __all__ = [
 ]
 
 _LIMIT, _LIMIT_OF_16_BITS = 10.0, 6.0
-"""How dependent direct pairs may be: what rounding to 16 bits leaves of values grows with it, of models that were exported
-in float32 as well; and the fewer pairs are direct, the slower is a step on a CPU."""
+"""How dependent direct pairs may be: what rounding to 16 bits leaves of values grows with it, also of models that were
+exported in float32; and the fewer pairs are direct, the slower is a step on a CPU."""
 
 LEAST_PAIRS = 32
 """Direct pairs of a head that the Triton kernels take at least."""
