@@ -292,7 +292,8 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
     assert spec.joint == (kind.latents == "joint")
     assert spec.removed >= RATIOS[kind.bits]
     monkeypatch.setattr("recalkv.model.attention.pack", lambda latents, rows: latents)
-    monkeypatch.setattr("recalkv.model.attention.unpack", lambda packed, rows, dtype: packed)
+    for module in ("attention", "cpu.prompt_layer"):
+        monkeypatch.setattr(f"recalkv.model.{module}.unpack", lambda packed, rows, dtype: packed)
     ids = windows(2, 24, seed=5)
     assert_near(compressed(ids).logits, twin(ids).logits, 1e-4)
 
