@@ -25,12 +25,23 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 # --- the kernel ------------------------------------------------------------------------------------------------------
 
 
-def one_pass_error(case: Case, direct: int) -> float:
-    """Largest difference from the loops, with so many direct pairs in each head."""
+def write_direct(up: Tensor, heads: int, direct: int) -> Tensor:
+    """The factor, in which so many pairs of each head are now latents."""
+    columns = direct_columns(list(range(direct)), heads, up.shape[1] // heads)
+    up[:, columns] = torch.eye(len(up), dtype=up.dtype)[:, : len(columns)]
+    return up
+
+
+def problem_in_gauge(case: Case, direct: int) -> Problem:
     problem = Problem(dataclasses.replace(case, joint=True))
     for up, heads in zip(problem.ups, problem.key_heads, strict=True):
-        columns = direct_columns(list(range(direct)), heads, case.head_dim)
-        up[:, columns] = torch.eye(len(up), dtype=up.dtype)[:, : len(columns)]
+        write_direct(up, heads, direct)
+    return problem
+
+
+def one_pass_error(case: Case, direct: int) -> float:
+    """Largest difference from the loops, with so many direct pairs in each head."""
+    problem = problem_in_gauge(case, direct)
     keys, rotary = joined([up.to(DEVICE) for up in problem.ups]), TileRotary(problem.rotary)
     angles = rotary.angles(JOINT_TILE)
     tables = JointTables.of(keys, problem.key_ranks, problem.key_heads, case.head_dim, angles, 232_448)
@@ -129,10 +140,7 @@ def test_slots_that_nobody_sees_may_hold_anything(monkeypatch: pytest.MonkeyPatc
 def test_block_tables_give_what_whole_sequences_give(window: int | None) -> None:
     """Sequences of any length, one of them empty, in blocks that stand apart by any number of elements; windows."""
     case, page, lengths = Case(**TWO | {"kv_heads": 3, "query_heads": 3}, slots=150, batch=4), 16, [150, 0, 67, 1]
-    problem = Problem(dataclasses.replace(case, joint=True))
-    for up, heads in zip(problem.ups, problem.key_heads, strict=True):
-        columns = direct_columns(list(range(32)), heads, 80)
-        up[:, columns] = torch.eye(len(up))[:, : len(columns)]
+    problem = problem_in_gauge(case, 32)
     keys, values = (joined([up.to(DEVICE) for up in ups]) for ups in (problem.ups, problem.value_ups))
     rotary, ranks, heads = TileRotary(problem.rotary), problem.key_ranks, problem.key_heads
     plan = LayerPlan(keys, values, ranks, heads, ranks, heads, 80, 232_448)
@@ -162,9 +170,7 @@ def tables_of(ups: list[Tensor], heads: list[int], head_dim: int, base: float = 
 
 def in_gauge_of(rank: int, heads: int, head_dim: int, direct: int) -> Tensor:
     up = torch.randn(rank, heads * head_dim, generator=torch.Generator().manual_seed(rank))
-    columns = direct_columns(list(range(direct)), heads, head_dim)
-    up[:, columns] = torch.eye(rank)[:, : len(columns)]
-    return up
+    return write_direct(up, heads, direct)
 
 
 def test_tables_by_hand() -> None:
