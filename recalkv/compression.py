@@ -240,7 +240,7 @@ def compress_layers(
         groupings.append(grouping)
         progress("reorder", len(groupings), total)
     groups = [grouping.groups for grouping in groupings]
-    energies = layer_energies(problems, groups) if method.allocation == "water-filling" else None
+    energies = layer_energies(problems, groups, method.chain) if method.allocation == "water-filling" else None
     specs, _ = allocate(source.geometry, known.scores, method, energies)
     result = CompressedLayers(specs, [grouping.permutation for grouping in groupings])
 
@@ -327,7 +327,7 @@ def _prediction(source: LayerSource, known: Statistics, method: Method) -> Calla
         return LayerProblem.of(source, index, known.layer(index), method)
 
     groups = [grouping.groups for grouping in group_layers(source.geometry, problems, known.scores, method)]
-    energies = layer_energies(problems, groups)
+    energies = layer_energies(problems, groups, method.chain)
 
     def predict(ratio: float) -> float:
         try:

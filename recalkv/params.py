@@ -110,6 +110,11 @@ class CompressionParams(_Section):
         "auto", description="error that the factors minimise: of the weight, of its outputs, or of the loss"
     )
     joint: Literal["auto"] | bool = Field("auto", description="keys and values of a group share one latent")
+    chain: Literal["auto"] | bool = Field(
+        "auto",
+        description="keys read the first of a joint latent's directions alone, which makes decoding faster; in mixed "
+        "bits, where auto takes it up to a ratio of 0.8, as below that many bits it costs more than it is worth",
+    )
     grouping: Literal["auto", "neighbours", "cka", "tail-energy"] = Field(
         "auto", description="which heads share a latent; cka is the paper's HSR"
     )

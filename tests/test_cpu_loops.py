@@ -121,7 +121,7 @@ def test_products_in_16_bits(rows: int, inner: int, columns: int) -> None:
     by_columns = np.zeros((columns // LANES, inner // 2, LANES), np.uint32)
     halves.pair_columns(right_pairs, by_columns)
     result = np.empty((rows, columns), np.float32)
-    halves.multiply_pairs(left_pairs, left_steps, by_columns, right_steps, result)
+    halves.multiply_pairs(left_pairs, left_steps, by_columns, right_steps, left_pairs.shape[1], result)
     whole = left_pairs.view(np.int16).astype(np.int64) @ right_pairs.view(np.int16).T
     np.testing.assert_allclose(result, whole * left_steps[:, None].astype(float) * right_steps, rtol=1e-6)
     exact, norms = left.astype(float) @ right.T, np.outer(np.linalg.norm(left, axis=1), np.linalg.norm(right, axis=1))

@@ -9,6 +9,7 @@ from recalkv.cache.codebooks import DISTORTION, UNIFORM_CODES, Code
 from recalkv.cache.rows import Segment
 from recalkv.errors import BudgetError
 from recalkv.method.bits import check_mixed, equal_bits_elements, mixed_bits
+from recalkv.method.chain import chain_widths
 from recalkv.method.methods import Method
 from recalkv.method.ranks import Allocation, Projection, allocate_ranks, check_minimum, water_filling
 from recalkv.model.families import AttentionGeometry, group_sizes
@@ -44,7 +45,7 @@ def allocate(
     """
     layers, widths = geometry.layers, _widths(geometry, method)
     if method.bits == "mixed":
-        return _mixed(widths, layers, method, energies)
+        return _mixed(geometry, widths, method, energies)
     if method.bits == 16:
         allocation = _ranks(widths, layers, method, method.ratio, scores, energies)
         return _specs(allocation, None, method.joint), allocation
@@ -70,7 +71,10 @@ def check_budget(geometry: AttentionGeometry, method: Method) -> None:
 
 
 def _widths(geometry: AttentionGeometry, method: Method) -> list[tuple[int, ...]]:
-    """Full ranks of the latents of a layer, projection by projection: keys and values, or both at once."""
+    """Full ranks of a layer's latents, or of their parts, projection by projection: keys and values, or both at once."""
+    if method.chain:
+        groups = group_sizes(geometry.kv_heads, method.group_size)
+        return [tuple(width for size in groups for width in chain_widths(size, geometry.head_dim))]
     keys, values = (
         tuple(size * geometry.head_dim for size in group_sizes(geometry.kv_heads, group_size))
         for group_size in (method.group_size, method.value_group_size(geometry.kv_heads))
@@ -103,14 +107,16 @@ def predicted_loss(specs: Sequence[LayerSpec], energies: Energies) -> float:
     """
     left = 0.0
     for spec, layer in zip(specs, energies, strict=True):
-        ranks = [*spec.key_ranks, *(() if spec.joint else spec.value_ranks)]
-        coded = [*(spec.key_segments or ()), *(spec.value_segments or ())] or [()] * len(ranks)
-        for unit, rank, segments in zip(layer, ranks, coded, strict=True):
-            left += float(unit[rank:].sum())
+        if not spec.quantised:
+            ranks = [*spec.key_ranks, *(() if spec.joint else spec.value_ranks)]
+            left += sum(float(unit[rank:].sum()) for unit, rank in zip(layer, ranks, strict=True))
+            continue
+        for unit, segments in zip(layer, spec.units, strict=True):
             start = 0
             for width, *code in segments:
                 left += DISTORTION[Code(*code)] * float(unit[start : start + width].sum())
                 start += width
+            left += float(unit[start:].sum())
     return left / 2
 
 
@@ -139,14 +145,17 @@ def _ranks(
 
 
 def _mixed(
-    widths: Sequence[tuple[int, ...]], layers: int, method: Method, energies: Energies | None
+    geometry: AttentionGeometry, widths: Sequence[tuple[int, ...]], method: Method, energies: Energies | None
 ) -> tuple[list[LayerSpec], Allocation]:
     """Rank and bits of every direction at once; elements are counted as in any allocation."""
     flat = _flat(energies)
-    segments = [list(own) for own in _per_projection(iter(mixed_bits(flat, method.ratio)), widths, layers)]
+    segments = [list(own) for own in _per_projection(iter(mixed_bits(flat, method.ratio)), widths, geometry.layers)]
     ranks = [tuple(sum(segment.width for segment in group) for group in projection) for projection in segments]
     used = sum(map(sum, ranks))
     allocation = Allocation(ranks, used, used, sum(map(len, flat)))
+    if method.chain:
+        groups = len(group_sizes(geometry.kv_heads, method.group_size))
+        return [LayerSpec.chained(units, groups) for units in segments], allocation
     return _specs(allocation, segments, method.joint), allocation
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from recalkv.cache.rotation import random_rotation
 from recalkv.cache.rows import Segment
@@ -49,6 +50,8 @@ def quantizable(
             up.append(new_right)
         return LowRank(down, up).float()
 
+    if spec.parts:
+        return _chained(refit, problem, groups, spec, index)
     if spec.joint:
         both = LowRank(
             refit.keys.down, [torch.cat(pair, dim=1) for pair in zip(refit.keys.up, refit.values.up, strict=True)]
@@ -75,7 +78,13 @@ def _turn(
     noise_cost = right @ (right.T if gradient is None or not bool(gradient.any()) else gradient.double() @ right.T)
     basis, inverse = natural_basis(covariance, noise_cost)
     variances = torch.einsum("ij,ij->j", basis, covariance @ basis).clamp_min(0)
-    left, right = left @ basis, inverse @ right
+    return _segmented(left @ basis, inverse @ right, variances, segments, seed)
+
+
+def _segmented(
+    left: Tensor, right: Tensor, variances: Tensor, segments: Sequence[Segment], seed: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """``L T`` and ``T^-1 R``, with T the scales and rotations of segments of a natural basis."""
     start, columns, rows = 0, [], []
     for number, segment in enumerate(segments):
         width = segment.width
@@ -86,6 +95,30 @@ def _turn(
         rows.append(rotation.T @ (sizes[:, None] * right[part]))
         start += width
     return torch.cat(columns, dim=1), torch.cat(rows)
+
+
+def _chained(
+    refit: LayerRefit, problem: LayerProblem, groups: Sequence[Sequence[int]], spec: LayerSpec, index: int
+) -> LayerRefit:
+    """Chained latents: each part stands in a natural basis as it is."""
+    units, downs, ups, feedback = iter(spec.units), [], [], []
+    for number, chain in enumerate(problem.chains(groups, spec)):
+        down, up, turns, told = list[Tensor](), list[Tensor](), list[tuple[Tensor, Tensor]](), list[Tensor]()
+        for place, link in enumerate(chain):
+            eye = torch.eye(len(link.variances)).to(link.down)
+            seed = (problem.method.rotation_seed, index, 0, number, place)
+            turn, inverse = _segmented(eye, eye, link.variances, next(units), seed)
+            down.append(link.down @ turn)
+            up.append(inverse @ link.up)
+            told.append(torch.block_diag(*(before for _, before in turns)) @ link.feedback @ turn if turns else link.feedback)
+            turns.append((turn, inverse))
+        downs.append(torch.cat(down, dim=1))
+        ups.append(torch.cat(up))
+        # One matrix: what the parts before the last tell those behind the first.
+        rows = len(told[-1])
+        feedback.append(torch.cat([pad(each, (0, 0, 0, rows - len(each))) for each in told[1:]], dim=1).float())
+    keys, values = LowRank(downs, ups).float().halves()
+    return replace(refit, keys=keys, values=values, feedback=feedback)
 
 
 def shared_scales(variances: Tensor) -> Tensor:

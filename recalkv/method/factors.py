@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from recalkv.method.lowrank import LowRank
 from recalkv.method.problem import LayerProblem
 from recalkv.method.svd import factorize_parts, relative_error
@@ -36,7 +38,14 @@ class LayerFactors:
 def factorize_layer(problem: LayerProblem, groups: Sequence[Sequence[int]], spec: LayerSpec) -> LayerFactors:
     """Factors of one layer's keys and values, float32, at the ranks of ``spec``; ``groups`` are of key heads."""
     key_parts, value_parts = problem.parts(groups)
-    first, ranks = factorize_parts(key_parts, spec.key_ranks), list(spec.key_ranks)
+    chained = bool(spec.parts)
+    ranks = [sum(segment.width for segment in unit) for unit in spec.units] if chained else list(spec.key_ranks)
+    if chained:
+        chains = problem.chains(groups, spec)
+        down = [torch.cat([link.down for link in chain], dim=1) for chain in chains]
+        first = LowRank(down, [torch.cat([link.up for link in chain]) for chain in chains])
+    else:
+        first = factorize_parts(key_parts, spec.key_ranks)
     if problem.method.joint:
         keys, values = first.halves()
         stored = first.float().halves()
@@ -49,5 +58,5 @@ def factorize_layer(problem: LayerProblem, groups: Sequence[Sequence[int]], spec
         *stored,
         relative_error(problem.keys[:, order], keys.dense(), gram),
         relative_error(problem.values[:, order], values.dense(), gram),
-        predicted_rise([part.energies() for part in key_parts + value_parts], ranks),
+        predicted_rise(problem.energies(groups, chained), ranks),
     )

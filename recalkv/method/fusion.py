@@ -70,6 +70,7 @@ def fuse_layer(
     if spec.joint and not spec.quantised and "k_norm.weight" not in dense:
         keys, values = in_gauge(keys, values, source.geometry.head_dim, dtype)
     fused = fused_attention_tensors(dense, source.geometry, spec, keys, values, output, mean)
+    fused |= {f"feedback.{number}": matrix for number, matrix in enumerate(refit.feedback)}
     alone = [name for name in fused if name in given and source.holds(prefix + name)]
     kept = {name for name in alone if torch.equal(fused[name], given[name])}
     new = {prefix + name: tensor.to(dtype) for name, tensor in fused.items() if name not in kept}

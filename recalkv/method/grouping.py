@@ -66,13 +66,17 @@ def group_heads(problem: LayerProblem) -> HeadGrouping:
     return HeadGrouping(similarity, neighbour_groups(problem.kv_heads, method.group_size))
 
 
-def layer_energies(problems: Problems, groups: Iterable[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
-    """Energies of every latent of every layer, keys first, as :func:`recalkv.method.allocation.allocate` wants them."""
-    energies = []
-    for index, own in enumerate(groups):
-        keys, values = problems(index).parts(own)
-        energies.append([part.energies() for part in keys + values])
-    return energies
+def layer_energies(problems: Problems, groups: Iterable[Sequence[Sequence[int]]], chain: bool) -> list[list[Tensor]]:
+    """Energies of every layer, as :func:`recalkv.method.allocation.allocate` wants them.
+
+    Parameters
+    ----------
+    groups
+        Of every layer.
+    chain
+        Whether they are those of the parts of chained latents; otherwise those of whole latents, keys first.
+    """
+    return [problems(index).energies(own, chain) for index, own in enumerate(groups)]
 
 
 def group_layers(
@@ -101,8 +105,10 @@ def group_layers(
         return
     first = [group_heads(problems(index)) for index in range(geometry.layers)]
     level, energies = None, None
+    # Which heads go together does not depend on the order of their latents.
+    method = replace(method, chain=False)
     if method.allocation == "water-filling":
-        energies = layer_energies(problems, [grouping.groups for grouping in first])
+        energies = layer_energies(problems, [grouping.groups for grouping in first], method.chain)
     specs, allocation = allocate(geometry, scores, method, energies)
     if energies is not None:
         flat = [unit.tolist() for layer in energies for unit in layer]

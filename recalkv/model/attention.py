@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.recent import remember
+from recalkv.model.chained import ChainedRows
 from recalkv.model.cpu import compiled_loops, pack, prompt_layer, unpack, watched
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
@@ -108,7 +109,8 @@ class LatentAttention(nn.Module):
         self.gate_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases) if geometry.gated else None
         self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=centred)
         self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=centred)
-        self.key_up = Reconstruction(self.key_ranks, self.key_heads, d_h)
+        self.key_up = Reconstruction(self.key_ranks, self.key_heads, d_h, layer.key_reach)
+        self.feedback = ChainedRows(layer) if layer.parts else None
         self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if centred or "k" in biases else None
         if self.fused:
             self.value_up = None
@@ -172,7 +174,7 @@ class LatentAttention(nn.Module):
         """What is cached of latents."""
         if self.key_rows is not None:
             # Packed before the cache, read back from it: new tokens are seen as later ones will see them.
-            z_k = pack(z_k, self.key_rows)
+            z_k = pack(z_k, self.key_rows) if self.feedback is None else self.feedback(z_k)
         if self.value_rows is not None:
             z_v = pack(z_v, self.value_rows)
         elif self.joint:

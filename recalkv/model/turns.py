@@ -72,12 +72,17 @@ def few_functions(angles: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def expansion(
-    frequencies: tuple[float, ...], tile: int, columns: int, queries: int, tolerance: float = FLOAT32_TOLERANCE
+    frequencies: tuple[float, ...],
+    tile: int,
+    columns: int,
+    queries: int,
+    tolerance: float = FLOAT32_TOLERANCE,
+    reach: tuple[int, ...] | None = None,
 ) -> Expansion | None:
     """The cheapest split of the pairs into rebuilt and expanded ones; None where all should be rebuilt.
 
     Multiplications per slot and latent: one for each rebuilt column, one for each function and query, and a tile's
-    share of making ``R u_b``.
+    share of making ``R u_b``. Rebuilt columns of chained latents read few of them.
 
     Parameters
     ----------
@@ -91,14 +96,18 @@ def expansion(
         Query rows of the group, over all of its heads.
     tolerance
         Largest error of an expanded score over |q||k| of its pairs, root mean square over a tile.
+    reach
+        How many latents no pair is rebuilt of, the first one, the first two, and so on; alike for all without it.
     """
     angles = offset_angles(torch.tensor(frequencies, dtype=torch.float64), tile)
     pairs = len(frequencies)
+    latents = reach or (1,) * (pairs + 1)
     best: Expansion | None = None
-    cheapest = float(columns * pairs)
+    cheapest = float(columns * pairs * latents[-1])
     for fast in range(pairs):
         functions, coefficients = few_functions(angles[fast:], tolerance)
-        cost = columns * fast + queries * len(functions) * (1 + 2 * (pairs - fast) / tile)
+        share = 1 + 2 * (pairs - fast) / tile
+        cost = columns * fast * latents[fast] + queries * len(functions) * share * latents[-1]
         if cost < cheapest:
             cheapest, best = cost, Expansion(fast, functions.float(), coefficients.to(torch.complex64))
     return best

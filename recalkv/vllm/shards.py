@@ -46,7 +46,8 @@ def shard(spec: LatentSpec, rank: int, ranks: int) -> LatentSpec:
             for name in ("key_ranks", "value_ranks", "key_segments", "value_segments")
             for groups in [getattr(layer, name)]
         }
-        layers.append(dataclasses.replace(layer, **parts, head_permutation=()))
+        chain = layer.parts[_groups(layer.parts, rank, ranks)]
+        layers.append(dataclasses.replace(layer, **parts, parts=chain, head_permutation=()))
     return dataclasses.replace(spec, geometry=geometry, layers=layers)
 
 
@@ -73,8 +74,8 @@ def shard_weight(
     geometry, own = spec.geometry, spec.layers[layer]
     module, _, rest = name.partition(".")
     queries = [heads * geometry.queries_per_kv for heads in spec.value_heads]
-    if module in ("key_up", "value_up"):
-        groups = _groups(spec.key_heads if module == "key_up" else spec.value_heads, rank, ranks)
+    if module in ("key_up", "value_up", "feedback"):
+        groups = _groups(spec.value_heads if module == "value_up" else spec.key_heads, rank, ranks)
         number = int(rest)
         return (f"{module}.{number - groups.start}", weight) if groups.start <= number < groups.stop else None
     if module == "o_proj":

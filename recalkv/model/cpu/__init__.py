@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from recalkv.cache.rows import RowLayout
 
-__all__ = ["compiled_loops", "pack", "product", "unpack", "watched"]
+if TYPE_CHECKING:
+    from recalkv.model.chained import ChainedRows
+
+__all__ = ["compiled_loops", "pack", "pack_chained", "product", "unpack", "watched"]
 
 # Of a product that are worth a call of the loops.
 _ROWS = 32
@@ -63,6 +66,16 @@ def pack(latents: Tensor, rows: RowLayout) -> Tensor:
     # A step that is compiled later finds the tables, which it could not load.
     rows.prepare(latents.device)
     packed: Tensor = loops.packed_rows(latents, rows)
+    return packed
+
+
+def pack_chained(latents: Tensor, chain: "ChainedRows") -> Tensor:
+    """:meth:`recalkv.model.chained.ChainedRows.packed`, likewise."""
+    loops = _loops_for(latents)
+    if loops is None or watched(chain.factors()[0]):
+        return chain.packed(latents)
+    chain.prepare(latents.device)
+    packed: Tensor = loops.packed_rows(latents, chain.rows, chain)
     return packed
 
 

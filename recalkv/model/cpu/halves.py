@@ -77,12 +77,12 @@ def _block(vectors: int) -> Any:
 
     @intrinsic
     def block(
-        context: Any, left: Any, left_steps: Any, right: Any, right_steps: Any, result: Any, pairs: Any, columns: Any
+        context: Any, left: Any, left_steps: Any, right: Any, right_steps: Any, result: Any, pairs: Any, widths: Any
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            left, left_steps, right, right_steps, result, pairs, columns = arguments
+            left, left_steps, right, right_steps, result, pairs, widths = arguments
+            left_width, panel, columns = (builder.extract_value(widths, number) for number in range(3))
             zero = ir.Constant(_INT32, 0)
-            panel = builder.mul(pairs, ir.Constant(_INT64, LANES))
 
             def place(address: Any, kind: Any, column: Any, row: int = 0, width: Any = None) -> Any:
                 offset = column if width is None else builder.add(builder.mul(width, ir.Constant(_INT64, row)), column)
@@ -104,7 +104,7 @@ def _block(vectors: int) -> Any:
                 lane = builder.mul(loop.index, ir.Constant(_INT64, LANES))
                 own = [builder.load(place(right, _PAIRS, lane, vector, panel), align=4) for vector in range(vectors)]
                 for row in range(_ROWS):
-                    pair = everywhere(builder.load(place(left, _INT32, loop.index, row, pairs)))
+                    pair = everywhere(builder.load(place(left, _INT32, loop.index, row, left_width)))
                     for vector in range(vectors):
                         total = sums[row, vector]
                         added = builder.add(builder.load(total), _products(builder, own[vector], pair))
@@ -119,7 +119,7 @@ def _block(vectors: int) -> Any:
                     builder.store(number, place(result, _NUMBERS, column, row, columns), align=4)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 6, types.UniTuple(types.int64, 3)), generate
 
     return block
 
@@ -128,19 +128,21 @@ _one, _four = _block(1), _block(_VECTORS)
 
 
 @compiled
-def multiply_pairs(left, left_steps, right, right_steps, result):
+def multiply_pairs(left, left_steps, right, right_steps, pairs, result):
     """Products of (m, 2 pairs) and (2 pairs, n) rounded numbers.
 
     Parameters
     ----------
-    left, left_steps : (m, pairs) uint32, (m,) float32
+    left, left_steps : (m, >= pairs) uint32, (m,) float32
         Of :func:`round_rows`; m is a multiple of four.
-    right, right_steps : (n / LANES, pairs, LANES) uint32, (>= n,) float32
+    right, right_steps : (n / LANES, >= pairs, LANES) uint32, (>= n,) float32
         Of :func:`pair_columns`, and the steps of its rows.
+    pairs
+        That are multiplied, the first ones.
     result : (m, >= n) float32
     """
-    vectors, pairs, _ = right.shape
-    columns = result.shape[1]
+    vectors = len(right)
+    widths = left.shape[1], right.shape[1] * LANES, result.shape[1]
     first = 0
     while first < vectors:
         whole = first + _VECTORS <= vectors
@@ -149,9 +151,9 @@ def multiply_pairs(left, left_steps, right, right_steps, result):
             above, above_steps = left[row].ctypes.data, left_steps[row:].ctypes.data
             out = result[row, first * LANES :].ctypes.data
             if whole:
-                _four(above, above_steps, own, steps, out, pairs, columns)
+                _four(above, above_steps, own, steps, out, pairs, widths)
             else:
-                _one(above, above_steps, own, steps, out, pairs, columns)
+                _one(above, above_steps, own, steps, out, pairs, widths)
         first += _VECTORS if whole else 1
 
 

@@ -1,5 +1,6 @@
 """How each RoPE pair of a key group is scored: chosen and laid out once for all steps."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,6 +50,8 @@ class Keys(NamedTuple):
         Weight of the keys' norm; empty where there is none.
     epsilon : (1,) float32
         Of the norm.
+    reach : (2,) int64
+        Latents that rebuilt columns are made of, the first ones, and those that all columns are; whole vectors.
     """
 
     fast: np.ndarray
@@ -73,6 +76,7 @@ class Keys(NamedTuple):
     direct_bias: np.ndarray
     norm: np.ndarray
     epsilon: np.ndarray
+    reach: np.ndarray
 
 
 def group_keys(
@@ -107,7 +111,8 @@ def group_keys(
     chosen = None
     if norm is None and rest:
         tolerance = FLOAT32_TOLERANCE if products == FLOAT32 else TOLERANCE
-        chosen = expansion(tuple(rope.frequencies[rest].tolist()), rope.tile, 2 * heads, queries, tolerance)
+        frequencies = tuple(rope.frequencies[rest].tolist())
+        chosen = expansion(frequencies, rope.tile, 2 * heads, queries, tolerance, _reach(up, head_dim, rest))
     count = len(rest) if chosen is None else chosen.fast
     fast, slow = rest[:count], rest[count:]
     columns = up.detach().float().cpu().unflatten(1, (heads, 2, half))
@@ -137,7 +142,15 @@ def group_keys(
         array(by_half[..., direct].flatten(1)),
         array(torch.zeros(0) if norm is None else norm[0].cpu()),
         np.array([0.0 if norm is None else norm[1]], np.float32),
+        numbers([-(-_reach(up, head_dim, some)[-1] // LANES) * LANES for some in (fast, range(half))]),
     )  # fmt: skip
+
+
+def _reach(up: Tensor, head_dim: int, pairs: Sequence[int]) -> tuple[int, ...]:
+    """Latents that none of these pairs of a factor (r, heads d_h) is made of, the first one, the first two, and so on."""
+    by_pair = (up.detach() != 0).cpu().unflatten(1, (-1, head_dim // 2)).any(dim=1)[:, list(pairs)]
+    last = (by_pair * torch.arange(1, len(up) + 1)[:, None]).amax(dim=0)
+    return tuple(itertools.accumulate(last.tolist(), max, initial=0))
 
 
 def _rounded(

@@ -1,8 +1,11 @@
 """Whole caches of packed rows in compiled loops, in torch's own threads: a row is a thread's."""
 
 import functools
+import itertools
 import math
 import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,11 +21,15 @@ from recalkv.model.cpu.threads import (
     addressed,
     array_1d,
     array_2d,
+    array_at,
     run,
     thread_count,
     thread_number,
     threads_of_torch,
 )
+
+if TYPE_CHECKING:
+    from recalkv.model.chained import ChainedRows
 
 __all__ = ["packed_rows", "unpacked_rows"]
 
@@ -139,20 +146,56 @@ def _numbers(cells, k, levels, grid, codes):
             codes[n] = grid[(above * levels + cells[4 * n + 2]) * levels + cells[4 * n + 3]]
 
 
+_BEHIND, _END, _FACTOR, _STRIDE = range(4)
+"""Numbers of a link: latents of the group behind a segment's part, from one on and up to one; address of the part of F
+that its first latent is multiplied with, and numbers from one latent's to the next one's."""
+
+
+@nested
+def _tell(link, segment, given, memory, start, coded, rounded, wanted):
+    """Add what rounding left of a segment's latents, times their rows of F, to the latents behind (``wanted``).
+
+    Parameters
+    ----------
+    link
+        Of :func:`_links`.
+    given
+        Latents of the row as they were.
+    memory, start
+        Rows, and the first byte of this one, in which the segment is.
+    """
+    first, width = segment[PLACE], segment[WIDTH]
+    read_rows(memory, start, 0, 1, first, first + width, coded, rounded)
+    behind = wanted[link[_BEHIND] : link[_END]]
+    for i in range(width):
+        left = given[first + i] - rounded[0, i]
+        factor = array_at(link[_FACTOR] + 4 * i * link[_STRIDE], len(behind), np.float32)
+        for j in range(len(behind)):
+            behind[j] += left * factor[j]
+
+
 @called
 def _pack(data):
-    """Arguments: a coding, :func:`_across`, latents (rows, width) float32, rows (rows, row_bytes) uint8; threads."""
-    given = carray(data, (7 * SIZES + 1,), np.int64)
+    """Arguments: a coding, :func:`_across`, latents (rows, width) float32, rows (rows, row_bytes) uint8, :func:`_links`
+    (segments, 4) or without rows where latents are not chained; threads.
+    """
+    given = carray(data, (8 * SIZES + 1,), np.int64)
     coded = coding_of(given, 0)
     across, latents, rows = array_2d(given, 4, np.float32), array_2d(given, 5, np.float32), array_2d(given, 6, np.uint8)
-    threads = given[7 * SIZES]
+    links, threads = array_2d(given, 7, np.int64), given[8 * SIZES]
+    memory = array_at(given[6 * SIZES], rows.size, np.uint8)
+    wanted, rounded = np.empty(latents.shape[1], np.float32), np.empty((1, latents.shape[1]), np.float32)
     number, count = thread_number(threads), thread_count(threads)
     places = np.empty(latents.shape[1] + across.shape[0], np.int32)
     distances = np.empty(across.shape[1], np.int32)
     for row in range(len(latents) * number // count, len(latents) * (number + 1) // count):
         rows[row].fill(0)
+        wanted[:] = latents[row]
         for segment in range(len(coded.segments)):
-            _pack_segment(coded.segments[segment], latents[row], coded, across, places, distances, rows[row])
+            own = coded.segments[segment]
+            _pack_segment(own, wanted, coded, across, places, distances, rows[row])
+            if len(links) and links[segment, _BEHIND] < links[segment, _END]:
+                _tell(links[segment], own, latents[row], memory, row * rows.shape[1], coded, rounded, wanted)
 
 
 @called
@@ -184,14 +227,57 @@ def _threads(rows: int) -> int:
     return max(1, min(threads_of_torch(), rows // _ROWS_A_THREAD))
 
 
-def packed_rows(latents: Tensor, layout: RowLayout) -> Tensor:
-    """What :meth:`RowLayout.pack` gives: latents (..., width) to rows (..., row_bytes) uint8."""
+@dataclass(frozen=True)
+class _Links:
+    """Where the compiled loops find the factors of chained latents.
+
+    Attributes
+    ----------
+    state
+        Of the parameters.
+    numbers : (segments, 4) int64
+    kept
+        What has the addresses in them.
+    """
+
+    state: list[tuple[int, int]]
+    numbers: np.ndarray
+    kept: list[Tensor]
+
+
+def _links(chain: "ChainedRows") -> np.ndarray:
+    """Numbers of each segment of chained latents."""
+    factors = chain.factors()
+    state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in factors]
+    if not isinstance(chain.loops, _Links) or chain.loops.state != state:
+        kept = [each.detach().float().contiguous() for each in factors]
+        ends, rows, start = itertools.accumulate(segment.width for segment in chain.rows.segments), [], 0
+        place = 0
+        for widths, factor in zip(chain.widths, kept, strict=True):
+            stride = factor.shape[1]
+            for end in itertools.accumulate(widths):
+                while place < start + end:
+                    address = factor.data_ptr() + 4 * ((place - start) * stride + end - widths[0])
+                    rows.append([start + end, start + sum(widths), address, stride])
+                    place = next(ends)
+            start += sum(widths)
+        chain.loops = _Links(state, np.array(rows, np.int64), kept)
+    return chain.loops.numbers
+
+
+_UNCHAINED = np.zeros((0, 4), np.int64)
+
+
+def packed_rows(latents: Tensor, layout: RowLayout, chain: "ChainedRows | None" = None) -> Tensor:
+    """What :meth:`RowLayout.pack` gives: latents (..., width) to rows (..., row_bytes) uint8; or those of a chain."""
+    links = _UNCHAINED if chain is None else _links(chain)
     numbers, width = latents.float().contiguous(), layout.width
     rows = torch.empty(*latents.shape[:-1], layout.row_bytes, dtype=torch.uint8, device="cpu")
     count = numbers.numel() // width
     threads = _threads(count)
-    given = numbers.data_ptr(), count, width, 1, rows.data_ptr(), count, rows.shape[-1], 1, threads
-    run(_pack, _arguments(layout, True) + struct.pack("9q", *given), threads)
+    given = numbers.data_ptr(), count, width, 1, rows.data_ptr(), count, rows.shape[-1], 1
+    own = links.ctypes.data, *links.shape, 1, threads
+    run(_pack, _arguments(layout, True) + struct.pack("13q", *given, *own), threads)
     return rows
 
 

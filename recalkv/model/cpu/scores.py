@@ -111,7 +111,8 @@ def new_scratch(keys, heads, rows, head_dim, width):
     # Nothing of these where products are float32.
     pairs, folded_pairs, products = 0, 0, keys.products[0]
     if products == INTEGERS:
-        columns, pairs, folded_pairs = _fours(columns), width // 2, slow
+        # Four rows at a time, from the first and from the first direction on.
+        columns, pairs, folded_pairs = columns + 4, width // 2, slow
     if THERE and products == BYTES:
         columns, pairs, folded_pairs = whole(columns), 2 * whole(width // 4), slow
     if THERE and products == BFLOAT16:
@@ -161,7 +162,7 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
     fast, direct, used = len(keys.fast), len(keys.direct), filled(here)
     _turn_queries(keys, cos, sin, scratch)
     if len(scratch.columns):
-        write_columns(latents[:used], scratch.columns)
+        write_columns(latents[:used, : keys.reach[1]], scratch.columns)
     if keys.products[0] == FLOAT32:
         _multiply(keys, used, scratch)
     elif THERE and keys.products[0] == BFLOAT16:
@@ -204,17 +205,17 @@ def round_slots(keys, latents, first, scratch):
 def _multiply(keys, slots, scratch):
     """Products of the columns of so many slots with rebuilt columns and the expansion's directions."""
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
-    heads = len(scratch.directions)
-    columns, products = scratch.columns[:, :slots], scratch.products[: first + heads * count, :slots]
+    heads, near, reach = len(scratch.directions), keys.reach[0], keys.reach[1]
+    columns, products = scratch.columns[:reach, :slots], scratch.products[: first + heads * count, :slots]
     products[:] = _NOTHING
     if first:
-        multiply(keys.rebuilt, columns, products[:first])
+        multiply(keys.rebuilt[:, :near], columns[:near], products[:first])
     for head in range(heads if count else 0):
         own = scratch.directions[head, :count]
         own.fill(_NOTHING)
-        multiply(scratch.folded[head, :count], keys.expanded[head], own)
+        multiply(scratch.folded[head, :count], keys.expanded[head][:, :reach], own[:, :reach])
         fetch(scratch.ahead, WAITING)
-        multiply(own, columns, products[first + head * count : first + (head + 1) * count])
+        multiply(own[:, :reach], columns, products[first + head * count : first + (head + 1) * count])
 
 
 @nested
@@ -223,11 +224,13 @@ def _multiply_in_16_bits(keys, used, scratch):
     by_bytes = keys.products[0] == BYTES
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
     heads, vectors = len(scratch.directions), scratch.directions.shape[2] // LANES
+    near, reach = keys.reach[0] // 2, keys.reach[1] // 2
     for head in range(heads if count else 0):
         own, place = scratch.directions[head], first + head * count
         round_rows(scratch.folded[head], scratch.folded_pairs, scratch.folded_steps)
         expanded = keys.expanded_pairs[head * vectors : (head + 1) * vectors]
-        multiply_pairs(scratch.folded_pairs, scratch.folded_steps, expanded, keys.expanded_steps[head], own)
+        pairs = scratch.folded_pairs.shape[1]
+        multiply_pairs(scratch.folded_pairs, scratch.folded_steps, expanded, keys.expanded_steps[head], pairs, own)
         if THERE and by_bytes:
             to_bytes(own[:count], place, scratch.factor_pairs, scratch.factor_steps[place:])
         else:
@@ -239,8 +242,14 @@ def _multiply_in_16_bits(keys, used, scratch):
     )
     if THERE and by_bytes:
         multiply_bytes(factors, steps, slots, scratch.latent_steps, scratch.sums, scratch.products)
-    else:
-        multiply_pairs(factors, steps, slots, scratch.latent_steps, scratch.products)
+        return
+    if near < reach and first:
+        # By four rows: the last may be of the others, which are then made anew.
+        multiply_pairs(factors[: _fours(first)], steps, slots, scratch.latent_steps, near, scratch.products)
+        factors, steps = factors[first : first + _fours(heads * count)], steps[first:]
+        multiply_pairs(factors, steps, slots, scratch.latent_steps, reach, scratch.products[first:])
+        return
+    multiply_pairs(factors[: _fours(first + heads * count)], steps, slots, scratch.latent_steps, reach, scratch.products)
 
 
 @nested

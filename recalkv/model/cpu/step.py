@@ -236,7 +236,7 @@ def attend(data):
         array_2d(given, 12, np.float32), array_2d(given, 13, np.float32), array_2d(given, 14, np.float32),
         array_2d(given, 15, np.float32), array_2d(given, 16, np.float32), array_2d(given, 17, np.float32),
         array_2d(given, 18, np.float32), array_2d(given, 19, np.float32), array_1d(given, 20, np.float32),
-        array_1d(given, 21, np.float32),
+        array_1d(given, 21, np.float32), array_1d(given, 22, np.int64),
     )  # fmt: skip
     key_coding, value_coding = coding_of(given, _KEY_SEGMENTS), coding_of(given, _VALUE_SEGMENTS)
     n = given[_NUMBERS * SIZES :]

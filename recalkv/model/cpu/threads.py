@@ -27,6 +27,7 @@ __all__ = [
     "array_1d",
     "array_2d",
     "array_3d",
+    "array_at",
     "run",
     "thread_count",
     "thread_number",
@@ -111,6 +112,12 @@ def _pointer(context, address):
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
+
+
+@nested
+def array_at(address, length, dtype):
+    """Array of so many numbers at an address."""
+    return carray(_pointer(address), (length,), dtype)
 
 
 @nested
