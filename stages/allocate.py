@@ -37,7 +37,10 @@ def allocate(run: Stage) -> None:
         store.put("key", torch.tensor([spec.key_ranks for spec in specs]))
         store.put("value", torch.tensor([spec.value_ranks for spec in specs]))
         if method.quantised:
-            store.put("key_widths", torch.stack([segment_widths(spec.units) for spec in specs]))
+            store.put(
+                "key_widths",
+                torch.stack([segment_widths(spec.units if spec.parts else spec.key_segments or ()) for spec in specs]),
+            )
             store.put("value_widths", torch.stack([segment_widths(spec.value_segments or ()) for spec in specs]))
         for index, units in enumerate(energies or []):
             store.put(f"{layer_name(index)}/energies", torch.cat(units))

@@ -59,7 +59,9 @@ class Steps:
     @functools.cached_property
     def specs(self) -> list[Any]:
         """Ranks of every layer."""
-        energies = layer_energies(self.problem, self.groups) if self.method.allocation == "water-filling" else None
+        energies = None
+        if self.method.allocation == "water-filling":
+            energies = layer_energies(self.problem, self.groups, self.method.chain)
         return allocate(self.geometry, self.statistics.scores, self.method, energies)[0]
 
     @functools.cached_property

@@ -41,7 +41,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # --- what is tried ---------------------------------------------------------------------------------------------------
 
 METHODS: dict[str, dict[str, Any]] = {
-    "joint": {"method": "loss-aware"},
+    "joint": {"method": "loss-aware", "chain": False},
+    "chained": {"method": "loss-aware", "chain": True},
     "separate": {"method": "loss-aware", "joint": False},
     "whole-values": {"method": "recalkv"},
     "grouped": {"method": "palu"},
@@ -104,6 +105,8 @@ WAYS: dict[str, list[Any]] = {
 def legal_kind(kind: Kind) -> bool:
     if kind.window and kind.bits == 16:
         return False  # latents are exact without one
+    if kind.latents == "chained" and kind.bits != "mixed":
+        return False  # of mixed bits alone
     # Only water-filling gives directions bits of their own.
     return kind.bits != "mixed" or METHODS[kind.latents]["method"] == "loss-aware"
 
@@ -144,7 +147,7 @@ def further_cases() -> Iterator[tuple[Kind, Way]]:
         attention = "sdpa" if model_class._supports_sdpa else "eager"
         described = DESCRIPTIONS[config_class.model_type]
         values = "absorbed" if described.sinks or described.gated else "fused"
-        kinds = Kind(family, "joint", 2, "mixed", values), Kind(family, "whole-values", 1, 16, "absorbed")
+        kinds = Kind(family, "chained", 2, "mixed", values), Kind(family, "whole-values", 1, 16, "absorbed")
         for kind in kinds[:1] if family in LIKE_OTHERS else kinds:
             yield kind, Way("greedy", 40, "static", attention)
             if described.gated and kind.bits != 16:
@@ -289,9 +292,11 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
         rows = [rows for rows in (layer.key_rows, layer.value_rows) if rows is not None]
         codes = {segment.code for own in rows for segment in own.segments}
         assert codes <= {*MIXED_CODES} if kind.bits == "mixed" else {code.rate for code in codes} == {kind.bits} - {16}
-    assert spec.joint == (kind.latents == "joint")
+    assert spec.joint == (kind.latents in ("joint", "chained"))
+    assert all(bool(layer.parts) == (kind.latents == "chained") for layer in spec.layers)
     assert spec.removed >= RATIOS[kind.bits]
     monkeypatch.setattr("recalkv.model.attention.pack", lambda latents, rows: latents)
+    monkeypatch.setattr("recalkv.model.chained.pack_chained", lambda latents, chain: latents)
     for module in ("attention", "cpu.prompt_layer"):
         monkeypatch.setattr(f"recalkv.model.{module}.unpack", lambda packed, rows, dtype: packed)
     ids = windows(2, 24, seed=5)
@@ -457,7 +462,9 @@ def test_logits(kind: Kind, way: Way) -> None:
     if way.way != "one-pass":
         assert_holds_latents_alone(cache, compressed)
     # States of layers that keep one are float32 sums, of which the dense twin in pieces has others than in one pass.
-    assert_near(actual, expected, 0.1 if half else 1e-4 if "hybrid" in kind.family else 1e-5)
+    # Of chained latents one that tips over moves those behind.
+    bound = 0.2 if kind.latents == "chained" else 0.1
+    assert_near(actual, expected, bound if half else 1e-4 if "hybrid" in kind.family else 1e-5)
 
 
 @pytest.mark.parametrize("values", ["fused", "absorbed"])
@@ -506,8 +513,9 @@ def one_pass(kind: Kind) -> bool:
 
 
 def legal_kernel(kind: Kind, way: KernelWay) -> bool:
-    # Several queries with a window each stay with plain torch.
-    return not (kind.window and way.way == "several") and (way.passes == "two" or one_pass(kind))
+    if way.way == "several" and (kind.window or (way.passes == "one" and kind.group == "all")):
+        return False  # with a window each they stay with plain torch, and of all heads they are too many for one pass
+    return way.passes == "two" or one_pass(kind)
 
 
 def kernel_cases(families: list[str]) -> list[Any]:

@@ -325,6 +325,7 @@ CASES: dict[str, dict[str, Any]] = {
     "joint, all": {"method": "loss-aware", "group_size": 3, "ratio": 0.3},
     "separate": {"method": "recalkv"},
     "mixed": {"method": "loss-aware", "bits": "mixed", "ratio": 0.75},
+    "mixed, not chained": {"method": "loss-aware", "bits": "mixed", "ratio": 0.75, "chain": False},
     "4 bits": {"method": "recalkv", "bits": 4},
 }
 

@@ -30,7 +30,9 @@ def test_configurations_compile_within_limits(names: list[str]) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
-    assert len(lines) == 2 * 3 * len(names)
+    # Packed rows are written by a kernel, too.
+    packed = {configuration.name for configuration in CONFIGURATIONS if configuration.packed}
+    assert len(lines) == 2 * (3 * len(names) + len(packed & {*names}))
     # On sm_90 two passes over grouped queries use the instructions of warp groups, and no others.
     columns = [line[42:].split() for line in lines if line.startswith("mistral-7b joint s=2 70% ")]
     wide = {(one[0], one[1]): (int(one[6]) > 0, int(one[7]) > 0) for one in columns}

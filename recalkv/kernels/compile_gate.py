@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from recalkv.kernels.contexts import combine_kernel, values_kernel
 from recalkv.kernels.launch import resident_programs
 from recalkv.kernels.one_pass import attend_kernel, turn_kernel
+from recalkv.kernels.packing import BLOCK, PACK_WARPS, pack_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
     JOINT_STAGES,
@@ -52,7 +53,7 @@ SHARED_LIMITS = {80: 166_912, 90: 232_448}
 SPILL_LIMIT = 256
 """Bytes per thread that may be spilled."""
 
-_PLAIN = ("combine", "turn")
+_PLAIN = ("combine", "pack", "turn")
 """Kernels without large products."""
 
 
@@ -233,6 +234,9 @@ def faults(compiled: Compiled) -> list[str]:
 
 def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
     """Name, kernel, argument types, constants, warps and stages, as the launches have them."""
+    if c.packed:
+        # Of chained latents, which keep more.
+        yield _pack(c)
     if c.direct is None:
         yield _scores(c, architecture)
         yield _values(c, architecture)
@@ -240,6 +244,15 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
         yield _turn(c, c.direct, architecture)
         yield _one_pass(c, c.direct, architecture)
     yield _combine(c)
+
+
+def _pack(c: Configuration) -> Launch:
+    types = {
+        "given_ptr": "*fp32", "wanted_ptr": "*fp32", "left_ptr": "*fp32", "row_ptr": "*u8", "factor_ptr": f"*{c.dtype}",
+        "segments_ptr": "*i32", "groups_ptr": "*i32", "nearest_ptr": "*u8", "words_ptr": "*fp32", "width": "i32",
+        "row_bytes": "i32",
+    }  # fmt: skip
+    return "pack", pack_kernel, types, {"BLOCK": BLOCK, "CHAINED": True}, PACK_WARPS, 1
 
 
 def _scores(c: Configuration, architecture: int) -> Launch:

@@ -16,6 +16,7 @@ from recalkv.model.attention import Cached, LatentAttention
 
 if TYPE_CHECKING:
     from recalkv.kernels.joint import JointTables
+    from recalkv.kernels.packing import PackingTables
 
 __all__ = ["KERNELS", "KernelAttention", "choose_kernels", "is_compressed", "use_kernels", "why_not"]
 
@@ -24,6 +25,9 @@ KERNELS = ("torch", "triton", "auto")
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HEAD_DIMS = range(2, 257, 2)
 _TRITON = (3, 6)
+
+MAX_PACKED = 64
+"""Most tokens that one launch packs: each reads the whole of F, which a prompt's tokens share in plain torch."""
 
 _PREPARED_SLOTS = 1 << 20
 """Slots up to which rotary tables are made beforehand: 8 MB at 128 dimensions of a head, once for all layers."""
@@ -47,6 +51,7 @@ class KernelAttention(LatentAttention):
     _int8: bool = False
     one_pass: bool = True
     _joint: "JointTables | None" = None
+    _packing: "Sequence[PackingTables]" = ()
     tile_rotary: TileRotary
 
     def prepare(self, rotary: TileRotary, slots: int, int8: bool = False) -> None:
@@ -132,13 +137,36 @@ class KernelAttention(LatentAttention):
             self._plan = LayerPlan(
                 keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, self.head_dim,
                 limit, self.key_rows, self.value_rows, self._int8 and not self.exact_window,
+                self.spec.key_reach,
             )  # fmt: skip
+            self._packing = self._packing_tables(keys.device)
             self._joint = None
             if self._may_take_one_pass:
                 angles = self.tile_rotary.angles(JOINT_TILE)
                 self._joint = JointTables.of(keys, self.key_ranks, self.key_heads, self.head_dim, angles, limit)
             self._plan_of = self._state(value_up)
         return self._plan
+
+    def _packing_tables(self, device: torch.device) -> "list[PackingTables]":
+        """Of keys, or of both, and of values that are packed by themselves."""
+        from recalkv.kernels.packing import PackingTables
+
+        sides = [each for each in (self.spec.key_segments, self.spec.value_segments) if each is not None]
+        if self.feedback is not None:
+            return [PackingTables(sides[0], device, self.spec, self.feedback.factors())]
+        return [PackingTables(side, device) for side in sides]
+
+    def _rows(self, z_k: Tensor, z_v: Tensor) -> tuple[Tensor, Tensor]:
+        """What is cached of latents; few tokens are packed by one launch."""
+        tokens = z_k.shape[0] * z_k.shape[2]
+        plain = torch.is_autocast_enabled(z_k.device.type) or (torch.compiler.is_compiling() and self._plan is None)
+        if self.key_rows is None or tokens > MAX_PACKED or plain:
+            return super()._rows(z_k, z_v)
+        self._layer_plan()
+        keys, *values = self._packing
+        with torch.no_grad():
+            rows = keys.pack(z_k.detach())
+            return rows, values[0].pack(z_v.detach()) if values else rows[..., :0]
 
     @property
     def in_one_pass(self) -> bool:
@@ -154,7 +182,8 @@ class KernelAttention(LatentAttention):
     def _state(self, value_up: Sequence[Tensor]) -> list[int]:
         copied = self._int8 or self._may_take_one_pass
         versions = [up._version for up in self.key_up] if copied else []
-        return [up.data_ptr() for up in (*self.key_up, *value_up)] + versions
+        feedback = [] if self.feedback is None else self.feedback.factors()
+        return [up.data_ptr() for up in (*self.key_up, *value_up, *feedback)] + versions
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -241,7 +270,7 @@ def _install(model: Any, kernel: str, int8: bool = False) -> None:
     rotaries: dict[int, TileRotary] = {}
     for module in model.modules():
         if isinstance(module, LatentAttention):
-            for name in ("_plan", "_plan_of", "_joint", "tile_rotary"):
+            for name in ("_plan", "_plan_of", "_joint", "_packing", "tile_rotary"):
                 module.__dict__.pop(name, None)
             module.__class__ = LatentAttention if kernel == "torch" else KernelAttention
             if kernel != "torch":

@@ -378,6 +378,8 @@ class LayerPlan:
     int8
         Rebuild keys by products of 8-bit numbers where each group's latents are 8-bit codes. R_k is then a copy,
         with one scale per column.
+    key_reach
+        Latents of each group that keys are rebuilt of, the first ones; all without it.
     """
 
     def __init__(
@@ -393,9 +395,10 @@ class LayerPlan:
         key_rows: RowLayout | None = None,
         value_rows: RowLayout | None = None,
         int8: bool = False,
+        key_reach: Sequence[int] | None = None,
     ) -> None:
-        device = key_up.device
-        self.head_dim, self.kv_heads, self.rank = head_dim, sum(key_heads), max(key_ranks)
+        device, reach = key_up.device, list(key_ranks if key_reach is None else key_reach)
+        self.head_dim, self.kv_heads, self.rank = head_dim, sum(key_heads), max(reach)
         self.key_up, self.value_up = key_up, value_up
         self.value_ranks, self.value_heads = list(value_ranks), list(value_heads)
         keys, values = [], []
@@ -404,10 +407,10 @@ class LayerPlan:
             and key_rows is not None
             and key_rows.segments == [Segment(rank, *UNIFORM_CODES[8]) for rank in key_ranks]
         )
-        for rank, heads, start, column in groups_of(key_ranks, key_heads, head_dim):
+        for read, (rank, heads, start, column) in zip(reach, groups_of(key_ranks, key_heads, head_dim), strict=True):
             # 8-bit factors stand transposed, head after head.
             step, stride = (rank * head_dim, rank) if self.int8 else (head_dim, heads * head_dim)
-            keys += [[column, rank, start + head * step, stride] for head in range(heads)]
+            keys += [[column, read, start + head * step, stride] for head in range(heads)]
         before = 0
         for rank, heads, start, _ in groups_of(value_ranks, value_heads, head_dim):
             values += [[before + head * rank, rank, start + head * head_dim, heads * head_dim] for head in range(heads)]

@@ -71,7 +71,7 @@ def check_budget(geometry: AttentionGeometry, method: Method) -> None:
 
 
 def _widths(geometry: AttentionGeometry, method: Method) -> list[tuple[int, ...]]:
-    """Full ranks of a layer's latents, or of their parts, projection by projection: keys and values, or both at once."""
+    """Full ranks of a layer's latents or parts, projection by projection: keys and values, or both at once."""
     if method.chain:
         groups = group_sizes(geometry.kv_heads, method.group_size)
         return [tuple(width for size in groups for width in chain_widths(size, geometry.head_dim))]

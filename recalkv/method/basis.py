@@ -110,7 +110,9 @@ def _chained(
             turn, inverse = _segmented(eye, eye, link.variances, next(units), seed)
             down.append(link.down @ turn)
             up.append(inverse @ link.up)
-            told.append(torch.block_diag(*(before for _, before in turns)) @ link.feedback @ turn if turns else link.feedback)
+            told.append(
+                torch.block_diag(*(before for _, before in turns)) @ link.feedback @ turn if turns else link.feedback
+            )
             turns.append((turn, inverse))
         downs.append(torch.cat(down, dim=1))
         ups.append(torch.cat(up))

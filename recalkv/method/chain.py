@@ -11,8 +11,8 @@ p tells
 so that R is block triangular. A chain of predictions has the coding gain of the principal directions themselves (Phoong
 and Lin, Prediction-based lower triangular transform, 2000), if each part predicts from what was *cached* of those
 before, errors included: otherwise these come back in every prediction. With ``e = z - z_cached`` of the parts before,
-part p is cached as ``z_p + e F_p`` (:class:`recalkv.model.chained.ChainedRows`). Where rounding is coarse, the directions
-that would serve keys and values at once are missed: it pays up to a ratio of :data:`recalkv.method.methods.CHAIN_UP_TO`.
+part p is cached as ``z_p + e F_p`` (:class:`recalkv.model.chained.ChainedRows`). Where rounding is coarse, directions
+that serve keys and values at once are missed: it pays up to a ratio of :data:`recalkv.method.methods.CHAIN_UP_TO`.
 """
 
 from collections.abc import Sequence

@@ -103,7 +103,14 @@ def _settings(spec: LatentSpec) -> list[tuple[str, str]]:
             else []
         ),
         ("heads per group", f"{spec.key_group_size}"),
-        ("latents", "shared by keys and values" if spec.joint else "separate for keys and values"),
+        (
+            "latents",
+            "shared by keys and values, chained"
+            if spec.layers[0].parts
+            else "shared by keys and values"
+            if spec.joint
+            else "separate for keys and values",
+        ),
         (
             "bits per cached element",
             "16, the model's type" if not spec.layers[0].quantised else f"{parameters['bits']}",

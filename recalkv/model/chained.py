@@ -1,4 +1,4 @@
-"""Rows of chained latents: each part is cached with what rounding left of those before (:mod:`recalkv.method.chain`)."""
+"""Rows of chained latents: each part makes up for the rounding of those before (:mod:`recalkv.method.chain`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +59,7 @@ class ChainedRows(nn.Module):
 
     def factors(self) -> list[nn.Parameter]:
         """F of all groups."""
-        return [self.get_parameter(str(number)) for number in range(len(self.widths))]
+        return list(self._parameters.values())  # type: ignore[arg-type]
 
     def forward(self, latents: Tensor) -> Tensor:
         """Rows (..., row_bytes) uint8 of latents (..., width)."""
@@ -82,7 +82,6 @@ class ChainedRows(nn.Module):
                 wanted[..., start + end : start + sum(widths)] += told
                 start, first = start + sum(widths), first + end - begin
         return torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], dim=-1)
-
 
     def prepare(self, device: torch.device) -> None:
         """Make what both look things up in."""

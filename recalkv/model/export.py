@@ -23,7 +23,7 @@ from recalkv.params import CalibrationParams, CompressionParams
 __all__ = ["build_model", "compressed_config", "decoder_layers", "other_tensors", "save_checkpoint"]
 
 _CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
-_RESOLVED = ("metric", "joint", "grouping", "allocation", "refit", "bits", "damping")
+_RESOLVED = ("metric", "joint", "chain", "grouping", "allocation", "refit", "bits", "damping")
 """Parameters whose ``auto`` the method decides; the checkpoint says what was done."""
 
 

@@ -131,17 +131,18 @@ class LayerSpec:
         if segments is None:
             raise _contradiction(f"parts={self.parts} are of joint and quantised latents alone")
         for widths, group in itertools.zip_longest(self.parts, segments, fillvalue=()):
-            ends = set(itertools.accumulate(segment[0] for segment in group))
-            if not widths or min(widths) < 1 or sum(widths) != max(ends) or not set(itertools.accumulate(widths)) <= ends:
+            ends = [0, *itertools.accumulate(segment[0] for segment in group)]
+            cuts = [0, *itertools.accumulate(widths)]
+            if len({*cuts}) < max(2, len(cuts)) or cuts[-1] != ends[-1] or not {*cuts} <= {*ends}:
                 raise _contradiction(f"parts of {list(widths)} latents do not cut a group between its segments")
 
     @property
     def units(self) -> list[tuple[Segment, ...]]:
         """Segments of everything that was given bits: of each part of each group, or of each latent, keys first."""
-        groups = [*(self.key_segments or ()), *(self.value_segments or ())]
+        groups = [tuple(group) for group in (*(self.key_segments or ()), *(self.value_segments or ()))]
         if not self.parts:
             return groups
-        found = []
+        found = list[tuple[Segment, ...]]()
         for widths, group in zip(self.parts, groups, strict=True):
             ends = [0, *itertools.accumulate(segment.width for segment in group)]
             cuts = [ends.index(end) for end in (0, *itertools.accumulate(widths))]

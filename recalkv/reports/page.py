@@ -79,6 +79,7 @@ def _head(facts: Facts) -> list[str]:
         facts.metrics["cache"],
     )
     calibration, evaluation = facts.params.calibration, facts.params.evaluation
+    latents = "chained joint" if method.chain else "joint" if method.joint else "separate"
     return [
         "# Report",
         "",
@@ -88,7 +89,7 @@ def _head(facts: Facts) -> list[str]:
         f"torch {environment['torch']}, transformers {environment['transformers']}.",
         "",
         f"Method `{facts.params.compression.method}`: {method.metric} metric, "
-        f"{'joint' if method.joint else 'separate'} latents, {method.grouping} groups of {method.group_size}, "
+        f"{latents} latents, {method.grouping} groups of {method.group_size}, "
         f"{method.allocation} ranks, refit: {method.refit}.",
         "",
         f"Calibrated on {calibration.in_words} "

@@ -39,7 +39,7 @@ matrix units (:mod:`recalkv.model.cpu.matrix_units`), as bytes of those integers
 TOLERANCE = 1e-4
 """Of scores over |q||k|, :func:`recalkv.model.turns.expansion`: less than what rounding leaves of many latents."""
 
-_ROWS, _VECTORS = 4, 4
+_ROWS, _VECTORS = 4, 4 if "+avx512bw" in FEATURES else 1
 """Of a block of the result, whose sums stay in registers."""
 
 _LEAST_NORM = np.float32(1e-30)
@@ -56,7 +56,7 @@ def best_products(dtype: torch.dtype) -> int:
     """The fastest products of this machine that lose no more than a model of this type does anyway."""
     if matrix_units.AVAILABLE:
         return BFLOAT16 if dtype == torch.bfloat16 else BYTES
-    return INTEGERS if "+avx512vnni" in FEATURES else FLOAT32
+    return INTEGERS if {"+avx512vnni", "+avx2"} & {*FEATURES} else FLOAT32
 
 
 def _products(builder: Any, left: Any, right: Any) -> Any:
@@ -66,6 +66,16 @@ def _products(builder: Any, left: Any, right: Any) -> Any:
         # With a sum behind it this becomes one instruction where there is one.
         product = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.pmaddw.d.512")
         return builder.call(product, [builder.bitcast(left, _HALVES), builder.bitcast(right, _HALVES)])
+    if "+avx2" in FEATURES:
+        # Vectors are two registers.
+        kind = ir.FunctionType(ir.VectorType(_INT32, LANES // 2), [ir.VectorType(ir.IntType(16), LANES)] * 2)
+        product = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.wd")
+        parts = []
+        for first in (0, LANES):
+            lanes = ir.Constant(ir.VectorType(_INT32, LANES), [*range(first, first + LANES)])
+            given = (builder.bitcast(each, _HALVES) for each in (left, right))
+            parts.append(builder.call(product, [builder.shuffle_vector(each, each, lanes) for each in given]))
+        return builder.shuffle_vector(*parts, ir.Constant(_PAIRS, [*range(LANES)]))
     sixteen = ir.Constant(_PAIRS, [16] * LANES)
     upper = builder.mul(*(builder.ashr(each, sixteen) for each in (left, right)))
     lower = builder.mul(*(builder.ashr(builder.shl(each, sixteen), sixteen) for each in (left, right)))
@@ -159,17 +169,18 @@ def multiply_pairs(left, left_steps, right, right_steps, pairs, result):
 
 @compiled
 def round_rows(numbers, pairs, steps):
-    """Round float32 numbers (rows, 2 pairs) to 16 bits, two in each of (rows, pairs) uint32, in steps (rows,)."""
+    """Round float32 numbers (rows, >= 2 pairs) to 16 bits, two in each of (rows, pairs) uint32, in steps (rows,)."""
+    count = 2 * pairs.shape[1]
     # A norm takes long to be known; those of other rows need not wait for it.
     for row in range(len(numbers)):
-        given, power = numbers[row], _NOTHING
+        given, power = numbers[row, :count], _NOTHING
         for i in range(len(given)):
             power += given[i] * given[i]
         steps[row] = power
     for row in range(len(numbers)):
         steps[row] = max(np.sqrt(steps[row]), _LEAST_NORM) / matrix_units.STEPS
     for row in range(len(numbers)):
-        given, halves, one_over = numbers[row], pairs[row].view(np.int16), np.float32(1) / steps[row]
+        given, halves, one_over = numbers[row, :count], pairs[row].view(np.int16), np.float32(1) / steps[row]
         for i in range(len(given)):
             halves[i] = np.int16(bits_of(given[i] * one_over + _INTEGERS))
 

@@ -147,7 +147,7 @@ def group_keys(
 
 
 def _reach(up: Tensor, head_dim: int, pairs: Sequence[int]) -> tuple[int, ...]:
-    """Latents that none of these pairs of a factor (r, heads d_h) is made of, the first one, the first two, and so on."""
+    """Latents that none of these pairs of a factor (r, heads d_h) is made of, the first one, the first two, and on."""
     by_pair = (up.detach() != 0).cpu().unflatten(1, (-1, head_dim // 2)).any(dim=1)[:, list(pairs)]
     last = (by_pair * torch.arange(1, len(up) + 1)[:, None]).amax(dim=0)
     return tuple(itertools.accumulate(last.tolist(), max, initial=0))

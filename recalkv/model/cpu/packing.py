@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recalkv.cache.codebooks import CODES, GRID, STRETCH, words
 from recalkv.cache.rows import SCALE_STEPS, SCALE_ZERO, RowLayout
-from recalkv.model.cpu.loops import bits_of, called, nested, power_of_two
+from recalkv.model.cpu.loops import bits_of, called, multiply, nested, power_of_two
 from recalkv.model.cpu.rows import BITS, GRID_OF, LATENTS, LEVELS, PLACE, SCALE, WIDTH, coding, coding_of, read_rows
 from recalkv.model.cpu.threads import (
     SIZES,
@@ -146,56 +146,64 @@ def _numbers(cells, k, levels, grid, codes):
             codes[n] = grid[(above * levels + cells[4 * n + 2]) * levels + cells[4 * n + 3]]
 
 
-_BEHIND, _END, _FACTOR, _STRIDE = range(4)
-"""Numbers of a link: latents of the group behind a segment's part, from one on and up to one; address of the part of F
-that its first latent is multiplied with, and numbers from one latent's to the next one's."""
+_FIRST, _LAST, _FIRST_SEGMENT, _LAST_SEGMENT, _END, _FACTOR, _STRIDE = range(7)
+"""Numbers of a part of chained latents: its first latent and the one behind its last, the same of its segments, the one
+behind its group; address of what its first latent is multiplied with in F, and numbers from one latent's to the
+next one's."""
+
+_TOGETHER = 16
+"""Rows whose parts share products with F."""
 
 
 @nested
-def _tell(link, segment, given, memory, start, coded, rounded, wanted):
-    """Add what rounding left of a segment's latents, times their rows of F, to the latents behind (``wanted``).
+def _tell(part, given, memory, start, stride, coded, left, wanted):
+    """Add what rounding left of a part of some rows, times F, to what is wanted of the latents behind.
 
     Parameters
     ----------
-    link
-        Of :func:`_links`.
-    given
-        Latents of the row as they were.
-    memory, start
-        Rows, and the first byte of this one, in which the segment is.
+    part
+        Numbers of it.
+    given : (rows, width)
+        Latents as they were.
+    memory, start, stride
+        Packed rows, the first byte of the first one, and bytes from row to row.
+    left : (_TOGETHER, width)
+        Memory.
     """
-    first, width = segment[PLACE], segment[WIDTH]
-    read_rows(memory, start, 0, 1, first, first + width, coded, rounded)
-    behind = wanted[link[_BEHIND] : link[_END]]
-    for i in range(width):
-        left = given[first + i] - rounded[0, i]
-        factor = array_at(link[_FACTOR] + 4 * i * link[_STRIDE], len(behind), np.float32)
-        for j in range(len(behind)):
-            behind[j] += left * factor[j]
+    count, first, width = len(given), part[_FIRST], part[_LAST] - part[_FIRST]
+    read_rows(memory, start, stride, count, first, part[_LAST], coded, left)
+    for row in range(count):
+        for i in range(width):
+            left[row, i] = given[row, first + i] - left[row, i]
+    factor = array_at(part[_FACTOR], width * part[_STRIDE], np.float32).reshape(width, part[_STRIDE])
+    behind = part[_END] - part[_LAST]
+    multiply(left[:count, :width], factor[:, :behind], wanted[:count, part[_LAST] : part[_END]])
 
 
 @called
 def _pack(data):
-    """Arguments: a coding, :func:`_across`, latents (rows, width) float32, rows (rows, row_bytes) uint8, :func:`_links`
-    (segments, 4) or without rows where latents are not chained; threads.
-    """
+    """Arguments: a coding, :func:`_across`, latents and rows, (rows, any) float32 and uint8, parts; threads."""
     given = carray(data, (8 * SIZES + 1,), np.int64)
     coded = coding_of(given, 0)
     across, latents, rows = array_2d(given, 4, np.float32), array_2d(given, 5, np.float32), array_2d(given, 6, np.uint8)
-    links, threads = array_2d(given, 7, np.int64), given[8 * SIZES]
-    memory = array_at(given[6 * SIZES], rows.size, np.uint8)
-    wanted, rounded = np.empty(latents.shape[1], np.float32), np.empty((1, latents.shape[1]), np.float32)
+    parts, threads = array_2d(given, 7, np.int64), given[8 * SIZES]
+    memory, stride, width = array_at(given[6 * SIZES], rows.size, np.uint8), rows.shape[1], latents.shape[1]
     number, count = thread_number(threads), thread_count(threads)
-    places = np.empty(latents.shape[1] + across.shape[0], np.int32)
+    places = np.empty(width + across.shape[0], np.int32)
     distances = np.empty(across.shape[1], np.int32)
-    for row in range(len(latents) * number // count, len(latents) * (number + 1) // count):
-        rows[row].fill(0)
-        wanted[:] = latents[row]
-        for segment in range(len(coded.segments)):
-            own = coded.segments[segment]
-            _pack_segment(own, wanted, coded, across, places, distances, rows[row])
-            if len(links) and links[segment, _BEHIND] < links[segment, _END]:
-                _tell(links[segment], own, latents[row], memory, row * rows.shape[1], coded, rounded, wanted)
+    wanted, left = np.empty((_TOGETHER, width), np.float32), np.empty((_TOGETHER, width), np.float32)
+    last = len(latents) * (number + 1) // count
+    for start in range(len(latents) * number // count, last, _TOGETHER):
+        given_rows = latents[start : min(start + _TOGETHER, last)]
+        wanted[: len(given_rows)] = given_rows
+        rows[start : start + len(given_rows)].fill(0)
+        for part in parts:
+            for row in range(len(given_rows)):
+                for segment in range(part[_FIRST_SEGMENT], part[_LAST_SEGMENT]):
+                    own = coded.segments[segment]
+                    _pack_segment(own, wanted[row], coded, across, places, distances, rows[start + row])
+            if part[_LAST] < part[_END]:
+                _tell(part, given_rows, memory, start * stride, stride, coded, left, wanted)
 
 
 @called
@@ -228,55 +236,59 @@ def _threads(rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Links:
-    """Where the compiled loops find the factors of chained latents.
+class _Chain:
+    """Where the compiled loops find the parts of chained latents.
 
     Attributes
     ----------
     state
-        Of the parameters.
-    numbers : (segments, 4) int64
+        Of F.
+    parts : (any, 7) int64
+        Their numbers.
     kept
         What has the addresses in them.
     """
 
     state: list[tuple[int, int]]
-    numbers: np.ndarray
+    parts: np.ndarray
     kept: list[Tensor]
 
-
-def _links(chain: "ChainedRows") -> np.ndarray:
-    """Numbers of each segment of chained latents."""
-    factors = chain.factors()
-    state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in factors]
-    if not isinstance(chain.loops, _Links) or chain.loops.state != state:
-        kept = [each.detach().float().contiguous() for each in factors]
-        ends, rows, start = itertools.accumulate(segment.width for segment in chain.rows.segments), [], 0
-        place = 0
+    @classmethod
+    def of(cls, chain: "ChainedRows", state: list[tuple[int, int]]) -> "_Chain":
+        """Prepare it from F of every group."""
+        kept = [each.detach().float().contiguous() for each in chain.factors()]
+        ends = [0, *itertools.accumulate(segment.width for segment in chain.rows.segments)]
+        parts, start = [], 0
         for widths, factor in zip(chain.widths, kept, strict=True):
-            stride = factor.shape[1]
-            for end in itertools.accumulate(widths):
-                while place < start + end:
-                    address = factor.data_ptr() + 4 * ((place - start) * stride + end - widths[0])
-                    rows.append([start + end, start + sum(widths), address, stride])
-                    place = next(ends)
-            start += sum(widths)
-        chain.loops = _Links(state, np.array(rows, np.int64), kept)
-    return chain.loops.numbers
+            end = start + sum(widths)
+            for first, last in itertools.pairwise(start + place for place in (0, *itertools.accumulate(widths))):
+                place = (first - start) * factor.shape[1] + last - start - widths[0]
+                address = factor.data_ptr() + place * factor.element_size()
+                parts.append([first, last, ends.index(first), ends.index(last), end, address, factor.shape[1]])
+            start = end
+        return cls(state, np.array(parts, np.int64), kept)
 
 
-_UNCHAINED = np.zeros((0, 4), np.int64)
+def _parts(layout: RowLayout, chain: "ChainedRows | None") -> np.ndarray:
+    """Numbers of the parts; one of all latents where they are not chained."""
+    if chain is None:
+        return np.array([[0, layout.width, 0, len(layout.segments), layout.width, 0, 0]], np.int64)
+    state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in chain.factors()]
+    if not isinstance(chain.loops, _Chain) or chain.loops.state != state:
+        chain.loops = _Chain.of(chain, state)
+    parts: np.ndarray = chain.loops.parts
+    return parts
 
 
 def packed_rows(latents: Tensor, layout: RowLayout, chain: "ChainedRows | None" = None) -> Tensor:
     """What :meth:`RowLayout.pack` gives: latents (..., width) to rows (..., row_bytes) uint8; or those of a chain."""
-    links = _UNCHAINED if chain is None else _links(chain)
+    parts = _parts(layout, chain)
     numbers, width = latents.float().contiguous(), layout.width
     rows = torch.empty(*latents.shape[:-1], layout.row_bytes, dtype=torch.uint8, device="cpu")
     count = numbers.numel() // width
     threads = _threads(count)
     given = numbers.data_ptr(), count, width, 1, rows.data_ptr(), count, rows.shape[-1], 1
-    own = links.ctypes.data, *links.shape, 1, threads
+    own = parts.ctypes.data, *parts.shape, 1, threads
     run(_pack, _arguments(layout, True) + struct.pack("13q", *given, *own), threads)
     return rows
 

@@ -112,7 +112,7 @@ def new_scratch(keys, heads, rows, head_dim, width):
     pairs, folded_pairs, products = 0, 0, keys.products[0]
     if products == INTEGERS:
         # Four rows at a time, from the first and from the first direction on.
-        columns, pairs, folded_pairs = columns + 4, width // 2, slow
+        columns, pairs, folded_pairs = columns + 4, keys.reach[1] // 2, slow
     if THERE and products == BYTES:
         columns, pairs, folded_pairs = whole(columns), 2 * whole(width // 4), slow
     if THERE and products == BFLOAT16:
@@ -138,7 +138,7 @@ def new_scratch(keys, heads, rows, head_dim, width):
         np.zeros(2, np.int64),
     )
     if products != FLOAT32:
-        scratch.factor_pairs[: len(keys.rebuilt_pairs)] = keys.rebuilt_pairs
+        scratch.factor_pairs[: len(keys.rebuilt_pairs)] = keys.rebuilt_pairs[:, : scratch.factor_pairs.shape[1]]
         scratch.factor_steps[: len(keys.rebuilt_steps)] = keys.rebuilt_steps
     return scratch
 
@@ -225,10 +225,11 @@ def _multiply_in_16_bits(keys, used, scratch):
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
     heads, vectors = len(scratch.directions), scratch.directions.shape[2] // LANES
     near, reach = keys.reach[0] // 2, keys.reach[1] // 2
+    used_vectors = vectors if by_bytes else keys.reach[1] // LANES
     for head in range(heads if count else 0):
         own, place = scratch.directions[head], first + head * count
         round_rows(scratch.folded[head], scratch.folded_pairs, scratch.folded_steps)
-        expanded = keys.expanded_pairs[head * vectors : (head + 1) * vectors]
+        expanded = keys.expanded_pairs[head * vectors : head * vectors + used_vectors]
         pairs = scratch.folded_pairs.shape[1]
         multiply_pairs(scratch.folded_pairs, scratch.folded_steps, expanded, keys.expanded_steps[head], pairs, own)
         if THERE and by_bytes:
@@ -249,7 +250,8 @@ def _multiply_in_16_bits(keys, used, scratch):
         factors, steps = factors[first : first + _fours(heads * count)], steps[first:]
         multiply_pairs(factors, steps, slots, scratch.latent_steps, reach, scratch.products[first:])
         return
-    multiply_pairs(factors[: _fours(first + heads * count)], steps, slots, scratch.latent_steps, reach, scratch.products)
+    factors = factors[: _fours(first + heads * count)]
+    multiply_pairs(factors, steps, slots, scratch.latent_steps, reach, scratch.products)
 
 
 @nested
