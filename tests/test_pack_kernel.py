@@ -35,7 +35,7 @@ def assert_same_codes(found: Tensor, expected: Tensor) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("width", [1, 7, 37, BLOCK + 5, 3 * BLOCK])
+@pytest.mark.parametrize("width", [7, 2 * BLOCK + 1])
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_rows_of_every_code(code: Any, width: int) -> None:
     groups = [[Segment(width, *code), Segment(5, 1, 8)], [Segment(width, *code)]]
