@@ -172,7 +172,12 @@ def test_final_factors_are_the_same_keys_and_values_in_another_basis() -> None:
     for before, after in ((factors.keys, final.keys), (factors.values, final.values)):
         torch.testing.assert_close(after.dense(), before.dense(), rtol=1e-4, atol=1e-5)
     groups = zip(
-        problem.chains(given.groups[0], spec), final.keys.up, final.values.up, final.feedback, spec.parts, strict=True
+        problem.chains(given.groups[0], problem.parts(given.groups[0])[0], spec),
+        final.keys.up,
+        final.values.up,
+        final.feedback,
+        spec.parts,
+        strict=True,
     )
     for chain, key_up, value_up, matrix, widths in groups:
         reach, (first, second) = sum(widths[:-1]), widths[:2]

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from recalkv.cache.rotation import random_rotation
 from recalkv.cache.rows import Segment
+from recalkv.method.chain import Link
 from recalkv.method.lowrank import LowRank
 from recalkv.method.problem import LayerProblem
 from recalkv.method.refit import LayerRefit
@@ -51,7 +52,7 @@ def quantizable(
         return LowRank(down, up).float()
 
     if spec.parts:
-        return _chained(refit, problem, groups, spec, index)
+        return _chained(refit, problem.chains(groups, key_parts, spec), (method.rotation_seed, index, 0), spec)
     if spec.joint:
         both = LowRank(
             refit.keys.down, [torch.cat(pair, dim=1) for pair in zip(refit.keys.up, refit.values.up, strict=True)]
@@ -97,17 +98,14 @@ def _segmented(
     return torch.cat(columns, dim=1), torch.cat(rows)
 
 
-def _chained(
-    refit: LayerRefit, problem: LayerProblem, groups: Sequence[Sequence[int]], spec: LayerSpec, index: int
-) -> LayerRefit:
+def _chained(refit: LayerRefit, chains: Sequence[Sequence[Link]], seed: tuple[int, ...], spec: LayerSpec) -> LayerRefit:
     """Chained latents: each part stands in a natural basis as it is."""
     units, downs, ups, feedback = iter(spec.units), [], [], []
-    for number, chain in enumerate(problem.chains(groups, spec)):
+    for number, chain in enumerate(chains):
         down, up, turns, told = list[Tensor](), list[Tensor](), list[tuple[Tensor, Tensor]](), list[Tensor]()
         for place, link in enumerate(chain):
             eye = torch.eye(len(link.variances)).to(link.down)
-            seed = (problem.method.rotation_seed, index, 0, number, place)
-            turn, inverse = _segmented(eye, eye, link.variances, next(units), seed)
+            turn, inverse = _segmented(eye, eye, link.variances, next(units), (*seed, number, place))
             down.append(link.down @ turn)
             up.append(inverse @ link.up)
             told.append(

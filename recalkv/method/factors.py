@@ -41,7 +41,7 @@ def factorize_layer(problem: LayerProblem, groups: Sequence[Sequence[int]], spec
     chained = bool(spec.parts)
     ranks = [sum(segment.width for segment in unit) for unit in spec.units] if chained else list(spec.key_ranks)
     if chained:
-        chains = problem.chains(groups, spec)
+        chains = problem.chains(groups, key_parts, spec)
         down = [torch.cat([link.down for link in chain], dim=1) for chain in chains]
         first = LowRank(down, [torch.cat([link.up for link in chain]) for chain in chains])
     else:
@@ -58,5 +58,5 @@ def factorize_layer(problem: LayerProblem, groups: Sequence[Sequence[int]], spec
         *stored,
         relative_error(problem.keys[:, order], keys.dense(), gram),
         relative_error(problem.values[:, order], values.dense(), gram),
-        predicted_rise(problem.energies(groups, chained), ranks),
+        predicted_rise(problem.energies(groups, key_parts + value_parts, chained), ranks),
     )

@@ -76,7 +76,12 @@ def layer_energies(problems: Problems, groups: Iterable[Sequence[Sequence[int]]]
     chain
         Whether they are those of the parts of chained latents; otherwise those of whole latents, keys first.
     """
-    return [problems(index).energies(own, chain) for index, own in enumerate(groups)]
+    energies = []
+    for index, own in enumerate(groups):
+        problem = problems(index)
+        keys, values = problem.parts(own)
+        energies.append(problem.energies(own, keys + values, chain))
+    return energies
 
 
 def group_layers(

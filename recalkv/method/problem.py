@@ -109,18 +109,22 @@ class LayerProblem:
         """Columns of each part of each group's chain (:mod:`recalkv.method.chain`)."""
         return [chain_columns(len(heads), self.head_dim, self.head_order) for heads in groups]
 
-    def energies(self, groups: Sequence[Sequence[int]], chain: bool) -> list[Tensor]:
-        """Energies of everything that is given ranks: of each latent, keys first, or of each part of a chain."""
-        keys, values = self.parts(groups)
-        if not chain:
-            return [part.energies() for part in keys + values]
-        return [own for pair in zip(keys, self._links(groups), strict=True) for own in chain_energies(*pair)]
+    def energies(self, groups: Sequence[Sequence[int]], parts: Sequence[GroupPart], chain: bool) -> list[Tensor]:
+        """Energies of everything that is given ranks: of each latent, keys first, or of each part of a chain.
 
-    def chains(self, groups: Sequence[Sequence[int]], spec: LayerSpec) -> list[list[Link]]:
-        """Parts of each group's latents, at the bits of ``spec``."""
-        keys, _ = self.parts(groups)
+        Parameters
+        ----------
+        parts
+            Of :meth:`parts`, keys and then values.
+        """
+        if not chain:
+            return [part.energies() for part in parts]
+        return [own for pair in zip(parts, self._links(groups), strict=True) for own in chain_energies(*pair)]
+
+    def chains(self, groups: Sequence[Sequence[int]], parts: Sequence[GroupPart], spec: LayerSpec) -> list[list[Link]]:
+        """Parts of each group's latents, at the bits of ``spec``; ``parts`` are those of the joint groups."""
         units, result = iter(spec.units), []
-        for part, columns in zip(keys, self._links(groups), strict=True):
+        for part, columns in zip(parts, self._links(groups), strict=True):
             result.append(chain_links(part, columns, [next(units) for _ in columns]))
         return result
 

@@ -3,8 +3,8 @@
 A row of latents, and a column of factors, is rounded to steps of about 2^-15 of its norm; so no sum of products can
 overflow (Cauchy-Schwarz), whatever their number, and every sum is exact. What rounding leaves of n latents is
 sqrt(n / 12) 2^-15 of their norm, 1.8e-4 for 384, and as much of the factors; the best code of packed rows leaves 9.4e-3
-(:data:`recalkv.cache.codebooks.DISTORTION`). Processors with an instruction for such products do them at twice the
-speed of float32; others can do them, but gain nothing.
+(:data:`recalkv.cache.codebooks.DISTORTION`). Processors with an instruction for such products and their sum do them at
+twice the speed of float32, those with one for the products alone (AVX2) at somewhat less; others gain nothing.
 """
 
 from typing import Any
