@@ -63,7 +63,7 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def compiled(function: Callable[..., Any]) -> Any:
     """The function as a Numba dispatcher, compiled when it is called first and kept on disk."""
-    return numba.njit(nogil=True, **_OPTIONS)(_named(function))
+    return _once(numba.njit(nogil=True, **_OPTIONS)(_named(function)))
 
 
 def called(function: Callable[..., Any]) -> Any:
@@ -74,7 +74,18 @@ def called(function: Callable[..., Any]) -> Any:
 def nested(function: Callable[..., Any]) -> Any:
     """A function that only compiled ones call: cached inside them, and without wrappers for Python, which take time."""
     options = _OPTIONS | {"cache": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return numba.njit(nogil=True, **options)(function)
+    return _once(numba.njit(nogil=True, **options)(function))
+
+
+def _once(dispatcher: Any) -> Any:
+    """Compile the function for integers, and not again for each one that is written where it is called."""
+    template = dispatcher.get_call_template
+
+    def of_types(arguments: Any, named: dict[str, Any]) -> Any:
+        return template([types.unliteral(each) for each in arguments], named)
+
+    dispatcher.get_call_template = of_types
+    return dispatcher
 
 
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")

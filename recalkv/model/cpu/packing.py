@@ -86,7 +86,8 @@ def _eight(latents, one_over, first):
     """Latents from one on times a factor."""
     if first + 8 > len(latents):
         whole = np.zeros(8, np.float32)
-        whole[: len(latents) - first] = latents[first:]
+        for i in range(len(latents) - first):
+            whole[i] = latents[first + i]
         latents, first = whole, 0
     return (
         latents[first] * one_over, latents[first + 1] * one_over, latents[first + 2] * one_over,
@@ -195,7 +196,9 @@ def _pack(data):
     last = len(latents) * (number + 1) // count
     for start in range(len(latents) * number // count, last, _TOGETHER):
         given_rows = latents[start : min(start + _TOGETHER, last)]
-        wanted[: len(given_rows)] = given_rows
+        for row in range(len(given_rows)):
+            for i in range(width):
+                wanted[row, i] = given_rows[row, i]
         rows[start : start + len(given_rows)].fill(0)
         for part in parts:
             for row in range(len(given_rows)):

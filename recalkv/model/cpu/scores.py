@@ -138,8 +138,12 @@ def new_scratch(keys, heads, rows, head_dim, width):
         np.zeros(2, np.int64),
     )
     if products != FLOAT32:
-        scratch.factor_pairs[: len(keys.rebuilt_pairs)] = keys.rebuilt_pairs[:, : scratch.factor_pairs.shape[1]]
-        scratch.factor_steps[: len(keys.rebuilt_steps)] = keys.rebuilt_steps
+        # Number by number: an assignment of arrays brings seconds of compilation, for its message where they do not fit.
+        for row in range(len(keys.rebuilt_steps)):
+            scratch.factor_steps[row] = keys.rebuilt_steps[row]
+        for row in range(len(keys.rebuilt_pairs)):
+            for i in range(scratch.factor_pairs.shape[1]):
+                scratch.factor_pairs[row, i] = keys.rebuilt_pairs[row, i]
     return scratch
 
 
