@@ -32,7 +32,6 @@ from recalkv.model.export import (
     build_model,
     compressed_config,
     decoder_layers,
-    other_tensors,
     save_checkpoint,
 )
 from recalkv.model.layers import CheckpointSource, LayerSource
@@ -172,7 +171,7 @@ def compress_checkpoint(
     specs = stored_layers(source.geometry, result.specs, result.permutations)
     config = compressed_config(source, specs, parameters, provenance, calibration)
     layers, convert = _fused(source, specs, result, dtype), parameters.dtype != "auto"
-    save_checkpoint(folder, config, other_tensors(source), layers, dtype, convert)
+    save_checkpoint(folder, config, source.stored_others(), layers, dtype, convert)
     tokenizer.save_pretrained(folder)
     if (reference.folder / "generation_config.json").exists():
         GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)
@@ -352,7 +351,7 @@ def assemble(
     specs = stored_layers(source.geometry, result.specs, result.permutations)
     config = compressed_config(source, specs, parameters, provenance, calibration)
     layers = _fused(source, specs, result, dtype)
-    return build_model(config, other_tensors(source), layers, dtype if convert else None)
+    return build_model(config, source.stored_others(), layers, dtype if convert else None)
 
 
 def _fused(

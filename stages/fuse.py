@@ -5,7 +5,7 @@ import typer
 from transformers import AutoTokenizer, GenerationConfig
 
 from recalkv.method.fusion import fuse_layer, stored_layers
-from recalkv.model.export import compressed_config, decoder_layers, other_tensors, save_checkpoint
+from recalkv.model.export import compressed_config, decoder_layers, save_checkpoint
 from recalkv.model.source import checkpoint_dtype
 from recalkv.store.folders import writing_folder
 from recalkv.store.stores import layer_name
@@ -33,7 +33,7 @@ def fuse(run: Stage) -> None:
     with writing_folder(run.data / "compressed") as folder:
         convert = wanted.dtype != "auto"
         whole = decoder_layers(source, run.progress(layers, len(specs)))
-        save_checkpoint(folder, config, other_tensors(source), whole, dtype, convert)
+        save_checkpoint(folder, config, source.stored_others(), whole, dtype, convert)
         AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False).save_pretrained(folder)
         if (reference.folder / "generation_config.json").exists():
             GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)

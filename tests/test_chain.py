@@ -209,18 +209,19 @@ def test_keys_do_not_change_with_what_they_do_not_read() -> None:
     [
         (3, "must list the widths"),
         ([[4, 4]], "do not cut a group between its segments"),
-        ([[5, 5], [3]], "do not cut a group between its segments"),
-        ([[8, 2], []], "do not cut a group between its segments"),
-        ([[8, 2, 0], [3]], "do not cut a group between its segments"),
-        ([["8", 2], [3]], "whole numbers"),
+        ([[5, 5], [3, 1]], "do not cut a group between its segments"),
+        ([[8, 2], [4, 0]], "do not cut a group between its segments"),
+        ([[8, 2], [4]], "must be as many of each group, two or more"),
+        ([[10], [4]], "must be as many of each group, two or more"),
+        ([["8", 2], [3, 1]], "whole numbers"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(parts: object, said: str) -> None:
-    segments = [[Segment(8, 2, 8), Segment(2, 4, 8)], [Segment(3, 2, 8)]]
-    right = LayerSpec([10, 3], [10, 3], True, segments, parts=[[8, 2], [3]])
-    assert right.units == [(segments[0][0],), (segments[0][1],), tuple(segments[1])] and right.key_reach == [8, 0]
+    segments = [[Segment(8, 2, 8), Segment(2, 4, 8)], [Segment(3, 2, 8), Segment(1, 1, 8)]]
+    right = LayerSpec([10, 4], [10, 4], True, segments, parts=[[8, 2], [3, 1]])
+    assert right.units == [(segment,) for group in segments for segment in group] and right.key_reach == [8, 3]
     with pytest.raises(CheckpointError, match=said):
-        LayerSpec([10, 3], [10, 3], True, segments, parts=parts)  # type: ignore[arg-type]
+        LayerSpec([10, 4], [10, 4], True, segments, parts=parts)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="of joint and quantised latents alone"):
         LayerSpec([10], [10], True, parts=[[8, 2]])
 

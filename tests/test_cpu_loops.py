@@ -2,7 +2,10 @@
 
 import copy
 import functools
+import gc
 import math
+import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +20,7 @@ from recalkv.cache.rows import RowLayout, Segment
 from recalkv.method.fusion import in_gauge
 from recalkv.method.lowrank import LowRank
 from recalkv.model import attention
-from recalkv.model.cpu import halves, matrix_units, plan
+from recalkv.model.cpu import halves, matrix_units, packing, plan
 from recalkv.model.cpu import rows as compiled_rows
 from recalkv.model.cpu.loops import LANES, exponentials, multiply, write_columns
 from recalkv.model.cpu.packing import packed_rows, unpacked_rows
@@ -576,7 +579,7 @@ def test_masks_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
         model(windows(1, 1), attention_mask=torch.ones(shape, dtype=torch.bool), past_key_values=cache)
 
 
-@pytest.mark.parametrize("trained", ["latents of new tokens", "latents of a prefix"])
+@pytest.mark.parametrize("trained", ["latents of new tokens", "latents of a prefix", "mask"])
 def test_gradients_of_latents(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one token's loss, which the loops have none of."""
     model, ids = copy.deepcopy(model_of("llama-gqa", method="loss-aware")).requires_grad_(False), windows(1, 10)
@@ -587,10 +590,13 @@ def test_gradients_of_latents(trained: str, monkeypatch: pytest.MonkeyPatch) -> 
         whole(monkeypatch, lambda: model(ids[:, :9], past_key_values=cache))
         if trained == "latents of new tokens":
             of = [model.model.layers[0].self_attn.k_proj.weight.requires_grad_()]
+        elif trained == "mask":
+            of = [torch.zeros(1, 1, 1, 10).requires_grad_()]
         else:
             of = [layer.keys.requires_grad_() for layer in cache.layers]
+        mask = of[0] if trained == "mask" else None
         with torch.enable_grad():
-            loss = model(ids[:, 9:], past_key_values=cache).logits.square().sum()
+            loss = model(ids[:, 9:], attention_mask=mask, past_key_values=cache).logits.square().sum()
         return list(torch.autograd.grad(loss, of))
 
     found = gradients()
@@ -598,6 +604,32 @@ def test_gradients_of_latents(trained: str, monkeypatch: pytest.MonkeyPatch) -> 
     for each, expected in zip(found, gradients(), strict=True):
         torch.testing.assert_close(each, expected)
         assert expected.norm() > 0
+
+
+@pytest.mark.parametrize("settings", [{"method": "loss-aware"}, CASES["mixed"]])
+@torch.no_grad()
+def test_what_is_prepared_stays_out_of_copies(settings: dict[str, Any]) -> None:
+    """It holds addresses, and is made again where it is wanted."""
+    model = copy.deepcopy(model_of("llama-gqa", **settings))
+    expected = model.generate(windows(1, 20), max_new_tokens=5, do_sample=False)
+    layer = model.model.layers[0].self_attn
+    assert layer.loops is not None
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        own = twin.model.layers[0].self_attn
+        assert own.loops is None and (own.feedback is None or own.feedback.loops is None)
+        assert torch.equal(twin.generate(windows(1, 20), max_new_tokens=5, do_sample=False), expected)
+
+
+def test_threads_that_come_first_together_keep_what_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables that another thread's have replaced live as long as the addresses of them that a thread holds."""
+    layout = RowLayout([[Segment(9, 2, 8)]])
+    packing._arguments.cache_clear()
+    _, kept = packing._arguments(layout, True)
+    alive = [weakref.ref(each) for each in kept]
+    for cached in (packing._arguments, packing._across, coding, compiled_rows._books):
+        cached.cache_clear()
+    gc.collect()
+    assert all(each() is not None for each in alive)
 
 
 @pytest.mark.parametrize("mode", ["gradients", "float16", "several queries", "compiled"])

@@ -31,6 +31,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("prompt", [1, 7, 300])
+@torch.no_grad()
 def test_the_same_as_transformers(change: str, prompt: int) -> None:
     ours, theirs = GrowingLayer(), DynamicLayer()
     for layer in (ours, theirs):
@@ -46,6 +47,7 @@ def test_the_same_as_transformers(change: str, prompt: int) -> None:
     assert ours.values.shape == theirs.values.shape
 
 
+@torch.no_grad()
 def test_memory_stays_where_it_is() -> None:
     layer = GrowingLayer()
     layer.update(*states(2000))
@@ -59,6 +61,7 @@ def test_memory_stays_where_it_is() -> None:
     assert {layer.keys.data_ptr()} == places
 
 
+@torch.no_grad()
 def test_what_beams_took_is_not_written_over() -> None:
     """Copies of a cache, and tensors that others have put in its place, are apart from it."""
     layer = GrowingLayer()
@@ -80,6 +83,18 @@ def test_gradients_pass() -> None:
     held, _ = layer.update(*states(1))
     held.sum().backward()
     assert torch.equal(keys.grad, torch.ones_like(keys))
+
+
+def test_what_a_gradient_needs_is_not_written_over() -> None:
+    """Queries alone may be trained, whose products keep the latents they were made with."""
+    layer, query, total = GrowingLayer(), torch.randn(2, 1, 1, 5, requires_grad=True), torch.zeros(())
+    for tokens in (300, 1, 1):
+        keys, _ = layer.update(*states(tokens))
+        total = total + (query @ keys.mT).square().sum()
+    (found,) = torch.autograd.grad(total, query)
+    keys = layer.keys
+    expected = sum(2 * (query @ keys[:, :, :n].mT) @ keys[:, :, :n] for n in (300, 301, 302))
+    torch.testing.assert_close(found, expected)
 
 
 def test_sliding_layers_are_transformers_own() -> None:

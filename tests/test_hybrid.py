@@ -18,7 +18,7 @@ from recalkv.evaluation.decoding import CACHES, check_same, prompt_contents, tim
 from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, kept_states, state_bytes
 from recalkv.evaluation.quantisers import quantised_cache, quantised_layers, quantiser
 from recalkv.method.fusion import fuse_layer, stored_layers
-from recalkv.model.export import compressed_config, decoder_layers, other_tensors, save_checkpoint
+from recalkv.model.export import compressed_config, decoder_layers, save_checkpoint
 from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.layers import CheckpointSource
 from recalkv.model.sizes import ModelSizes
@@ -43,7 +43,7 @@ def compressed_folder(dense: Path, folder: Path) -> Path:
     )
     config = compressed_config(source, specs, parameters, {})
     folder.mkdir()
-    save_checkpoint(folder, config, other_tensors(source), decoder_layers(source, layers), torch.bfloat16)
+    save_checkpoint(folder, config, source.stored_others(), decoder_layers(source, layers), torch.bfloat16)
     return folder
 
 
@@ -70,7 +70,7 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     given = load_file(file)
     save_file(given | {"mtp.fc.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
-    assert not any("mtp" in name for name in other_tensors(CheckpointSource(tmp_path)))
+    assert not any("mtp" in name for name in CheckpointSource(tmp_path).stored_others())
     save_file(given | {"mpt.fc.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
     with pytest.raises(UnsupportedModelError, match=r"mpt\.fc\.weight"):
         CheckpointSource(tmp_path)

@@ -184,6 +184,19 @@ def test_windows_of_switching_frequencies_in_a_static_cache_beyond_the_switch() 
     torch.testing.assert_close(found, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_static_cache_that_is_used_again_keeps_its_memory() -> None:
+    """Graphs know it by its address."""
+    with torch.enable_grad():
+        model = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", exact_window=5)[1]
+    cache, ids = StaticCache(model.config, max_cache_len=40), windows(1, 20)
+    first = model(ids, past_key_values=cache).logits
+    places = [layer.recent.data_ptr() for layer in cache.layers]
+    cache.reset()
+    assert torch.equal(model(ids, past_key_values=cache).logits, first)
+    assert [layer.recent.data_ptr() for layer in cache.layers] == places
+
+
 @pytest.mark.parametrize("draft", [4, 37, 60])
 @torch.no_grad()
 def test_windows_are_whole_after_long_drafts_are_taken_back(draft: int) -> None:

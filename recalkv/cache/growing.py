@@ -25,19 +25,16 @@ class GrowingLayer(DynamicLayer):
     keys: Tensor
     values: Tensor
     record_past = False
+    _memory: tuple[Tensor, Tensor] | None = None
 
     def activate_past_recording(self) -> None:
         """Be ready to be cropped, in transformers' words."""
         self.record_past = True
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._memory: tuple[Tensor, Tensor] | None = None
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (batch, heads, tokens, columns) each; returns all tokens."""
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            # What a gradient needs must not be written over.
+        if torch.is_grad_enabled():
+            # What a gradient needs, of latents or of what was multiplied with them, must not be written over.
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -66,11 +63,6 @@ class GrowingLayer(DynamicLayer):
         """Forget all tokens."""
         self._memory = None
         super().reset()
-
-    def offload(self) -> None:
-        """Move the tokens to the CPU; the memory there has no room."""
-        self._memory = None
-        super().offload()
 
 
 class GrowingCache(DynamicCache):

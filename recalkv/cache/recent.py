@@ -75,7 +75,9 @@ def _with_recent(kind: Any) -> Any:
 
         def reset(self) -> None:
             """Forget all tokens."""
-            self.recent = None
+            # That of a static cache stays, whose address graphs know: nobody reads what is before the first token.
+            if not isinstance(self, StaticLayer):
+                self.recent = None
             super().reset()
 
         def crop(self, *args: Any, **kwargs: Any) -> None:

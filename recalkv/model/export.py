@@ -1,5 +1,6 @@
 """Write a compressed model: an ordinary Hugging Face folder, one safetensors shard per layer."""
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.model.stored_weights import stored_weights
 from recalkv.params import CalibrationParams, CompressionParams
 
-__all__ = ["build_model", "compressed_config", "decoder_layers", "other_tensors", "save_checkpoint"]
+__all__ = ["build_model", "compressed_config", "decoder_layers", "save_checkpoint"]
 
 _CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
 _RESOLVED = ("metric", "joint", "chain", "grouping", "allocation", "refit", "bits", "damping")
@@ -73,11 +74,6 @@ def compressed_config(
     return config
 
 
-def other_tensors(source: LayerSource) -> dict[str, Tensor]:
-    """Embedding, final norm and output head, as the source holds them."""
-    return source.stored_others()
-
-
 def decoder_layers(source: LayerSource, compressed: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Every decoder layer in order: the compressed ones as they come, the others as the source holds them."""
     own = iter(compressed)
@@ -100,7 +96,7 @@ def save_checkpoint(
     Parameters
     ----------
     other
-        Of :func:`other_tensors`.
+        Of :meth:`LayerSource.stored_others`.
     layers
         Of :func:`decoder_layers`.
     dtype
@@ -115,7 +111,7 @@ def save_checkpoint(
     parameters = total_bytes = 0
     count = config.num_hidden_layers + 1
     prefixed = ({f"model.layers.{i}.{name}": t for name, t in layer.items()} for i, layer in enumerate(layers))
-    for number, tensors in enumerate(_chain(other, prefixed), start=1):
+    for number, tensors in enumerate(itertools.chain([other], prefixed), start=1):
         file = f"model-{number:05d}-of-{count:05d}.safetensors"
         typed = held.converted(tensors, dtype) if convert else tensors
         cast = {name: tensor.cpu().contiguous() for name, tensor in typed.items()}
@@ -174,8 +170,3 @@ def build_model(
     for place in attention_layers(config):
         model.model.layers[place].self_attn.slots._rotary = rotary
     return model.requires_grad_(True).eval()
-
-
-def _chain(first: dict[str, Tensor], rest: Iterable[dict[str, Tensor]]) -> Iterable[dict[str, Tensor]]:
-    yield first
-    yield from rest

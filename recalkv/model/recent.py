@@ -166,6 +166,6 @@ def _mask(
 
 @functools.lru_cache(maxsize=8)
 def _kept_mask(*extent: Any) -> Tensor:
-    """The same, which the layers of a pass share: not to be written to."""
+    """The same, which the layers of a pass share, of at most 2,048 tokens at once: not to be written to."""
     with torch.inference_mode(False):
         return _mask(*extent)

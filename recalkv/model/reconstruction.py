@@ -43,10 +43,6 @@ class Reconstruction(nn.Module):
         """Factors of all groups, where they are."""
         return iter(self._parameters.values())  # type: ignore[arg-type]
 
-    def __len__(self) -> int:
-        """Number of groups."""
-        return len(self._parameters)
-
     def rebuilt(self, latents: Tensor) -> Tensor:
         """``[z_1 R_1, z_2 R_2, ...]``: (batch, slots, sum of ranks) to (batch, slots, n)."""
         factors = self()

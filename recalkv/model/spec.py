@@ -130,6 +130,10 @@ class LayerSpec:
         segments = self.key_segments if self.joint else None
         if segments is None:
             raise _contradiction(f"parts={self.parts} are of joint and quantised latents alone")
+        if len({len(widths) for widths in self.parts}) > 1 or len(self.parts[0]) < 2:
+            raise _contradiction(
+                f"parts={[list(widths) for widths in self.parts]} must be as many of each group, two or more"
+            )
         for widths, group in itertools.zip_longest(self.parts, segments, fillvalue=()):
             ends = [0, *itertools.accumulate(segment[0] for segment in group)]
             cuts = [0, *itertools.accumulate(widths)]

@@ -5,7 +5,7 @@ import itertools
 import math
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -230,8 +230,10 @@ def _across() -> np.ndarray:
 
 
 @functools.cache
-def _arguments(layout: RowLayout, packing: bool) -> bytes:
-    return addressed([*coding(layout), *([_across()] if packing else [])]).tobytes()
+def _arguments(layout: RowLayout, packing: bool) -> tuple[bytes, list[np.ndarray]]:
+    """Addresses and sizes of a layout's arrays, and the arrays: two threads that come first may make them twice."""
+    arrays = [*coding(layout), *([_across()] if packing else [])]
+    return addressed(arrays).tobytes(), arrays
 
 
 def _threads(rows: int) -> int:
@@ -251,6 +253,10 @@ class _Chain:
     kept
         What has the addresses in them.
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Neither pickled nor copied: it is of this process, and of these parameters."""
+        return type(None), ()
 
     state: list[tuple[int, int]]
     parts: np.ndarray
@@ -272,36 +278,38 @@ class _Chain:
         return cls(state, np.array(parts, np.int64), kept)
 
 
-def _parts(layout: RowLayout, chain: "ChainedRows | None") -> np.ndarray:
-    """Numbers of the parts; one of all latents where they are not chained."""
-    if chain is None:
-        return np.array([[0, layout.width, 0, len(layout.segments), layout.width, 0, 0]], np.int64)
+def _chain_of(chain: "ChainedRows") -> _Chain:
+    """The parts of a chain as they are now; who calls keeps it, as another thread may put its own in its place."""
     state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in chain.factors()]
-    if not isinstance(chain.loops, _Chain) or chain.loops.state != state:
-        chain.loops = _Chain.of(chain, state)
-    parts: np.ndarray = chain.loops.parts
-    return parts
+    found = chain.loops
+    if not isinstance(found, _Chain) or found.state != state:
+        chain.loops = found = _Chain.of(chain, state)
+    return found
 
 
 def packed_rows(latents: Tensor, layout: RowLayout, chain: "ChainedRows | None" = None) -> Tensor:
     """What :meth:`RowLayout.pack` gives: latents (..., width) to rows (..., row_bytes) uint8; or those of a chain."""
-    parts = _parts(layout, chain)
+    prepared = None if chain is None else _chain_of(chain)
+    whole = [[0, layout.width, 0, len(layout.segments), layout.width, 0, 0]]
+    parts = np.array(whole, np.int64) if prepared is None else prepared.parts
+    constant, _kept = _arguments(layout, True)
     numbers, width = latents.float().contiguous(), layout.width
     rows = torch.empty(*latents.shape[:-1], layout.row_bytes, dtype=torch.uint8, device="cpu")
     count = numbers.numel() // width
     threads = _threads(count)
     given = numbers.data_ptr(), count, width, 1, rows.data_ptr(), count, rows.shape[-1], 1
     own = parts.ctypes.data, *parts.shape, 1, threads
-    run(_pack, _arguments(layout, True) + struct.pack("13q", *given, *own), threads)
+    run(_pack, constant + struct.pack("13q", *given, *own), threads)
     return rows
 
 
 def unpacked_rows(rows: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
     """What :meth:`RowLayout.unpack` gives: rows (..., row_bytes) uint8 to latents (..., width) of this type."""
+    constant, _kept = _arguments(layout, False)
     rows, width = rows.contiguous(), layout.width
     latents = torch.empty(*rows.shape[:-1], width, dtype=torch.float32, device="cpu")
     count = latents.numel() // width
     threads = _threads(count)
     given = rows.data_ptr(), rows.numel(), 1, 1, latents.data_ptr(), count, width, 1, threads, rows.shape[-1]
-    run(_unpack, _arguments(layout, False) + struct.pack("10q", *given), threads)
+    run(_unpack, constant + struct.pack("10q", *given), threads)
     return latents.to(dtype)

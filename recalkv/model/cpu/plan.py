@@ -9,7 +9,7 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class Group:
 
     constant: bytes
     keys: Keys
-    kept: tuple[np.ndarray, np.ndarray]
+    kept: tuple[np.ndarray, ...]
     heads: int
     first: int
     latents: tuple[int, int]
@@ -97,6 +97,10 @@ class Layer:
     columns: int
     key_columns: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Neither pickled nor copied with the model: it is of this process, and of these parameters."""
+        return type(None), ()
+
     @classmethod
     def of(cls, layer: "LatentAttention", state: _State) -> "Layer":
         """Prepare a layer whose value groups are made of whole key groups."""
@@ -123,7 +127,7 @@ class Layer:
                 Group(
                     step.arguments(keys, key_coding, value_coding, up, scale),
                     keys,
-                    (up, scale),
+                    (up, scale, *key_coding, *value_coding),
                     heads,
                     head * rows,
                     (key_ends[number] - layer.key_ranks[number], key_ends[number]),
@@ -153,7 +157,7 @@ def step_output(layer: "LatentAttention", query: Tensor, cached: "Cached", mask:
     """
     if cached.fresh or cached.z_k.dtype not in _KINDS:
         return None
-    given = (cached.z_k, cached.z_v, cached.recent)
+    given = (cached.z_k, cached.z_v, cached.recent, mask)
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
         return None
     if torch.is_autocast_enabled("cpu") or not layer.over_latents(1, cached.z_k.shape[2], mask):
@@ -221,7 +225,8 @@ def _prepared(layer: "LatentAttention", query: Tensor) -> Layer | None:
     read = [each for each in (*given, layer._parameters.get("key_bias")) if each is not None]
     if torch.is_grad_enabled() and any(each.requires_grad for each in (query, *read)):
         return None
-    # After a write to a parameter the layer is made again. Offloaded ones come and go with every call.
+    # After a write that torch counts, as none by `.data` is, the layer is made again. Offloaded ones come and go with
+    # every call.
     state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in read]
     prepared = layer.loops
     if not isinstance(prepared, Layer) or prepared.state != state:

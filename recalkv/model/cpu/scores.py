@@ -138,7 +138,7 @@ def new_scratch(keys, heads, rows, head_dim, width):
         np.zeros(2, np.int64),
     )
     if products != FLOAT32:
-        # Number by number: an assignment of arrays brings seconds of compilation, for its message where they do not fit.
+        # Number by number: assigning arrays takes seconds to compile, for a message where they do not fit.
         for row in range(len(keys.rebuilt_steps)):
             scratch.factor_steps[row] = keys.rebuilt_steps[row]
         for row in range(len(keys.rebuilt_pairs)):
