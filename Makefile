@@ -58,8 +58,10 @@ frontier-quick: setup
 	$(IN_VENV) dvc repro grids/frontier/dvc.yaml:page@set1
 	@cat reports/frontier-quick.md
 
-# One thread a worker: two workers of two threads each are slower than two of one.
-test: setup lint
+# The decoding loops are compiled beside lint, once for all workers. One thread a worker: two workers of two threads
+# each are slower than two of one.
+test: setup
+	$(BIN)/python -c 'from recalkv.model.cpu import compiled_loops; compiled_loops()' & $(MAKE) lint || exit; wait
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 test-all: setup lint
@@ -117,4 +119,4 @@ constraints: setup
 	sed -i.bak -E '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.bak
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/*.inputs data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites data/served
+	rm -rf data/*.zarr data/*.partial data/activations data/wikitext/*.zarr data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites data/served

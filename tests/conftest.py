@@ -123,7 +123,8 @@ def project(tmp_path: Path, tiny_parameters: dict[str, Any]) -> Path:
     for name in ("dvc.yaml", ".dvcignore", "recalkv", "stages", "reports/paper.json"):
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+            # With the loops that Numba has compiled for these very files, which the stages would compile again.
+            shutil.copytree(source, tmp_path / name)
         else:
             shutil.copy(source, tmp_path / name)
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(tiny_parameters))

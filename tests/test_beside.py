@@ -212,17 +212,13 @@ def test_eval_takes_tasks_from_files(
         (["--dense", "no/such"], "no/such"),
     ],
 )
-def test_eval_refuses(arguments: list[str], message: str, compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_eval_refuses(arguments: list[str], message: str, compressed: Path) -> None:
     refused = run("eval", compressed, "--device", "cpu", *arguments)
     assert refused.exit_code == 1
     assert message in refused.output
 
 
-def test_eval_says_what_to_do_without_the_recorded_model(
-    compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_eval_says_what_to_do_without_the_recorded_model(compressed: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(compressed, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
     config["recalkv"]["source"]["name"] = "/nowhere/llama"
@@ -299,8 +295,7 @@ def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.Monk
     assert len(lengths) == 2 and lengths[1] > lengths[0] + 3
 
 
-def test_checkpoint_folders(tmp_path: Path, compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_checkpoint_folders(tmp_path: Path, compressed: Path) -> None:
     assert checkpoint_folder(str(compressed), tmp_path) == compressed
     with pytest.raises(ModelUnavailableError, match="no safetensors"):
         checkpoint_folder(str(tmp_path), tmp_path)

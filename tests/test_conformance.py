@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -133,8 +133,9 @@ def name(*parts: Any) -> str:
     return "_".join(names.get(key, "{}").format(value) for key, value in entries)
 
 
-def named(rows: list[Any], marks: Any = ()) -> list[Any]:
-    return [pytest.param(*row, id=name(*row), marks=marks) for row in rows]
+def named(rows: list[Any], marks: Sequence[Any] = ()) -> list[Any]:
+    """Cases, those of a kind in one process, which compresses it once."""
+    return [pytest.param(*row, id=name(*row), marks=[*marks, pytest.mark.xdist_group(name(row[0]))]) for row in rows]
 
 
 LIKE_OTHERS = ("arcee", "apertus", "gemma", "ernie4.5-moe", "qwen3.5-hybrid", "qwen3.5-moe-hybrid")
@@ -142,20 +143,21 @@ LIKE_OTHERS = ("arcee", "apertus", "gemma", "ernie4.5-moe", "qwen3.5-hybrid", "q
 
 
 def further_cases() -> Iterator[tuple[Kind, Way]]:
-    """Families that differ from those above in few things, each with and without quantised latents."""
+    """Families that differ from those above in few things, which do not depend on each other."""
     for family, (config_class, model_class, _) in FURTHER_FAMILIES.items():
         attention = "sdpa" if model_class._supports_sdpa else "eager"
         described = DESCRIPTIONS[config_class.model_type]
         values = "absorbed" if described.sinks or described.gated else "fused"
-        kinds = Kind(family, "chained", 2, "mixed", values), Kind(family, "whole-values", 1, 16, "absorbed")
-        for kind in kinds[:1] if family in LIKE_OTHERS else kinds:
-            yield kind, Way("greedy", 40, "static", attention)
-            if described.gated and kind.bits != 16:
-                yield dataclasses.replace(kind, window=5), Way("greedy", 40, "dynamic", "eager")
-            # Which frequencies a sequence has depends on the longest beside it, and on how it came.
-            if "longrope" not in family:
-                yield kind, Way("padded", 40, "dynamic", attention)
-                yield kind, Way("pieces", 16, "dynamic", attention)
+        packed, plain = Kind(family, "chained", 2, "mixed", values), Kind(family, "whole-values", 1, 16, "absorbed")
+        if described.gated:
+            yield dataclasses.replace(packed, window=5), Way("greedy", 40, "dynamic", "eager")
+        yield (packed if family in LIKE_OTHERS else plain), Way("greedy", 40, "static", attention)
+        # Which frequencies a sequence has depends on the longest beside it, and on how it came.
+        if "longrope" not in family:
+            yield packed, Way("padded", 40, "dynamic", attention)
+            yield packed, Way("pieces", 16, "dynamic", attention)
+        elif family not in LIKE_OTHERS:
+            yield packed, Way("greedy", 40, "static", attention)
 
 
 CASES = cases(covering(settings(Kind, KINDS, legal_kind)), covering(settings(Way, WAYS, legal_way)))
@@ -276,7 +278,7 @@ def attending(model: Any, implementation: str) -> Iterator[Any]:
         model.set_attn_implementation(before)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, id=name(kind)) for kind in CHOSEN_KINDS])
+@pytest.mark.parametrize("kind", named([(kind,) for kind in CHOSEN_KINDS]))
 @torch.no_grad()
 def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the rounding of codes: natural basis, rotation and mean cancel, and biases are where they belong."""
@@ -526,7 +528,7 @@ def kernel_cases(families: list[str]) -> list[Any]:
 
 
 OTHERS = [family for family in FAMILIES if family not in FEW]
-KERNEL_CASES = named(kernel_cases(FEW)) + named(kernel_cases(OTHERS), marks=pytest.mark.slow)
+KERNEL_CASES = named(kernel_cases(FEW)) + named(kernel_cases(OTHERS), marks=[pytest.mark.slow])
 
 
 @pytest.mark.parametrize("families", [FEW, OTHERS], ids=["few", "others"])
@@ -557,6 +559,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> list[str]:
     launches: list[str] = []
     for module, kernel, passes in ((attention, "scores_kernel", "two"), (joint, "attend_kernel", "one")):
         monkeypatch.setattr(module, kernel, Counting(getattr(module, kernel), passes, launches))
+    if DEVICE.type == "cpu":
+        # Prompts are packed by torch, to the same bytes (tests/test_pack_kernel.py): interpreted, that takes minutes.
+        monkeypatch.setattr("recalkv.kernels.module.MAX_PACKED", 8)
     return launches
 
 

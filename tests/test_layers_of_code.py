@@ -7,10 +7,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from recalkv.model import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 # Modules of the library, by their dotted names.
@@ -110,26 +113,21 @@ def test_what_decodes_needs_few_packages(module: str) -> None:
     }
 
 
-def test_what_decodes_needs_no_numba() -> None:
-    """The image of a GPU machine may lack it."""
+def test_what_decodes_needs_neither_numba_nor_its_folder() -> None:
+    """The image of a GPU machine may lack it, and a container have no folder that can be written to."""
     code = """
         import sys
+        import warnings
         sys.modules["numba"] = None
         from recalkv.model import cpu, modeling
         assert cpu.compiled_loops() is None
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
-
-
-def test_what_decodes_needs_no_folder_of_numba() -> None:
-    """A container may have none that can be written to."""
-    code = """
-        import warnings
+        for name in [name for name in sys.modules if name == "numba" or name.startswith("recalkv.model.cpu.")]:
+            del sys.modules[name]
+        cpu.compiled_loops.cache_clear()
         from numba.core import caching
         refused = lambda *given, **options: (_ for _ in ()).throw(OSError("read-only"))
         for locator in caching.CacheImpl._locator_classes:
             locator.ensure_cache_path = refused
-        from recalkv.model import cpu
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert cpu.compiled_loops() is None
@@ -162,14 +160,24 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("patience", [0.01, 1e6])
-def test_who_waits_for_compiled_loops_is_told(patience: float) -> None:
-    code = f"""
-        from recalkv.model import cpu
-        cpu._PATIENCE = {patience}
-        assert cpu.compiled_loops().__name__ == "recalkv.model.cpu.plan"
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True)
-    assert ("compiling the decoding loops" in done.stderr) == (patience < 1)
+def test_who_waits_for_compiled_loops_is_told(
+    patience: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Slow:
+        """Finds no module, after a while."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "recalkv.model.cpu.plan":
+                time.sleep(0.3)
+
+    from recalkv.model.cpu import plan
+
+    monkeypatch.setattr(cpu, "_PATIENCE", patience)
+    monkeypatch.delattr(cpu, "plan")
+    monkeypatch.delitem(sys.modules, plan.__name__)
+    monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
+    assert cpu.compiled_loops.__wrapped__().__name__ == plan.__name__
+    assert ("compiling the decoding loops" in capfd.readouterr().err) == (patience < 1)
 
 
 @pytest.mark.parametrize(

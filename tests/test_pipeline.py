@@ -17,6 +17,9 @@ import recalkv
 from tests.conftest import Finished
 from tests.pipeline import COMPRESSION, STAGES, folder_hash, invoke, invoke_in_pipeline
 
+# As one group they are begun early: the first of them takes longer than any other.
+pytestmark = pytest.mark.xdist_group("pipeline")
+
 
 def dvc(project: Path, *arguments: str) -> str:
     environment = os.environ | {
