@@ -22,7 +22,6 @@ from recalkv.method.basis import quantizable
 from recalkv.method.factors import LayerFactors, factorize_layer
 from recalkv.method.fusion import fuse_layer, stored_layers
 from recalkv.method.grouping import group_layers, layer_energies
-from recalkv.method.lowrank import LowRank
 from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
@@ -96,7 +95,7 @@ class CompressedLayers:
     input_means
         Mean attention input, (m,), where latents are quantised; otherwise None.
     predicted_rises
-        Half the energy that the factors discard; nats per token under the loss-aware metric.
+        Half of the energy that ranks and codes leave; nats per token under the loss-aware metric.
     """
 
     specs: list[LayerSpec]
@@ -104,21 +103,6 @@ class CompressedLayers:
     refits: list[LayerRefit] = field(default_factory=list)
     input_means: list[Tensor | None] = field(default_factory=list)
     predicted_rises: list[float] = field(default_factory=list)
-
-    @property
-    def keys(self) -> list[LowRank]:
-        """Key factors."""
-        return [refit.keys for refit in self.refits]
-
-    @property
-    def values(self) -> list[LowRank]:
-        """Value factors."""
-        return [refit.values for refit in self.refits]
-
-    @property
-    def outputs(self) -> list[Tensor | None]:
-        """Refitted output projections, (h * d_h, m), or None."""
-        return [refit.output for refit in self.refits]
 
 
 def compress_checkpoint(

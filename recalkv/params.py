@@ -109,8 +109,8 @@ class CompressionParams(_Section):
     metric: Literal["auto", "weight", "activation", "loss"] = Field(
         "auto", description="error that the factors minimise: of the weight, of its outputs, or of the loss"
     )
-    joint: Literal["auto"] | bool = Field("auto", description="keys and values of a group share one latent")
-    chain: Literal["auto"] | bool = Field(
+    joint: Literal["auto", True, False] = Field("auto", description="keys and values of a group share one latent")
+    chain: Literal["auto", True, False] = Field(
         "auto",
         description="keys read the first of a joint latent's directions alone, which makes decoding faster; in mixed "
         "bits, where auto takes it up to a ratio of 0.8, as below that many bits it costs more than it is worth",

@@ -12,7 +12,8 @@ from stages.stored import Stored
 @stage
 def factorize(run: Stage) -> None:
     """Factor every layer's key and value projections at the allocated ranks."""
-    stored, specs = Stored(run), Stored(run).specs()
+    stored = Stored(run)
+    specs = stored.specs()
     keys = {"method", "metric", "joint", "damping", "gradient_damping"}
     record = run.params.compression.model_dump(mode="json", include=keys)
     settings = run.params.compression.model_dump(mode="json")

@@ -5,6 +5,7 @@ import typer
 from recalkv.statistics import distributed
 from recalkv.statistics.fisher import collect_gradients
 from recalkv.statistics.whitening import collect_input_moments
+from recalkv.store.folders import telling_full_disk
 from recalkv.store.moments import put_loss_moments
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
@@ -21,8 +22,9 @@ def fisher(run: Stage) -> None:
         # Whole batches, as whiten has them: the same matrix products, the same bytes.
         whole = windows[: -(-len(used) // wanted.batch_size) * wanted.batch_size]
         again = collect_input_moments(source, whole, wanted.batch_size, inputs)
-        for _ in run.progress(again, source.num_layers):
-            pass
+        with telling_full_disk(run.data, "set calibration.fisher_samples to fewer windows"):
+            for _ in run.progress(again, source.num_layers):
+                pass
         inputs.sign(moments)
     record = {"precision": run.precision, "sink_tokens": wanted.sink_tokens, "tokens": used.numel()}
     settings = wanted.model_dump(mode="json", exclude={"precision"})

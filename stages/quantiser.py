@@ -22,7 +22,7 @@ def quantiser(
 ) -> None:
     """Measure the dense model over a quantised cache; write its figures to OUT."""
     folder, wanted = run.model().folder, run.params.evaluation
-    model = load_model(folder, run.device, checkpoint_dtype(folder))
+    model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
     rounding = quantisers.quantiser(name, check_supported(model.config).head_dim)
     texts = MeasuredText.read_all(run.read("baseline"))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:

@@ -10,7 +10,7 @@ from recalkv.cache.codebooks import CODES
 from recalkv.cache.rows import Segment
 from recalkv.method.factors import LayerFactors
 from recalkv.method.grouping import HeadGrouping
-from recalkv.method.methods import resolve_method
+from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit
 from recalkv.model.families import group_sizes
@@ -38,8 +38,13 @@ class Stored:
 
     def __init__(self, run: Stage, precision: str = "float32") -> None:
         self.source = run.source(precision)
-        self.method = resolve_method(run.params.compression, self.source.geometry.kv_heads)
+        self._parameters = run.params.compression
         self._read = functools.cache(run.read)
+
+    @functools.cached_property
+    def method(self) -> Method:
+        """The file's, which a cell has no use for: it has one of its own."""
+        return resolve_method(self._parameters, self.source.geometry.kv_heads)
 
     def statistics(self, index: int) -> LayerStatistics:
         """Statistics of one layer, where it is computed."""

@@ -6,6 +6,7 @@ import typer
 
 from recalkv.statistics import distributed
 from recalkv.statistics.whitening import collect_input_moments
+from recalkv.store.folders import telling_full_disk
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 
@@ -30,10 +31,11 @@ def whiten(run: Stage) -> None:
     with run.write_layers(record, ["sample"], settings) as store:
         keep = run.layer_inputs(source, windows)
         layers = collect_input_moments(source, windows, wanted.batch_size, keep, store.finished)
-        for index, moments in run.progress(layers, source.num_layers - len(store.finished)):
-            store.put(f"{layer_name(index)}/gram", moments.gram)
-            store.put(f"{layer_name(index)}/mean", moments.mean)
-            store.finish(index)
+        with telling_full_disk(run.data, "set calibration.fisher_samples to fewer windows"):
+            for index, moments in run.progress(layers, source.num_layers - len(store.finished)):
+                store.put(f"{layer_name(index)}/gram", moments.gram)
+                store.put(f"{layer_name(index)}/mean", moments.mean)
+                store.finish(index)
         keep.sign(store.digest())
 
 

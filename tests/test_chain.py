@@ -233,6 +233,17 @@ def test_layers_of_parts_have_their_rows_in_order() -> None:
     assert spec.key_rows is not None and spec.key_rows.row_bytes == sum(RowLayout([unit]).row_bytes for unit in UNITS)
 
 
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_few_tokens_without_damping_are_no_error(tokens: int) -> None:
+    """Sums in float32 leave negative eigenvalues where there are fewer gradients than dimensions."""
+    part = a_part()
+    costs = random(tokens, HEADS * HEAD_DIM, seed=3).float()
+    half = (costs.T @ costs / tokens).double()
+    part = GroupPart(part.weight, part.moment, torch.block_diag(half, half))
+    energies = chain_energies(part, chain_columns(HEADS, HEAD_DIM))
+    assert all(bool(torch.isfinite(own).all() and (own >= 0).all()) for own in energies)
+
+
 def test_auto_chains_joint_latents_in_mixed_bits_where_it_pays() -> None:
     def chained(**changes: object) -> bool:
         return method_of(method="loss-aware", **changes).chain

@@ -29,8 +29,10 @@ def layers_of(model: Any, ids: Tensor, batch_size: int = 4, **changes: Any) -> C
 
 def tensors(result: CompressedLayers) -> list[Tensor]:
     """All factors, output projections and means."""
-    factors = [part for each in result.keys + result.values for part in (*each.down, *each.up)]
-    return factors + [part for part in (*result.outputs, *result.input_means) if part is not None]
+    sides = [side for refit in result.refits for side in (refit.keys, refit.values)]
+    factors = [part for side in sides for part in (*side.down, *side.up)]
+    outputs = [refit.output for refit in result.refits]
+    return factors + [part for part in (*outputs, *result.input_means) if part is not None]
 
 
 def assert_same(first: CompressedLayers, second: CompressedLayers) -> None:
@@ -43,7 +45,7 @@ def assert_same(first: CompressedLayers, second: CompressedLayers) -> None:
 def output_errors(model: Any, result: CompressedLayers, ids: Tensor) -> float:
     """Sum of the relative output errors of all keys and values on the dense model's inputs."""
     total, twin = 0.0, reconstructed_twin(model, result)
-    for index in range(len(result.keys)):
+    for index in range(len(result.refits)):
         inputs = inputs_of(model, ids, index)
         for name in ("k_proj", "v_proj"):
             dense, changed = (getattr(m.model.layers[index].self_attn, name).weight.detach().T for m in (model, twin))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from recalkv.method.allocation import predicted_loss
 from recalkv.method.factors import factorize_layer
 from recalkv.method.lowrank import LowRank
 from recalkv.method.refit import in_model_order
@@ -47,6 +48,16 @@ def test_predicted_rise_is_half_of_what_is_left_out(changes: dict[str, object]) 
         keys, values = given.problem(index).parts(given.groups[index])
         ranks = [*spec.key_ranks, *(() if spec.joint else spec.value_ranks)]
         assert layer.predicted_rise == pytest.approx(0.5 * left_out([part.energies() for part in keys + values], ranks))
+
+
+def test_predicted_rise_counts_what_codes_leave() -> None:
+    given = steps("llama-gqa", bits="mixed", ratio=0.75)
+    energies = [
+        given.problem(i).energies(own, given.problem(i).parts(own)[0], True) for i, own in enumerate(given.groups)
+    ]
+    for layer, spec, own in zip(given.factors, given.specs, energies, strict=True):
+        ranks = [sum(segment.width for segment in unit) for unit in spec.units]
+        assert layer.predicted_rise == predicted_loss([spec], [own]) > 0.5 * left_out(own, ranks)
 
 
 def test_whitening_beats_plain_svd_on_the_outputs() -> None:

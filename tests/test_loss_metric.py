@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import NonFiniteError, ParameterError
+from recalkv.method.allocation import predicted_loss
 from recalkv.method.lowrank import LowRank
 from recalkv.method.svd import GroupPart, factorize_parts, group_columns, group_parts, spectrum, symmetric_roots
 from recalkv.model.layers import ModuleSource
+from recalkv.model.spec import LayerSpec
 from recalkv.statistics.fisher import collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
-from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator, predicted_rise
+from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator
 from recalkv.statistics.whitening import collect_input_moments
 from tests.tiny import attending_layers, calibration, dense_model, windows
 
@@ -204,7 +206,9 @@ def test_discarded_energy_is_the_objective(rank: int) -> None:
     lost = objective(weight, left @ right, gram, gradient)
     total = float(energies.sum())
     assert lost == pytest.approx(float(energies[rank:].sum()), rel=1e-6, abs=1e-9 * total)
-    assert predicted_rise([energies, energies], [rank, 6]) == pytest.approx(lost / 2, rel=1e-6, abs=1e-9 * total)
+    specs = [LayerSpec([rank], [6]), LayerSpec([6], [rank])]
+    predicted = predicted_loss(specs, [[energies, energies]] * 2)
+    assert predicted == pytest.approx(lost, rel=1e-6, abs=1e-9 * total)
 
 
 def test_identity_gradient_is_the_whitened_method() -> None:

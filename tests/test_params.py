@@ -107,6 +107,8 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("compression.refit_ridge", -0.1, "greater than or equal to 0"),
         ("compression.refit_samples", 0, "greater than or equal to 1"),
         ("compression.bits", 5, "16, 8, 4, 3, 2 or 'mixed'"),
+        ("compression.joint", 3, "'auto', True or False"),
+        ("compression.chain", "yes", "'auto', True or False"),
         ("compression.rank_multiple", 0, "greater than or equal to 1"),
         ("compression.damping", -1e-9, "greater than or equal to 0"),
         ("compression.damping", float("inf"), "finite number"),

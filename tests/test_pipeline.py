@@ -1,5 +1,6 @@
 """The pipeline end to end on a tiny model: repro, no-op, bad input, stores that do not belong together, one call."""
 
+import errno
 import json
 import os
 import shutil
@@ -200,6 +201,26 @@ def test_the_layers_inputs_are_made_again_where_they_are_gone(prepared: Path) ->
     assert folder_hash(prepared / "data/fisher.zarr") == before
 
 
+@pytest.mark.parametrize("stage", ["whiten", "fisher"])
+def test_a_disk_that_the_layers_inputs_fill_is_named_and_freed(
+    stage: str, prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+
+    def pwrite(file: int, content: bytes, place: int) -> int:
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(place)
+        return len(content)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    before = _files(prepared)
+    assert invoke(stage) == 1
+    message = capsys.readouterr().err
+    assert "no space left on the disk of data" in message and "set calibration.fisher_samples" in message
+    assert written and _files(prepared) == before
+
+
 def test_few_calibration_tokens_only_warn(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["calibration.samples=1"]
     for stage in ("sample", "whiten"):
@@ -207,8 +228,13 @@ def test_few_calibration_tokens_only_warn(prepared: Path, capsys: pytest.Capture
     assert "compression.damping" in capsys.readouterr().err
 
 
-def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
-    # The pipeline's own choices do not leak into the methods beside it; what --set names does.
+def test_a_cell_takes_the_method_as_it_is_meant(
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None]
+) -> None:
+    # The pipeline's own choices do not leak into the methods beside it, which may have none of them; what --set names
+    # does.
+    for key, value in (("bits", "mixed"), ("joint", True), ("chain", True), ("damping", 0.3)):
+        change_parameters(prepared, f"compression.{key}", value)
     changes = ["compression.method=palu", "compression.ratio=0.6"]
     own = [*changes, "compression.allocation=uniform"]
     for name, settings in (("plain", changes), ("own", own)):

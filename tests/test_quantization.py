@@ -344,7 +344,7 @@ def test_noise_costs_most_where_latents_vary_most() -> None:
     dense, parameters = tiny.dense_model("llama-gqa"), plain(bits=4, ratio=0.7, group_size=3)
     statistics = tiny.statistics("llama-gqa", 3)
     result = compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters, statistics=statistics)
-    for index, (keys, values) in enumerate(zip(result.keys, result.values, strict=True)):
+    for index, (keys, values) in enumerate((refit.keys, refit.values) for refit in result.refits):
         moments = statistics.layer(index).loss
         assert moments is not None
         gram = damped(moments.gram, 1e-6)
@@ -361,7 +361,7 @@ def test_same_seed_same_bytes_other_seed_other_rotation() -> None:
     def factors(seed: int) -> Tensor:
         parameters = plain(bits=4, ratio=0.85, group_size=2, rotation_seed=seed)
         result = compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters)
-        return torch.cat(result.keys[0].down, dim=1)
+        return torch.cat(result.refits[0].keys.down, dim=1)
 
     assert torch.equal(factors(0), factors(0))
     assert not torch.allclose(factors(0), factors(1))

@@ -297,15 +297,13 @@ def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
     """The dense model with its key and value weights replaced by ``L R``, and its refitted output projections."""
     twin = copy.deepcopy(dense)
     head_dim = ModuleSource(dense).geometry.head_dim
-    for layer, permutation, keys, values, output in zip(
-        attending_layers(twin), result.permutations, result.keys, result.values, result.outputs, strict=True
-    ):
+    for layer, permutation, refit in zip(attending_layers(twin), result.permutations, result.refits, strict=True):
         order = torch.cat(group_columns([permutation], head_dim))
-        for letter, factors in (("k", keys), ("v", values)):
+        for letter, factors in (("k", refit.keys), ("v", refit.values)):
             weight, rows = projection(layer.self_attn, letter)
             weight.data[rows] = in_model_order(factors.dense(), order).T.to(weight)
-        if output is not None:
-            layer.self_attn.o_proj.weight.data = output.T.to(layer.self_attn.o_proj.weight)
+        if refit.output is not None:
+            layer.self_attn.o_proj.weight.data = refit.output.T.to(layer.self_attn.o_proj.weight)
     return twin
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from recalkv.cache.codebooks import DISTORTION, Code
 from recalkv.cache.rows import Segment
 from recalkv.method.svd import GroupPart
-from recalkv.statistics.whitening import damped
 
 __all__ = ["Link", "chain_columns", "chain_energies", "chain_links", "chain_widths"]
 
@@ -143,7 +142,10 @@ def _metric(part: GroupPart, order: Tensor) -> tuple[Tensor, Tensor]:
     metric = gradient[order[:, None], order]
     factor, failed = torch.linalg.cholesky_ex(metric.flip(0, 1))
     if bool(failed):
-        factor = torch.linalg.cholesky(damped(metric, 1e-9).flip(0, 1))
+        # Few tokens, and no damping: the smallest eigenvalues are rounding, and may be negative.
+        values, vectors = torch.linalg.eigh(metric)
+        whole = (vectors * values.clamp_min(1e-9 * float(values.mean()))) @ vectors.T
+        factor = torch.linalg.cholesky(whole.flip(0, 1))
     root = factor.flip(0, 1)
     return root.T @ moment @ root, root
 

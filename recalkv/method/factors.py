@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from recalkv.method.allocation import predicted_loss
 from recalkv.method.lowrank import LowRank
 from recalkv.method.problem import LayerProblem
 from recalkv.method.svd import factorize_parts, relative_error
 from recalkv.model.spec import LayerSpec
-from recalkv.statistics.loss_metric import predicted_rise
 
 __all__ = ["LayerFactors", "factorize_layer"]
 
@@ -25,7 +25,7 @@ class LayerFactors:
     key_error, value_error : float
         Relative squared errors of the outputs on the dense model's inputs.
     predicted_rise : float
-        Half the discarded energy; nats per token under the loss-aware metric.
+        Half of the energy that ranks and codes leave; nats per token under the loss-aware metric.
     """
 
     keys: LowRank
@@ -39,7 +39,6 @@ def factorize_layer(problem: LayerProblem, groups: Sequence[Sequence[int]], spec
     """Factors of one layer's keys and values, float32, at the ranks of ``spec``; ``groups`` are of key heads."""
     key_parts, value_parts = problem.parts(groups)
     chained = bool(spec.parts)
-    ranks = [sum(segment.width for segment in unit) for unit in spec.units] if chained else list(spec.key_ranks)
     if chained:
         chains = problem.chains(groups, key_parts, spec)
         down = [torch.cat([link.down for link in chain], dim=1) for chain in chains]
@@ -52,11 +51,10 @@ def factorize_layer(problem: LayerProblem, groups: Sequence[Sequence[int]], spec
     else:
         keys, values = first, factorize_parts(value_parts, spec.value_ranks)
         stored = keys.float(), values.float()
-        ranks += spec.value_ranks
     order, gram = problem.order(groups), problem.statistics.inputs.gram
     return LayerFactors(
         *stored,
         relative_error(problem.keys[:, order], keys.dense(), gram),
         relative_error(problem.values[:, order], values.dense(), gram),
-        predicted_rise(problem.energies(groups, key_parts + value_parts, chained), ranks),
+        predicted_loss([spec], [problem.energies(groups, key_parts + value_parts, chained)]),
     )

@@ -113,7 +113,7 @@ def group_layers(
     # Which heads go together does not depend on the order of their latents.
     method = replace(method, chain=False)
     if method.allocation == "water-filling":
-        energies = layer_energies(problems, [grouping.groups for grouping in first], method.chain)
+        energies = layer_energies(problems, [grouping.groups for grouping in first], False)
     specs, allocation = allocate(geometry, scores, method, energies)
     if energies is not None:
         flat = [unit.tolist() for layer in energies for unit in layer]

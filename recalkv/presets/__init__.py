@@ -121,7 +121,7 @@ def _choices(annotation: Any) -> str:
         return ""
     listed: list[Any] = []
     for kind in kinds:
-        listed += (True, False) if kind is bool else (None,) if kind is type(None) else get_args(kind)
+        listed += (None,) if kind is type(None) else get_args(kind)
     return " | ".join(map(_scalar, listed))
 
 

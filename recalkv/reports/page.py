@@ -158,8 +158,8 @@ def _layers(facts: Facts) -> list[str]:
         "",
         "Errors are relative and squared: of the projections' outputs on the dense model's inputs; *before refit* and "
         "*after*, of what the method fits again (value outputs, or the attention's output) behind the compressed "
-        "prefix, against its target. *Predicted rise*: half the energy that the factors discard, in nats per token "
-        "under the loss-aware metric. *Cached*: elements per token; a shared latent counts once.",
+        "prefix, against its target. *Predicted rise*: half of the energy that ranks and codes leave, in nats per "
+        "token under the loss-aware metric. *Cached*: elements per token; a shared latent counts once.",
         "",
     ]
 

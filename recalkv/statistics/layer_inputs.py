@@ -50,12 +50,18 @@ class LayerInputs:
         if stop <= first:
             return
         rows = states[: stop - first].to(self._dtype).cpu().contiguous()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._write(layer, first * self._window_bytes, rows.view(torch.uint8).numpy().data.cast("B"))
+        except OSError:
+            # They may be what filled the disk.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _write(self, layer: int, place: int, content: memoryview) -> None:
         # Opened without truncation: other processes write other windows of the file.
         file = os.open(self._folder / f"{layer:03d}.bin", os.O_WRONLY | os.O_CREAT, 0o644)
         try:
-            content = rows.view(torch.uint8).numpy().data.cast("B")
-            place = first * self._window_bytes
             while content:
                 written = os.pwrite(file, content, place)
                 content, place = content[written:], place + written

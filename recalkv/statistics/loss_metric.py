@@ -17,7 +17,6 @@ Its input enters C as a term of its own, ``E[x^T x | sink]``, which keeps its ke
 price of one direction.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 from recalkv.errors import NonFiniteError, ParameterError
 from recalkv.statistics import distributed
 
-__all__ = ["LossMoments", "LossMomentsAccumulator", "predicted_rise"]
+__all__ = ["LossMoments", "LossMomentsAccumulator"]
 
 
 @dataclass(frozen=True)
@@ -129,16 +128,3 @@ class LossMomentsAccumulator:
             gram = gram + self._sinks / self._sink_count
         key, value = ((total + total.T) / (2 * self._tokens) for total in self._gradients)
         return LossMoments((gram + gram.T) / 2, key, value, self._tokens, mean)
-
-
-def predicted_rise(energies: Sequence[Tensor], ranks: Sequence[int]) -> float:
-    """Half the discarded energy: the predicted rise of the mean loss, nats per token.
-
-    Parameters
-    ----------
-    energies
-        Squared singular values of each unit in the metric, descending.
-    ranks
-        Kept rank of each unit.
-    """
-    return 0.5 * sum(float(energy[rank:].sum()) for energy, rank in zip(energies, ranks, strict=True))
