@@ -27,15 +27,17 @@ def needle(
     out: Annotated[Path, typer.Argument(help="File of the scores.")],
     name: Annotated[
         str,
-        typer.Argument(help="dense, compressed (DATA's checkpoint), or a quantiser of the dense model's cache."),
+        typer.Argument(help="dense, compressed, or a quantiser of the dense model's cache."),
     ],
+    checkpoint: Annotated[str, typer.Option(help="The compressed one; default DATA/compressed.")] = "",
 ) -> None:
     """Ask for the numbers of every length and depth; write the score of each to OUT."""
     from transformers import AutoConfig, AutoTokenizer
 
     if name not in _MODELS:
         raise ParameterError(f"{name!r} is none of the models that can be asked; choose one of {', '.join(_MODELS)}.")
-    folder, wanted = run.data / "compressed" if name == "compressed" else run.model().folder, run.params.needle
+    compressed, wanted = Path(checkpoint) if checkpoint else run.data / "compressed", run.params.needle
+    folder = compressed if name == "compressed" else run.model().folder
     check_lengths(AutoConfig.from_pretrained(run.model().folder), wanted.lengths)
     model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
     choose_kernels(model, run.params.runtime.kernels)

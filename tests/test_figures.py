@@ -13,6 +13,7 @@ from recalkv.errors import ReportError
 from recalkv.params import Params
 from recalkv.reports import figures, tables
 from recalkv.reports.figures import TABLES, look_up, main, refreshed, untagged
+from recalkv.reports.parameters import parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for pattern in figures.PAGES for path in sorted(ROOT.glob(pattern))]
@@ -207,7 +208,7 @@ def test_cells_of_a_grid() -> None:
 
 
 def test_every_parameter_is_described() -> None:
-    rows = cells_of(tables.parameters())
+    rows = cells_of(parameters())
     sections = [field.annotation for field in Params.model_fields.values()]
     assert [row[0] for row in rows if row[0].startswith("`")] == [
         f"`{name}`" for section in sections if section is not None for name in section.model_fields

@@ -27,6 +27,7 @@ GRIDS = {
 # Code that cannot change what a stage computes: messages, parameter descriptions (the values are tracked by DVC
 # themselves), time keeping, and the plumbing around the call.
 UNTRACKED = {
+    "recalkv/__init__.py",  # registers classes with transformers
     "recalkv/errors.py",
     "recalkv/params.py",
     "recalkv/model/precision.py",  # what it decides is in the stores
@@ -58,10 +59,15 @@ def imported_modules(path: str) -> set[str]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         for name in names:
-            file = name.replace(".", "/") + ".py"
-            if name.split(".")[0] in {"recalkv", "stages"} and (ROOT / file).exists():
-                found.add(file)
+            if name.split(".")[0] in {"recalkv", "stages"}:
+                place = name.replace(".", "/")
+                found |= {file for file in (f"{place}.py", f"{place}/__init__.py") if has_code(ROOT / file)}
     return found
+
+
+def has_code(path: Path) -> bool:
+    """Whether a file is there, with more in it than a docstring, as most packages' have none."""
+    return path.exists() and len(ast.parse(path.read_text()).body) > 1
 
 
 def closure(path: str) -> set[str]:
@@ -93,7 +99,9 @@ def test_code_dependencies_of_grids_are_what_they_import(stage: str) -> None:
         line.split("python -m stages.")[1].split()[0] for line in as_list(GRIDS[stage]["cmd"]) if "stages." in line
     ]
     needed = set().union(*(closure(f"stages/{module}.py") for module in modules))
-    assert sorted(path for path in needed if not tracked(path, GRIDS[stage]["deps"])) == []
+    code = [dep for dep in GRIDS[stage]["deps"] if dep.startswith(("recalkv", "stages"))]
+    assert sorted(path for path in needed if not tracked(path, code)) == []
+    assert [dep for dep in code if not any(tracked(path, [dep]) for path in needed)] == []
 
 
 @pytest.mark.parametrize("stage", PIPELINE)
@@ -182,4 +190,4 @@ def test_every_data_dependency_is_made_by_a_stage_and_every_output_by_one() -> N
 
 
 def test_pipeline_file_is_short() -> None:
-    assert len((ROOT / "dvc.yaml").read_text().splitlines()) <= 320
+    assert len((ROOT / "dvc.yaml").read_text().splitlines()) <= 330

@@ -29,6 +29,7 @@ from typing import Any
 
 from recalkv.errors import ReCalKVError, ReportError
 from recalkv.reports import tables
+from recalkv.reports.parameters import parameters
 
 __all__ = ["PAGES", "TABLES", "look_up", "main", "refreshed", "untagged"]
 
@@ -40,7 +41,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "grid": (tables.grid, ("grids/{}",)),
     "methods": (tables.methods, ("comparison",)),
     "needle": (tables.needle, ("suites/needle",)),
-    "parameters": (tables.parameters, ()),
+    "parameters": (parameters, ()),
     "scale": (tables.scale, ("scale/runs/*",)),
     "setting": (tables.setting, ("environment", "metrics")),
     "stages": (tables.stages, ("timings",)),

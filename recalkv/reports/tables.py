@@ -7,11 +7,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
-
-from recalkv.params import Params
-from recalkv.presets import describe
-
 __all__ = [
     "STATES",
     "cache_sizes",
@@ -24,7 +19,6 @@ __all__ = [
     "methods",
     "modules",
     "needle",
-    "parameters",
     "scale",
     "setting",
     "stages",
@@ -45,10 +39,6 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) 
 def excess(row: Mapping[str, Any]) -> str:
     """Rise of the loss with its standard error, nats per token."""
     return f"{row['excess_nats']:.3f} ± {row['excess_standard_error_nats']:.3f}"
-
-
-def _ratio(compressed: float, dense: float) -> str:
-    return f"{compressed / dense:.2f}" if dense else ""
 
 
 def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
@@ -244,29 +234,6 @@ def cache_sizes(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     kinds = sorted(models[0][1], key=lambda kind: -models[0][1][kind]["bytes_per_token"])
     lines = [[model, *(f"{rows[kind]['gib_at_32768_tokens']:.2f}" for kind in kinds)] for model, rows in models]
     return markdown(["GiB", *kinds], lines)
-
-
-def parameters() -> str:
-    """Every parameter of ``params.yaml``: its default, its range, its meaning."""
-    parts = []
-    for section, field in Params.model_fields.items():
-        model = field.annotation
-        assert isinstance(model, type) and issubclass(model, BaseModel)
-        rows = []
-        for name, info in model.model_fields.items():
-            default = info.get_default(call_default_factory=True)
-            shown = "null" if default is None else str(default).replace("'", '"')
-            meaning = describe(info).replace(" | ", ", ").replace("|", "\\|")
-            rows.append([f"`{name}`", f"`{shown}`", _limits(info), meaning])
-        parts.append(f"**`{section}`**: {model.__doc__}\n\n{markdown(['key', 'default', 'range', 'meaning'], rows, 4)}")
-    return "\n\n".join(parts)
-
-
-def _limits(info: Any) -> str:
-    """Range of a field, as pydantic has it: ``>= 0 and < 1``."""
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    found = [f"{signs[key]} {getattr(rule, key)}" for rule in info.metadata for key in signs if hasattr(rule, key)]
-    return f"`{' and '.join(found)}`" if found else ""
 
 
 def _number(name: str) -> int:

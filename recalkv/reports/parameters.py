@@ -1,0 +1,34 @@
+"""The parameters of ``params.yaml`` as a table of docs/pipeline.md."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from recalkv.params import Params
+from recalkv.presets import describe
+from recalkv.reports.tables import markdown
+
+__all__ = ["parameters"]
+
+
+def parameters() -> str:
+    """Every parameter of ``params.yaml``: its default, its range, its meaning."""
+    parts = []
+    for section, field in Params.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type) and issubclass(model, BaseModel)
+        rows = []
+        for name, info in model.model_fields.items():
+            default = info.get_default(call_default_factory=True)
+            shown = "null" if default is None else str(default).replace("'", '"')
+            meaning = describe(info).replace(" | ", ", ").replace("|", "\\|")
+            rows.append([f"`{name}`", f"`{shown}`", _limits(info), meaning])
+        parts.append(f"**`{section}`**: {model.__doc__}\n\n{markdown(['key', 'default', 'range', 'meaning'], rows, 4)}")
+    return "\n\n".join(parts)
+
+
+def _limits(info: Any) -> str:
+    """Range of a field, as pydantic has it: ``>= 0 and < 1``."""
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    found = [f"{signs[key]} {getattr(rule, key)}" for rule in info.metadata for key in signs if hasattr(rule, key)]
+    return f"`{' and '.join(found)}`" if found else ""
