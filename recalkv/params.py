@@ -48,7 +48,8 @@ class ModelParams(_Section):
 class _TextParams(_Section):
     text: str = Field(
         "embedded",
-        description="`embedded` (articles), embedded-news, embedded-code, wikitext2, ptb, c4, a hub id, or a file",
+        description="`embedded` (articles), embedded-news, embedded-code, wikitext2, ptb, c4, ultrachat, a hub id, or "
+        "a file",
     )
     split: str = Field("train", description="split of the data set; ignored for local files")
     subset: str | None = Field(None, description="configuration name of a hub data set")
@@ -68,7 +69,7 @@ class CalibrationParams(_TextParams):
         ["embedded", "embedded-news", "embedded-code"],
         min_length=1,
         description="one or several texts, each of which gives as many windows: "
-        "embedded (articles), embedded-news, embedded-code, wikitext2, ptb, c4, a hub id, or a file",
+        "embedded (articles), embedded-news, embedded-code, wikitext2, ptb, c4, ultrachat, a hub id, or a file",
     )
     samples: int = Field(32, ge=1, description="token windows")
     length: int = Field(1024, ge=2, description="tokens per window")

@@ -77,6 +77,22 @@ def test_rows_of_packed_latents_count_their_bytes() -> None:
     assert grown == layer.key_rows.row_bytes + layer.value_rows.row_bytes
 
 
+def test_work_of_chained_latents_is_that_of_what_keys_read_and_of_their_feedback() -> None:
+    _, compressed, _ = pair("llama-gqa", method="loss-aware", bits="mixed", ratio=0.75)
+    layer = compressed.model.layers[0].self_attn
+    work, longer = (step_work(layer, context, 1) for context in (10, 11))
+    reach, heads = layer.spec.key_reach, layer.key_heads
+    rebuilt = sum(own * size * 8 for own, size in zip(reach, heads, strict=True))
+    contexts = 2 * sum(rank * size for rank, size in zip(layer.value_ranks, heads, strict=True))
+    assert longer.flops - work.flops == 2 * (rebuilt + 48 + contexts)
+    told = sum(factor.numel() for factor in layer.feedback.factors())
+    once = 2 * 48 * 48 + 48 * sum(layer.key_ranks) + (0 if layer.fused else contexts * 8) + told
+    assert told and work.flops == 2 * (once + 10 * (rebuilt + 48 + contexts))
+    unread = sum((rank - own) * size * 8 for rank, own, size in zip(layer.key_ranks, reach, heads, strict=True))
+    whole = sum(parameter.nbytes for parameter in layer.parameters()) + 11 * layer.key_rows.row_bytes + 4 * 2 * 48
+    assert unread and work.bytes == whole - 4 * unread
+
+
 CASES = [
     ("llama-gqa", {}),
     ("llama3-rope", {"method": "loss-aware"}),

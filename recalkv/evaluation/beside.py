@@ -300,7 +300,9 @@ def _digits(scores: Tensor | None, wanted: NeedleParams) -> dict[str, Any]:
     for length, own, each in zip(wanted.lengths, digits, prompts, strict=True):
         depths = {f"{depth:g}": float(own[:, place].mean()) for place, depth in enumerate(wanted.depths)}
         lengths[str(length)] = {"found": float(each.mean()), "standard_error": _error(each), "depths": depths}
-    return {"found": float(prompts.mean()), "standard_error": _error(prompts.flatten()), "lengths": lengths}
+    # What lengths differ by is no error of theirs.
+    errors = torch.tensor([_error(each) for each in prompts])
+    return {"found": float(prompts.mean()), "standard_error": float(errors.norm() / len(errors)), "lengths": lengths}
 
 
 def _error(values: Tensor) -> float:

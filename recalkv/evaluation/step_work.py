@@ -46,12 +46,15 @@ def step_work(attention: Any, context: int, batch: int) -> StepWork:
     sizes = AttentionGeometry.from_config(attention.config)
     queries = sizes.heads * sizes.head_dim
     products = sum(each.weight.numel() for each in attention.modules() if isinstance(each, nn.Linear))
+    unread = 0
     if isinstance(attention, LatentAttention):
         row, per_token, once = _latent_work(attention, queries, element)
         products += once
+        # Rows of latents that keys do not read.
+        unread = sum(up[reach:].nbytes for reach, up in zip(attention.spec.key_reach, attention.key_up, strict=True))
     else:
         row, per_token = 2 * sizes.kv_width * element, 2 * queries
-    weights = sum(parameter.nbytes for parameter in attention.parameters())
+    weights = sum(parameter.nbytes for parameter in attention.parameters()) - unread
     moved = weights + batch * ((context + 1) * row + 2 * sizes.hidden * element)
     return StepWork(moved, 2 * batch * (products + context * per_token))
 
@@ -59,10 +62,11 @@ def step_work(attention: Any, context: int, batch: int) -> StepWork:
 def _latent_work(layer: LatentAttention, queries: int, element: int) -> tuple[int, int, int]:
     """Bytes of a cached row, and multiplications per cached token and per step."""
     row = layer.spec.cached_bytes(element)
-    rebuilt = sum(up.numel() for up in layer.key_up)
+    rebuilt = sum(reach * up.shape[1] for reach, up in zip(layer.spec.key_reach, layer.key_up, strict=True))
+    told = 0 if layer.feedback is None else sum(factor.numel() for factor in layer.feedback.factors())
     if not layer.over_latents(1, 1, None) and not layer.fused:
         assert layer.value_up is not None
-        return row, rebuilt + sum(up.numel() for up in layer.value_up) + 2 * queries, 0
+        return row, rebuilt + sum(up.numel() for up in layer.value_up) + 2 * queries, told
     groups = zip(layer.value_ranks, layer.value_heads, strict=True)
     contexts = sum(rank * heads for rank, heads in groups) * layer.num_key_value_groups
-    return row, rebuilt + queries + contexts, 0 if layer.fused else contexts * layer.head_dim
+    return row, rebuilt + queries + contexts, told + (0 if layer.fused else contexts * layer.head_dim)

@@ -16,7 +16,7 @@ FIGURES = "evaluation.json"
 
 _EXCESS, _KL, _TOP1, _DIGITS = 0.05, 0.1, 0.9, 0.1
 _CALIBRATION_TOKENS = 32 * 1024
-"""On text of the kind that is served, more has gained little (docs/method.md)."""
+"""Of the defaults, on which the method was tried."""
 
 
 def advice(figures: Mapping[str, Any], spec: LatentSpec) -> list[str]:

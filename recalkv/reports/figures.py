@@ -37,7 +37,6 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "attention": (tables.attention, ("latency",)),
     "cache-sizes": (tables.cache_sizes, ("scale/cache_sizes",)),
     "dense-beside-compressed": (tables.dense_beside_compressed, ("metrics", "latency")),
-    "frontier": (tables.frontier, ("frontier",)),
     "grid": (tables.grid, ("grids/{}",)),
     "methods": (tables.methods, ("comparison",)),
     "needle": (tables.needle, ("suites/needle",)),
