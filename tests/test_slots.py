@@ -126,7 +126,7 @@ def test_single_tokens_on_a_gpu_and_compiled_models_are_not_looked_at(monkeypatc
     step(7)
     step(1)
     assert seen == [7, 1]
-    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
     step(1)
     step(2)
     assert seen == [7, 1, 2]

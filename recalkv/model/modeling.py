@@ -126,7 +126,7 @@ def _check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "a QuantizedCache would round latents again, or packed rows; latents are quantised when a model is "
             "compressed: leave out cache_implementation, or compress to fewer bits (compression.ratio)."
         )
-    if positions is None or (positions.is_cuda and positions.shape[-1] == 1):
+    if positions is None or (not positions.is_cpu and positions.shape[-1] == 1):
         return
     use_cache = kwargs.get("use_cache")
     if cache is not None or (model.config.use_cache if use_cache is None else use_cache):

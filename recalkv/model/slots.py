@@ -30,16 +30,14 @@ class SlotRotary:
     rotary
         The model's rotary module; None of a model without one, whose keys are not turned.
     half
-        Pairs of a head, ``d_h / 2``; where the module has fewer, the others are not turned. None for as many as it has.
+        Pairs of a head, ``d_h / 2``; where the module has fewer, the others are not turned.
     layer_type
         Of the layers, where the module has tables of its own for each type; else None.
     turning
         Whether keys are turned at all.
     """
 
-    def __init__(
-        self, rotary: nn.Module | None, half: int | None = None, layer_type: str | None = None, turning: bool = True
-    ) -> None:
+    def __init__(self, rotary: nn.Module | None, half: int, layer_type: str | None, turning: bool) -> None:
         self._rotary: Any = rotary
         self._half, self._layer_type, self._turning = half, layer_type, turning and rotary is not None
         # Tokens of the longest sequence, by which an engine fixes frequencies that depend on the length.
@@ -51,7 +49,7 @@ class SlotRotary:
     def inv_freq(self) -> Tensor:
         """Frequencies of the pairs, (d_h / 2,); 0 of those that are not turned."""
         found = self._own
-        return pad(found, (0, (self._half or len(found)) - len(found)))
+        return pad(found, (0, self._half - len(found)))
 
     @property
     def _own(self) -> Tensor:
@@ -69,7 +67,7 @@ class SlotRotary:
     @property
     def uniform(self) -> bool:
         """Whether frequencies are fixed, and the scaling is that of all pairs."""
-        partial = self._half is not None and len(self._own) < self._half
+        partial = len(self._own) < self._half
         return not self._switches and not (partial and self.attention_scaling != 1.0)
 
     @property
@@ -113,8 +111,7 @@ class SlotRotary:
 
     def widened(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Tables of the model's, (batch, tokens, columns), as those of whole heads in LLaMA's order."""
-        pairs = len(self._own)
-        half = self._half or pairs
+        pairs, half = len(self._own), self._half
         if rope[0].shape[-1] == 2 * half == 2 * pairs:
             return rope
         # No turn: cos 1, sin 0.
