@@ -21,7 +21,7 @@ from recalkv.model.families import AttentionGeometry
 from recalkv.model.random_models import random_latent
 from recalkv.model.sizes import ModelSizes
 
-__all__ = ["step_launches"]
+__all__ = ["Operations", "step_launches"]
 
 _CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ _FREE = {
 }  # fmt: skip
 
 
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     """Counts operations by name, views and allocations apart."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def step_launches(
     rope = model.model.rotary_emb(token, torch.tensor([[80]], device=device))
     # Tables are made once, not at every step.
     for _ in range(2):
-        with _Operations() as operations, _kernel_launches(operations.counts):
+        with Operations() as operations, _kernel_launches(operations.counts):
             layer(token, rope, mask, past_key_values=cache)
     return +operations.counts
 

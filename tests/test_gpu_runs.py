@@ -9,18 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache
 
+from benchmarks.decode_launches import Operations
 from benchmarks.gpu import kernels, models, smoke
-from benchmarks.gpu.kernels import DenseStep, fastest
+from benchmarks.gpu.kernels import DenseStep, Latents, fastest, signed
 from benchmarks.gpu.packages import unpack_missing
 from benchmarks.gpu.page import write_page
 from benchmarks.gpu.runner import Setting, run
-from benchmarks.gpu.shapes import GEOMETRIES, sizes_of
+from benchmarks.gpu.shapes import DEFAULT, GEOMETRIES, KINDS, LAYOUTS, dense_model
 from recalkv.evaluation.step_caches import FullCache
-from recalkv.model.random_models import random_dense
+from recalkv.method.methods import resolve_method
+from recalkv.params import CompressionParams
+
+# What they share is made once, and not by every worker.
+pytestmark = pytest.mark.xdist_group("gpu_runs")
 
 ROOT = Path(__file__).resolve().parent.parent
+CPU = Setting("cpu")
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -116,8 +123,8 @@ def test_dry_run_measures_everything(dry: Path) -> None:
     ways = {each["kind"]: each["attention"] for each in lines["models"] if each.get("what") == "decode"}
     assert ways == {
         "dense": "torch's choice",
+        DEFAULT[1]: "kernels, two passes",
         "16 bits, 70 %": "kernels, one pass",
-        "mixed, 75 %": "kernels, two passes",
     }
     stages = [each["stage"] for each in lines["models"] if each.get("what") == "compress"]
     assert stages == ["whiten", "fisher", "reorder", "factorize", "calibrate", "assemble"]
@@ -134,14 +141,16 @@ def test_page_of_a_whole_run(dry: Path) -> None:
     write_page(dry)
     page = (dry / "README.md").read_text()
     assert "Nothing.\n" in page and (dry / "speed.png").exists()
-    assert page.count("| llama-3.1-8b | 40 | 1 | joint s=2 | 16 bits, 70 % | one pass |") == 1
+    for latents in ("joint s=2 | 16 bits, 70 % | one pass", "joint s=4 | chained, 75 %, window 32 | two passes"):
+        assert page.count(f"| llama-3.1-8b | 40 | 1 | {latents} |") == 1
+    assert page.count("| llama-3.1-8b | joint s=4 | chained, 75 %, window 32 | 40 | 1 |") == 1
     for section in ("Smoke", "One attention module, one token", "Whole models, decoding by CUDA graphs", "Compression"):
         assert f"## {section}" in page
 
 
 def test_what_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And does not take other ways of the same latents with it."""
-    latents, told = kernels.Latents("llama-3.1-8b", "joint s=2", "16 bits, 70 %"), []
+    latents, told = Latents("llama-3.1-8b", "joint s=2", "16 bits, 70 %"), []
 
     def measure(each: Any, *_: Any) -> bool:
         if each.way == "two passes":
@@ -152,7 +161,7 @@ def test_what_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_measure_way", measure)
     monkeypatch.setattr(kernels, "_broken", set())
     for context in (40, 50):
-        kernels._measure(latents, context, 1, Setting("cpu"), lambda **record: told.append(record))
+        kernels._measure(latents, context, 1, CPU, lambda **record: told.append(record))
     assert told[0]["what"] == "wrong" and "RuntimeError: out of resource" in told[0]["failed"][0]
     assert told[1] == told[3] == ("measured", "one pass")
     assert (told[2]["what"], told[2]["way"], told[2]["context"]) == ("failed before", "two passes", 50)
@@ -178,28 +187,102 @@ def test_what_a_gpu_is_asked_for() -> None:
         assert len(set(names)) == len(names)
     names = [step.name for step in kernels.steps(gpu)]
     latents = [name for name in names if name.startswith("latent")]
-    assert len(latents) == 3 * 3 * 4 * 4 * 2 and len(GEOMETRIES) == 3
+    assert len(latents) == 3 * (3 * 4 + 1) * 4 * 2 and len(GEOMETRIES) == 3
     assert len([name for name in names if name.startswith("dense")]) == 3 * 4 * 2
-    first = {", ".join(name.split(", ")[1:5]) for name in latents[:12]}
-    assert first == {f"{name}, joint s=2, 16 bits, 70 %" for name in ("llama-2-7b", "llama-3.1-8b")}
+    first = {", ".join(name.split(", ")[1:-2]) for name in latents[:24]}
+    assert first == {
+        f"{name}, {each}"
+        for name in ("llama-2-7b", "llama-3.1-8b")
+        for each in ("joint s=2, 16 bits, 70 %", "joint s=4, chained, 75 %, window 32")
+    }
     for name in latents:
         geometry, context, batch = (name.split(", ")[place] for place in (1, -2, -1))
         assert names.index(f"dense, {geometry}, {context}, {batch}") < names.index(name)
     assert not kernels.steps(Setting("none")) and not models.steps(Setting("none"))
     assert [step.name for step in smoke.steps(Setting("none"))][2:] == ["interpreter", "compile gate"]
+    assert models.steps(gpu)[1].name == "decode, llama-3.1-8b, chained, 75 %, window 32"
+    names = [step.name for step in smoke.steps(gpu)]
+    assert names[names.index("kernels, packed") + 1] == "packing, compiled"
+    sanitised = [name for name in names if name.startswith("sanitiser")]
+    assert sanitised[-1] == "sanitiser, test_rows_of_a_chain and bfloat16"
+    assert names.index("all kernel tests, compiled") < names.index(sanitised[0])
+
+
+def test_the_default_checkpoint_is_measured() -> None:
+    """Chained latents of groups of four, behind a window: with the defaults' branches of the kernels."""
+    method, kind = resolve_method(CompressionParams()), KINDS[DEFAULT[1]]
+    assert method.chain and method.joint and method.bits == "mixed"
+    assert (kind.ratio, kind.window) == (method.ratio, method.exact_window)
+    assert LAYOUTS[DEFAULT[0]].group_size == method.group_size
+    layer, _, _ = Latents("llama-3.1-8b", *DEFAULT).layer(CPU)
+    (tables,), (reach,) = layer._packing, layer.spec.key_reach
+    assert tables.chained and reach < layer.key_ranks[0] and layer.exact_window == kind.window
+    assert layer.key_bias is not None and all(factor.any() for factor in layer.feedback.factors())
+
+
+@pytest.mark.parametrize(("geometry", "theta"), [("llama-2-7b", 1e4), ("llama-3.1-8b", 5e5), ("qwen3-8b", 1e6)])
+def test_rope_is_the_geometrys(geometry: str, theta: float) -> None:
+    """How many functions of the place one pass multiplies with hangs on it."""
+    latent = Latents(geometry, "joint s=2", "16 bits, 70 %").layer(CPU)[2]
+    expected = theta ** (-torch.arange(0, 128, 2).double() / 128)
+    for rotary in (latent, dense_model(geometry, CPU).model.rotary_emb):
+        torch.testing.assert_close(rotary.inv_freq.double(), expected, rtol=1e-5, atol=0)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_dense_baseline_is_the_dense_layer(geometry: str) -> None:
-    model = random_dense(sizes_of(geometry, tiny=True), torch.device("cpu"), torch.float32)
+    model = dense_model(geometry, CPU)
     layer, states = model.model.layers[0].self_attn, torch.randn(2, 9, 32)
+    for name in ("q_norm", "k_norm"):
+        if hasattr(layer, name):
+            nn.init.normal_(getattr(layer, name).weight)
     cache, places = DynamicCache(), torch.arange(9)[None]
     expected = layer(states, model.model.rotary_emb(states, places), None, past_key_values=cache)[0][:, -1:]
     full = FullCache(cache.layers[0].keys, cache.layers[0].values)
-    rope = model.model.rotary_emb(states, places[:, -1:])
+    rope = signed(model.model.rotary_emb(states, places[:, -1:]))
     for packed in (False, True):
-        torch.testing.assert_close(DenseStep(layer, full, packed)(states[:, -1:], rope), expected)
+        with Operations() as operations:
+            output, _ = DenseStep(layer, packed)(states[:, -1:], rope, full)
+        torch.testing.assert_close(output, expected)
+        if "llama" in geometry:
+            # Two products, three of RoPE, two copies into the cache, attention, and the weights together, once.
+            assert operations.counts.total() == 9, operations.counts
+
+
+def test_what_a_sweep_times_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what does not fit is left out."""
+    latents, told = Latents("llama-3.1-8b", "joint s=1", "16 bits, 70 %", "two passes"), []
+    for calls, what in (([lambda: torch.zeros(1, 1, 1)], ["not served"] * 2), ([], [])):
+        given = calls, 1, lambda: torch.ones(1, 1, 1)
+        monkeypatch.setattr(Latents, "calls", lambda *_, given=given: given)
+        kernels._sweep(latents, 40, CPU, lambda **record: told.append(record))
+        assert [each["what"] for each in told] == what and all(each["tile"] for each in told)
+        told.clear()
+
+
+def test_profiles_go_over_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One alone would stay in the level-2 cache."""
+    called, told = [], []
+    calls = [lambda number=number: called.append(number) or torch.ones(9).exp() for number in range(3)]
+    monkeypatch.setattr(Latents, "calls", lambda *_: (calls, 1, None))
+    kernels._profile(Latents("llama-3.1-8b", "joint s=2", "16 bits, 70 %"), 40, CPU, lambda **each: told.append(each))
+    assert called == [0, 0, 1, 2] and told[0]["us_of"]
+
+
+def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every kind of latents once, and what fails is on the page."""
+    taken: list[tuple[Latents, int]] = []
+    monkeypatch.setattr(Latents, "calls", lambda self, *given: taken.append((self, given[2])) or ([], 0, None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for number in range(4):
+        kernels.compile_share(number, 4)
+    assert len(set(taken)) == len(taken) and {batch for _, batch in taken} == {1}
+    assert {latents.words[:3] for latents, _ in taken} == {each.words for each in kernels._everything()}
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(sys, "executable", "false")
+    kernels._compile_ahead(CPU, lambda **record: told.append(record))
+    assert len(told[0]["failed"]) == told[0]["processes"]
 
 
 def test_no_backend_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

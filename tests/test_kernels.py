@@ -570,7 +570,8 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_auto_trusts_the_kernels_after_a_trial(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.compressed_pair("llama-gqa", **settings)[1].to(DEVICE)
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    model = tiny.compressed_pair("llama-gqa", **settings)[1].to(DEVICE, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         use_kernels(model, "auto")
@@ -578,7 +579,7 @@ def test_auto_trusts_the_kernels_after_a_trial(settings: dict[str, Any], monkeyp
     assert isinstance(layer, KernelAttention)
     right = module.KernelAttention._attend
     for wrong, message in (
-        (lambda *args: right(*args) * 1.01, r"a trial step by the kernels was off by .*e-0\d of"),
+        (lambda *args: right(*args) * 1.1, r"a trial step by the kernels was off by .*e-0\d of"),
         (lambda *args: right(*args) * torch.nan, "a trial step by the kernels was off by nan"),
         (lambda *args: 1 / 0, r"a trial step by the kernels failed \(ZeroDivisionError: division by zero\)"),
     ):
@@ -586,6 +587,26 @@ def test_auto_trusts_the_kernels_after_a_trial(settings: dict[str, Any], monkeyp
         with pytest.warns(UserWarning, match=message):
             use_kernels(model, "auto")
         assert type(layer) is LatentAttention
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "slow"),
+    [("cuda", torch.float32, True), ("cuda", torch.bfloat16, False), ("cpu", torch.float32, False)],
+)
+def test_auto_leaves_float32_on_a_gpu_to_torch(
+    device: str, dtype: torch.dtype, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = module.why_not_best(torch.device(device), dtype)
+    assert reason == ("float32 has no tensor cores here" if slow else None)
+    model = tiny.compressed_pair("llama-gqa", method="loss-aware")[1].to(DEVICE)
+    monkeypatch.setattr(module, "why_not_best", lambda *_: reason)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        use_kernels(model, "auto")
+    assert [str(each.message) for each in told] == ([f"decoding in plain torch: {reason}."] if slow else [])
+    assert isinstance(model.model.layers[0].self_attn, KernelAttention) != slow
+    use_kernels(model, "triton")
+    assert isinstance(model.model.layers[0].self_attn, KernelAttention)
 
 
 # --- through a table of blocks ---------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from recalkv.cache.codebooks import CODES
 from recalkv.cache.rows import RowLayout, Segment
-from recalkv.kernels import packing
-from recalkv.kernels.module import MAX_PACKED, KernelAttention, use_kernels
+from recalkv.kernels import module, packing
+from recalkv.kernels.module import KernelAttention, use_kernels
 from recalkv.kernels.packing import BLOCK, PackingTables
 from recalkv.model.attention import LatentAttention
 from recalkv.model.chained import ChainedRows
@@ -91,14 +91,18 @@ def test_few_tokens_of_a_model_take_one_launch_for_each_latent(
             return kernel[grid]
 
     monkeypatch.setattr(packing, "pack_kernel", Counting())
-    for tokens in (1, MAX_PACKED, MAX_PACKED + 1):
+    assert module.MAX_CHAINED < module.MAX_PACKED
+    monkeypatch.setattr(module, "MAX_CHAINED", 3)
+    monkeypatch.setattr(module, "MAX_PACKED", 5)
+    most = 5 if layer.feedback is None else 3
+    for tokens in (1, most, most + 1):
         launches.clear()
         states = random(1, tokens, model.config.hidden_size)
         _, *latents = layer._latents(states)
         found, expected = layer._rows(*latents), LatentAttention._rows(layer, *latents)
         for one, other in zip(found, expected, strict=True):
             assert_same_codes(one, other)
-        assert launches == ([tokens] * (1 if layer.joint else 2) if tokens <= MAX_PACKED else [])
+        assert launches == ([tokens] * (1 if layer.joint else 2) if tokens <= most else [])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,9 @@ def test_few_tokens_of_a_model_take_one_launch_for_each_latent(
     ],
 )
 def test_a_kernel_that_packs_wrongly_is_not_trusted(wrong: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.compressed_pair("llama-gqa", **SETTINGS[0])[1].to(DEVICE)
+    # On a GPU float32 is left to plain torch.
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    model = tiny.compressed_pair("llama-gqa", **SETTINGS[0])[1].to(DEVICE, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         use_kernels(model, "auto")

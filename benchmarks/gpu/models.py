@@ -12,85 +12,84 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.kernels import counted, dense_parts, fastest, latent_parts, per_token
+from benchmarks.gpu.kernels import (
+    DenseStep,
+    counted,
+    dense_parts,
+    dense_ways,
+    exact_part,
+    fastest,
+    latent_parts,
+    per_token,
+    signed,
+)
 from benchmarks.gpu.runner import Emit, Setting, Step
-from benchmarks.gpu.shapes import KINDS, LAYOUTS, filled, latent_model, sizes_of
+from benchmarks.gpu.shapes import DEFAULT, dense_model, filled, latent_model, sizes_of
 from recalkv.evaluation.decoding import largest
 from recalkv.evaluation.resources import forget_peak, now, peak_device_mib, peak_resident_mib
-from recalkv.evaluation.step_caches import FullCache
 from recalkv.evaluation.timing import time_calls
 from recalkv.kernels.module import use_kernels
-from recalkv.model.random_models import random_dense
 
 __all__ = ["steps"]
 
-LAYOUT = "joint s=2"
+LATENTS = {kind: layout for layout, kind in (("joint s=2", "16 bits, 70 %"), DEFAULT)}
+"""Layout of each kind."""
 CONTEXT = 8192
 PLACES = ((8192, 1), (32768, 1), (8192, 32), (32768, 8))
 SAMPLES, LENGTH = 32, 2048
 
 
-class _FullCaches:
-    """A :class:`FullCache` of every layer."""
-
-    def __init__(self, layers: list[FullCache]) -> None:
-        self._layers = layers
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        return self._layers[layer].update(keys, values, layer)
-
-    def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
-        return self._layers[layer].get_mask_sizes(queries, layer)
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return self._layers[layer].get_seq_length()
-
-
-def _decoder(model: Any, parts: Sequence[Sequence[Tensor]], batch: int, context: int) -> Callable[[], Tensor]:
+def _decoder(
+    model: Any, parts: Sequence[Tensor], recent: Tensor | None, batch: int, context: int
+) -> Callable[[], Tensor]:
     """A step of greedy decoding: the next token of every sequence, (batch, 1)."""
-    caches: Any = _FullCaches([filled(own, batch, context) for own in parts])
     inner, device = model.model, model.device
+    caches = [filled(parts, batch, context, recent) for _ in inner.layers]
     token = torch.ones(batch, 1, dtype=torch.int64, device=device)
     places = torch.full((batch, 1), context - 1, device=device)
+    dense = isinstance(inner.layers[0].self_attn, DenseStep)
 
     def step() -> Tensor:
         states = inner.embed_tokens(token)
         rope = inner.rotary_emb(states, places)
-        for layer in inner.layers:
-            states = layer(states, position_embeddings=rope, past_key_values=caches)
+        rope = signed(rope) if dense else rope
+        for layer, cache in zip(inner.layers, caches, strict=True):
+            states = layer(states, position_embeddings=rope, past_key_values=cache)
         logits: Tensor = model.lm_head(inner.norm(states))
         return token.copy_(logits[:, -1].argmax(dim=-1, keepdim=True))
 
     return step
 
 
-def _seconds(model: Any, parts: Sequence[Sequence[Tensor]], batch: int, context: int, repeats: int) -> float:
-    step = _decoder(model, parts, batch, context)
-    return time_calls([step], model.device, repeats).median
-
-
 def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
-    sizes, config = sizes_of(geometry, setting.tiny), {"geometry": geometry, "kind": kind}
-    start = now(setting.device)
+    shape, config = sizes_of(geometry, setting.tiny).attention, {"geometry": geometry, "kind": kind}
+    start, recent = now(setting.device), None
     if kind == "dense":
-        model = random_dense(sizes, setting.device, setting.dtype, whole=True)
-        parts = [dense_parts(sizes.attention, setting)] * sizes.attention.layers
+        model, parts = dense_model(geometry, setting, whole=True), dense_parts(shape, setting)
+        for layer in model.model.layers:
+            layer.self_attn = DenseStep(layer.self_attn)
     else:
-        model = latent_model(sizes, LAYOUTS[LAYOUT], KINDS[kind], setting.device, setting.dtype, whole=True)
-        use_kernels(model, "triton")
-        parts = [latent_parts(model.model.layers[0].self_attn, setting)] * sizes.attention.layers
-        config["layout"] = LAYOUT
-    emit(what="built", seconds=now(setting.device) - start, bytes_per_token=sum(map(per_token, parts)), **config)
+        model = use_kernels(latent_model(geometry, LATENTS[kind], kind, setting, whole=True), "triton")
+        first = model.model.layers[0].self_attn
+        parts, recent = latent_parts(first, setting), exact_part(first, setting)
+        config["layout"] = LATENTS[kind]
+    per_layer = per_token(parts)
+    emit(what="built", seconds=now(setting.device) - start, bytes_per_token=shape.layers * per_layer, **config)
     repeats, device = 1 if setting.tiny else 4, setting.device
 
+    def once(batch: int, context: int, repeats: int = repeats) -> float:
+        return time_calls([_decoder(model, parts, recent, batch, context)], device, repeats).median
+
     def timed(batch: int, context: int) -> tuple[float | None, str]:
-        def once() -> float:
-            return _seconds(model, parts, batch, context, repeats)
+        def dense(packed: bool) -> float:
+            for layer in model.model.layers:
+                layer.self_attn.packed = packed
+            return once(batch, context)
 
         if kind == "dense":
-            return fastest({"": once}, setting)
+            return fastest(dense_ways(shape, dense), setting)
         with counted("latent_attention") as by_kernels, counted("joint_attention") as in_one_pass:
-            seconds = once()
+            seconds = once(batch, context)
         if not by_kernels:
             raise RuntimeError("no step was taken by the kernels")
         return seconds, "kernels, one pass" if in_one_pass else "kernels, two passes"
@@ -109,7 +108,7 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
 
         def fits(batch: int) -> bool:
             try:
-                _seconds(model, parts, batch, CONTEXT, 1)
+                once(batch, CONTEXT, 1)
                 return True
             except torch.OutOfMemoryError:
                 return False
@@ -144,7 +143,7 @@ def _compress(geometry: str, setting: Setting, emit: Emit) -> None:
 
     device, sizes = setting.device, sizes_of(geometry, setting.tiny)
     samples, length = (4, 16) if setting.tiny else (SAMPLES, LENGTH)
-    model = random_dense(sizes, device, setting.dtype, whole=True)
+    model = dense_model(geometry, setting, whole=True)
     calibration = CalibrationParams(samples=samples, length=length, precision=resolve_precision("auto", device))
     parameters = CompressionParams()
     config = {"geometry": geometry, "samples": samples, "length": length, "ratio": parameters.ratio,
@@ -180,7 +179,7 @@ def steps(setting: Setting) -> list[Step]:
     """In order of worth."""
     if setting.kind == "none":
         return []
-    kinds = ("dense", "16 bits, 70 %", "mixed, 75 %")
+    kinds = ("dense", DEFAULT[1], "16 bits, 70 %")
 
     def decode(geometry: str, kind: str) -> Step:
         return Step(f"decode, {geometry}, {kind}", functools.partial(_decode, geometry, kind), 120.0)
@@ -189,4 +188,4 @@ def steps(setting: Setting) -> list[Step]:
     if setting.tiny:
         return [*(decode("llama-3.1-8b", kind) for kind in kinds), compress]
     first, second = ([decode(name, kind) for kind in kinds] for name in ("llama-3.1-8b", "llama-2-7b"))
-    return [*first[:2], compress, first[2], *second]
+    return [*first, compress, *second]

@@ -156,9 +156,10 @@ def _order(each: Record) -> tuple[Any, ...]:
 def _models(records: list[Record]) -> list[str]:
     def row(each: Record) -> tuple[Any, ...]:
         rate = f"{each['tokens_per_s']:,.1f}" if "tokens_per_s" in each else each.get("reason", "none")
-        return each["geometry"], each["kind"], f"{each['context']:,}", each["batch"], rate, each.get("attention", "")
+        latents, attention = each.get("layout", ""), each.get("attention", "")
+        return each["geometry"], latents, each["kind"], f"{each['context']:,}", each["batch"], rate, attention
 
-    head = ("model", "cached", "context", "batch", "tokens/s", "attention")
+    head = ("model", "latents", "cached", "context", "batch", "tokens/s", "attention")
     stages = [
         (each["geometry"], each.get("stage", "**all**"), f"{each['seconds']:.1f}",
          _gib(each.get("peak_mib")), _gib(each.get("host_peak_mib")))

@@ -110,9 +110,13 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def child(module: str, path: Path, first: int, end: float, cpu: bool) -> None:
     """Run the steps from number ``first`` on, in this process, as far as the time ``end`` allows."""
+    from recalkv.evaluation import timing
+
     setting = Setting.of(cpu)
     if setting.kind != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+        # Interpreted calls take seconds, and warm nothing.
+        timing._WARM_UP = 0
     write = functools.partial(_write, path, **machine(setting.device))
     for number, step in enumerate(_steps(module, setting)):
         if number < first or time.time() + step.seconds / 4 > end:

@@ -26,11 +26,12 @@ COMPILED = (
 )  # fmt: skip
 """Configurations of ``recalkv.kernels.compile_gate``: of every kernel one."""
 
-KERNEL_TESTS = "tests/test_gpu_kernels.py"
+KERNEL_TESTS, PACKING_TESTS = "tests/test_gpu_kernels.py", "tests/test_pack_kernel.py"
 SANITISED = (
-    "test_two_passes and gqa and separate and bfloat16",
-    "test_packed and mixed and gqa and separate and bfloat16",
-    "test_one_pass and gqa and 160 and bfloat16",
+    (KERNEL_TESTS, "test_two_passes and gqa and separate and bfloat16"),
+    (KERNEL_TESTS, "test_packed and mixed and gqa and separate and bfloat16"),
+    (KERNEL_TESTS, "test_one_pass and gqa and 160 and bfloat16"),
+    (PACKING_TESTS, "test_rows_of_a_chain and bfloat16"),
 )
 
 
@@ -56,7 +57,7 @@ def _ceilings(setting: Setting, emit: Emit) -> None:
     size, side = (1 << 16, 64) if setting.tiny else (1 << 31, 8192)
     source = torch.empty(size, dtype=torch.uint8, device=setting.device).random_()
     target = torch.empty_like(source)
-    time = functools.partial(time_calls, device=setting.device, repeats=10, graphed=False)
+    time = functools.partial(time_calls, device=setting.device, repeats=10)
     emit(what="copy", gb_per_s=2 * size / time([lambda: target.copy_(source)]).median / 1e9, bytes=size)
     half = torch.randn(2, side, side, device=setting.device).to(torch.bfloat16)
     seconds = time([lambda: half[0] @ half[1]]).median
@@ -97,13 +98,13 @@ def _tests(setting: Setting, emit: Emit, *arguments: str, before: tuple[str, ...
          failed=failed[:20])  # fmt: skip
 
 
-def _sanitise(names: str, setting: Setting, emit: Emit) -> None:
+def _sanitise(file: str, names: str, setting: Setting, emit: Emit) -> None:
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         emit(what="sanitiser", reason="compute-sanitizer is not here")
         return
     options = ("--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5")
-    _tests(setting, emit, KERNEL_TESTS, "-k", names, before=(tool, *options))
+    _tests(setting, emit, file, "-k", names, before=(tool, *options), marked=file == KERNEL_TESTS)
 
 
 def _compile_gate(setting: Setting, emit: Emit) -> None:
@@ -132,10 +133,11 @@ def steps(setting: Setting) -> list[Step]:
         Step("ceilings", _ceilings),
         *(tests(f"kernels, {way}", KERNEL_TESTS, "-k", way, *spread)
           for way in ("two_passes", "one_pass", "packed")),
+        tests("packing, compiled", PACKING_TESTS, *spread, marked=False),
         tests("kernels, compiled", KERNEL_TESTS, "-k", "compiled", *spread, seconds=240.0),
         tests("compression", "tests/test_gpu_compression.py", *spread, seconds=150.0),
-        *(Step(f"sanitiser, {names}", functools.partial(_sanitise, names), 90.0) for names in SANITISED),
-        tests("devices", "tests/test_numerics.py", "tests/test_refit.py", "tests/test_device_map.py", *spread),
         tests("all kernel tests, compiled", "tests/test_kernels.py", "tests/test_one_pass.py", *spread, seconds=180.0,
               marked=False),
+        *(Step(f"sanitiser, {names}", functools.partial(_sanitise, file, names), 90.0) for file, names in SANITISED),
+        tests("devices", "tests/test_numerics.py", "tests/test_refit.py", "tests/test_device_map.py", *spread),
     ]  # fmt: skip

@@ -26,8 +26,14 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HEAD_DIMS = range(2, 257, 2)
 _TRITON = (3, 6)
 
-MAX_PACKED = 64
-"""Most tokens that one launch packs: each reads the whole of F, which a prompt's tokens share in plain torch."""
+MAX_PACKED, MAX_CHAINED = 1024, 64
+"""Most tokens that one launch packs, and most of chained latents.
+
+A program takes one group of one token, and a GPU holds about a thousand: up to there a layer is as many rounds as it
+has groups, each of a few microseconds, as long as the dozens of operations of plain torch take to launch (an
+estimate). More are a prompt, which plain torch takes in wide pieces. Chained tokens each read the whole of F, which a
+prompt's share there.
+"""
 
 _PREPARED_SLOTS = 1 << 20
 """Slots up to which rotary tables are made beforehand: 8 MB at 128 dimensions of a head, once for all layers."""
@@ -157,10 +163,11 @@ class KernelAttention(LatentAttention):
         return [PackingTables(side, device) for side in sides]
 
     def _rows(self, z_k: Tensor, z_v: Tensor) -> tuple[Tensor, Tensor]:
-        """What is cached of latents; few tokens are packed by one launch."""
+        """What is cached of latents; those of decoding are packed by one launch."""
         tokens = z_k.shape[0] * z_k.shape[2]
         plain = torch.is_autocast_enabled(z_k.device.type) or (torch.compiler.is_compiling() and self._plan is None)
-        if self.key_rows is None or tokens > MAX_PACKED or plain:
+        many = tokens > MAX_PACKED or (self.feedback is not None and tokens > MAX_CHAINED)
+        if self.key_rows is None or plain or many:
             return super()._rows(z_k, z_v)
         self._layer_plan()
         keys, *values = self._packing
@@ -217,6 +224,12 @@ def why_not(model: nn.Module) -> str | None:
     return None
 
 
+def why_not_best(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why ``auto`` leaves the kernels alone where they could serve; None if it does not."""
+    # Products of float32 numbers, as exact as plain torch's, have more of them in hand than there are registers.
+    return "float32 has no tensor cores here" if device.type == "cuda" and dtype == torch.float32 else None
+
+
 def choose_kernels(model: Any, kernel: str) -> None:
     """:func:`use_kernels` for any model: dense ones are left alone, and ``auto`` without a GPU is torch, silently."""
     if is_compressed(model) and not (kernel == "auto" and model.device.type == "cpu"):
@@ -231,9 +244,9 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
     model
         A model of :mod:`recalkv.model.modeling`, on its device.
     kernel
-        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can and get a
-        trial step right (:mod:`recalkv.kernels.trial`), and says in one warning why not; ``torch`` goes back to plain
-        torch.
+        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can, get a
+        trial step right (:mod:`recalkv.kernels.trial`) and are not slow, as in float32 on a GPU, and says in one
+        warning why not; ``torch`` goes back to plain torch.
     int8
         In layers that cache 8-bit codes and nothing else (``compression.bits`` 8, ``exact_window`` 0), rebuild keys by
         products of 8-bit numbers: R_k is rounded to 8 bits with one scale per column
@@ -251,6 +264,10 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
         if kernel == "triton":
             raise ParameterError(f"kernel=triton cannot be used: {reason}. Use kernel=torch, or auto.")
         kernel = "torch"
+    elif kernel == "auto":
+        weight = next(module for module in model.modules() if isinstance(module, LatentAttention)).k_proj.weight
+        reason = why_not_best(weight.device, weight.dtype)
+        kernel = kernel if reason is None else "torch"
     _install(model, kernel, int8)
     if kernel == "auto":
         from recalkv.kernels.trial import why_wrong

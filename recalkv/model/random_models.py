@@ -33,11 +33,16 @@ _DENSE: dict[str, tuple[type, type]] = {
 
 
 def random_dense(
-    sizes: ModelSizes, device: torch.device, dtype: torch.dtype, seed: int = 0, whole: bool = False
+    sizes: ModelSizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    whole: bool = False,
+    rope_theta: float = 1e4,
 ) -> Any:
     """A dense model of one layer with a tiny MLP and vocabulary; or a ``whole`` one. Built on the device."""
     config_class, model_class = _DENSE[sizes.family]
-    return _built(model_class, config_class(**_content(sizes, whole)), device, dtype, seed)
+    return _built(model_class, config_class(**_content(sizes, whole, rope_theta)), device, dtype, seed)
 
 
 def random_latent(
@@ -48,8 +53,10 @@ def random_latent(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    bits: int | Sequence[Sequence[Segment]] = 16,
+    bits: int | Sequence[Sequence[Segment]] | LayerSpec = 16,
     whole: bool = False,
+    exact_window: int = 0,
+    rope_theta: float = 1e4,
 ) -> Any:
     """A compressed model of one layer, at uniform ranks in steps of 16, built on the device.
 
@@ -61,9 +68,14 @@ def random_latent(
         Key heads per group; values share a latent with them where ``joint``, else they all have one.
     bits
         Of a cached latent; below 16 the ranks stay, and the bytes are fewer than ``ratio`` says. Or the segments of
-        each group of keys and then of values, whose widths are the ranks whatever ``ratio`` says.
+        each group of keys and then of values, whose widths are the ranks whatever ``ratio`` says; or all that a layer
+        has, as chained latents need.
     whole
         All layers, MLPs and the vocabulary of ``sizes``, where one layer with tiny ones is not enough.
+    exact_window
+        Newest tokens that are read as they are, and not from packed rows.
+    rope_theta
+        Base of RoPE: how many functions of the place stand for the slow pairs, in one pass, hangs on it.
 
     Raises
     ------
@@ -74,7 +86,9 @@ def random_latent(
     shape = sizes.attention if whole else dataclasses.replace(sizes.attention, layers=1)
     groups = group_sizes(shape.kv_heads, group_size)
     value_group_size = group_size if joint else shape.kv_heads
-    if isinstance(bits, int):
+    if isinstance(bits, LayerSpec):
+        layer = bits
+    elif isinstance(bits, int):
         kept = (2 if joint else 1) * shape.head_dim * (1 - ratio)
         ranks = [_rank(heads * kept) for heads in groups]
         value_ranks = ranks if joint else [_rank(shape.kv_width * (1 - ratio))]
@@ -86,15 +100,19 @@ def random_latent(
         keys, values = ([list(unit) for unit in part] for part in (bits[: len(groups)], bits[len(groups) :]))
         ranks, value_ranks = ([sum(each.width for each in unit) for unit in part] for part in (keys, values or keys))
         layer = LayerSpec(ranks, value_ranks, joint, keys, values or None)
-    config = CONFIG_CLASSES[sizes.family](**_content(sizes, whole))
+    config = CONFIG_CLASSES[sizes.family](**_content(sizes, whole, rope_theta))
     config.recalkv = LatentSpec(
-        shape, [layer] * shape.layers, group_size, value_group_size, joint, qk_norm=sizes.family == "qwen3"
-    ).to_dict()
+        shape, [layer] * shape.layers, group_size, value_group_size, joint,
+        latents_centred=layer.quantised, exact_window=exact_window, qk_norm=sizes.family == "qwen3",
+    ).to_dict()  # fmt: skip
     model = _built(MODEL_CLASSES[sizes.family], config, device, dtype, seed)
     for decoder in model.model.layers:
         layer = decoder.self_attn
-        for up in (*layer.key_up, *layer.value_up):
-            nn.init.normal_(up, std=up.shape[0] ** -0.5)
+        feedback = [] if layer.feedback is None else layer.feedback.factors()
+        for factor in (*layer.key_up, *layer.value_up, *feedback):
+            nn.init.normal_(factor, std=factor.shape[0] ** -0.5)
+        for up, reach in zip(layer.key_up, layer.spec.key_reach, strict=True):
+            nn.init.zeros_(up[reach:])
         if joint and bits == 16 and layer.k_norm is None:
             for up in layer.key_up:
                 _write_gauge(up, layer.head_dim)
@@ -122,7 +140,7 @@ def _rank(wanted: float) -> int:
     return max(1, round(wanted)) if wanted < 32 else 16 * round(wanted / 16)
 
 
-def _content(sizes: ModelSizes, whole: bool) -> dict[str, Any]:
+def _content(sizes: ModelSizes, whole: bool, rope_theta: float) -> dict[str, Any]:
     shape = sizes.attention
     return {
         "hidden_size": shape.hidden,
@@ -133,6 +151,7 @@ def _content(sizes: ModelSizes, whole: bool) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "vocab_size": sizes.vocabulary if whole else 16,
         "max_position_embeddings": sizes.positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
         "tie_word_embeddings": sizes.tied,
         **({"sliding_window": None} if sizes.family == "mistral" else {}),
     }

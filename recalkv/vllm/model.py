@@ -26,7 +26,7 @@ from recalkv.kernels.launch import ALL_SLOTS
 from recalkv.kernels.module import KernelAttention, why_not
 from recalkv.kernels.rotary import TileRotary
 from recalkv.kernels.trial import why_wrong
-from recalkv.model.attention import Cached
+from recalkv.model.attention import Cached, LatentAttention
 from recalkv.model.cpu import compiled_loops
 from recalkv.model.families import attention_layers
 from recalkv.model.family import family_of
@@ -178,6 +178,9 @@ class ServedAttention(KernelAttention, AttentionLayerBase):
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
         """Called by vLLM once the weights are there: kernels are chosen before requests come."""
         _ = self.kernels
+
+    def _rows(self, z_k: Tensor, z_v: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._rows(z_k, z_v) if self.kernels else LatentAttention._rows(self, z_k, z_v)
 
     def _by_kernel(self, query: Tensor, cached: Cached, mask: Any) -> bool:
         return self.kernels and super()._by_kernel(query, cached, mask)

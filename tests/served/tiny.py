@@ -6,6 +6,7 @@ vLLM starts once, and prints a line of JSON for each.
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +75,7 @@ def without_16_bit_products() -> str:
     # Not before vLLM has looked over what is loaded, which stumbles over this.
     from llvmlite.binding import get_host_cpu_features
 
-    return str(get_host_cpu_features().flatten().replace("+avx512vnni", "-avx512vnni"))
+    return re.sub(r"\+(avx2|avx512|avxvnni|amx)", r"-\1", str(get_host_cpu_features().flatten()))
 
 
 def serve(names: Sequence[str], **options: Any) -> None:
