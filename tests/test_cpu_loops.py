@@ -625,16 +625,31 @@ def test_what_is_prepared_stays_out_of_copies(settings: dict[str, Any]) -> None:
         assert torch.equal(twin.generate(windows(1, 20), max_new_tokens=5, do_sample=False), expected)
 
 
-def test_threads_that_come_first_together_keep_what_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables that another thread's have replaced live as long as the addresses of them that a thread holds."""
-    layout = RowLayout([[Segment(9, 2, 8)]])
-    packing._arguments.cache_clear()
-    _, kept = packing._arguments(layout, True)
-    alive = [weakref.ref(each) for each in kept]
-    for cached in (packing._arguments, packing._across, coding, compiled_rows._books):
-        cached.cache_clear()
-    gc.collect()
-    assert all(each() is not None for each in alive)
+@pytest.mark.parametrize("chained", [False, True])
+def test_tables_that_another_thread_replaces_live_while_they_are_used(
+    chained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that come first make them twice, and the later ones take the place of those whose addresses are used."""
+    layer = copy.deepcopy(model_of("llama-gqa", **CASES["mixed"])).bfloat16().model.layers[0].self_attn
+    layout, chain, right = RowLayout(layer.spec.key_segments), layer.feedback if chained else None, packing.run
+    checked: list[bool] = []
+
+    def replaced(*given: Any) -> None:
+        used = [weakref.ref(each) for each in coding(layout)]
+        if chain is not None:
+            used += [weakref.ref(chain.loops.parts), *(weakref.ref(each) for each in chain.loops.kept)]
+            chain.loops = None
+        for cached in (packing._arguments, packing._across, coding, compiled_rows._books):
+            cached.cache_clear()
+        gc.collect()
+        checked.append(all(each() is not None for each in used))
+        right(*given)
+
+    monkeypatch.setattr(packing, "run", replaced)
+    rows = packed_rows(torch.randn(3, layout.width), layout, chain)
+    if chain is None:
+        unpacked_rows(rows, layout, torch.float32)
+    assert checked == [True] * (1 if chained else 2)
 
 
 @pytest.mark.parametrize("mode", ["gradients", "float16", "several queries", "compiled"])
