@@ -22,8 +22,9 @@ from recalkv.method.lowrank import LowRank
 from recalkv.model import attention
 from recalkv.model.cpu import halves, matrix_units, packing, plan
 from recalkv.model.cpu import rows as compiled_rows
-from recalkv.model.cpu.loops import LANES, exponentials, multiply, write_columns
+from recalkv.model.cpu.loops import LANES, exponentials
 from recalkv.model.cpu.packing import packed_rows, unpacked_rows
+from recalkv.model.cpu.products import columns_at, multiply, turned_at, write_columns
 from recalkv.model.cpu.rows import coding, read_rows
 from recalkv.model.cpu.threads import threads_of_torch
 from recalkv.model.identity import direct_columns, direct_pairs, gauge_pairs, independent_pairs
@@ -89,14 +90,43 @@ def test_rows_are_packed_as_by_torch(code: Code) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "inner", "columns"), [(1, 1, 1), (4, 16, 5), (9, 70, 33), (12, 31, 16), (7, 130, 112), (33, 48, 8)]
+    ("rows", "inner", "columns"),
+    [(1, 1, 1), (2, 7, 9), (3, 64, 70), (4, 16, 5), (5, 3, 47), (6, 65, 15), (9, 70, 33), (12, 31, 16), (33, 48, 8)],
 )
 def test_products(rows: int, inner: int, columns: int) -> None:
     generator = np.random.default_rng(0)
     left, right = (generator.standard_normal(shape, np.float32) for shape in ((rows, inner), (inner, columns)))
-    result = np.ones((rows, columns), np.float32)
-    multiply(left, right, result)
-    np.testing.assert_allclose(result, 1 + left.astype(float) @ right, rtol=1e-5, atol=1e-5)
+    whole = np.ones((rows, columns + 1), np.float32)
+    # What is asked for ahead changes nothing, and stops at its end.
+    ahead = np.array([left.ctypes.data, left.ctypes.data + left.nbytes, 3], np.int64)
+    multiply(left, right, whole[:, :columns], ahead)
+    np.testing.assert_allclose(whole[:, :columns], 1 + left.astype(float) @ right, rtol=1e-5, atol=1e-5)
+    assert (whole[:, columns] == 1).all(), "what stands behind stays"
+    assert left.ctypes.data < ahead[0] < left.ctypes.data + left.nbytes + 64
+
+
+@pytest.mark.parametrize(("rows", "pairs"), [(1, 1), (2, 8), (3, 32), (4, 17), (8, 5)])
+def test_scores_of_direct_pairs(rows: int, pairs: int) -> None:
+    """Of latents as they stand in a cache: what is beside them and behind the last one is not read."""
+    generator = np.random.default_rng(0)
+    slots, filled = 12, -(-pairs // LANES) * LANES
+    latents = np.full((slots, 3 + 2 * pairs), np.nan, np.float32)
+    latents[:, 3:] = generator.standard_normal((slots, 2 * pairs))
+    angles = generator.uniform(0, 6, (slots, pairs))
+    cos, sin = np.zeros((2, slots, filled), np.float32)
+    cos[:, :pairs], sin[:, :pairs] = np.cos(angles), np.sin(angles)
+    queries = np.zeros((rows, 2, filled), np.float32)
+    queries[:, :, :pairs] = generator.standard_normal((rows, 2, pairs))
+    scores = np.full((rows, slots + 1), 7, np.float32)
+    turned_at(
+        rows, slots, latents.ctypes.data + 12, latents.strides[0], pairs, cos.ctypes.data, sin.ctypes.data,
+        cos.strides[0], queries.ctypes.data, queries.strides[0], scores.ctypes.data, scores.strides[0],
+        np.zeros(3, np.int64),
+    )  # fmt: skip
+    keys = (latents[:, 3 : 3 + pairs] + 1j * latents[:, 3 + pairs :]) * np.exp(1j * angles)
+    given = queries[:, 0, :pairs] + 1j * queries[:, 1, :pairs]
+    np.testing.assert_allclose(scores[:, :slots], (given.conj() @ keys.T).real, rtol=1e-4, atol=1e-4)
+    assert (scores[:, slots] == 7).all()
 
 
 def test_rows_as_columns() -> None:
@@ -105,6 +135,11 @@ def test_rows_as_columns() -> None:
     write_columns(rows[:, :32], columns)
     np.testing.assert_array_equal(columns[:32, :48], rows[:, :32].T)
     assert np.all(columns[32] == 7) and np.all(columns[:, 48:] == 7)
+    # Any number from a vector on, of which none beyond are read.
+    rows[:, 21:], columns[:] = np.nan, 7
+    columns_at(16, 21, rows.ctypes.data, rows.strides[0], columns.ctypes.data, columns.strides[0])
+    np.testing.assert_array_equal(columns[:21, :16], rows[:16, :21].T)
+    assert np.all(columns[21:] == 7) and np.all(columns[:, 16:] == 7)
 
 
 def rounded(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

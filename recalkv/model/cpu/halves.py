@@ -17,7 +17,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from recalkv.model.cpu import matrix_units
-from recalkv.model.cpu.loops import FEATURES, LANES, bits_of, compiled, transpose
+from recalkv.model.cpu.loops import FEATURES, LANES, bits_of, compiled
+from recalkv.model.cpu.products import transpose
 
 __all__ = [
     "BFLOAT16",

@@ -36,16 +36,20 @@ class Keys(NamedTuple):
         :mod:`recalkv.model.cpu.matrix_units`; bfloat16 has no steps. Empty where products are float32.
     expanded_pairs, expanded_steps : (heads * vectors, >= slow, LANES) uint32, (heads, >= r) float32
         The second in 16 bits (:func:`recalkv.model.cpu.halves.pair_columns`).
-    fast_cos, fast_sin : (fast, tile), direct_cos, direct_sin : (direct, tile) float32
-        Turns of the rebuilt and the direct pairs.
+    fast_cos, fast_sin : (fast, tile) float32
+        Turns of the rebuilt pairs.
+    direct_cos, direct_sin : (tile, >= direct) float32
+        Turns of the direct pairs; with zeros up to whole vectors.
     functions : (any, tile) float32
         Of the expansion.
     coefficients_cos, coefficients_sin : (functions, slow) float32
         Of the expansion.
     bias : (heads, d_h) float32
         Added to keys; no rows where there is none.
-    fast_bias : (heads, 2 fast), direct_bias : (heads, 2 direct) float32
-        The bias of the rebuilt and of the direct columns; no rows where there is none.
+    fast_bias : (heads, 2 fast) float32
+        That of the rebuilt columns; no rows where there is none.
+    direct_bias : (heads, >= 2 direct, tile) float32
+        That of the direct pairs, turned: left halves, with zeros up to whole vectors, then right halves; or empty.
     norm : (d_h,) float32
         Weight of the keys' norm; empty where there is none.
     epsilon : (1,) float32
@@ -134,16 +138,30 @@ def group_keys(
     return Keys(
         numbers(fast), numbers(slow), numbers(direct), rebuilt, expanded, numbers([products]),
         *_rounded(rebuilt, expanded, products),
-        array(rope.cos[fast]), array(rope.sin[fast]), array(rope.cos[direct]), array(rope.sin[direct]),
+        array(rope.cos[fast]), array(rope.sin[fast]), _by_slots(rope.cos[direct]), _by_slots(rope.sin[direct]),
         array(functions), array(coefficients.real), array(coefficients.imag),
         array(biases),
         # A norm comes between the bias and the turns.
         array(by_half[..., fast].flatten(1) if norm is None else torch.zeros(0, head_dim)),
-        array(by_half[..., direct].flatten(1)),
+        _turned_bias(by_half[..., direct], rope.cos[direct], rope.sin[direct]),
         array(torch.zeros(0) if norm is None else norm[0].cpu()),
         np.array([0.0 if norm is None else norm[1]], np.float32),
         numbers([-(-_reach(up, head_dim, some)[-1] // LANES) * LANES for some in (fast, range(half))]),
     )  # fmt: skip
+
+
+def _by_slots(table: Tensor) -> np.ndarray:
+    """Turns of pairs, (pairs, tile), as (tile, >= pairs), filled up by zeros."""
+    rows: np.ndarray = pad(table.T, (0, -len(table) % LANES)).contiguous().numpy()
+    return rows
+
+
+def _turned_bias(bias: Tensor, cos: Tensor, sin: Tensor) -> np.ndarray:
+    """Turn a bias (heads, 2, pairs) by each slot's angles (pairs, tile): (heads, >= 2 pairs, tile), filled up by zeros."""
+    left, right = (half[..., None] for half in bias.unbind(1))
+    halves = torch.stack([left * cos - right * sin, right * cos + left * sin], dim=1)
+    turned: np.ndarray = pad(halves, (0, 0, 0, -len(cos) % LANES)).flatten(1, 2).contiguous().numpy()
+    return turned
 
 
 def _reach(up: Tensor, head_dim: int, pairs: Sequence[int]) -> tuple[int, ...]:

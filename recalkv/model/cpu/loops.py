@@ -1,4 +1,4 @@
-"""What the compiled loops share: how they are compiled, a matrix product, and the exponential function."""
+"""What the compiled loops share: how they are compiled, the exponential function, masks and sums of a softmax."""
 
 import contextlib
 import hashlib
@@ -20,6 +20,7 @@ __all__ = [
     "FEATURES",
     "LANES",
     "LEAST",
+    "LINE",
     "UNMASKED",
     "VECTOR",
     "bits_of",
@@ -28,12 +29,9 @@ __all__ = [
     "exponentials",
     "fetch",
     "masked",
-    "multiply",
     "nested",
     "power_of_two",
-    "transpose",
     "weighed",
-    "write_columns",
 ]
 
 # Sums may be taken in any order, which SIMD needs; infinities keep their meaning, as masks have them.
@@ -97,17 +95,9 @@ LANES = 16
 VECTOR = LANES if "+avx512f" in FEATURES else LANES // 2
 """Numbers of the vectors here."""
 
-_VECTORS = 4 if "+avx512f" in FEATURES else 2
-"""Vectors of columns in a block: with four rows, all sums still fit the registers."""
+_INT32, _NUMBER = ir.IntType(32), ir.FloatType()
 
-_INT32, _INT64, _NUMBER = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_NUMBERS, _LANES = ir.VectorType(_NUMBER, VECTOR), ir.VectorType(_INT32, VECTOR)
-_WORDS = ir.VectorType(_INT32, LANES)
-
-_BLOCK = 64
-"""Rows of the right matrix that are gone over for one block of columns: within the first cache."""
-
-_LINE = 64
+LINE = 64
 """Bytes of a cache line."""
 
 UNMASKED, BOOLEAN, ADDED = range(3)
@@ -122,133 +112,6 @@ _LEAST_POWER = np.float32(-126.0)
 # Taylor's coefficients of 2^x, enough for float32 on half a power to either side.
 _C1, _C2, _C3 = np.float32(0.6931471805599453), np.float32(0.24022650695910072), np.float32(0.05550410866482158)
 _C4, _C5, _C6 = np.float32(0.009618129107628477), np.float32(0.0013333558146428443), np.float32(0.00015403530393381608)
-
-
-def _block(rows: int, vectors: int) -> Any:
-    """Add so many rows times so many vectors of columns, whose sums stay in registers; by addresses and bytes a row."""
-
-    @intrinsic
-    def block(
-        context: Any, left: Any, left_row: Any, right: Any, right_row: Any, result: Any, result_row: Any, inner: Any
-    ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            left, left_row, right, right_row, result, result_row, inner = arguments
-
-            def place(address: Any, kind: Any, row: Any, width: Any, column: Any) -> Any:
-                row, column = (ir.Constant(_INT64, each) if isinstance(each, int) else each for each in (row, column))
-                offset = builder.add(builder.mul(row, width), builder.mul(column, ir.Constant(_INT64, 4)))
-                return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
-
-            places = {
-                (row, vector): place(result, _NUMBERS, row, result_row, VECTOR * vector)
-                for row in range(rows)
-                for vector in range(vectors)
-            }
-            sums = {
-                each: cgutils.alloca_once_value(builder, builder.load(there, align=4)) for each, there in places.items()
-            }
-            with cgutils.for_range(builder, inner) as loop:
-                own = [
-                    builder.load(place(right, _NUMBERS, loop.index, right_row, VECTOR * vector), align=4)
-                    for vector in range(vectors)
-                ]
-                for row in range(rows):
-                    one = builder.load(place(left, _NUMBER, row, left_row, loop.index))
-                    one = builder.insert_element(ir.Constant(_NUMBERS, ir.Undefined), one, ir.Constant(_INT32, 0))
-                    one = builder.shuffle_vector(one, one, ir.Constant(_LANES, None))
-                    for vector in range(vectors):
-                        total = sums[row, vector]
-                        product = builder.fmul(one, own[vector], flags=("contract",))
-                        builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
-            for each, there in places.items():
-                builder.store(builder.load(sums[each]), there, align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), generate
-
-    return block
-
-
-_1_by_1, _2_by_1, _3_by_1, _4_by_1 = (_block(rows, 1) for rows in (1, 2, 3, 4))
-_1_by_all, _2_by_all, _3_by_all, _4_by_all = (_block(rows, _VECTORS) for rows in (1, 2, 3, 4))
-
-
-@compiled
-def multiply(left, right, result):
-    """Add the product of (m, k) and (k, n) to (m, n), float32, rows contiguous: blocks of four rows at a time."""
-    rows, inner = left.shape
-    columns, whole = result.shape[1], result.shape[1] // VECTOR * VECTOR
-    blocks = (rows + 3) // 4
-    a, b, c = left.strides[0], right.strides[0], result.strides[0]
-    for start in range(0, inner, _BLOCK):
-        count, column = min(inner - start, _BLOCK), 0
-        while column < whole:
-            several = column + _VECTORS * VECTOR <= whole
-            at = right.ctypes.data + start * b + 4 * column
-            for number in range(blocks):
-                row, many = rows * number // blocks, rows * (number + 1) // blocks - rows * number // blocks
-                own, out = left.ctypes.data + row * a + 4 * start, result.ctypes.data + row * c + 4 * column
-                if several:
-                    if many == 4:
-                        _4_by_all(own, a, at, b, out, c, count)
-                    elif many == 3:
-                        _3_by_all(own, a, at, b, out, c, count)
-                    elif many == 2:
-                        _2_by_all(own, a, at, b, out, c, count)
-                    else:
-                        _1_by_all(own, a, at, b, out, c, count)
-                elif many == 4:
-                    _4_by_1(own, a, at, b, out, c, count)
-                elif many == 3:
-                    _3_by_1(own, a, at, b, out, c, count)
-                elif many == 2:
-                    _2_by_1(own, a, at, b, out, c, count)
-                else:
-                    _1_by_1(own, a, at, b, out, c, count)
-            column += _VECTORS * VECTOR if several else VECTOR
-    for row in range(rows):
-        for k in range(inner):
-            for column in range(whole, columns):
-                result[row, column] += left[row, k] * right[k, column]
-
-
-@intrinsic
-def transpose(context: Any, source: Any, step: Any, target: Any, target_step: Any) -> Any:
-    """Write 16 rows of 16 words of 32 bits, so many words from row to row, as 16 columns; by their addresses."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, step, target, target_step = arguments
-
-        def place(address: Any, row: int, width: Any) -> Any:
-            offset = builder.mul(width, ir.Constant(_INT64, 4 * row))
-            return builder.inttoptr(builder.add(address, offset), _WORDS.as_pointer())
-
-        def chosen(first: Any, second: Any, lanes: list[int]) -> Any:
-            return builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes))
-
-        rows = [builder.load(place(source, row, step), align=4) for row in range(LANES)]
-        for bit in (1, 2, 4, 8):
-            # Squares of this size change places across the diagonal.
-            upper = [lane + LANES - bit if lane & bit else lane for lane in range(LANES)]
-            lower = [lane + LANES if lane & bit else lane + bit for lane in range(LANES)]
-            for row in [row for row in range(LANES) if not row & bit]:
-                pair = rows[row], rows[row + bit]
-                rows[row], rows[row + bit] = chosen(*pair, upper), chosen(*pair, lower)
-        for number, row in enumerate(rows):
-            builder.store(row, place(target, number, target_step), align=4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
-
-
-@compiled
-def write_columns(rows, columns):
-    """Write rows (m, n) of float32 as columns (n, >= m), both numbers being multiples of :data:`LANES`."""
-    count, step, target_step = rows.shape[1], rows.strides[0] // 4, columns.strides[0] // 4
-    for row in range(0, len(rows), LANES):
-        source, target = rows.ctypes.data + 4 * row * step, columns.ctypes.data + 4 * row
-        for column in range(0, count, LANES):
-            transpose(source + 4 * column, step, target + 4 * column * target_step, target_step)
 
 
 @intrinsic
@@ -267,21 +130,21 @@ def _prefetch(context: Any, address: Any) -> Any:
 
 
 @nested
-def fetch(ahead, lines):
-    """Ask for some cache lines of memory that is to be read: more at once than a core can wait for would stall it.
+def fetch(ahead):
+    """Ask for some cache lines of memory that is to be read soon.
+
+    A core drops what is asked for while it waits for some twenty lines, so it is asked a few times in every microsecond.
 
     Parameters
     ----------
-    ahead : (2,) int64
-        Addresses of what is still to be asked for, and of its end; moves on.
-    lines
-        At most.
+    ahead : (3,) int64
+        Addresses of what is still to be asked for, and of its end; moves on. And how many lines to ask for.
     """
     place = ahead[0]
-    last = min(place + _LINE * lines, ahead[1])
+    last = min(place + LINE * ahead[2], ahead[1])
     while place < last:
         _prefetch(place)
-        place += _LINE
+        place += LINE
     ahead[0] = place
 
 

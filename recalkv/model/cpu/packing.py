@@ -14,7 +14,8 @@ from torch import Tensor
 
 from recalkv.cache.codebooks import CODES, GRID, STRETCH, words
 from recalkv.cache.rows import SCALE_STEPS, SCALE_ZERO, RowLayout
-from recalkv.model.cpu.loops import bits_of, called, multiply, nested, power_of_two
+from recalkv.model.cpu.loops import bits_of, called, nested, power_of_two
+from recalkv.model.cpu.products import multiply
 from recalkv.model.cpu.rows import BITS, GRID_OF, LATENTS, LEVELS, PLACE, SCALE, WIDTH, coding, coding_of, read_rows
 from recalkv.model.cpu.threads import (
     SIZES,
@@ -178,7 +179,8 @@ def _tell(part, given, memory, start, stride, coded, left, wanted):
             left[row, i] = given[row, first + i] - left[row, i]
     factor = array_at(part[_FACTOR], width * part[_STRIDE], np.float32).reshape(width, part[_STRIDE])
     behind = part[_END] - part[_LAST]
-    multiply(left[:count, :width], factor[:, :behind], wanted[:count, part[_LAST] : part[_END]])
+    wanted_here = wanted[:count, part[_LAST] : part[_END]]
+    multiply(left[:count, :width], factor[:, :behind], wanted_here, np.zeros(3, np.int64))
 
 
 @called

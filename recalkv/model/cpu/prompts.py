@@ -21,11 +21,10 @@ from recalkv.model.cpu.loops import (
     UNMASKED,
     called,
     masked,
-    multiply,
     nested,
     weighed,
-    write_columns,
 )
+from recalkv.model.cpu.products import multiply, write_columns
 from recalkv.model.cpu.scores import filled
 from recalkv.model.cpu.threads import (
     SIZES,
@@ -68,6 +67,8 @@ class _Block(NamedTuple):
         Sums of weights times values, the largest score, and the sum of weights, so far.
     turned, columns : (tile, >= d_h), (>= d_h, > tile) float32
         A tile's keys.
+    ahead : (3,) int64
+        Nothing is asked for ahead.
     """
 
     queries: np.ndarray
@@ -77,6 +78,7 @@ class _Block(NamedTuple):
     total: np.ndarray
     turned: np.ndarray
     columns: np.ndarray
+    ahead: np.ndarray
 
 
 class _Mask(NamedTuple):
@@ -163,7 +165,7 @@ def _attend_to(keys, values, rope, mask, slot, first, last, behind, ahead, alway
         unread = 0 if start < always else rows * max(0, start - ahead + 1)
         scores = block.scores[unread:, :slots]
         scores[:] = _NOTHING
-        multiply(block.queries[unread:], block.columns[:head_dim, :slots], scores)
+        multiply(block.queries[unread:], block.columns[:head_dim, :slots], scores, block.ahead)
         for row in range(unread, queries):
             low = min(here, max(0, behind + row // rows - start))
             high = max(low, min(here, max(ahead + row // rows, always) - start))
@@ -174,7 +176,7 @@ def _attend_to(keys, values, rope, mask, slot, first, last, behind, ahead, alway
             weighed(weights, row, block.context, block.peak, block.total)
             block.scores[row, :low] = _NOTHING
             block.scores[row, high:here] = _NOTHING
-        multiply(block.scores[unread:, :here], values[start : start + here], block.context[unread:])
+        multiply(block.scores[unread:, :here], values[start : start + here], block.context[unread:], block.ahead)
 
 
 @called
@@ -204,7 +206,7 @@ def _attend(data):
         np.empty((size * rows, head_dim), np.float32), np.empty((size * rows, _TILE), np.float32),
         np.empty((size * rows, value_dim), np.float32), np.empty(size * rows, np.float32),
         np.empty(size * rows, np.float32), np.zeros((_TILE, filled(head_dim)), np.float32),
-        np.empty((filled(head_dim), _TILE + LANES), np.float32),
+        np.empty((filled(head_dim), _TILE + LANES), np.float32), np.zeros(3, np.int64),
     )  # fmt: skip
     for task in range(number, batch * heads * blocks, count):
         # Longest first, which evens out what threads have to do.
@@ -213,7 +215,7 @@ def _attend(data):
         used, rope = queries_here * rows, (cos[sequence % len(cos)], sin[sequence % len(sin)])
         block = _Block(
             whole.queries[:used], whole.scores[:used], whole.context[:used], whole.peak[:used], whole.total[:used],
-            whole.turned, whole.columns,
+            whole.turned, whole.columns, whole.ahead,
         )  # fmt: skip
         # Slot of the first of them.
         slot = place + start
@@ -316,11 +318,11 @@ def _multiply(data):
     given = carray(data, (3 * SIZES + 1,), np.int64)
     left, right, result = array_2d(given, 0, np.float32), array_2d(given, 1, np.float32), array_2d(given, 2, np.float32)
     number, count = thread_number(given[3 * SIZES]), thread_count(given[3 * SIZES])
-    last = len(left) * (number + 1) // count
+    last, ahead = len(left) * (number + 1) // count, np.zeros(3, np.int64)
     for start in range(len(left) * number // count, last, _PART):
         some = slice(start, min(start + _PART, last))
         result[some] = _NOTHING
-        multiply(left[some], right, result[some])
+        multiply(left[some], right, result[some], ahead)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from recalkv.model.cpu.halves import (
     panel_columns,
     round_rows,
 )
-from recalkv.model.cpu.loops import LANES, fetch, multiply, nested, write_columns
+from recalkv.model.cpu.loops import LANES, nested
 from recalkv.model.cpu.matrix_units import (
     SIDE,
     THERE,
@@ -29,13 +29,11 @@ from recalkv.model.cpu.matrix_units import (
     to_bytes,
     whole,
 )
+from recalkv.model.cpu.products import columns_at, multiply, requests, turned_at
 
-__all__ = ["WAITING", "Scratch", "filled", "in_order", "new_scratch", "round_slots", "tile_scores"]
+__all__ = ["Scratch", "filled", "in_order", "new_scratch", "round_slots", "score_requests", "tile_scores"]
 
 _NOTHING = np.float32(0)
-
-WAITING = 48
-"""Cache lines that are asked for at once."""
 
 
 class Scratch(NamedTuple):
@@ -47,8 +45,9 @@ class Scratch(NamedTuple):
         Queries with their pairs as the keys': fast, direct, slow; left halves, then right halves.
     turns : (2, pairs) float32
         Turns of a query to the centre of the tile, in this order.
-    fast_near, direct_near : (heads, rows, 2 fast), (heads, rows, 2 direct) float32
-        Queries of the fast and of the direct pairs, turned: left halves, then right halves.
+    fast_near, direct_near : (heads, rows, 2 fast), (heads, rows, >= 2 direct) float32
+        Queries of the fast and of the direct pairs, turned: left halves, then right halves; those of the direct ones
+        with zeros up to whole vectors.
     folded : (heads, functions * rows up to a multiple of four, 2 slow) float32
         Queries of the slow pairs as the expansion wants them: left halves, then right halves.
     directions : (heads, the same, >= r) float32
@@ -56,7 +55,7 @@ class Scratch(NamedTuple):
     products : (any, >= tile) float32
         Rebuilt columns times latents, and then directions of all heads times latents.
     columns : (>= r, > tile) float32
-        Latents of the tile, of one after the other: direct keys are turned there.
+        Latents of the tile, of one after the other; none where they are not multiplied so.
     latent_pairs, latent_steps : (>= tile, pairs) uint32, (>= tile,) float32
         Latents in 16 bits; of bfloat16, which has no steps here and below, those of one vector of slots, as panels.
     slot_pairs : (vectors, pairs, LANES) uint32
@@ -67,7 +66,7 @@ class Scratch(NamedTuple):
         ``folded`` of one head in 16 bits, rows or panels.
     sums : (4 SIDE, SIDE) uint32
         What :func:`recalkv.model.cpu.matrix_units.multiply_bytes` wants.
-    ahead : (2,) int64
+    ahead : (3,) int64
         The next tile's memory (:func:`recalkv.model.cpu.loops.fetch`).
     """
 
@@ -105,7 +104,7 @@ def _fours(rows):
 @nested
 def new_scratch(keys, heads, rows, head_dim, width):
     """Memory for a group's query heads, ``rows`` of each key head, and latents of ``width`` columns."""
-    fast, direct, slow = len(keys.fast), len(keys.direct), len(keys.slow)
+    fast, slow = len(keys.fast), len(keys.slow)
     tile, expanded = keys.functions.shape[1], keys.functions.shape[0] * rows
     columns, slots, few = len(keys.rebuilt) + heads * expanded, filled(tile), _fours(expanded)
     # Nothing of these where products are float32.
@@ -121,12 +120,12 @@ def new_scratch(keys, heads, rows, head_dim, width):
         np.empty((heads, rows, head_dim), np.float32),
         np.empty((2, head_dim // 2), np.float32),
         np.empty((heads, rows, 2 * fast), np.float32),
-        np.empty((heads, rows, 2 * direct), np.float32),
+        np.zeros((heads, rows, 2 * keys.direct_cos.shape[1]), np.float32),
         np.zeros((heads, few, 2 * slow), np.float32),
         aligned(heads * few, width).view(np.float32).reshape(heads, few, width),
         aligned(_fours(columns), slots).view(np.float32),
         # A power of two of bytes from row to row, and columns would push each other out of the first cache.
-        np.empty((width if products == FLOAT32 or direct else 0, slots + LANES), np.float32),
+        np.empty((width if products == FLOAT32 and fast + slow else 0, slots + LANES), np.float32),
         np.zeros((slots, pairs), np.uint32),
         np.zeros(slots, np.float32),
         aligned(slots, pairs).reshape(slots // LANES, pairs, LANES),
@@ -135,7 +134,7 @@ def new_scratch(keys, heads, rows, head_dim, width):
         aligned(few, folded_pairs),
         np.empty(few, np.float32),
         aligned(4 * SIDE, SIDE),
-        np.zeros(2, np.int64),
+        np.zeros(3, np.int64),
     )
     if products != FLOAT32:
         # Number by number: assigning arrays takes seconds to compile, for a message where they do not fit.
@@ -148,13 +147,26 @@ def new_scratch(keys, heads, rows, head_dim, width):
 
 
 @nested
-def tile_scores(keys, latents, here, cos, sin, scratch, scores):
+def score_requests(keys, heads, rows, tile):
+    """How often reading and scoring a tile asks for memory ahead, about."""
+    calls = 1 + (heads * ((rows + 2) // 3) * tile // 4 if len(keys.direct) else 0)
+    if keys.products[0] != FLOAT32:
+        return calls + tile // LANES
+    directions = heads * requests(keys.functions.shape[0] * rows, keys.reach[1], tile)
+    return calls + requests(len(keys.rebuilt), keys.reach[0], tile) + directions
+
+
+@nested
+def tile_scores(keys, latents, latents_row, rank, here, cos, sin, scratch, scores):
     """Scores of the slots of one tile, without a mask.
 
     Parameters
     ----------
-    latents : (tile, >= r)
-        What fills rows up to whole vectors is zero. Products in 16 bits read what :func:`round_slots` made of them.
+    latents, latents_row
+        Address of the first slot's latents, and bytes from one slot to the next. Slots up to whole vectors are read.
+        Products in 16 bits read what :func:`round_slots` made of them.
+    rank
+        Latents of a slot that may be read, :data:`LANES` at least.
     here
         Slots that the tile has; the rest of their last vector is written, too.
     cos, sin : (pairs,)
@@ -163,29 +175,36 @@ def tile_scores(keys, latents, here, cos, sin, scratch, scores):
         Receives them.
     """
     heads, rows, _ = scratch.ordered.shape
-    fast, direct, used = len(keys.fast), len(keys.direct), filled(here)
+    fast, direct, used, tables = len(keys.fast), len(keys.direct), filled(here), keys.direct_cos
     _turn_queries(keys, cos, sin, scratch)
     if len(scratch.columns):
-        write_columns(latents[:used, : keys.reach[1]], scratch.columns)
-    if keys.products[0] == FLOAT32:
-        _multiply(keys, used, scratch)
+        reach = min(rank, keys.reach[1])
+        columns_at(used, reach, latents, latents_row, scratch.columns.ctypes.data, scratch.columns.strides[0])
+        _multiply(keys, used, reach, scratch)
+    elif keys.products[0] == INTEGERS or (THERE and keys.products[0] == BYTES):
+        _multiply_in_16_bits(keys, used, scratch)
     elif THERE and keys.products[0] == BFLOAT16:
         _multiply_in_bfloat16(keys, used, scratch)
-    else:
-        _multiply_in_16_bits(keys, used, scratch)
     if len(keys.norm):
         _normed(keys, heads, here, scratch.products)
+    if direct:
+        for slot in range(0, used, LANES):
+            for head in range(heads):
+                near, own = scratch.direct_near[head], scores[head * rows : (head + 1) * rows, slot:]
+                turned_at(
+                    rows, LANES, latents + slot * latents_row + 8 * direct * head, latents_row, direct,
+                    tables[slot:].ctypes.data, keys.direct_sin[slot:].ctypes.data, tables.strides[0],
+                    near.ctypes.data, near.strides[0], own.ctypes.data, own.strides[0], scratch.ahead,
+                )  # fmt: skip
     for head in range(heads):
-        fetch(scratch.ahead, WAITING)
         own = scores[head * rows : (head + 1) * rows, :used]
-        own[:] = _NOTHING
-        if direct:
-            turned = scratch.columns[2 * direct * head : 2 * direct * (head + 1)]
-            _add_turned(turned, keys.direct_bias, keys.direct_cos, keys.direct_sin, scratch.direct_near, head, own)
-            fetch(scratch.ahead, 2 * WAITING)
+        if direct == 0:
+            own[:] = _NOTHING
+        elif len(keys.direct_bias):
+            multiply(scratch.direct_near[head], keys.direct_bias[head, :, :used], own, scratch.ahead)
         if fast:
             turned = scratch.products[2 * fast * head : 2 * fast * (head + 1)]
-            _add_turned(turned, keys.fast_bias, keys.fast_cos, keys.fast_sin, scratch.fast_near, head, own)
+            _add_turned(turned, keys.fast_bias, keys.fast_cos, keys.fast_sin, scratch.fast_near, head, own, scratch.ahead)
         _add_expanded(keys, head, used, scratch, own)
 
 
@@ -206,20 +225,19 @@ def round_slots(keys, latents, first, scratch):
 
 
 @nested
-def _multiply(keys, slots, scratch):
-    """Products of the columns of so many slots with rebuilt columns and the expansion's directions."""
+def _multiply(keys, slots, reach, scratch):
+    """Products of the columns of so many slots, of ``reach`` latents, with rebuilt columns and the expansion's directions."""
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
-    heads, near, reach = len(scratch.directions), keys.reach[0], keys.reach[1]
+    heads, near = len(scratch.directions), min(reach, keys.reach[0])
     columns, products = scratch.columns[:reach, :slots], scratch.products[: first + heads * count, :slots]
     products[:] = _NOTHING
     if first:
-        multiply(keys.rebuilt[:, :near], columns[:near], products[:first])
+        multiply(keys.rebuilt[:, :near], columns[:near], products[:first], scratch.ahead)
     for head in range(heads if count else 0):
         own = scratch.directions[head, :count]
         own.fill(_NOTHING)
-        multiply(scratch.folded[head, :count], keys.expanded[head][:, :reach], own[:, :reach])
-        fetch(scratch.ahead, WAITING)
-        multiply(own[:, :reach], columns, products[first + head * count : first + (head + 1) * count])
+        multiply(scratch.folded[head, :count], keys.expanded[head][:, :reach], own[:, :reach], scratch.ahead)
+        multiply(own[:, :reach], columns, products[first + head * count : first + (head + 1) * count], scratch.ahead)
 
 
 @nested
@@ -300,8 +318,8 @@ def _turn_queries(keys, cos, sin, scratch):
         turns[0, near + j], turns[1, near + j] = cos[keys.slow[j]], sin[keys.slow[j]]
     for head in range(heads):
         for row in range(rows):
-            _turn_query(ordered[head, row], turns, 0, scratch.fast_near[head, row])
-            _turn_query(ordered[head, row], turns, fast, scratch.direct_near[head, row])
+            _turn_query(ordered[head, row], turns, 0, fast, scratch.fast_near[head, row])
+            _turn_query(ordered[head, row], turns, fast, len(keys.direct), scratch.direct_near[head, row])
             for f in range(keys.functions.shape[0]):
                 # The turn to the centre and the expansion's coefficients, in one.
                 for j in range(slow):
@@ -314,13 +332,13 @@ def _turn_queries(keys, cos, sin, scratch):
 
 
 @nested
-def _turn_query(ordered, turns, first, turned):
+def _turn_query(ordered, turns, first, pairs, turned):
     """Turn pairs of one query, from one on: to left halves, then right halves."""
-    half, pairs = len(ordered) // 2, len(turned) // 2
+    half, other = len(ordered) // 2, len(turned) // 2
     for j in range(pairs):
         turned[j] = ordered[first + j] * turns[0, first + j] - ordered[half + first + j] * turns[1, first + j]
     for j in range(pairs):
-        turned[pairs + j] = ordered[half + first + j] * turns[0, first + j] + ordered[first + j] * turns[1, first + j]
+        turned[other + j] = ordered[half + first + j] * turns[0, first + j] + ordered[first + j] * turns[1, first + j]
 
 
 @nested
@@ -342,7 +360,7 @@ def _normed(keys, heads, slots, products):
 
 
 @nested
-def _add_turned(columns, bias, all_cos, all_sin, near, head, scores):
+def _add_turned(columns, bias, all_cos, all_sin, near, head, scores, ahead):
     """Turn pairs of one head's keys by their places in the tile, where they are, and add their scores.
 
     Parameters
@@ -363,7 +381,7 @@ def _add_turned(columns, bias, all_cos, all_sin, near, head, scores):
             a, b = left[slot] + first, right[slot] + second
             left[slot] = a * cos[slot] - b * sin[slot]
             right[slot] = b * cos[slot] + a * sin[slot]
-    multiply(near[head], columns[:, :slots], scores)
+    multiply(near[head], columns[:, :slots], scores, ahead)
 
 
 @nested

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recalkv.model.cpu.loops import nested
+from recalkv.model.cpu.loops import LANES, LINE, nested
 from recalkv.model.cpu.rows import PLACE, WIDTH, Coding, read_rows
 
-__all__ = ["BFLOAT16", "FLOAT32", "PACKED", "Source", "next_slots", "read_latents"]
+__all__ = ["BFLOAT16", "FLOAT32", "PACKED", "Source", "next_slots", "place_of", "read_latents"]
 
 FLOAT32, BFLOAT16, PACKED = range(3)
 
@@ -69,16 +69,27 @@ def read_latents(source, sequence, start, slot, slots, end, latents):
 
 
 @nested
-def next_slots(source, sequence, slot, slots, ahead):
+def place_of(source, sequence, slot):
+    """Address of a slot's latents where they can be read as they stand, and so the slots behind it; else 0."""
+    if source.kind != FLOAT32 or source.block_size or source.recent.shape[1] or source.last - source.first < LANES:
+        return 0
+    return source.memory.ctypes.data + sequence * source.batch_stride + slot * source.slot_stride + 4 * source.first
+
+
+@nested
+def next_slots(source, sequence, slot, slots, calls, ahead):
     """Addresses of the slots to be fetched ahead (:func:`recalkv.model.cpu.loops.fetch`); none if little is to be read.
 
     Parameters
     ----------
     slot, slots
         Of the cache's slots the first, and how many; none where not positive.
-    ahead : (2,) int64
+    calls
+        In so many calls, about.
+    ahead : (3,) int64
+        Receives what is to be fetched.
     """
-    ahead[:] = 0
+    ahead[0] = ahead[1] = 0
     if source.kind == PACKED:
         wide = source.coded.segments[-1, PLACE] + source.coded.segments[-1, WIDTH]
     else:
@@ -86,6 +97,7 @@ def next_slots(source, sequence, slot, slots, ahead):
     if slots > 0 and source.block_size == 0 and 2 * (source.last - source.first) > wide:
         ahead[0] = source.memory.ctypes.data + sequence * source.batch_stride + slot * source.slot_stride
         ahead[1] = ahead[0] + slots * source.slot_stride
+        ahead[2] = slots * source.slot_stride // (LINE * calls) + 1
 
 
 @nested

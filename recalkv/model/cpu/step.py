@@ -12,11 +12,12 @@ from numba import carray
 
 from recalkv.model.cpu.halves import BYTES, FLOAT32
 from recalkv.model.cpu.keys import Keys
-from recalkv.model.cpu.loops import LANES, LEAST, UNMASKED, called, fetch, masked, multiply, nested, weighed
+from recalkv.model.cpu.loops import LANES, LEAST, UNMASKED, called, fetch, masked, nested, weighed
 from recalkv.model.cpu.matrix_units import THERE, begin, end
+from recalkv.model.cpu.products import multiply, product_at, requests
 from recalkv.model.cpu.rows import Coding, coding_of
-from recalkv.model.cpu.scores import WAITING, filled, in_order, new_scratch, round_slots, tile_scores
-from recalkv.model.cpu.sources import Source, next_slots, read_latents
+from recalkv.model.cpu.scores import filled, in_order, new_scratch, round_slots, score_requests, tile_scores
+from recalkv.model.cpu.sources import Source, next_slots, place_of, read_latents
 from recalkv.model.cpu.threads import (
     SIZES,
     addressed,
@@ -31,9 +32,6 @@ from recalkv.model.cpu.threads import (
 __all__ = ["Mask", "arguments", "attend"]
 
 _NOTHING = np.float32(0)
-_COLUMNS = 64
-"""Of values that are summed before more memory is asked for."""
-
 
 class Mask(NamedTuple):
     """Which slots are attended to.
@@ -59,15 +57,30 @@ class Mask(NamedTuple):
 
 @nested
 def _read_keys(keys, source, sequence, start, slot, here, slots, latents, scratch):
-    """Read a tile's slots; for products in 16 bits some at a time, which are rounded while in the first cache."""
+    """Read a tile's slots; for products in 16 bits some at a time, which are rounded while in the first cache.
+
+    Returns
+    -------
+    The address of the first one's latents, bytes from one to the next, and how many of a slot may be read.
+    """
     if keys.products[0] == FLOAT32:
-        read_latents(source, sequence, start, slot, here, slots, latents)
-        return
+        return _read_values(source, sequence, start, slot, here, slots, latents)
     for first in range(0, here, LANES):
-        fetch(scratch.ahead, WAITING)
+        fetch(scratch.ahead)
         own = latents[first : min(here, first + LANES)]
         read_latents(source, sequence, start, slot + first, len(own), slots, own)
         round_slots(keys, own, first, scratch)
+    return latents.ctypes.data, latents.strides[0], latents.shape[1]
+
+
+@nested
+def _read_values(source, sequence, start, slot, here, slots, latents):
+    """The same of a tile's slots that are not rounded; where they stand as float32, they are read there."""
+    place = place_of(source, sequence, start + slot)
+    if place and here == len(latents):
+        return place, source.slot_stride, source.last - source.first
+    read_latents(source, sequence, start, slot, here, slots, latents)
+    return latents.ctypes.data, latents.strides[0], latents.shape[1]
 
 
 @nested
@@ -102,6 +115,7 @@ def _attend_to_part(
     tile, width, value_width = keys.functions.shape[1], filled(key_source.last - key_source.first), context.shape[1]
     start, place, slots = extent[0], extent[1], extent[2]
     joint = value_source.memory.ctypes.data == key_source.memory.ctypes.data
+    value_rank = value_source.last - value_source.first
     context.fill(_NOTHING)
     peak.fill(LEAST)
     total.fill(_NOTHING)
@@ -110,25 +124,30 @@ def _attend_to_part(
     values = latents if joint else np.zeros((tile, value_width), np.float32)
     scores = np.empty((heads * rows, tile), np.float32)
     scratch = new_scratch(keys, heads, rows, head_dim, width)
+    key_calls = score_requests(keys, heads, rows, tile)
+    value_calls = heads * rows + requests(heads * rows, tile, value_rank)
     in_order(keys, queries, scale, scratch)
     for number in range(tiles[0], tiles[1]):
         slot = number * tile
         here = min(tile, slots - slot)
-        next_slots(key_source, sequence, start + slot + tile, min(tile, slots - slot - tile), scratch.ahead)
-        _read_keys(keys, key_source, sequence, start, slot, here, slots, latents, scratch)
-        tile_scores(keys, latents, here, cos[place - slot], sin[place - slot], scratch, scores)
+        behind, more = start + slot + tile, min(tile, slots - slot - tile)
+        next_slots(key_source, sequence, behind, more, key_calls + (value_calls if joint else 0), scratch.ahead)
+        own, row, rank = _read_keys(keys, key_source, sequence, start, slot, here, slots, latents, scratch)
+        tile_scores(keys, own, row, rank, here, cos[place - slot], sin[place - slot], scratch, scores)
         if mask.kind != UNMASKED:
-            for row in range(heads * rows):
-                by_head = sequence * mask.batch_stride + (mask.first_head + row) * mask.head_stride
-                masked(mask.memory, mask.kind, by_head, slot, scores[row, :here])
+            for head in range(heads * rows):
+                by_head = sequence * mask.batch_stride + (mask.first_head + head) * mask.head_stride
+                masked(mask.memory, mask.kind, by_head, slot, scores[head, :here])
         if not joint:
-            read_latents(value_source, sequence, start, slot, here, slots, values)
-        for row in range(heads * rows):
-            weighed(scores[row, :here], row, context, peak, total)
-        for column in range(0, value_width, _COLUMNS):
-            fetch(scratch.ahead, WAITING)
-            some = slice(column, min(column + _COLUMNS, value_width))
-            multiply(scores[:, :here], values[:here, some], context[:, some])
+            next_slots(value_source, sequence, behind, more, value_calls, scratch.ahead)
+            own, row, _ = _read_values(value_source, sequence, start, slot, here, slots, values)
+        for head in range(heads * rows):
+            fetch(scratch.ahead)
+            weighed(scores[head, :here], head, context, peak, total)
+        product_at(
+            heads * rows, here, value_rank, scores.ctypes.data, scores.strides[0], own, row,
+            context.ctypes.data, context.strides[0], scratch.ahead,
+        )  # fmt: skip
 
 
 @nested
@@ -142,6 +161,7 @@ def _combine(parts, contexts, peaks, sums, heads, up, rank, result, place, numbe
     filled_rows = rows if rows == 1 else (rows + 3) // 4 * 4
     size = up.shape[1] // heads if len(up) else rank
     context, out = np.zeros((filled_rows, width), np.float32), np.empty((filled_rows, size), np.float32)
+    nothing = np.zeros(3, np.int64)
     start, task = 0, 0
     while start < len(parts):
         sequence, stop = parts[start, 0], start + 1
@@ -165,7 +185,7 @@ def _combine(parts, contexts, peaks, sums, heads, up, rank, result, place, numbe
                     own[i] /= whole
             if len(up):
                 out.fill(_NOTHING)
-                multiply(context[:, :rank], up[:, head * size : (head + 1) * size], out)
+                multiply(context[:, :rank], up[:, head * size : (head + 1) * size], out, nothing)
             first = place + head * rows * size
             given = out if len(up) else context
             for row in range(rows):
@@ -235,7 +255,7 @@ def attend(data):
         array_2d(given, 9, np.float32), array_2d(given, 10, np.float32), array_2d(given, 11, np.float32),
         array_2d(given, 12, np.float32), array_2d(given, 13, np.float32), array_2d(given, 14, np.float32),
         array_2d(given, 15, np.float32), array_2d(given, 16, np.float32), array_2d(given, 17, np.float32),
-        array_2d(given, 18, np.float32), array_2d(given, 19, np.float32), array_1d(given, 20, np.float32),
+        array_2d(given, 18, np.float32), array_3d(given, 19, np.float32), array_1d(given, 20, np.float32),
         array_1d(given, 21, np.float32), array_1d(given, 22, np.int64),
     )  # fmt: skip
     key_coding, value_coding = coding_of(given, _KEY_SEGMENTS), coding_of(given, _VALUE_SEGMENTS)
