@@ -157,7 +157,7 @@ def _by_slots(table: Tensor) -> np.ndarray:
 
 
 def _turned_bias(bias: Tensor, cos: Tensor, sin: Tensor) -> np.ndarray:
-    """Turn a bias (heads, 2, pairs) by each slot's angles (pairs, tile): (heads, >= 2 pairs, tile), filled up by zeros."""
+    """A bias (heads, 2, pairs) turned by each slot's angles (pairs, tile): (heads, >= 2 pairs, tile), zeros at ends."""
     left, right = (half[..., None] for half in bias.unbind(1))
     halves = torch.stack([left * cos - right * sin, right * cos + left * sin], dim=1)
     turned: np.ndarray = pad(halves, (0, 0, 0, -len(cos) % LANES)).flatten(1, 2).contiguous().numpy()

@@ -133,7 +133,7 @@ def _prefetch(context: Any, address: Any) -> Any:
 def fetch(ahead):
     """Ask for some cache lines of memory that is to be read soon.
 
-    A core drops what is asked for while it waits for some twenty lines, so it is asked a few times in every microsecond.
+    A core drops what it is asked for while it waits for some twenty lines: it is asked for few, but often.
 
     Parameters
     ----------

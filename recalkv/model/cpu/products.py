@@ -370,6 +370,4 @@ def columns_at(rows, count, source, source_row, target, target_row):
 @compiled
 def write_columns(rows, columns):
     """Write rows (m, n) of float32 as columns (n, >= m), both numbers being multiples of :data:`LANES`."""
-    columns_at(
-        rows.shape[0], rows.shape[1], rows.ctypes.data, rows.strides[0], columns.ctypes.data, columns.strides[0]
-    )
+    columns_at(rows.shape[0], rows.shape[1], rows.ctypes.data, rows.strides[0], columns.ctypes.data, columns.strides[0])

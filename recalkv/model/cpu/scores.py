@@ -175,7 +175,7 @@ def tile_scores(keys, latents, latents_row, rank, here, cos, sin, scratch, score
         Receives them.
     """
     heads, rows, _ = scratch.ordered.shape
-    fast, direct, used, tables = len(keys.fast), len(keys.direct), filled(here), keys.direct_cos
+    fast, direct, used, cos_table = len(keys.fast), len(keys.direct), filled(here), keys.direct_cos
     _turn_queries(keys, cos, sin, scratch)
     if len(scratch.columns):
         reach = min(rank, keys.reach[1])
@@ -188,13 +188,16 @@ def tile_scores(keys, latents, latents_row, rank, here, cos, sin, scratch, score
     if len(keys.norm):
         _normed(keys, heads, here, scratch.products)
     if direct:
+        near = scratch.direct_near
         for slot in range(0, used, LANES):
+            # By addresses: a view of an array takes longer than the scores of a slot.
+            turns, at = slot * cos_table.strides[0], latents + slot * latents_row
             for head in range(heads):
-                near, own = scratch.direct_near[head], scores[head * rows : (head + 1) * rows, slot:]
                 turned_at(
-                    rows, LANES, latents + slot * latents_row + 8 * direct * head, latents_row, direct,
-                    tables[slot:].ctypes.data, keys.direct_sin[slot:].ctypes.data, tables.strides[0],
-                    near.ctypes.data, near.strides[0], own.ctypes.data, own.strides[0], scratch.ahead,
+                    rows, LANES, at + 8 * direct * head, latents_row, direct,
+                    cos_table.ctypes.data + turns, keys.direct_sin.ctypes.data + turns, cos_table.strides[0],
+                    near.ctypes.data + head * near.strides[0], near.strides[1],
+                    scores.ctypes.data + head * rows * scores.strides[0] + 4 * slot, scores.strides[0], scratch.ahead,
                 )  # fmt: skip
     for head in range(heads):
         own = scores[head * rows : (head + 1) * rows, :used]
@@ -204,7 +207,8 @@ def tile_scores(keys, latents, latents_row, rank, here, cos, sin, scratch, score
             multiply(scratch.direct_near[head], keys.direct_bias[head, :, :used], own, scratch.ahead)
         if fast:
             turned = scratch.products[2 * fast * head : 2 * fast * (head + 1)]
-            _add_turned(turned, keys.fast_bias, keys.fast_cos, keys.fast_sin, scratch.fast_near, head, own, scratch.ahead)
+            tables = keys.fast_cos, keys.fast_sin
+            _add_turned(turned, keys.fast_bias, tables, scratch.fast_near[head], head, own, scratch.ahead)
         _add_expanded(keys, head, used, scratch, own)
 
 
@@ -226,7 +230,7 @@ def round_slots(keys, latents, first, scratch):
 
 @nested
 def _multiply(keys, slots, reach, scratch):
-    """Products of the columns of so many slots, of ``reach`` latents, with rebuilt columns and the expansion's directions."""
+    """Products of the columns of so many slots, of ``reach`` latents, with rebuilt columns and the directions."""
     first, count = len(keys.rebuilt), keys.functions.shape[0] * scratch.ordered.shape[1]
     heads, near = len(scratch.directions), min(reach, keys.reach[0])
     columns, products = scratch.columns[:reach, :slots], scratch.products[: first + heads * count, :slots]
@@ -318,8 +322,8 @@ def _turn_queries(keys, cos, sin, scratch):
         turns[0, near + j], turns[1, near + j] = cos[keys.slow[j]], sin[keys.slow[j]]
     for head in range(heads):
         for row in range(rows):
-            _turn_query(ordered[head, row], turns, 0, fast, scratch.fast_near[head, row])
-            _turn_query(ordered[head, row], turns, fast, len(keys.direct), scratch.direct_near[head, row])
+            _turn_query(ordered, turns, 0, fast, scratch.fast_near, head, row)
+            _turn_query(ordered, turns, fast, len(keys.direct), scratch.direct_near, head, row)
             for f in range(keys.functions.shape[0]):
                 # The turn to the centre and the expansion's coefficients, in one.
                 for j in range(slow):
@@ -332,13 +336,14 @@ def _turn_queries(keys, cos, sin, scratch):
 
 
 @nested
-def _turn_query(ordered, turns, first, pairs, turned):
+def _turn_query(ordered, turns, first, pairs, turned, head, row):
     """Turn pairs of one query, from one on: to left halves, then right halves."""
-    half, other = len(ordered) // 2, len(turned) // 2
-    for j in range(pairs):
-        turned[j] = ordered[first + j] * turns[0, first + j] - ordered[half + first + j] * turns[1, first + j]
-    for j in range(pairs):
-        turned[other + j] = ordered[half + first + j] * turns[0, first + j] + ordered[first + j] * turns[1, first + j]
+    # Indices without a sign need no look at whether they count from the end.
+    half, first, other = np.uint64(ordered.shape[2] // 2), np.uint64(first), np.uint64(turned.shape[2] // 2)
+    for j in range(np.uint64(pairs)):
+        a, b = ordered[head, row, first + j], ordered[head, row, half + first + j]
+        turned[head, row, j] = a * turns[0, first + j] - b * turns[1, first + j]
+        turned[head, row, other + j] = b * turns[0, first + j] + a * turns[1, first + j]
 
 
 @nested
@@ -360,8 +365,8 @@ def _normed(keys, heads, slots, products):
 
 
 @nested
-def _add_turned(columns, bias, all_cos, all_sin, near, head, scores, ahead):
-    """Turn pairs of one head's keys by their places in the tile, where they are, and add their scores.
+def _add_turned(columns, bias, tables, near, head, scores, ahead):
+    """Turn rebuilt pairs of one head's keys by their places in the tile, where they are, and add their scores.
 
     Parameters
     ----------
@@ -369,19 +374,20 @@ def _add_turned(columns, bias, all_cos, all_sin, near, head, scores, ahead):
         Left halves, then right halves.
     bias : (heads, 2 pairs)
         Or without rows.
-    all_cos, all_sin : (pairs, >= slots)
-    near : (heads, rows, 2 pairs)
+    tables : (pairs, >= slots) each
+        Cos and sin.
+    near : (rows, 2 pairs)
     scores : (rows, slots)
     """
-    pairs, slots = len(all_cos), scores.shape[1]
+    pairs, slots = len(tables[0]), scores.shape[1]
     for j in range(pairs):
-        left, right, cos, sin = columns[j], columns[pairs + j], all_cos[j], all_sin[j]
+        left, right, cos, sin = columns[j], columns[pairs + j], tables[0][j], tables[1][j]
         first, second = (bias[head, j], bias[head, pairs + j]) if len(bias) else (_NOTHING, _NOTHING)
         for slot in range(slots):
             a, b = left[slot] + first, right[slot] + second
             left[slot] = a * cos[slot] - b * sin[slot]
             right[slot] = b * cos[slot] + a * sin[slot]
-    multiply(near[head], columns[:, :slots], scores, ahead)
+    multiply(near, columns[:, :slots], scores, ahead)
 
 
 @nested

@@ -33,6 +33,7 @@ __all__ = ["Mask", "arguments", "attend"]
 
 _NOTHING = np.float32(0)
 
+
 class Mask(NamedTuple):
     """Which slots are attended to.
 
