@@ -147,7 +147,7 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
         assert spec is not None
         assert spec.loader is not None
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        name: str = module.multiply._cache._cache_file._index_name
+        name: str = module.exponentials._cache._cache_file._index_name
         return name
 
     names = [kept_as(), kept_as()]
