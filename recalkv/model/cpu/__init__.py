@@ -1,9 +1,9 @@
 """Decoding on a CPU by compiled loops (Numba): a tile of slots is unpacked, scored and summed within a core's cache.
 
 ``step`` is the attention of one new token, ``scores`` what it does with a tile's keys, ``prompts`` that of a prompt's
-tokens; ``halves`` and ``matrix_units`` are the products of packed rows in 16 bits; ``sources`` reads latents, ``rows``
-and ``packing`` read and write packed rows; ``keys`` and ``plan`` prepare a layer's steps and ``prompt_layer`` its
-prompts; ``threads`` runs the loops where torch runs its own work.
+tokens; ``products`` are those of float32, ``halves`` and ``matrix_units`` those of packed rows in 16 bits; ``sources``
+reads latents, ``rows`` and ``packing`` read and write packed rows; ``keys`` and ``plan`` prepare a layer's steps and
+``prompt_layer`` its prompts; ``threads`` runs the loops where torch runs its own work.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Attention of one new token to a group's latents, in compiled loops.
 
-Every thread goes over slots of its own, a tile at a time: latents are read (or unpacked) into the core's cache and
-scored there; contexts are summed with the softmax's running maximum. Nothing goes over the whole context, and no memory
-grows with it.
+Every thread goes over slots of its own, a tile at a time: latents are unpacked into the core's cache, or read where
+they stand, and scored; contexts are summed with the softmax's running maximum. Nothing goes over the whole context, and
+no memory grows with it.
 """
 
 from typing import NamedTuple
