@@ -80,6 +80,12 @@ def test_who_pulls_has_nothing_to_compute(project: Path) -> None:
     assert ran == {*COMPRESSION, "evaluate", "latency", "report"}
 
 
+def test_a_group_of_tests_goes_to_one_process(request: pytest.FixtureRequest) -> None:
+    """Or each would make what they share; nothing fails where pytest and its plugin do not fit together."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@pipeline")
+
+
 def test_figures_of_the_run(finished: Finished) -> None:
     metrics = json.loads((finished.folder / "reports/metrics.json").read_text())
     cache = metrics["cache"]

@@ -1,6 +1,7 @@
 """dvc.yaml against the code: dependencies follow imports and reads, commands parse, and what a change reruns."""
 
 import ast
+import functools
 import importlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,6 +49,7 @@ def as_list(value: Any) -> list[str]:
     return value if isinstance(value, list) else [value]
 
 
+@functools.cache
 def imported_modules(path: str) -> set[str]:
     """Project files that a file imports, directly, anywhere in it."""
     found = set()
@@ -65,6 +67,7 @@ def imported_modules(path: str) -> set[str]:
     return found
 
 
+@functools.cache
 def has_code(path: Path) -> bool:
     """Whether a file is there, with more in it than a docstring, as most packages' have none."""
     return path.exists() and len(ast.parse(path.read_text()).body) > 1
