@@ -17,9 +17,9 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-embedded.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \
 	"$(PYTHON) is Python %d.%d, but the pinned packages are those of 3.11 to 3.13: make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet "$$(grep '^uv==' constraints.txt)" || echo "without uv: pip takes minutes"
-	if [ -x $(BIN)/uv ]; then install="$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python"; \
+	if [ -x $(BIN)/uv ]; then install="$(BIN)/uv pip install --python $(BIN)/python"; \
 	else install="$(BIN)/python -m pip install"; fi; \
 	$$install --quiet --no-deps --requirement constraints.txt --requirement requirements-embedded.txt && \
 	$$install --quiet --no-deps --no-build-isolation --editable .

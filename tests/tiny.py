@@ -344,6 +344,15 @@ def plain(**changes: Any) -> CompressionParams:
     )
 
 
+@functools.cache
+def _compressed_layers(family: str, layers: int, compression: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
+    """Parameters and factors, which tests may change, of the settings of a tiny model."""
+    parameters = plain(**({"method": "recalkv"} | dict(compression)))
+    source = ModuleSource(dense_model(family, num_hidden_layers=layers))
+    known = statistics(family, layers)
+    return parameters, compress_layers(source, windows(), calibration(), parameters, statistics=known)
+
+
 def compressed_pair(family: str, values: str = "auto", layers: int = 3, **compression: Any) -> tuple[Any, Any, Any]:
     """Compress a tiny model: (dense, compressed, dense twin with the reconstructed weights).
 
@@ -351,9 +360,7 @@ def compressed_pair(family: str, values: str = "auto", layers: int = 3, **compre
     ``fused``, ``absorbed`` or ``reconstructed`` to force that path of the values, which the ranks decide otherwise.
     """
     dense = dense_model(family, num_hidden_layers=layers)
-    parameters = plain(**({"method": "recalkv"} | compression))
-    known = statistics(family, layers)
-    result = compress_layers(ModuleSource(dense), windows(), calibration(), parameters, statistics=known)
+    parameters, result = copy.deepcopy(_compressed_layers(family, layers, tuple(compression.items())))
     twin = reconstructed_twin(dense, result)
     if values == "auto":
         return dense, assemble(dense, result, parameters), twin
