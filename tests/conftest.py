@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import math
 import os
 import shutil
@@ -24,13 +23,6 @@ from tests.pipeline import STAGES, invoke_in_pipeline, watching
 # Tiny tensors: a second thread costs more than it helps, here and in the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-
-# Interpreted kernels are checked for integers that run over, which tiny tensors cannot cause, in a third of their time.
-with contextlib.suppress(ImportError):
-    from triton.runtime import interpreter
-
-    builder: Any = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 ROOT = Path(__file__).resolve().parent.parent
 SENTENCE = "the cache holds what the model has read so far and every token adds its keys and its values to it"
