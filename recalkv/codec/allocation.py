@@ -1,0 +1,95 @@
+"""Bits of every direction of every code under one budget of bytes: reverse water-filling over blocks of directions."""
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from recalkv.codec.codes import BITS, DISTORTION
+from recalkv.codec.layout import BLOCK, Segment
+from recalkv.errors import BudgetError, NonFiniteError
+
+__all__ = ["allocate_bits"]
+
+_RATES = (0, *BITS)
+_LOSS = (1.0, *(DISTORTION[bits] for bits in BITS))
+
+
+def allocate_bits(
+    energies: Sequence[Sequence[float]], tokens: Sequence[float], budget: float
+) -> list[tuple[Segment, ...]]:
+    """Segments of every code that leave the least loss within a budget.
+
+    Parameters
+    ----------
+    energies
+        Of the directions of each code in its natural basis, descending; as many as a multiple of :data:`BLOCK`. One of
+        energy E, coded with b bits, leaves the loss ``E DISTORTION[b]``.
+    tokens
+        How many tokens each code's layer caches at the context in question: what its bytes cost. Layers with a sliding
+        window hold fewer than others.
+    budget
+        Bytes of all rows of that context.
+
+    Returns
+    -------
+    list of tuple of Segment
+        Of each code, by falling bits; empty where nothing of it is worth its bytes.
+
+    Raises
+    ------
+    BudgetError
+        If not even one block of one bit fits.
+    """
+    if not all(math.isfinite(value) for unit in energies for value in unit):
+        raise NonFiniteError("codec: the energies of the bit allocation are not finite; fit in float32.")
+    smallest = min(tokens) * Segment(BLOCK, 1).row_bytes
+    if budget < smallest:
+        raise BudgetError(
+            f"codec: a budget of {budget:,.0f} bytes codes nothing; the smallest rows take {smallest:,.0f}: ask for more."
+        )
+    blocks = [[sum(unit[start : start + BLOCK]) for start in range(0, len(unit), BLOCK)] for unit in energies]
+    # Scales cost bytes as well, and how many depends on the result: spend less until the whole fits.
+    spend = budget
+    while True:
+        segments = [_segments(levels) for levels in _filled(blocks, tokens, spend)]
+        used = sum(count * sum(each.row_bytes for each in unit) for unit, count in zip(segments, tokens, strict=True))
+        if used <= budget:
+            return segments
+        spend -= max(used - budget, smallest)
+
+
+def _filled(blocks: Sequence[Sequence[float]], tokens: Sequence[float], budget: float) -> list[list[int]]:
+    """Level of every block, by buying the step that saves the most loss per byte, over and over."""
+    levels, left = [[0] * len(unit) for unit in blocks], budget
+    heap: list[tuple[float, int, int, int]] = []
+
+    def price(unit: int, level: int) -> float:
+        return tokens[unit] * (_RATES[level] - _RATES[level - 1]) * BLOCK / 8
+
+    def offer(unit: int, block: int) -> None:
+        level = levels[unit][block] + 1
+        if level < len(_RATES):
+            saved = blocks[unit][block] * (_LOSS[level - 1] - _LOSS[level])
+            heapq.heappush(heap, (-saved / price(unit, level), unit, block, level))
+
+    for unit, content in enumerate(blocks):
+        for block in range(len(content)):
+            offer(unit, block)
+    while heap:
+        _, unit, block, level = heapq.heappop(heap)
+        cost = price(unit, level)
+        # Energies descend, so a block never has more bits than the one before it: segments are contiguous.
+        if cost > left or (block and levels[unit][block - 1] < level):
+            continue
+        levels[unit][block] = level
+        left -= cost
+        offer(unit, block)
+    return levels
+
+
+def _segments(levels: Sequence[int]) -> tuple[Segment, ...]:
+    return tuple(
+        Segment(BLOCK * levels.count(level), _RATES[level])
+        for level in range(len(_RATES) - 1, 0, -1)
+        if level in levels
+    )

@@ -1,0 +1,89 @@
+"""Dense attention as transformers' interface wants it, by SDPA where it can, with sinks and soft-capped scores."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from recalkv.errors import UnsupportedModelError
+
+__all__ = ["check_supported", "dense_attention"]
+
+
+def check_supported(module: Any, further: dict[str, Any]) -> None:
+    """Refuse attention that is no softmax over keys of the past, as those of encoders or with position biases.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
+    name = type(module).__name__
+    if further.get("position_bias") is not None:
+        raise UnsupportedModelError(
+            f"codec: {name} adds a bias that depends on positions to its scores, which no code of keys carries; use a "
+            f"model with RoPE or without position biases."
+        )
+    if further.get("cache") is not None:
+        raise UnsupportedModelError(
+            "codec: transformers' continuous batching keeps a cache of its own; use `generate()`."
+        )
+
+
+def causal(queries: int, slots: int, device: torch.device) -> Tensor:
+    """Mask of the last queries of so many slots, each of which sees the slots up to its own: (queries, slots) bool."""
+    return torch.ones(queries, slots, dtype=torch.bool, device=device).tril(slots - queries)
+
+
+def dense_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """Attention over exact keys and values.
+
+    Parameters
+    ----------
+    query : (batch, heads, queries, d_k)
+    key, value : (batch, kv heads, slots, d_k or d_v)
+    attention_mask : (batch, 1 or heads, queries, slots) bool or additive, or None
+        None for causal attention of the last queries.
+    softcap, s_aux
+        c of ``c tanh(score / c)``; a score for each head, (heads,), that takes its part of the weights for nothing.
+
+    Returns
+    -------
+    (batch, queries, heads, d_v), None
+    """
+    check_supported(module, further)
+    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    queries, slots = query.shape[2], key.shape[2]
+    if softcap is None and s_aux is None:
+        mask, plain = attention_mask, attention_mask is None and queries == slots and queries > 1
+        if mask is None and not plain and queries > 1:
+            mask = causal(queries, slots, query.device)
+        output = scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=plain, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return output.transpose(1, 2).contiguous(), None
+    scores = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3) @ key.mT
+    scores = scores.unflatten(2, (-1, queries)).flatten(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.float()
+    mask = causal(queries, slots, query.device) if attention_mask is None else attention_mask
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if s_aux is not None:
+        own = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, own], -1)
+    weights = scores.softmax(-1)[..., :slots].nan_to_num(0).to(value.dtype)
+    output = weights.unflatten(1, (key.shape[1], -1)).flatten(2, 3) @ value
+    return output.unflatten(2, (-1, queries)).flatten(1, 2).transpose(1, 2).contiguous(), None

@@ -1,0 +1,164 @@
+"""Fit a codec to a model: moments, bases, bits.
+
+codec = fit(model, windows, bits=4)
+codec.save("codec")
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recalkv.cache.rotation import random_rotation
+from recalkv.codec.allocation import allocate_bits
+from recalkv.codec.layout import BLOCK, Segment
+from recalkv.codec.moments import SINKS, LayerMoments, collect_moments
+from recalkv.codec.rope import measured_rotations
+from recalkv.codec.sidecar import Code, Codec, LayerCodec, model_fingerprint
+from recalkv.errors import ParameterError, UnsupportedModelError
+from recalkv.method.basis import natural_basis, shared_scales
+
+__all__ = ["build_codec", "fit", "model_context", "take_moments"]
+
+WINDOW = 32
+"""Newest tokens that are kept exact."""
+
+SHARED = 256
+"""Numbers that a code holds at most, unless one head alone has more: KV heads share one up to this width."""
+
+SHRINKAGE = 0.1
+"""Of the moments towards their mean diagonal, for text unlike that of the calibration."""
+
+
+def model_context(model: Any) -> int:
+    """Positions that a model was made for."""
+    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192)
+
+
+def take_moments(
+    model: Any,
+    windows: Tensor,
+    context: int | None = None,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+) -> dict[int, LayerMoments]:
+    """Moments of all layers of a model (:mod:`recalkv.codec.moments`), its rotations measured first."""
+    context = context or model_context(model)
+    rotations = measured_rotations(model, context)
+    return collect_moments(model, windows, rotations, context, seed, progress)
+
+
+def heads_per_code(kv_heads: int, head_dim: int) -> int:
+    """Heads that share a code: as many as divide all of them and stay within :data:`SHARED` numbers."""
+    return max(
+        size for size in range(1, kv_heads + 1) if kv_heads % size == 0 and (size == 1 or size * head_dim <= SHARED)
+    )
+
+
+def build_codec(
+    moments: Mapping[int, LayerMoments],
+    bits: float,
+    context: int,
+    fingerprint: str = "",
+    tokens: Mapping[int, int] | None = None,
+    record: Mapping[str, Any] | None = None,
+    heads: int | None = None,
+    window: int = WINDOW,
+) -> Codec:
+    """Bases and bits.
+
+    Parameters
+    ----------
+    bits
+        Of a cached number, scales included; the mean over all rows of a context.
+    tokens
+        How many tokens each layer caches at that context; None for all of them.
+    heads
+        KV heads that share a code; None for :func:`heads_per_code`.
+
+    Raises
+    ------
+    ParameterError, BudgetError, UnsupportedModelError
+    """
+    if not 0 < bits <= 16:
+        raise ParameterError(f"codec: bits={bits} must lie above 0 and up to 16, the dense cache's.")
+    places, bases, energies, held = [], [], [], []
+    for index, own in moments.items():
+        size = heads or heads_per_code(own.kv_heads, own.means[0].shape[1])
+        if own.kv_heads % size:
+            raise ParameterError(
+                f"codec: {size} heads per code do not divide the {own.kv_heads} KV heads of layer {index}."
+            )
+        for side in (0, 1):
+            width = size * own.means[side].shape[1]
+            if width % BLOCK:
+                raise UnsupportedModelError(
+                    f"codec: layer {index} has {own.kv_heads} KV heads of {own.means[side].shape[1]}, and {size} of them "
+                    f"are no multiple of {BLOCK} numbers; fit with more heads per code."
+                )
+            for group in range(own.kv_heads // size):
+                part = slice(group * width, (group + 1) * width)
+                states, gradients = (_shrunk(each[side][part, part]) for each in (own.states, own.gradients))
+                basis, inverse = natural_basis(states, gradients)
+                energies.append(torch.einsum("ij,ij->j", basis, states @ basis).clamp_min(1e-300))
+                bases.append(basis)
+                places.append((index, side, group))
+                held.append(float(tokens[index] if tokens else context))
+    budget = bits / 8 * sum(len(each) * count for each, count in zip(energies, held, strict=True))
+    segments = allocate_bits([each.tolist() for each in energies], held, budget)
+    codes: dict[int, tuple[list[Code], list[Code]]] = {index: ([], []) for index in moments}
+    for place, basis, energy, pieces in zip(places, bases, energies, segments, strict=True):
+        codes[place[0]][place[1]].append(Code(_scaled(basis, energy, pieces, place), pieces))
+    layers = {
+        index: LayerCodec(tuple(codes[index][0]), tuple(codes[index][1]), *own.means, own.rotation)
+        for index, own in moments.items()
+    }
+    return Codec(layers, window, SINKS, context, fingerprint, dict(record or {}))
+
+
+def _scaled(basis: Tensor, energies: Tensor, segments: tuple[Segment, ...], place: tuple[int, int, int]) -> Tensor:
+    """Basis whose segments have unit variance and look alike in every direction, float32."""
+    start, columns = 0, []
+    for number, segment in enumerate(segments):
+        part = slice(start, start + segment.width)
+        rotation = random_rotation(segment.width, *place, number).to(basis)
+        columns.append(basis[:, part] / shared_scales(energies[part]) @ rotation)
+        start += segment.width
+    columns.append(basis[:, start:] / energies[start:].sqrt())
+    return torch.cat(columns, 1).float()
+
+
+def _shrunk(matrix: Tensor) -> Tensor:
+    ridge = SHRINKAGE * matrix.diagonal().mean().clamp_min(1e-30)
+    return matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+
+
+def cached_tokens(model: Any, context: int) -> dict[int, int]:
+    """Tokens that each layer caches at a context: all of them, or a sliding window's."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    kinds, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    result = {}
+    for index, (_, own) in enumerate(zip(kinds, settings, strict=True)):
+        window = own.get("sliding_window")
+        result[index] = min(context, int(window)) if window else context
+    return result
+
+
+def fit(
+    model: Any,
+    windows: Tensor,
+    bits: float = 4,
+    context: int | None = None,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+) -> Codec:
+    """Fit a codec to a loaded model on calibration windows, (samples, length) int64."""
+    if not math.isfinite(bits):
+        raise ParameterError(f"codec: bits={bits} is no number.")
+    context = context or model_context(model)
+    moments = take_moments(model, windows, context, seed, progress)
+    record = {"bits": bits, "windows": list(windows.shape), "seed": seed}
+    return build_codec(moments, bits, context, model_fingerprint(model), cached_tokens(model, context), record)

@@ -1,0 +1,246 @@
+"""Second moments of what attention is handed, and of the gradients there: what coding errors cost.
+
+To second order an error e of a key or value raises the divergence from the model by half of ``e F e^T``, where the Fisher
+information F is that of labels that *the model* draws: the text's own labels give surprising tokens too much weight
+(Kunstner et al., 2019). A token's row has a scale of its own, so its error is proportional to its size, and tokens that much
+attention falls on have small keys or values and large gradients: with ``w_n = |x_n|^2 / E|x|^2``
+
+    X = E[x x^T / w],    G = E[w g g^T],    error = tr(distortion of X, in the metric G).
+
+Keys are centred by their mean before RoPE, and their moments are taken before RoPE and then averaged over the rotations of
+all positions of the context to be served: short windows show a direction in slow pairs that these lose later. The first
+tokens of a sequence, attention sinks, are kept exact at run time and stay out of all moments.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recalkv.codec.probe import watching
+from recalkv.codec.rope import Rotation, no_rotation
+from recalkv.errors import DataError, NonFiniteError, UnsupportedModelError
+
+__all__ = ["SINKS", "LayerMoments", "collect_moments"]
+
+SINKS = 4
+"""Tokens at the start of a sequence that are kept exact."""
+
+_CHECKPOINTED = 300_000_000
+"""Parameters from which a layer's activations are computed again in the backward pass instead of kept."""
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """What calibration knows of one layer's keys (``[0]``, before RoPE) and values (``[1]``); heads one after the other.
+
+    Attributes
+    ----------
+    means : two of (kv heads, d) float32
+    states, gradients : two of (kv heads d, kv heads d) float64
+        ``X`` and ``G``.
+    rotation
+        Of the keys.
+    """
+
+    means: tuple[Tensor, Tensor]
+    states: tuple[Tensor, Tensor]
+    gradients: tuple[Tensor, Tensor]
+    rotation: Rotation
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads."""
+        return self.means[0].shape[0]
+
+
+class _Side:
+    """Sums of one layer's keys or values."""
+
+    def __init__(self) -> None:
+        self.mean: Tensor = torch.zeros(0)
+        self.count, self.energy = 0, 0.0
+        self.states: Tensor = torch.zeros(0)
+        self.gradients: Tensor = torch.zeros(0)
+
+    def add_mean(self, states: Tensor) -> None:
+        """Add (batch, heads, tokens, d), sinks left out."""
+        total = states.double().sum((0, 2)).cpu()
+        self.mean = self.mean + total if self.count else total
+        self.energy += float(states.double().square().sum())
+        self.count += states.shape[0] * states.shape[2]
+
+    def finish_mean(self) -> None:
+        self.mean = self.mean / self.count
+        self.energy = max(self.energy / self.count - float(self.mean.square().sum()), 1e-30)
+        size, self.count = self.mean.numel(), 0
+        self.states, self.gradients = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
+
+    def add(self, states: Tensor, gradient: Tensor) -> None:
+        """Add (batch, heads, tokens, d) states, centred here, and the gradients at them."""
+        centred = states.float() - self.mean.to(states.device, torch.float32)[:, None]
+        x, g = (each.float().transpose(1, 2).flatten(2).flatten(0, 1) for each in (centred, gradient))
+        weight = (x.square().sum(1, keepdim=True) / self.energy).clamp_min(1e-6)
+        self.states += ((x / weight).T @ x).double().cpu()
+        self.gradients += ((g * weight).T @ g).double().cpu()
+        self.count += len(x)
+
+
+def collect_moments(
+    model: Any,
+    windows: Tensor,
+    rotations: dict[int, Rotation],
+    context: int,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+) -> dict[int, LayerMoments]:
+    """Moments of every layer that hands keys and values to the attention interface.
+
+    Half of the windows are passed forward for the means, then all forward and backward, one at a time.
+
+    Parameters
+    ----------
+    windows : (samples, length) int64
+        Calibration windows.
+    rotations
+        Of the layers' keys (:func:`recalkv.codec.rope.measured_rotations`).
+    context
+        Positions that keys are averaged over.
+    seed
+        Of the drawn labels.
+    progress
+        Called with the step, windows done and all windows.
+
+    Raises
+    ------
+    NonFiniteError
+        The message names the layer.
+    DataError
+        If windows are no longer than the sinks.
+    """
+    samples, length = windows.shape
+    if length <= SINKS + 1:
+        raise DataError(f"codec: windows of {length} tokens leave none behind the {SINKS} sinks; use longer ones.")
+    positions = torch.arange(SINKS, length)
+    sides: dict[int, tuple[_Side, _Side]] = {}
+    stopped: list[int] = []
+
+    def before_rope(layer: int, states: Tensor) -> Tensor:
+        rotation = rotations.get(layer) or no_rotation(states.shape[-1])
+        return rotation.turned(states[:, :, SINKS:], positions.to(states.device), -1)
+
+    def first(layer: int, key: Tensor, value: Tensor) -> None:
+        pair = sides.setdefault(layer, (_Side(), _Side()))
+        for side, states in zip(pair, (before_rope(layer, key), value[:, :, SINKS:]), strict=True):
+            if not bool(torch.isfinite(states).all()):
+                raise _not_finite(layer, "keys or values")
+            side.add_mean(states)
+
+    def second(layer: int, key: Tensor, value: Tensor) -> None:
+        if not key.requires_grad or not torch.is_grad_enabled():
+            return
+        for number, states in enumerate((key, value)):
+            kept = states.detach()
+
+            def add(gradient: Tensor, number: int = number, kept: Tensor = kept, layer: int = layer) -> None:
+                side, own = sides[layer][number], (kept, gradient)
+                if number == 0:
+                    own = (before_rope(layer, kept), before_rope(layer, gradient))
+                else:
+                    own = (kept[:, :, SINKS:], gradient[:, :, SINKS:])
+                if not bool(torch.isfinite(own[1]).all()):
+                    stopped.append(layer)
+                    return
+                side.add(*own)
+
+            states.register_hook(add)
+
+    prior = max(1, (samples + 1) // 2)
+    with watching(model, first), torch.no_grad():
+        for number, window in enumerate(windows[:prior]):
+            _forward(model, window)
+            progress("means", number + 1, prior)
+    if not sides:
+        raise UnsupportedModelError(
+            f"codec: no layer of {type(model).__name__} hands keys and values to transformers' attention interface."
+        )
+    for pair in sides.values():
+        for side in pair:
+            side.finish_mean()
+    sampler = torch.Generator().manual_seed(seed)
+    with watching(model, second), _inputs_with_gradient(model), torch.enable_grad():
+        for number, window in enumerate(windows):
+            _backward(model, window, sampler)
+            if stopped:
+                raise _not_finite(max(stopped), "gradients")
+            progress("moments", number + 1, samples)
+    return {layer: _finished(pair, rotations.get(layer), context) for layer, pair in sorted(sides.items())}
+
+
+def _finished(pair: tuple[_Side, _Side], rotation: Rotation | None, context: int) -> LayerMoments:
+    rotation = rotation or no_rotation(pair[0].mean.shape[-1])
+    states, gradients = ([], [])  # type: ignore[var-annotated]
+    for number, side in enumerate(pair):
+        for result, total in ((states, side.states), (gradients, side.gradients)):
+            matrix = (total + total.T) / (2 * side.count)
+            result.append(rotation.averaged(matrix, context) if number == 0 else matrix)
+    means = (pair[0].mean.float(), pair[1].mean.float())
+    return LayerMoments(means, (states[0], states[1]), (gradients[0], gradients[1]), rotation)
+
+
+def _forward(model: Any, window: Tensor) -> Any:
+    return model(input_ids=window[None].to(model.device), use_cache=False)
+
+
+def _backward(model: Any, window: Tensor, sampler: torch.Generator) -> None:
+    """Gradients of the summed loss of labels that the model draws; at the logits they are ``softmax - onehot``."""
+    logits = _forward(model, window).logits
+    at_logits = logits.detach().float().softmax(-1)[0]
+    # One at a time: a row's draw depends on the seed alone, and multinomial takes at most 2^24 categories in all.
+    labels = torch.cat([torch.multinomial(part.cpu(), 1, generator=sampler) for part in at_logits.split(256)])
+    at_logits.scatter_add_(1, labels.to(at_logits.device), torch.full_like(at_logits[:, :1], -1))
+    at_logits[-1] = 0  # the last token's label lies outside the window
+    logits.backward(at_logits[None].to(logits.dtype))
+
+
+class _inputs_with_gradient:
+    """Gradients flow from the embeddings on; weights have none. Large models compute activations again."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        model = self.model
+        self.trained = [each for each in model.parameters() if each.requires_grad]
+        for each in self.trained:
+            each.requires_grad_(False)
+        self.hook = model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_(True))
+        self.checkpointed = (
+            sum(each.numel() for each in model.parameters()) > _CHECKPOINTED
+            and model.supports_gradient_checkpointing
+            and not model.is_gradient_checkpointing
+        )
+        if self.checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # Transformers checkpoints in training alone; dropout is off all the same.
+            self.layers = [each for each in model.modules() if hasattr(each, "gradient_checkpointing")]
+            for each in self.layers:
+                each.training = True
+
+    def __exit__(self, *problem: object) -> None:
+        self.hook.remove()
+        if self.checkpointed:
+            self.model.gradient_checkpointing_disable()
+            for each in self.layers:
+                each.training = False
+        for each in self.trained:
+            each.requires_grad_(True)
+
+
+def _not_finite(layer: int, what: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"codec: NaN or infinity in the {what} of layer {layer} during calibration; fit in float32, and check the "
+        f"model's weights."
+    )

@@ -1,0 +1,65 @@
+"""Watch a model's attention function: every architecture hands its queries, keys and values to it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from recalkv.codec.attention import dense_attention
+from recalkv.errors import UnsupportedModelError
+
+__all__ = ["attention_name", "set_attention", "watching"]
+
+_NAME = "recalkv_probe"
+_watcher: Callable[[int, Tensor, Tensor], None] | None = None
+
+
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **further: Any) -> Any:
+    if _watcher is not None:
+        _watcher(module.layer_idx, key, value)
+    return dense_attention(module, query, key, value, attention_mask, **further)
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, sdpa_mask)
+
+
+def attention_name(model: Any) -> str:
+    """Name of the attention function that a model uses."""
+    return str(model.config._attn_implementation)
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Let a model use an attention function by its name.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model has attention of its own.
+    """
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"codec: {type(model).__name__} does not use transformers' attention interface ({error}); only models that "
+            f"do can be served."
+        ) from error
+
+
+@contextlib.contextmanager
+def watching(model: Any, watcher: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
+    """Call ``watcher(layer, keys, values)`` at every attention: keys behind RoPE, (batch, kv heads, tokens, d)."""
+    global _watcher
+    before, training = attention_name(model), model.training
+    set_attention(model, _NAME)
+    model.eval()
+    _watcher = watcher
+    try:
+        yield
+    finally:
+        _watcher = None
+        model.train(training)
+        set_attention(model, before)

@@ -1,0 +1,147 @@
+"""How a model rotates its keys, measured: pairs of dimensions and their frequencies, layer by layer.
+
+In a sequence of one token attention gives back the token's own value, so the states of all layers are the same at any
+position, and keys differ by the rotation alone: ``k_n = R_n k_0``. From the keys of a few tokens at the positions 0, 1, 2,
+4, 8, ... follow which dimensions turn together and how fast, whatever the architecture calls its tables: halves or
+interleaved pairs, partial rotation, YaRN, Llama 3's, long RoPE, and layers without any.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recalkv.codec.probe import watching
+
+__all__ = ["Rotation", "measured_rotations"]
+
+_TOKENS = 6
+_PRECISE = 2e-3
+"""Largest relative change of a pair's length that still counts as a rotation."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotation of keys at position n: pair i turns by ``n frequencies[i]``.
+
+    Attributes
+    ----------
+    pairs : (2, d / 2) int64
+        Dimensions of each pair; those that do not turn are paired as well, with a frequency of zero.
+    frequencies : (d / 2,) float64
+        Radians a position.
+    """
+
+    pairs: Tensor
+    frequencies: Tensor
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of (..., d / 2), float64, at positions (...)."""
+        angles = positions[..., None].double() * self.frequencies.to(positions.device)
+        return angles.cos(), angles.sin()
+
+    def turned(self, states: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
+        """States (..., tokens, d) turned by their positions (tokens,), or back with ``sign=-1``; of the states' type."""
+        cos, sin = (table.to(states) for table in self.tables(positions))
+        first, second = (states[..., index] for index in self.pairs.to(states.device))
+        out = torch.empty_like(states)
+        out[..., self.pairs[0]] = first * cos - sign * second * sin
+        out[..., self.pairs[1]] = second * cos + sign * first * sin
+        return out
+
+    def averaged(self, moment: Tensor, context: int) -> Tensor:
+        """Mean over the positions n below ``context`` of ``R_n M R_n^T``.
+
+        Parameters
+        ----------
+        moment : (heads d, heads d) float64
+            Of keys before RoPE, heads one after the other.
+        """
+        size, order = 2 * len(self.frequencies), self.pairs.flatten()
+        heads, half = len(moment) // size, size // 2
+        products = torch.zeros(4, half, half, dtype=torch.float64)
+        for part in torch.arange(context).split(8192):
+            cos, sin = self.tables(part)
+            for total, (left, right) in zip(products, ((cos, cos), (sin, sin), (cos, sin), (sin, cos)), strict=True):
+                total += left.T @ right / context
+        cc, ss, cs, sc = (each[:, None].to(moment.device) for each in products)
+        places = (torch.arange(heads)[:, None] * size + order).flatten().to(moment.device)
+        parts = moment[places][:, places].view(heads, 2, half, heads, 2, half)
+        a, b, c, d = (parts[:, i, :, :, j] for i in (0, 1) for j in (0, 1))
+        turned = torch.stack(
+            [
+                torch.stack([cc * a - cs * b - sc * c + ss * d, cs * a + cc * b - ss * c - sc * d], 3),
+                torch.stack([sc * a - ss * b + cc * c - cs * d, ss * a + sc * b + cs * c + cc * d], 3),
+            ],
+            1,
+        ).reshape(moment.shape)
+        result = torch.empty_like(moment)
+        result[places[:, None], places] = turned
+        return result
+
+
+def no_rotation(size: int) -> Rotation:
+    """Keys of a layer without RoPE."""
+    half = size // 2
+    return Rotation(torch.arange(2 * half).view(2, half), torch.zeros(half, dtype=torch.float64))
+
+
+@torch.no_grad()
+def measured_rotations(model: Any, context: int) -> dict[int, Rotation]:
+    """Rotation of each layer that attends, as the model rotates within a context of so many positions.
+
+    Layers whose keys depend on the position in another way, as with learned positions, count as not rotated.
+    """
+    last = max(context - 1, 1)
+    places = [0]
+    while places[-1] < last:
+        places.append(min(max(1, 2 * places[-1]), last))
+    positions = torch.tensor(places, device=model.device).repeat(_TOKENS)[:, None]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(1, _TOKENS + 1, device=model.device) * (vocabulary // (_TOKENS + 2))
+    keys: dict[int, Tensor] = {}
+
+    def keep(layer: int, key: Tensor, value: Tensor) -> None:
+        keys.setdefault(layer, key[:, :, 0].detach().double().cpu())
+
+    with watching(model, keep):
+        model(input_ids=ids.repeat_interleave(len(places))[:, None], position_ids=positions, use_cache=False)
+    return {layer: _rotation(key.unflatten(0, (_TOKENS, -1)), places) for layer, key in keys.items()}
+
+
+def _rotation(keys: Tensor, places: list[int]) -> Rotation:
+    """Rotation of (tokens, positions, kv heads, d) keys of the same tokens at several positions."""
+    size = keys.shape[-1]
+    still, scale = no_rotation(size), keys.square().mean().sqrt()
+    changed = (keys - keys[:, :1]).abs().amax((0, 1, 2)) > 1e-5 * scale
+    if size % 2 or not bool(changed.any()):
+        return still
+    where = changed.nonzero().flatten()
+    first, last = int(where[0]), int(where[-1]) + 1
+    best, found = _PRECISE, still.pairs
+    for start, width in {
+        (0, size),
+        (first, size - first),
+        (first, last - first),
+        (first, 2 * ((last - first + 1) // 2)),
+    }:
+        inside = torch.arange(start, min(start + width // 2 * 2, size))
+        if len(inside) % 2:
+            continue
+        for pairs in (inside.view(2, -1), inside.view(-1, 2).T):
+            length = keys[..., pairs[0]].square() + keys[..., pairs[1]].square()
+            change = (length - length[:, :1]).abs().mean((0, 1, 2)) / length.mean((0, 1, 2)).clamp_min(1e-30)
+            if float(change.max()) < best:
+                best, found = float(change.max()), pairs
+    if best == _PRECISE:
+        return still
+    numbers = torch.view_as_complex(torch.stack([keys[..., found[0]], keys[..., found[1]]], -1))
+    turns = (numbers * numbers[:, :1].conj()).sum((0, 2)).angle()  # (positions, pairs), between -pi and pi
+    frequencies = torch.zeros(found.shape[1], dtype=torch.float64)
+    for place, angle in zip(places[1:], turns[1:], strict=True):
+        expected = frequencies * place
+        frequencies = (angle + ((expected - angle) / (2 * torch.pi)).round() * 2 * torch.pi) / place
+    rest = torch.tensor([i for i in range(size) if i not in set(found.flatten().tolist())], dtype=torch.int64)
+    pairs = torch.cat([found, rest.view(2, -1)], 1)
+    return Rotation(pairs, torch.cat([frequencies, torch.zeros(len(rest) // 2, dtype=torch.float64)]))

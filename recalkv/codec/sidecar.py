@@ -1,0 +1,300 @@
+"""A codec and its file: bases, means, layouts, and the model that they are for.
+
+``codec.safetensors`` holds tensors, ``codec.json`` the rest; nothing in either is code. The model itself is neither
+changed nor copied.
+"""
+
+import functools
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from recalkv.codec.layout import Segment, checked, pack, row_bytes, unpack
+from recalkv.codec.rope import Rotation
+from recalkv.errors import CheckpointError
+
+__all__ = ["Code", "Codec", "LayerCodec", "model_fingerprint"]
+
+FORMAT = 1
+_TENSORS, _RECORD = "codec.safetensors", "codec.json"
+
+
+@dataclass(frozen=True)
+class Code:
+    """Code of the keys or the values of some heads of a layer, n numbers together.
+
+    Attributes
+    ----------
+    matrix : (n, n) float32
+        Column j gives coded number j; columns behind the segments' are of directions that are not cached.
+    segments
+        Of a row.
+    """
+
+    matrix: Tensor
+    segments: tuple[Segment, ...]
+
+    @property
+    def width(self) -> int:
+        """Numbers that are cached."""
+        return sum(segment.width for segment in self.segments)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token."""
+        return row_bytes(self.segments)
+
+    @functools.cached_property
+    def into(self) -> Tensor:
+        """(n, width): centred states to coded numbers."""
+        return self.matrix[:, : self.width].contiguous()
+
+    @functools.cached_property
+    def back(self) -> Tensor:
+        """(width, n): coded numbers to centred states."""
+        return self.matrix.double().inverse()[: self.width].float().contiguous()
+
+
+@dataclass(frozen=True)
+class LayerCodec:
+    """Codec of one layer.
+
+    Attributes
+    ----------
+    keys, values
+        A code for each group of heads, in the order of the heads; all groups have as many heads.
+    key_mean, value_mean : (kv heads, d) float32
+        Before RoPE, and as they are.
+    rotation
+        Of the keys.
+    """
+
+    keys: tuple[Code, ...]
+    values: tuple[Code, ...]
+    key_mean: Tensor
+    value_mean: Tensor
+    rotation: Rotation
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads."""
+        return self.key_mean.shape[0]
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Sizes of a head's keys and values."""
+        return self.key_mean.shape[1], self.value_mean.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of heads that share codes."""
+        return len(self.keys)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token: keys and values of the first group, then of the second, and so on."""
+        return sum(code.row_bytes for code in (*self.keys, *self.values))
+
+    def mean_keys(self, positions: Tensor) -> Tensor:
+        """Mean keys behind RoPE of positions (..., tokens): (..., kv heads, tokens, d_k) float32."""
+        mean = self.key_mean.to(positions.device)[:, None].expand(-1, positions.shape[-1], -1)
+        return self.rotation.turned(mean.expand(*positions.shape[:-1], *mean.shape), positions[..., None, :])
+
+    def pack(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+        """Rows of tokens.
+
+        Parameters
+        ----------
+        keys, values : (batch, kv heads, tokens, d)
+            Keys behind RoPE.
+        positions : (batch, tokens) int64
+            Of the tokens.
+
+        Returns
+        -------
+        (batch, tokens, row bytes) uint8
+        """
+        centred = (
+            keys.float() - self.mean_keys(positions),
+            values.float() - self.value_mean.to(values.device)[:, None],
+        )
+        flat = [each.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3) for each in centred]
+        parts = []
+        for group in range(self.groups):
+            for states, codes in zip(flat, (self.keys, self.values), strict=True):
+                code = codes[group]
+                parts.append(pack(states[:, group] @ code.into.to(states.device), code.segments))
+        return torch.cat(parts, -1)
+
+    def unpack(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo :meth:`pack`, up to rounding: keys and values, float32."""
+        start, pairs = 0, ([], [])  # type: ignore[var-annotated]
+        for group in range(self.groups):
+            for own, codes in zip(pairs, (self.keys, self.values), strict=True):
+                code = codes[group]
+                numbers = unpack(rows[..., start : start + code.row_bytes], code.segments)
+                start += code.row_bytes
+                own.append(numbers @ code.back.to(rows.device))
+        keys, values = (
+            torch.stack(own, 1).unflatten(-1, (self.kv_heads // self.groups, -1)).transpose(2, 3).flatten(1, 2)
+            for own in pairs
+        )
+        return keys + self.mean_keys(positions), values + self.value_mean.to(rows.device)[:, None]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A fitted codec.
+
+    Attributes
+    ----------
+    layers
+        By ``layer_idx`` of the attention modules; layers that are not there are cached as they are.
+    window
+        Newest tokens that are kept exact.
+    sinks
+        First tokens of a sequence that are kept exact.
+    context
+        Positions that it was fitted for.
+    fingerprint
+        Of the model.
+    record
+        What it was fitted on, plain JSON values, for people.
+    """
+
+    layers: Mapping[int, LayerCodec]
+    window: int
+    sinks: int
+    context: int
+    fingerprint: str
+    record: Mapping[str, Any]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in all layers, sliding windows not considered."""
+        return sum(layer.row_bytes for layer in self.layers.values())
+
+    @property
+    def dense_bytes_per_token(self) -> int:
+        """Bytes of a token of these layers in a dense 16-bit cache."""
+        return sum(2 * layer.kv_heads * sum(layer.head_dims) for layer in self.layers.values())
+
+    def bits_per_element(self, context: int | None = None) -> float:
+        """Bits of a cached number; with a context, exact tokens of one sequence of that length are counted as well."""
+        row = 16 * self.bytes_per_token / self.dense_bytes_per_token
+        if context is None:
+            return row
+        exact = min(context, self.window + self.sinks)
+        # Rows are there for the exact tokens, too.
+        return row + 16 * exact / context
+
+    def save(self, folder: str | Path) -> None:
+        """Write the side-car; whole, or not at all."""
+        folder = Path(folder)
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        tensors, layers = {}, {}
+        for index, layer in self.layers.items():
+            name = f"layers.{index}"
+            for side, codes in (("keys", layer.keys), ("values", layer.values)):
+                for group, code in enumerate(codes):
+                    tensors[f"{name}.{side}.{group}"] = code.matrix.contiguous()
+            tensors |= {f"{name}.key_mean": layer.key_mean, f"{name}.value_mean": layer.value_mean}
+            tensors |= {f"{name}.pairs": layer.rotation.pairs, f"{name}.frequencies": layer.rotation.frequencies}
+            layers[str(index)] = {
+                "keys": [code.segments for code in layer.keys], "values": [code.segments for code in layer.values],
+            }  # fmt: skip
+        save_file(tensors, partial / _TENSORS)
+        record = {
+            "format": FORMAT, "fingerprint": self.fingerprint, "window": self.window, "sinks": self.sinks,
+            "context": self.context, "record": dict(self.record), "layers": layers,
+        }  # fmt: skip
+        (partial / _RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Codec":
+        """Read a side-car.
+
+        Raises
+        ------
+        CheckpointError
+            If there is none, or it is damaged or of another format.
+        """
+        folder = Path(folder)
+        try:
+            record = json.loads((folder / _RECORD).read_text())
+            tensors = load_file(folder / _TENSORS)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(
+                f"codec: {folder} holds no readable {_RECORD} and {_TENSORS} ({error}); make them by `recalkv fit`."
+            ) from error
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            found = record.get("format") if isinstance(record, dict) else None
+            raise CheckpointError(
+                f"codec: {folder} has format {found}, and this version reads {FORMAT}; fit the codec again."
+            )
+        try:
+            layers = {int(index): _layer(tensors, f"layers.{index}", own) for index, own in record["layers"].items()}
+            return cls(
+                dict(sorted(layers.items())), int(record["window"]), int(record["sinks"]), int(record["context"]),
+                str(record["fingerprint"]), record["record"],
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"codec: {folder} is damaged ({error!r}); fit the codec again.") from error
+
+
+def _layer(tensors: Mapping[str, Tensor], name: str, layout: Mapping[str, Sequence[Any]]) -> LayerCodec:
+    sides = []
+    for side in ("keys", "values"):
+        codes = tuple(Code(tensors[f"{name}.{side}.{i}"], checked(own)) for i, own in enumerate(layout[side]))
+        for code in codes:
+            if code.matrix.ndim != 2 or code.matrix.shape[0] != code.matrix.shape[1] or code.width > len(code.matrix):
+                raise CheckpointError(
+                    f"codec: {name}.{side} has a basis of {tuple(code.matrix.shape)} for {code.width}."
+                )
+        sides.append(codes)
+    means = tensors[f"{name}.key_mean"], tensors[f"{name}.value_mean"]
+    for codes, mean in zip(sides, means, strict=True):
+        if len(sides[0]) != len(codes) or sum(len(code.matrix) for code in codes) != mean.numel():
+            raise CheckpointError(f"codec: bases of {name} do not cover its heads {tuple(mean.shape)}; fit again.")
+    rotation = Rotation(tensors[f"{name}.pairs"], tensors[f"{name}.frequencies"])
+    return LayerCodec(sides[0], sides[1], *means, rotation)
+
+
+def model_fingerprint(model: Any) -> str:
+    """What a codec is bound to: the sizes of a model, and some numbers of its key and value projections.
+
+    Weights may be quantized, split over devices or adapted by LoRA afterwards; so only the shape of the network and the
+    embeddings' first numbers are looked at, to the precision that a change of type keeps.
+    """
+    config = model.config.get_text_config(decoder=True)
+    names = (
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    facts = [str(getattr(config, name, None)) for name in names]
+    weight = model.get_input_embeddings().weight
+    rows = torch.linspace(0, weight.shape[0] - 1, 64, device=weight.device).long()
+    numbers = weight.detach()[rows].float().abs().sum(1).cpu()
+    # Coarse, so that float32, bfloat16 and float16 copies of a model agree.
+    facts += [f"{number:.1e}" for number in (numbers.mean(), numbers.max())]
+    return hashlib.sha256("|".join(facts).encode()).hexdigest()[:16]
