@@ -45,7 +45,8 @@ def allocate_bits(
     smallest = min(tokens) * Segment(BLOCK, 1).row_bytes
     if budget < smallest:
         raise BudgetError(
-            f"codec: a budget of {budget:,.0f} bytes codes nothing; the smallest rows take {smallest:,.0f}: ask for more."
+            f"codec: a budget of {budget:,.0f} bytes codes nothing; the smallest rows take {smallest:,.0f}: ask for "
+            f"more."
         )
     blocks = [[sum(unit[start : start + BLOCK]) for start in range(0, len(unit), BLOCK)] for unit in energies]
     # Scales cost bytes as well, and how many depends on the result: spend less until the whole fits.

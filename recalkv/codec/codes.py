@@ -1,8 +1,8 @@
-"""Scalar codes that decode by arithmetic: the level of code ``c`` of ``b`` bits is ``t (A_b + B_b t^2)``, ``t`` its place.
+"""Scalar codes that decode by arithmetic: the level of code ``c`` of ``b`` bits is ``t (A_b + B_b t^2)``.
 
-``t = c - (2^b - 1) / 2`` is the signed distance from the middle. The cubic bends even steps into those of the best scalar
-quantizer of a Gaussian (Lloyd-Max): at 4 bits its error is 2 % above the optimum. No table is read, so that a kernel
-decodes with a shift, a mask and two multiplications.
+``t = c - (2^b - 1) / 2`` is the signed distance from the middle. The cubic bends even steps into those of the best
+scalar quantizer of a Gaussian (Lloyd-Max): at 4 bits its error is 2 % above the optimum. No table is read, so that a
+kernel decodes with a shift, a mask and two multiplications.
 """
 
 import functools

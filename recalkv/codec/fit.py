@@ -95,13 +95,13 @@ def build_codec(
             width = size * own.means[side].shape[1]
             if width % BLOCK:
                 raise UnsupportedModelError(
-                    f"codec: layer {index} has {own.kv_heads} KV heads of {own.means[side].shape[1]}, and {size} of them "
-                    f"are no multiple of {BLOCK} numbers; fit with more heads per code."
+                    f"codec: layer {index} has {own.kv_heads} KV heads of {own.means[side].shape[1]}, and {size} of "
+                    f"them are no multiple of {BLOCK} numbers; fit with more heads per code."
                 )
             for group in range(own.kv_heads // size):
                 part = slice(group * width, (group + 1) * width)
                 states, gradients = (_shrunk(each[side][part, part]) for each in (own.states, own.gradients))
-                basis, inverse = natural_basis(states, gradients)
+                basis, _ = natural_basis(states, gradients)
                 energies.append(torch.einsum("ij,ij->j", basis, states @ basis).clamp_min(1e-300))
                 bases.append(basis)
                 places.append((index, side, group))

@@ -1,11 +1,12 @@
 """How the coded numbers of one token stand in a row of bytes: segments of one scale byte each, and planes of codes.
 
-A segment holds a multiple of 8 consecutive numbers with the same number of bits. Behind the random rotation of its basis
-(:mod:`recalkv.codec.fit`) they look alike and Gaussian, so one scale per token serves all of them. A plane of p bits of a
-segment of n numbers is n p / 8 bytes; byte i holds the codes i, i + n p / 8, i + 2 n p / 8, ..., lowest bits first.
+A segment holds a multiple of 8 consecutive numbers with the same number of bits. Behind the random rotation of its
+basis (:mod:`recalkv.codec.fit`) they look alike and Gaussian, so one scale per token serves all of them. A plane of p
+bits of a segment of n numbers is n p / 8 bytes; byte i holds the codes i, i + n p / 8, i + 2 n p / 8, ..., lowest bits
+first.
 
-In a cache, rows stand in tiles of 16 tokens, byte by byte (:func:`tiled`): the same byte of 16 tokens is one vector load,
-and a kernel decodes the same number of 16 tokens at once whatever the widths of segments are.
+In a cache, rows stand in tiles of 16 tokens, byte by byte (:func:`tiled`): the same byte of 16 tokens is one vector
+load, and a kernel decodes the same number of 16 tokens at once whatever the widths of segments are.
 """
 
 from collections.abc import Sequence
@@ -172,9 +173,9 @@ def unpack(rows: Tensor, segments: Sequence[Segment]) -> Tensor:
 class NumberTable(NamedTuple):
     """Where the code of each number of a row stands, for kernels that look numbers up one by one; all (width,).
 
-    The code is ``((row[first] >> first_shift) & first_mask) << second_bits | (row[second] >> second_shift) & second_mask``,
-    ``second_mask`` being zero for codes of one plane. The number is ``t (linear + cubic t^2) scale`` with
-    ``t = code - middle`` and ``scale = 2^((row[scale] - 128) / 8)``.
+    The code is ``((row[first] >> first_shift) & first_mask) << second_bits`` and, in its low bits,
+    ``(row[second] >> second_shift) & second_mask``; ``second_mask`` is zero for codes of one plane. The number is
+    ``t (linear + cubic t^2) scale`` with ``t = code - middle`` and ``scale = 2^((row[scale] - 128) / 8)``.
     """
 
     first: Tensor

@@ -1,15 +1,15 @@
 """Second moments of what attention is handed, and of the gradients there: what coding errors cost.
 
-To second order an error e of a key or value raises the divergence from the model by half of ``e F e^T``, where the Fisher
-information F is that of labels that *the model* draws: the text's own labels give surprising tokens too much weight
-(Kunstner et al., 2019). A token's row has a scale of its own, so its error is proportional to its size, and tokens that much
-attention falls on have small keys or values and large gradients: with ``w_n = |x_n|^2 / E|x|^2``
+To second order an error e of a key or value raises the divergence from the model by half of ``e F e^T``, where the
+Fisher information F is that of labels that *the model* draws: the text's own labels give surprising tokens too much
+weight (Kunstner et al., 2019). A token's row has a scale of its own, so its error is proportional to its size, and
+tokens that much attention falls on have small keys or values and large gradients: with ``w_n = |x_n|^2 / E|x|^2``
 
     X = E[x x^T / w],    G = E[w g g^T],    error = tr(distortion of X, in the metric G).
 
-Keys are centred by their mean before RoPE, and their moments are taken before RoPE and then averaged over the rotations of
-all positions of the context to be served: short windows show a direction in slow pairs that these lose later. The first
-tokens of a sequence, attention sinks, are kept exact at run time and stay out of all moments.
+Keys are centred by their mean before RoPE, and their moments are taken before RoPE and then averaged over the rotations
+of all positions of the context to be served: short windows show a direction in slow pairs that these lose later. The
+first tokens of a sequence, attention sinks, are kept exact at run time and stay out of all moments.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ _CHECKPOINTED = 300_000_000
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """What calibration knows of one layer's keys (``[0]``, before RoPE) and values (``[1]``); heads one after the other.
+    """What calibration knows of one layer's keys (``[0]``, before RoPE) and values (``[1]``); heads in their order.
 
     Attributes
     ----------
@@ -170,7 +170,7 @@ def collect_moments(
         for side in pair:
             side.finish_mean()
     sampler = torch.Generator().manual_seed(seed)
-    with watching(model, second), _inputs_with_gradient(model), torch.enable_grad():
+    with watching(model, second), _InputsWithGradient(model), torch.enable_grad():
         for number, window in enumerate(windows):
             _backward(model, window, sampler)
             if stopped:
@@ -205,7 +205,7 @@ def _backward(model: Any, window: Tensor, sampler: torch.Generator) -> None:
     logits.backward(at_logits[None].to(logits.dtype))
 
 
-class _inputs_with_gradient:
+class _InputsWithGradient:
     """Gradients flow from the embeddings on; weights have none. Large models compute activations again."""
 
     def __init__(self, model: Any) -> None:

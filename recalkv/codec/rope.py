@@ -1,8 +1,8 @@
 """How a model rotates its keys, measured: pairs of dimensions and their frequencies, layer by layer.
 
 In a sequence of one token attention gives back the token's own value, so the states of all layers are the same at any
-position, and keys differ by the rotation alone: ``k_n = R_n k_0``. From the keys of a few tokens at the positions 0, 1, 2,
-4, 8, ... follow which dimensions turn together and how fast, whatever the architecture calls its tables: halves or
+position, and keys differ by the rotation alone: ``k_n = R_n k_0``. From the keys of a few tokens at the positions 0, 1,
+2, 4, 8, ... follow which dimensions turn together and how fast, whatever the architecture calls its tables: halves or
 interleaved pairs, partial rotation, YaRN, Llama 3's, long RoPE, and layers without any.
 """
 
@@ -42,7 +42,7 @@ class Rotation:
         return angles.cos(), angles.sin()
 
     def turned(self, states: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
-        """States (..., tokens, d) turned by their positions (tokens,), or back with ``sign=-1``; of the states' type."""
+        """States (..., tokens, d) turned by positions (tokens,), or back with ``sign=-1``; of the states' type."""
         cos, sin = (table.to(states) for table in self.tables(positions))
         first, second = (states[..., index] for index in self.pairs.to(states.device))
         out = torch.empty_like(states)
