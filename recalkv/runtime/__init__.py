@@ -1,0 +1,17 @@
+"""The codec in transformers: an attention function and a cache of rows, for any model; ``use_codec`` turns it on.
+
+``cache`` holds rows and exact tokens, ``attention`` is the function that models call, ``prefill`` attends from chunks and
+``decode`` from single tokens, on a CPU by the compiled loops of ``cpu`` and on CUDA by ``triton_decode``.
+"""
+
+from typing import Any
+
+__all__ = ["codec_cache", "stop_codec", "use_codec"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from recalkv.runtime import models
+
+        return getattr(models, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,232 @@
+"""The attention function that models call: it stores new tokens and attends to what the cache holds of all."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from recalkv.codec.attention import check_supported, dense_attention
+from recalkv.codec.sidecar import Codec, LayerCodec
+from recalkv.errors import ReCalKVError, UnsupportedModelError
+from recalkv.runtime import prefill
+from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.decode import decode_step
+
+__all__ = ["NAME"]
+
+NAME = "recalkv_codec"
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    codec: Codec | None = getattr(module, "recalkv_codec", None)
+    if codec is None:
+        raise UnsupportedModelError(
+            f"codec: {type(module).__name__} uses recalkv's attention function without a codec; call "
+            f"`recalkv.use_codec(model, codec)`."
+        )
+    own = codec.layers.get(module.layer_idx)
+    if own is None or not getattr(module, "is_causal", True) or further.get("is_causal") is False:
+        return dense_attention(
+            module, query, key, value, attention_mask, scaling, dropout, softcap=softcap, s_aux=s_aux, **further
+        )
+    check_supported(module, further)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        query = _NoGradient.apply(query)
+    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    mask = attention_mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask > torch.finfo(mask.dtype).min / 2
+    layer: CodecLayer | None = getattr(key, "codec_layer", None)
+    with torch.no_grad():
+        positions = _positions(module, position_ids, query.shape[2])
+        arguments = (mask, scale, softcap, s_aux)
+        if layer is None:
+            output = _uncached(own, codec, query.detach(), key.detach(), value.detach(), positions, *arguments)
+        else:
+            output = _cached(layer, query.detach(), key.detach(), value.detach(), positions, *arguments)
+    if query.requires_grad:
+        output = output + 0 * query.sum().to(output)  # the way to the message
+    return output, None
+
+
+def _positions(module: Any, positions: Tensor | None, count: int) -> Tensor | None:
+    """Positions of the new tokens as one row of numbers a sequence."""
+    if positions is None:
+        return None
+    if positions.dim() == 3:
+        # Multimodal RoPE: text has the same number three times.
+        if not bool((positions == positions[:1]).all()):
+            raise UnsupportedModelError(
+                f"codec: {type(module).__name__} has positions of {len(positions)} numbers a token (multimodal RoPE), from "
+                f"which the mean key cannot be taken off; only text can be served."
+            )
+        positions = positions[0]
+    return positions[..., -count:]
+
+
+def _cached(
+    layer: CodecLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention over a cache of rows, new tokens included: (batch, queries, heads, d_v)."""
+    count = query.shape[2]
+    end = layer.length + count
+    _, skipped = layer.get_mask_sizes(count)
+    visible = end - skipped
+    if mask is not None:
+        mask = mask[..., :visible]
+    seen = None
+    if mask is not None and layer.first is not None:
+        # Padding of new tokens: no query sees them.
+        seen = mask[:, 0, :, visible - count :].any(1)
+        if seen.shape[0] != query.shape[0]:
+            seen = seen.expand(query.shape[0], -1)
+    if count == 1:
+        return decode_step(layer, query, key, value, positions, seen, mask, scale, softcap, s_aux)
+    before = layer.exact_slots() if layer.length else None
+    earlier = _earlier(layer, before, key, value)
+    start = layer.append(key, value, seen, positions)
+    assert layer.first is not None and layer.offset is not None
+    # Slots that can be attended to; a sliding layer may hold more.
+    low = max(layer.base, skipped)
+    slots = torch.arange(low, end, device=query.device)
+    rounded = layer.codec.unpack(layer.rows()[:, low - layer.base :], slots + layer.offset[:, None])
+    keys, values = _with_sinks(rounded, layer, slots)
+    pair = keys.to(query.dtype), values.to(query.dtype)
+    # A long chunk over a sliding layer: what slid out of the rows is still at hand.
+    exact = (torch.cat([earlier[0], key], 2), torch.cat([earlier[1], value], 2))
+    if low > skipped:
+        pair = _whole_chunk(layer, pair, key, value, start, skipped, low)
+        low = skipped
+    output = prefill.attend(query, pair, exact, layer.window, start - low, mask, scale, softcap, s_aux)
+    return output.transpose(1, 2).contiguous()
+
+
+def _whole_chunk(
+    layer: CodecLayer, pair: tuple[Tensor, Tensor], key: Tensor, value: Tensor, start: int, skipped: int, low: int
+) -> tuple[Tensor, Tensor]:
+    """Rounded states of slots that a chunk longer than the layer's window pushed out of it, before the others."""
+    assert layer.offset is not None
+    if skipped < start:
+        raise UnsupportedModelError(
+            f"codec: a sliding layer dropped slots {skipped} to {start} that a chunk still attends to; this is a fault."
+        )
+    part = slice(skipped - start, low - start)
+    slots = torch.arange(skipped, low, device=key.device)
+    positions = slots + layer.offset[:, None]
+    rows = layer.codec.pack(key[:, :, part], value[:, :, part], positions)
+    keys, values = _with_sinks(layer.codec.unpack(rows, positions), layer, slots)
+    return torch.cat([keys.to(pair[0]), pair[0]], 2), torch.cat([values.to(pair[1]), pair[1]], 2)
+
+
+def _earlier(layer: CodecLayer, slots: Tensor | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Exact states of the ``window - 1`` slots before a chunk, zero where there are none; rounded if not kept."""
+    count, dims = layer.window - 1, (key.shape[-1], value.shape[-1])
+    wanted = torch.arange(layer.length - count, layer.length, device=key.device)
+    if slots is None:
+        shape = (*key.shape[:2], count)
+        return key.new_zeros((*shape, dims[0])), value.new_zeros((*shape, dims[1]))
+    kept = layer.values[:, :, layer.sinks + wanted % layer.ring]
+    there = (slots[wanted % layer.ring] == wanted) & (wanted >= 0)
+    if not bool((there | (wanted < 0)).all()):
+        # Behind a deep crop some are known by their rows alone.
+        assert layer.offset is not None
+        own = wanted.clamp_min(layer.base)
+        keys, values = layer.codec.unpack(layer.rows()[:, own - layer.base], own + layer.offset[:, None])
+        kept = torch.where(there[:, None], kept, torch.cat([keys, values], -1).to(kept))
+    kept = torch.where((wanted >= 0)[:, None], kept, 0)
+    return kept[..., : dims[0]], kept[..., dims[0] :]
+
+
+def _with_sinks(states: tuple[Tensor, Tensor], layer: CodecLayer, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Put exact sinks in their places among states of consecutive slots."""
+    assert layer.first is not None
+    if not layer.ragged:
+        low, last = int(slots[0]), min(layer.sinks, int(slots[-1]) + 1)
+        if low >= layer.sinks:
+            return states
+        dims = states[0].shape[-1]
+        states[0][:, :, : last - low] = layer.values[:, :, low:last, :dims].to(states[0])
+        states[1][:, :, : last - low] = layer.values[:, :, low:last, dims:].to(states[1])
+        return states
+    own = slots - layer.first[:, None]
+    here = ((own >= 0) & (own < layer.sinks))[:, None, :, None]
+    index = own.clamp(0, layer.sinks - 1)[:, None, :, None].expand(-1, states[0].shape[1], -1, layer.values.shape[-1])
+    sinks = layer.values[:, :, : layer.sinks].gather(2, index)
+    dims = states[0].shape[-1]
+    return (
+        torch.where(here, sinks[..., :dims].to(states[0]), states[0]),
+        torch.where(here, sinks[..., dims:].to(states[1]), states[1]),
+    )
+
+
+def _uncached(
+    own: LayerCodec,
+    codec: Codec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """One pass without a cache, or over one of exact states: as if all had been cached in rows."""
+    start = key.shape[2] - query.shape[2]
+    layer = CodecLayer(own, codec.window, codec.sinks)
+    layer.lazy_initialization(key, value)
+    seen = None
+    if mask is not None:
+        seen = mask[:, 0].any(1).expand(key.shape[0], -1)
+    layer.append(key, value, seen, positions)
+    assert layer.offset is not None
+    slots = torch.arange(key.shape[2], device=key.device)
+    rounded = own.unpack(layer.rows(), slots + layer.offset[:, None])
+    keys, values = _with_sinks(rounded, layer, slots)
+    lead = torch.nn.functional.pad
+    exact = tuple(lead(each, (0, 0, codec.window - 1, 0))[:, :, start:] for each in (key, value))
+    pair = keys.to(query.dtype), values.to(query.dtype)
+    output = prefill.attend(query, pair, (exact[0], exact[1]), codec.window, start, mask, scale, softcap, s_aux)
+    return output.transpose(1, 2).contiguous()
+
+
+class _NoGradient(torch.autograd.Function):
+    """Codes have no gradient: say so where one is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor) -> Tensor:
+        return query.view_as(query)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ReCalKVError(
+            "codec: rounded keys and values have no gradient; call `recalkv.stop_codec(model)` before training, and "
+            "`recalkv.use_codec(model, codec)` behind it."
+        )
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

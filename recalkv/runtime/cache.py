@@ -1,0 +1,333 @@
+"""Cache layers of coded keys and values: rows of all tokens, and exact states of the first and the newest ones.
+
+What a query finds depends on its own slot alone: tokens at least ``window`` slots older are read from their rows, the
+newest ``window`` and a sequence's first ``sinks`` exactly. Rows of all tokens are packed as they arrive, so cropping only
+moves the end. The layers stand in transformers' own caches, whose methods they implement.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from recalkv.codec.layout import TILE, tiled, untiled
+from recalkv.codec.sidecar import LayerCodec
+from recalkv.errors import ParameterError, UnsupportedModelError
+
+__all__ = ["SLACK", "CodecLayer"]
+
+SLACK = 32
+"""Exact tokens kept beyond the window, so that it stays whole when up to as many are taken back."""
+
+_GROWTH = 16
+"""A growing layer makes room for a sixteenth of its tokens at a time."""
+
+_UNSET = 1 << 30
+"""First slot of a sequence none of whose tokens has come yet."""
+
+
+class CodecLayer(CacheLayerMixin):
+    """One layer's cache.
+
+    Parameters
+    ----------
+    codec
+        Of the layer.
+    window, sinks
+        Newest and first tokens that are read exactly.
+    sliding_window
+        Tokens that are attended to; older ones are dropped. None for all.
+    capacity
+        Slots of a static layer; None for a growing one.
+
+    Attributes
+    ----------
+    keys : (batch, tiles, row bytes, TILE) uint8
+        Rows, of slots from ``base`` on (:func:`recalkv.codec.layout.tiled`).
+    values : (batch, kv heads, sinks + window + SLACK, d_k + d_v)
+        Exact states: the first tokens, then the newest, slot n at ``n % (window + SLACK)``.
+    first, offset : (batch,) int64
+        Slot of a sequence's first token, and what is added to slots to give positions.
+    length : int
+        Slots so far.
+    """
+
+    is_croppable = True
+    record_past = False
+
+    def __init__(
+        self,
+        codec: LayerCodec,
+        window: int,
+        sinks: int,
+        sliding_window: int | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.codec, self.window, self.sinks = codec, window, sinks
+        self.sliding_window, self.capacity = sliding_window, capacity
+        self.is_sliding = sliding_window is not None
+        self.is_compileable = capacity is not None
+        self.length = self.base = self.written = 0
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self.first: Tensor | None = None
+        self.offset: Tensor | None = None
+        self.ragged = False
+
+    @property
+    def ring(self) -> int:
+        """Exact tokens that there is room for behind the sinks."""
+        return self.window + SLACK
+
+    @property
+    def max_cache_len(self) -> int:
+        """Slots of a static layer."""
+        return self.get_max_length()
+
+    @property
+    def cumulative_length(self) -> int:
+        """Slots so far."""
+        return self.length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate what is of fixed size."""
+        heads, dims = key_states.shape[1], (key_states.shape[-1], value_states.shape[-1])
+        if (heads, dims) != (self.codec.kv_heads, self.codec.head_dims):
+            raise UnsupportedModelError(
+                f"codec: this layer has {heads} KV heads of {dims[0]} and {dims[1]}, and its codec is for "
+                f"{self.codec.kv_heads} of {self.codec.head_dims[0]} and {self.codec.head_dims[1]}; fit a codec to this model."
+            )
+        self.dtype, self.device, batch = key_states.dtype, key_states.device, key_states.shape[0]
+        tiles = 0 if self.capacity is None else -(-self._room(self.capacity) // TILE)
+        self.keys = torch.zeros((batch, tiles, self.codec.row_bytes, TILE), dtype=torch.uint8, device=self.device)
+        self.values = torch.zeros(
+            (batch, heads, self.sinks + self.ring, sum(dims)), dtype=self.dtype, device=self.device
+        )
+        self.first = torch.full((batch,), _UNSET, dtype=torch.int64, device=self.device)
+        self.offset = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self.is_initialized = True
+
+    def _room(self, slots: int) -> int:
+        return slots if self.sliding_window is None else min(slots, self.sliding_window + self.ring + 2 * TILE)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new tokens; the attention function stores them (:meth:`append`), as it knows masks and positions."""
+        if self.pending is not None:
+            raise UnsupportedModelError(
+                "codec: keys and values were handed to the cache and not to recalkv's attention function; call "
+                "`recalkv.use_codec(model, codec)` on the model that uses this cache."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.keys.shape[0]:
+            raise ParameterError(
+                f"codec: the cache holds {self.keys.shape[0]} sequences, and {key_states.shape[0]} came; use one cache a batch."
+            )
+        # Views of their own, which carry the way back to this layer through the model's code.
+        keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
+        keys.codec_layer = self  # type: ignore[attr-defined]
+        self.pending = keys, values
+        return keys, values
+
+    def append(self, keys: Tensor, values: Tensor, seen: Tensor | None, positions: Tensor | None) -> int:
+        """Store new tokens.
+
+        Parameters
+        ----------
+        keys, values : (batch, kv heads, tokens, d)
+        seen : (batch, tokens) bool or None
+            Which of them are attended to at all; None for all. Those before the first are padding.
+        positions : (batch or 1, tokens) int64 or None
+            None for slots.
+
+        Returns
+        -------
+        int
+            Slot of the first of them.
+        """
+        assert self.first is not None and self.offset is not None
+        self.pending = None
+        start, count = self.length, keys.shape[2]
+        if self.capacity is not None and start + count > self.capacity and self.sliding_window is None:
+            raise ParameterError(
+                f"codec: the static cache has {self.capacity} slots, and {start + count} tokens came; make it larger."
+            )
+        self._place(start, count, seen, positions)
+        slots = torch.arange(start, start + count, device=self.device)
+        rows = self.codec.pack(keys, values, slots + self.offset[:, None])
+        self._write(rows, start)
+        self._keep_exact(torch.cat([keys, values], -1), start)
+        self.length = start + count
+        self.written = max(self.written, self.length)
+        return start
+
+    def _place(self, start: int, count: int, seen: Tensor | None, positions: Tensor | None) -> None:
+        """Learn where sequences begin and what their positions are."""
+        assert self.first is not None and self.offset is not None
+        fresh = self.first == _UNSET if start else torch.ones_like(self.first, dtype=torch.bool)
+        if seen is None:
+            begins = torch.full_like(self.first, start)
+        else:
+            self.ragged = True
+            begins = torch.where(seen.any(1), start + seen.int().argmax(1), _UNSET)
+        self.first = torch.where(fresh, begins, self.first)
+        if positions is not None:
+            self.offset = torch.where(fresh, positions[:, -1] - (start + count - 1), self.offset)
+
+    def _write(self, rows: Tensor, start: int) -> None:
+        """Write rows (batch, tokens, bytes) from a slot on."""
+        count = rows.shape[1]
+        self._make_room(start + count)
+        if start < self.base:  # a chunk longer than a sliding window
+            rows, start = rows[:, self.base - start :], self.base
+        place, end = start - self.base, start - self.base + rows.shape[1]
+        low, high = place // TILE, -(-end // TILE)
+        if place % TILE or end % TILE:
+            part = untiled(self.keys[:, low:high], (high - low) * TILE).clone()
+            part[:, place - low * TILE : end - low * TILE] = rows
+            rows = part
+        self.keys[:, low:high] = tiled(rows)
+
+    def _make_room(self, end: int) -> None:
+        """Let the rows reach up to a slot: drop what slid out of the window, and grow."""
+        window, held = self.sliding_window, self.keys.shape[1] * TILE
+        if end - self.base <= held:
+            return
+        if window is not None:
+            keep = max(0, self.length - window - self.ring) if self.record_past else end - window - SLACK
+            base = max(self.base, keep // TILE * TILE)
+            if base > self.base:
+                gone, left = (base - self.base) // TILE, self.keys[:, (base - self.base) // TILE :].clone()
+                self.keys[:, : left.shape[1]] = left
+                self.base = base
+                del gone
+            if end - self.base <= held:
+                return
+        tiles = -(-(end - self.base + (end - self.base) // _GROWTH) // TILE)
+        grown = self.keys.new_zeros((self.keys.shape[0], tiles, *self.keys.shape[2:]))
+        grown[:, : self.keys.shape[1]] = self.keys
+        self.keys = grown
+
+    def _keep_exact(self, states: Tensor, start: int) -> None:
+        """Keep the first and the newest of (batch, kv heads, tokens, d_k + d_v)."""
+        assert self.first is not None
+        count, ring = states.shape[2], self.ring
+        newest = states[:, :, -ring:]
+        slots = torch.arange(start + count - newest.shape[2], start + count, device=states.device)
+        self.values[:, :, self.sinks + slots % ring] = newest
+        if start and not self.ragged and start >= self.sinks:
+            return
+        for number in range(self.sinks):
+            place = self.first + number - start
+            here = (place >= 0) & (place < count)
+            index = place.clamp(0, count - 1)[:, None, None, None].expand(-1, states.shape[1], 1, states.shape[3])
+            own = states.gather(2, index)[:, :, 0]
+            self.values[:, :, number] = torch.where(here[:, None, None], own, self.values[:, :, number])
+
+    def exact_slots(self) -> Tensor:
+        """Slot of each place of the exact tokens behind the sinks, (window + SLACK,) int64; negative where there is none."""
+        places, last = torch.arange(self.ring, device=self.device), self.length - 1
+        slots = last - (last - places) % self.ring
+        # Taken-back tokens left their places to no one.
+        return torch.where(slots >= self.written - self.ring, slots, -1)
+
+    def rows(self) -> Tensor:
+        """Rows of the slots from ``base`` on: (batch, slots, row bytes) uint8."""
+        return untiled(self.keys, self.length - self.base)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of slots that a mask covers, and the first of them."""
+        if self.sliding_window is None:
+            return (self.length + query_length if self.capacity is None else self.capacity), 0
+        start = max(self.length - self.sliding_window + 1, 0)
+        return self.length - start + query_length, start
+
+    def get_seq_length(self) -> int:
+        """Slots so far."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Slots that there can be, -1 for any."""
+        if self.sliding_window is not None:
+            return self.sliding_window if self.capacity is None else min(self.sliding_window, self.capacity)
+        return -1 if self.capacity is None else self.capacity
+
+    def activate_past_recording(self) -> None:
+        """Keep what slides out of the window until the next crop."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens, a negative number of them."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to take back as a negative number.")
+        left = self.length + tokens_to_remove
+        if not self.is_initialized or tokens_to_remove == 0:
+            return
+        if left < 0:
+            raise ParameterError(f"codec: {-tokens_to_remove} tokens cannot be taken back of {self.length}.")
+        window = self.sliding_window
+        if window is not None and max(0, left - window + 1) < self.base:
+            raise RuntimeError(
+                f"codec: a sliding layer keeps {SLACK} tokens beyond its window of {window}, and {-tokens_to_remove} are "
+                f"taken back; call `activate_past_recording()` on the cache before they are added."
+            )
+        if left and self.written - left > SLACK:
+            warnings.warn(
+                f"codec: {self.written - left} tokens were taken back, more than the {SLACK} that are kept exact beyond the "
+                f"window: some of the newest {self.window} are read from their rows until as many have come.",
+                stacklevel=2,
+            )
+        self.length = left
+        assert self.first is not None
+        if left == 0:
+            self.reset()
+        else:
+            self.first = torch.where(self.first >= left, _UNSET, self.first)
+
+    def reset(self) -> None:
+        """Forget all tokens; a static layer keeps its memory."""
+        self.length = self.base = self.written = 0
+        self.pending, self.ragged = None, False
+        if self.capacity is None:
+            self.keys = self.values = self.first = self.offset = None
+            self.is_initialized = False
+        elif self.is_initialized:
+            assert self.first is not None and self.offset is not None
+            self.first.fill_(_UNSET)
+            self.offset.zero_()
+
+    def _states(self) -> tuple[str, ...]:
+        return ("keys", "values", "first", "offset") if self.is_initialized else ()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequences in another order, some several times."""
+        for name in self._states():
+            own = getattr(self, name)
+            setattr(self, name, own.index_select(0, beam_idx.to(own.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence so many times."""
+        for name in self._states():
+            setattr(self, name, getattr(self, name).repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some of the sequences."""
+        for name in self._states():
+            setattr(self, name, getattr(self, name)[indices])
+
+    def offload(self) -> None:
+        """Move to the CPU."""
+        for name in self._states():
+            setattr(self, name, getattr(self, name).to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move back."""
+        for name in self._states():
+            setattr(self, name, getattr(self, name).to(self.device, non_blocking=True))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that the layer holds, room that is kept ahead included."""
+        return sum(getattr(self, name).nbytes for name in self._states())

@@ -1,0 +1,170 @@
+"""Let a loaded model use a codec: ``use_codec(model, "codec")``, then ``generate()`` as always."""
+
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from recalkv.codec.probe import attention_name, set_attention
+from recalkv.codec.sidecar import Codec, model_fingerprint
+from recalkv.errors import CheckpointError, UnsupportedModelError
+from recalkv.runtime.attention import NAME
+from recalkv.runtime.cache import CodecLayer
+
+__all__ = ["codec_cache", "stop_codec", "use_codec"]
+
+_REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
+    """Let a model cache coded keys and values from now on; its weights stay as they are.
+
+    ``generate()`` and forward passes with ``use_cache`` make the cache by themselves; one of transformers' dynamic or
+    static caches that is given is filled with coded layers while it is empty.
+
+    Parameters
+    ----------
+    model
+        A decoder of transformers, with adapters or quantized weights if need be.
+    codec
+        A codec, or the folder of its side-car.
+    check
+        Refuse a codec that was fitted to another model.
+
+    Returns
+    -------
+    Any
+        The model.
+
+    Raises
+    ------
+    CheckpointError
+        If the codec is of another model, or cannot be read.
+    UnsupportedModelError
+        If the model has no attention of transformers' interface.
+    """
+    own = codec if isinstance(codec, Codec) else Codec.load(codec)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if check and own.fingerprint and own.fingerprint != (found := model_fingerprint(base)):
+        raise CheckpointError(
+            f"codec: it was fitted to a model of fingerprint {own.fingerprint}, and {type(base).__name__} has {found}; fit "
+            f"one to this model by `recalkv fit`."
+        )
+    stop_codec(base)
+    modules = {int(module.layer_idx): module for module in base.modules() if _attends(module)}
+    missing = sorted(set(own.layers) - set(modules))
+    if missing:
+        raise CheckpointError(f"codec: it has layers {missing}, which {type(base).__name__} has not; fit it again.")
+    base.recalkv_before = attention_name(base)
+    set_attention(base, NAME)
+    for module in base.modules():
+        if _attends(module):
+            module.recalkv_codec = own
+    hooked = {id(each): each for each in (base, getattr(base, "model", None)) if isinstance(each, nn.Module)}
+    base.recalkv_hooks = [
+        each.register_forward_pre_hook(_CacheHook(own, base), with_kwargs=True) for each in hooked.values()
+    ]
+    return model
+
+
+def stop_codec(model: Any) -> Any:
+    """Undo :func:`use_codec`."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for hook in base.__dict__.pop("recalkv_hooks", ()):
+        hook.remove()
+    before = base.__dict__.pop("recalkv_before", None)
+    if before is not None:
+        set_attention(base, before)
+        for module in base.modules():
+            module.__dict__.pop("recalkv_codec", None)
+    return model
+
+
+def codec_cache(model: Any, codec: Codec | None = None, **settings: Any) -> Cache:
+    """An empty cache of coded layers for a model that uses a codec, to be given as ``past_key_values``."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    own = codec or next((m.recalkv_codec for m in base.modules() if hasattr(m, "recalkv_codec")), None)
+    if own is None:
+        raise UnsupportedModelError("codec: the model uses none; call `recalkv.use_codec(model, codec)` before.")
+    return coded(DynamicCache(config=base.config, **settings), own.layers, own)
+
+
+def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
+    """Put coded layers in the place of a cache's empty ones; layers without keys and values stay."""
+    if isinstance(cache, EncoderDecoderCache):
+        coded(cache.self_attention_cache, layers, codec)
+        return cache
+    if not hasattr(cache, "layers"):
+        raise UnsupportedModelError(
+            f"codec: a cache of class {type(cache).__name__} cannot hold coded layers; give a DynamicCache or none."
+        )
+    if not cache.layers and layers:
+        replicated = getattr(cache, "layer_class_to_replicate", None)
+        if replicated is not None:
+            cache.layers = [replicated() for _ in range(max(layers) + 1)]
+    for index, layer in enumerate(cache.layers):
+        if index not in layers or isinstance(layer, CodecLayer):
+            continue
+        if type(layer) not in _REPLACED:
+            if isinstance(layer, DynamicLayer | StaticLayer):
+                raise UnsupportedModelError(
+                    f"codec: layer {index} of the cache is a {type(layer).__name__}, which cannot hold rows; give a "
+                    f"DynamicCache or StaticCache, or none."
+                )
+            continue
+        if layer.is_initialized and layer.get_seq_length():
+            raise UnsupportedModelError(
+                f"codec: the cache already holds {layer.get_seq_length()} tokens of layer {index} that no codec packed, or "
+                f"was rebuilt from the tensors of another; give an empty cache, or `copy.deepcopy` of a coded one."
+            )
+        window = getattr(layer, "sliding_window", None)
+        capacity = None
+        if isinstance(layer, StaticLayer):
+            capacity = int(layer.max_cache_len)
+            window = capacity if isinstance(layer, StaticSlidingWindowLayer) else None
+        elif window is not None:
+            window = int(window)
+        cache.layers[index] = CodecLayer(layers[index], codec.window, codec.sinks, window, capacity)
+        if getattr(layer, "record_past", False):
+            cache.layers[index].activate_past_recording()
+    return cache
+
+
+def _attends(module: Any) -> bool:
+    return hasattr(module, "layer_idx") and module.layer_idx is not None and not isinstance(module, nn.ModuleList)
+
+
+class _CacheHook:
+    """Before a forward pass: a cache of coded layers where the model is to have one."""
+
+    def __init__(self, codec: Codec, model: Any) -> None:
+        self.codec, self.model = codec, weakref.ref(model)
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        model = self.model()
+        if model is None:
+            return None
+        cache = kwargs.get("past_key_values")
+        wanted = kwargs.get("use_cache")
+        if wanted is None:
+            wanted = getattr(model.config.get_text_config(decoder=True), "use_cache", False) and not module.training
+        if cache is None and wanted:
+            cache = DynamicCache(config=model.config)
+        if cache is not None:
+            kwargs["past_key_values"] = coded(cache, self.codec.layers, self.codec)
+        return args, kwargs
+
+    def __deepcopy__(self, memo: Any) -> "_CacheHook":
+        raise UnsupportedModelError(
+            "codec: a model that uses a codec cannot be copied; call `recalkv.stop_codec(model)`, copy, and `use_codec`."
+        )

@@ -1,0 +1,184 @@
+"""Attention of chunks: every query finds older tokens rounded, and the newest and the first ones exact.
+
+The scores fall in two parts that are attended to by themselves and merged by their log-sum-exp: the band of the newest
+``window`` tokens before each query, exact, and all older ones, rounded, sinks put back in their places.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["attend", "merge", "partial_attention"]
+
+_BAND = 64
+"""Queries of a block whose bands are attended to at once."""
+
+_QUERIES = 512
+"""Queries whose scores are in memory at once where no fused kernel serves."""
+
+
+def attend(
+    query: Tensor,
+    rounded: tuple[Tensor, Tensor],
+    exact: tuple[Tensor, Tensor],
+    window: int,
+    start: int,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Attention of the queries of the last slots.
+
+    Parameters
+    ----------
+    query : (batch, heads, queries, d_k)
+        Of slots from ``start`` on, counted from the first slot of ``rounded``.
+    rounded : two of (batch, kv heads, start + queries, d)
+        Keys and values as they are read from rows, sinks exact.
+    exact : two of (batch, kv heads, window - 1 + queries, d)
+        Exact ones, of the slots from ``start - window + 1`` on; what lies before slot 0 is not read.
+    mask : (batch or 1, 1 or heads, queries, start + queries) bool, or None
+        Slots that each query may see; None for all up to its own.
+    softcap, s_aux
+        As for :func:`recalkv.codec.attention.dense_attention`.
+
+    Returns
+    -------
+    (batch, heads, queries, d_v)
+    """
+    count = query.shape[2]
+    parts = [_band(query, *exact, window, start, mask, scale, softcap)]
+    older = start + count - window
+    if older > 0:
+        keys, values = (states[:, :, :older] for states in rounded)
+        if mask is not None or softcap is not None:
+            reach = (
+                torch.arange(older, device=query.device)
+                <= (torch.arange(start - window, older, device=query.device)[:, None])
+            )
+            allowed = reach if mask is None else mask[..., :older] & reach
+            parts.append(partial_attention(query, keys, values, scale, allowed, softcap=softcap))
+        else:
+            # Query i sees rounded slots up to start - window + i: a rectangle, and a triangle behind it.
+            edge = max(0, start - window + 1)
+            if edge:
+                parts.append(partial_attention(query, keys[:, :, :edge], values[:, :, :edge], scale))
+            skipped = count - (older - edge)
+            if skipped < count:
+                output, lse = partial_attention(
+                    query[:, :, skipped:], keys[:, :, edge:], values[:, :, edge:], scale, causal=True
+                )
+                if skipped:
+                    output = torch.nn.functional.pad(output, (0, 0, skipped, 0))
+                    lse = torch.nn.functional.pad(lse, (skipped, 0), value=-math.inf)
+                parts.append((output, lse))
+    output, lse = parts[0]
+    for other in parts[1:]:
+        output, lse = merge(output, lse, *other)
+    if s_aux is not None:
+        output = output * torch.sigmoid(lse - s_aux.float().view(1, -1, 1)).to(output)[..., None]
+    return output.to(query.dtype)
+
+
+def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of slots together, from that over each: (..., d) and the log-sum-exp of scores (...)."""
+    both = torch.logaddexp(lse, other_lse)
+    finite = torch.where(both == -math.inf, 0.0, both)
+    weights = ((each - finite).exp()[..., None].to(output.dtype) for each in (lse, other_lse))
+    return output * next(weights) + other * next(weights), both
+
+
+def partial_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    allowed: Tensor | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over some slots and its log-sum-exp.
+
+    Parameters
+    ----------
+    query : (batch, heads, queries, d_k)
+    key, value : (batch, kv heads, slots, d)
+    allowed : (queries, slots) or with dimensions before them, bool
+        None for all, or for those up to each query's own place with ``causal``.
+
+    Returns
+    -------
+    (batch, heads, queries, d_v) float32 or of the queries' type, (batch, heads, queries) float32
+        Zero and -inf where nothing is allowed.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    if query.device.type == "cpu" and softcap is None and allowed is None and query.shape[-1] == value.shape[-1]:
+        key, value = (each.repeat_interleave(repeats, 1) if repeats > 1 else each for each in (key, value))
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, scale=scale
+        )
+        return output, lse
+    outputs, sums = [], []
+    for first in range(0, query.shape[2], _QUERIES):
+        part = query[:, :, first : first + _QUERIES]
+        last = min(key.shape[2], first + part.shape[2]) if causal else key.shape[2]
+        keys, values = key[:, :, :last], value[:, :, :last]
+        scores = (part.unflatten(1, (key.shape[1], -1)) @ keys[:, :, None].mT).flatten(1, 2).float() * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        hidden = None
+        if causal:
+            hidden = torch.ones(part.shape[2], last, dtype=torch.bool, device=query.device).triu(first + 1)
+        elif allowed is not None:
+            hidden = ~allowed[..., first : first + _QUERIES, :]
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf)
+        lse = scores.logsumexp(-1)
+        weights = (scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp()
+        output = weights.to(value.dtype).unflatten(1, (key.shape[1], -1)) @ values[:, :, None]
+        outputs.append(output.flatten(1, 2))
+        sums.append(lse)
+    return torch.cat(outputs, 2), torch.cat(sums, 2)
+
+
+def _band(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    start: int,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query over the newest ``window`` slots, its own included, in blocks of queries."""
+    count, heads, device = query.shape[2], query.shape[1], query.device
+    size = min(_BAND, count)
+    blocks, lack = -(-count // size), -count % size
+    span = size + window - 1
+
+    def cut(states: Tensor) -> Tensor:
+        return torch.nn.functional.pad(states, (0, 0, 0, lack)).unfold(2, span, size).transpose(3, 4)
+
+    queries = torch.nn.functional.pad(query, (0, 0, 0, lack)).unflatten(2, (blocks, size))
+    keys, values = cut(key), cut(value)  # (batch, kv heads, blocks, span, d)
+    place = torch.arange(size, device=device)[:, None], torch.arange(span, device=device)
+    near = (place[1] >= place[0]) & (place[1] < place[0] + window)
+    # Slots before the first, and behind the last.
+    slots = start - window + 1 + size * torch.arange(blocks, device=device)[:, None] + place[1]
+    near = near & ((slots >= 0) & (slots < start + count))[:, None]
+    if mask is not None:
+        rows = torch.arange(blocks * size, device=device).clamp_max(count - 1).view(blocks, size, 1)
+        near = near & mask[..., rows, slots.clamp(0, mask.shape[-1] - 1)[:, None]]
+    groups = heads // key.shape[1]
+    scores = queries.unflatten(1, (key.shape[1], groups)) @ keys[:, :, None].mT
+    scores = scores.flatten(1, 2).float() * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~near, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp().to(value.dtype)
+    output = (weights.unflatten(1, (key.shape[1], groups)) @ values[:, :, None]).flatten(1, 2)
+    return output.flatten(2, 3)[:, :, :count], lse.flatten(2, 3)[:, :, :count]
