@@ -5,13 +5,14 @@ import math
 from collections.abc import Sequence
 
 from recalkv.codec.codes import BITS, DISTORTION
-from recalkv.codec.layout import BLOCK, Segment
+from recalkv.codec.layout import BLOCK, Segment, row_bytes
 from recalkv.errors import BudgetError, NonFiniteError
 
 __all__ = ["allocate_bits"]
 
 _RATES = (0, *BITS)
 _LOSS = (1.0, *(DISTORTION[bits] for bits in BITS))
+_HALVINGS = 16
 
 
 def allocate_bits(
@@ -49,14 +50,19 @@ def allocate_bits(
             f"more."
         )
     blocks = [[sum(unit[start : start + BLOCK]) for start in range(0, len(unit), BLOCK)] for unit in energies]
-    # Scales cost bytes as well, and how many depends on the result: spend less until the whole fits.
-    spend = budget
-    while True:
+    # Scales cost bytes as well, and how many depends on the result: find how much may be spent on codes.
+    low, high, best = 0.0, 2 * budget, list[tuple[Segment, ...]]()
+    for _ in range(_HALVINGS):
+        spend = (low + high) / 2
         segments = [_segments(levels) for levels in _filled(blocks, tokens, spend)]
-        used = sum(count * sum(each.row_bytes for each in unit) for unit, count in zip(segments, tokens, strict=True))
-        if used <= budget:
-            return segments
-        spend -= max(used - budget, smallest)
+        used = sum(count * row_bytes(unit) for unit, count in zip(segments, tokens, strict=True))
+        if used > budget:
+            high = spend
+        else:
+            low, best = spend, segments
+            if high > budget:  # all of it
+                break
+    return best
 
 
 def _filled(blocks: Sequence[Sequence[float]], tokens: Sequence[float], budget: float) -> list[list[int]]:

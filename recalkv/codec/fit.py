@@ -46,8 +46,9 @@ def take_moments(
 ) -> dict[int, LayerMoments]:
     """Moments of all layers of a model (:mod:`recalkv.codec.moments`), its rotations measured first."""
     context = context or model_context(model)
-    rotations = measured_rotations(model, context)
-    return collect_moments(model, windows, rotations, context, seed, progress)
+    # Long RoPE and dynamic scalings turn short windows otherwise than long contexts.
+    own, served = (measured_rotations(model, length) for length in (windows.shape[1], context))
+    return collect_moments(model, windows, own, context, seed, progress, served)
 
 
 def heads_per_code(kv_heads: int, head_dim: int) -> int:

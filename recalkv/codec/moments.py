@@ -95,6 +95,7 @@ def collect_moments(
     context: int,
     seed: int = 0,
     progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+    served: dict[int, Rotation] | None = None,
 ) -> dict[int, LayerMoments]:
     """Moments of every layer that hands keys and values to the attention interface.
 
@@ -105,13 +106,15 @@ def collect_moments(
     windows : (samples, length) int64
         Calibration windows.
     rotations
-        Of the layers' keys (:func:`recalkv.codec.rope.measured_rotations`).
+        Of the layers' keys in these windows (:func:`recalkv.codec.rope.measured_rotations`).
     context
         Positions that keys are averaged over.
     seed
         Of the drawn labels.
     progress
         Called with the step, windows done and all windows.
+    served
+        Rotations at the context, which the moments are averaged over; None for those of the windows.
 
     Raises
     ------
@@ -176,7 +179,8 @@ def collect_moments(
             if stopped:
                 raise _not_finite(max(stopped), "gradients")
             progress("moments", number + 1, samples)
-    return {layer: _finished(pair, rotations.get(layer), context) for layer, pair in sorted(sides.items())}
+    served = rotations if served is None else served
+    return {layer: _finished(pair, served.get(layer), context) for layer, pair in sorted(sides.items())}
 
 
 def _finished(pair: tuple[_Side, _Side], rotation: Rotation | None, context: int) -> LayerMoments:
@@ -197,6 +201,11 @@ def _forward(model: Any, window: Tensor) -> Any:
 def _backward(model: Any, window: Tensor, sampler: torch.Generator) -> None:
     """Gradients of the summed loss of labels that the model draws; at the logits they are ``softmax - onehot``."""
     logits = _forward(model, window).logits
+    if not bool(torch.isfinite(logits).all()):
+        raise NonFiniteError(
+            "codec: NaN or infinity in the logits during calibration, behind the last layer's attention; fit in "
+            "float32, and check the model's weights."
+        )
     at_logits = logits.detach().float().softmax(-1)[0]
     # One at a time: a row's draw depends on the seed alone, and multinomial takes at most 2^24 categories in all.
     labels = torch.cat([torch.multinomial(part.cpu(), 1, generator=sampler) for part in at_logits.split(256)])

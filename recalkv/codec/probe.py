@@ -53,7 +53,7 @@ def set_attention(model: Any, name: str) -> None:
 def watching(model: Any, watcher: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
     """Call ``watcher(layer, keys, values)`` at every attention: keys behind RoPE, (batch, kv heads, tokens, d)."""
     global _watcher
-    before, training = attention_name(model), model.training
+    before, training = attention_name(model), [each for each in model.modules() if each.training]
     set_attention(model, _NAME)
     model.eval()
     _watcher = watcher
@@ -61,5 +61,6 @@ def watching(model: Any, watcher: Callable[[int, Tensor, Tensor], None]) -> Iter
         yield
     finally:
         _watcher = None
-        model.train(training)
+        for each in training:
+            each.training = True
         set_attention(model, before)

@@ -17,8 +17,8 @@ from recalkv.codec.probe import watching
 __all__ = ["Rotation", "measured_rotations"]
 
 _TOKENS = 6
-_PRECISE = 2e-3
-"""Largest relative change of a pair's length that still counts as a rotation."""
+_PRECISE, _ROUNDED = 2e-3, 2e-2
+"""Largest relative change of a pair's squared length that still counts as a rotation; and of models in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,18 @@ def measured_rotations(model: Any, context: int) -> dict[int, Rotation]:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(1, _TOKENS + 1, device=model.device) * (vocabulary // (_TOKENS + 2))
     keys: dict[int, Tensor] = {}
+    limits: dict[int, float] = {}
 
     def keep(layer: int, key: Tensor, value: Tensor) -> None:
         keys.setdefault(layer, key[:, :, 0].detach().double().cpu())
+        limits[layer] = _PRECISE if key.element_size() >= 4 else _ROUNDED
 
     with watching(model, keep):
         model(input_ids=ids.repeat_interleave(len(places))[:, None], position_ids=positions, use_cache=False)
-    return {layer: _rotation(key.unflatten(0, (_TOKENS, -1)), places) for layer, key in keys.items()}
+    return {layer: _rotation(key.unflatten(0, (_TOKENS, -1)), places, limits[layer]) for layer, key in keys.items()}
 
 
-def _rotation(keys: Tensor, places: list[int]) -> Rotation:
+def _rotation(keys: Tensor, places: list[int], limit: float = _PRECISE) -> Rotation:
     """Rotation of (tokens, positions, kv heads, d) keys of the same tokens at several positions."""
     size = keys.shape[-1]
     still, scale = no_rotation(size), keys.square().mean().sqrt()
@@ -119,7 +121,7 @@ def _rotation(keys: Tensor, places: list[int]) -> Rotation:
         return still
     where = changed.nonzero().flatten()
     first, last = int(where[0]), int(where[-1]) + 1
-    best, found = _PRECISE, still.pairs
+    best, found = limit, still.pairs
     for start, width in {
         (0, size),
         (first, size - first),
@@ -134,7 +136,7 @@ def _rotation(keys: Tensor, places: list[int]) -> Rotation:
             change = (length - length[:, :1]).abs().mean((0, 1, 2)) / length.mean((0, 1, 2)).clamp_min(1e-30)
             if float(change.max()) < best:
                 best, found = float(change.max()), pairs
-    if best == _PRECISE:
+    if best == limit:
         return still
     numbers = torch.view_as_complex(torch.stack([keys[..., found[0]], keys[..., found[1]]], -1))
     turns = (numbers * numbers[:, :1].conj()).sum((0, 2)).angle()  # (positions, pairs), between -pi and pi

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from recalkv.codec.layout import Segment, checked, pack, row_bytes, unpack
 from recalkv.codec.rope import Rotation
-from recalkv.errors import CheckpointError
+from recalkv.errors import CheckpointError, ParameterError
 
 __all__ = ["Code", "Codec", "LayerCodec", "model_fingerprint"]
 
 FORMAT = 1
 _TENSORS, _RECORD = "codec.safetensors", "codec.json"
+_FILES = {_TENSORS, _RECORD}
 
 
 @dataclass(frozen=True)
@@ -198,11 +199,32 @@ class Codec:
         return row + 16 * exact / context
 
     def save(self, folder: str | Path) -> None:
-        """Write the side-car; whole, or not at all."""
+        """Write the side-car; whole, or not at all. A side-car that is there is replaced.
+
+        Raises
+        ------
+        ParameterError
+            If the folder holds anything else.
+        """
         folder = Path(folder)
+        if folder.exists() and not (folder.is_dir() and {each.name for each in folder.iterdir()} <= _FILES):
+            raise ParameterError(
+                f"codec: {folder} holds other files than those of a codec, and would be replaced; name a new folder."
+            )
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        try:
+            partial.mkdir(parents=True)
+            self.write(partial)
+            if folder.exists():
+                shutil.rmtree(folder)
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def write(self, folder: Path) -> None:
+        """Write the side-car's files into a folder."""
         tensors, layers = {}, {}
         for index, layer in self.layers.items():
             name = f"layers.{index}"
@@ -214,15 +236,12 @@ class Codec:
             layers[str(index)] = {
                 "keys": [code.segments for code in layer.keys], "values": [code.segments for code in layer.values],
             }  # fmt: skip
-        save_file(tensors, partial / _TENSORS)
+        save_file(tensors, folder / _TENSORS)
         record = {
             "format": FORMAT, "fingerprint": self.fingerprint, "window": self.window, "sinks": self.sinks,
             "context": self.context, "record": dict(self.record), "layers": layers,
         }  # fmt: skip
-        (partial / _RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        (folder / _RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> "Codec":
@@ -273,14 +292,20 @@ def _layer(tensors: Mapping[str, Tensor], name: str, layout: Mapping[str, Sequen
         if len(sides[0]) != len(codes) or sum(len(code.matrix) for code in codes) != mean.numel():
             raise CheckpointError(f"codec: bases of {name} do not cover its heads {tuple(mean.shape)}; fit again.")
     rotation = Rotation(tensors[f"{name}.pairs"], tensors[f"{name}.frequencies"])
+    if sorted(rotation.pairs.flatten().tolist()) != list(range(means[0].shape[1])) or (
+        rotation.pairs.shape != (2, len(rotation.frequencies))
+    ):
+        raise CheckpointError(f"codec: pairs of {name} do not cover a key of {means[0].shape[1]}; fit again.")
+    if not all(bool(torch.isfinite(each).all()) for own in sides for code in own for each in (code.matrix, *means)):
+        raise CheckpointError(f"codec: a basis or mean of {name} has NaN or infinity; fit again.")
     return LayerCodec(sides[0], sides[1], *means, rotation)
 
 
 def model_fingerprint(model: Any) -> str:
-    """What a codec is bound to: the sizes of a model, and some numbers of its key and value projections.
+    """What a codec is bound to: the sizes of a model, and the signs of some numbers of its embeddings.
 
-    Weights may be quantized, split over devices or adapted by LoRA afterwards; so only the shape of the network and the
-    embeddings' first numbers are looked at, to the precision that a change of type keeps.
+    Weights may be quantized, split over devices or adapted by LoRA afterwards, and of another type: embeddings keep
+    their signs through that.
     """
     config = model.config.get_text_config(decoder=True)
     names = (
@@ -293,8 +318,7 @@ def model_fingerprint(model: Any) -> str:
     )
     facts = [str(getattr(config, name, None)) for name in names]
     weight = model.get_input_embeddings().weight
-    rows = torch.linspace(0, weight.shape[0] - 1, 64, device=weight.device).long()
-    numbers = weight.detach()[rows].float().abs().sum(1).cpu()
-    # Coarse, so that float32, bfloat16 and float16 copies of a model agree.
-    facts += [f"{number:.1e}" for number in (numbers.mean(), numbers.max())]
+    rows, columns = (torch.linspace(0, size - 1, 64, device=weight.device).long() for size in weight.shape)
+    signs = weight.detach()[rows, columns] > 0
+    facts.append("".join("01"[sign] for sign in signs.tolist()))
     return hashlib.sha256("|".join(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,171 @@
+"""Rotations that are measured, against the models' own tables; and their averages, against sums over positions."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
+
+from recalkv.codec.probe import watching
+from recalkv.codec.rope import Rotation, measured_rotations, no_rotation
+from tests.tiny import SIZES, SLIDING, dense_model, windows
+
+CONTEXT = 200
+
+OTHERS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    # Pairs of neighbours.
+    "cohere": (CohereConfig, CohereForCausalLM, {}),
+    # A part of each head.
+    "phi": (PhiConfig, PhiForCausalLM, {"partial_rotary_factor": 0.5, "num_key_value_heads": 6}),
+    "gpt-neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"rotary_pct": 0.5, "num_key_value_heads": 6}),
+    # Learned positions.
+    "gpt2": (GPT2Config, GPT2LMHeadModel, {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 256}),
+}
+
+
+def model_of(family: str) -> Any:
+    if family not in OTHERS:
+        return dense_model(family)
+    config_class, model_class, special = OTHERS[family]
+    torch.manual_seed(0)
+    return model_class(config_class(**(SIZES | special))).eval()
+
+
+def keys_at(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Keys of one text at given positions, by layer: (heads, tokens, d)."""
+    found: dict[int, torch.Tensor] = {}
+    with watching(model, lambda layer, key, value: found.setdefault(layer, key[0].detach())), torch.no_grad():
+        model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+    return found
+
+
+HALVES = ("llama-gqa", "llama-linear-rope", "llama3-rope", "llama-yarn", "mistral-sliding", "qwen3-qk-norm", "gemma3",
+          "phi3-fused", "ernie4.5", "gpt-oss-sinks", "ministral3", "olmo2-whole-norm")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family",
+    [*HALVES, "glm-partial", "glm4-moe", "minimax-m2-whole-norm", "qwen3.5-hybrid", "granite4-hybrid", *OTHERS],
+)
+def test_keys_turn_as_measured(family: str) -> None:
+    """The keys of the first layer at any positions are its keys at position 0, turned."""
+    model = model_of(family)
+    rotations = measured_rotations(model, CONTEXT)
+    ids, positions = windows(1, 40)[0], torch.randperm(CONTEXT, generator=torch.Generator().manual_seed(3))[:40]
+    # All at one position is a text without order, and the first layer's keys depend on nothing else.
+    still, moved = keys_at(model, ids, torch.zeros_like(positions)), keys_at(model, ids, positions)
+    first = min(rotations)
+    assert rotations.keys() == moved.keys()
+    if family == "gpt2":
+        assert all(not rotation.frequencies.any() for rotation in rotations.values())
+        return
+    turned = rotations[first].turned(still[first], positions)
+    torch.testing.assert_close(turned, moved[first], rtol=1e-4, atol=2e-4)
+    torch.testing.assert_close(rotations[first].turned(turned, positions, -1), still[first], rtol=1e-4, atol=1e-5)
+
+
+def test_frequencies_are_the_models_own() -> None:
+    model = dense_model("llama3-rope")
+    table = model.model.rotary_emb.inv_freq.double()
+    for rotation in measured_rotations(model, CONTEXT).values():
+        assert rotation.pairs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        torch.testing.assert_close(rotation.frequencies, table, rtol=0, atol=1e-7)
+    # YaRN's tables carry a factor, which is no rotation.
+    model = dense_model("llama-yarn")
+    assert model.model.rotary_emb.attention_scaling != 1
+    table = model.model.rotary_emb.inv_freq.double()
+    torch.testing.assert_close(measured_rotations(model, CONTEXT)[0].frequencies, table, rtol=0, atol=1e-7)
+
+
+def test_pairs_of_neighbours_and_of_a_part() -> None:
+    assert measured_rotations(model_of("cohere"), CONTEXT)[0].pairs.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    rotation = measured_rotations(model_of("phi"), CONTEXT)[1]
+    assert rotation.pairs.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert rotation.frequencies[2:].tolist() == [0, 0]
+    assert measured_rotations(model_of("gpt-neox"), CONTEXT)[2].pairs.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_layers_differ() -> None:
+    model = dense_model("smollm3-nope", num_hidden_layers=4)
+    turning = {layer: bool(own.frequencies.any()) for layer, own in measured_rotations(model, CONTEXT).items()}
+    assert turning == {layer: bool(use) for layer, use in enumerate(model.config.no_rope_layers)}
+    assert len(set(turning.values())) == 2
+    # Sliding layers have a base of their own.
+    rotations = measured_rotations(dense_model("gemma3", num_hidden_layers=4), CONTEXT)
+    assert float((rotations[0].frequencies - rotations[1].frequencies).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama-gqa", "phi", "gpt-neox", "cohere", "qwen3-qk-norm", "smollm3-nope"])
+def test_models_in_16_bits_turn_as_in_32(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family)
+    expected, found = measured_rotations(model, CONTEXT), measured_rotations(model.to(dtype), CONTEXT)
+    for layer, rotation in expected.items():
+        turning = rotation.frequencies != 0
+        assert torch.equal(found[layer].pairs[:, turning], rotation.pairs[:, turning])
+        torch.testing.assert_close(found[layer].frequencies, rotation.frequencies, rtol=0, atol=3e-4)
+
+
+def test_the_context_decides_where_the_model_says_so() -> None:
+    model = dense_model("phi3-longrope")
+    short, long = (measured_rotations(model, context)[0].frequencies for context in (40, CONTEXT))
+    assert float((short - long).abs().max()) > 1e-3
+
+
+def test_long_contexts_are_measured_precisely() -> None:
+    model = dense_model("llama-gqa", max_position_embeddings=131072)
+    rotation = measured_rotations(model, 131072)[0]
+    table = model.model.rotary_emb.inv_freq.double()
+    # In radians at the last position; the model's own tables are as far from exact ones there.
+    assert float((rotation.frequencies - table).abs().max()) * 131071 < 0.02
+
+
+def random_rotation_of(heads: int, size: int) -> tuple[Rotation, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(size, generator=generator).view(2, -1)
+    frequencies = torch.rand(size // 2, generator=generator, dtype=torch.float64) * 2
+    frequencies[-1] = 0
+    moment = torch.randn(heads * size, heads * size, generator=generator, dtype=torch.float64)
+    return Rotation(order, frequencies), moment @ moment.T
+
+
+@pytest.mark.parametrize("context", [1, 7, 9000])
+def test_averages_are_those_of_a_sum_over_positions(context: int) -> None:
+    rotation, moment = random_rotation_of(3, 8)
+    total = torch.zeros_like(moment)
+    eye = torch.eye(8, dtype=torch.float64)
+    for position in range(context):
+        # Row i of the turned identity is basis vector i, turned.
+        one = rotation.turned(eye[:, None], torch.tensor([position]))[:, 0].T
+        turn = torch.block_diag(one, one, one)
+        total += turn @ moment @ turn.T / context
+    torch.testing.assert_close(rotation.averaged(moment, context), total, rtol=1e-9, atol=1e-9)
+
+
+def test_nothing_turns_without_rotation() -> None:
+    _, moment = random_rotation_of(2, 8)
+    torch.testing.assert_close(no_rotation(8).averaged(moment, 100), moment)
+    states = torch.randn(2, 5, 8)
+    assert torch.equal(no_rotation(8).turned(states, torch.arange(5)), states)
+
+
+def test_measuring_leaves_the_model_as_it_is() -> None:
+    model = dense_model("mistral-sliding", **SLIDING).train()
+    model.model.layers[1].eval()
+    before = copy.deepcopy(model.state_dict())
+    modes = [each.training for each in model.modules()]
+    attention = model.config._attn_implementation
+    measured_rotations(model, CONTEXT)
+    assert [each.training for each in model.modules()] == modes
+    assert model.config._attn_implementation == attention
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
