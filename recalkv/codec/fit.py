@@ -4,7 +4,6 @@ codec = fit(model, windows, bits=4)
 codec.save("codec")
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from recalkv.codec.sidecar import Code, Codec, LayerCodec, model_fingerprint
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.method.basis import natural_basis, shared_scales
 
-__all__ = ["build_codec", "fit", "model_context", "take_moments"]
+__all__ = ["build_codec", "check_bits", "fit", "model_context", "take_moments"]
 
 WINDOW = 32
 """Newest tokens that are kept exact."""
@@ -30,6 +29,17 @@ SHARED = 256
 
 SHRINKAGE = 0.1
 """Of the moments towards their mean diagonal, for text unlike that of the calibration."""
+
+
+def check_bits(bits: float) -> None:
+    """Refuse bits of a cached number that no cache has.
+
+    Raises
+    ------
+    ParameterError
+    """
+    if not 0 < bits <= 16:
+        raise ParameterError(f"codec: bits={bits} must lie above 0 and up to 16, the dense cache's.")
 
 
 def model_context(model: Any) -> int:
@@ -83,8 +93,7 @@ def build_codec(
     ------
     ParameterError, BudgetError, UnsupportedModelError
     """
-    if not 0 < bits <= 16:
-        raise ParameterError(f"codec: bits={bits} must lie above 0 and up to 16, the dense cache's.")
+    check_bits(bits)
     places, bases, energies, held = [], [], [], []
     for index, own in moments.items():
         size = heads or heads_per_code(own.kv_heads, own.means[0].shape[1])
@@ -148,6 +157,7 @@ def cached_tokens(model: Any, context: int) -> dict[int, int]:
     return result
 
 
+@torch.inference_mode(False)
 def fit(
     model: Any,
     windows: Tensor,
@@ -157,8 +167,7 @@ def fit(
     progress: Callable[[str, int, int], None] = lambda step, done, total: None,
 ) -> Codec:
     """Fit a codec to a loaded model on calibration windows, (samples, length) int64."""
-    if not math.isfinite(bits):
-        raise ParameterError(f"codec: bits={bits} is no number.")
+    check_bits(bits)
     context = context or model_context(model)
     moments = take_moments(model, windows, context, seed, progress)
     record = {"bits": bits, "windows": list(windows.shape), "seed": seed}

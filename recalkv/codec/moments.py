@@ -12,12 +12,14 @@ of all positions of the context to be served: short windows show a direction in 
 first tokens of a sequence, attention sinks, are kept exact at run time and stay out of all moments.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, no_rotation
@@ -30,6 +32,13 @@ SINKS = 4
 
 _CHECKPOINTED = 300_000_000
 """Parameters from which a layer's activations are computed again in the backward pass instead of kept."""
+
+_CHECKPOINTING = {
+    "training": True,
+    "gradient_checkpointing": True,
+    "_gradient_checkpointing_func": functools.partial(checkpoint, use_reentrant=False),
+}
+"""What a layer of transformers looks at for that."""
 
 
 @dataclass(frozen=True)
@@ -226,24 +235,18 @@ class _InputsWithGradient:
         for each in self.trained:
             each.requires_grad_(False)
         self.hook = model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_(True))
-        self.checkpointed = (
-            sum(each.numel() for each in model.parameters()) > _CHECKPOINTED
-            and model.supports_gradient_checkpointing
-            and not model.is_gradient_checkpointing
-        )
-        if self.checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            # Transformers checkpoints in training alone; dropout is off all the same.
-            self.layers = [each for each in model.modules() if hasattr(each, "gradient_checkpointing")]
-            for each in self.layers:
-                each.training = True
+        # As transformers' own switch sets them, which would leave a hook on the embeddings. It checkpoints in
+        # training alone; dropout, in modules below, is off all the same.
+        large = sum(each.numel() for each in model.parameters()) > _CHECKPOINTED
+        self.layers = [each for each in model.modules() if large and hasattr(each, "gradient_checkpointing")]
+        self.before = [{name: getattr(each, name, None) for name in _CHECKPOINTING} for each in self.layers]
+        for each in self.layers:
+            vars(each).update(_CHECKPOINTING)
 
     def __exit__(self, *problem: object) -> None:
         self.hook.remove()
-        if self.checkpointed:
-            self.model.gradient_checkpointing_disable()
-            for each in self.layers:
-                each.training = False
+        for each, before in zip(self.layers, self.before, strict=True):
+            vars(each).update(before)
         for each in self.trained:
             each.requires_grad_(True)
 

@@ -1,0 +1,389 @@
+"""Fitting a codec, its file, what it is bound to, and what is refused; the model stays as it is."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
+
+from recalkv.codec import fit as fitting
+from recalkv.codec.fit import build_codec, cached_tokens, fit, heads_per_code, model_context, take_moments
+from recalkv.codec.probe import watching
+from recalkv.codec.sidecar import Codec, model_fingerprint
+from recalkv.errors import (
+    BudgetError,
+    CheckpointError,
+    DataError,
+    NonFiniteError,
+    ParameterError,
+    UnsupportedModelError,
+)
+from tests.tiny import dense_model, windows
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return dense_model("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def codec(model: Any) -> Codec:
+    return fit(model, windows(), bits=4)
+
+
+def states_of(codec: Codec, layer: int = 0, tokens: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and positions of random tokens as a layer may have them."""
+    own = codec.layers[layer]
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(0, CONTEXT, (2, tokens), generator=generator)
+    shape = (2, own.kv_heads, tokens, own.head_dims[0])
+    keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
+    return keys + own.mean_keys(positions), values + own.value_mean[:, None], positions
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3.5, 4, 8])
+def test_rows_take_what_was_asked_for(model: Any, bits: float) -> None:
+    codec = fit(model, windows(2, 24), bits=bits)
+    assert sorted(codec.layers) == [0, 1, 2]
+    assert codec.bits_per_element() <= bits
+    # All at 8 bits and their scales is the most there is; of 24 numbers a scale is a third of a bit.
+    assert codec.bits_per_element() > bits - 0.35
+    assert codec.dense_bytes_per_token == 3 * 2 * 2 * 3 * 8
+    assert codec.bytes_per_token == sum(layer.row_bytes for layer in codec.layers.values())
+    assert codec.context == model_context(model) == 256
+    exact = 36 * 16 / 2048
+    assert codec.bits_per_element(2048) == pytest.approx(codec.bits_per_element() + exact)
+
+
+def test_keys_and_values_come_back_from_their_rows(model: Any) -> None:
+    codec = fit(model, windows(), bits=8)
+    layer = codec.layers[1]
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    ids = windows(2, 40, seed=9)
+    with watching(model, lambda index, key, value: seen.update({index: (key, value)})), torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    keys, values = seen[1]
+    positions = torch.arange(40).expand(2, -1)
+    rows = layer.pack(keys, values, positions)
+    assert rows.shape == (2, 40, layer.row_bytes) and rows.dtype == torch.uint8
+    for own, found in zip((keys, values), layer.unpack(rows, positions), strict=True):
+        assert float((own - found).norm() / own.norm()) < 0.02
+    # Any tokens, by themselves.
+    assert torch.equal(layer.pack(keys[:, :, 7:9], values[:, :, 7:9], positions[:, 7:9]), rows[:, 7:9])
+
+
+def test_less_bits_lose_more(model: Any) -> None:
+    moments, errors = take_moments(model, windows(), CONTEXT), []
+    for bits in (8, 5, 4, 3, 2, 1):
+        codec = build_codec(moments, bits, CONTEXT)
+        keys, values, positions = states_of(codec)
+        layer = codec.layers[0]
+        found = layer.unpack(layer.pack(keys, values, positions), positions)
+        errors.append(float((found[0] - keys).norm() + (found[1] - values).norm()))
+    assert errors == sorted(errors)
+
+
+def test_matrices_give_segments_of_unit_variance(model: Any) -> None:
+    moments = take_moments(model, windows(), CONTEXT)
+    for index, layer in build_codec(moments, 4, CONTEXT).layers.items():
+        for side, code in enumerate((layer.keys[0], layer.values[0])):
+            states = moments[index].states[side]
+            ridge = 0.1 * states.diagonal().mean() * torch.eye(len(states), dtype=torch.float64)
+            coded = code.matrix.double().T @ (states + ridge) @ code.matrix.double()
+            start = 0
+            for segment in code.segments:
+                part = coded[start : start + segment.width, start : start + segment.width]
+                assert float(part.diagonal().mean()) == pytest.approx(1, abs=0.35)
+                start += segment.width
+            torch.testing.assert_close(code.back, code.matrix.double().inverse()[: code.width].float())
+
+
+def test_heads_share_codes_up_to_a_width() -> None:
+    assert heads_per_code(3, 64) == 3
+    assert heads_per_code(2, 128) == 2
+    assert heads_per_code(8, 128) == 2
+    assert heads_per_code(5, 64) == 1
+    assert heads_per_code(1, 256) == heads_per_code(4, 512) == 1
+
+
+def test_heads_may_have_codes_of_their_own(model: Any) -> None:
+    moments = take_moments(model, windows(), CONTEXT)
+    codec = build_codec(moments, 4, CONTEXT, heads=1)
+    layer = codec.layers[0]
+    assert layer.groups == 3 and len(layer.values) == 3 and layer.keys[0].matrix.shape == (8, 8)
+    keys, values, positions = states_of(codec)
+    found = layer.unpack(layer.pack(keys, values, positions), positions)
+    assert float((found[1] - values).norm() / values.norm()) < 0.5
+    with pytest.raises(ParameterError, match=r"2 heads per code do not divide the 3 KV heads of layer 0"):
+        build_codec(moments, 4, CONTEXT, heads=2)
+
+
+def test_sliding_layers_hold_their_window(model: Any) -> None:
+    sliding = dense_model("gemma3", num_hidden_layers=4)
+    assert cached_tokens(sliding, 256) == {0: 16, 1: 256, 2: 16, 3: 256}
+    assert cached_tokens(sliding, 8) == dict.fromkeys(range(4), 8)
+    assert cached_tokens(model, 99) == dict.fromkeys(range(3), 99)
+    codec = fit(sliding, windows(3, 32), bits=2)
+    row_bytes = {index: layer.row_bytes for index, layer in codec.layers.items()}
+    assert min(row_bytes[0], row_bytes[2]) > max(row_bytes[1], row_bytes[3])
+    used = 16 * (row_bytes[0] + row_bytes[2]) + 256 * (row_bytes[1] + row_bytes[3])
+    assert 0.9 < used / (2 / 8 * 48 * 2 * (16 + 256)) <= 1
+
+
+@pytest.mark.parametrize("family", ["qwen3.5-hybrid", "granite4-hybrid"])
+def test_layers_of_other_kinds_have_no_code(family: str) -> None:
+    hybrid = dense_model(family)
+    kinds = hybrid.config.layer_types
+    codec = fit(hybrid, windows(2, 24))
+    assert list(codec.layers) == [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+
+
+def test_a_fit_is_the_same_again(model: Any, codec: Codec, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    for name, own in (("a", codec), ("b", fit(model, windows(), bits=4))):
+        own.save(tmp_path / name)
+    for file in ("codec.json", "codec.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+# ---- the model
+
+
+class _InterruptedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_model_stays_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dense_model("llama-gqa").train()
+    model.lm_head.eval()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    weights = copy.deepcopy(model.state_dict())
+    before = [each.training for each in model.modules()], [each.requires_grad for each in model.parameters()]
+    attention = model.config._attn_implementation
+
+    def progress(step: str, done: int, total: int) -> None:
+        if failing and step == "moments" and done == 2:
+            raise _InterruptedError
+
+    if failing:
+        monkeypatch.setattr("recalkv.codec.moments._CHECKPOINTED", 0)
+        with pytest.raises(_InterruptedError):
+            fit(model, windows(3, 24), progress=progress)
+    else:
+        fit(model, windows(3, 24), progress=progress)
+    after = [each.training for each in model.modules()], [each.requires_grad for each in model.parameters()]
+    assert after == before
+    assert model.config._attn_implementation == attention
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(each.grad is None for each in model.parameters())
+    assert not any(each._forward_hooks for each in model.modules())
+    # And works.
+    model.eval()(input_ids=windows(1, 8)).logits.sum().backward()
+
+
+def test_fit_works_where_no_gradients_are_taken(model: Any) -> None:
+    with torch.no_grad():
+        fit(model, windows(2, 24))
+    with torch.inference_mode():
+        fit(model, windows(2, 24))
+
+
+# ---- the file
+
+
+def test_a_codec_is_what_was_saved(codec: Codec, tmp_path: Path) -> None:
+    codec.save(tmp_path / "codec")
+    found = Codec.load(tmp_path / "codec")
+    assert sorted(path.name for path in (tmp_path / "codec").iterdir()) == ["codec.json", "codec.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["codec"]
+    for name in ("window", "sinks", "context", "fingerprint", "record"):
+        assert getattr(found, name) == getattr(codec, name)
+    for index, layer in codec.layers.items():
+        keys, values, positions = states_of(codec, index)
+        assert torch.equal(found.layers[index].pack(keys, values, positions), layer.pack(keys, values, positions))
+        assert torch.equal(found.layers[index].rotation.pairs, layer.rotation.pairs)
+    assert found.record == {"bits": 4, "windows": [8, 48], "seed": 0}
+
+
+def test_a_codec_replaces_a_codec_alone(codec: Codec, tmp_path: Path) -> None:
+    place = tmp_path / "codec"
+    codec.save(place)
+    codec.save(str(place))
+    (place / "notes.txt").write_text("mine")
+    with pytest.raises(ParameterError, match=r"holds other files than those of a codec"):
+        codec.save(place)
+    assert (place / "notes.txt").read_text() == "mine"
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ParameterError, match="holds other files"):
+        codec.save(tmp_path / "file")
+
+
+def test_what_fails_while_it_is_written_leaves_the_old_one(
+    codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "codec"
+    codec.save(place)
+    (place / "codec.json").write_text(old := (place / "codec.json").read_text() + "\n")
+
+    def stop(*_: object, **__: object) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr("recalkv.codec.sidecar.save_file", stop)
+    with pytest.raises(SystemExit):
+        codec.save(place)
+    assert (place / "codec.json").read_text() == old
+    assert [path.name for path in tmp_path.iterdir()] == ["codec"]
+
+
+def changed_record(place: Path, change: Any) -> None:
+    record = json.loads((place / "codec.json").read_text())
+    change(record)
+    (place / "codec.json").write_text(json.dumps(record))
+
+
+def changed_tensors(place: Path, change: Any) -> None:
+    tensors = load_file(place / "codec.safetensors")
+    change(tensors)
+    save_file(tensors, place / "codec.safetensors")
+
+
+NAME = "layers.1.keys.0"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: (p / "codec.json").unlink(), "holds no readable codec.json"),
+        (lambda p: (p / "codec.json").write_text("{"), "holds no readable codec.json"),
+        (lambda p: (p / "codec.json").write_text("[]"), "has format None, and this version reads 1"),
+        (lambda p: (p / "codec.safetensors").write_bytes(b"12345678"), "holds no readable"),
+        (
+            lambda p: (p / "codec.safetensors").write_bytes((p / "codec.safetensors").read_bytes()[:-100]),
+            "holds no readable",
+        ),
+        (lambda p: changed_record(p, lambda r: r.update(format=2)), "has format 2, and this version reads 1; fit"),
+        (lambda p: changed_record(p, lambda r: r.pop("window")), "is damaged"),
+        (lambda p: changed_record(p, lambda r: r["layers"]["1"]["keys"][0].append([8, 5])), "cannot be packed"),
+        (lambda p: changed_record(p, lambda r: r["layers"]["1"]["keys"][0].append([64, 2])), "has a basis of"),
+        (lambda p: changed_record(p, lambda r: r["layers"]["1"]["keys"].append([[8, 2]])), "is damaged"),
+        (lambda p: changed_record(p, lambda r: r["layers"].update({"7": r["layers"]["1"]})), "is damaged"),
+        (lambda p: changed_tensors(p, lambda t: t.pop(NAME)), "is damaged"),
+        (lambda p: changed_tensors(p, lambda t: t.update({NAME: t[NAME][:, :8].contiguous()})), "has a basis of"),
+        (lambda p: changed_tensors(p, lambda t: t[NAME].fill_(float("nan"))), "has NaN or infinity"),
+        (lambda p: changed_tensors(p, lambda t: t["layers.0.pairs"].fill_(3)), "pairs of layers.0 do not cover"),
+        (
+            lambda p: changed_tensors(p, lambda t: t.update({"layers.0.key_mean": torch.zeros(2, 8)})),
+            "bases of layers.0 do not cover its heads",
+        ),
+    ],
+)
+def test_a_damaged_codec_is_refused(codec: Codec, tmp_path: Path, damage: Any, message: str) -> None:
+    codec.save(tmp_path / "codec")
+    damage(tmp_path / "codec")
+    with pytest.raises(CheckpointError, match=message):
+        Codec.load(tmp_path / "codec")
+
+
+def test_no_codec_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere holds no readable .* make them by `recalkv fit`"):
+        Codec.load(tmp_path / "nowhere")
+
+
+# ---- what it is bound to
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copies_of_other_types_have_the_same_fingerprint(model: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    mark = model_fingerprint(model)
+    assert model_fingerprint(copy.deepcopy(model).to(dtype)) == mark
+    model.save_pretrained(tmp_path / "model")
+    assert model_fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)) == mark
+
+
+def test_other_models_have_other_fingerprints(model: Any) -> None:
+    marks = [model_fingerprint(model), *(model_fingerprint(dense_model("llama-gqa", seed)) for seed in range(1, 6))]
+    marks += [model_fingerprint(dense_model(family)) for family in ("llama-mha", "mistral-full", "qwen3-qk-norm")]
+    marks.append(model_fingerprint(dense_model("llama-gqa", num_hidden_layers=2)))
+    assert len(set(marks)) == len(marks)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("bits", [0, -1, 16.5, float("nan"), float("inf")])
+def test_bits_out_of_range_are_refused_before_the_work(
+    model: Any, bits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "take_moments", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ParameterError, match=rf"bits={bits} must lie above 0 and up to 16"):
+        fit(model, windows(2, 24), bits=bits)
+
+
+def test_too_few_bits_are_refused(model: Any) -> None:
+    with pytest.raises(BudgetError, match="codes nothing; the smallest rows take"):
+        fit(model, windows(2, 24), bits=0.01)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_windows_without_tokens_behind_the_sinks_are_refused(model: Any, length: int) -> None:
+    with pytest.raises(DataError, match=rf"windows of {length} tokens leave none behind the 4 sinks; use longer ones"):
+        fit(model, windows(2, length))
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (
+            "model.layers.1.self_attn.k_proj.weight",
+            r"in the keys or values of layer 1 during calibration; fit in float32",
+        ),
+        ("model.layers.0.self_attn.v_proj.weight", "layer 0"),
+        ("model.layers.1.mlp.up_proj.weight", "layer 2"),
+        ("model.layers.2.mlp.up_proj.weight", "in the logits during calibration"),
+        ("model.embed_tokens.weight", "layer 0"),
+    ],
+)
+def test_weights_that_are_not_finite_name_the_layer(weight: str, message: str) -> None:
+    model = dense_model("llama-gqa", tie_word_embeddings=False)
+    model.get_parameter(weight).data.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match=message):
+        fit(model, windows(2, 24))
+
+
+def test_gradients_that_are_not_finite_name_the_layer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = copy.deepcopy(model)
+
+    class Poison(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, states: Tensor) -> Tensor:
+            return states.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * float("inf")
+
+    own.model.layers[1].register_forward_hook(lambda _, __, out: Poison.apply(out))
+    with pytest.raises(NonFiniteError, match="in the gradients of layer 1 during calibration"):
+        fit(own, windows(2, 24))
+
+
+def test_head_sizes_that_give_no_blocks_are_refused() -> None:
+    model = dense_model("llama-gqa", head_dim=6, num_key_value_heads=2)
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 has 2 KV heads of 6, and 2 of them are no multiple of 8"):
+        fit(model, windows(2, 24))
+
+
+def test_models_with_attention_of_their_own_are_refused() -> None:
+    torch.manual_seed(0)
+
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=48, n_layer=2, n_head=6))
+    with pytest.raises(UnsupportedModelError, match=r"attention interface"):
+        fit(bloom, windows(2, 24))

@@ -1,0 +1,162 @@
+"""Moments of the codec, against a plain computation in float64."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from recalkv.codec import moments as codec_moments
+from recalkv.codec.fit import take_moments
+from recalkv.codec.moments import SINKS, LayerMoments, collect_moments
+from recalkv.codec.probe import watching
+from recalkv.codec.rope import Rotation, measured_rotations
+from tests.tiny import dense_model, windows
+
+CONTEXT = 70
+
+
+def drawn_labels(model: Any, ids: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    """The labels that the moments are of: drawn from the float32 model, window by window."""
+    sampler, labels = torch.Generator().manual_seed(seed), []
+    for window in ids:
+        with torch.no_grad():
+            likely = model(input_ids=window[None], use_cache=False).logits[0].softmax(-1)
+        labels.append(torch.multinomial(likely, 1, generator=sampler)[:, 0])
+    return labels
+
+
+def naive_moments(
+    model: Any, ids: torch.Tensor, rotations: dict[int, Rotation], context: int, seed: int = 0
+) -> dict[int, dict[str, Any]]:
+    """Per layer ``means``, ``states`` and ``gradients``, each of keys and values, by the formulas of the module."""
+    labels, double = drawn_labels(model, ids, seed), copy.deepcopy(model)
+    if not hasattr(model.config, "num_local_experts"):  # whose grouped products have no float64
+        double = double.double()
+    keys: dict[int, list[Any]] = {}
+    for window, own in zip(ids, labels, strict=True):
+        seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def keep(layer: int, key: torch.Tensor, value: torch.Tensor, seen: dict[int, Any] = seen) -> None:
+            key.retain_grad()
+            value.retain_grad()
+            seen[layer] = (key, value)
+
+        with watching(double, keep):
+            logits = double(input_ids=window[None], use_cache=False).logits[0]
+            # The last token's label lies outside the window.
+            torch.nn.functional.cross_entropy(logits[:-1], own[:-1], reduction="sum").backward()
+        for layer, pair in seen.items():
+            keys.setdefault(layer, []).append([(each.detach()[0], each.grad[0]) for each in pair])
+    result = {}
+    for layer, found in keys.items():
+        rotation = rotations[layer]
+        result[layer] = {"means": [], "states": [], "gradients": []}
+        for side in (0, 1):
+            tokens = []  # of each window, lists of (x, g), each (heads, d), before RoPE
+            for pair in found:
+                states, gradient = pair[side]
+                own = []
+                for place in range(SINKS, states.shape[1]):
+                    vectors = [states[:, place], gradient[:, place]]
+                    if side == 0:
+                        vectors = [rotation.turned(each[:, None], torch.tensor([place]), -1)[:, 0] for each in vectors]
+                    own.append(vectors)
+                tokens.append(own)
+            prior = [x for window in tokens[: (len(tokens) + 1) // 2] for x, _ in window]
+            mean = sum(prior) / len(prior)
+            energy = sum(float((x - mean).square().sum()) for x in prior) / len(prior)
+            size = mean.numel()
+            totals, count = torch.zeros(2, size, size, dtype=torch.float64), 0
+            for window in tokens:
+                for x, g in window:
+                    centred = (x - mean).flatten()
+                    weight = float(centred.square().sum()) / energy
+                    totals[0] += centred.outer(centred) / weight
+                    totals[1] += weight * g.flatten().outer(g.flatten())
+                    count += 1
+            totals /= count
+            if side == 0:
+                eye = torch.eye(mean.shape[1], dtype=torch.float64)
+                turns = [
+                    torch.block_diag(*[rotation.turned(eye[:, None], torch.tensor([n]))[:, 0].T] * len(mean))
+                    for n in range(context)
+                ]
+                totals = torch.stack([sum(turn @ total @ turn.T for turn in turns) / context for total in totals])
+            result[layer]["means"].append(mean)
+            result[layer]["states"].append(totals[0])
+            result[layer]["gradients"].append(totals[1])
+    return result
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama-gqa", "qwen2-bias", "gemma2-softcap", "glm-partial", "smollm3-nope", "gpt-oss-sinks", "qwen3.5-hybrid"],
+)
+def test_moments_are_those_of_the_formulas(family: str) -> None:
+    model, ids = dense_model(family), windows(3, 24)
+    rotations = measured_rotations(model, CONTEXT)
+    expected = naive_moments(model, ids, rotations, CONTEXT)
+    found = collect_moments(model, ids, rotations, CONTEXT)
+    assert found.keys() == expected.keys() == rotations.keys()
+    for layer, own in found.items():
+        for name in ("means", "states", "gradients"):
+            for side in (0, 1):
+                theirs = expected[layer][name][side]
+                error = (getattr(own, name)[side].double() - theirs).norm() / theirs.norm()
+                assert float(error) < 1e-3, (layer, name, side)
+        assert own.kv_heads == 3
+        assert all(each.dtype == torch.float64 for pair in (own.states, own.gradients) for each in pair)
+        torch.testing.assert_close(own.states[0], own.states[0].T)
+
+
+def same(left: dict[int, LayerMoments], right: dict[int, LayerMoments]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(one, other)
+        for layer in left
+        for name in ("means", "states", "gradients")
+        for one, other in zip(getattr(left[layer], name), getattr(right[layer], name), strict=True)
+    )
+
+
+def test_the_seed_decides_the_labels_and_nothing_else_does() -> None:
+    model, ids = dense_model("llama-gqa"), windows(3, 24)
+    first = take_moments(model, ids, CONTEXT, seed=1)
+    torch.manual_seed(5)
+    assert same(first, take_moments(model, ids, CONTEXT, seed=1))
+    other = take_moments(model, ids, CONTEXT, seed=2)
+    assert torch.equal(first[0].states[0], other[0].states[0])
+    assert not torch.equal(first[0].gradients[0], other[0].gradients[0])
+
+
+def test_activations_computed_again_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = dense_model("llama-gqa"), windows(3, 24)
+    kept = take_moments(model, ids, CONTEXT)
+    monkeypatch.setattr(codec_moments, "_CHECKPOINTED", 0)
+    passes = []
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    again = take_moments(model, ids, CONTEXT)
+    assert sum(passes) == 2 * len(ids)  # once more in the backward pass
+    for layer, own in kept.items():
+        for side in (0, 1):
+            torch.testing.assert_close(again[layer].gradients[side], own.gradients[side], rtol=1e-5, atol=1e-9)
+    assert not any(getattr(each, "gradient_checkpointing", False) or each.training for each in model.modules())
+
+
+def test_windows_that_turn_otherwise_than_the_context_are_turned_back_by_their_own() -> None:
+    """Long RoPE: short windows take one table, the context that is served another."""
+    model, ids = dense_model("phi3-longrope"), windows(3, 24)
+    own, served = measured_rotations(model, 24), measured_rotations(model, 256)
+    found = take_moments(model, ids, 256)
+    expected = naive_moments(model, ids, own, 1)
+    turned = served[0].averaged(expected[0]["states"][0], 256)
+    # At position 0 nothing is turned: the formulas' average over one position is the moment before RoPE.
+    error = (found[0].states[0] - turned).norm() / turned.norm()
+    assert float(error) < 1e-3
+    assert torch.equal(found[0].rotation.frequencies, served[0].frequencies)
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    take_moments(dense_model("llama-gqa"), windows(3, 16), CONTEXT, progress=lambda *step: told.append(step))
+    assert told == [("means", 1, 2), ("means", 2, 2), ("moments", 1, 3), ("moments", 2, 3), ("moments", 3, 3)]
