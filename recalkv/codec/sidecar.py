@@ -124,10 +124,13 @@ class LayerCodec:
         -------
         (batch, tokens, row bytes) uint8
         """
-        centred = (
-            keys.float() - self.mean_keys(positions),
-            values.float() - self.value_mean.to(values.device)[:, None],
+        return self.pack_centred(
+            keys.float() - self.mean_keys(positions), values.float() - self.value_mean.to(values.device)[:, None]
         )
+
+    def pack_centred(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Rows of states whose means are taken off, float32."""
+        centred = keys, values
         flat = [each.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3) for each in centred]
         parts = []
         for group in range(self.groups):
@@ -138,6 +141,11 @@ class LayerCodec:
 
     def unpack(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Undo :meth:`pack`, up to rounding: keys and values, float32."""
+        keys, values = self.unpack_centred(rows)
+        return keys + self.mean_keys(positions), values + self.value_mean.to(rows.device)[:, None]
+
+    def unpack_centred(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo :meth:`pack_centred`, up to rounding: (batch, kv heads, tokens, d) float32."""
         start, pairs = 0, ([], [])  # type: ignore[var-annotated]
         for group in range(self.groups):
             for own, codes in zip(pairs, (self.keys, self.values), strict=True):
@@ -149,7 +157,7 @@ class LayerCodec:
             torch.stack(own, 1).unflatten(-1, (self.kv_heads // self.groups, -1)).transpose(2, 3).flatten(1, 2)
             for own in pairs
         )
-        return keys + self.mean_keys(positions), values + self.value_mean.to(rows.device)[:, None]
+        return keys, values
 
 
 @dataclass(frozen=True)

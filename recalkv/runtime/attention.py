@@ -98,7 +98,7 @@ def _cached(
     if mask is not None:
         mask = mask[..., :visible]
     seen = None
-    if mask is not None and layer.first is not None:
+    if mask is not None and layer.unsettled:
         # Padding of new tokens: no query sees them.
         seen = mask[:, 0, :, visible - count :].any(1)
         if seen.shape[0] != query.shape[0]:
@@ -108,12 +108,9 @@ def _cached(
     before = layer.exact_slots() if layer.length else None
     earlier = _earlier(layer, before, key, value)
     start = layer.append(key, value, seen, positions)
-    assert layer.first is not None and layer.offset is not None
     # Slots that can be attended to; a sliding layer may hold more.
     low = max(layer.base, skipped)
-    slots = torch.arange(low, end, device=query.device)
-    rounded = layer.codec.unpack(layer.rows()[:, low - layer.base :], slots + layer.offset[:, None])
-    keys, values = _with_sinks(rounded, layer, slots)
+    keys, values = _with_sinks(layer.rounded(low, end), layer, torch.arange(low, end, device=query.device))
     pair = keys.to(query.dtype), values.to(query.dtype)
     # A long chunk over a sliding layer: what slid out of the rows is still at hand.
     exact = (torch.cat([earlier[0], key], 2), torch.cat([earlier[1], value], 2))
@@ -153,9 +150,10 @@ def _earlier(layer: CodecLayer, slots: Tensor | None, key: Tensor, value: Tensor
     if not bool((there | (wanted < 0)).all()):
         # Behind a deep crop some are known by their rows alone.
         assert layer.offset is not None
-        own = wanted.clamp_min(layer.base)
-        keys, values = layer.codec.unpack(layer.rows()[:, own - layer.base], own + layer.offset[:, None])
-        kept = torch.where(there[:, None], kept, torch.cat([keys, values], -1).to(kept))
+        low = max(layer.base, layer.length - count)
+        known = torch.cat(layer.rounded(low, layer.length), -1)
+        known = torch.nn.functional.pad(known, (0, 0, count - known.shape[2], 0))
+        kept = torch.where(there[:, None], kept, known.to(kept))
     kept = torch.where((wanted >= 0)[:, None], kept, 0)
     return kept[..., : dims[0]], kept[..., dims[0] :]
 
@@ -202,10 +200,8 @@ def _uncached(
     if mask is not None:
         seen = mask[:, 0].any(1).expand(key.shape[0], -1)
     layer.append(key, value, seen, positions)
-    assert layer.offset is not None
-    slots = torch.arange(key.shape[2], device=key.device)
-    rounded = own.unpack(layer.rows(), slots + layer.offset[:, None])
-    keys, values = _with_sinks(rounded, layer, slots)
+    end = key.shape[2]
+    keys, values = _with_sinks(layer.rounded(0, end), layer, torch.arange(end, device=key.device))
     lead = torch.nn.functional.pad
     exact = tuple(lead(each, (0, 0, codec.window - 1, 0))[:, :, start:] for each in (key, value))
     pair = keys.to(query.dtype), values.to(query.dtype)

@@ -15,6 +15,8 @@ from transformers.cache_utils import CacheLayerMixin
 from recalkv.codec.layout import TILE, tiled, untiled
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
+from recalkv.runtime.loops import layer_loops
+from recalkv.runtime.means import mean_keys
 
 __all__ = ["SLACK", "CodecLayer"]
 
@@ -74,7 +76,8 @@ class CodecLayer(CacheLayerMixin):
         self.pending: tuple[Tensor, Tensor] | None = None
         self.first: Tensor | None = None
         self.offset: Tensor | None = None
-        self.ragged = False
+        # Whether sequences start at other slots or have other positions, and whether some have not begun.
+        self.ragged, self.unsettled = False, True
 
     @property
     def ring(self) -> int:
@@ -147,26 +150,35 @@ class CodecLayer(CacheLayerMixin):
         int
             Slot of the first of them.
         """
-        assert self.first is not None and self.offset is not None
+        start, count = self.begin(keys.shape[2], seen, positions)
+        self._store(keys, values, start)
+        self._keep_exact(torch.cat([keys, values], -1), start)
+        self.advance(count)
+        return start
+
+    def begin(self, count: int, seen: Tensor | None, positions: Tensor | None) -> tuple[int, int]:
+        """Make ready for so many new tokens: room, first slots and positions. The slot of the first, and how many."""
         self.pending = None
-        start, count = self.length, keys.shape[2]
+        start = self.length
         if self.capacity is not None and start + count > self.capacity and self.sliding_window is None:
             raise ParameterError(
                 f"codec: the static cache has {self.capacity} slots, and {start + count} tokens came; make it larger."
             )
-        self._place(start, count, seen, positions)
-        slots = torch.arange(start, start + count, device=self.device)
-        rows = self.codec.pack(keys, values, slots + self.offset[:, None])
-        self._write(rows, start)
-        self._keep_exact(torch.cat([keys, values], -1), start)
-        self.length = start + count
+        if self.unsettled:
+            self._place(start, count, seen, positions)
+        self._make_room(start + count)
+        return start, count
+
+    def advance(self, count: int) -> None:
+        """Count new tokens, which are stored."""
+        self.length += count
         self.written = max(self.written, self.length)
-        return start
 
     def _place(self, start: int, count: int, seen: Tensor | None, positions: Tensor | None) -> None:
         """Learn where sequences begin and what their positions are."""
         assert self.first is not None and self.offset is not None
         fresh = self.first == _UNSET if start else torch.ones_like(self.first, dtype=torch.bool)
+        self.ragged |= positions is not None and bool((positions[:, -1] != start + count - 1).any())
         if seen is None:
             begins = torch.full_like(self.first, start)
         else:
@@ -175,20 +187,44 @@ class CodecLayer(CacheLayerMixin):
         self.first = torch.where(fresh, begins, self.first)
         if positions is not None:
             self.offset = torch.where(fresh, positions[:, -1] - (start + count - 1), self.offset)
+        self.unsettled = self.ragged and bool((self.first == _UNSET).any())
 
-    def _write(self, rows: Tensor, start: int) -> None:
-        """Write rows (batch, tokens, bytes) from a slot on."""
-        count = rows.shape[1]
-        self._make_room(start + count)
+    def _store(self, keys: Tensor, values: Tensor, start: int) -> None:
+        """Write the rows of new tokens (batch, kv heads, tokens, d) from a slot on."""
         if start < self.base:  # a chunk longer than a sliding window
-            rows, start = rows[:, self.base - start :], self.base
-        place, end = start - self.base, start - self.base + rows.shape[1]
+            keys, values = (states[:, :, self.base - start :] for states in (keys, values))
+            start = self.base
+        count, place = keys.shape[2], start - self.base
+        keys, values = self.centred(keys, values, start)
+        loops = layer_loops(self.codec, self.keys)
+        if loops is not None:
+            loops.pack(keys, values, self.keys, place)
+            return
+        rows, end = self.codec.pack_centred(keys, values), place + count
         low, high = place // TILE, -(-end // TILE)
         if place % TILE or end % TILE:
             part = untiled(self.keys[:, low:high], (high - low) * TILE).clone()
             part[:, place - low * TILE : end - low * TILE] = rows
             rows = part
         self.keys[:, low:high] = tiled(rows)
+
+    def centred(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """States of slots from one on, float32, means taken off."""
+        assert self.offset is not None
+        mean = mean_keys(self.codec, start, keys.shape[2], self.offset, self.ragged)
+        return keys.float() - mean, values.float() - self.codec.value_mean.to(values.device)[:, None]
+
+    def rounded(self, low: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots as their rows give them: (batch, kv heads, slots, d) float32."""
+        assert self.offset is not None
+        loops = layer_loops(self.codec, self.keys)
+        if loops is not None:
+            keys, values = loops.unpack(self.keys, low - self.base, end - low)
+        else:
+            rows = untiled(self.keys, end - self.base)[:, low - self.base :]
+            keys, values = self.codec.unpack_centred(rows)
+        mean = mean_keys(self.codec, low, end - low, self.offset, self.ragged)
+        return keys.add_(mean), values.add_(self.codec.value_mean.to(values.device)[:, None])
 
     def _make_room(self, end: int) -> None:
         """Let the rows reach up to a slot: drop what slid out of the window, and grow."""
@@ -199,10 +235,9 @@ class CodecLayer(CacheLayerMixin):
             keep = max(0, self.length - window - self.ring) if self.record_past else end - window - SLACK
             base = max(self.base, keep // TILE * TILE)
             if base > self.base:
-                gone, left = (base - self.base) // TILE, self.keys[:, (base - self.base) // TILE :].clone()
+                left = self.keys[:, (base - self.base) // TILE :].clone()
                 self.keys[:, : left.shape[1]] = left
                 self.base = base
-                del gone
             if end - self.base <= held:
                 return
         tiles = -(-(end - self.base + (end - self.base) // _GROWTH) // TILE)
@@ -232,10 +267,6 @@ class CodecLayer(CacheLayerMixin):
         slots = last - (last - places) % self.ring
         # Taken-back tokens left their places to no one.
         return torch.where(slots >= self.written - self.ring, slots, -1)
-
-    def rows(self) -> Tensor:
-        """Rows of the slots from ``base`` on: (batch, slots, row bytes) uint8."""
-        return untiled(self.keys, self.length - self.base)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of slots that a mask covers, and the first of them."""
@@ -285,11 +316,12 @@ class CodecLayer(CacheLayerMixin):
             self.reset()
         else:
             self.first = torch.where(self.first >= left, _UNSET, self.first)
+            self.unsettled = self.ragged
 
     def reset(self) -> None:
         """Forget all tokens; a static layer keeps its memory."""
         self.length = self.base = self.written = 0
-        self.pending, self.ragged = None, False
+        self.pending, self.ragged, self.unsettled = None, False, True
         if self.capacity is None:
             self.keys = self.values = self.first = self.offset = None
             self.is_initialized = False

@@ -1,11 +1,10 @@
 """Attention of one new token a sequence over a cache of rows: by compiled loops on a CPU, else by torch."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.loops import layer_loops
 from recalkv.runtime.prefill import merge, partial_attention
 
 __all__ = ["decode_step"]
@@ -39,6 +38,14 @@ def decode_step(
     (batch, 1, heads, d_v)
     """
     _, low = layer.get_mask_sizes(1)
+    loops = layer_loops(layer.codec, query)
+    if loops is not None and (mask is None or mask.shape[1] == 1):
+        layer.begin(1, seen, positions)
+        layer.advance(1)
+        seen_slots = None if mask is None else mask[:, 0, 0]
+        states = (each.contiguous() for each in (query, key, value))
+        output = loops.step(layer, *states, low, seen_slots, scale, softcap, s_aux)
+        return output.to(query.dtype)[:, None]
     layer.append(key, value, seen, positions)
     assert layer.first is not None and layer.offset is not None
     device, dims = query.device, (key.shape[-1], value.shape[-1])
@@ -62,10 +69,9 @@ def decode_step(
         torch.cat([sinks, recent], 1)[:, None, None], softcap=softcap,
     )  # fmt: skip
     if layer.length - low > 0:
-        keys, values = layer.codec.unpack(layer.rows()[:, low - layer.base :], slots + layer.offset[:, None])
+        keys, values = layer.rounded(low, layer.length)
         pair = keys.to(query.dtype), values.to(query.dtype)
         output, lse = merge(output, lse, *partial_attention(query, *pair, scale, coded[:, None, None], softcap=softcap))
     if s_aux is not None:
         output = output * torch.sigmoid(lse - s_aux.float().view(1, -1, 1)).to(output)[..., None]
-    assert not math.isnan(scale)
     return output.to(query.dtype).transpose(1, 2).contiguous()

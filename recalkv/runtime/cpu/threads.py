@@ -1,0 +1,105 @@
+"""Compiled loops on torch's own threads.
+
+Threads of another pool would share the cores with those of torch, which wait for work by spinning. So the loops are called
+by the OpenMP library that torch uses, with what they work on in a list of numbers. Where torch has another library than
+GNU's they run in one thread.
+"""
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import torch
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from recalkv.runtime.cpu.vectors import nested
+
+__all__ = ["array", "floats", "run", "thread_count", "thread_number", "threads_of_torch", "wait_for_all"]
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """GNU's OpenMP library, where torch has loaded it."""
+    folder = Path(torch.__file__).parent
+    bundled = [path for place in (folder / "lib", folder.parent / "torch.libs") for path in place.glob("libgomp*.so*")]
+    for name in [*map(str, sorted(bundled)), "libgomp.so.1"]:
+        try:
+            # What is in memory already: one more library would bring one more pool.
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except (OSError, AttributeError):
+            continue
+        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        return library
+    return None
+
+
+def threads_of_torch() -> int:
+    """How many threads :func:`run` may take."""
+    return 1 if _openmp() is None else torch.get_num_threads()
+
+
+def run(task: Any, numbers: np.ndarray, threads: int) -> None:
+    """Call a ``void(void*)`` of Numba with the address of int64 numbers in so many threads; wait for all."""
+    library = _openmp()
+    if threads == 1 or library is None:
+        task.ctypes(ctypes.c_void_p(numbers.ctypes.data))
+    else:
+        library.GOMP_parallel(task.address, ctypes.c_void_p(numbers.ctypes.data), threads, 0)
+
+
+def _named(name: str, result: Any) -> Any:
+    """A function of the library by its name, for compiled code; it is not called where there is one thread."""
+    library = _openmp()
+    function: Any = ctypes.pythonapi.PyErr_Occurred if library is None else getattr(library, name)
+    llvm.add_symbol(f"recalkv_{name}", ctypes.cast(function, ctypes.c_void_p).value)
+    return types.ExternalFunction(f"recalkv_{name}", result())
+
+
+_number = _named("omp_get_thread_num", types.int32)
+_count = _named("omp_get_num_threads", types.int32)
+_barrier = _named("GOMP_barrier", types.void)
+
+
+@nested
+def thread_number(threads):
+    """Of the caller, 0 where it is the only one."""
+    return np.int64(0) if threads == 1 else np.int64(_number())
+
+
+@nested
+def thread_count(threads):
+    """Threads that there are, of so many that were asked for."""
+    return np.int64(1) if threads == 1 else np.int64(_count())
+
+
+@nested
+def wait_for_all(threads):
+    """Until every thread has come here."""
+    if threads != 1:
+        _barrier()
+
+
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@nested
+def array(address, length, dtype):
+    """Array of so many numbers at an address."""
+    return carray(_pointer(address), (length,), dtype)
+
+
+@nested
+def floats(address, length):
+    """Array of float32 at an address."""
+    return carray(_pointer(address), (length,), np.float32)

@@ -1,0 +1,52 @@
+"""Mean keys behind RoPE, from tables of cosines and sines that layers of the same rotation share."""
+
+import torch
+from torch import Tensor
+
+from recalkv.codec.rope import Rotation
+from recalkv.codec.sidecar import LayerCodec
+
+__all__ = ["mean_keys"]
+
+_tables: dict[tuple[bytes, torch.device], tuple[Tensor, Tensor]] = {}
+
+
+def _turns(rotation: Rotation, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (at least ``count``, d / 2) float32 of the positions from 0 on."""
+    key = rotation.frequencies.numpy().tobytes(), device
+    found = _tables.get(key)
+    if found is None or len(found[0]) < count:
+        with torch.inference_mode(False):
+            size = max(count, 1024, 2 * len(found[0]) if found else 0)
+            tables = rotation.tables(torch.arange(size))
+            found = _tables[key] = (tables[0].float().to(device), tables[1].float().to(device))
+    return found
+
+
+def mean_keys(codec: LayerCodec, start: int, count: int, offset: Tensor, ragged: bool) -> Tensor:
+    """Mean keys of slots from one on.
+
+    Parameters
+    ----------
+    offset : (batch,) int64
+        Of positions beyond slots.
+    ragged
+        Whether it is other than zero anywhere.
+
+    Returns
+    -------
+    (batch or 1, kv heads, count, d_k) float32
+        Of position 0 for slots before it, which are padding.
+    """
+    rotation, device = codec.rotation, offset.device
+    if ragged:
+        positions = (torch.arange(start, start + count, device=device) + offset[:, None]).clamp_min(0)
+        cos, sin = (table[positions][:, None] for table in _turns(rotation, int(positions.max()) + 1, device))
+    else:
+        cos, sin = (table[None, None, start : start + count] for table in _turns(rotation, start + count, device))
+    mean, pairs = codec.key_mean.to(device), rotation.pairs.to(device)
+    first, second = (mean[:, None, index] for index in pairs)
+    result = mean.new_empty((cos.shape[0], len(mean), count, mean.shape[1]))
+    result[..., pairs[0]] = first * cos - second * sin
+    result[..., pairs[1]] = second * cos + first * sin
+    return result

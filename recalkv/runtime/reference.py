@@ -1,0 +1,286 @@
+"""What decoding from rows needs on a device, and the same attention in plain torch, for devices without Triton.
+
+Scores stay in the codes' coordinates: a query comes as ``q back^T``, so that no key is rebuilt, and the score of the
+mean key, which depends on the position alone, is a sum over RoPE pairs of two coefficients times a cosine and a sine.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recalkv.codec.layout import TILE, Segment, number_table, unpack
+from recalkv.codec.rope import Rotation
+from recalkv.codec.sidecar import LayerCodec
+from recalkv.errors import ParameterError
+
+__all__ = ["BLOCK_N", "CHUNK", "DIGITS", "DeviceLayout", "DeviceRotation", "coded_attention_torch", "merge", "prepare"]
+
+BLOCK_N = 64
+"""Slots that a kernel scores at once; a multiple of TILE."""
+
+CHUNK = 64
+"""Numbers of a code that a kernel decodes at once."""
+
+MOST_WIDTH = 256
+"""Numbers of one code that a kernel keeps sums of in registers."""
+
+BASE, DIGITS = 256, 3
+"""A position is ``low + 256 middle + 65536 high``, and its turn that of each digit in turn: up to 2^24 positions."""
+
+_PIECE = 128
+"""Tiles that plain torch unpacks at once."""
+
+
+@dataclass(frozen=True)
+class DeviceRotation:
+    """Cosines and sines of a rotation: of a tile's start by its digits, and of places within a tile.
+
+    Attributes
+    ----------
+    anchors : (DIGITS, BASE, 2, pairs) float32
+        Cosines and sines of digit d times ``BASE^i``. The highest is from -1 on: a tile may begin before a sequence.
+    places : (2, pairs, BLOCK_N) float32
+        Of the places in a tile. Pairs are padded with zero to a power of two of at least 16.
+    pairs
+        Those of the rotation.
+    """
+
+    anchors: Tensor
+    places: Tensor
+    pairs: int
+
+    @classmethod
+    def of(cls, rotation: Rotation, device: torch.device | str) -> "DeviceRotation":
+        """Tables, computed in float64 on the CPU whatever the default device and type are."""
+        with torch.inference_mode(False):
+            frequencies = rotation.frequencies.detach().to(device="cpu", dtype=torch.float64)
+            pairs = len(frequencies)
+            digits = torch.arange(BASE, dtype=torch.float64, device="cpu")
+            steps = torch.stack([digits, digits * BASE, (digits - 1) * BASE**2])
+            wide = max(16, 1 << max(pairs - 1, 0).bit_length())
+            padded = torch.zeros(wide, dtype=torch.float64, device="cpu")
+            padded[:pairs] = frequencies
+            angles = steps[:, :, None] * padded
+            within = padded[:, None] * torch.arange(BLOCK_N, dtype=torch.float64, device="cpu")
+            anchors = torch.stack([angles.cos(), angles.sin()], 2).float()
+            places = torch.stack([within.cos(), within.sin()]).float()
+            return cls(anchors.to(device), places.to(device), pairs)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (..., pairs) float32 at integer positions (...), without trigonometry or float64."""
+        digits = (positions % BASE, positions // BASE % BASE, positions // BASE**2 + 1)
+        cos, sin = self.anchors[0, digits[0]].unbind(-2)
+        for number in range(1, DIGITS):
+            other_cos, other_sin = self.anchors[number, digits[number]].unbind(-2)
+            cos, sin = cos * other_cos - sin * other_sin, sin * other_cos + cos * other_sin
+        return cos[..., : self.pairs], sin[..., : self.pairs]
+
+
+@dataclass(frozen=True)
+class DeviceLayout:
+    """Where the codes of a layer's rows are, on a device.
+
+    Attributes
+    ----------
+    table : (11, numbers) int32
+        :func:`recalkv.codec.layout.number_table` of the keys and the values of each group in turn; its last three rows
+        are float32, bit for bit.
+    places : (groups, 6) int32
+        Of each group: column of ``table`` where its keys begin, how many there are, bits that say which of their chunks
+        of CHUNK numbers have codes of two planes; the same of its values.
+    segments
+        Of each group's keys, and of its values.
+    full
+        Numbers of a code if no direction is left out, keys and values: alike in all layers, so that one compiled kernel
+        serves them.
+    row_bytes
+        Of a token.
+    """
+
+    table: Tensor
+    places: Tensor
+    segments: tuple[tuple[tuple[Segment, ...], tuple[Segment, ...]], ...]
+    full: tuple[int, int]
+    row_bytes: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of KV heads."""
+        return len(self.segments)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of the widest group's keys and values: what queries and outputs are padded to with zeros."""
+        widths = [[sum(each.width for each in own) for own in pair] for pair in self.segments]
+        return max(own[0] for own in widths), max(own[1] for own in widths)
+
+    @classmethod
+    def of(cls, layer: LayerCodec, device: torch.device | str) -> "DeviceLayout":
+        """Layout of a layer."""
+        byte, column, tables, places = 0, 0, [], []
+        # The tables of `number_table` are made where torch makes tensors by default.
+        with torch.inference_mode(False), torch.device("cpu"):
+            for pair in zip(layer.keys, layer.values, strict=True):
+                row = []
+                for code in pair:
+                    table = number_table(code.segments, byte)
+                    whole = torch.stack([*table[:8], *(each.view(torch.int32) for each in table[8:])])
+                    two = sum(1 << i for i, part in enumerate(table.second_mask.split(CHUNK)) if bool(part.any()))
+                    row += [column, code.width, two]
+                    byte, column = byte + code.row_bytes, column + code.width
+                    tables.append(whole)
+                places.append(row)
+            joined, numbers = torch.cat(tables, 1), torch.tensor(places, dtype=torch.int32)
+        sides = (layer.keys, layer.values)
+        return cls(
+            joined.to(device), numbers.to(device),
+            tuple((own.segments, other.segments) for own, other in zip(*sides, strict=True)),
+            (max(len(code.matrix) for code in sides[0]), max(len(code.matrix) for code in sides[1])), byte,
+        )  # fmt: skip
+
+
+def prepare(
+    layers: Mapping[int, LayerCodec], device: torch.device | str
+) -> dict[int, tuple[DeviceLayout, DeviceRotation]]:
+    """Upload what decoding needs of each layer; layers of one rotation share its tables.
+
+    After it no attention copies anything from the host; the first compiles, so call it once before a CUDA graph is
+    captured.
+    """
+    rotations: dict[bytes, DeviceRotation] = {}
+    found = {}
+    for index, layer in layers.items():
+        key = layer.rotation.frequencies.detach().cpu().double().numpy().tobytes()
+        if key not in rotations:
+            rotations[key] = DeviceRotation.of(layer.rotation, device)
+        found[index] = DeviceLayout.of(layer, device), rotations[key]
+    return found
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of slots as one.
+
+    Parameters
+    ----------
+    out_a, out_b : (..., d) float
+        Normalised outputs over each set.
+    lse_a, lse_b : (...) float32
+        Natural logarithms of the sums of exponentials of the scores; minus infinity for no slots, whose output is not
+        looked at but to be finite.
+
+    Returns
+    -------
+    (..., d), (...)
+        Zero and minus infinity where neither set has a slot.
+    """
+    most = torch.maximum(lse_a, lse_b)
+    finite = most.masked_fill(most == -math.inf, 0)
+    part_a, part_b = (lse_a - finite).exp(), (lse_b - finite).exp()
+    total = part_a + part_b
+    share = 1 / total.masked_fill(total == 0, 1)
+    out = out_a * (part_a * share)[..., None] + out_b * (part_b * share)[..., None]
+    return out, finite + total.log()
+
+
+def check(
+    rows: Tensor,
+    layout: DeviceLayout,
+    queries: Tensor,
+    mean_queries: Tensor,
+    rotation: DeviceRotation,
+    block_table: Tensor | None,
+) -> None:
+    """Refuse what does not fit together.
+
+    Raises
+    ------
+    ParameterError
+    """
+    if rows.dtype != torch.uint8 or rows.ndim != 4 or rows.shape[-2:] != (layout.row_bytes, TILE):
+        raise ParameterError(
+            f"codec: rows of {tuple(rows.shape)} {rows.dtype} are not (any, tiles, {layout.row_bytes}, {TILE}) uint8, "
+            f"as this layer's layout has them; pack tokens by the layer's own codec and lay them out by `tiled`."
+        )
+    if rows.stride()[-2:] != (TILE, 1):
+        raise ParameterError(
+            f"codec: rows have strides {rows.stride()}, and the last two must be {TILE} and 1; slice caches by "
+            f"sequences, blocks or tiles only, or call `contiguous()`."
+        )
+    batch = len(rows) if block_table is None else len(block_table)
+    wanted = (batch, layout.groups, queries.shape[2] if queries.ndim == 4 else 0, layout.widths[0])
+    if queries.shape != wanted or not wanted[2]:
+        raise ParameterError(
+            f"codec: queries of {tuple(queries.shape)} are not (batch {batch}, groups {layout.groups}, queries, width "
+            f"{layout.widths[0]}); map them by `back` of the keys' code and pad narrower groups with zeros."
+        )
+    if mean_queries.shape != (*wanted[:3], 2, rotation.pairs):
+        raise ParameterError(
+            f"codec: mean_queries of {tuple(mean_queries.shape)} are not {(*wanted[:3], 2, rotation.pairs)}, two "
+            f"coefficients for each RoPE pair; compute them from the same queries and the layer's rotation."
+        )
+
+
+def coded_attention_torch(
+    rows: Tensor,
+    layout: DeviceLayout,
+    queries: Tensor,
+    mean_queries: Tensor,
+    rotation: DeviceRotation,
+    first: Tensor,
+    length: Tensor,
+    offset: Tensor,
+    softcap: float | None = None,
+    block_table: Tensor | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one token a sequence over rows, in float32; arguments and result as ``triton_decode`` has them.
+
+    Rows are unpacked some tiles at a time (online softmax). On a CPU the tiles behind the longest sequence are left
+    out; elsewhere that would wait for the device.
+    """
+    check(rows, layout, queries, mean_queries, rotation, block_table)
+    batch, groups, count, _ = queries.shape
+    per_block = rows.shape[1]
+    tiles = per_block if block_table is None else per_block * block_table.shape[1]
+    if rows.device.type == "cpu" and batch:
+        tiles = min(tiles, -(-max(int(length.max()), 0) // TILE))
+    out = torch.zeros(batch, groups, count, layout.widths[1], dtype=torch.float32, device=rows.device)
+    lse = torch.full((batch, groups, count), -math.inf, dtype=torch.float32, device=rows.device)
+    for start in range(0, tiles, _PIECE):
+        tile = torch.arange(start, min(start + _PIECE, tiles), device=rows.device)
+        if block_table is None:
+            piece = rows[:, start : start + len(tile)]
+        else:
+            # Entries behind a sequence's end may be anything.
+            used = (tile * TILE < length[:, None]) & ((tile + 1) * TILE > first[:, None])
+            block = block_table[:, tile // per_block].long()
+            piece = rows[torch.where(used, block, 0), tile % per_block]
+        slot = start * TILE + torch.arange(len(tile) * TILE, device=rows.device)
+        allowed = (slot >= first[:, None]) & (slot < length[:, None])
+        position = torch.where(allowed, slot + offset[:, None], 0).long()
+        cos, sin = rotation.at(position)
+        scores = torch.einsum("bgqp,bnp->bgqn", mean_queries[..., 0, :].float(), cos)
+        scores += torch.einsum("bgqp,bnp->bgqn", mean_queries[..., 1, :].float(), sin)
+        octets, byte, values = piece.mT.flatten(1, 2), 0, []
+        for group, (keys, own) in enumerate(layout.segments):
+            for side, segments in enumerate((keys, own)):
+                size = sum(each.row_bytes for each in segments)
+                numbers = unpack(octets[..., byte : byte + size], segments)
+                byte += size
+                if side:
+                    values.append(numbers)
+                else:
+                    scores[:, group] += queries[:, group, :, : numbers.shape[-1]].float() @ numbers.mT
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        scores = scores.masked_fill(~allowed[:, None, None], -math.inf)
+        part_lse = scores.logsumexp(-1)
+        weights = (scores - part_lse.masked_fill(part_lse == -math.inf, 0)[..., None]).exp()
+        part = torch.zeros_like(out)
+        for group, numbers in enumerate(values):
+            part[:, group, :, : numbers.shape[-1]] = weights[:, group] @ numbers
+        out, lse = merge(out, lse, part, part_lse)
+    return out, lse

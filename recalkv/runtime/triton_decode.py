@@ -1,0 +1,354 @@
+# ruff: noqa: N803  (constants of a kernel are written as Triton's own are)
+# mypy: allow-untyped-defs, disable-error-code="assignment"
+"""Attention of one token a sequence over rows of codes, in Triton: flash decoding that decodes in registers.
+
+1. ``attend_kernel``: one program takes a group of KV heads, a block of its queries and a run of the slots attended to
+   (split-KV). It decodes CHUNK numbers of BLOCK_N slots at once by shifts, masks and a cubic, and multiplies them on
+   tensor cores: keys with queries, softmax weights with values.
+2. ``combine_kernel`` sums the runs and gives outputs and the logarithms of the softmax's sums.
+
+How many slots there are is read on the device, so nothing waits for it and CUDA graphs hold for any length.
+
+Products take float16. Every segment has unit variance in its basis (:mod:`recalkv.codec.fit`), so numbers with their
+scales lie around 1, and scales that would leave the type, 8,192 times the usual, are cut there. Queries are divided by
+their largest number first; weights are multiplied by 2^14, or those of long texts would vanish. The score of the mean
+key, which may be larger than all others, is a product in three parts of tf32, as good as float32.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recalkv.codec.layout import SCALE_STEPS, SCALE_ZERO, TILE
+from recalkv.errors import ParameterError
+from recalkv.runtime.reference import (
+    BASE,
+    BLOCK_N,
+    CHUNK,
+    DIGITS,
+    MOST_WIDTH,
+    DeviceLayout,
+    DeviceRotation,
+    check,
+    merge,
+    prepare,
+)
+
+__all__ = ["DeviceLayout", "DeviceRotation", "attend_kernel", "coded_attention", "combine_kernel", "constants", "merge",
+           "prepare"]  # fmt: skip
+
+STAGES = 2
+_MOST_RUNS = 128
+_COLUMNS = 32
+"""Columns of the output that ``combine_kernel`` sums at once."""
+
+_TILE, _ZERO, _STEP = tl.constexpr(TILE), tl.constexpr(SCALE_ZERO), tl.constexpr(1 / SCALE_STEPS)
+_BASE, _DIGITS = tl.constexpr(BASE), tl.constexpr(DIGITS)
+_TOP, _LIFT = tl.constexpr(13.0), tl.constexpr(14.0)
+_LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr, EXACT: tl.constexpr):
+    """Numbers (CHUNK, slots) from ``start`` on of a code, zero behind its width; all bytes stand for finite numbers."""
+    number = start + tl.arange(0, CHUNK)
+    ok = number < width
+    at = table_ptr + number
+    first = tl.load(at, mask=ok, other=0)
+    shift = tl.load(at + numbers, mask=ok, other=0)
+    mask = tl.load(at + 2 * numbers, mask=ok, other=0)
+    code = tl.load(rows_at + (first * _TILE)[:, None]).to(tl.int32)
+    code = (code >> shift[:, None]) & mask[:, None]
+    # Codes of 3 and 6 bits alone have a second plane.
+    if (two >> (start // CHUNK)) & 1:
+        second = tl.load(at + 3 * numbers, mask=ok, other=0)
+        shift = tl.load(at + 4 * numbers, mask=ok, other=0)
+        mask = tl.load(at + 5 * numbers, mask=ok, other=0)
+        bits = tl.load(at + 6 * numbers, mask=ok, other=0)
+        low = tl.load(rows_at + (second * _TILE)[:, None]).to(tl.int32)
+        code = (code << bits[:, None]) | ((low >> shift[:, None]) & mask[:, None])
+    level = tl.load(rows_at + (tl.load(at + 7 * numbers, mask=ok, other=0) * _TILE)[:, None]).to(tl.float32)
+    middle = tl.load(at + 8 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
+    linear = tl.load(at + 9 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
+    cubic = tl.load(at + 10 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
+    power = (level - _ZERO) * _STEP
+    if not EXACT:
+        power = tl.minimum(power, _TOP)
+    place = code.to(tl.float32) - middle[:, None]
+    decoded = place * (linear[:, None] + cubic[:, None] * place * place) * tl.exp2(power)
+    return decoded if EXACT else decoded.to(tl.float16)
+
+
+@triton.jit
+def _turn(anchors_ptr, position, pairs, BLOCK_H: tl.constexpr):
+    """Cosines and sines of all pairs at a position: its digits' turns, one after the other."""
+    at = anchors_ptr + (position & (_BASE - 1)) * (2 * BLOCK_H) + pairs
+    cos, sin = tl.load(at), tl.load(at + BLOCK_H)
+    for number in tl.static_range(1, _DIGITS):
+        digit = ((position >> 8) & (_BASE - 1)) if number == 1 else (position >> 16) + 1
+        at = anchors_ptr + (number * _BASE + digit) * (2 * BLOCK_H) + pairs
+        other_cos, other_sin = tl.load(at), tl.load(at + BLOCK_H)
+        cos, sin = cos * other_cos - sin * other_sin, sin * other_cos + cos * other_sin
+    return cos, sin
+
+
+@triton.jit(do_not_specialize=["pages_stride", "numbers", "capacity", "per_block", "queries", "pairs", "softcap"])
+def attend_kernel(
+    rows_ptr, pages_ptr, table_ptr, places_ptr, query_ptr, mean_ptr, anchors_ptr, within_ptr, first_ptr, length_ptr,
+    offset_ptr, partial_ptr, most_ptr, sum_ptr, block_stride, tile_stride, pages_stride, numbers, key_width,
+    value_width, queries, pairs, capacity, per_block, softcap,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, PAGED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Softmax weights of a run of slots times their values, not yet normalised.
+
+    Grid: (groups x blocks of queries, runs, batch).
+
+    Parameters
+    ----------
+    rows_ptr : uint8
+        Tiles (row bytes, TILE), ``tile_stride`` apart; sequences of them, or with PAGED blocks of ``per_block`` of
+        them, are ``block_stride`` apart. Both are multiples of 16.
+    pages_ptr : (batch, blocks) int32
+    table_ptr, places_ptr
+        ``table``, of so many ``numbers``, and ``places`` of :class:`recalkv.runtime.reference.DeviceLayout`.
+    query_ptr : (batch, groups, queries, key_width)
+    mean_ptr : (batch, groups, queries, 2, pairs) float32
+    anchors_ptr, within_ptr
+        ``anchors`` and ``places`` of :class:`recalkv.runtime.reference.DeviceRotation`.
+    first_ptr, length_ptr, offset_ptr : (batch,) integer
+    partial_ptr : (batch, runs, groups, queries, value_width) float32
+    most_ptr, sum_ptr : (batch, runs, groups, queries) float32
+        Base-2 logarithm of what weights are relative to, and their sum; minus infinity and 0 for no slots.
+    capacity
+        Slots that a sequence has room for; lengths beyond it are not believed.
+    KEYS, VALUES
+        Chunks of the widest codes of any layer; those behind a group's width are skipped.
+    EXACT
+        Products in float32.
+    """
+    blocks = tl.cdiv(queries, BLOCK_M)
+    group, run, batch = tl.program_id(0) // blocks, tl.program_id(1), tl.program_id(2)
+    groups, runs = tl.num_programs(0) // blocks, tl.num_programs(1)
+    places_at = places_ptr + 6 * group
+    keys_at, keys, keys_two = table_ptr + tl.load(places_at), tl.load(places_at + 1), tl.load(places_at + 2)
+    values_at, values = table_ptr + tl.load(places_at + 3), tl.load(places_at + 4)
+    values_two = tl.load(places_at + 5)
+    first = tl.maximum(tl.load(first_ptr + batch).to(tl.int32), 0)
+    length = tl.minimum(tl.load(length_ptr + batch).to(tl.int32), capacity)
+    offset = tl.load(offset_ptr + batch).to(tl.int32)
+    row = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = (row < queries)[:, None]
+    place = (batch * groups + group).to(tl.int64) * queries + row
+    in_chunk, pair = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
+    query_at = query_ptr + place[:, None] * key_width + in_chunk[None, :]
+    unit = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for chunk in tl.static_range(KEYS):
+        own = row_ok & (chunk * CHUNK + in_chunk < keys)[None, :]
+        query = tl.load(query_at + chunk * CHUNK, mask=own, other=0.0).to(tl.float32)
+        unit = tl.maximum(unit, tl.max(tl.abs(query), axis=1))
+    unit = tl.where(unit > 0, unit, 1.0)[:, None]
+    mean_at = mean_ptr + place[:, None] * (2 * pairs) + pair[None, :]
+    own = row_ok & (pair < pairs)[None, :]
+    mean_cos, mean_sin = tl.load(mean_at, mask=own, other=0.0), tl.load(mean_at + pairs, mask=own, other=0.0)
+    within_at = within_ptr + pair[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    sums = ()
+    for _ in tl.static_range(VALUES):
+        sums += (tl.zeros((BLOCK_M, CHUNK), dtype=tl.float32),)
+    # An even share of the tiles that are attended to, however large the cache is.
+    start, end = first // BLOCK_N, tl.cdiv(length, BLOCK_N)
+    share = tl.cdiv(tl.maximum(end - start, 0), runs)
+    start += run * share
+    for tile in range(start, tl.minimum(start + share, end)):
+        slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot_ok = (slot >= first) & (slot < length)
+        # Tiles that are not there are read as the last one that is: no load has a mask, so 16 bytes are one.
+        own_tile = tl.minimum(slot // _TILE, (length - 1) // _TILE)
+        if PAGED:
+            own_tile = tl.maximum(own_tile, first // _TILE)
+            page = tl.load(pages_ptr + batch.to(tl.int64) * pages_stride + own_tile // per_block).to(tl.int64)
+            rows_at = page * block_stride + (own_tile % per_block).to(tl.int64) * tile_stride
+        else:
+            rows_at = batch.to(tl.int64) * block_stride + own_tile.to(tl.int64) * tile_stride
+        rows_at = tl.max_contiguous(tl.multiple_of(rows_at + slot % _TILE, 16), 16)
+        rows_at = rows_ptr + rows_at[None, :]
+        scores = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for chunk in tl.static_range(KEYS):
+            if chunk * CHUNK < keys:
+                there = row_ok & (chunk * CHUNK + in_chunk < keys)[None, :]
+                some = tl.load(query_at + chunk * CHUNK, mask=there, other=0.0).to(tl.float32) / unit
+                key = _decoded(rows_at, keys_at, numbers, chunk * CHUNK, keys, keys_two, CHUNK, EXACT)
+                scores = tl.dot(some.to(key.dtype), key, scores, input_precision="ieee")
+        # The mean key's: queries turned to the start of the tile, times the turns of the places within any tile.
+        cos, sin = _turn(anchors_ptr, tile * BLOCK_N + offset, pair, BLOCK_H)
+        cos, sin = cos[None, :], sin[None, :]
+        kind: tl.constexpr = "ieee" if EXACT else "tf32x3"
+        mean = tl.dot(mean_cos * cos + mean_sin * sin, tl.load(within_at), input_precision=kind)
+        within_sin = tl.load(within_at + BLOCK_H * BLOCK_N)
+        mean = tl.dot(mean_sin * cos - mean_cos * sin, within_sin, mean, input_precision=kind)
+        scores = scores * unit + mean
+        if CAPPED:
+            scores = tl.minimum(scores * (2.0 * _LOG2E / softcap), 64.0)
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        scores = tl.where(slot_ok[None, :], scores * _LOG2E, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, axis=1) - _LIFT)
+        finite = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(scores - finite[:, None])
+        shrink = tl.exp2(most - finite)
+        weight = weight * shrink + tl.sum(weights, axis=1)
+        most = larger
+        shares = weights if EXACT else weights.to(tl.float16)
+        summed = ()
+        for chunk in tl.static_range(VALUES):
+            part = sums[chunk] * shrink[:, None]
+            if chunk * CHUNK < values:
+                value = _decoded(rows_at, values_at, numbers, chunk * CHUNK, values, values_two, CHUNK, EXACT)
+                part = tl.dot(shares, tl.trans(value), part, input_precision="ieee")
+            summed += (part,)
+        sums = summed
+    place = ((batch * runs + run).to(tl.int64) * groups + group) * queries + row
+    partial_at = partial_ptr + place[:, None] * value_width + in_chunk[None, :]
+    for chunk in tl.static_range(VALUES):
+        own = row_ok & (chunk * CHUNK + in_chunk < value_width)[None, :]
+        tl.store(partial_at + chunk * CHUNK, sums[chunk], mask=own)
+    tl.store(most_ptr + place, most, mask=row < queries)
+    tl.store(sum_ptr + place, weight, mask=row < queries)
+
+
+@triton.jit(do_not_specialize=["runs"])
+def combine_kernel(
+    partial_ptr, most_ptr, sum_ptr, out_ptr, lse_ptr, value_width, runs, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Sum the runs of ``attend_kernel`` and normalise. Grid: (groups x queries, batch)."""
+    row, rows, batch = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    run = tl.arange(0, BLOCK_R)
+    at = (batch.to(tl.int64) * runs + run) * rows + row
+    most = tl.load(most_ptr + at, mask=run < runs, other=float("-inf"))
+    top = tl.max(most, axis=0)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    share = tl.exp2(most - finite)
+    total = tl.sum(tl.load(sum_ptr + at, mask=run < runs, other=0.0) * share, axis=0)
+    # Where no slot is attended to the output is zero.
+    divisor = tl.where(total > 0, total, 1.0)
+    place = batch.to(tl.int64) * rows + row
+    tl.store(lse_ptr + place, tl.where(total > 0, (finite + tl.log2(divisor)) * _LN2, float("-inf")))
+    for start in range(0, value_width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        ok = (run < runs)[:, None] & (column < value_width)[None, :]
+        part = tl.load(partial_ptr + at[:, None] * value_width + column[None, :], mask=ok, other=0.0)
+        summed = tl.sum(part * share[:, None], axis=0) / divisor
+        tl.store(out_ptr + place * value_width + column, summed, mask=column < value_width)
+
+
+def constants(
+    queries: int, full: tuple[int, int], block_h: int, paged: bool, capped: bool, exact: bool
+) -> dict[str, Any]:
+    """Constants and warps of ``attend_kernel``: alike for all layers of a model whose heads are alike."""
+    rows = 16 if queries <= 16 else 32
+    return {
+        "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_H": block_h, "CHUNK": CHUNK, "KEYS": -(-full[0] // CHUNK),
+        "VALUES": -(-full[1] // CHUNK), "PAGED": paged, "CAPPED": capped, "EXACT": exact, "num_warps": 4,
+        "num_stages": STAGES,
+    }  # fmt: skip
+
+
+def default_runs(device: torch.device, programs: int, capacity: int) -> int:
+    """Runs that give every processor two programs, from the capacity alone; at most one for each BLOCK_N slots."""
+    if device.type != "cuda":
+        return 1
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // max(programs, 1)
+    return max(1, min(wanted, -(-capacity // BLOCK_N), _MOST_RUNS))
+
+
+def coded_attention(
+    rows: Tensor,
+    layout: DeviceLayout,
+    queries: Tensor,
+    mean_queries: Tensor,
+    rotation: DeviceRotation,
+    first: Tensor,
+    length: Tensor,
+    offset: Tensor,
+    softcap: float | None = None,
+    block_table: Tensor | None = None,
+    splits: int | None = None,
+    exact: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one token a sequence over the rows of its slots from ``first`` to before ``length``.
+
+    Parameters
+    ----------
+    rows : (batch, tiles, row bytes, TILE) uint8, or with a block table (blocks, tiles a block, row bytes, TILE)
+        Strided as the cache has it, but for the last two dimensions.
+    queries : (batch, groups, queries, key width) float
+        Of all query heads of a group, times the softmax scale, in coordinates of the group's key code (``q back^T``).
+    mean_queries : (batch, groups, queries, 2, pairs) float32
+        For query q, scaled, and the mean m of its KV head's keys before RoPE: ``q_a m_a + q_b m_b`` and
+        ``q_b m_a - q_a m_b`` of every RoPE pair (a, b).
+    rotation, layout
+        Of the layer, from :func:`prepare`.
+    first, length, offset : (batch,) int32
+        Slots attended to; the position of slot n is ``n + offset``, from 0 to below 2^24.
+    softcap
+        c of ``c tanh(score / c)``.
+    block_table : (batch, blocks) int32
+        Of the slots attended to; other entries are not read.
+    splits
+        Runs that a sequence's slots are cut into; by default as many as the device wants.
+    exact
+        Products in float32, slow.
+
+    Returns
+    -------
+    (batch, groups, queries, value width) float32, (batch, groups, queries) float32
+        Outputs in the coordinates of the groups' value codes, and natural logarithms of the sums of exponentials of the
+        scores; zero and minus infinity where there is no slot.
+
+    Raises
+    ------
+    ParameterError
+    """
+    check(rows, layout, queries, mean_queries, rotation, block_table)
+    if max(layout.full) > MOST_WIDTH:
+        raise ParameterError(
+            f"codec: codes of {layout.full} numbers, keys and values, and the kernel takes up to {MOST_WIDTH}; fit "
+            f"with fewer heads per code, or decode by `coded_attention_torch`."
+        )
+    if rows.stride(0) % TILE or rows.stride(1) % TILE or rows.data_ptr() % TILE:
+        raise ParameterError(
+            f"codec: rows begin at {rows.data_ptr()} with strides {rows.stride()}, and all must be multiples of "
+            f"{TILE}; allocate the cache as a tensor of its own."
+        )
+    if splits is not None and not 1 <= splits <= _MOST_RUNS:
+        raise ParameterError(f"codec: splits={splits} must be from 1 to {_MOST_RUNS}, or None.")
+    batch, groups, count, key_width = queries.shape
+    pages = rows if block_table is None else block_table
+    capacity = TILE * rows.shape[1] * (1 if block_table is None else block_table.shape[1])
+    own = constants(count, layout.full, rotation.places.shape[1], block_table is not None, softcap is not None, exact)
+    programs, device = groups * -(-count // own["BLOCK_M"]), rows.device
+    runs = splits or default_runs(device, programs * batch, capacity)
+    width = layout.widths[1]
+    partial = torch.empty(batch, runs, groups, count, width, dtype=torch.float32, device=device)
+    most, sums = torch.empty(2, batch, runs, groups, count, dtype=torch.float32, device=device)
+    out = torch.empty(batch, groups, count, width, dtype=torch.float32, device=device)
+    lse = torch.empty(batch, groups, count, dtype=torch.float32, device=device)
+    if not batch:
+        return out, lse
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        attend_kernel[(programs, runs, batch)](
+            rows, pages, layout.table, layout.places, queries.contiguous(), mean_queries.float().contiguous(),
+            rotation.anchors, rotation.places, first, length, offset, partial, most, sums, rows.stride(0),
+            rows.stride(1), pages.stride(0), layout.table.shape[1], key_width, width, count, rotation.pairs, capacity,
+            rows.shape[1], 0.0 if softcap is None else softcap, **own,
+        )  # fmt: skip
+        combine_kernel[(groups * count, batch)](
+            partial, most, sums, out, lse, width, runs, BLOCK_R=triton.next_power_of_2(runs), COLUMNS=_COLUMNS,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return out, lse
