@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from recalkv.fitting import fit
     from recalkv.recipe import compress
+    from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 
-__all__ = ["__version__", "compress"]
+__all__ = ["__version__", "codec_cache", "compress", "fit", "stop_codec", "use_codec"]
 __version__ = "0.2.0"
 
 # The auto classes import torch, for which the help of the command `recalkv` is not to wait: its tools register the
@@ -28,4 +30,12 @@ def __getattr__(name: str) -> Any:
         from recalkv.recipe import compress
 
         return compress
+    if name == "fit":
+        from recalkv.fitting import fit
+
+        return fit
+    if name in ("codec_cache", "stop_codec", "use_codec"):
+        from recalkv.runtime import models
+
+        return getattr(models, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

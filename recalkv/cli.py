@@ -14,6 +14,7 @@ import typer
 from recalkv import __version__
 from recalkv.commands.compress import compress
 from recalkv.commands.evaluate import evaluate
+from recalkv.commands.fit import fit
 from recalkv.commands.generate import chat, generate
 from recalkv.errors import ModelUnavailableError, ParameterError, user_errors
 from recalkv.params import CompressionParams
@@ -48,6 +49,7 @@ def _main(
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
+app.command()(fit)
 app.command()(compress)
 app.command(name="eval")(evaluate)
 app.command()(generate)

@@ -15,6 +15,7 @@ from recalkv.errors import ParameterError
 
 __all__ = [
     "CalibrationParams",
+    "CodecParams",
     "CompressionParams",
     "EvaluationParams",
     "LatencyParams",
@@ -159,6 +160,18 @@ class CompressionParams(_Section):
     )
 
 
+class CodecParams(_Section):
+    """The codec of keys behind RoPE and of values: a side-car of the dense model."""
+
+    bits: float = Field(
+        4, gt=0, le=16, description="bits per cached number, scales included, the mean over all rows of the context"
+    )
+    context: int | None = Field(
+        None, ge=1, description="positions that it is fitted for; null for those that the model was made for"
+    )
+    seed: int = Field(0, ge=0, description="seed of the labels that are drawn from the model")
+
+
 class EvaluationParams(_TextParams):
     """Perplexity, live cache, and sample texts, dense beside compressed."""
 
@@ -295,6 +308,7 @@ class Params(_Section):
     model: ModelParams
     calibration: CalibrationParams
     compression: CompressionParams
+    codec: CodecParams
     evaluation: EvaluationParams
     zeroshot: ZeroShotParams
     needle: NeedleParams

@@ -4,7 +4,8 @@ codec = fit(model, windows, bits=4)
 codec.save("codec")
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from recalkv.cache.rotation import random_rotation
 from recalkv.codec.allocation import allocate_bits
+from recalkv.codec.codes import DISTORTION
 from recalkv.codec.layout import BLOCK, Segment
 from recalkv.codec.moments import SINKS, LayerMoments, collect_moments
 from recalkv.codec.rope import measured_rotations
@@ -19,7 +21,18 @@ from recalkv.codec.sidecar import Code, Codec, LayerCodec, model_fingerprint
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.method.basis import natural_basis, shared_scales
 
-__all__ = ["build_codec", "check_bits", "fit", "model_context", "take_moments"]
+__all__ = [
+    "WINDOW",
+    "Unit",
+    "allocated",
+    "build_codec",
+    "cached_tokens",
+    "check_bits",
+    "fit",
+    "model_context",
+    "natural_units",
+    "take_moments",
+]
 
 WINDOW = 32
 """Newest tokens that are kept exact."""
@@ -68,33 +81,40 @@ def heads_per_code(kv_heads: int, head_dim: int) -> int:
     )
 
 
-def build_codec(
-    moments: Mapping[int, LayerMoments],
-    bits: float,
-    context: int,
-    fingerprint: str = "",
-    tokens: Mapping[int, int] | None = None,
-    record: Mapping[str, Any] | None = None,
-    heads: int | None = None,
-    window: int = WINDOW,
-) -> Codec:
-    """Bases and bits.
+@dataclass(frozen=True)
+class Unit:
+    """Heads of a layer that share a code, in the basis in which directions cost what their energies say.
+
+    Attributes
+    ----------
+    layer, side, group
+        Of the keys (0) or the values (1) of a layer.
+    basis : (n, n) float64
+        Of its columns.
+    energies : (n,) float64
+        Loss that a direction leaves where it is not cached, up to a factor; descending.
+    """
+
+    layer: int
+    side: int
+    group: int
+    basis: Tensor
+    energies: Tensor
+
+
+def natural_units(moments: Mapping[int, LayerMoments], heads: int | None = None) -> list[Unit]:
+    """Bases of all codes.
 
     Parameters
     ----------
-    bits
-        Of a cached number, scales included; the mean over all rows of a context.
-    tokens
-        How many tokens each layer caches at that context; None for all of them.
     heads
         KV heads that share a code; None for :func:`heads_per_code`.
 
     Raises
     ------
-    ParameterError, BudgetError, UnsupportedModelError
+    ParameterError, UnsupportedModelError
     """
-    check_bits(bits)
-    places, bases, energies, held = [], [], [], []
+    units = []
     for index, own in moments.items():
         size = heads or heads_per_code(own.kv_heads, own.means[0].shape[1])
         if own.kv_heads % size:
@@ -112,15 +132,62 @@ def build_codec(
                 part = slice(group * width, (group + 1) * width)
                 states, gradients = (_shrunk(each[side][part, part]) for each in (own.states, own.gradients))
                 basis, _ = natural_basis(states, gradients)
-                energies.append(torch.einsum("ij,ij->j", basis, states @ basis).clamp_min(1e-300))
-                bases.append(basis)
-                places.append((index, side, group))
-                held.append(float(tokens[index] if tokens else context))
-    budget = bits / 8 * sum(len(each) * count for each, count in zip(energies, held, strict=True))
-    segments = allocate_bits([each.tolist() for each in energies], held, budget)
+                energies = torch.einsum("ij,ij->j", basis, states @ basis).clamp_min(1e-300)
+                units.append(Unit(index, side, group, basis, energies))
+    return units
+
+
+def allocated(
+    units: Sequence[Unit], bits: float, context: int, tokens: Mapping[int, int] | None = None
+) -> tuple[list[tuple[Segment, ...]], float]:
+    """Segments of every code, and the loss that is predicted of them up to a factor; see :func:`build_codec`."""
+    check_bits(bits)
+    held = [float(tokens[unit.layer] if tokens else context) for unit in units]
+    budget = bits / 8 * sum(len(unit.energies) * count for unit, count in zip(units, held, strict=True))
+    segments = allocate_bits([unit.energies.tolist() for unit in units], held, budget)
+    loss = 0.0
+    for unit, pieces in zip(units, segments, strict=True):
+        factors = torch.ones_like(unit.energies)
+        coded = [DISTORTION[segment.bits] for segment in pieces for _ in range(segment.width)]
+        factors[: len(coded)] = torch.tensor(coded).to(factors)
+        loss += float(unit.energies @ factors)
+    return segments, loss
+
+
+def build_codec(
+    moments: Mapping[int, LayerMoments],
+    bits: float,
+    context: int,
+    fingerprint: str = "",
+    tokens: Mapping[int, int] | None = None,
+    record: Mapping[str, Any] | None = None,
+    heads: int | None = None,
+    window: int = WINDOW,
+    units: Sequence[Unit] | None = None,
+) -> Codec:
+    """Bases and bits.
+
+    Parameters
+    ----------
+    bits
+        Of a cached number, scales included; the mean over all rows of a context.
+    tokens
+        How many tokens each layer caches at that context; None for all of them.
+    heads
+        KV heads that share a code; None for :func:`heads_per_code`.
+    units
+        :func:`natural_units` of these moments and heads, where they are known.
+
+    Raises
+    ------
+    ParameterError, BudgetError, UnsupportedModelError
+    """
+    check_bits(bits)
+    units = natural_units(moments, heads) if units is None else units
+    segments, _ = allocated(units, bits, context, tokens)
     codes: dict[int, tuple[list[Code], list[Code]]] = {index: ([], []) for index in moments}
-    for place, basis, energy, pieces in zip(places, bases, energies, segments, strict=True):
-        codes[place[0]][place[1]].append(Code(_scaled(basis, energy, pieces, place), pieces))
+    for unit, pieces in zip(units, segments, strict=True):
+        codes[unit.layer][unit.side].append(Code(_scaled(unit, pieces), pieces))
     layers = {
         index: LayerCodec(tuple(codes[index][0]), tuple(codes[index][1]), *own.means, own.rotation)
         for index, own in moments.items()
@@ -128,15 +195,15 @@ def build_codec(
     return Codec(layers, window, SINKS, context, fingerprint, dict(record or {}))
 
 
-def _scaled(basis: Tensor, energies: Tensor, segments: tuple[Segment, ...], place: tuple[int, int, int]) -> Tensor:
+def _scaled(unit: Unit, segments: tuple[Segment, ...]) -> Tensor:
     """Basis whose segments have unit variance and look alike in every direction, float32."""
     start, columns = 0, []
     for number, segment in enumerate(segments):
         part = slice(start, start + segment.width)
-        rotation = random_rotation(segment.width, *place, number).to(basis)
-        columns.append(basis[:, part] / shared_scales(energies[part]) @ rotation)
+        rotation = random_rotation(segment.width, unit.layer, unit.side, unit.group, number).to(unit.basis)
+        columns.append(unit.basis[:, part] / shared_scales(unit.energies[part]) @ rotation)
         start += segment.width
-    columns.append(basis[:, start:] / energies[start:].sqrt())
+    columns.append(unit.basis[:, start:] / unit.energies[start:].sqrt())
     return torch.cat(columns, 1).float()
 
 

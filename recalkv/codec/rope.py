@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from recalkv.codec.probe import watching
+from recalkv.errors import ParameterError
 
 __all__ = ["Rotation", "measured_rotations"]
 
@@ -92,6 +93,11 @@ def measured_rotations(model: Any, context: int) -> dict[int, Rotation]:
     """Rotation of each layer that attends, as the model rotates within a context of so many positions.
 
     Layers whose keys depend on the position in another way, as with learned positions, count as not rotated.
+
+    Raises
+    ------
+    ParameterError
+        If the model's learned positions end before the context does.
     """
     last = max(context - 1, 1)
     places = [0]
@@ -107,8 +113,15 @@ def measured_rotations(model: Any, context: int) -> dict[int, Rotation]:
         keys.setdefault(layer, key[:, :, 0].detach().double().cpu())
         limits[layer] = _PRECISE if key.element_size() >= 4 else _ROUNDED
 
-    with watching(model, keep):
-        model(input_ids=ids.repeat_interleave(len(places))[:, None], position_ids=positions, use_cache=False)
+    try:
+        with watching(model, keep):
+            model(input_ids=ids.repeat_interleave(len(places))[:, None], position_ids=positions, use_cache=False)
+    except IndexError as error:
+        # Learned positions: a table that ends.
+        most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        raise ParameterError(
+            f"codec: context={context} exceeds the model's {most} positions; use at most {most}."
+        ) from error
     return {layer: _rotation(key.unflatten(0, (_TOKENS, -1)), places, limits[layer]) for layer, key in keys.items()}
 
 

@@ -11,7 +11,9 @@ from recalkv.model.modeling import register
 __all__ = ["load_model"]
 
 
-def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype, device_map: str | None = None) -> Any:
+def load_model(
+    folder: str | Path, device: torch.device, dtype: torch.dtype | str, device_map: str | None = None
+) -> Any:
     """Model in evaluation mode; files are read to where they are needed, shard by shard.
 
     Parameters
@@ -21,7 +23,7 @@ def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype, dev
     device
         Where it runs, if it is not split.
     dtype
-        Of the weights.
+        Of the weights; ``auto`` for the checkpoint's.
     device_map
         ``auto``, ``balanced`` or ``sequential``: how accelerate splits the model over the GPUs and the CPU. None for
         one device.

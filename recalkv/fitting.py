@@ -1,0 +1,295 @@
+"""One call for a codec: a model and a text in, a side-car out; the model stays as it is."""
+
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recalkv.codec.budget import bits_within, target_bits
+from recalkv.codec.fit import (
+    WINDOW,
+    allocated,
+    build_codec,
+    cached_tokens,
+    check_bits,
+    model_context,
+    natural_units,
+    take_moments,
+)
+from recalkv.codec.moments import SINKS
+from recalkv.codec.sidecar import Codec, model_fingerprint
+from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, ReCalKVError, UnsupportedModelError
+from recalkv.evaluation.perplexity import over_documents
+from recalkv.method.target import Target
+from recalkv.model.device import device_of
+from recalkv.model.loading import load_model
+from recalkv.model.source import EMBEDDED, resolve_model
+from recalkv.params import CalibrationParams, CodecParams, RuntimeParams, parse_section
+from recalkv.store.folders import CODEC, check_output, writing_folder
+from recalkv.text.chat import Document
+from recalkv.text.corpora import calibration_documents, calibration_windows, held_out_windows, load_tokenizer
+from recalkv.text.documents import given_documents
+from recalkv.text.windows import Windows
+
+__all__ = ["SAMPLES", "fit", "fit_loaded", "load_dense"]
+
+SAMPLES = 12
+"""Calibration windows of a codec: its moments are small, and few windows are enough."""
+
+_OWN_TEXTS = "texts of the caller's"
+
+Progress = Callable[[str, int, int], None]
+
+
+@torch.inference_mode(False)
+def fit(
+    model: str | Path | nn.Module,
+    tokenizer: Any = None,
+    dataset: str | Path | Iterable[Document | Mapping[str, Any]] | None = None,
+    *,
+    bits: float | None = None,
+    target: Target | float | str | None = None,
+    out: str | Path | None = None,
+    context: int | None = None,
+    samples: int = SAMPLES,
+    length: int | None = None,
+    seed: int | None = None,
+    device: str = RuntimeParams().device,
+    progress: Progress = lambda step, done, total: None,
+) -> Codec:
+    """Fit a codec to a model, without training; :func:`recalkv.use_codec` lets the model use it.
+
+    Parameters
+    ----------
+    model
+        A hub id, a folder of safetensors, ``embedded``, or a loaded causal language model, which is left unchanged.
+    tokenizer
+        None for that of the model's folder or id.
+    dataset
+        What to calibrate on: the name of a data set or a text file, as ``calibration.text`` takes it; or documents, as
+        in :func:`recalkv.compress`. Together at least ``samples * length`` tokens. None for the embedded texts.
+    bits
+        Of a cached number, scales included: the mean over all rows of the context. None for ``codec.bits``.
+    target
+        Budget in place of ``bits``: see :class:`recalkv.method.target.Target`. A loss target is one of the divergence
+        from the dense model on held-out windows, which the rise of the loss is in expectation.
+    out
+        New folder for the side-car.
+    context
+        Positions to fit for; None for those that the model was made for.
+    samples, length, seed
+        As in :class:`recalkv.params.CalibrationParams`.
+    device
+        Where a hub id or a folder is computed; a loaded model stays where it is. A CPU computes in float32, other
+        devices in the checkpoint's type.
+    progress
+        Called with the step's name, finished windows and all windows.
+
+    Returns
+    -------
+    Codec
+        Saved in the folder, if that is given.
+
+    Raises
+    ------
+    ParameterError
+        If a parameter is out of range.
+    UnsupportedModelError
+        If the model does not use transformers' attention interface.
+    DataError
+        If the data cannot be had or hold too few tokens.
+    """
+    if bits is not None and target is not None:
+        raise ParameterError(f"bits={bits} and target={target!r} are both given; give one of them.")
+    goal: Target | float = CodecParams().bits if bits is None else bits
+    if target is not None:
+        goal = Target.of(target)
+    given = {"samples": samples, "length": length, "seed": seed}
+    given = {name: value for name, value in given.items() if value is not None}
+    texts: Mapping[str, Sequence[Document]]
+    if dataset is None or isinstance(dataset, str | Path):
+        named = {} if dataset is None else {"text": str(dataset)}
+        calibration = parse_section(CalibrationParams, given | named, "fit")
+        texts = calibration_documents(calibration)
+    else:
+        calibration = parse_section(CalibrationParams, given | {"text": _OWN_TEXTS}, "fit")
+        texts = {_OWN_TEXTS: given_documents(dataset)}
+    local = not isinstance(model, nn.Module) and model != EMBEDDED and Path(model).exists()
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        check_output(folder, Path(str(model)) if local else None, overwrite=False, kind=CODEC)
+    with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+        loaded, own = (
+            (model, None)
+            if isinstance(model, nn.Module)
+            else load_dense(str(model), None, Path(scratch), device_of(device), tokenizer)
+        )
+        tokenizer = tokenizer or own or _tokenizer_of(loaded)
+        codec = fit_loaded(loaded, tokenizer, texts, calibration, goal, context, progress)
+    if folder is not None:
+        with writing_folder(folder.resolve()) as partial:
+            codec.write(partial)
+    return codec
+
+
+def load_dense(
+    name: str, revision: str | None, scratch: Path, device: torch.device, tokenizer: Any = None
+) -> tuple[Any, Any]:
+    """Model and tokenizer of an id or a folder: float32 on a CPU, elsewhere in the checkpoint's type.
+
+    Parameters
+    ----------
+    scratch
+        Folder for the embedded model's converted files, which are needed until it is loaded.
+    tokenizer
+        In place of the model's.
+
+    Raises
+    ------
+    ModelUnavailableError
+        Also if transformers cannot load it.
+    """
+    reference = resolve_model(name, revision, scratch, any_family=True)
+    tokenizer = load_tokenizer(reference.folder) if tokenizer is None else tokenizer
+    try:
+        model = load_model(reference.folder, device, torch.float32 if device.type == "cpu" else "auto")
+    except ReCalKVError:
+        raise
+    except Exception as error:  # transformers and what it loads with raise many unrelated types
+        why = str(error).strip().partition("\n")[0]
+        raise ModelUnavailableError(
+            f"{name!r} cannot be loaded as a causal language model ({type(error).__name__}: {why}); load it yourself "
+            f"and give it to `recalkv.fit(model, tokenizer)`."
+        ) from error
+    # As people call it: a folder that is converted for the moment is none.
+    model.config.name_or_path = reference.name
+    return model, tokenizer
+
+
+def fit_loaded(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Sequence[Document]],
+    calibration: CalibrationParams,
+    goal: Target | float,
+    context: int | None = None,
+    progress: Progress = lambda step, done, total: None,
+) -> Codec:
+    """Fit a codec to a loaded model on windows of some texts.
+
+    Parameters
+    ----------
+    texts
+        Documents of each of ``calibration.text`` (:func:`recalkv.text.corpora.calibration_documents`).
+    goal
+        A budget, or bits of a cached number.
+    context, progress
+        As in :func:`fit`.
+    """
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None and calibration.length > positions:
+        raise ParameterError(
+            f"length={calibration.length} exceeds the model's {positions} positions; use at most {positions}."
+        )
+    if context is not None and context < 1:
+        raise ParameterError(f"context={context} must be positive: the tokens that a sequence is to have.")
+    if not isinstance(goal, Target):
+        check_bits(goal)
+    context = context or model_context(model)
+    windows = calibration_windows(tokenizer, texts, calibration)
+    # What there may be too little of comes before the work.
+    loss = isinstance(goal, Target) and goal.max_excess is not None
+    held_out = held_out_windows(tokenizer, texts, calibration) if loss else None
+    if held_out is not None and held_out.tokens.shape[1] <= WINDOW + SINKS:
+        raise ParameterError(
+            f"length={calibration.length}: a loss cannot be measured on windows of at most {WINDOW + SINKS} tokens, "
+            f"which are kept exact; use longer ones."
+        )
+    seed, tokens = calibration.seed, cached_tokens(model, context)
+    moments = take_moments(model, windows, context, seed, progress)
+    bits = target_bits(goal, moments, context, tokens) if isinstance(goal, Target) else goal
+    units = natural_units(moments)
+
+    def built(bits: float) -> Codec:
+        record = {
+            "model": getattr(model.config, "name_or_path", ""), "bits": float(bits), "seed": seed,
+            "texts": [Path(text).name for text in texts], "windows": list(windows.shape),
+        }  # fmt: skip
+        return build_codec(moments, bits, context, model_fingerprint(model), tokens, record, units=units)
+
+    if bits is None:
+        assert isinstance(goal, Target) and goal.max_excess is not None and held_out is not None
+        bits = _bits_of_loss(model, goal.max_excess, held_out, built, units, context, tokens, progress)
+    return built(bits)
+
+
+def _bits_of_loss(
+    model: Any,
+    limit: float,
+    windows: Windows,
+    built: Callable[[float], Codec],
+    units: Any,
+    context: int,
+    tokens: Mapping[int, int],
+    progress: Progress,
+) -> float:
+    def predict(bits: float) -> float:
+        try:
+            return allocated(units, bits, context, tokens)[1]
+        except BudgetError:
+            return float("inf")
+
+    def measure(bits: float) -> float:
+        mean, error = divergence(model, built(bits), windows, progress)
+        return mean + error
+
+    return bits_within(limit, lambda bits: predict(bits) if bits > 0 else float("inf"), measure)
+
+
+@torch.no_grad()
+def divergence(
+    model: Any, codec: Codec, windows: Windows, progress: Progress = lambda step, done, total: None
+) -> tuple[float, float]:
+    """Kullback-Leibler divergence of the model with a codec from itself, nats per token, and its standard error.
+
+    Over tokens that attend to coded ones: short windows are to say what long contexts are like.
+    """
+    from recalkv.runtime.models import stop_codec, use_codec
+
+    found, exact = [], codec.window + codec.sinks
+    for number, ids in enumerate(windows.tokens):
+        dense = _log_probabilities(model, ids)[exact:]
+        use_codec(model, codec)
+        try:
+            own = _log_probabilities(model, ids)[exact:]
+        finally:
+            stop_codec(model)
+        found.append(nn.functional.kl_div(own, dense, reduction="batchmean", log_target=True).double().cpu())
+        progress("held-out windows", number + 1, len(windows))
+    return over_documents(torch.stack(found), windows.documents)
+
+
+def _log_probabilities(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def _tokenizer_of(model: Any) -> Any:
+    """Tokenizer of the folder or id that a model was loaded from."""
+    from transformers import AutoTokenizer
+
+    name = getattr(getattr(model, "config", None), "name_or_path", None)
+    if name is None:
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__} without a config; give an id, a folder, or what "
+            f"AutoModelForCausalLM.from_pretrained returns."
+        )
+    try:
+        if not name:
+            raise OSError("the model has no name")
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"no tokenizer is given, and none is found where the model is from ({name!r}).") from error

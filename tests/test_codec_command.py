@@ -1,0 +1,326 @@
+"""`recalkv fit` and `recalkv.fit`: budgets, what is written, and what is refused before the work."""
+
+import inspect
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from click.testing import Result
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+import recalkv
+import recalkv.fitting
+from recalkv.cli import app
+from recalkv.codec.budget import bits_within, target_bits
+from recalkv.codec.fit import take_moments
+from recalkv.codec.sidecar import Codec
+from recalkv.commands import fit as command
+from recalkv.errors import BudgetError, DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
+from recalkv.fitting import SAMPLES, divergence
+from recalkv.method.target import Target
+from recalkv.params import CalibrationParams, CodecParams
+from recalkv.store.folders import writing_folder
+from recalkv.text.windows import Windows
+from tests.tiny import SIZES, dense_model, windows
+
+DENSE = 288
+"""Bytes that the tiny model caches of a token in 16 bits."""
+
+
+def fit(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["fit", *map(str, arguments)])
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def settings(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> list[str | Path]:
+    return [tiny_folder, "--text", tiny_texts[0], "--samples", "6", "--length", "32", "--device", "cpu"]
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no model be found or loaded."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("loaded something before its arguments were checked")
+
+    monkeypatch.setattr(recalkv.fitting, "resolve_model", fail)
+
+
+# ---- budgets
+
+
+@pytest.mark.parametrize(
+    ("written", "bits"),
+    [(0.75, 4.0), ("0.5", 8.0), ("bytes_per_token=72", 4.0), ("9KiB@128", 4.0), ("max_excess=0.1", None)],
+)
+def test_a_budget_is_bits(written: Any, bits: float | None) -> None:
+    moments = take_moments(dense_model("llama-gqa"), windows(2, 24), 256)
+    found = target_bits(Target.of(written), moments, 256)
+    assert found is None if bits is None else found == pytest.approx(bits)
+
+
+def test_bytes_are_those_of_a_whole_context() -> None:
+    moments = take_moments(dense_model("gemma3", num_hidden_layers=4), windows(2, 24), 256)
+    tokens = {0: 16, 1: 256, 2: 16, 3: 256}
+    dense = sum(96 * count for count in tokens.values()) / 256
+    found = target_bits(Target(bytes_per_token=dense / 4), moments, 256, tokens)
+    assert found == pytest.approx(4, rel=0.01)
+    with pytest.raises(ParameterError, match="there is nothing to compress"):
+        target_bits(Target(bytes_per_token=300), moments, 256, tokens)
+
+
+def test_the_fewest_bits_within_a_loss() -> None:
+    tried: list[float] = []
+
+    def measure(bits: float) -> float:
+        tried.append(bits)
+        return float(3 * 4**-bits)
+
+    found = bits_within(0.01, lambda bits: 4**-bits, measure)
+    assert 0.009 <= measure(found) <= 0.01
+    assert len(tried) <= 9
+    with pytest.raises(BudgetError, match=r"max_excess=0.01 is not met on held-out windows"):
+        bits_within(0.01, lambda bits: 4**-bits, lambda bits: 0.02)
+
+
+def test_divergence_is_that_of_the_logits() -> None:
+    model, ids = dense_model("llama-gqa"), windows(3, 40, seed=5)
+    from recalkv.codec.fit import build_codec
+
+    moments = take_moments(model, windows(), 256)
+    found = [
+        divergence(model, build_codec(moments, bits, 256, window=4), Windows(ids, torch.arange(3)))[0]
+        for bits in (8, 4, 2)
+    ]
+    assert 0 < found[0] < found[1] < found[2]
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(each._forward_pre_hooks for each in model.modules())
+
+
+# ---- the command
+
+
+def test_defaults_are_those_of_the_parameters() -> None:
+    group = typer.main.get_command(app)
+    options = {option.name: option for option in group.commands["fit"].params}  # type: ignore[attr-defined]
+    for section in (CodecParams, CalibrationParams):
+        for name, field in section.model_fields.items():
+            if name in options and name not in ("samples", "revision", "seed"):
+                shown = options[name].show_default if name == "bits" else options[name].default
+                assert str(shown).removesuffix(".0") == str(field.default).removesuffix(".0"), name
+                assert field.description in options[name].help
+    assert options["samples"].default == SAMPLES == inspect.signature(recalkv.fit).parameters["samples"].default
+    assert command._SAMPLES == SAMPLES
+
+
+def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[str | Path], tmp_path: Path) -> None:
+    out = tmp_path / "new" / "codec"
+    done = fit(*settings, "--out", out, "--seed", "3")
+    assert done.exit_code == 0, done.output
+    codec = Codec.load(out)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    assert f"{out}: {size / 1e6:,.1f} MB, for contexts of 256 tokens" in done.output
+    assert f"caches {codec.bytes_per_token} bytes per token, dense {DENSE} in 16 bits" in done.output
+    assert f"{codec.bits_per_element(2048):.2f} bits a number at 2,048 tokens, all in" in done.output
+    assert f'use it: recalkv.use_codec(model, "{out}")' in done.output
+    assert codec.bytes_per_token <= DENSE / 4
+    record = dict(codec.record)
+    assert record == {"model": str(settings[0]), "bits": 4, "seed": 3, "texts": ["calibration.txt"], "windows": [6, 32]}
+    model = recalkv.use_codec(AutoModelForCausalLM.from_pretrained(settings[0]), out)
+    assert model.generate(windows(1, 40), max_new_tokens=4, do_sample=False).shape == (1, 44)
+
+
+def test_fit_in_python_is_the_same(settings: list[str | Path], tmp_path: Path, tiny_tokenizer: Any) -> None:
+    assert fit(*settings, "--out", tmp_path / "a", "--bits", "3").exit_code == 0
+    given = {"bits": 3, "samples": 6, "length": 32}
+    recalkv.fit(str(settings[0]), dataset=settings[2], out=tmp_path / "b", device="cpu", **given)
+    model = AutoModelForCausalLM.from_pretrained(settings[0])
+    recalkv.fit(model, tiny_tokenizer, settings[2], out=tmp_path / "c", **given)
+    assert everything(tmp_path / "a") == everything(tmp_path / "b") == everything(tmp_path / "c")
+    texts = [Path(settings[2]).read_text()]
+    codec = recalkv.fit(model, dataset=texts, **given)
+    assert codec.bytes_per_token == Codec.load(tmp_path / "a").bytes_per_token
+    with torch.inference_mode():
+        recalkv.fit(model, dataset=texts, **given)
+
+
+@pytest.mark.parametrize(
+    ("budget", "most"),
+    [
+        (["--bits", "2"], DENSE / 8),
+        (["--target", "0.5"], DENSE / 2),
+        (["--target", "7KiB@128"], 56),
+        (["--target", "bytes_per_token=100"], 100),
+    ],
+)
+def test_budgets(budget: list[str], most: float, settings: list[str | Path], tmp_path: Path) -> None:
+    done = fit(*settings, *budget, "--out", tmp_path / "codec")
+    assert done.exit_code == 0, done.output
+    assert 0.8 * most < Codec.load(tmp_path / "codec").bytes_per_token <= most
+
+
+def test_a_loss_target_is_met(settings: list[str | Path], tmp_path: Path) -> None:
+    longer = [*settings, "--length", "64"]
+    done = fit(*longer, "--target", "max_excess=0.02", "--out", tmp_path / "codec")
+    assert done.exit_code == 0, done.output
+    assert 2 < Codec.load(tmp_path / "codec").bits_per_element() < 8
+    refused = fit(*longer, "--target", "max_excess=1e-12", "--out", tmp_path / "other")
+    assert refused.exit_code == 1 and "is not met on held-out windows" in refused.output
+    refused = fit(*settings, "--target", "max_excess=0.02", "--out", tmp_path / "other")
+    assert refused.exit_code == 1 and "windows of at most 36 tokens, which are kept exact" in refused.output
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_context_is_what_is_fitted_for(settings: list[str | Path], tmp_path: Path) -> None:
+    assert fit(*settings, "--context", "100", "--out", tmp_path / "codec").exit_code == 0
+    assert Codec.load(tmp_path / "codec").context == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bits", "0"], "bits"),
+        (["--bits", "17"], "bits"),
+        (["--bits", "4", "--target", "0.5"], "--target 0.5 and --bits 4 are both given; give one of them"),
+        (["--target", "small"], "'small' cannot be read; write"),
+        (["--context", "0"], "context"),
+        (["--samples", "0"], "samples"),
+        (["--text", "no-such-file.txt"], "no-such-file.txt"),
+        (["--device", "moon"], "'moon' cannot be used here"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_work(
+    unloaded: None, arguments: list[str], message: str, settings: list[str | Path], tmp_path: Path
+) -> None:
+    refused = fit(*settings, *arguments, "--out", tmp_path / "codec")
+    assert refused.exit_code == 1, refused.output
+    assert message in refused.output and refused.output.count("error:") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_bad_input_is_refused(settings: list[str | Path], tmp_path: Path) -> None:
+    for arguments, message in (
+        (["--samples", "1000"], "calibration.samples=1000"),
+        (["--length", "512"], "length=512 exceeds the model's 256 positions; use at most 256"),
+        (["--length", "4"], "windows of 4 tokens leave none behind the 4 sinks"),
+        (["--target", "bytes_per_token=400"], "400 bytes per token hold the dense cache of 288 bytes as it is"),
+        (["--bits", "0.01"], "codes nothing; the smallest rows take"),
+    ):
+        refused = fit(*settings, *arguments, "--out", tmp_path / "codec")
+        assert refused.exit_code == 1 and message in refused.output, refused.output
+        assert not list(tmp_path.iterdir())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    refused = fit(tmp_path / "model", *settings[1:], "--out", tmp_path / "codec")
+    assert refused.exit_code == 1 and "has no safetensors weights" in refused.output
+
+
+def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[str | Path], tmp_path: Path) -> None:
+    out = tmp_path / "codec"
+    assert fit(*settings, "--out", out).exit_code == 0
+    before = everything(out)
+    refused = fit(*settings, "--bits", "2", "--out", out)
+    assert refused.exit_code == 1 and "replace a codec by `recalkv fit --overwrite`" in refused.output
+    assert everything(out) == before
+    assert fit(*settings, "--bits", "2", "--out", out, "--overwrite").exit_code == 0
+    assert Codec.load(out).record["bits"] == 2
+    # A failing run keeps the old one.
+    before = everything(tmp_path)
+    assert fit(*settings, "--samples", "1000", "--out", out, "--overwrite").exit_code == 1
+    assert everything(tmp_path) == before
+    other = tmp_path / "mine"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    refused = fit(*settings, "--out", other, "--overwrite")
+    assert refused.exit_code == 1 and "--overwrite replaces codecs alone" in refused.output
+    refused = fit(*settings, "--out", settings[0], "--overwrite")
+    assert refused.exit_code == 1 and "is, holds or lies in the model's folder" in refused.output
+
+
+@pytest.mark.parametrize("left", [None, "codec.safetensors", "notes.txt"])
+def test_what_a_killed_run_left_is_removed_when_asked(
+    left: str | None, settings: list[str | Path], tmp_path: Path
+) -> None:
+    partial = tmp_path / "codec.partial"
+    partial.mkdir()
+    if left is not None:
+        (partial / left).write_text("half")
+    refused = fit(*settings, "--out", tmp_path / "codec")
+    assert refused.exit_code == 1 and "`recalkv fit --overwrite` removes" in refused.output
+    done = fit(*settings, "--out", tmp_path / "codec", "--overwrite")
+    assert (done.exit_code == 0) == (left != "notes.txt"), done.output
+    assert partial.exists() == (left == "notes.txt")
+
+
+def test_the_folder_of_a_run_that_goes_on_is_kept(unloaded: None, settings: list[str | Path], tmp_path: Path) -> None:
+    with writing_folder(tmp_path / "codec"):
+        refused = fit(*settings, "--out", tmp_path / "codec", "--overwrite")
+        assert refused.exit_code == 1 and "is being written by another process" in refused.output
+
+
+@pytest.mark.parametrize("moment", ["resolve_model", "build_codec", "take_moments"])
+def test_a_terminated_run_leaves_nothing(
+    moment: str, settings: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, which the signal would end."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+
+    def terminate(*args: Any, **options: Any) -> None:
+        assert any(tmp_path.glob("codec.partial"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(recalkv.fitting, moment, terminate)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            code = fit(*settings, "--out", tmp_path / "codec").exit_code
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["scratch"] and not any((tmp_path / "scratch").iterdir())
+
+
+# ---- in Python
+
+
+def test_models_of_families_that_latents_know_nothing_of(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**SIZES | {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 256}))
+    model.save_pretrained(tmp_path / "gpt2")
+    tiny_tokenizer.save_pretrained(tmp_path / "gpt2")
+    texts = ["the cache holds what the model has read so far " * 200]
+    codec = recalkv.fit(tmp_path / "gpt2", dataset=texts, samples=2, length=32, device="cpu")
+    assert sorted(codec.layers) == [0, 1, 2] and codec.layers[0].kv_heads == 6
+    with pytest.raises(ParameterError, match=r"context=300 .* 256 positions"):
+        recalkv.fit(tmp_path / "gpt2", dataset=texts, samples=2, length=32, context=300, device="cpu")
+
+
+def test_what_python_refuses(tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    model = dense_model("llama-gqa")
+    with pytest.raises(ParameterError, match=r"bits=4 and target=0.5 are both given; give one of them"):
+        recalkv.fit(model, bits=4, target=0.5)
+    with pytest.raises(ParameterError, match="bits=0 must lie above 0"):
+        recalkv.fit(model, tiny_tokenizer, ["text " * 400], bits=0, length=32)
+    with pytest.raises(ParameterError, match=r"context=0 must be positive"):
+        recalkv.fit(model, tiny_tokenizer, ["text " * 400], context=0, length=32)
+    with pytest.raises(ParameterError, match="no tokenizer is given"):
+        recalkv.fit(model, None, ["text"])
+    with pytest.raises(UnsupportedModelError, match="Linear without a config"):
+        recalkv.fit(torch.nn.Linear(2, 2), None, ["text"])
+    with pytest.raises(DataError):
+        recalkv.fit(model, tiny_tokenizer, ["short"], length=32)
+    with pytest.raises(ModelUnavailableError):
+        recalkv.fit(tmp_path, tiny_tokenizer, ["text"])
