@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from recalkv.codec.budget import bits_within, target_bits
+from recalkv.codec.context import cached_tokens, model_context
 from recalkv.codec.fit import (
     WINDOW,
     allocated,
     build_codec,
-    cached_tokens,
     check_bits,
-    model_context,
     natural_units,
-    take_moments,
 )
-from recalkv.codec.moments import SINKS
+from recalkv.codec.moments import SINKS, take_moments
 from recalkv.codec.sidecar import Codec, model_fingerprint
 from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.evaluation.perplexity import over_documents
@@ -36,8 +34,8 @@ from recalkv.text.windows import Windows
 
 __all__ = ["SAMPLES", "fit", "fit_loaded", "load_dense"]
 
-SAMPLES = 12
-"""Calibration windows of a codec: its moments are small, and few windows are enough."""
+SAMPLES = CodecParams().samples
+"""Calibration windows of a codec."""
 
 _OWN_TEXTS = "texts of the caller's"
 

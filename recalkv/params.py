@@ -169,6 +169,7 @@ class CodecParams(_Section):
     context: int | None = Field(
         None, ge=1, description="positions that it is fitted for; null for those that the model was made for"
     )
+    samples: int = Field(12, ge=1, description="use the first so many calibration windows; few are enough")
     seed: int = Field(0, ge=0, description="seed of the labels that are drawn from the model")
 
 

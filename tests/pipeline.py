@@ -16,8 +16,9 @@ from stages import common
 STATISTICS = ("model", "sample", "whiten", "fisher")
 COMPRESSION = ("reorder", "allocate", "factorize", "calibrate", "fuse")
 """What follows the statistics, up to the compressed checkpoint."""
-MEASUREMENTS = ("baseline", "evaluate", "latency", "cell", "quantiser", "report")
-STAGES = (*STATISTICS, *COMPRESSION, *MEASUREMENTS)
+CODEC = ("moments", "codec")
+MEASUREMENTS = ("baseline", "evaluate", "latency", "cell", "quantiser", "codec_cell", "report")
+STAGES = (*STATISTICS, *COMPRESSION, *CODEC, *MEASUREMENTS)
 
 
 def invoke(stage: str, **arguments: Any) -> int:
@@ -35,6 +36,8 @@ def invoke_in_pipeline(stage: str, **arguments: Any) -> int:
         arguments |= {"out": Path("data/cells/compare/palu.json"), "changes": ["compression.method=palu"]}
     if stage == "quantiser":
         arguments |= {"out": Path("data/cells/compare/fp8.json"), "name": "fp8"}
+    if stage == "codec_cell":
+        arguments |= {"out": Path("data/cells/compare/codec.json")}
     return invoke(stage, **arguments)
 
 

@@ -18,7 +18,8 @@ import recalkv
 import recalkv.fitting
 from recalkv.cli import app
 from recalkv.codec.budget import bits_within, target_bits
-from recalkv.codec.fit import take_moments
+from recalkv.codec.fit import build_codec
+from recalkv.codec.moments import take_moments
 from recalkv.codec.sidecar import Codec
 from recalkv.commands import fit as command
 from recalkv.errors import BudgetError, DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
@@ -95,8 +96,6 @@ def test_the_fewest_bits_within_a_loss() -> None:
 
 def test_divergence_is_that_of_the_logits() -> None:
     model, ids = dense_model("llama-gqa"), windows(3, 40, seed=5)
-    from recalkv.codec.fit import build_codec
-
     moments = take_moments(model, windows(), 256)
     found = [
         divergence(model, build_codec(moments, bits, 256, window=4), Windows(ids, torch.arange(3)))[0]

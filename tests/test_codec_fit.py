@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 from recalkv.codec import fit as fitting
-from recalkv.codec.fit import build_codec, cached_tokens, fit, heads_per_code, model_context, take_moments
+from recalkv.codec.context import cached_tokens, model_context
+from recalkv.codec.fit import build_codec, fit, heads_per_code
+from recalkv.codec.moments import take_moments
 from recalkv.codec.probe import watching
 from recalkv.codec.sidecar import Codec, model_fingerprint
 from recalkv.errors import (

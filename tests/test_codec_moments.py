@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from recalkv.codec import moments as codec_moments
-from recalkv.codec.fit import take_moments
-from recalkv.codec.moments import SINKS, LayerMoments, collect_moments
+from recalkv.codec.moments import SINKS, LayerMoments, collect_moments, take_moments
 from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, measured_rotations
 from tests.tiny import dense_model, windows

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, Finished
-from tests.pipeline import COMPRESSION, STATISTICS, folder_hash, invoke
+from tests.pipeline import CODEC, COMPRESSION, STATISTICS, folder_hash, invoke
 
-CHAIN = (*STATISTICS, *COMPRESSION, "baseline")
-OUTPUTS = {stage: f"{stage}.zarr" for stage in CHAIN} | {"model": "model", "fuse": "compressed"}
+CHAIN = (*STATISTICS, *COMPRESSION, *CODEC, "baseline")
+OUTPUTS = {stage: f"{stage}.zarr" for stage in CHAIN} | {"model": "model", "fuse": "compressed", "codec": "codec"}
 BY_LAYER = ("whiten", "fisher", "factorize", "calibrate")
 LAYERS = 3
 COUNT = [0]
@@ -153,7 +153,7 @@ def kill_in_a_copy(finished: Finished, folder: Path, stages: list[str], thorough
 
 
 def test_killed_stages_rerun_to_the_same_bytes(finished: Finished, tmp_path: Path) -> None:
-    kill_in_a_copy(finished, tmp_path, ["calibrate", "fuse"], thorough=False)
+    kill_in_a_copy(finished, tmp_path, ["calibrate", "fuse", "moments", "codec"], thorough=False)
 
 
 @pytest.mark.slow

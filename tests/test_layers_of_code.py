@@ -194,5 +194,14 @@ def test_rooms_depend_one_way(own: str, others: set[str]) -> None:
     assert not [way for name in sorted(FILES) if room(name) == own for way in crossings(name, others)]
 
 
+@pytest.mark.parametrize("module", sorted(name for name in FILES if room(name) in ("codec", "runtime")))
+def test_the_codec_stands_by_itself(module: str) -> None:
+    """A second form beside latents: it uses their method and their codes, and nothing of their models."""
+    rooms = {room(name) for name in imports(module) if name.startswith("recalkv")}
+    assert rooms <= {"", "codec", "runtime", "method", "cache", "errors", "params", "text"}
+    if room(module) == "codec":
+        assert "runtime" not in rooms
+
+
 def test_the_library_knows_no_stages() -> None:
     assert not [name for name in FILES if imports(name) & {"stages", "tests", "benchmarks"}]

@@ -14,9 +14,9 @@ from torch import Tensor
 from recalkv.cache.rotation import random_rotation
 from recalkv.codec.allocation import allocate_bits
 from recalkv.codec.codes import DISTORTION
+from recalkv.codec.context import cached_tokens, model_context
 from recalkv.codec.layout import BLOCK, Segment
-from recalkv.codec.moments import SINKS, LayerMoments, collect_moments
-from recalkv.codec.rope import measured_rotations
+from recalkv.codec.moments import SINKS, LayerMoments, take_moments
 from recalkv.codec.sidecar import Code, Codec, LayerCodec, model_fingerprint
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.method.basis import natural_basis, shared_scales
@@ -26,12 +26,9 @@ __all__ = [
     "Unit",
     "allocated",
     "build_codec",
-    "cached_tokens",
     "check_bits",
     "fit",
-    "model_context",
     "natural_units",
-    "take_moments",
 ]
 
 WINDOW = 32
@@ -53,25 +50,6 @@ def check_bits(bits: float) -> None:
     """
     if not 0 < bits <= 16:
         raise ParameterError(f"codec: bits={bits} must lie above 0 and up to 16, the dense cache's.")
-
-
-def model_context(model: Any) -> int:
-    """Positions that a model was made for."""
-    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192)
-
-
-def take_moments(
-    model: Any,
-    windows: Tensor,
-    context: int | None = None,
-    seed: int = 0,
-    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
-) -> dict[int, LayerMoments]:
-    """Moments of all layers of a model (:mod:`recalkv.codec.moments`), its rotations measured first."""
-    context = context or model_context(model)
-    # Long RoPE and dynamic scalings turn short windows otherwise than long contexts.
-    own, served = (measured_rotations(model, length) for length in (windows.shape[1], context))
-    return collect_moments(model, windows, own, context, seed, progress, served)
 
 
 def heads_per_code(kv_heads: int, head_dim: int) -> int:
@@ -210,18 +188,6 @@ def _scaled(unit: Unit, segments: tuple[Segment, ...]) -> Tensor:
 def _shrunk(matrix: Tensor) -> Tensor:
     ridge = SHRINKAGE * matrix.diagonal().mean().clamp_min(1e-30)
     return matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-
-
-def cached_tokens(model: Any, context: int) -> dict[int, int]:
-    """Tokens that each layer caches at a context: all of them, or a sliding window's."""
-    from transformers.cache_utils import get_layer_types_and_kwargs
-
-    kinds, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    result = {}
-    for index, (_, own) in enumerate(zip(kinds, settings, strict=True)):
-        window = own.get("sliding_window")
-        result[index] = min(context, int(window)) if window else context
-    return result
 
 
 @torch.inference_mode(False)

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from recalkv.codec.probe import watching
-from recalkv.codec.rope import Rotation, no_rotation
+from recalkv.codec.rope import Rotation, measured_rotations, no_rotation
 from recalkv.errors import DataError, NonFiniteError, UnsupportedModelError
 
-__all__ = ["SINKS", "LayerMoments", "collect_moments"]
+__all__ = ["SINKS", "LayerMoments", "collect_moments", "take_moments"]
 
 SINKS = 4
 """Tokens at the start of a sequence that are kept exact."""
@@ -95,6 +95,19 @@ class _Side:
         self.states += ((x / weight).T @ x).double().cpu()
         self.gradients += ((g * weight).T @ g).double().cpu()
         self.count += len(x)
+
+
+def take_moments(
+    model: Any,
+    windows: Tensor,
+    context: int,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+) -> dict[int, LayerMoments]:
+    """Measure a model's rotations, and take the moments of all its layers; see :func:`collect_moments`."""
+    # Long RoPE and dynamic scalings turn short windows otherwise than long contexts.
+    own, served = (measured_rotations(model, length) for length in (windows.shape[1], context))
+    return collect_moments(model, windows, own, context, seed, progress, served)
 
 
 def collect_moments(

@@ -5,7 +5,6 @@ changed nor copied.
 """
 
 import functools
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from recalkv.codec.context import model_fingerprint
 from recalkv.codec.layout import Segment, checked, pack, row_bytes, unpack
 from recalkv.codec.rope import Rotation
 from recalkv.errors import CheckpointError, ParameterError
@@ -99,6 +99,11 @@ class LayerCodec:
     def groups(self) -> int:
         """Number of groups of heads that share codes."""
         return len(self.keys)
+
+    @property
+    def kv_heads_per_code(self) -> int:
+        """Number of KV heads that share a code."""
+        return self.kv_heads // self.groups
 
     @property
     def row_bytes(self) -> int:
@@ -196,6 +201,11 @@ class Codec:
     def dense_bytes_per_token(self) -> int:
         """Bytes of a token of these layers in a dense 16-bit cache."""
         return sum(2 * layer.kv_heads * sum(layer.head_dims) for layer in self.layers.values())
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the exact tokens of a sequence in 16 bits, for which there are rows, too."""
+        return (self.window + self.sinks) * self.dense_bytes_per_token
 
     def bits_per_element(self, context: int | None = None) -> float:
         """Bits of a cached number; with a context, exact tokens of one sequence of that length are counted as well."""
@@ -307,26 +317,3 @@ def _layer(tensors: Mapping[str, Tensor], name: str, layout: Mapping[str, Sequen
     if not all(bool(torch.isfinite(each).all()) for own in sides for code in own for each in (code.matrix, *means)):
         raise CheckpointError(f"codec: a basis or mean of {name} has NaN or infinity; fit again.")
     return LayerCodec(sides[0], sides[1], *means, rotation)
-
-
-def model_fingerprint(model: Any) -> str:
-    """What a codec is bound to: the sizes of a model, and the signs of some numbers of its embeddings.
-
-    Weights may be quantized, split over devices or adapted by LoRA afterwards, and of another type: embeddings keep
-    their signs through that.
-    """
-    config = model.config.get_text_config(decoder=True)
-    names = (
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
-    facts = [str(getattr(config, name, None)) for name in names]
-    weight = model.get_input_embeddings().weight
-    rows, columns = (torch.linspace(0, size - 1, 64, device=weight.device).long() for size in weight.shape)
-    signs = weight.detach()[rows, columns] > 0
-    facts.append("".join("01"[sign] for sign in signs.tolist()))
-    return hashlib.sha256("|".join(facts).encode()).hexdigest()[:16]

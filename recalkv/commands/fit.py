@@ -15,7 +15,7 @@ from recalkv.presets import describe
 __all__ = ["fit"]
 
 _CODEC, _CALIBRATION = CodecParams(), CalibrationParams()
-_SAMPLES = 12
+_SAMPLES = _CODEC.samples
 _CONTEXT = 2048
 _TARGET = (
     "Budget in place of --bits: the ratio of bytes to remove, GIB@CONTEXT such as 4GiB@128K, bytes_per_token=N, or "

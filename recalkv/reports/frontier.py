@@ -25,7 +25,7 @@ def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
     name
         Of the cell.
     cell
-        What the stage ``cell`` or ``quantiser`` wrote.
+        What the stage ``cell``, ``quantiser`` or ``codec_cell`` wrote.
     main_text
         Name of ``evaluation.text``.
 
@@ -91,6 +91,8 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             style = {"linewidth": 1.0, "linestyle": "-" if other else "--", "markersize": 5}
             if name == "ours":
                 style = {"linewidth": 2.8, "color": "black", "markersize": 6}
+            if name == "codec":
+                style = {"linewidth": 2.8, "color": "tab:red", "markersize": 6}
             axis.plot(*zip(*own, strict=True), marker="osd^vP*Xh"[number % 9], label=name, **style)
         axis.set_xscale("log", base=2)
         axis.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])

@@ -1,0 +1,51 @@
+"""Step 9c, for comparison: the dense model with a codec, measured on the same windows as the cells."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recalkv.codec.sidecar import Codec
+from recalkv.evaluation.perplexity import MeasuredText, cell_figures
+from recalkv.model.loading import load_model
+from recalkv.model.source import checkpoint_dtype
+from recalkv.runtime.models import use_codec
+from stages.common import Stage, stage, write_json
+from stages.stored_codec import stored_codec
+
+
+@stage
+def codec_cell(
+    run: Stage,
+    out: Annotated[Path, typer.Argument(help="File of the figures.")],
+    bits: Annotated[float | None, typer.Option(help="Bits of a number; default the side-car DATA/codec.")] = None,
+    heads: Annotated[int | None, typer.Option(help="KV heads per code; default as many as are worth it.")] = None,
+) -> None:
+    """Measure the dense model over a codec's rows; write its figures to OUT."""
+    folder, wanted = run.model().folder, run.params.evaluation
+    codec = Codec.load(run.data / "codec") if bits is None else stored_codec(run, bits, heads)
+    model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
+    use_codec(model, codec)
+    texts = MeasuredText.read_all(run.read("baseline"))
+    with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
+        figures = {place: text.compare(model, wanted, bar.update) for place, text in texts.items()}
+    removed = 1 - codec.bytes_per_token / codec.dense_bytes_per_token
+    write_json(
+        out,
+        {
+            "method": "codec",
+            "ratio": removed,
+            "group_size": next(iter(codec.layers.values())).kv_heads_per_code,
+            "bits": f"{codec.record['bits']:g}",
+            "setting": {},
+            **cell_figures(figures),
+            "bytes_per_token": codec.bytes_per_token,
+            "window_bytes": codec.window_bytes,
+            "dense_bytes_per_token": codec.dense_bytes_per_token,
+            "removed": removed,
+        },
+    )
+
+
+if __name__ == "__main__":
+    typer.run(codec_cell)

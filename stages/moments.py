@@ -1,0 +1,44 @@
+"""Codec, step 1: moments of keys and values, and of the gradients there, with labels that the model draws."""
+
+import torch
+import typer
+
+from recalkv.codec.context import cached_tokens, model_context, model_fingerprint
+from recalkv.codec.moments import take_moments
+from recalkv.model.source import checkpoint_dtype
+from recalkv.store.codec_moments import put_codec_moments
+from stages.common import Stage, stage
+
+
+@stage
+def moments(run: Stage) -> None:
+    """Take the moments of all layers at the attention function, forward and backward over the first windows."""
+    from transformers import AutoModelForCausalLM
+
+    wanted, folder = run.params.codec, run.model().folder
+    windows = run.read("sample").get("windows")[: wanted.samples]
+    # A CPU multiplies 16-bit numbers no faster.
+    dtype = torch.float32 if run.device.type == "cpu" else checkpoint_dtype(folder)
+    placed = run.params.runtime.device_map or (None if run.device.type == "cpu" else {"": run.device})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=placed).eval()
+    context = wanted.context or model_context(model)
+    with run.bar(None, "window") as bar:
+
+        def advance(step: str, done: int, total: int) -> None:
+            if done == 1:
+                bar.reset(total)
+                bar.set_description(step)
+            bar.update()
+
+        found = take_moments(model, windows, context, wanted.seed, advance)
+    tokens = cached_tokens(model, context)
+    record = {
+        "context": context, "seed": wanted.seed, "shape": list(windows.shape), "fingerprint": model_fingerprint(model),
+        "tokens": {str(index): tokens[index] for index in found}, "dtype": str(dtype),
+    }  # fmt: skip
+    with run.write(record) as store:
+        put_codec_moments(store, found)
+
+
+if __name__ == "__main__":
+    typer.run(moments)

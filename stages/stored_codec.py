@@ -1,0 +1,19 @@
+"""Build a codec from the moments that the stage of that name stored."""
+
+from recalkv.codec.fit import build_codec
+from recalkv.codec.sidecar import Codec
+from recalkv.store.codec_moments import get_codec_moments
+from stages.common import Stage
+
+__all__ = ["stored_codec"]
+
+
+def stored_codec(run: Stage, bits: float, heads: int | None = None) -> Codec:
+    """Codec of so many bits, and KV heads per code; None for as many as are worth it."""
+    store = run.read("moments")
+    known = store.attributes["parameters"]
+    tokens = {int(index): count for index, count in known["tokens"].items()}
+    record = {"model": run.model().name, "bits": bits, "windows": known["shape"], "seed": known["seed"]}
+    return build_codec(
+        get_codec_moments(store), bits, known["context"], known["fingerprint"], tokens, record, heads=heads
+    )
