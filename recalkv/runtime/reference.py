@@ -22,7 +22,10 @@ BLOCK_N = 64
 """Slots that a kernel scores at once; a multiple of TILE."""
 
 CHUNK = 64
-"""Numbers of a code that a kernel decodes at once."""
+"""Numbers of a code that a kernel decodes at once, or half of it."""
+
+PAIRS = 16
+"""RoPE pairs that a kernel turns at once."""
 
 MOST_WIDTH = 256
 """Numbers of one code that a kernel keeps sums of in registers."""
@@ -43,7 +46,7 @@ class DeviceRotation:
     anchors : (DIGITS, BASE, 2, pairs) float32
         Cosines and sines of digit d times ``BASE^i``. The highest is from -1 on: a tile may begin before a sequence.
     places : (2, pairs, BLOCK_N) float32
-        Of the places in a tile. Pairs are padded with zero to a power of two of at least 16.
+        Of the places in a tile. Pairs are padded with zero frequencies to a multiple of PAIRS.
     pairs
         Those of the rotation.
     """
@@ -60,7 +63,7 @@ class DeviceRotation:
             pairs = len(frequencies)
             digits = torch.arange(BASE, dtype=torch.float64, device="cpu")
             steps = torch.stack([digits, digits * BASE, (digits - 1) * BASE**2])
-            wide = max(16, 1 << max(pairs - 1, 0).bit_length())
+            wide = -(-pairs // PAIRS) * PAIRS
             padded = torch.zeros(wide, dtype=torch.float64, device="cpu")
             padded[:pairs] = frequencies
             angles = steps[:, :, None] * padded

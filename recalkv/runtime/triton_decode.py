@@ -3,7 +3,7 @@
 """Attention of one token a sequence over rows of codes, in Triton: flash decoding that decodes in registers.
 
 1. ``attend_kernel``: one program takes a group of KV heads, a block of its queries and a run of the slots attended to
-   (split-KV). It decodes CHUNK numbers of BLOCK_N slots at once by shifts, masks and a cubic, and multiplies them on
+   (split-KV). It decodes some numbers of BLOCK_N slots at once by shifts, masks and a cubic, and multiplies them on
    tensor cores: keys with queries, softmax weights with values.
 2. ``combine_kernel`` sums the runs and gives outputs and the logarithms of the softmax's sums.
 
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recalkv.codec.codes import GRAIN
 from recalkv.codec.layout import SCALE_STEPS, SCALE_ZERO, TILE
 from recalkv.errors import ParameterError
 from recalkv.runtime.reference import (
@@ -31,6 +32,7 @@ from recalkv.runtime.reference import (
     CHUNK,
     DIGITS,
     MOST_WIDTH,
+    PAIRS,
     DeviceLayout,
     DeviceRotation,
     check,
@@ -47,7 +49,8 @@ _COLUMNS = 32
 """Columns of the output that ``combine_kernel`` sums at once."""
 
 _TILE, _ZERO, _STEP = tl.constexpr(TILE), tl.constexpr(SCALE_ZERO), tl.constexpr(1 / SCALE_STEPS)
-_BASE, _DIGITS = tl.constexpr(BASE), tl.constexpr(DIGITS)
+_BASE, _DIGITS, _FLAGGED = tl.constexpr(BASE), tl.constexpr(DIGITS), tl.constexpr(CHUNK)
+_ROUND = tl.constexpr(1.5 * 2**23 / GRAIN)
 _TOP, _LIFT = tl.constexpr(13.0), tl.constexpr(14.0)
 _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
@@ -64,7 +67,7 @@ def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr
     code = tl.load(rows_at + (first * _TILE)[:, None]).to(tl.int32)
     code = (code >> shift[:, None]) & mask[:, None]
     # Codes of 3 and 6 bits alone have a second plane.
-    if (two >> (start // CHUNK)) & 1:
+    if (two >> (start // _FLAGGED)) & 1:
         second = tl.load(at + 3 * numbers, mask=ok, other=0)
         shift = tl.load(at + 4 * numbers, mask=ok, other=0)
         mask = tl.load(at + 5 * numbers, mask=ok, other=0)
@@ -79,19 +82,22 @@ def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr
     if not EXACT:
         power = tl.minimum(power, _TOP)
     place = code.to(tl.float32) - middle[:, None]
-    decoded = place * (linear[:, None] + cubic[:, None] * place * place) * tl.exp2(power)
+    decoded = place * (linear[:, None] + cubic[:, None] * place * place)
+    # Levels are multiples of 1 / GRAIN, and so are float32 numbers of this size.
+    decoded = (decoded + _ROUND) - _ROUND
+    decoded *= tl.exp2(power)
     return decoded if EXACT else decoded.to(tl.float16)
 
 
 @triton.jit
-def _turn(anchors_ptr, position, pairs, BLOCK_H: tl.constexpr):
+def _turn(anchors_ptr, position, pairs, padded):
     """Cosines and sines of all pairs at a position: its digits' turns, one after the other."""
-    at = anchors_ptr + (position & (_BASE - 1)) * (2 * BLOCK_H) + pairs
-    cos, sin = tl.load(at), tl.load(at + BLOCK_H)
+    at = anchors_ptr + (position & (_BASE - 1)) * (2 * padded) + pairs
+    cos, sin = tl.load(at), tl.load(at + padded)
     for number in tl.static_range(1, _DIGITS):
         digit = ((position >> 8) & (_BASE - 1)) if number == 1 else (position >> 16) + 1
-        at = anchors_ptr + (number * _BASE + digit) * (2 * BLOCK_H) + pairs
-        other_cos, other_sin = tl.load(at), tl.load(at + BLOCK_H)
+        at = anchors_ptr + (number * _BASE + digit) * (2 * padded) + pairs
+        other_cos, other_sin = tl.load(at), tl.load(at + padded)
         cos, sin = cos * other_cos - sin * other_sin, sin * other_cos + cos * other_sin
     return cos, sin
 
@@ -101,7 +107,7 @@ def attend_kernel(
     rows_ptr, pages_ptr, table_ptr, places_ptr, query_ptr, mean_ptr, anchors_ptr, within_ptr, first_ptr, length_ptr,
     offset_ptr, partial_ptr, most_ptr, sum_ptr, block_stride, tile_stride, pages_stride, numbers, key_width,
     value_width, queries, pairs, capacity, per_block, softcap,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr,
     VALUES: tl.constexpr, PAGED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of a run of slots times their values, not yet normalised.
@@ -126,8 +132,10 @@ def attend_kernel(
         Base-2 logarithm of what weights are relative to, and their sum; minus infinity and 0 for no slots.
     capacity
         Slots that a sequence has room for; lengths beyond it are not believed.
-    KEYS, VALUES
-        Chunks of the widest codes of any layer; those behind a group's width are skipped.
+    BLOCK_H
+        Pairs that are turned at once.
+    VALUES
+        Chunks of values of the widest code of any layer; those behind a group's width are skipped.
     EXACT
         Products in float32.
     """
@@ -147,14 +155,13 @@ def attend_kernel(
     in_chunk, pair = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
     query_at = query_ptr + place[:, None] * key_width + in_chunk[None, :]
     unit = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    for chunk in tl.static_range(KEYS):
-        own = row_ok & (chunk * CHUNK + in_chunk < keys)[None, :]
-        query = tl.load(query_at + chunk * CHUNK, mask=own, other=0.0).to(tl.float32)
+    for begin in range(0, keys, CHUNK):
+        own = row_ok & (begin + in_chunk < keys)[None, :]
+        query = tl.load(query_at + begin, mask=own, other=0.0).to(tl.float32)
         unit = tl.maximum(unit, tl.max(tl.abs(query), axis=1))
     unit = tl.where(unit > 0, unit, 1.0)[:, None]
     mean_at = mean_ptr + place[:, None] * (2 * pairs) + pair[None, :]
-    own = row_ok & (pair < pairs)[None, :]
-    mean_cos, mean_sin = tl.load(mean_at, mask=own, other=0.0), tl.load(mean_at + pairs, mask=own, other=0.0)
+    padded = tl.cdiv(pairs, BLOCK_H) * BLOCK_H
     within_at = within_ptr + pair[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -179,20 +186,25 @@ def attend_kernel(
         rows_at = tl.max_contiguous(tl.multiple_of(rows_at + slot % _TILE, 16), 16)
         rows_at = rows_ptr + rows_at[None, :]
         scores = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for chunk in tl.static_range(KEYS):
-            if chunk * CHUNK < keys:
-                there = row_ok & (chunk * CHUNK + in_chunk < keys)[None, :]
-                some = tl.load(query_at + chunk * CHUNK, mask=there, other=0.0).to(tl.float32) / unit
-                key = _decoded(rows_at, keys_at, numbers, chunk * CHUNK, keys, keys_two, CHUNK, EXACT)
-                scores = tl.dot(some.to(key.dtype), key, scores, input_precision="ieee")
+        for begin in range(0, keys, CHUNK):
+            own = row_ok & (begin + in_chunk < keys)[None, :]
+            query = tl.load(query_at + begin, mask=own, other=0.0).to(tl.float32) / unit
+            key = _decoded(rows_at, keys_at, numbers, begin, keys, keys_two, CHUNK, EXACT)
+            scores = tl.dot(query.to(key.dtype), key, scores, input_precision="ieee")
+        scores *= unit
         # The mean key's: queries turned to the start of the tile, times the turns of the places within any tile.
-        cos, sin = _turn(anchors_ptr, tile * BLOCK_N + offset, pair, BLOCK_H)
-        cos, sin = cos[None, :], sin[None, :]
-        kind: tl.constexpr = "ieee" if EXACT else "tf32x3"
-        mean = tl.dot(mean_cos * cos + mean_sin * sin, tl.load(within_at), input_precision=kind)
-        within_sin = tl.load(within_at + BLOCK_H * BLOCK_N)
-        mean = tl.dot(mean_sin * cos - mean_cos * sin, within_sin, mean, input_precision=kind)
-        scores = scores * unit + mean
+        # Not pipelined: its operands would take all registers.
+        for begin in tl.range(0, pairs, BLOCK_H, num_stages=1):
+            own = row_ok & (begin + pair < pairs)[None, :]
+            mean_cos = tl.load(mean_at + begin, mask=own, other=0.0)
+            mean_sin = tl.load(mean_at + pairs + begin, mask=own, other=0.0)
+            cos, sin = _turn(anchors_ptr, tile * BLOCK_N + offset, begin + pair, padded)
+            cos, sin = cos[None, :], sin[None, :]
+            at = within_at + begin * BLOCK_N
+            kind: tl.constexpr = "ieee" if EXACT else "tf32x3"
+            scores = tl.dot(mean_cos * cos + mean_sin * sin, tl.load(at), scores, input_precision=kind)
+            within_sin = tl.load(at + padded * BLOCK_N)
+            scores = tl.dot(mean_sin * cos - mean_cos * sin, within_sin, scores, input_precision=kind)
         if CAPPED:
             scores = tl.minimum(scores * (2.0 * _LOG2E / softcap), 64.0)
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
@@ -246,15 +258,13 @@ def combine_kernel(
         tl.store(out_ptr + place * value_width + column, summed, mask=column < value_width)
 
 
-def constants(
-    queries: int, full: tuple[int, int], block_h: int, paged: bool, capped: bool, exact: bool
-) -> dict[str, Any]:
+def constants(queries: int, full: int, paged: bool, capped: bool, exact: bool) -> dict[str, Any]:
     """Constants and warps of ``attend_kernel``: alike for all layers of a model whose heads are alike."""
-    rows = 16 if queries <= 16 else 32
+    # More queries leave fewer registers for numbers.
+    rows, chunk, warps = (16, CHUNK, 4) if queries <= 16 else (32, CHUNK // 2, 8)
     return {
-        "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_H": block_h, "CHUNK": CHUNK, "KEYS": -(-full[0] // CHUNK),
-        "VALUES": -(-full[1] // CHUNK), "PAGED": paged, "CAPPED": capped, "EXACT": exact, "num_warps": 4,
-        "num_stages": STAGES,
+        "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_H": PAIRS, "CHUNK": chunk, "VALUES": -(-full // chunk),
+        "PAGED": paged, "CAPPED": capped, "EXACT": exact, "num_warps": warps, "num_stages": STAGES,
     }  # fmt: skip
 
 
@@ -330,7 +340,7 @@ def coded_attention(
     batch, groups, count, key_width = queries.shape
     pages = rows if block_table is None else block_table
     capacity = TILE * rows.shape[1] * (1 if block_table is None else block_table.shape[1])
-    own = constants(count, layout.full, rotation.places.shape[1], block_table is not None, softcap is not None, exact)
+    own = constants(count, layout.full[1], block_table is not None, softcap is not None, exact)
     programs, device = groups * -(-count // own["BLOCK_M"]), rows.device
     runs = splits or default_runs(device, programs * batch, capacity)
     width = layout.widths[1]

@@ -9,7 +9,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from recalkv.codec.codes import BITS, levels
+from recalkv.codec.codes import BITS, GRAIN, levels
 from recalkv.codec.layout import SCALE_STEPS, SCALE_TRIALS, SCALE_ZERO, TILE, Segment
 from recalkv.runtime.cpu.threads import array, floats, run, thread_count, thread_number, threads_of_torch
 from recalkv.runtime.cpu.vectors import called, decode, nested
@@ -161,25 +161,30 @@ def _unpack(address):
     source, row_bytes, start = numbers[7], numbers[8], numbers[9]
     many, me = thread_count(threads), thread_number(threads)
     scales = floats(lookup[3], 256)
-    own = floats(numbers[10] + 4 * (_TILE * width + _TILE) * me, _TILE * width + _TILE)
-    scale, decoded = own[_TILE * width :], own[: _TILE * width]
+    # Two tiles at a time: 32 integers a number.
+    own = numbers[10] + 4 * me * width * _TILE
+    decoded = array(own, width * 2 * _TILE, np.int16)
+    factor = np.float32(1 / GRAIN)
     low, high = start // _TILE, (start + tokens + _TILE - 1) // _TILE
-    for tile in range(low + (high - low) * me // many, low + (high - low) * (me + 1) // many):
+    pairs = (high - low + 1) // 2
+    for pair in range(pairs * me // many, pairs * (me + 1) // many):
+        tile = low + 2 * pair
         place = source + tile * row_bytes * _TILE
+        other = place + (row_bytes * _TILE if tile + 1 < high else 0)
         for each in range(count):
             byte, wide, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
-            octets = array(place + byte * _TILE, _TILE, np.uint8)
-            for j in range(_TILE):
-                scale[j] = scales[octets[j]]
-            decode(
-                bits, place + (byte + 1) * _TILE, wide, scale.ctypes.data, decoded.ctypes.data + 4 * _TILE * first,
-                4 * _TILE,
-            )  # fmt: skip
-        begin, end = max(tile * _TILE, start), min((tile + 1) * _TILE, start + tokens)
+            ahead = (byte + 1) * _TILE
+            decode(bits, place + ahead, other + ahead, wide, own + 4 * _TILE * first, 4 * _TILE)
+        begin, end = max(tile * _TILE, start), min((tile + 2) * _TILE, start + tokens)
         for slot in range(begin, end):
-            out, lane = floats(target + 4 * width * (slot - start), width), slot % _TILE
-            for i in range(width):
-                out[i] = decoded[_TILE * i + lane]
+            out, lane = floats(target + 4 * width * (slot - start), width), slot - tile * _TILE
+            row = place if lane < _TILE else other
+            for each in range(count):
+                wide, first = table[4 * each + 1], table[4 * each + 3]
+                octet = array(row + table[4 * each] * _TILE + slot % _TILE, 1, np.uint8)[0]
+                by = scales[octet] * factor
+                for i in range(first, first + wide):
+                    out[i] = np.float32(decoded[2 * _TILE * i + lane]) * by
 
 
 def _arguments(numbers: Tensor, table: np.ndarray, tiles: Tensor, start: int, scratch: int) -> np.ndarray:
@@ -212,7 +217,7 @@ def pack_tiles(numbers: Tensor, table: np.ndarray, tiles: Tensor, start: int) ->
 
 def unpack_tiles(tiles: Tensor, table: np.ndarray, start: int, numbers: Tensor) -> None:
     """Undo :func:`pack_tiles` into numbers (tokens, width) float32."""
-    scratch = np.empty((threads_of_torch(), TILE * numbers.shape[1] + TILE), np.float32)
+    scratch = np.empty((threads_of_torch(), TILE * numbers.shape[1]), np.float32)
     _run(_unpack, _arguments(numbers, table, tiles, start, scratch.ctypes.data))
 
 

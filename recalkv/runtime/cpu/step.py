@@ -6,6 +6,7 @@ summed in code coordinates and mapped back once. Exact tokens, the first and the
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from recalkv.codec.layout import TILE
+from recalkv.codec.codes import GRAIN
+from recalkv.codec.layout import TILE, Segment
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles, write_row
 from recalkv.runtime.cpu.threads import (
@@ -25,26 +27,52 @@ from recalkv.runtime.cpu.threads import (
     threads_of_torch,
     wait_for_all,
 )
-from recalkv.runtime.cpu.vectors import LEAST, add_dots, add_product, as_float, called, decode, exponentials, nested
+from recalkv.runtime.cpu.vectors import (
+    LEAST,
+    add_dots,
+    add_pairs,
+    add_product,
+    as_float,
+    called,
+    decode,
+    decode_pairs,
+    exponentials,
+    largest,
+    nested,
+    partner,
+    scaled,
+    to_integers,
+)
 
 __all__ = ["PIECE", "LayerLoops", "loops_of"]
 
-PIECE = 128
+PIECE = 256
 """Slots that are decoded at once: their numbers fit a core's second cache."""
 
 _TILE = TILE
+_PAIR = 2 * TILE
+_COLUMNS = 64
+"""Columns of products are multiples of it."""
+
+_INTEGER = 32767
+_QUERY_NORM, _WEIGHT_SUM = 2_900_000, 990_000
+"""Bounds that keep sums of products within 32 bits: of a query's norm in a segment times the root of its width, as coded
+numbers have a norm of at most 1.45 GRAIN times that root; and of a piece's weights, as no level exceeds 2,152."""
+
+_TINY = np.float32(1e-30)
+
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # Places in the list of numbers that a step works on.
 (
     _THREADS, _BATCH, _GROUPS, _KV, _REPEATS, _DK, _DV, _ROW, _TILES, _LENGTH, _BASE, _LOW, _EDGE, _SINKS, _RING, _KIND,
     _ROWS, _EXACT, _Q, _K, _V, _OUT, _FIRST, _OFFSET, _MASK, _MASK_ROW, _REAL, _AUX, _SCRATCH, _PAIRS, _FREQUENCIES,
-    _COUNT, _PIECES, _TABLE, _CODES, _KEY_MEAN, _VALUE_MEAN, _LOOKUP, _WK, _WV,
-) = range(40)  # fmt: skip
+    _COUNT, _PIECES, _TABLE, _CODES, _KEY_MEAN, _VALUE_MEAN, _LOOKUP, _WK, _WV, _MOST,
+) = range(41)  # fmt: skip
 
 # Of each group's codes, in a list of their own.
 _CODE = 11
-_C_WK, _C_WV, _C_KS, _C_KN, _C_VS, _C_VN, _C_KINTO, _C_KBACK, _C_VINTO, _C_VBACK, _C_SPARE = range(_CODE)
+_C_WK, _C_WV, _C_KS, _C_KN, _C_VS, _C_VN, _C_KINTO, _C_KBACK, _C_VINTO, _C_VBACK, _C_PARTNERS = range(_CODE)
 
 
 @nested
@@ -54,15 +82,41 @@ def _partial_size(queries, dv, wv):
 
 
 @nested
-def _times(vector, count, matrix, width, out):
-    """out = vector (count,) times matrix (count, width) at an address."""
-    rows = floats(matrix, count * width)
-    for j in range(width):
-        out[j] = 0
-    for i in range(count):
-        number, row = vector[i], rows[i * width : (i + 1) * width]
-        for j in range(width):
-            out[j] += number * row[j]
+def _padded(width):
+    """Columns that a product of so many is computed in."""
+    return (width + _COLUMNS - 1) // _COLUMNS * _COLUMNS
+
+
+@nested
+def _multiply(rows, inner, left, matrix, width, out):
+    """out (rows, padded width) = left (rows, inner) times a matrix of as many columns, at an address."""
+    wide = _padded(width)
+    out[: rows * wide] = 0
+    add_product(rows, inner, wide, left.ctypes.data, 4 * inner, matrix, 4 * wide, out.ctypes.data, 4 * wide)
+
+
+@nested
+def _query_size(a):
+    """float32 numbers that a prepared query takes: integers of its code, a factor a segment, coefficients, itself."""
+    return a[_WK] // 2 + a[_MOST] + 2 * a[_COUNT] + a[_DK]
+
+
+@nested
+def _as_integers(code, numbers, target, factors):
+    """Write a query in code coordinates as integers of 16 bits, in the pairs in which keys are decoded."""
+    table = array(code[_C_KS], code[_C_KN] * 4, np.int64)
+    partners = array(code[_C_PARTNERS], code[_C_WK], np.int64)
+    out = array(target, code[_C_WK], np.int16)
+    for each in range(code[_C_KN]):
+        width, first = table[4 * each + 1], table[4 * each + 3]
+        top, norm = _TINY, _TINY
+        for i in range(first, first + width):
+            top = max(top, abs(numbers[i]))
+            norm += numbers[i] * numbers[i]
+        factor = min(np.float32(_INTEGER) / top, np.float32(_QUERY_NORM) / np.sqrt(norm * np.float32(width)))
+        for i in range(first, first + width):
+            out[i] = np.int16(np.rint(numbers[partners[i]] * factor))
+        factors[each] = np.float32(1 / GRAIN) / factor
 
 
 @nested
@@ -75,30 +129,33 @@ def _prepare(a, real, b, g, task, queries, own):
     offset = array(a[_OFFSET], a[_BATCH], np.int64)[b]
     size = 4 if a[_KIND] == 0 else 2
     heads = a[_KV] * a[_REPEATS]
-    if task < queries:
-        head = g * queries + task
-        kv_head = head // a[_REPEATS]
-        scaled = own[:dk]
-        as_float(a[_KIND], a[_Q] + size * dk * (b * heads + head), dk, scaled)
-        for i in range(dk):
+    repeats, wide = a[_REPEATS], _padded(code[_C_WK])
+    if task < kv:
+        head = (g * kv + task) * repeats
+        scaled, numbers = own[: repeats * dk], own[repeats * dk : repeats * (dk + wide)]
+        as_float(a[_KIND], a[_Q] + size * dk * (b * heads + head), repeats * dk, scaled)
+        for i in range(repeats * dk):
             scaled[i] *= real[0]
-        wide = a[_WK]
-        start = a[_SCRATCH] + 4 * (b * heads + head) * (wide + 2 * pairs + dk)
-        inside = kv_head - g * kv
-        _times(scaled, dk, code[_C_KBACK] + 4 * inside * dk * code[_C_WK], code[_C_WK], floats(start, code[_C_WK]))
-        mean, out = floats(a[_KEY_MEAN] + 4 * kv_head * dk, dk), floats(start + 4 * wide, 2 * pairs)
-        kept = floats(start + 4 * (wide + 2 * pairs), dk)
-        for i in range(dk):
-            kept[i] = scaled[i]
-        for i in range(pairs):
-            qa, qb, ma, mb = scaled[first[i]], scaled[second[i]], mean[first[i]], mean[second[i]]
-            c, s = qa * ma + qb * mb, qb * ma - qa * mb
-            turn = angles[i] * np.float64(a[_BASE] + offset)
-            cos, sin = np.float32(np.cos(turn)), np.float32(np.sin(turn))
-            out[i], out[pairs + i] = c * cos + s * sin, s * cos - c * sin
+        _multiply(repeats, dk, scaled, code[_C_KBACK] + 4 * task * dk * wide, code[_C_WK], numbers)
+        mean = floats(a[_KEY_MEAN] + 4 * (g * kv + task) * dk, dk)
+        for r in range(repeats):
+            start = a[_SCRATCH] + 4 * (b * heads + head + r) * _query_size(a)
+            query = scaled[r * dk : (r + 1) * dk]
+            _as_integers(code, numbers[r * wide : (r + 1) * wide], start, floats(start + 2 * a[_WK], code[_C_KN]))
+            out = floats(start + 2 * a[_WK] + 4 * a[_MOST], 2 * pairs)
+            kept = floats(start + 2 * a[_WK] + 4 * (a[_MOST] + 2 * pairs), dk)
+            kept[:] = query
+            for i in range(pairs):
+                qa, qb, ma, mb = query[first[i]], query[second[i]], mean[first[i]], mean[second[i]]
+                c, s = qa * ma + qb * mb, qb * ma - qa * mb
+                if a[_BASE] + offset != 0:
+                    turn = angles[i] * np.float64(a[_BASE] + offset)
+                    cos, sin = np.float32(np.cos(turn)), np.float32(np.sin(turn))
+                    c, s = c * cos + s * sin, s * cos - c * sin
+                out[i], out[pairs + i] = c, s
         return
     slot = a[_LENGTH] - 1
-    side = task - queries
+    side = task - kv
     dim = dk if side == 0 else dv
     states = own[: kv * dim]
     source = (a[_K] if side == 0 else a[_V]) + size * dim * (b * a[_KV] + g * kv)
@@ -114,12 +171,12 @@ def _prepare(a, real, b, g, task, queries, own):
                 ma, mb = mean[h * dk + first[i]], mean[h * dk + second[i]]
                 states[h * dk + first[i]] -= ma * cos - mb * sin
                 states[h * dk + second[i]] -= mb * cos + ma * sin
-        _times(states, kv * dk, code[_C_KINTO], code[_C_WK], numbers)
+        _multiply(1, kv * dk, states, code[_C_KINTO], code[_C_WK], numbers)
     else:
         mean = floats(a[_VALUE_MEAN] + 4 * g * kv * dv, kv * dv)
         for i in range(kv * dv):
             states[i] -= mean[i]
-        _times(states, kv * dv, code[_C_VINTO], code[_C_WV], numbers)
+        _multiply(1, kv * dv, states, code[_C_VINTO], code[_C_WV], numbers)
     place = slot - a[_BASE]
     row = a[_ROWS] + (b * a[_TILES] + place // _TILE) * a[_ROW] * _TILE + place % _TILE
     segments, count = (code[_C_KS], code[_C_KN]) if side == 0 else (code[_C_VS], code[_C_VN])
@@ -141,11 +198,9 @@ def _keep_exact(a, b, head, count, side, dim, size, slot):
 
 
 @nested
-def _weigh(scores, row, sums, partial, queries, dv, wv, coded):
+def _weigh(scores, row, partial, queries, dv, wv, coded):
     """Softmax weights of one query's scores of a piece; earlier sums shrink as the peak grows. False: none is seen."""
-    top = LEAST
-    for j in range(len(scores)):
-        top = max(top, scores[j])
+    top = largest(scores, LEAST)
     if top <= LEAST:
         return False
     peak = partial[row]
@@ -165,51 +220,113 @@ def _weigh(scores, row, sums, partial, queries, dv, wv, coded):
 
 
 @nested
-def _decode_piece(a, code, segments, count, b, slot, scratch, out):
-    """Decode a code's numbers of a piece of slots: (numbers, PIECE) float32 at an address."""
-    table = array(segments, count * 4, np.int64)
-    scales = floats(array(a[_LOOKUP], 4, np.int64)[3], 256)
+def _tiles_of(a, b, slot):
+    """Address of the tile of a slot, and how many tiles there are from it on."""
     tile = (slot - a[_BASE]) // _TILE
-    for number in range(min(PIECE // _TILE, a[_TILES] - tile)):
-        place = a[_ROWS] + (b * a[_TILES] + tile + number) * a[_ROW] * _TILE
-        for each in range(count):
-            byte, width, bits, start = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
-            octets = array(place + byte * _TILE, _TILE, np.uint8)
-            for j in range(_TILE):
-                scratch[j] = scales[octets[j]]
-            decode(
-                bits, place + (byte + 1) * _TILE, width, scratch.ctypes.data,
-                out + 4 * (start * PIECE + number * _TILE), 4 * PIECE,
-            )  # fmt: skip
+    return a[_ROWS] + (b * a[_TILES] + tile) * a[_ROW] * _TILE, min(PIECE // _TILE, a[_TILES] - tile)
+
+
+@nested
+def _scales(place, tiles, step, byte, lookup, out):
+    """Scales of a segment of a piece's tokens."""
+    scales = floats(lookup[3], 256)
+    for number in range(tiles):
+        octets = array(place + number * step + byte * _TILE, _TILE, np.uint8)
+        for j in range(_TILE):
+            out[number * _TILE + j] = scales[octets[j]]
+    for j in range(tiles * _TILE, PIECE):
+        out[j] = np.float32(0)
+
+
+@nested
+def _score_keys(a, code, b, slot, queries, queries_at, stride, numbers, sums, scale, scores):
+    """Add the scores of a piece's keys, means not counted: decoded in pairs, multiplied as integers."""
+    table, lookup = array(code[_C_KS], code[_C_KN] * 4, np.int64), array(a[_LOOKUP], 4, np.int64)
+    place, tiles = _tiles_of(a, b, slot)
+    step, row = a[_ROW] * _TILE, 4 * PIECE
+    for each in range(code[_C_KN]):
+        byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
+        for number in range(0, tiles, 2):
+            at = place + number * step + (byte + 1) * _TILE
+            other = at + (step if number + 1 < tiles else 0)
+            decode_pairs(bits, at, other, width, numbers + 4 * _TILE * number, row)
+        whole = (tiles * _TILE + 63) // 64 * 64
+        totals = array(sums, queries * PIECE, np.int32)
+        totals[:] = 0
+        add_pairs(queries, width // 2, whole, queries_at + 2 * first, stride, numbers, row, sums, row)
+        _scales(place, tiles, step, byte, lookup, scale)
+        for q in range(queries):
+            factor = floats(queries_at + stride * q + 2 * a[_WK], code[_C_KN])[each]
+            own, total = scores[q * PIECE : (q + 1) * PIECE], totals[q * PIECE : (q + 1) * PIECE]
+            for j in range(PIECE):
+                own[j] += np.float32(total[j]) * (scale[j] * factor)
+
+
+@nested
+def _sum_values(a, code, b, slot, queries, numbers, weights, factors, scale, products, scores, partial):
+    """Add a piece's values times their weights, in code coordinates."""
+    table, lookup = array(code[_C_VS], code[_C_VN] * 4, np.int64), array(a[_LOOKUP], 4, np.int64)
+    place, tiles = _tiles_of(a, b, slot)
+    step = a[_ROW] * _TILE
+    sums = partial[3 * queries + queries * a[_DV] :]
+    for each in range(code[_C_VN]):
+        byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
+        for number in range(0, tiles, 2):
+            at = place + number * step + (byte + 1) * _TILE
+            other = at + (step if number + 1 < tiles else 0)
+            decode(bits, at, other, width, numbers + 2 * _TILE * number, 2 * PIECE)
+        _scales(place, tiles, step, byte, lookup, scale)
+        for q in range(queries):
+            at = products.ctypes.data
+            total, top = scaled(scores.ctypes.data + 4 * PIECE * q, scale.ctypes.data, PIECE, at)
+            factor = min(np.float32(_INTEGER) / max(top, _TINY), np.float32(_WEIGHT_SUM) / max(total, _TINY))
+            to_integers(at, factor, PIECE, weights + 2 * PIECE * q)
+            factors[q] = np.float32(1 / GRAIN) / factor
+        columns = (tiles + 1) // 2 * _PAIR
+        add_dots(
+            queries, width, columns, weights, 2 * PIECE, numbers, 2 * PIECE, sums.ctypes.data + 4 * first,
+            4 * a[_WV], factors.ctypes.data,
+        )  # fmt: skip
+
+
+@nested
+def _piece_size(a, queries):
+    """float32 numbers of memory that a piece is worked on in."""
+    most = max(a[_WK], a[_WV])
+    return (most // 2 + 2 * queries + 2) * PIECE + 2 * queries * a[_COUNT] + queries + 16
 
 
 @nested
 def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
     """Attend to slots begin to end (not included) of one piece, by their rows."""
     code = array(a[_CODES] + 8 * _CODE * g, _CODE, np.int64)
-    pairs, heads, wide = a[_COUNT], a[_KV] * a[_REPEATS], a[_WK]
-    wk, wv = code[_C_WK], code[_C_WV]
+    pairs, heads = a[_COUNT], a[_KV] * a[_REPEATS]
     slot = a[_BASE] + piece * PIECE
-    most = max(a[_WK], a[_WV])
-    numbers, scores = own[: most * PIECE], own[most * PIECE : (most + queries) * PIECE]
-    rest = own[(most + queries) * PIECE :]
-    turned, scratch = rest[: queries * 2 * pairs], rest[queries * 2 * pairs :]
-    _decode_piece(a, code, code[_C_KS], code[_C_KN], b, slot, scratch, numbers.ctypes.data)
-    scores[:] = 0
-    stride = 4 * (wide + 2 * pairs + a[_DK])
+    most = max(a[_WK], a[_WV]) // 2
+    numbers = own.ctypes.data
+    scores, scale = (
+        own[most * PIECE : (most + queries) * PIECE],
+        own[(most + queries) * PIECE : (most + queries + 1) * PIECE],
+    )
+    rest = own[(most + queries + 1) * PIECE :]
+    # Sums of scores first, and weights when they are no longer needed.
+    sums, products = rest.ctypes.data, rest[queries * PIECE : (queries + 1) * PIECE]
+    rest = rest[(queries + 1) * PIECE :]
+    turned, factors = rest[: queries * 2 * pairs], rest[queries * 2 * pairs :]
+    stride = 4 * _query_size(a)
     queries_at = a[_SCRATCH] + stride * (b * heads + g * queries)
     turn = floats(a[_PIECES] + 8 * pairs * piece, 2 * pairs)
     for q in range(queries):
-        c = floats(queries_at + stride * q + 4 * wide, 2 * pairs)
+        c = floats(queries_at + stride * q + 2 * a[_WK] + 4 * a[_MOST], 2 * pairs)
         for i in range(pairs):
             cos, sin = turn[i], turn[pairs + i]
             turned[q * 2 * pairs + i] = c[i] * cos + c[pairs + i] * sin
             turned[q * 2 * pairs + pairs + i] = c[pairs + i] * cos - c[i] * sin
-    add_product(queries, wk, PIECE, queries_at, stride, numbers.ctypes.data, 4 * PIECE, scores.ctypes.data, 4 * PIECE)
+    scores[:] = 0
     add_product(
         queries, 2 * pairs, PIECE, turned.ctypes.data, 8 * pairs, a[_TABLE], 4 * PIECE, scores.ctypes.data, 4 * PIECE
     )
-    _decode_piece(a, code, code[_C_VS], code[_C_VN], b, slot, scratch, numbers.ctypes.data)
+    _score_keys(a, code, b, slot, queries, queries_at, stride, numbers, sums, scale, scores)
     for q in range(queries):
         own_scores = scores[q * PIECE : (q + 1) * PIECE]
         if real[1] > 0:
@@ -225,22 +342,19 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
             for j in range(end - low):
                 if seen[j] == 0:
                     own_scores[low - slot + j] = LEAST
-        if not _weigh(own_scores, q, 0, partial, queries, a[_DV], a[_WV], True):
+        if not _weigh(own_scores, q, partial, queries, a[_DV], a[_WV], True):
             own_scores[:] = 0
-    sums = partial[3 * queries + queries * a[_DV] :]
-    add_dots(
-        queries, wv, PIECE, scores.ctypes.data, 4 * PIECE, numbers.ctypes.data, 4 * PIECE, sums.ctypes.data, 4 * a[_WV]
-    )
+    _sum_values(a, code, b, slot, queries, numbers, sums, factors, scale, products, scores, partial)
 
 
 @nested
 def _exact_piece(a, real, b, g, queries, partial, own):
     """Attend to the exact tokens: the first of the sequence, and the newest."""
-    dk, dv, pairs, repeats = a[_DK], a[_DV], a[_COUNT], a[_REPEATS]
+    dk, dv, repeats = a[_DK], a[_DV], a[_REPEATS]
     kv, heads, places = a[_KV] // a[_GROUPS], a[_KV] * a[_REPEATS], a[_SINKS] + a[_RING]
     size = 4 if a[_KIND] == 0 else 2
     first = array(a[_FIRST], a[_BATCH], np.int64)[b]
-    stride = 4 * (a[_WK] + 2 * pairs + dk)
+    stride = 4 * _query_size(a)
     scores, state = own[: queries * places], own[queries * places :]
     scores[:] = LEAST
     begin = max(a[_EDGE], first + a[_SINKS], a[_LOW])
@@ -281,82 +395,79 @@ def _exact_piece(a, real, b, g, queries, partial, own):
         if step == 0:
             for q in range(queries):
                 part = scores[q * places : (q + 1) * places]
-                if not _weigh(part, q, 0, partial, queries, dv, a[_WV], False):
+                if not _weigh(part, q, partial, queries, dv, a[_WV], False):
                     part[:] = 0
 
 
 @nested
-def _finish(a, real, b, g, q, queries, many, partials, step, own):
-    """Merge the threads' sums of one query, and map those of codes back."""
-    dv, wv, kv = a[_DV], a[_WV], a[_KV] // a[_GROUPS]
+def _finish(a, b, kv_head, queries, many, partials, step, own):
+    """Merge the threads' sums of a KV head's queries, and map those of codes back."""
+    dv, wv, repeats, kv = a[_DV], a[_WV], a[_REPEATS], a[_KV] // a[_GROUPS]
+    g, heads = kv_head // kv, a[_KV] * repeats
     code = array(a[_CODES] + 8 * _CODE * g, _CODE, np.int64)
-    head = g * queries + q
-    kv_head = head // a[_REPEATS]
-    aux = floats(a[_AUX], a[_KV] * a[_REPEATS])[head] if a[_AUX] != 0 else LEAST
-    peak = aux
+    width, wide = code[_C_WV], _padded(dv)
     size = _partial_size(queries, dv, wv)
     base = (b * a[_GROUPS] + g) * size
-    for t in range(many):
-        peak = max(peak, partials[t * step + base + q])
-    out = floats(a[_OUT] + 4 * dv * (b * a[_KV] * a[_REPEATS] + head), dv)
-    if peak <= LEAST:
-        out[:] = 0
-        return
-    coded, exact = np.float32(0), np.float32(0)
-    numbers, values = own[:wv], own[wv : wv + dv]
+    numbers, rest = own[: repeats * width], own[repeats * width :]
+    values, rest = rest[: repeats * dv], rest[repeats * dv :]
+    totals, mapped = rest[:repeats], rest[repeats : repeats * (1 + wide)]
     numbers[:] = 0
     values[:] = 0
-    for t in range(many):
-        part = partials[t * step + base : t * step + base + size]
-        if part[q] <= LEAST:
-            continue
-        weight = np.float32(np.exp(np.float64(part[q]) - np.float64(peak)))
-        coded += weight * part[queries + q]
-        exact += weight * part[2 * queries + q]
-        for i in range(dv):
-            values[i] += weight * part[3 * queries + q * dv + i]
-        for i in range(wv):
-            numbers[i] += weight * part[3 * queries + queries * dv + q * wv + i]
-    total = coded + exact + (np.float32(np.exp(np.float64(aux) - np.float64(peak))) if aux > LEAST else np.float32(0))
-    width, inside = kv * dv, kv_head - g * kv
-    back = floats(code[_C_VBACK], code[_C_WV] * width)
     mean = floats(a[_VALUE_MEAN] + 4 * kv_head * dv, dv)
-    for i in range(dv):
-        values[i] += coded * mean[i]
-    for j in range(code[_C_WV]):
-        number, row = numbers[j], back[j * width + inside * dv : j * width + (inside + 1) * dv]
+    for r in range(repeats):
+        q = kv_head * repeats + r - g * queries
+        aux = floats(a[_AUX], heads)[kv_head * repeats + r] if a[_AUX] != 0 else LEAST
+        peak, coded, exact = aux, np.float32(0), np.float32(0)
+        for t in range(many):
+            peak = max(peak, partials[t * step + base + q])
+        for t in range(many):
+            part = partials[t * step + base : t * step + base + size]
+            if part[q] <= LEAST:
+                continue
+            weight = np.float32(np.exp(np.float64(part[q]) - np.float64(peak)))
+            coded += weight * part[queries + q]
+            exact += weight * part[2 * queries + q]
+            for i in range(dv):
+                values[r * dv + i] += weight * part[3 * queries + q * dv + i]
+            for i in range(width):
+                numbers[r * width + i] += weight * part[3 * queries + queries * dv + q * wv + i]
         for i in range(dv):
-            values[i] += number * row[i]
-    for i in range(dv):
-        out[i] = values[i] / total
+            values[r * dv + i] += coded * mean[i]
+        totals[r] = coded + exact
+        if aux > LEAST:
+            totals[r] += np.float32(np.exp(np.float64(aux) - np.float64(peak)))
+    inside = kv_head - g * kv
+    _multiply(repeats, width, numbers, code[_C_VBACK] + 4 * inside * width * wide, dv, mapped)
+    out = floats(a[_OUT] + 4 * dv * (b * heads + kv_head * repeats), repeats * dv)
+    for r in range(repeats):
+        # Nothing is attended to by padding.
+        by = np.float32(1) / totals[r] if totals[r] > 0 else np.float32(0)
+        for i in range(dv):
+            out[r * dv + i] = (values[r * dv + i] + mapped[r * wide + i]) * by
 
 
 @called
 def _step(address):
-    a = carray(address, (40,), np.int64)
+    a = carray(address, (41,), np.int64)
     real = floats(a[_REAL], 2)
     threads = a[_THREADS]
     many, me = thread_count(threads), thread_number(threads)
     batch, groups, dk, dv = a[_BATCH], a[_GROUPS], a[_DK], a[_DV]
-    heads, pairs = a[_KV] * a[_REPEATS], a[_COUNT]
+    heads = a[_KV] * a[_REPEATS]
     queries = heads // groups
     size = _partial_size(queries, dv, a[_WV])
     step = batch * groups * size
-    at = a[_SCRATCH] + 4 * batch * heads * (a[_WK] + 2 * pairs + dk)
+    at = a[_SCRATCH] + 4 * batch * heads * _query_size(a)
     partials = floats(at, threads * step)
     most = max(a[_WK], a[_WV])
-    own_size = (
-        (most + queries) * PIECE
-        + queries * 2 * pairs
-        + queries * (a[_SINKS] + a[_RING])
-        + 4 * (dk + dv + most) * a[_KV]
-    )
+    own_size = _piece_size(a, queries) + queries * (a[_SINKS] + a[_RING])
+    own_size += (queries + a[_KV]) * (dk + dv + most + 3 * _COLUMNS)
     own = floats(at + 4 * (threads * step + me * own_size), own_size)
     mine = partials[me * step : (me + 1) * step]
     mine[:] = 0
     for each in range(batch * groups):
         mine[each * size : each * size + queries] = LEAST
-    tasks = queries + 2
+    tasks = a[_KV] // groups + 2
     for task in range(me, batch * groups * tasks, many):
         unit = task // tasks
         _prepare(a, real, unit // groups, unit % groups, tasks - 1 - task % tasks, queries, own)
@@ -389,9 +500,18 @@ def _step(address):
                         )  # fmt: skip
                 unit += 1
     wait_for_all(threads)
-    for task in range(me, batch * heads, many):
-        b, head = task // heads, task % heads
-        _finish(a, real, b, head // queries, head % queries, queries, many, partials, step, own)
+    for task in range(me, batch * a[_KV], many):
+        _finish(a, task // a[_KV], task % a[_KV], queries, many, partials, step, own)
+
+
+def _partners(segments: Sequence[Segment]) -> np.ndarray:
+    """Numbers of a row in the order in which pairs of them are decoded: (width,) int64."""
+    order, start = list[int](), 0
+    for segment in segments:
+        for pair in zip(*partner(segment.width, segment.bits), strict=True):
+            order += [start + number for number in pair]
+        start += segment.width
+    return np.array(order, np.int64)
 
 
 class LayerLoops:
@@ -412,12 +532,15 @@ class LayerLoops:
             pair = segment_table(keys.segments, start), segment_table(values.segments, start + keys.row_bytes)
             start += keys.row_bytes + values.row_bytes
             self.tables.append(pair)
-            into, back = keys.into, keys.back.T
+            heads = codec.kv_heads // codec.groups
+            value_back = values.back.unflatten(1, (heads, -1)).transpose(0, 1)
             groups += [
                 keys.width, values.width, self._at(pair[0]), len(pair[0]), self._at(pair[1]), len(pair[1]),
-                self._tensor(into), self._tensor(back), self._tensor(values.into), self._tensor(values.back), 0,
+                self._tensor(keys.into, True), self._tensor(keys.back.T, True), self._tensor(values.into, True),
+                self._tensor(value_back, True),
+                self._at(_partners(keys.segments)),
             ]  # fmt: skip
-        self._codes = np.array(groups, np.int64)
+        self._most = max(len(code.segments) for code in codec.keys)
         self._widest = max(code.width for code in codec.keys), max(code.width for code in codec.values)
         rotation = codec.rotation
         frequencies, pairs = rotation.frequencies.double().numpy(), np.ascontiguousarray(rotation.pairs.numpy())
@@ -426,21 +549,18 @@ class LayerLoops:
         self._frequencies, self._pieces = frequencies, np.zeros((0, 2, len(frequencies)), np.float32)
         fixed = self._at(pairs), self._at(np.ascontiguousarray(frequencies)), self._at(table)
         means = self._tensor(codec.key_mean), self._tensor(codec.value_mean)
-        self._lookup = np.array(tables().addresses, np.int64)
-        dk, dv = codec.head_dims
-        numbers = np.zeros(40, np.int64)
-        numbers[[_GROUPS, _KV, _DK, _DV, _ROW]] = codec.groups, codec.kv_heads, dk, dv, codec.row_bytes
-        numbers[[_PAIRS, _FREQUENCIES, _TABLE, _COUNT]] = *fixed, len(frequencies)
-        numbers[[_CODES, _KEY_MEAN, _VALUE_MEAN]] = self._codes.ctypes.data, *means
-        numbers[[_LOOKUP, _WK, _WV]] = self._lookup.ctypes.data, *self._widest
-        self._numbers = numbers
+        self._row_bytes = codec.row_bytes
+        codes, lookup = self._at(np.array(groups, np.int64)), self._at(np.array(tables().addresses, np.int64))
+        self._fixed = (*fixed, codes, *means, lookup)
 
     def _at(self, numbers: np.ndarray) -> int:
         self._kept.append(numbers)
         return int(numbers.ctypes.data)
 
-    def _tensor(self, tensor: Tensor) -> int:
-        return self._at(np.ascontiguousarray(tensor.detach().float().cpu().numpy()))
+    def _tensor(self, tensor: Tensor, padded: bool = False) -> int:
+        lack = -tensor.shape[-1] % _COLUMNS if padded else 0
+        whole = torch.nn.functional.pad(tensor.detach().float().cpu(), (0, lack)).contiguous()
+        return self._at(whole.numpy())
 
     def _turns(self, pieces: int) -> int:
         """Cosines and sines of the first slots of so many pieces."""
@@ -466,32 +586,29 @@ class LayerLoops:
             First slot that is attended to.
         mask : (batch or 1, slots from low on) bool, or None
         """
-        numbers, threads = self._numbers.copy(), threads_of_torch()
-        batch, heads = query.shape[:2]
+        threads, (batch, heads) = threads_of_torch(), query.shape[:2]
         dv, repeats = self.codec.head_dims[1], heads // self.codec.kv_heads
         out = torch.empty(batch, heads, dv)
         real = np.array([scale, softcap or 0.0], np.float32)
         edge = max(layer.length - layer.window, layer.written - layer.ring, 0)
         aux = None if s_aux is None else s_aux.detach().float().contiguous()
-        if mask is not None:
-            mask = mask.contiguous()
+        mask = None if mask is None else mask.contiguous()
         scratch = _scratch(self._scratch_size(layer, batch, repeats, threads))
-        pieces = self._turns((layer.length - layer.base) // PIECE + 1)
-        numbers[[_THREADS, _BATCH, _REPEATS, _TILES, _LENGTH]] = (
-            threads,
-            batch,
-            repeats,
-            layer.keys.shape[1],
-            layer.length,
-        )
-        numbers[[_BASE, _LOW, _EDGE, _SINKS, _RING]] = layer.base, low, edge, layer.sinks, layer.ring
-        numbers[[_KIND, _ROWS, _EXACT]] = _KINDS[layer.dtype], layer.keys.data_ptr(), layer.values.data_ptr()
-        numbers[[_Q, _K, _V, _OUT]] = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
-        numbers[[_FIRST, _OFFSET]] = layer.first.data_ptr(), layer.offset.data_ptr()
-        if mask is not None:
-            numbers[[_MASK, _MASK_ROW]] = mask.data_ptr(), mask.shape[1] if mask.shape[0] > 1 else 0
-        numbers[[_REAL, _AUX, _SCRATCH]] = real.ctypes.data, 0 if aux is None else aux.data_ptr(), scratch.ctypes.data
-        numbers[_PIECES] = pieces
+        codec, (wk, wv), (dk, dv) = self.codec, self._widest, self.codec.head_dims
+        # In the order of the places above.
+        numbers = np.array(
+            [
+                threads, batch, codec.groups, codec.kv_heads, repeats, dk, dv, self._row_bytes, layer.keys.shape[1],
+                layer.length, layer.base, low, edge, layer.sinks, layer.ring, _KINDS[layer.dtype],
+                layer.keys.data_ptr(), layer.values.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
+                out.data_ptr(), layer.first.data_ptr(), layer.offset.data_ptr(),
+                0 if mask is None else mask.data_ptr(), mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0,
+                real.ctypes.data, 0 if aux is None else aux.data_ptr(), scratch.ctypes.data, *self._fixed[:2],
+                len(self._frequencies), self._turns((layer.length - layer.base) // PIECE + 1), *self._fixed[2:], wk, wv,
+                self._most,
+            ],
+            np.int64,
+        )  # fmt: skip
         run(_step, numbers, threads)
         return out
 
@@ -501,9 +618,9 @@ class LayerLoops:
         heads = kv * repeats
         queries = heads // self.codec.groups
         partial = batch * heads * (3 + dv + wv)
-        own = (most + queries) * PIECE + queries * 2 * pairs + queries * (layer.sinks + layer.ring)
-        own += 4 * (dk + dv + most) * kv
-        return batch * heads * (wk + 2 * pairs + dk) + threads * (partial + own)
+        own = (most // 2 + 2 * queries + 2) * PIECE + 2 * queries * pairs + queries + 16
+        own += queries * (layer.sinks + layer.ring) + (queries + kv) * (dk + dv + most + 3 * _COLUMNS)
+        return batch * heads * (wk // 2 + self._most + 2 * pairs + dk) + threads * (partial + own)
 
     def pack(self, keys: Tensor, values: Tensor, tiles: Tensor, start: int) -> None:
         """Write rows of centred states (batch, kv heads, tokens, d) float32 into a cache's tiles, from a slot on."""

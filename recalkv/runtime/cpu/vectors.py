@@ -15,9 +15,24 @@ from numba.extending import intrinsic
 
 import recalkv.codec.codes as codes
 import recalkv.codec.layout as layout
-from recalkv.codec.codes import CURVES, PLANES
+from recalkv.codec.codes import CURVES, GRAIN, PLANES, levels
 
-__all__ = ["LEAST", "add_dots", "add_product", "as_float", "called", "decode", "exponentials", "nested"]
+__all__ = [
+    "LEAST",
+    "add_dots",
+    "add_pairs",
+    "add_product",
+    "as_float",
+    "called",
+    "decode",
+    "decode_pairs",
+    "exponentials",
+    "largest",
+    "nested",
+    "partner",
+    "scaled",
+    "to_integers",
+]
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
 
@@ -36,7 +51,7 @@ _ROWS, _DOT_ROWS, _DOTS = 6, 3, 4
 LEAST = np.finfo(np.float32).min
 """Score of a slot that is not attended to."""
 
-_BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BYTE, _SHORT, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _TILE = layout.TILE
 
 
@@ -70,62 +85,113 @@ def _constant(kind: Any, value: float, lanes: int) -> Any:
     return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
 
 
-def _decoder(bits: int) -> Any:
-    """Decode one segment of a tile: (planes' address, numbers, scales' address, target's address, bytes a row).
-
-    Number i of the tile's tokens becomes row i of the target, :data:`_TILE` float32.
-    """
+def _lookup(builder: Any, code: Any, bits: int) -> Any:
+    """Levels of 32 codes in lanes of 16 bits, as integers of :data:`GRAIN` to the unit."""
+    lanes, table = 2 * _TILE, [round(float(level) * GRAIN) for level in levels(bits)]
+    words = ir.VectorType(_SHORT, lanes)
+    if "+avx512bw" in _FEATURES and bits <= 6:
+        tables = [ir.Constant(words, (table * lanes)[part * lanes : (part + 1) * lanes]) for part in range(2)]
+        if bits < 6:
+            kind = ir.FunctionType(words, [words, words])
+            permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
+            return builder.call(permute, [tables[0], code])
+        kind = ir.FunctionType(words, [words, words, words])
+        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpermi2var.hi.512")
+        return builder.call(permute, [tables[0], code, tables[1]])
+    if "+avx2" in _FEATURES and bits <= 4:
+        # A table of bytes answers four bits: of lower halves and of upper ones, each in its byte of a lane.
+        half, octets = ir.VectorType(_SHORT, _TILE), ir.VectorType(_BYTE, lanes)
+        shuffle = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(octets, [octets, octets]), "llvm.x86.avx2.pshuf.b"
+        )
+        parts = []
+        for first in (0, _TILE):
+            own = _chosen(builder, code, code, list(range(first, first + _TILE)))
+            found = []
+            for byte in (0, 1):
+                index = own if byte == 0 else builder.shl(own, ir.Constant(half, [8] * _TILE))
+                index = builder.or_(index, ir.Constant(half, [0x8000 if byte == 0 else 0x80] * _TILE))
+                entries = [(level >> 8 * byte) & 255 for level in (table * 16)[:16]] * 2
+                found.append(builder.call(shuffle, [ir.Constant(octets, entries), builder.bitcast(index, octets)]))
+            parts.append(builder.bitcast(builder.or_(*found), half))
+        return _chosen(builder, *parts, list(range(lanes)))
     linear, cubic = CURVES[bits]
+    floats, longs = ir.VectorType(_FLOAT, lanes), ir.VectorType(_INT, lanes)
+    place = builder.sitofp(builder.zext(code, longs), floats)
+    place = builder.fsub(place, _constant(_FLOAT, ((1 << bits) - 1) / 2, lanes))
+    bend = builder.fmul(builder.fmul(place, place), _constant(_FLOAT, cubic * GRAIN, lanes))
+    level = builder.fmul(place, builder.fadd(bend, _constant(_FLOAT, linear * GRAIN, lanes)))
+    kind = ir.FunctionType(floats, [floats])
+    nearest = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{lanes}f32")
+    return builder.trunc(builder.fptosi(builder.call(nearest, [level]), longs), words)
+
+
+def _decoder(bits: int, paired: bool) -> Any:
+    """Decode one segment of two tiles: (planes' addresses of both, numbers, target's address, bytes from row to row).
+
+    Rows of the target are 32 integers of 16 bits. Not paired, row i is number i of both tiles' tokens. Paired, a tile's
+    tokens have two numbers side by side (:func:`partner`), so that rows are half as many, and the second tile's tokens
+    stand behind the first's.
+    """
     planes = PLANES[bits]
     last = planes[-1]
 
     @intrinsic
-    def decode_segment(context: Any, source: Any, width: Any, scales: Any, target: Any, stride: Any) -> Any:
+    def decode_segment(context: Any, first: Any, second: Any, width: Any, target: Any, stride: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            source, width, scales, target, stride = arguments
-            octets, words = ir.VectorType(_BYTE, _TILE), ir.VectorType(_INT, _TILE)
-            floats = ir.VectorType(_FLOAT, _TILE)
-            scale = builder.load(builder.inttoptr(scales, floats.as_pointer()), align=4)
-            count = builder.udiv(builder.mul(width, ir.Constant(_LONG, last)), ir.Constant(_LONG, 8))
-            flags = ("contract", "reassoc")
+            first, second, width, target, stride = arguments
+            octets, lanes = ir.VectorType(_BYTE, _TILE), 2 * _TILE
+            wide = ir.VectorType(_INT, _TILE) if paired else ir.VectorType(_SHORT, lanes)
+            element, count_of = (_INT, _TILE) if paired else (_SHORT, lanes)
+            # How many numbers are in a byte of the last plane; bytes that hold one are paired with those behind half.
+            turns = max(8 // last, 2 if paired else 1)
+            count = builder.udiv(width, ir.Constant(_LONG, turns))
 
-            def load(byte: Any) -> Any:
-                vector = builder.load(_address(builder, source, octets, (byte, _TILE)), align=1)
-                return builder.zext(vector, words)
+            def load(source: Any, byte: Any) -> Any:
+                if paired:
+                    own = builder.load(_address(builder, source, octets, (byte, _TILE)), align=1)
+                else:
+                    pair = (
+                        builder.load(_address(builder, each, octets, (byte, _TILE)), align=1)
+                        for each in (first, second)
+                    )
+                    own = _chosen(builder, *pair, list(range(lanes)))
+                return builder.zext(own, wide)
 
             def field(vector: Any, shift: int, plane: int) -> Any:
                 if shift:
-                    vector = builder.lshr(vector, _constant(_INT, shift, _TILE))
+                    vector = builder.lshr(vector, _constant(element, shift, count_of))
                 if shift + plane < 8:
-                    vector = builder.and_(vector, _constant(_INT, (1 << plane) - 1, _TILE))
+                    vector = builder.and_(vector, _constant(element, (1 << plane) - 1, count_of))
                 return vector
 
             with cgutils.for_range(builder, count) as loop:
-                low_byte = loop.index
-                if len(planes) == 2:
-                    # The first plane has twice as many bits, and so twice as many bytes.
-                    high = [load(loop.index), load(builder.add(loop.index, count))]
-                    low_byte = builder.add(loop.index, builder.mul(count, ir.Constant(_LONG, 2)))
-                low = load(low_byte)
-                for turn in range(8 // last):
-                    code = field(low, turn * last, last)
+                for tile, source in enumerate((first, second) if paired else (first,)):
+                    low_byte, high = loop.index, []
                     if len(planes) == 2:
-                        upper = field(high[turn % 2], turn // 2 * planes[0], planes[0])
-                        code = builder.or_(builder.shl(upper, _constant(_INT, last, _TILE)), code)
-                    place = builder.fsub(
-                        builder.sitofp(code, floats), _constant(_FLOAT, ((1 << bits) - 1) / 2, _TILE), flags=flags
-                    )
-                    number = builder.fmul(place, scale, flags=flags)
-                    if cubic:
-                        bend = builder.fmul(
-                            builder.fmul(place, place, flags=flags), _constant(_FLOAT, cubic, _TILE), flags=flags
-                        )
-                        bend = builder.fadd(bend, _constant(_FLOAT, linear, _TILE), flags=flags)
-                        number = builder.fmul(number, bend, flags=flags)
+                        # The first plane has twice as many bits, and so twice as many bytes.
+                        high = [load(source, loop.index), load(source, builder.add(loop.index, count))]
+                        low_byte = builder.add(loop.index, builder.mul(count, ir.Constant(_LONG, 2)))
+                    if last == 8 and paired:
+                        codes = [load(source, low_byte), load(source, builder.add(low_byte, count))]
                     else:
-                        number = builder.fmul(number, _constant(_FLOAT, linear, _TILE), flags=flags)
-                    row = builder.add(loop.index, builder.mul(count, ir.Constant(_LONG, turn)))
-                    builder.store(number, _address(builder, target, floats, (row, stride)), align=4)
+                        low, codes = load(source, low_byte), []
+                        for turn in range(turns):
+                            code = field(low, turn * last, last)
+                            if high:
+                                upper = field(high[turn % 2], turn // 2 * planes[0], planes[0])
+                                code = builder.or_(builder.shl(upper, _constant(element, last, count_of)), code)
+                            codes.append(code)
+                    if paired:
+                        shift = _constant(_INT, 16, _TILE)
+                        codes = [
+                            builder.bitcast(builder.or_(even, builder.shl(odd, shift)), ir.VectorType(_SHORT, lanes))
+                            for even, odd in zip(codes[::2], codes[1::2], strict=True)
+                        ]
+                    for turn, code in enumerate(codes):
+                        row = builder.add(loop.index, builder.mul(count, ir.Constant(_LONG, turn)))
+                        to = _address(builder, target, code.type, (row, stride), (tile, 4 * _TILE))
+                        builder.store(_lookup(builder, code, bits), to, align=2)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), generate
@@ -133,28 +199,83 @@ def _decoder(bits: int) -> Any:
     return decode_segment
 
 
-_decode_1, _decode_2, _decode_3, _decode_4, _decode_6, _decode_8 = (_decoder(bits) for bits in (1, 2, 3, 4, 6, 8))
+def partner(width: int, bits: int) -> tuple[list[int], list[int]]:
+    """Numbers that stand side by side in each row of a paired segment: the first ones, and the second ones."""
+    turns = max(8 // PLANES[bits][-1], 2)
+    count = width // turns
+    rows = [(j + 2 * turn * count, j + (2 * turn + 1) * count) for turn in range(turns // 2) for j in range(count)]
+    return [first for first, _ in rows], [second for _, second in rows]
+
+
+_single_1, _single_2, _single_3, _single_4, _single_6, _single_8 = (_decoder(b, False) for b in (1, 2, 3, 4, 6, 8))
+_paired_1, _paired_2, _paired_3, _paired_4, _paired_6, _paired_8 = (_decoder(b, True) for b in (1, 2, 3, 4, 6, 8))
 
 
 @nested
-def decode(bits, source, width, scales, target, stride):
-    """Decode a segment of a tile of tokens; addresses, and bytes from one number's row to the next."""
+def decode(bits, first, second, width, target, stride):
+    """Decode a segment of two tiles of tokens, number by number: addresses, and bytes from one row to the next."""
     if bits == 4:
-        _decode_4(source, width, scales, target, stride)
+        _single_4(first, second, width, target, stride)
     elif bits == 3:
-        _decode_3(source, width, scales, target, stride)
+        _single_3(first, second, width, target, stride)
     elif bits == 6:
-        _decode_6(source, width, scales, target, stride)
+        _single_6(first, second, width, target, stride)
     elif bits == 2:
-        _decode_2(source, width, scales, target, stride)
+        _single_2(first, second, width, target, stride)
     elif bits == 8:
-        _decode_8(source, width, scales, target, stride)
+        _single_8(first, second, width, target, stride)
     else:
-        _decode_1(source, width, scales, target, stride)
+        _single_1(first, second, width, target, stride)
 
 
-def _product(rows: int) -> Any:
-    """Add (rows, inner) times (inner, columns), columns a multiple of the block's: addresses and bytes a row."""
+@nested
+def decode_pairs(bits, first, second, width, target, stride):
+    """Decode a segment of two tiles of tokens, two numbers side by side."""
+    if bits == 4:
+        _paired_4(first, second, width, target, stride)
+    elif bits == 3:
+        _paired_3(first, second, width, target, stride)
+    elif bits == 6:
+        _paired_6(first, second, width, target, stride)
+    elif bits == 2:
+        _paired_2(first, second, width, target, stride)
+    elif bits == 8:
+        _paired_8(first, second, width, target, stride)
+    else:
+        _paired_1(first, second, width, target, stride)
+
+
+def _chosen(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_INT, len(lanes)), lanes))
+
+
+def _add_madd(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """Add products of neighbouring integers of 16 bits, in pairs, to integers of 32 bits; a processor's instruction."""
+    lanes = 2 * _VECTOR
+    short, wide = ir.VectorType(_SHORT, lanes), ir.VectorType(_INT, _VECTOR)
+    left, right = builder.bitcast(left, short), builder.bitcast(right, short)
+    name = None
+    if "+avx512bw" in _FEATURES:
+        name = "llvm.x86.avx512.pmaddw.d.512"
+    elif "+avx2" in _FEATURES:
+        name = "llvm.x86.avx2.pmadd.wd"
+    if name:
+        kind = ir.FunctionType(wide, [short, short])
+        return builder.add(
+            total, builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [left, right])
+        )
+    for part in (0, 1):
+        own = (builder.sext(_chosen(builder, each, each, list(range(part, lanes, 2))), wide) for each in (left, right))
+        total = builder.add(total, builder.mul(*own))
+    return total
+
+
+def _product(rows: int, integers: bool) -> Any:
+    """Add (rows, inner) times (inner, columns), columns a multiple of the block's: addresses and bytes a row.
+
+    Of float32; or of pairs of 16-bit integers, each pair counting as one, to sums of 32-bit integers.
+    """
+    number = _INT if integers else _FLOAT
 
     @intrinsic
     def product(
@@ -170,7 +291,7 @@ def _product(rows: int) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             left, left_row, right, right_row, out, out_row, inner, columns = arguments
-            kind, wide = ir.VectorType(_FLOAT, _VECTOR), _VECTOR * _VECTORS
+            kind, wide = ir.VectorType(number, _VECTOR), _VECTOR * _VECTORS
             blocks = builder.udiv(columns, ir.Constant(_LONG, wide))
             with cgutils.for_range(builder, blocks) as outer:
                 column = builder.mul(outer.index, ir.Constant(_LONG, 4 * wide))
@@ -179,29 +300,28 @@ def _product(rows: int) -> Any:
                     for row in range(rows)
                     for part in range(_VECTORS)
                 }
-                sums = {
-                    each: cgutils.alloca_once_value(builder, builder.load(place, align=4))
-                    for each, place in places.items()
-                }
+                sums = {each: cgutils.alloca_once(builder, kind) for each in places}
                 for each, place in places.items():
                     builder.store(builder.load(place, align=4), sums[each])
                 with cgutils.for_range(builder, inner) as loop:
+                    start = builder.add(right, column)
                     own = [
                         builder.load(
-                            _address(
-                                builder, builder.add(right, column), kind, (loop.index, right_row), (part, 4 * _VECTOR)
-                            ),
-                            align=4,
+                            _address(builder, start, kind, (loop.index, right_row), (part, 4 * _VECTOR)), align=4
                         )
                         for part in range(_VECTORS)
                     ]
                     for row in range(rows):
-                        number = builder.load(_address(builder, left, _FLOAT, (row, left_row), (loop.index, 4)))
-                        one = _splat(builder, number, _VECTOR)
+                        one = builder.load(_address(builder, left, number, (row, left_row), (loop.index, 4)), align=4)
+                        one = _splat(builder, one, _VECTOR)
                         for part in range(_VECTORS):
                             total = builder.load(sums[row, part])
-                            more = builder.fmul(one, own[part], flags=("contract",))
-                            builder.store(builder.fadd(total, more, flags=("contract",)), sums[row, part])
+                            if integers:
+                                total = _add_madd(builder, total, one, own[part])
+                            else:
+                                more = builder.fmul(one, own[part], flags=("contract",))
+                                total = builder.fadd(total, more, flags=("contract",))
+                            builder.store(total, sums[row, part])
                 for each, place in places.items():
                     builder.store(builder.load(sums[each]), place, align=4)
             return context.get_dummy_value()
@@ -211,86 +331,103 @@ def _product(rows: int) -> Any:
     return product
 
 
-_product_1, _product_2, _product_3, _product_4, _product_5, _product_6 = (_product(rows) for rows in range(1, 7))
+def _by_rows(integers: bool) -> Any:
+    """Products of any number of rows."""
+    _1, _2, _3, _4, _5, _6 = (_product(rows, integers) for rows in range(1, _ROWS + 1))
+
+    @nested
+    def product(rows, inner, columns, left, left_row, right, right_row, out, out_row):
+        blocks = (rows + _ROWS - 1) // _ROWS
+        for number in range(blocks):
+            first = rows * number // blocks
+            many = rows * (number + 1) // blocks - first
+            own, to = left + first * left_row, out + first * out_row
+            if many == 6:
+                _6(own, left_row, right, right_row, to, out_row, inner, columns)
+            elif many == 5:
+                _5(own, left_row, right, right_row, to, out_row, inner, columns)
+            elif many == 4:
+                _4(own, left_row, right, right_row, to, out_row, inner, columns)
+            elif many == 3:
+                _3(own, left_row, right, right_row, to, out_row, inner, columns)
+            elif many == 2:
+                _2(own, left_row, right, right_row, to, out_row, inner, columns)
+            else:
+                _1(own, left_row, right, right_row, to, out_row, inner, columns)
+
+    return product
 
 
-@nested
-def add_product(rows, inner, columns, left, left_row, right, right_row, out, out_row):
-    """Add the product of float32 (rows, inner) and (inner, columns) to (rows, columns); columns a multiple of 64."""
-    blocks = (rows + _ROWS - 1) // _ROWS
-    for number in range(blocks):
-        first = rows * number // blocks
-        many = rows * (number + 1) // blocks - first
-        own, to = left + first * left_row, out + first * out_row
-        if many == 6:
-            _product_6(own, left_row, right, right_row, to, out_row, inner, columns)
-        elif many == 5:
-            _product_5(own, left_row, right, right_row, to, out_row, inner, columns)
-        elif many == 4:
-            _product_4(own, left_row, right, right_row, to, out_row, inner, columns)
-        elif many == 3:
-            _product_3(own, left_row, right, right_row, to, out_row, inner, columns)
-        elif many == 2:
-            _product_2(own, left_row, right, right_row, to, out_row, inner, columns)
-        else:
-            _product_1(own, left_row, right, right_row, to, out_row, inner, columns)
+# Add the product of (rows, inner) and (inner, columns) to (rows, columns), columns a multiple of 64; of float32, and of
+# pairs of integers.
+add_product, add_pairs = _by_rows(False), _by_rows(True)
 
 
 def _sum_of_four(builder: Any, vectors: list[Any]) -> Any:
-    """Sums over the lanes of four vectors, as a vector of four."""
-
-    def chosen(first: Any, second: Any, lanes: list[int]) -> Any:
-        return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_INT, len(lanes)), lanes))
+    """Sums over the lanes of four vectors of integers, as a vector of four."""
 
     def paired(first: Any, second: Any) -> Any:
         """Sums of neighbouring lanes, of the first and then the second, in each four lanes."""
         even = [
             base + lane % 2 * 2 + (_VECTOR if lane > 1 else 0) for base in range(0, _VECTOR, 4) for lane in range(4)
         ]
-        parts = chosen(first, second, even), chosen(first, second, [lane + 1 for lane in even])
-        return builder.fadd(*parts, flags=("reassoc",))
+        parts = (_chosen(builder, first, second, each) for each in (even, [lane + 1 for lane in even]))
+        return builder.add(*parts)
 
     a, b, c, d = vectors
     result, count = paired(paired(a, b), paired(c, d)), _VECTOR
     while count > 4:
         count //= 2
-        halves = (chosen(result, result, list(range(first, first + count))) for first in (0, count))
-        result = builder.fadd(*halves, flags=("reassoc",))
+        halves = (_chosen(builder, result, result, list(range(first, first + count))) for first in (0, count))
+        result = builder.add(*halves)
     return result
 
 
 def _dots(rows: int) -> Any:
-    """Add dot products of rows with four rows of the right: sums over columns, a multiple of a vector's lanes."""
+    """Add dot products of rows of 16-bit integers with four of the right, each times a factor of its row, to float32.
+
+    Columns are a multiple of twice a vector's lanes; a row's factor is a float32 at an address.
+    """
 
     @intrinsic
     def dots(
-        context: Any, left: Any, left_row: Any, right: Any, right_row: Any, out: Any, out_row: Any, columns: Any
+        context: Any,
+        left: Any,
+        left_row: Any,
+        right: Any,
+        right_row: Any,
+        out: Any,
+        out_row: Any,
+        columns: Any,
+        factors: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            left, left_row, right, right_row, out, out_row, columns = arguments
-            kind, four = ir.VectorType(_FLOAT, _VECTOR), ir.VectorType(_FLOAT, _DOTS)
+            left, left_row, right, right_row, out, out_row, columns, factors = arguments
+            kind, four = ir.VectorType(_INT, _VECTOR), ir.VectorType(_FLOAT, _DOTS)
             zero = ir.Constant(kind, None)
-            sums = {(r, c): cgutils.alloca_once_value(builder, zero) for r in range(rows) for c in range(_DOTS)}
+            sums = {(r, c): cgutils.alloca_once(builder, kind) for r in range(rows) for c in range(_DOTS)}
             for place in sums.values():
                 builder.store(zero, place)
-            steps = builder.udiv(columns, ir.Constant(_LONG, _VECTOR))
+            steps = builder.udiv(columns, ir.Constant(_LONG, 2 * _VECTOR))
             with cgutils.for_range(builder, steps) as loop:
                 ahead = (loop.index, 4 * _VECTOR)
                 weights = [
-                    builder.load(_address(builder, left, kind, (r, left_row), ahead), align=4) for r in range(rows)
+                    builder.load(_address(builder, left, kind, (r, left_row), ahead), align=2) for r in range(rows)
                 ]
                 for c in range(_DOTS):
-                    own = builder.load(_address(builder, right, kind, (c, right_row), ahead), align=4)
+                    own = builder.load(_address(builder, right, kind, (c, right_row), ahead), align=2)
                     for r in range(rows):
-                        more = builder.fmul(weights[r], own, flags=("contract",))
-                        builder.store(builder.fadd(builder.load(sums[r, c]), more, flags=("contract",)), sums[r, c])
+                        total = _add_madd(builder, builder.load(sums[r, c]), weights[r], own)
+                        builder.store(total, sums[r, c])
             for r in range(rows):
                 place = _address(builder, out, four, (r, out_row))
                 total = _sum_of_four(builder, [builder.load(sums[r, c]) for c in range(_DOTS)])
-                builder.store(builder.fadd(builder.load(place, align=4), total), place, align=4)
+                factor = _splat(builder, builder.load(_address(builder, factors, _FLOAT, (r, 4)), align=4), _DOTS)
+                more = builder.fmul(builder.sitofp(total, four), factor)
+                builder.store(builder.fadd(builder.load(place, align=4), more), place, align=4)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 8), generate
 
     return dots
 
@@ -299,20 +436,21 @@ _dots_1, _dots_2, _dots_3 = (_dots(rows) for rows in (1, 2, 3))
 
 
 @nested
-def add_dots(rows, count, columns, left, left_row, right, right_row, out, out_row):
-    """Add the product of float32 (rows, columns) and the transpose of (count, columns); count a multiple of four."""
+def add_dots(rows, count, columns, left, left_row, right, right_row, out, out_row, factors):
+    """Add (rows, columns) times the transpose of (count, columns), of 16-bit integers, and times each row's factor."""
     blocks = (rows + _DOT_ROWS - 1) // _DOT_ROWS
     for each in range(0, count, _DOTS):
-        own, to = right + each * right_row, out + 4 * each
+        own = right + each * right_row
         for number in range(blocks):
             first = rows * number // blocks
             many = rows * (number + 1) // blocks - first
+            at, to, by = left + first * left_row, out + first * out_row + 4 * each, factors + 4 * first
             if many == 3:
-                _dots_3(left + first * left_row, left_row, own, right_row, to + first * out_row, out_row, columns)
+                _dots_3(at, left_row, own, right_row, to, out_row, columns, by)
             elif many == 2:
-                _dots_2(left + first * left_row, left_row, own, right_row, to + first * out_row, out_row, columns)
+                _dots_2(at, left_row, own, right_row, to, out_row, columns, by)
             else:
-                _dots_1(left + first * left_row, left_row, own, right_row, to + first * out_row, out_row, columns)
+                _dots_1(at, left_row, own, right_row, to, out_row, columns, by)
 
 
 @intrinsic
@@ -370,6 +508,85 @@ def _number_of(context: Any, bits: Any) -> Any:
         return builder.bitcast(arguments[0], _FLOAT)
 
     return types.float32(types.int32), generate
+
+
+@intrinsic
+def _scaled(context: Any, values: Any, scales: Any, count: Any, out: Any) -> Any:
+    """Write products of float32, a multiple of 16, and return their sum and their maximum, in this order at ``out``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, scales, count, out = arguments
+        kind = ir.VectorType(_FLOAT, 16)
+        sums, tops = (cgutils.alloca_once(builder, kind) for _ in range(2))
+        builder.store(_constant(_FLOAT, 0, 16), sums)
+        builder.store(_constant(_FLOAT, float(LEAST), 16), tops)
+        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(_LONG, 16))) as loop:
+            ahead = (loop.index, 64)
+            own, scale = (builder.load(_address(builder, each, kind, ahead), align=4) for each in (values, scales))
+            product = builder.fmul(own, scale)
+            builder.store(product, _address(builder, out, kind, (loop.index, 64)), align=4)
+            builder.store(builder.fadd(builder.load(sums), product, flags=("reassoc",)), sums)
+            top = builder.load(tops)
+            builder.store(builder.select(builder.fcmp_ordered(">", product, top), product, top), tops)
+        results = []
+        for place, combine in ((sums, "add"), (tops, "max")):
+            vector, lanes = builder.load(place), 16
+            while lanes > 1:
+                lanes //= 2
+                low, high = (
+                    _chosen(builder, vector, vector, list(range(first, first + lanes))) for first in (0, lanes)
+                )
+                larger = builder.select(builder.fcmp_ordered(">", low, high), low, high)
+                vector = builder.fadd(low, high) if combine == "add" else larger
+            results.append(builder.extract_element(vector, _INT(0)))
+        return context.make_tuple(builder, signature.return_type, results)
+
+    return types.UniTuple(types.float32, 2)(*[types.int64] * 4), generate
+
+
+@intrinsic
+def _integers(context: Any, values: Any, factor: Any, count: Any, out: Any) -> Any:
+    """Write float32, at most 32,767 behind a factor, as integers of 16 bits; a multiple of 16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, factor, count, out = arguments
+        kind, shorts = ir.VectorType(_FLOAT, 16), ir.VectorType(_SHORT, 16)
+        by = _splat(builder, factor, 16)
+        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(_LONG, 16))) as loop:
+            own = builder.load(_address(builder, values, kind, (loop.index, 64)), align=4)
+            own = builder.fadd(builder.fmul(own, by), _constant(_FLOAT, 0.5, 16))
+            words = builder.trunc(builder.fptosi(own, ir.VectorType(_INT, 16)), shorts)
+            builder.store(words, _address(builder, out, shorts, (loop.index, 32)), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64, types.int64), generate
+
+
+@nested
+def scaled(values, scales, count, out):
+    """Write products of float32 at addresses, a multiple of 16 of them; returns their sum and their maximum."""
+    return _scaled(values, scales, count, out)
+
+
+@nested
+def to_integers(values, factor, count, out):
+    """Write float32 times a factor, none negative, as integers of 16 bits; addresses, a multiple of 16."""
+    _integers(values, factor, count, out)
+
+
+def _largest(values, floor):
+    """Largest of some float32, or the floor."""
+    top = floor
+    for j in range(len(values)):
+        top = max(top, values[j])
+    return top
+
+
+# The maximum of vectors needs the promise that none is NaN.
+largest = numba.njit(
+    nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy",
+    fastmath={"nnan", "nsz", "contract", "reassoc", "arcp"},
+)(_largest)  # fmt: skip
 
 
 _LOG2_E, _LOWEST = np.float32(1.4426950408889634), np.float32(-126.0)
