@@ -1,0 +1,82 @@
+"""Kernels that decode rows compile for GPUs that are not here: with tensor cores, and next to no spills.
+
+``python tests/test_codec_compile.py`` prints a line for each geometry and architecture: shared memory, registers, bytes
+spilled, and tensor-core instructions of warp groups and of warps.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+SPILLED = 16
+"""Bytes of stack that a thread may have: four registers."""
+
+GEOMETRIES: dict[str, tuple[int, int]] = {
+    # Queries of a group, numbers of a code.
+    "smollm2-135m, 3 heads": (9, 192),
+    "qwen2.5-0.5b, 2 heads": (14, 128),
+    "llama-3.1-8b, 2 heads": (8, 256),
+    "llama-2-7b, 1 head": (1, 128),
+    "gemma-3, head dimension 256": (4, 256),
+    "mqa": (71, 64),
+}
+WAYS = {"": (False, False), "paged, soft-capped": (True, True)}
+SOME = ["qwen2.5-0.5b, 2 heads", "mqa"]
+"""Of each block of queries one, with everything; all of them by ``-m slow``."""
+
+
+def main(some: Sequence[str] = ()) -> int:
+    """Compile those, or all; 1 if one spills, lacks tensor cores or would not launch."""
+    from recalkv.kernels.compile_gate import SHARED_LIMITS, _compile
+    from recalkv.runtime.triton_decode import STAGES, attend_kernel, combine_kernel, constants
+
+    names = ("rows", "pages", "table", "places", "query", "mean", "anchors", "within", "first", "length", "offset",
+             "partial", "most", "sum")  # fmt: skip
+    types: dict[str, str] = {f"{name}_ptr": "*fp32" for name in names} | {"rows_ptr": "*u8", "query_ptr": "*fp16"}
+    types |= {f"{name}_ptr": "*i32" for name in ("pages", "table", "places", "first", "length", "offset")}
+    types |= {"block_stride": "i64", "tile_stride": "i64", "softcap": "fp32"}
+    for name in ("pages_stride", "numbers", "key_width", "value_width", "queries", "pairs", "capacity", "per_block"):
+        types[name] = "i32"
+    types = {name: types[name] for name in attend_kernel.arg_names if name in types}
+    wrong = 0
+    for name in some or GEOMETRIES:
+        geometry = GEOMETRIES[name]
+        for way, (paged, capped) in list(WAYS.items())[1 if some else 0 :]:
+            own: dict[str, Any] = constants(*geometry, paged, capped, False)
+            warps, stages = own.pop("num_warps"), own.pop("num_stages")
+            for architecture, limit in SHARED_LIMITS.items():
+                compiled = _compile(attend_kernel, types, own, architecture, warps, stages)
+                shared, registers, spilled, wide, narrow, _ = compiled
+                faults = [f"{shared} bytes of shared memory, limit {limit}"] * (shared > limit)
+                faults += [f"{spilled} bytes spilled"] * (spilled > SPILLED) + ["no tensor cores"] * (not wide + narrow)
+                wrong += len(faults)
+                found = f"{shared:>9,}{registers:>5}{spilled:>6}{wide:>5}{narrow:>5}"
+                print(f"{f'{name} {way}':<48}{architecture:>4}{found}", "; ".join(faults), flush=True)
+    types = {f"{name}_ptr": "*fp32" for name in ("partial", "most", "sum", "out", "lse")}
+    types |= {"value_width": "i32", "runs": "i32"}
+    for architecture in SHARED_LIMITS:
+        _, _, spilled, *_ = _compile(combine_kernel, types, {"BLOCK_R": 128, "COLUMNS": 32}, architecture, 4, STAGES)
+        wrong += spilled > SPILLED
+        print(f"{'combine, 128 runs':<48}{architecture:>4}{spilled:>6}")
+    return int(wrong > 0)
+
+
+@pytest.mark.parametrize("names", [SOME, pytest.param([], marks=pytest.mark.slow)], ids=["some", "all"])
+def test_kernels_compile_within_limits(names: list[str]) -> None:
+    """In a process of its own: where kernels are interpreted, they cannot be compiled."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-P", __file__, *names], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 2 * ((len(names) or len(GEOMETRIES) * len(WAYS)) + 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,322 @@
+"""Decoding from rows by the kernel and in plain torch, against loops in float64; on a GPU the tests run compiled."""
+
+import ast
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recalkv.codec.codes import BITS
+from recalkv.codec.layout import TILE, Segment, pack, tiled, unpack
+from recalkv.codec.rope import Rotation
+from recalkv.codec.sidecar import Code, LayerCodec
+from recalkv.errors import ParameterError
+from recalkv.runtime import reference
+from recalkv.runtime.reference import DeviceLayout, DeviceRotation, coded_attention_torch, merge, prepare
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from recalkv.runtime.triton_decode import coded_attention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WAYS: dict[str, tuple[Any, dict[str, Any], float]] = {
+    "kernel": (coded_attention, {}, 2e-3),
+    "kernel, exact": (coded_attention, {"exact": True}, 1e-5),
+    "torch": (coded_attention_torch, {}, 1e-5),
+}
+"""What attends, its options, and its largest error relative to the largest output."""
+
+
+SCALE = 0.2
+"""Of scores."""
+
+
+@dataclass
+class Case:
+    """A layer's attention: segments (width, bits) of each group's keys and values, and where sequences are."""
+
+    keys: tuple[tuple[tuple[int, int], ...], ...]
+    values: tuple[tuple[tuple[int, int], ...], ...]
+    heads: int = 1
+    per_head: int = 2
+    key_dim: int = 32
+    value_dim: int = 32
+    first: tuple[int, ...] = (0, 3, 17)
+    length: tuple[int, ...] = (70, 33, 130)
+    offset: tuple[int, ...] = (0, -3, 5)
+    softcap: float | None = None
+    mean: float = 1.0
+    splits: int | None = None
+
+
+CASES = {
+    "one group": Case((((24, 4), (8, 2)),), (((16, 8), (16, 4)),)),
+    "all bits, groups of unequal widths": Case(
+        tuple(tuple((8, bits) for bits in own) for own in (BITS, BITS[2:], (8, 1, 3))),
+        tuple(tuple((8, bits) for bits in own) for own in ((6,), BITS[::-1], (3, 6, 4))),
+        heads=2, per_head=3, value_dim=24, first=(0,), length=(75,), offset=(1000,),
+    ),
+    "wide, in runs": Case((((160, 4), (40, 6)),), (((128, 4), (64, 3), (8, 1)),), heads=8, splits=3, mean=3.0),
+    "nothing cached of the keys": Case(((),), (((8, 4),),), first=(0,), length=(20,), offset=(0,)),
+    "soft-capped": Case((((32, 4),),), (((32, 4),),), softcap=3.0, mean=2.0),
+    "many queries": Case((((16, 4),),), (((16, 4),),), per_head=37, length=(16, 17, 30)),
+    "empty sequences": Case((((16, 8),),), (((16, 8),),), first=(0, 40, 20), length=(0, 40, 66), splits=4),
+    "far away": Case((((16, 8),),), (((16, 8),),), first=(1,), length=(80,), offset=(9_999_999,)),
+}  # fmt: skip
+
+
+class Problem:
+    """Random tensors of a case, what decoding is given, and the same attention over keys and values in float64."""
+
+    def __init__(self, case: Case, page: int = 0, seed: int = 0) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        def code(own: tuple[tuple[int, int], ...], size: int) -> Code:
+            return Code(torch.linalg.qr(normal(size, size))[0] * 0.7, tuple(Segment(*each) for each in own))
+
+        groups, batch = len(case.keys), len(case.length)
+        half = case.key_dim // 2
+        # Interleaved pairs, the last of which does not turn.
+        frequencies = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
+        frequencies[-1] = 0
+        self.layer = LayerCodec(
+            tuple(code(own, case.heads * case.key_dim) for own in case.keys),
+            tuple(code(own, case.heads * case.value_dim) for own in case.values),
+            normal(groups * case.heads, case.key_dim) * case.mean, normal(groups * case.heads, case.value_dim),
+            Rotation(torch.arange(case.key_dim).view(-1, 2).T, frequencies),
+        )  # fmt: skip
+        slots = -(-max(*case.length, TILE) // TILE) * TILE
+        parts = []
+        for own in itertools.chain(*zip(self.layer.keys, self.layer.values, strict=True)):
+            numbers = normal(batch, slots, own.width) * torch.exp2(normal(batch, slots, 1) / 2)
+            parts.append(pack(numbers, own.segments))
+        rows = torch.cat(parts, -1)
+        self.query = normal(batch, groups * case.heads, case.per_head, case.key_dim).double()
+        self.expected = self._attention(rows)
+        self.first, self.length, self.offset = (
+            torch.tensor(each[:batch], dtype=torch.int32, device=DEVICE)
+            for each in (case.first, case.length, case.offset)
+        )
+        # Where nobody attends there may be anything.
+        slot = torch.arange(slots)
+        unused = (slot < torch.tensor(case.first[:batch])[:, None]) | (slot >= torch.tensor(case.length)[:, None])
+        rows[unused] = 255
+        self.rows, self.table = tiled(rows).to(DEVICE), None
+        if page:
+            self._paged(page, generator)
+
+    def _attention(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (batch, KV heads, per head, d_v) and logarithms of sums, by loops."""
+        case, layer, byte, states = self.case, self.layer, 0, ([], [])  # type: ignore[var-annotated]
+        for group in range(layer.groups):
+            for own, code in zip(states, (layer.keys[group], layer.values[group]), strict=True):
+                numbers = unpack(rows[..., byte : byte + code.row_bytes], code.segments).double()
+                byte += code.row_bytes
+                back = code.matrix.double().inverse()[: code.width]
+                own.extend((numbers @ back).unflatten(-1, (case.heads, -1)).unbind(-2))
+        out = torch.zeros(*self.query.shape[:3], case.value_dim, dtype=torch.float64)
+        lse = torch.full(self.query.shape[:3], -math.inf, dtype=torch.float64)
+        for batch, (first, length, offset) in enumerate(zip(case.first, case.length, case.offset, strict=False)):
+            if first >= length:
+                continue
+            for head, (keys, values) in enumerate(zip(*states, strict=True)):
+                positions = torch.arange(first, length) + offset
+                mean = layer.key_mean[head].double().expand(length - first, -1)
+                key = keys[batch, first:length] + layer.rotation.turned(mean, positions)
+                scores = self.query[batch, head] @ key.T * SCALE
+                if case.softcap is not None:
+                    scores = case.softcap * (scores / case.softcap).tanh()
+                out[batch, head] = scores.softmax(-1) @ values[batch, first:length]
+                lse[batch, head] = scores.logsumexp(-1)
+        return out, lse
+
+    def _paged(self, page: int, generator: torch.Generator) -> None:
+        """The same rows in blocks of so many tiles in any order, and a table whose unused entries lead nowhere."""
+        batch, tiles = self.rows.shape[:2]
+        blocks = -(-tiles // page)
+        whole = torch.nn.functional.pad(self.rows, (0, 0, 0, 0, 0, blocks * page - tiles), value=255)
+        places = torch.randperm(batch * blocks + 2, generator=generator)[: batch * blocks]
+        pool = torch.full((batch * blocks + 2, page, *self.rows.shape[2:]), 255, dtype=torch.uint8, device=DEVICE)
+        pool[places.to(DEVICE)] = whole.reshape(batch * blocks, page, *self.rows.shape[2:])
+        table = places.int().view(batch, blocks)
+        start = torch.arange(blocks) * page * TILE
+        used = (start < self.length.cpu()[:, None]) & (start + page * TILE > self.first.cpu()[:, None])
+        table[~used] = 1 << 30
+        self.rows, self.table = pool, table.to(DEVICE)
+
+    def given(self) -> dict[str, Any]:
+        """Arguments of the functions."""
+        case, layer = self.case, self.layer
+        query = self.query.unflatten(1, (layer.groups, case.heads)) * SCALE
+        layout = DeviceLayout.of(layer, DEVICE)
+        codes = torch.zeros(*query.shape[:4], layout.widths[0])
+        for group, code in enumerate(layer.keys):
+            back = code.back.unflatten(1, (case.heads, -1)).double()
+            codes[:, group, :, :, : code.width] = torch.einsum("bhqd,whd->bhqw", query[:, group], back).float()
+        (a, b), mean = layer.rotation.pairs, layer.key_mean.unflatten(0, query.shape[1:3]).double()[:, :, None]
+        cosines = query[..., a] * mean[..., a] + query[..., b] * mean[..., b]
+        sines = query[..., b] * mean[..., a] - query[..., a] * mean[..., b]
+        return {
+            "rows": self.rows, "layout": layout, "queries": codes.flatten(2, 3).to(DEVICE),
+            "mean_queries": torch.stack([cosines, sines], -2).flatten(2, 3).float().to(DEVICE),
+            "rotation": DeviceRotation.of(layer.rotation, DEVICE), "first": self.first, "length": self.length,
+            "offset": self.offset, "softcap": case.softcap, "block_table": self.table, "splits": case.splits,
+        }  # fmt: skip
+
+    def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
+        """Of outputs and of logarithms, relative to the largest of each; exact zeros where nothing is attended to."""
+        out = out.cpu().double()
+        parts = []
+        for group, code in enumerate(self.layer.values):
+            assert not out[:, group, :, code.width :].any()
+            back = code.back.double().unflatten(1, (self.case.heads, -1))
+            own = out[:, group, :, : code.width].unflatten(1, (self.case.heads, -1))
+            parts.append(torch.einsum("bhqw,whd->bhqd", own, back))
+        result, logarithm = torch.cat(parts, 1), lse.cpu().double().flatten(1).view(self.expected[1].shape)
+        none = self.expected[1] == -math.inf
+        assert torch.equal(logarithm == -math.inf, none) and not result[none].any()
+        scale = self.expected[0].abs().max()
+        far = (logarithm - self.expected[1])[~none].abs().max() / self.expected[1][~none].abs().max()
+        return float((result - self.expected[0]).abs().max() / scale), float(far)
+
+
+@pytest.mark.parametrize("page", [0, 2], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_that_over_keys_and_values(name: str, way: str, page: int) -> None:
+    attend, options, limit = WAYS[way]
+    problem = Problem(CASES[name], page)
+    out, lse = attend(**problem.given(), **options)
+    assert out.dtype == lse.dtype == torch.float32
+    errors = problem.errors(out, lse)
+    assert max(errors) < limit, errors
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 20])
+def test_runs_change_nothing(splits: int) -> None:
+    given = Problem(CASES["one group"]).given()
+    expected = coded_attention(**given, exact=True)
+    for one, other in zip(coded_attention(**given | {"splits": splits}, exact=True), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_queries_may_be_large_and_small() -> None:
+    """Products in 16 bits neither run over nor vanish."""
+    problem = Problem(CASES["one group"])
+    given = problem.given()
+    for factor in (1e-6, 1e6):
+        scaled = given | {"queries": given["queries"] * factor, "mean_queries": given["mean_queries"] * factor}
+        out, lse = coded_attention(**scaled)
+        expected = coded_attention_torch(**scaled)
+        torch.testing.assert_close(lse, expected[1], rtol=2e-3, atol=1e-5)
+        assert bool(out.isfinite().all())
+
+
+def test_caches_may_be_views() -> None:
+    """Some layers' rows in one buffer, as vLLM has blocks."""
+    given = Problem(CASES["one group"], page=2).given()
+    pool = given["rows"]
+    wide = torch.full((len(pool), 3, *pool.shape[1:]), 255, dtype=torch.uint8, device=DEVICE)
+    wide[:, 1] = pool
+    out, lse = coded_attention(**given | {"rows": wide[:, 1]})
+    expected = coded_attention(**given)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_queries_of_16_bits(dtype: torch.dtype) -> None:
+    given = Problem(CASES["one group"]).given()
+    given["queries"] = given["queries"].to(dtype)
+    out, lse = coded_attention(**given, exact=True)
+    expected = coded_attention_torch(**given)
+    torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_merging_is_attention_over_both() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, values = torch.randn(2, 7, generator=generator) * 9, torch.randn(7, 5, generator=generator)
+
+    def over(part: slice) -> tuple[Tensor, Tensor]:
+        return scores[:, part].softmax(-1) @ values[part], scores[:, part].logsumexp(-1)
+
+    for cut in (0, 3, 7):
+        left, right = over(slice(cut)), over(slice(cut, None))
+        for one, other in zip(merge(*left, *right), over(slice(None)), strict=True):
+            torch.testing.assert_close(one, other)
+    nothing = torch.zeros(2, 5), torch.full((2,), -math.inf)
+    assert all(map(torch.equal, merge(*nothing, *nothing), nothing))
+
+
+def test_positions_turn_by_their_digits() -> None:
+    frequencies = 1e4 ** (-torch.arange(20, dtype=torch.float64) / 20)
+    rotation = Rotation(torch.arange(40).view(2, 20), frequencies)
+    positions = torch.tensor([-63, -1, 0, 1, 255, 256, 65535, 65536, 131071, 16_000_000])
+    for own, expected in zip(DeviceRotation.of(rotation, "cpu").at(positions), rotation.tables(positions), strict=True):
+        torch.testing.assert_close(own, expected.float(), rtol=0, atol=1e-6)
+
+
+def test_tables_do_not_hang_on_defaults_and_are_shared() -> None:
+    layer = Problem(CASES["one group"]).layer
+    expected = prepare({0: layer}, "cpu")[0]
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            found = prepare({3: layer, 5: layer}, "cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found[3][1] is found[5][1]
+    assert torch.equal(found[3][0].table, expected[0].table) and torch.equal(found[3][0].places, expected[0].places)
+    assert torch.equal(found[3][1].anchors, expected[1].anchors) and torch.equal(found[3][1].places, expected[1].places)
+    assert not found[3][0].table.is_inference()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    given = Problem(CASES["one group"]).given()
+    rows, queries = given["rows"], given["queries"]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"rows": rows[:, :, 1:]}, "as this layer's layout has them; pack tokens by the layer's own codec"),
+        ({"rows": rows.mT.contiguous().mT}, "and the last two must be 16 and 1; slice"),
+        ({"queries": queries[..., 1:]}, "width 32); map them by `back`"),
+        ({"mean_queries": given["mean_queries"][..., 1:]}, "two coefficients for each RoPE pair"),
+        ({"splits": 0}, "splits=0 must be from 1 to 128"),
+    ]
+    for change, message in wrong:
+        with pytest.raises(ParameterError, match=re.escape(message)):
+            coded_attention(**given | change)
+    case = Case((((8, 4),),), (((8, 4),),), heads=9, first=(0,), length=(1,), offset=(0,))
+    with pytest.raises(ParameterError, match="the kernel takes up to 256; fit with fewer heads per code"):
+        coded_attention(**Problem(case).given())
+
+
+def test_plain_torch_needs_no_triton() -> None:
+    tree = ast.parse(Path(reference.__file__).read_text())
+    found = {each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
+    found |= {name.name for each in ast.walk(tree) if isinstance(each, ast.Import) for name in each.names}
+    assert {name.split(".")[0] for name in found} == {"math", "collections", "dataclasses", "torch", "recalkv"}
+    assert {".".join(name.split(".")[:2]) for name in found if "recalkv" in name} == {"recalkv.codec", "recalkv.errors"}
+
+
+@pytest.mark.gpu
+def test_graphs_hold_for_any_length() -> None:
+    """Captured once, replayed for other lengths."""
+    problem = Problem(CASES["one group"])
+    given = problem.given()
+    coded_attention(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = coded_attention(**given)
+    given["length"].copy_(torch.tensor([16, 20, 90]))
+    graph.replay()
+    expected = coded_attention(**given)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
