@@ -21,7 +21,8 @@ def drawn_labels(model: Any, ids: torch.Tensor, seed: int) -> list[torch.Tensor]
     for window in ids:
         with torch.no_grad():
             likely = model(input_ids=window[None], use_cache=False).logits[0].softmax(-1)
-        labels.append(torch.multinomial(likely, 1, generator=sampler)[:, 0])
+        places = torch.rand(len(likely), 1, generator=sampler)
+        labels.append((likely.cumsum(-1) <= places).sum(-1).clamp_max(likely.shape[1] - 1))
     return labels
 
 
@@ -159,3 +160,13 @@ def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
     take_moments(dense_model("llama-gqa"), windows(3, 16), CONTEXT, progress=lambda *step: told.append(step))
     assert told == [("means", 1, 2), ("means", 2, 2), ("moments", 1, 3), ("moments", 2, 3), ("moments", 3, 3)]
+
+
+def test_labels_are_drawn_by_their_probabilities() -> None:
+    likely = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]).expand(20000, -1)
+    places = torch.rand(20000, 1, generator=torch.Generator().manual_seed(0))
+    found = codec_moments._drawn(likely, places)[:, 0]
+    counts = torch.bincount(found, minlength=6) / 20000
+    torch.testing.assert_close(counts, likely[0], rtol=0, atol=0.01)
+    assert counts[[0, 2, 5]].sum() == 0
+    assert codec_moments._drawn(likely[:2], torch.tensor([[0.0], [1.0]])).flatten().tolist() == [1, 5]

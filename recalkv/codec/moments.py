@@ -30,6 +30,9 @@ __all__ = ["SINKS", "LayerMoments", "collect_moments", "take_moments"]
 SINKS = 4
 """Tokens at the start of a sequence that are kept exact."""
 
+_ROWS = 256
+"""Tokens whose labels are drawn at once: there is one more copy of their probabilities."""
+
 _CHECKPOINTED = 300_000_000
 """Parameters from which a layer's activations are computed again in the backward pass instead of kept."""
 
@@ -229,11 +232,20 @@ def _backward(model: Any, window: Tensor, sampler: torch.Generator) -> None:
             "float32, and check the model's weights."
         )
     at_logits = logits.detach().float().softmax(-1)[0]
-    # One at a time: a row's draw depends on the seed alone, and multinomial takes at most 2^24 categories in all.
-    labels = torch.cat([torch.multinomial(part.cpu(), 1, generator=sampler) for part in at_logits.split(256)])
-    at_logits.scatter_add_(1, labels.to(at_logits.device), torch.full_like(at_logits[:, :1], -1))
+    # By their cumulative probabilities, where the logits are: one random number a token, of the CPU's generator.
+    places = torch.rand(len(at_logits), 1, generator=sampler).to(at_logits.device)
+    labels = torch.cat(
+        [_drawn(part, own) for part, own in zip(at_logits.split(_ROWS), places.split(_ROWS), strict=True)]
+    )
+    at_logits.scatter_add_(1, labels, torch.full_like(at_logits[:, :1], -1))
     at_logits[-1] = 0  # the last token's label lies outside the window
     logits.backward(at_logits[None].to(logits.dtype))
+
+
+def _drawn(likely: Tensor, places: Tensor) -> Tensor:
+    """Label of each row of probabilities at a place between 0 and 1 among them: (rows, 1) int64."""
+    summed = likely.cumsum(-1)
+    return torch.searchsorted(summed, places * summed[:, -1:], right=True).clamp_max(likely.shape[1] - 1)
 
 
 class _InputsWithGradient:
