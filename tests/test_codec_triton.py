@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -305,6 +306,25 @@ def test_plain_torch_needs_no_triton() -> None:
     found |= {name.name for each in ast.walk(tree) if isinstance(each, ast.Import) for name in each.names}
     assert {name.split(".")[0] for name in found} == {"math", "collections", "dataclasses", "torch", "recalkv"}
     assert {".".join(name.split(".")[:2]) for name in found if "recalkv" in name} == {"recalkv.codec", "recalkv.errors"}
+
+
+def test_what_a_gpu_is_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At a tiny size, down to the page; a GPU has each geometry, context and batch once."""
+    from benchmarks.gpu import kernels, page
+    from benchmarks.gpu.runner import Setting
+
+    steps = {step.name: step for step in kernels.steps(Setting("cpu"))}
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr("recalkv.evaluation.timing._WARM_UP", 0)
+    steps["codec, llama-3.1-8b, 40, 1"].work(Setting("cpu"), lambda **record: told.append(record))
+    (record,) = told
+    assert record["what"] == "codec" and record["error"] < 2e-3 and record["dense_us"] > 0
+    line = json.dumps(record | {"event": "result", "step": "codec"})
+    (tmp_path / "kernels.jsonl").write_text(line + "\n")
+    page.write_page(tmp_path)
+    assert "| llama-3.1-8b | 40 | 1 | torch's choice |" in (tmp_path / "README.md").read_text()
+    names = [step.name for step in kernels.steps(Setting("gpu"))]
+    assert len([name for name in names if name.startswith("codec")]) == 3 * 4 * 2 and len({*names}) == len(names)
 
 
 @pytest.mark.gpu

@@ -111,7 +111,7 @@ def test_dry_run_measures_everything(dry: Path) -> None:
         assert len(of(own, "begin")) == len(of(own, "end")) > 2
     what = {part: [each["what"] for each in own if each["event"] == "result"] for part, own in lines.items()}
     assert {"environment", "copy", "bfloat16 product", "int8 product", "tests"} == set(what["smoke"])
-    assert {"dense", "latent", "sweep", "profile"} == set(what["kernels"])
+    assert {"dense", "codec", "latent", "sweep", "profile"} == set(what["kernels"])
     assert {"built", "decode", "compress", "compressed"} == set(what["models"])
     tests = of(lines["smoke"], "result")["interpreter"]
     assert tests["passed"] == 1 and not tests["failed"]

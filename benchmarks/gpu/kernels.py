@@ -35,13 +35,16 @@ from recalkv.model.families import AttentionGeometry
 __all__ = [
     "DenseStep",
     "compile_share",
+    "copies_of",
     "counted",
     "dense_parts",
     "dense_ways",
     "exact_part",
     "fastest",
+    "fits",
     "latent_parts",
     "per_token",
+    "repeats_of",
     "signed",
     "steps",
 ]
@@ -163,21 +166,23 @@ def exact_part(layer: Any, setting: Setting) -> Tensor | None:
     return torch.randn(size, device=setting.device, dtype=setting.dtype) if layer.exact_window else None
 
 
-def _copies(size: int, setting: Setting) -> int:
+def copies_of(size: int, setting: Setting) -> int:
+    """Caches of so many bytes that a step takes in turn."""
     return 1 if size > _LARGE else cold_copies(size, setting.device)
 
 
-def _repeats(size: int, setting: Setting) -> int:
+def repeats_of(size: int, setting: Setting) -> int:
+    """Rounds over caches of so many bytes."""
     return 1 if setting.tiny else 4 if size > _LARGE else 20
 
 
-def _fits(size: int, setting: Setting, emit: Emit) -> bool:
+def fits(size: int, setting: Setting, emit: Emit) -> bool:
     """Whether caches of so many bytes are free, and room to work; says so where they are not."""
     if setting.device.type != "cuda":
         return True
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    if size * _copies(size, setting) * 1.1 + (8 << 30) <= free:
+    if size * copies_of(size, setting) * 1.1 + (8 << 30) <= free:
         return True
     emit(what="does not fit", cache_bytes=size, free_bytes=free)
     return False
@@ -204,15 +209,15 @@ def _measure_dense(geometry: str, context: int, batch: int, setting: Setting, em
     attention, rotary, shape = _dense(geometry, setting)
     parts = dense_parts(shape, setting)
     size = batch * context * per_token(parts)
-    if not _fits(size, setting, emit):
+    if not fits(size, setting, emit):
         return
     states, rope = _inputs(shape.hidden, rotary, batch, context, setting)
-    caches = [filled(parts, batch, context) for _ in range(_copies(size, setting))]
+    caches = [filled(parts, batch, context) for _ in range(copies_of(size, setting))]
 
     def seconds(packed: bool) -> float:
         step = DenseStep(attention, packed)
         calls = [functools.partial(step, states, signed(rope), cache) for cache in caches]
-        return time_calls(calls, setting.device, _repeats(size, setting)).median
+        return time_calls(calls, setting.device, repeats_of(size, setting)).median
 
     best, backend = fastest(dense_ways(shape, seconds), setting)
     rates = {} if best is None else {"us": best * 1e6, "gb_per_s": size / best / 1e9}
@@ -256,7 +261,7 @@ class Latents:
         layer, plain, rotary = self.layer(setting)
         parts, recent = latent_parts(layer, setting), exact_part(layer, setting)
         size = batch * context * per_token(parts)
-        if not _fits(size, setting, emit):
+        if not fits(size, setting, emit):
             return [], size, None
         states, rope = _inputs(layer.q_proj.in_features, rotary, batch, context, setting)
 
@@ -264,7 +269,7 @@ class Latents:
             cache: Any = filled(parts, batch, context, recent)
             return lambda: layer(states, rope, None, past_key_values=cache)[0]
 
-        calls = [call(layer, states, rope, batch) for _ in range(_copies(size, setting))]
+        calls = [call(layer, states, rope, batch) for _ in range(copies_of(size, setting))]
         return calls, size, call(plain, states[:1], [part[:1] for part in rope], 1)
 
 
@@ -315,7 +320,7 @@ def _measure_way(latents: Latents, context: int, batch: int, setting: Setting, e
         return False
     error = _error(latents, calls, reference, setting, emit)
     if error is not None:
-        seconds = time_calls(calls, setting.device, _repeats(size, setting)).median
+        seconds = time_calls(calls, setting.device, repeats_of(size, setting)).median
         emit(what="latent", us=seconds * 1e6, gb_per_s=size / seconds / 1e9, cache_bytes=size, error=error)
     return True
 
@@ -356,7 +361,7 @@ def _sweep(latents: Latents, context: int, setting: Setting, emit: Emit) -> None
             try:
                 if _error(latents, calls, reference, setting, told) is None:
                     continue
-                seconds = time_calls(calls, setting.device, _repeats(size, setting)).median
+                seconds = time_calls(calls, setting.device, repeats_of(size, setting)).median
             except Exception as error:  # what the compiler refuses, by an exception of its own
                 told(what="sweep", refused=f"{type(error).__name__}: {error}"[:300])
                 continue
@@ -384,6 +389,11 @@ def _profile(latents: Latents, context: int, setting: Setting, emit: Emit) -> No
     steps = rounds * len(calls)
     kernels = {event.key[:80]: round(getattr(event, own) / steps, 2) for event in events[:8] if getattr(event, own)}
     emit(what="profile", **dataclasses.asdict(latents), context=context, us_of=kernels)
+
+
+def _measure_codec(*arguments: Any) -> None:
+    # It uses this module.
+    importlib.import_module("benchmarks.gpu.codec").measure(*arguments)
 
 
 def _compile_ahead(setting: Setting, emit: Emit) -> None:
@@ -461,6 +471,7 @@ def steps(setting: Setting) -> list[Step]:
         latents = [Latents(names[0], *each) for each in _PROFILED[:2]]
         latents.append(Latents(names[1], "separate s=4", "8 bits, 70 % of elements"))
     found = [_ranked(-0.5, "dense", _measure_dense, name, *place) for name in names for place in places]
+    found += [_ranked(-0.25, "codec", _measure_codec, name, *place) for name in names for place in places]
     found += [_ranked(0.0, "latent", _measure, each, *place) for each in latents for place in places]
     found += [_ranked(1.2, "profile", _profile, Latents("llama-3.1-8b", *each).ways()[-1], long) for each in profiled]
     swept = [Latents(name, "joint s=1", "16 bits, 70 %", "two passes") for name in names if "llama" in name]

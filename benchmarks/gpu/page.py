@@ -121,7 +121,8 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
         name, ratio = ("none", "") if dense is None else (dense["baseline"], f"{dense['us'] / each['us']:.2f}")
         return *place(each), *latents(each), name, *times, ratio, f"{each['error']:.1e}"
 
-    where = ("geometry", "context", "batch")
+    where, units = ("geometry", "context", "batch"), ("dense_us", "flashinfer_us", "us")
+    coded_head = (*where, "attention alone, dense by", "us", "FlashInfer, us", "codec, 4 bits, us", "GB/s", "error")
     kinds = ("latents", "cached", "way")
     alone = [(*place(each), each["baseline"]) for each in _of(records, "dense") if "us" not in each]
     swept = [
@@ -133,6 +134,11 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
         for each in _of(records, "profile")
         for name, us in each["us_of"].items()
     ]
+    coded = [
+        (*place(each), each.get("baseline", "none"), *(f"{each[unit]:,.1f}" if unit in each else "" for unit in units),
+         f"{each['gb_per_s']:,.0f}", f"{each['error']:.1e}")
+        for each in _of(records, "codec")
+    ]  # fmt: skip
     told = (
         "One step over a static cache, projections included, as a CUDA graph; *dense* is the fastest of torch's "
         "attention backends. The error is the largest difference from plain torch, relative to the largest output."
@@ -143,6 +149,7 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
         [told, ""] if rows else [],
         [f"![Dense time over latents' time, by context]({_PICTURE})", ""] if drawn else [],
         _table(head, map(row, sorted(rows, key=_order))),
+        _table(coded_head, coded),
         _table((*where, "no dense baseline"), alone),
         _table(("geometry", "latents", "tile", "warps", "us"), swept),
         _table(("geometry", *kinds, "kernel", "us a step"), kernels),

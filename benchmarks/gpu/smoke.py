@@ -19,7 +19,8 @@ from recalkv.evaluation.timing import time_calls
 __all__ = ["steps"]
 
 PACKAGES = ("numpy", "numba", "pydantic", "zarr", "typer", "pytest", "xdist", "matplotlib", "dvc", "lm_eval")
-MODULES = ("recalkv", "recalkv.kernels.module", "recalkv.kernels.attention", "recalkv.compression", "tests.conftest")
+MODULES = ("recalkv", "recalkv.kernels.module", "recalkv.kernels.attention", "recalkv.runtime.triton_decode",
+           "recalkv.compression", "tests.conftest")  # fmt: skip
 COMPILED = (
     "mistral-7b joint s=2 70%", "mistral-7b joint s=2 packed, exact window",
     "llama-2-7b joint s=2 int8", "llama-2-7b joint s=2 50%, one pass",
@@ -27,6 +28,7 @@ COMPILED = (
 """Configurations of ``recalkv.kernels.compile_gate``: of every kernel one."""
 
 KERNEL_TESTS, PACKING_TESTS = "tests/test_gpu_kernels.py", "tests/test_pack_kernel.py"
+CODEC_TESTS = "tests/test_codec_triton.py"
 SANITISED = (
     (KERNEL_TESTS, "test_two_passes and gqa and separate and bfloat16"),
     (KERNEL_TESTS, "test_packed and mixed and gqa and separate and bfloat16"),
@@ -134,6 +136,7 @@ def steps(setting: Setting) -> list[Step]:
         *(tests(f"kernels, {way}", KERNEL_TESTS, "-k", way, *spread)
           for way in ("two_passes", "one_pass", "packed")),
         tests("packing, compiled", PACKING_TESTS, *spread, marked=False),
+        tests("codec, compiled", CODEC_TESTS, "-m", "not slow", *spread, marked=False),
         tests("kernels, compiled", KERNEL_TESTS, "-k", "compiled", *spread, seconds=240.0),
         tests("compression", "tests/test_gpu_compression.py", *spread, seconds=150.0),
         tests("all kernel tests, compiled", "tests/test_kernels.py", "tests/test_one_pass.py", *spread, seconds=180.0,

@@ -1,0 +1,154 @@
+"""One attention over rows of the codec, beside torch's and FlashInfer's over a dense static cache.
+
+Both sides are the attention alone, without projections, as a CUDA graph over caches that together are larger than the
+level-2 cache. The codec's has the products that take queries to codes and outputs back, and not its exact window.
+Before it is timed the first sequence is compared with plain torch.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from benchmarks.gpu.kernels import copies_of, dense_ways, fastest, fits, repeats_of
+from benchmarks.gpu.runner import Emit, Setting
+from benchmarks.gpu.shapes import sizes_of
+from recalkv.codec.fit import heads_per_code
+from recalkv.codec.layout import TILE, Segment, pack, tiled
+from recalkv.codec.rope import Rotation
+from recalkv.codec.sidecar import Code, LayerCodec
+from recalkv.evaluation.timing import time_calls
+from recalkv.model.families import AttentionGeometry
+from recalkv.runtime.reference import coded_attention_torch, prepare
+
+__all__ = ["measure"]
+
+_TOLERANCE = 1e-2
+_PIECE = 64 * TILE
+
+
+def random_layer(shape: AttentionGeometry) -> LayerCodec:
+    """A layer of 4 bits a number, in codes of 2, 4 and 8 bits; its bases are random rotations."""
+    size = heads_per_code(shape.kv_heads, shape.head_dim)
+    width, groups = size * shape.head_dim, shape.kv_heads // size
+    segments = Segment(width // 8, 8), Segment(width * 5 // 8, 4), Segment(width // 4, 2)
+
+    def codes() -> tuple[Code, ...]:
+        return tuple(Code(torch.linalg.qr(torch.randn(width, width))[0], segments) for _ in range(groups))
+
+    half = shape.head_dim // 2
+    frequencies = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
+    means = torch.randn(2, shape.kv_heads, shape.head_dim)
+    return LayerCodec(codes(), codes(), means[0], means[1], Rotation(torch.arange(2 * half).view(2, half), frequencies))
+
+
+class CodecStep:
+    """Attention of one token a sequence over rows of one layer.
+
+    Parameters
+    ----------
+    context
+        Slots, all of them there.
+    """
+
+    def __init__(self, shape: AttentionGeometry, context: int, batch: int, setting: Setting) -> None:
+        layer, device, dtype = random_layer(shape), setting.device, setting.dtype
+        self.layout, self.rotation = prepare({0: layer}, device)[0]
+        self.groups, self.size = layer.groups, layer.kv_heads // layer.groups
+        backs = [torch.stack([code.back for code in codes]).to(device) for codes in (layer.keys, layer.values)]
+        # (groups, KV heads of a group, width, d)
+        self.key_back, self.value_back = (
+            each.unflatten(-1, (self.size, -1)).transpose(1, 2).to(dtype) for each in backs
+        )
+        self.mean = layer.key_mean.to(device).view(1, self.groups, self.size, 1, -1)
+        self.scale, self.row_bytes = shape.head_dim**-0.5, layer.row_bytes
+        codes = (code for pair in zip(layer.keys, layer.values, strict=True) for code in pair)
+        rows = torch.cat([pack(torch.randn(_PIECE, code.width), code.segments) for code in codes], -1)
+        self.tiles = tiled(rows).to(device)
+        self.first = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.length, self.offset = self.first + context, self.first
+
+    def cache(self, context: int, batch: int) -> Tensor:
+        """A full cache, in memory of its own."""
+        count = -(-context // TILE)
+        return self.tiles.repeat(-(-count // len(self.tiles)), 1, 1)[:count].repeat(batch, 1, 1, 1)
+
+    def given(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention takes of queries (batch, heads, d)."""
+        query = query.view(len(query), self.groups, self.size, -1, query.shape[-1]) * self.scale
+        codes = torch.einsum("bgsqd,gswd->bgsqw", query, self.key_back)
+        (a, b), (mean_a, mean_b) = query.float().chunk(2, -1), self.mean.chunk(2, -1)
+        means = torch.stack([a * mean_a + b * mean_b, b * mean_a - a * mean_b], -2)
+        return codes.flatten(2, 3), means.flatten(2, 3)
+
+    def __call__(self, attend: Callable[..., Any], rows: Tensor, query: Tensor) -> Tensor:
+        """Outputs (batch, heads, d)."""
+        batch = len(query)
+        places = (each[:batch] for each in (self.first, self.length, self.offset))
+        out, _ = attend(rows, self.layout, *self.given(query), self.rotation, *places)
+        out = out.unflatten(2, (self.size, -1)).to(self.value_back.dtype)
+        return torch.einsum("bgsqw,gswd->bgsqd", out, self.value_back).reshape(batch, -1, query.shape[-1])
+
+
+@torch.no_grad()
+def measure(geometry: str, context: int, batch: int, setting: Setting, emit: Emit) -> None:
+    """Time the codec's attention and dense ones."""
+    from recalkv.runtime.triton_decode import coded_attention
+
+    torch.manual_seed(0)
+    shape = sizes_of(geometry, setting.tiny).attention
+    told = functools.partial(emit, geometry=geometry, context=context, batch=batch)
+    query = torch.randn(batch, shape.heads, shape.head_dim, device=setting.device, dtype=setting.dtype)
+    step = CodecStep(shape, context, batch, setting)
+    size = batch * -(-context // TILE) * TILE * step.row_bytes
+    if not fits(size, setting, told):
+        return
+    caches = [step.cache(context, batch) for _ in range(copies_of(size, setting))]
+    output, expected = (
+        step(coded_attention, caches[0], query)[:1],
+        step(coded_attention_torch, caches[0][:1], query[:1]),
+    )
+    error = float((output - expected).abs().max() / expected.abs().max())
+    if not error <= _TOLERANCE:
+        told(what="wrong", error=f"{error:.3g}", failed=[f"codec, {geometry}: off by {error:.3g}, limit {_TOLERANCE}"])
+        return
+    calls = [functools.partial(step, coded_attention, cache, query) for cache in caches]
+    seconds = time_calls(calls, setting.device, repeats_of(size, setting)).median
+    del calls, caches
+    told(what="codec", us=seconds * 1e6, gb_per_s=size / seconds / 1e9, cache_bytes=size, error=error,
+         **_dense(shape, context, query, setting, told))  # fmt: skip
+
+
+def _dense(shape: AttentionGeometry, context: int, query: Tensor, setting: Setting, emit: Emit) -> dict[str, Any]:
+    """Name and microseconds of torch's fastest attention, and of FlashInfer's where it is installed."""
+    batch = len(query)
+    size = 2 * batch * context * shape.kv_heads * shape.head_dim * query.element_size()
+    if not fits(size, setting, emit):
+        return {}
+    caches = [
+        torch.randn(2, batch, shape.kv_heads, context, shape.head_dim, device=query.device, dtype=query.dtype)
+        for _ in range(copies_of(size, setting))
+    ]
+
+    def timed(call: Callable[[Tensor], Any]) -> float:
+        calls = [functools.partial(call, cache) for cache in caches]
+        return time_calls(calls, setting.device, repeats_of(size, setting)).median
+
+    def sdpa(packed: bool) -> float:
+        queries = query.view(batch, shape.kv_heads, -1, shape.head_dim) if packed else query[:, :, None]
+        grouped = not packed and shape.heads != shape.kv_heads
+        return timed(lambda cache: F.scaled_dot_product_attention(queries, cache[0], cache[1], enable_gqa=grouped))
+
+    best, name = fastest(dense_ways(shape, sdpa), setting)
+    found: dict[str, Any] = {"baseline": name} | ({} if best is None else {"dense_us": best * 1e6})
+    if setting.kind == "gpu" and batch == 1 and importlib.util.find_spec("flashinfer") is not None:
+        from flashinfer import single_decode_with_kv_cache
+
+        found["flashinfer_us"] = 1e6 * timed(
+            lambda cache: single_decode_with_kv_cache(query[0], *cache[:, 0], kv_layout="HND")
+        )
+    return found
