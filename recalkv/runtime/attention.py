@@ -72,8 +72,8 @@ def _positions(module: Any, positions: Tensor | None, count: int) -> Tensor | No
         # Multimodal RoPE: text has the same number three times.
         if not bool((positions == positions[:1]).all()):
             raise UnsupportedModelError(
-                f"codec: {type(module).__name__} has positions of {len(positions)} numbers a token (multimodal RoPE), from "
-                f"which the mean key cannot be taken off; only text can be served."
+                f"codec: {type(module).__name__} has positions of {len(positions)} numbers a token (multimodal RoPE), "
+                f"from which the mean key cannot be taken off; only text can be served."
             )
         positions = positions[0]
     return positions[..., -count:]

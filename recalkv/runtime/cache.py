@@ -1,8 +1,8 @@
 """Cache layers of coded keys and values: rows of all tokens, and exact states of the first and the newest ones.
 
 What a query finds depends on its own slot alone: tokens at least ``window`` slots older are read from their rows, the
-newest ``window`` and a sequence's first ``sinks`` exactly. Rows of all tokens are packed as they arrive, so cropping only
-moves the end. The layers stand in transformers' own caches, whose methods they implement.
+newest ``window`` and a sequence's first ``sinks`` exactly. Rows of all tokens are packed as they arrive, so cropping
+only moves the end. The layers stand in transformers' own caches, whose methods they implement.
 """
 
 import warnings
@@ -100,7 +100,8 @@ class CodecLayer(CacheLayerMixin):
         if (heads, dims) != (self.codec.kv_heads, self.codec.head_dims):
             raise UnsupportedModelError(
                 f"codec: this layer has {heads} KV heads of {dims[0]} and {dims[1]}, and its codec is for "
-                f"{self.codec.kv_heads} of {self.codec.head_dims[0]} and {self.codec.head_dims[1]}; fit a codec to this model."
+                f"{self.codec.kv_heads} of {self.codec.head_dims[0]} and {self.codec.head_dims[1]}; fit one to this "
+                f"model."
             )
         self.dtype, self.device, batch = key_states.dtype, key_states.device, key_states.shape[0]
         tiles = 0 if self.capacity is None else -(-self._room(self.capacity) // TILE)
@@ -126,7 +127,8 @@ class CodecLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.keys.shape[0]:
             raise ParameterError(
-                f"codec: the cache holds {self.keys.shape[0]} sequences, and {key_states.shape[0]} came; use one cache a batch."
+                f"codec: the cache holds {self.keys.shape[0]} sequences, and {key_states.shape[0]} came; use one "
+                f"cache a batch."
             )
         # Views of their own, which carry the way back to this layer through the model's code.
         keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
@@ -262,7 +264,7 @@ class CodecLayer(CacheLayerMixin):
             self.values[:, :, number] = torch.where(here[:, None, None], own, self.values[:, :, number])
 
     def exact_slots(self) -> Tensor:
-        """Slot of each place of the exact tokens behind the sinks, (window + SLACK,) int64; negative where there is none."""
+        """Slot of each place of the exact tokens behind the sinks, (window + SLACK,) int64; negative for none."""
         places, last = torch.arange(self.ring, device=self.device), self.length - 1
         slots = last - (last - places) % self.ring
         # Taken-back tokens left their places to no one.
@@ -301,13 +303,13 @@ class CodecLayer(CacheLayerMixin):
         window = self.sliding_window
         if window is not None and max(0, left - window + 1) < self.base:
             raise RuntimeError(
-                f"codec: a sliding layer keeps {SLACK} tokens beyond its window of {window}, and {-tokens_to_remove} are "
-                f"taken back; call `activate_past_recording()` on the cache before they are added."
+                f"codec: a sliding layer keeps {SLACK} tokens beyond its window of {window}, and {-tokens_to_remove} "
+                f"are taken back; call `activate_past_recording()` on the cache before they are added."
             )
         if left and self.written - left > SLACK:
             warnings.warn(
-                f"codec: {self.written - left} tokens were taken back, more than the {SLACK} that are kept exact beyond the "
-                f"window: some of the newest {self.window} are read from their rows until as many have come.",
+                f"codec: {self.written - left} tokens were taken back, more than the {SLACK} that are kept exact "
+                f"beyond the window: some of the newest {self.window} are read from their rows until as many have come.",
                 stacklevel=2,
             )
         self.length = left
@@ -323,7 +325,8 @@ class CodecLayer(CacheLayerMixin):
         self.length = self.base = self.written = 0
         self.pending, self.ragged, self.unsettled = None, False, True
         if self.capacity is None:
-            self.keys = self.values = self.first = self.offset = None
+            self.keys = self.values = None  # type: ignore[assignment]
+            self.first = self.offset = None
             self.is_initialized = False
         elif self.is_initialized:
             assert self.first is not None and self.offset is not None

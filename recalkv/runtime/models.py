@@ -57,8 +57,8 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if check and own.fingerprint and own.fingerprint != (found := model_fingerprint(base)):
         raise CheckpointError(
-            f"codec: it was fitted to a model of fingerprint {own.fingerprint}, and {type(base).__name__} has {found}; fit "
-            f"one to this model by `recalkv fit`."
+            f"codec: it was fitted to a model of fingerprint {own.fingerprint}, and {type(base).__name__} has {found}; "
+            f"fit one to this model by `recalkv fit`."
         )
     stop_codec(base)
     modules = {int(module.layer_idx): module for module in base.modules() if _attends(module)}
@@ -124,8 +124,8 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
             continue
         if layer.is_initialized and layer.get_seq_length():
             raise UnsupportedModelError(
-                f"codec: the cache already holds {layer.get_seq_length()} tokens of layer {index} that no codec packed, or "
-                f"was rebuilt from the tensors of another; give an empty cache, or `copy.deepcopy` of a coded one."
+                f"codec: the cache already holds {layer.get_seq_length()} tokens of layer {index} that no codec "
+                f"packed, or was rebuilt from the tensors of another; give an empty cache, or `copy.deepcopy` of a coded one."
             )
         window = getattr(layer, "sliding_window", None)
         capacity = None
@@ -166,5 +166,6 @@ class _CacheHook:
 
     def __deepcopy__(self, memo: Any) -> "_CacheHook":
         raise UnsupportedModelError(
-            "codec: a model that uses a codec cannot be copied; call `recalkv.stop_codec(model)`, copy, and `use_codec`."
+            "codec: a model that uses a codec cannot be copied; call `recalkv.stop_codec(model)`, copy it, and call "
+            "`recalkv.use_codec` on both."
         )

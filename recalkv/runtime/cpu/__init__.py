@@ -1,10 +1,12 @@
-"""Decoding and packing on a CPU by loops that Numba compiles: ``vectors`` has the products and the decoding of a tile,
-``threads`` runs the loops on torch's own threads, ``rows`` packs and unpacks prompts, ``step`` attends from a new token.
+"""Decoding and packing on a CPU by loops that Numba compiles.
+
+``vectors`` has the products and the decoding of a tile, ``threads`` runs the loops on torch's own threads, ``rows``
+packs and unpacks prompts, and ``step`` attends from a new token.
 """
 
 import functools
-import threading
 import sys
+import threading
 import warnings
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Attention of one new token a sequence, in one call: pack its row, score pieces of slots, sum values, merge.
 
-Heads of a group share a code, so their queries do: a piece of :data:`PIECE` slots is decoded once for all of them. Scores
-are ``q' z_n + q R_n mu``, the second product being one of a constant table (:mod:`recalkv.codec.rope`), and values are
-summed in code coordinates and mapped back once. Exact tokens, the first and the newest, are one more piece.
+Heads of a group share a code, so their queries do: a piece of :data:`PIECE` slots is decoded once for all of them.
+Scores are ``q' z_n + q R_n mu``, the second product being one of a constant table (:mod:`recalkv.codec.rope`), and
+values are summed in code coordinates and mapped back once. Exact tokens, the first and the newest, are one more piece.
 """
 
 import threading
@@ -56,8 +56,8 @@ _COLUMNS = 64
 
 _INTEGER = 32767
 _QUERY_NORM, _WEIGHT_SUM = 2_900_000, 990_000
-"""Bounds that keep sums of products within 32 bits: of a query's norm in a segment times the root of its width, as coded
-numbers have a norm of at most 1.45 GRAIN times that root; and of a piece's weights, as no level exceeds 2,152."""
+"""Bounds that keep sums of products within 32 bits: of a query's norm in a segment times the root of its width, as
+coded numbers have a norm of at most 1.45 GRAIN times that root; and of a piece's weights, as no level exceeds 2,152."""
 
 _TINY = np.float32(1e-30)
 
@@ -89,7 +89,7 @@ def _padded(width):
 
 @nested
 def _multiply(rows, inner, left, matrix, width, out):
-    """out (rows, padded width) = left (rows, inner) times a matrix of as many columns, at an address."""
+    """Write left (rows, inner) times a matrix of as many columns, at an address, to (rows, padded width)."""
     wide = _padded(width)
     out[: rows * wide] = 0
     add_product(rows, inner, wide, left.ctypes.data, 4 * inner, matrix, 4 * wide, out.ctypes.data, 4 * wide)

@@ -1,8 +1,8 @@
 """Compiled loops on torch's own threads.
 
-Threads of another pool would share the cores with those of torch, which wait for work by spinning. So the loops are called
-by the OpenMP library that torch uses, with what they work on in a list of numbers. Where torch has another library than
-GNU's they run in one thread.
+Threads of another pool would share the cores with those of torch, which wait for work by spinning. So the loops are
+called by the OpenMP library that torch uses, with what they work on in a list of numbers. Where torch has
+another library than GNU's they run in one thread.
 """
 
 import ctypes
