@@ -309,7 +309,8 @@ class CodecLayer(CacheLayerMixin):
         if left and self.written - left > SLACK:
             warnings.warn(
                 f"codec: {self.written - left} tokens were taken back, more than the {SLACK} that are kept exact "
-                f"beyond the window: some of the newest {self.window} are read from their rows until as many have come.",
+                f"beyond the window: some of the newest {self.window} are read from their rows until as many have "
+                f"come.",
                 stacklevel=2,
             )
         self.length = left

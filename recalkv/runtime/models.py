@@ -125,7 +125,8 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
         if layer.is_initialized and layer.get_seq_length():
             raise UnsupportedModelError(
                 f"codec: the cache already holds {layer.get_seq_length()} tokens of layer {index} that no codec "
-                f"packed, or was rebuilt from the tensors of another; give an empty cache, or `copy.deepcopy` of a coded one."
+                f"packed, or was rebuilt from the tensors of another; give an empty cache, or `copy.deepcopy` of a "
+                f"coded one."
             )
         window = getattr(layer, "sliding_window", None)
         capacity = None
