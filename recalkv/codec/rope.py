@@ -6,6 +6,7 @@ position, and keys differ by the rotation alone: ``k_n = R_n k_0``. From the key
 interleaved pairs, partial rotation, YaRN, Llama 3's, long RoPE, and layers without any.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,11 @@ class Rotation:
 
     pairs: Tensor
     frequencies: Tensor
+
+    @functools.cached_property
+    def halves(self) -> bool:
+        """Whether dimension i turns with dimension i + d / 2."""
+        return bool((self.pairs.flatten() == torch.arange(self.pairs.numel())).all())
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of (..., d / 2), float64, at positions (...)."""

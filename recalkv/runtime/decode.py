@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.coded import attend_rows, kernel_serves
 from recalkv.runtime.loops import layer_loops
 from recalkv.runtime.prefill import merge, partial_attention
 
@@ -68,7 +69,15 @@ def decode_step(
         query, exact[..., : dims[0]], exact[..., dims[0] :], scale,
         torch.cat([sinks, recent], 1)[:, None, None], softcap=softcap,
     )  # fmt: skip
-    if layer.length - low > 0:
+    edge = max(layer.length - layer.window, layer.written - layer.ring, 0)
+    if kernel_serves(layer.codec, query) and bool((allowed == (slots >= layer.first[:, None])).all()):
+        begin = (layer.first + layer.sinks).clamp_min(max(low, layer.base)) - layer.base
+        end = torch.full_like(begin, edge - layer.base)
+        coded_part = attend_rows(
+            layer.codec, layer.keys, query, begin.minimum(end), end, layer.offset + layer.base, scale, softcap
+        )
+        output, lse = merge(output.float(), lse, *coded_part)
+    elif layer.length - low > 0:
         keys, values = layer.rounded(low, layer.length)
         pair = keys.to(query.dtype), values.to(query.dtype)
         output, lse = merge(output, lse, *partial_attention(query, *pair, scale, coded[:, None, None], softcap=softcap))

@@ -46,7 +46,7 @@ def mean_keys(codec: LayerCodec, start: int, count: int, offset: Tensor, ragged:
         cos, sin = (table[None, None, start : start + count] for table in _turns(rotation, start + count, device))
     mean, pairs = codec.key_mean.to(device), rotation.pairs.to(device)
     first, second = (mean[:, None, index] for index in pairs)
-    result = mean.new_empty((cos.shape[0], len(mean), count, mean.shape[1]))
-    result[..., pairs[0]] = first * cos - second * sin
-    result[..., pairs[1]] = second * cos + first * sin
-    return result
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    order = pairs.flatten()
+    # Pairs of halves, as most models have, stand in their order already.
+    return turned if rotation.halves else torch.empty_like(turned).index_copy_(-1, order, turned)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["attend", "merge", "partial_attention"]
 
-_BAND = 64
+_BAND = 32
 """Queries of a block whose bands are attended to at once."""
 
 _QUERIES = 512
@@ -157,23 +157,49 @@ def _band(
     count, heads, device = query.shape[2], query.shape[1], query.device
     size = min(_BAND, count)
     blocks, lack = -(-count // size), -count % size
-    span = size + window - 1
+    span, groups = size + window - 1, heads // key.shape[1]
 
     def cut(states: Tensor) -> Tensor:
+        """(batch, kv heads, blocks, span, d)."""
         return torch.nn.functional.pad(states, (0, 0, 0, lack)).unfold(2, span, size).transpose(3, 4)
 
     queries = torch.nn.functional.pad(query, (0, 0, 0, lack)).unflatten(2, (blocks, size))
-    keys, values = cut(key), cut(value)  # (batch, kv heads, blocks, span, d)
+    # Query heads of a KV head stand below each other: (batch, kv heads, blocks, groups * size, d).
+    queries = queries.unflatten(1, (key.shape[1], groups)).transpose(2, 3).flatten(3, 4)
+    keys, values = cut(key), cut(value)
     place = torch.arange(size, device=device)[:, None], torch.arange(span, device=device)
     near = (place[1] >= place[0]) & (place[1] < place[0] + window)
+    if device.type == "cpu" and mask is None and softcap is None and query.shape[-1] == value.shape[-1]:
+        # Slots before the first concern the first blocks alone, and those behind the last no query that is kept.
+        early = min(blocks, max(0, -(-(window - 1 - start) // size)))
+        parts = []
+        for first, last in ((0, early), (early, blocks)):
+            if first == last:
+                continue
+            seen = near.repeat(groups, 1)
+            if first == 0 and early:
+                slots = start - window + 1 + size * torch.arange(last)[:, None, None] + place[1]
+                seen = seen & (slots >= 0)
+            bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -math.inf)
+            bias = bias[:, None].repeat(query.shape[0] * key.shape[1], 1, 1, 1) if bias.dim() == 3 else bias
+            own = (each[:, :, first:last].flatten(0, 2)[:, None] for each in (queries, keys, values))
+            output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *own, 0.0, False, attn_mask=bias, scale=scale
+            )
+            shape = (query.shape[0], key.shape[1], last - first, groups, size)
+            parts.append((output[:, 0].unflatten(0, shape[:3]).unflatten(3, shape[3:]), lse[:, 0].view(shape)))
+        output, lse = (torch.cat(each, 2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
+        return (
+            output.transpose(2, 3).flatten(1, 2).flatten(2, 3)[:, :, :count],
+            lse.transpose(2, 3).flatten(1, 2).flatten(2, 3)[:, :, :count],
+        )
     # Slots before the first, and behind the last.
     slots = start - window + 1 + size * torch.arange(blocks, device=device)[:, None] + place[1]
     near = near & ((slots >= 0) & (slots < start + count))[:, None]
     if mask is not None:
         rows = torch.arange(blocks * size, device=device).clamp_max(count - 1).view(blocks, size, 1)
         near = near & mask[..., rows, slots.clamp(0, mask.shape[-1] - 1)[:, None]]
-    groups = heads // key.shape[1]
-    scores = queries.unflatten(1, (key.shape[1], groups)) @ keys[:, :, None].mT
+    scores = queries.unflatten(3, (groups, size)).transpose(2, 3) @ keys[:, :, None].mT
     scores = scores.flatten(1, 2).float() * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()

@@ -12,12 +12,15 @@ from torch import Tensor
 from recalkv.codec.codes import BITS, GRAIN, levels
 from recalkv.codec.layout import SCALE_STEPS, SCALE_TRIALS, SCALE_ZERO, TILE, Segment
 from recalkv.runtime.cpu.threads import array, floats, run, thread_count, thread_number, threads_of_torch
-from recalkv.runtime.cpu.vectors import called, decode, nested
+from recalkv.runtime.cpu.vectors import called, decode, nested, trial_error
 
 __all__ = ["pack_tiles", "segment_table", "tables", "unpack_tiles", "write_row"]
 
 CELLS, REACH = 2048, 6.0
 """Cells of a grid from -REACH to REACH, each of which knows the code of its lower end: no two edges share a cell."""
+
+_WIDEST = 4096
+"""Numbers of a segment, at most."""
 
 _KINDS = 9
 """Tables are found by the number of bits, up to 8."""
@@ -97,6 +100,7 @@ def write_row(numbers, segments, count, lookup, row):
     """
     table = array(segments, count * 4, np.int64)
     cells = array(lookup[0], _KINDS * CELLS, np.uint8)
+    codes = np.empty(_WIDEST, np.uint8)
     edges, values, scales = floats(lookup[1], _KINDS * 256), floats(lookup[2], _KINDS * 256), floats(lookup[3], 256)
     for each in range(count):
         byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
@@ -110,14 +114,19 @@ def write_row(numbers, segments, count, lookup, row):
             tried = min(max(middle + _TRIALS[trial], 0), 255)
             scale, error = scales[tried], np.float32(0)
             inverse = np.float32(1) / scale
-            for i in range(width):
-                value = numbers[first + i] * inverse
-                left = values[bits * 256 + _code_of(value, bits, cells, edges)] - value
-                error += left * left
+            if bits <= 4:
+                error = trial_error(bits, numbers.ctypes.data + 4 * first, width, inverse)
+            else:
+                for i in range(width):
+                    value = numbers[first + i] * inverse
+                    left = values[bits * 256 + _code_of(value, bits, cells, edges)] - value
+                    error += left * left
             error *= scale * scale
             if error < best:
                 best, level = error, tried
         inverse = np.float32(1) / scales[level]
+        for i in range(width):
+            codes[i] = _code_of(numbers[first + i] * inverse, bits, cells, edges)
         place = row + byte * _TILE
         array(place, 1, np.uint8)[0] = level
         place += _TILE
@@ -130,8 +139,7 @@ def write_row(numbers, segments, count, lookup, row):
             for j in range(octets):
                 word = np.int64(0)
                 for turn in range(8 // plane):
-                    value = numbers[first + j + turn * octets] * inverse
-                    code = _code_of(value, bits, cells, edges) >> low
+                    code = np.int64(codes[j + turn * octets]) >> low
                     word |= (code & ((1 << plane) - 1)) << (turn * plane)
                 out[j * _TILE] = word
             place += octets * _TILE
@@ -139,7 +147,7 @@ def write_row(numbers, segments, count, lookup, row):
 
 @called
 def _pack(address):
-    """Rows of many tokens: threads, tokens, width, row stride of numbers, numbers, segments, count, tables, tiles, bytes."""
+    """Rows of many tokens; :func:`_arguments` has the order of the numbers."""
     numbers = carray(address, (16,), np.int64)
     threads, tokens, width, source = numbers[0], numbers[1], numbers[2], numbers[3]
     segments, count, lookup = numbers[4], numbers[5], array(numbers[6], 4, np.int64)

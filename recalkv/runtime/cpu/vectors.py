@@ -32,6 +32,7 @@ __all__ = [
     "partner",
     "scaled",
     "to_integers",
+    "trial_error",
 ]
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
@@ -560,6 +561,54 @@ def _integers(context: Any, values: Any, factor: Any, count: Any, out: Any) -> A
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64), generate
+
+
+def _trial(bits: int) -> Any:
+    """Squared error of a segment's numbers, each times a factor, at their nearest levels; a multiple of 8 numbers."""
+    table = [float(level) for level in levels(bits)]
+
+    @intrinsic
+    def trial(context: Any, numbers: Any, count: Any, factor: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            numbers, count, factor = arguments
+            kind, total = ir.VectorType(_FLOAT, 8), cgutils.alloca_once(builder, ir.VectorType(_FLOAT, 8))
+            by = _splat(builder, factor, 8)
+            builder.store(_constant(_FLOAT, 0, 8), total)
+            with cgutils.for_range(builder, builder.udiv(count, ir.Constant(_LONG, 8))) as loop:
+                own = builder.load(_address(builder, numbers, kind, (loop.index, 32)), align=4)
+                own = builder.fmul(own, by)
+                # Levels are multiples of 1 / GRAIN, so that sums of their steps are exact.
+                level = _constant(_FLOAT, table[0], 8)
+                for low, high in zip(table[:-1], table[1:], strict=True):
+                    above = builder.fcmp_ordered(">", own, _constant(_FLOAT, float(np.float32((low + high) / 2)), 8))
+                    raised = builder.fadd(level, _constant(_FLOAT, high - low, 8))
+                    level = builder.select(above, raised, level)
+                left = builder.fsub(level, own)
+                more = builder.fadd(builder.load(total), builder.fmul(left, left))
+                builder.store(more, total)
+            vector, lanes = builder.load(total), 8
+            while lanes > 1:
+                lanes //= 2
+                halves = (_chosen(builder, vector, vector, list(range(f, f + lanes))) for f in (0, lanes))
+                vector = builder.fadd(*halves)
+            return builder.extract_element(vector, _INT(0))
+
+        return types.float32(types.int64, types.int64, types.float32), generate
+
+    return trial
+
+
+_trial_1, _trial_2, _trial_3, _trial_4 = (_trial(bits) for bits in (1, 2, 3, 4))
+
+
+@nested
+def trial_error(bits, numbers, count, factor):
+    """Squared error of numbers at an address, each times a factor, at their nearest levels of up to 4 bits."""
+    if bits == 4:
+        return _trial_4(numbers, count, factor)
+    if bits == 3:
+        return _trial_3(numbers, count, factor)
+    return _trial_2(numbers, count, factor) if bits == 2 else _trial_1(numbers, count, factor)
 
 
 @nested
