@@ -56,7 +56,7 @@ def attend_rows(
         Outputs, and the log-sum-exp of the scores.
     """
     layout, rotation, backs, mean_back = _prepared(codec, query.device)
-    groups, (dk, dv) = codec.groups, codec.head_dims
+    groups, dk = codec.groups, codec.head_dims[0]
     heads = codec.kv_heads // groups
     # (batch, groups, heads, queries a head, d_k)
     own = (query[:, :, 0].float() * scale).unflatten(1, (groups, heads, -1))
