@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Stat
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recalkv.codec.sidecar import Codec
+from recalkv.evaluation.resources import device_name
 from recalkv.runtime import codec_cache, stop_codec, use_codec
 from recalkv.runtime.attention import NAME
 from recalkv.runtime.models import coded
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="also 64K slots, 16K tokens of the model, prompts of 512")
     parser.add_argument("--model", default="data/model")
     parser.add_argument("--codec", default="data/codec")
+    parser.add_argument("--out", type=Path, help="file for the figures, and the processor that they are of")
     options = parser.parse_args()
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     codec, rounds = Codec.load(Path(options.codec)), 5 if options.quick else 11
@@ -197,7 +199,11 @@ def main() -> None:
     figures["kl_4bit"] = float(divergence(model, codec, text[: 2 * 1024].view(2, 1024)).mean())
     figures["kl_4bit_8192"] = float(divergence(model, codec, text[None, :8192])[0, 6144:].mean())
     figures["error"] = step_error(codec)
-    print(json.dumps({name: float(f"{value:.3g}") for name, value in figures.items()}))
+    figures = {name: float(f"{value:.3g}") for name, value in figures.items()}
+    print(json.dumps(figures))
+    if options.out:
+        record = {**figures, "processor": device_name(torch.device("cpu")), "threads": torch.get_num_threads()}
+        options.out.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 
 def held_out(model: str) -> Tensor:
