@@ -1,0 +1,92 @@
+"""Tiny models that use a codec, fitted once for all test files of a process."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from recalkv.codec.fit import fit
+from recalkv.codec.sidecar import Codec
+from recalkv.runtime import use_codec
+from tests import tiny
+
+WINDOW = 8
+"""Newest exact tokens: few, so that most of a short sequence is read from rows."""
+
+RANGE = 0.08
+"""Of the weights: larger ones make random models chaotic, so that rounding is all that tests see."""
+
+FAMILIES = (
+    "llama-mha", "llama-gqa", "qwen2-bias", "qwen3-qk-norm", "mistral-sliding", "gemma2-softcap", "gemma3",
+    "gpt-oss-sinks", "glm-partial", "ernie4.5", "smollm3-nope", "gpt2", "qwen3-next-hybrid", "granite4-hybrid",
+)  # fmt: skip
+"""What models hand to their attention: every kind that there is."""
+
+
+def dense(family: str = "llama-gqa", **changes: Any) -> Any:
+    """A random float32 model without a codec."""
+    if family != "gpt2":
+        # Scores of normed queries and keys would be larger than those of trained models.
+        own = {"query_pre_attn_scalar": 24} if family.startswith("gemma") else {}
+        return tiny.dense_model(family, initializer_range=RANGE, **own | changes)
+    torch.manual_seed(0)
+    sizes = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "vocab_size": tiny.VOCABULARY}
+    special = {"initializer_range": RANGE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **special)).eval()
+
+
+@functools.cache
+def codec_of(family: str = "llama-gqa", bits: float = 4) -> Codec:
+    """Its codec, of few exact tokens."""
+    return dataclasses.replace(fit(dense(family), tiny.windows(), bits, context=256), window=WINDOW)
+
+
+def coded_model(family: str = "llama-gqa", bits: float = 4) -> Any:
+    """A new model that uses its codec."""
+    return use_codec(dense(family), codec_of(family, bits))
+
+
+def token_ids(batch: int = 6, length: int = 60, seed: int = 5) -> Tensor:
+    """Random tokens, special ones left out."""
+    return torch.randint(3, tiny.VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def one_pass(model: Any, ids: Tensor, **further: Any) -> Tensor:
+    """Logits of one pass without a cache."""
+    return model(ids, use_cache=False, **further).logits
+
+
+@torch.no_grad()
+def in_chunks(model: Any, ids: Tensor, ends: Iterable[int], cache: Any = None, **masks: Tensor) -> tuple[Tensor, Any]:
+    """Logits of chunks that end there, and the cache; masks and positions are those of all tokens."""
+    start, parts = 0 if cache is None else int(cache.get_seq_length()), []
+    for end in ends:
+        own = {name: each[:, : end if name == "attention_mask" else None] for name, each in masks.items()}
+        if "position_ids" in own:
+            own["position_ids"] = own["position_ids"][:, start:end]
+        output = model(ids[:, start:end], past_key_values=cache, use_cache=True, **own)
+        cache, start = output.past_key_values, end
+        parts.append(output.logits)
+    return torch.cat(parts, 1), cache
+
+
+def differences(found: Tensor, wanted: Tensor) -> Tensor:
+    """Largest difference of each sequence's logits, over the largest logit."""
+    return ((found - wanted).abs().flatten(1).amax(1) / wanted.abs().max()).float()
+
+
+def assert_agree(found: Tensor, wanted: Tensor, tolerance: float = 2e-4, tied: float = 0.03) -> None:
+    """Sequences agree up to rounding, some of them but for ties.
+
+    Where a number lies between two levels, rounding decides for one, and the logits behind it differ by a part of what
+    the codec changes. Two in three sequences may have met a tie; their differences are bounded as well.
+    """
+    assert found.shape == wanted.shape and bool(torch.isfinite(found).all())
+    apart = differences(found, wanted)
+    assert float(apart.max()) < tied, apart
+    assert float(apart.sort().values[max(0, len(apart) // 3 - 1)]) < tolerance, apart
