@@ -1,0 +1,72 @@
+"""A token's attention over rows by a kernel's interface agrees with plain torch: scores, outputs, padding, windows."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from recalkv.codec.layout import Segment
+from recalkv.codec.rope import Rotation
+from recalkv.codec.sidecar import Code, LayerCodec
+from recalkv.runtime import coded, decode
+from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.reference import coded_attention_torch
+
+_KEYS = (Segment(8, 8), Segment(8, 6), Segment(16, 4), Segment(16, 3), Segment(8, 2))
+_VALUES = (Segment(16, 4), Segment(24, 3), Segment(8, 1))
+
+
+def _layer_codec(groups: int) -> LayerCodec:
+    """Two KV heads of 32 a group."""
+    generator = torch.Generator().manual_seed(groups)
+
+    def codes(segments: tuple[Segment, ...]) -> tuple[Code, ...]:
+        bases = torch.linalg.qr(torch.randn(groups, 64, 64, generator=generator)).Q
+        return tuple(Code(basis.contiguous(), segments) for basis in bases)
+
+    means = (torch.randn(2 * groups, 32, generator=generator) for _ in range(2))
+    rotation = Rotation(torch.arange(32).view(2, 16), 10000.0 ** (-torch.arange(16).double() / 16))
+    return LayerCodec(codes(_KEYS), codes(_VALUES), *means, rotation)
+
+
+def _filled(codec: LayerCodec, tokens: int, padding: int, sliding: int | None) -> tuple[CodecLayer, torch.Tensor]:
+    """A cache of two sequences, the second padded on its left, and which slots are attended to."""
+    layer = CodecLayer(codec, 32, 4, sliding)
+    states = torch.randn(2, 2, codec.kv_heads, tokens, 32, generator=torch.Generator().manual_seed(tokens))
+    seen = torch.ones(2, tokens, dtype=torch.bool)
+    seen[1, :padding] = False
+    positions = torch.arange(tokens) - torch.tensor([[0], [padding]])
+    layer.update(states[0], states[1])
+    layer.append(states[0], states[1], seen, positions)
+    return layer, seen
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("tokens", "padding", "sliding"), [(20, 3, None), (150, 30, None), (200, 9, 64)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_kernels_agree_with_torch(
+    monkeypatch: pytest.MonkeyPatch, groups: int, tokens: int, padding: int, sliding: int | None, softcap: float | None
+) -> None:
+    codec = _layer_codec(groups)
+    layer, seen = _filled(codec, tokens, padding, sliding)
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(2, 3 * codec.kv_heads, 1, 32, generator=generator)
+    new = torch.randn(2, codec.kv_heads, 1, 32, generator=generator)
+    _, low = layer.get_mask_sizes(1)
+    mask = torch.cat([seen, torch.ones(2, 1, dtype=torch.bool)], 1)[:, None, None, low:]
+    sinks = torch.randn(query.shape[1], generator=generator)
+
+    def step(own: CodecLayer) -> torch.Tensor:
+        own.update(new, new)
+        return decode.decode_step(own, query, new, new, None, None, mask, 0.2, softcap, sinks)
+
+    results: dict[str, Any] = {"loops": step(copy.deepcopy(layer))}
+    monkeypatch.setattr(decode, "layer_loops", lambda *_: None)
+    results["torch"] = step(copy.deepcopy(layer))
+    monkeypatch.setattr(decode, "kernel_serves", lambda *_: True)
+    monkeypatch.setattr(coded, "_kernel", lambda: coded_attention_torch)
+    results["kernel"] = step(copy.deepcopy(layer))
+    torch.testing.assert_close(results["kernel"], results["torch"], rtol=1e-4, atol=1e-5)
+    # Queries and weights are integers of 16 bits in the loops.
+    torch.testing.assert_close(results["loops"], results["torch"], rtol=1e-3, atol=1e-3)
