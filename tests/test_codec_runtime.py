@@ -132,6 +132,16 @@ def test_left_padding_changes_nothing(family: str) -> None:
         assert_agree(torch.where(real[..., None], found, wanted), wanted)
 
 
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "gemma3", "gpt-oss-sinks"])
+@pytest.mark.parametrize("static", [False, True])
+def test_long_chunks_push_out_what_they_attend_to(family: str, static: bool) -> None:
+    model, ids = coded_model(family), torch.cat([token_ids(4), token_ids(4, 130, seed=8)], 1)
+    cache = StaticCache(config=model.config, max_cache_len=200) if static else None
+    wanted = one_pass(model, ids)
+    found, _ = in_chunks(model, ids, [30, 101, 102, 136, *range(137, 145), 190], cache)
+    assert_agree(found, wanted, tied=0.1)
+
+
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "gemma3", "gpt2"])
 def test_a_prefix_serves_several_continuations(family: str) -> None:
     model, ids = coded_model(family), token_ids()

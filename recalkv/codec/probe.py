@@ -42,6 +42,8 @@ def set_attention(model: Any, name: str) -> None:
     """
     try:
         model.set_attn_implementation(name)
+        if attention_name(model) != name:
+            raise ValueError("it keeps its own, eager attention")
     except (ValueError, AttributeError) as error:
         raise UnsupportedModelError(
             f"codec: {type(model).__name__} does not use transformers' attention interface ({error}); only models that "

@@ -1,5 +1,6 @@
 """The attention function that models call: it stores new tokens and attends to what the cache holds of all."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -12,10 +13,10 @@ from recalkv.codec.attention import check_supported, dense_attention
 from recalkv.codec.sidecar import Codec, LayerCodec
 from recalkv.errors import ReCalKVError, UnsupportedModelError
 from recalkv.runtime import prefill
-from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.decode import decode_step
 
-__all__ = ["NAME"]
+__all__ = ["NAME", "check_positions"]
 
 NAME = "recalkv_codec"
 
@@ -52,7 +53,13 @@ def _attention(
     if mask is not None and mask.dtype != torch.bool:
         mask = mask > torch.finfo(mask.dtype).min / 2
     layer: CodecLayer | None = getattr(key, "codec_layer", None)
-    with torch.no_grad():
+    kind = query.device.type
+    mixed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch.is_autocast_enabled(kind):
+        # As for torch's own attention; what is coded is computed in float32.
+        query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+        mixed = torch.autocast(kind, enabled=False)
+    with torch.no_grad(), mixed:
         positions = _positions(module, position_ids, query.shape[2])
         arguments = (mask, scale, softcap, s_aux)
         if layer is None:
@@ -64,17 +71,31 @@ def _attention(
     return output, None
 
 
+def check_positions(module: Any, positions: Tensor) -> None:
+    """Refuse positions (numbers, batch, tokens) of multimodal RoPE that are not those of text, thrice the same.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
+    # Where there are four, the first is the text's own, for masks.
+    same = (positions[-3:] == positions[-3:-2]).all()
+    message = (
+        f"codec: {type(module).__name__} has positions of {min(3, len(positions))} numbers a token (multimodal RoPE), "
+        f"from which the mean key cannot be taken off; only text can be served."
+    )
+    if torch.compiler.is_compiling():
+        torch._assert_async(same, message)
+    elif not bool(same):
+        raise UnsupportedModelError(message)
+
+
 def _positions(module: Any, positions: Tensor | None, count: int) -> Tensor | None:
     """Positions of the new tokens as one row of numbers a sequence."""
     if positions is None:
         return None
     if positions.dim() == 3:
-        # Multimodal RoPE: text has the same number three times.
-        if not bool((positions == positions[:1]).all()):
-            raise UnsupportedModelError(
-                f"codec: {type(module).__name__} has positions of {len(positions)} numbers a token (multimodal RoPE), "
-                f"from which the mean key cannot be taken off; only text can be served."
-            )
+        check_positions(module, positions)
         positions = positions[0]
     return positions[..., -count:]
 
@@ -106,35 +127,43 @@ def _cached(
     if count == 1:
         return decode_step(layer, query, key, value, positions, seen, mask, scale, softcap, s_aux)
     before = layer.exact_slots() if layer.length else None
-    earlier = _earlier(layer, before, key, value)
-    start = layer.append(key, value, seen, positions)
+    earlier, start = _earlier(layer, before, key, value), layer.length
+    # What a sliding layer drops for a long chunk, and the chunk's first queries attend to.
+    leaving = layer.rounded(skipped, start) if skipped < start < end - SLACK and layer.is_sliding else None
+    layer.append(key, value, seen, positions)
     # Slots that can be attended to; a sliding layer may hold more.
     low = max(layer.base, skipped)
-    keys, values = _with_sinks(layer.rounded(low, end), layer, torch.arange(low, end, device=query.device))
+    keys, values = _with_sinks(layer.rounded(low, end), layer, low, end)
     pair = keys.to(query.dtype), values.to(query.dtype)
-    # A long chunk over a sliding layer: what slid out of the rows is still at hand.
     exact = (torch.cat([earlier[0], key], 2), torch.cat([earlier[1], value], 2))
     if low > skipped:
-        pair = _whole_chunk(layer, pair, key, value, start, skipped, low)
+        pair = _whole_chunk(layer, pair, leaving, key, value, start, skipped, low)
         low = skipped
     output = prefill.attend(query, pair, exact, layer.window, start - low, mask, scale, softcap, s_aux)
     return output.transpose(1, 2).contiguous()
 
 
 def _whole_chunk(
-    layer: CodecLayer, pair: tuple[Tensor, Tensor], key: Tensor, value: Tensor, start: int, skipped: int, low: int
+    layer: CodecLayer,
+    pair: tuple[Tensor, Tensor],
+    leaving: tuple[Tensor, Tensor] | None,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    skipped: int,
+    low: int,
 ) -> tuple[Tensor, Tensor]:
     """Rounded states of slots that a chunk longer than the layer's window pushed out of it, before the others."""
     assert layer.offset is not None
-    if skipped < start:
-        raise UnsupportedModelError(
-            f"codec: a sliding layer dropped slots {skipped} to {start} that a chunk still attends to; this is a fault."
-        )
-    part = slice(skipped - start, low - start)
-    slots = torch.arange(skipped, low, device=key.device)
-    positions = slots + layer.offset[:, None]
-    rows = layer.codec.pack(key[:, :, part], value[:, :, part], positions)
-    keys, values = _with_sinks(layer.codec.unpack(rows, positions), layer, slots)
+    parts = [] if leaving is None else [tuple(states[:, :, : low - skipped] for states in leaving)]
+    if low > start:
+        first = max(skipped, start)
+        part = slice(first - start, low - start)
+        positions = torch.arange(first, low, device=key.device) + layer.offset[:, None]
+        rows = layer.codec.pack(key[:, :, part], value[:, :, part], positions)
+        parts.append(layer.codec.unpack(rows, positions))
+    keys, values = (torch.cat(each, 2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
+    keys, values = _with_sinks((keys, values), layer, skipped, low)
     return torch.cat([keys.to(pair[0]), pair[0]], 2), torch.cat([values.to(pair[1]), pair[1]], 2)
 
 
@@ -145,11 +174,11 @@ def _earlier(layer: CodecLayer, slots: Tensor | None, key: Tensor, value: Tensor
     if slots is None:
         shape = (*key.shape[:2], count)
         return key.new_zeros((*shape, dims[0])), value.new_zeros((*shape, dims[1]))
-    kept = layer.values[:, :, layer.sinks + wanted % layer.ring]
-    there = (slots[wanted % layer.ring] == wanted) & (wanted >= 0)
-    if not bool((there | (wanted < 0)).all()):
+    kept = layer.values[:, :, layer.sinks + wanted % layer.ring].to(key.dtype)
+    if max(0, layer.length - count) < layer.written - layer.ring:
         # Behind a deep crop some are known by their rows alone.
         assert layer.offset is not None
+        there = (slots[wanted % layer.ring] == wanted) & (wanted >= 0)
         low = max(layer.base, layer.length - count)
         known = torch.cat(layer.rounded(low, layer.length), -1)
         known = torch.nn.functional.pad(known, (0, 0, count - known.shape[2], 0))
@@ -158,18 +187,18 @@ def _earlier(layer: CodecLayer, slots: Tensor | None, key: Tensor, value: Tensor
     return kept[..., : dims[0]], kept[..., dims[0] :]
 
 
-def _with_sinks(states: tuple[Tensor, Tensor], layer: CodecLayer, slots: Tensor) -> tuple[Tensor, Tensor]:
+def _with_sinks(states: tuple[Tensor, Tensor], layer: CodecLayer, low: int, end: int) -> tuple[Tensor, Tensor]:
     """Put exact sinks in their places among states of consecutive slots."""
     assert layer.first is not None
     if not layer.ragged:
-        low, last = int(slots[0]), min(layer.sinks, int(slots[-1]) + 1)
+        last = min(layer.sinks, end)
         if low >= layer.sinks:
             return states
         dims = states[0].shape[-1]
         states[0][:, :, : last - low] = layer.values[:, :, low:last, :dims].to(states[0])
         states[1][:, :, : last - low] = layer.values[:, :, low:last, dims:].to(states[1])
         return states
-    own = slots - layer.first[:, None]
+    own = torch.arange(low, end, device=layer.first.device) - layer.first[:, None]
     here = ((own >= 0) & (own < layer.sinks))[:, None, :, None]
     index = own.clamp(0, layer.sinks - 1)[:, None, :, None].expand(-1, states[0].shape[1], -1, layer.values.shape[-1])
     sinks = layer.values[:, :, : layer.sinks].gather(2, index)
@@ -201,7 +230,7 @@ def _uncached(
         seen = mask[:, 0].any(1).expand(key.shape[0], -1)
     layer.append(key, value, seen, positions)
     end = key.shape[2]
-    keys, values = _with_sinks(layer.rounded(0, end), layer, torch.arange(end, device=key.device))
+    keys, values = _with_sinks(layer.rounded(0, end), layer, 0, end)
     lead = torch.nn.functional.pad
     exact = tuple(lead(each, (0, 0, codec.window - 1, 0))[:, :, start:] for each in (key, value))
     pair = keys.to(query.dtype), values.to(query.dtype)

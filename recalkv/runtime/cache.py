@@ -73,6 +73,10 @@ class CodecLayer(CacheLayerMixin):
         self.is_sliding = sliding_window is not None
         self.is_compileable = capacity is not None
         self.length = self.base = self.written = 0
+        # Tokens there were when what slides out began to be kept.
+        self.recorded = 0
+        # Whether a model's forward pass has said that its attention stores what comes; None outside of models.
+        self.awaited: bool | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
         self.first: Tensor | None = None
         self.offset: Tensor | None = None
@@ -118,7 +122,7 @@ class CodecLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new tokens; the attention function stores them (:meth:`append`), as it knows masks and positions."""
-        if self.pending is not None:
+        if self.pending is not None or self.awaited is False:
             raise UnsupportedModelError(
                 "codec: keys and values were handed to the cache and not to recalkv's attention function; call "
                 "`recalkv.use_codec(model, codec)` on the model that uses this cache."
@@ -161,6 +165,7 @@ class CodecLayer(CacheLayerMixin):
     def begin(self, count: int, seen: Tensor | None, positions: Tensor | None) -> tuple[int, int]:
         """Make ready for so many new tokens: room, first slots and positions. The slot of the first, and how many."""
         self.pending = None
+        self.awaited = None if self.awaited is None else False
         start = self.length
         if self.capacity is not None and start + count > self.capacity and self.sliding_window is None:
             raise ParameterError(
@@ -180,7 +185,9 @@ class CodecLayer(CacheLayerMixin):
         """Learn where sequences begin and what their positions are."""
         assert self.first is not None and self.offset is not None
         fresh = self.first == _UNSET if start else torch.ones_like(self.first, dtype=torch.bool)
-        self.ragged |= positions is not None and bool((positions[:, -1] != start + count - 1).any())
+        traced = torch.compiler.is_compiling()  # graphs know no flags that depend on tensors
+        if positions is not None:
+            self.ragged |= traced or bool((positions[:, -1] != start + count - 1).any())
         if seen is None:
             begins = torch.full_like(self.first, start)
         else:
@@ -189,7 +196,7 @@ class CodecLayer(CacheLayerMixin):
         self.first = torch.where(fresh, begins, self.first)
         if positions is not None:
             self.offset = torch.where(fresh, positions[:, -1] - (start + count - 1), self.offset)
-        self.unsettled = self.ragged and bool((self.first == _UNSET).any())
+        self.unsettled = self.ragged and (traced or bool((self.first == _UNSET).any()))
 
     def _store(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Write the rows of new tokens (batch, kv heads, tokens, d) from a slot on."""
@@ -234,7 +241,7 @@ class CodecLayer(CacheLayerMixin):
         if end - self.base <= held:
             return
         if window is not None:
-            keep = max(0, self.length - window - self.ring) if self.record_past else end - window - SLACK
+            keep = (self.recorded if self.record_past else end) - window - SLACK
             base = max(self.base, keep // TILE * TILE)
             if base > self.base:
                 left = self.keys[:, (base - self.base) // TILE :].clone()
@@ -251,6 +258,7 @@ class CodecLayer(CacheLayerMixin):
         """Keep the first and the newest of (batch, kv heads, tokens, d_k + d_v)."""
         assert self.first is not None
         count, ring = states.shape[2], self.ring
+        states = states.to(self.values.dtype)  # which may be another under autocast
         newest = states[:, :, -ring:]
         slots = torch.arange(start + count - newest.shape[2], start + count, device=states.device)
         self.values[:, :, self.sinks + slots % ring] = newest
@@ -289,7 +297,7 @@ class CodecLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """Keep what slides out of the window until the next crop."""
-        self.record_past = True
+        self.record_past, self.recorded = True, self.length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens, a negative number of them."""
@@ -297,6 +305,7 @@ class CodecLayer(CacheLayerMixin):
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to take back as a negative number.")
         left = self.length + tokens_to_remove
         if not self.is_initialized or tokens_to_remove == 0:
+            self.recorded = self.length
             return
         if left < 0:
             raise ParameterError(f"codec: {-tokens_to_remove} tokens cannot be taken back of {self.length}.")
@@ -313,7 +322,9 @@ class CodecLayer(CacheLayerMixin):
                 f"come.",
                 stacklevel=2,
             )
-        self.length = left
+        self.length = self.recorded = left
+        # What comes is exact again, whatever stood in its places.
+        self.written = min(self.written, left + self.ring)
         assert self.first is not None
         if left == 0:
             self.reset()
@@ -323,7 +334,7 @@ class CodecLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens; a static layer keeps its memory."""
-        self.length = self.base = self.written = 0
+        self.length = self.base = self.written = self.recorded = 0
         self.pending, self.ragged, self.unsettled = None, False, True
         if self.capacity is None:
             self.keys = self.values = None  # type: ignore[assignment]

@@ -44,7 +44,8 @@ def decode_step(
         layer.begin(1, seen, positions)
         layer.advance(1)
         seen_slots = None if mask is None else mask[:, 0, 0]
-        states = (each.contiguous() for each in (query, key, value))
+        # Of the cache's type, which autocast may leave in between.
+        states = (each.to(layer.dtype).contiguous() for each in (query, key, value))
         output = loops.step(layer, *states, low, seen_slots, scale, softcap, s_aux)
         return output.to(query.dtype)[:, None]
     layer.append(key, value, seen, positions)
@@ -64,13 +65,15 @@ def decode_step(
     in_recent = torch.zeros(layer.length + 1, dtype=torch.bool, device=device)
     in_recent[torch.where(inside, newest, layer.length)] = True
     coded = allowed & ~in_recent[low : layer.length] & ((slots - layer.first[:, None]) >= layer.sinks)
-    exact = layer.values
+    exact = layer.values.to(query.dtype)
     output, lse = partial_attention(
         query, exact[..., : dims[0]], exact[..., dims[0] :], scale,
         torch.cat([sinks, recent], 1)[:, None, None], softcap=softcap,
     )  # fmt: skip
     edge = max(layer.length - layer.window, layer.written - layer.ring, 0)
-    if kernel_serves(layer.codec, query) and bool((allowed == (slots >= layer.first[:, None])).all()):
+    # Whether a mask hides more than the past's padding cannot be asked while a graph is traced.
+    served = not torch.compiler.is_compiling() and kernel_serves(layer.codec, query)
+    if served and bool((allowed == (slots >= layer.first[:, None])).all()):
         begin = (layer.first + layer.sinks).clamp_min(max(low, layer.base)) - layer.base
         end = torch.full_like(begin, edge - layer.base)
         coded_part = attend_rows(

@@ -39,9 +39,13 @@ def mean_keys(codec: LayerCodec, start: int, count: int, offset: Tensor, ragged:
         Of position 0 for slots before it, which are padding.
     """
     rotation, device = codec.rotation, offset.device
-    if ragged:
+    if ragged or torch.compiler.is_compiling():
         positions = (torch.arange(start, start + count, device=device) + offset[:, None]).clamp_min(0)
-        cos, sin = (table[positions][:, None] for table in _turns(rotation, int(positions.max()) + 1, device))
+        if torch.compiler.is_compiling():
+            tables = rotation.tables(positions)
+            cos, sin = (table.float()[:, None] for table in tables)
+        else:
+            cos, sin = (table[positions][:, None] for table in _turns(rotation, int(positions.max()) + 1, device))
     else:
         cos, sin = (table[None, None, start : start + count] for table in _turns(rotation, start + count, device))
     mean, pairs = codec.key_mean.to(device), rotation.pairs.to(device)

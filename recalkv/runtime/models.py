@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 from recalkv.codec.probe import attention_name, set_attention
 from recalkv.codec.sidecar import Codec, model_fingerprint
 from recalkv.errors import CheckpointError, UnsupportedModelError
-from recalkv.runtime.attention import NAME
+from recalkv.runtime.attention import NAME, check_positions
 from recalkv.runtime.cache import CodecLayer
 
 __all__ = ["codec_cache", "stop_codec", "use_codec"]
@@ -70,7 +70,7 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     for module in base.modules():
         if _attends(module):
             module.recalkv_codec = own
-    hooked = {id(each): each for each in (base, getattr(base, "model", None)) if isinstance(each, nn.Module)}
+    hooked = {id(each): each for each in (base, base.base_model, base.get_decoder()) if isinstance(each, nn.Module)}
     base.recalkv_hooks = [
         each.register_forward_pre_hook(_CacheHook(own, base), with_kwargs=True) for each in hooked.values()
     ]
@@ -113,7 +113,10 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
         if replicated is not None:
             cache.layers = [replicated() for _ in range(max(layers) + 1)]
     for index, layer in enumerate(cache.layers):
-        if index not in layers or isinstance(layer, CodecLayer):
+        if index not in layers:
+            continue
+        if isinstance(layer, CodecLayer):
+            layer.awaited = True
             continue
         if type(layer) not in _REPLACED:
             if isinstance(layer, DynamicLayer | StaticLayer):
@@ -138,6 +141,7 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
         cache.layers[index] = CodecLayer(layers[index], codec.window, codec.sinks, window, capacity)
         if getattr(layer, "record_past", False):
             cache.layers[index].activate_past_recording()
+        cache.layers[index].awaited = True
     return cache
 
 
@@ -163,6 +167,9 @@ class _CacheHook:
             cache = DynamicCache(config=model.config)
         if cache is not None:
             kwargs["past_key_values"] = coded(cache, self.codec.layers, self.codec)
+        positions = kwargs.get("position_ids")
+        if positions is not None and positions.dim() == 3:
+            check_positions(module, positions)
         return args, kwargs
 
     def __deepcopy__(self, memo: Any) -> "_CacheHook":

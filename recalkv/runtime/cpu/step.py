@@ -588,7 +588,7 @@ class LayerLoops:
         """
         threads, (batch, heads) = threads_of_torch(), query.shape[:2]
         dv, repeats = self.codec.head_dims[1], heads // self.codec.kv_heads
-        out = torch.empty(batch, heads, dv)
+        out = torch.empty(batch, heads, dv, dtype=torch.float32, device="cpu")
         real = np.array([scale, softcap or 0.0], np.float32)
         edge = max(layer.length - layer.window, layer.written - layer.ring, 0)
         aux = None if s_aux is None else s_aux.detach().float().contiguous()
@@ -639,7 +639,7 @@ class LayerLoops:
         for group, pair in enumerate(self.tables):
             for side, table in enumerate(pair):
                 code = (self.codec.keys, self.codec.values)[side][group]
-                numbers = torch.empty(len(tiles), count, code.width)
+                numbers = torch.empty(len(tiles), count, code.width, dtype=torch.float32, device="cpu")
                 for b in range(len(tiles)):
                     unpack_tiles(tiles[b], table, start, numbers[b])
                 states = numbers @ code.back
