@@ -79,7 +79,8 @@ def segment_table(segments: Sequence[Segment], start: int) -> np.ndarray:
 def _code_of(value, bits, cells, edges):
     """Code of the nearest level."""
     place = (value + np.float32(REACH)) * np.float32(CELLS / (2 * REACH))
-    cell = np.int64(min(max(place, np.float32(0)), np.float32(CELLS - 1)))
+    # What is no number gets some code, too, and reads no memory that is not the table's.
+    cell = np.int64(min(place, np.float32(CELLS - 1))) if place > 0 else np.int64(0)
     code = np.int64(cells[bits * CELLS + cell])
     return code + 1 if value > edges[bits * 256 + code] else code
 
