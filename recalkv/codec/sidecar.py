@@ -26,7 +26,8 @@ __all__ = ["Code", "Codec", "LayerCodec", "model_fingerprint"]
 
 FORMAT = 1
 _TENSORS, _RECORD = "codec.safetensors", "codec.json"
-_FILES = {_TENSORS, _RECORD}
+_FILES = {_TENSORS, _RECORD, "evaluation.md", "evaluation.json"}
+"""What a side-car's folder may hold, `recalkv eval` having been there."""
 
 
 @dataclass(frozen=True)

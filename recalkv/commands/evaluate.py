@@ -17,7 +17,10 @@ _TEXT = ["embedded"]
 
 
 def evaluate(
-    small: Annotated[str, typer.Argument(help="Compressed model: a folder or a hub id.")],
+    small: Annotated[
+        str, typer.Argument(help="Compressed model, or with --codec the dense one: a folder or a hub id.")
+    ],
+    codec: Annotated[Path | None, typer.Option(help="A codec of the model: the folder of its side-car.")] = None,
     dense: Annotated[
         str, typer.Option(help="The dense model; default what the compressed one says it was made of.")
     ] = "",
@@ -35,9 +38,10 @@ def evaluate(
     ] = None,
     device: Annotated[str, typer.Option(help=describe(RuntimeParams.model_fields["device"]))] = RuntimeParams().device,
 ) -> None:
-    """Measure a compressed model beside the dense one: bytes, text, numbers in long prompts, tasks, speed."""
+    """Measure a compressed model or a codec beside the dense one: bytes, text, hidden numbers, tasks, speed."""
     with user_errors():
-        place = out or (Path(small) if Path(small).is_dir() else Path()) / "evaluation.md"
+        home = codec or Path(small)
+        place = out or (home if home.is_dir() else Path()) / "evaluation.md"
         if place.suffix != ".md" or not place.absolute().parent.is_dir():
             raise ParameterError(f"--out {place} must be a file .md in a folder that exists; the JSON goes beside it.")
         names = [name for name in tasks.split(",") if name]
@@ -51,35 +55,21 @@ def evaluate(
 
         from dataclasses import replace
 
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoTokenizer
 
-        from recalkv.evaluation.beside import FULL, QUICK, compare
+        from recalkv.codec.sidecar import Codec
+        from recalkv.evaluation.beside import FULL, QUICK, compare, compare_codec
         from recalkv.model.device import device_of
-        from recalkv.model.modeling import register
-        from recalkv.model.source import checkpoint_folder, resolve_model
-        from recalkv.model.spec import LatentSpec
         from recalkv.reports.beside import page, write
         from recalkv.text.corpora import main_documents, main_windows
         from recalkv.text.windows import joined_tokens
 
         where = device_of(device)
+        if codec is not None and dense:
+            raise ParameterError(f"--codec {codec} is measured on MODEL itself; leave out --dense {dense}.")
+        own = None if codec is None else Codec.load(codec)
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
-            folder = checkpoint_folder(small, Path(scratch))
-            register()
-            source = LatentSpec.from_config(AutoConfig.from_pretrained(folder)).source
-            named = dense or source.get("name")
-            if not named:
-                raise ParameterError(f"{small} does not say what it was made of; name the dense model (--dense).")
-            try:
-                reference = resolve_model(named, None if dense else source.get("revision"), Path(scratch))
-            except ModelUnavailableError as error:
-                if dense:
-                    raise
-                raise ModelUnavailableError(
-                    f"the dense model recorded in {small}, {named!r}, is not there; name it with --dense. ({error})"
-                ) from error
-            if source.get("fingerprint") not in (None, reference.fingerprint):
-                typer.echo(f"warning: {named} is not the model that {small} was made of, by its fingerprint", err=True)
+            folder, reference = _models(small, dense, own is not None, Path(scratch))
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             wanted = replace(QUICK if quick else FULL, tasks=found, limit=limit)
             texts = {
@@ -88,10 +78,43 @@ def evaluate(
             }
             windows = {each: main_windows(tokenizer, own) for each, own in texts.items()}
             haystack = joined_tokens(tokenizer, main_documents(texts[text[0]]))
-            figures, spec = compare(folder, reference.folder, windows, haystack, wanted, where, _telling())
+            arguments = (windows, haystack, wanted, where, _telling())
+            figures, spec = (
+                compare(folder, reference, *arguments) if own is None else compare_codec(reference, own, *arguments)
+            )
         write(figures, spec, place)
         print(page(figures, spec))
         print(f"written to {place} and {place.with_suffix('.json')}")
+
+
+def _models(small: str, dense: str, coded: bool, scratch: Path) -> tuple[Path, Path]:
+    """Folders of the compressed and the dense model; with a codec both are the model's own."""
+    from transformers import AutoConfig
+
+    from recalkv.model.modeling import register
+    from recalkv.model.source import checkpoint_folder, resolve_model
+    from recalkv.model.spec import LatentSpec
+
+    if coded:
+        folder = resolve_model(small, None, scratch, any_family=True).folder
+        return folder, folder
+    folder = checkpoint_folder(small, scratch)
+    register()
+    source = LatentSpec.from_config(AutoConfig.from_pretrained(folder)).source
+    named = dense or source.get("name")
+    if not named:
+        raise ParameterError(f"{small} does not say what it was made of; name the dense model (--dense).")
+    try:
+        reference = resolve_model(named, None if dense else source.get("revision"), scratch)
+    except ModelUnavailableError as error:
+        if dense:
+            raise
+        raise ModelUnavailableError(
+            f"the dense model recorded in {small}, {named!r}, is not there; name it with --dense. ({error})"
+        ) from error
+    if source.get("fingerprint") not in (None, reference.fingerprint):
+        typer.echo(f"warning: {named} is not the model that {small} was made of, by its fingerprint", err=True)
+    return folder, reference.folder
 
 
 def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: Any) -> None:

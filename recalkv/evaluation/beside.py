@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from recalkv.codec.sidecar import Codec
 from recalkv.errors import ModelUnavailableError
 from recalkv.evaluation.decoding import prompt_contents, time_decoding
 from recalkv.evaluation.generation import (
@@ -36,9 +37,21 @@ from recalkv.model.precision import resolve_precision
 from recalkv.model.source import checkpoint_dtype, fingerprint
 from recalkv.model.spec import LatentSpec
 from recalkv.params import EvaluationParams, NeedleParams
+from recalkv.runtime.models import stop_codec, use_codec
 from recalkv.text.windows import Windows
 
-__all__ = ["FULL", "QUICK", "Measured", "Wanted", "compare", "figures", "measure", "possible"]
+__all__ = [
+    "FULL",
+    "QUICK",
+    "CodecFacts",
+    "Measured",
+    "Wanted",
+    "compare",
+    "compare_codec",
+    "figures",
+    "measure",
+    "possible",
+]
 
 _CACHED_TOKENS = 64
 
@@ -183,6 +196,63 @@ def compare(
     return figures(first, last, spec, wanted) | {"checkpoint": fingerprint(small)}, spec
 
 
+@dataclass(frozen=True)
+class CodecFacts:
+    """What a page says of a codec, as it says of latents what their specification has.
+
+    Attributes
+    ----------
+    source
+        ``name`` of the model.
+    bits
+        Of a cached number.
+    tokens
+        Of the calibration.
+    dense_bytes_per_token
+        Of the dense cache in 16 bits.
+    """
+
+    source: Mapping[str, Any]
+    bits: float
+    tokens: int
+    dense_bytes_per_token: float
+
+
+def compare_codec(
+    dense: Path,
+    codec: Codec,
+    windows: Mapping[str, Windows],
+    haystack: Tensor,
+    wanted: Wanted,
+    device: torch.device,
+    progress: Callable[[str], object] = lambda step: None,
+) -> tuple[dict[str, Any], CodecFacts]:
+    """Measure a model, and then the same model with a codec; see :func:`compare`.
+
+    Raises
+    ------
+    CheckpointError
+        If the codec is of another model.
+    """
+    config = AutoConfig.from_pretrained(dense, trust_remote_code=False)
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
+    wanted = possible(wanted, positions, len(haystack))
+    _check_memory(dense, device)
+    tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=False)
+    model = load_model(dense, device, "auto")
+    use_codec(model, codec)
+    stop_codec(model)  # another model's is known before the work
+    progress("dense")
+    first = measure(model, tokenizer, windows, haystack, wanted, None, progress)
+    progress("codec")
+    own = measure(use_codec(model, codec), tokenizer, windows, haystack, wanted, first, progress)
+    samples, length = codec.record.get("windows", (0, 0))
+    facts = CodecFacts(
+        {"name": codec.record.get("model")}, codec.bits_per_element(), samples * length, codec.dense_bytes_per_token
+    )
+    return figures(first, own, facts, wanted), facts
+
+
 def _check_memory(folder: Path, device: torch.device) -> None:
     """Refuse a model whose weights alone do not fit."""
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
@@ -250,7 +320,7 @@ def measure(
     return Measured(texts, compared, *cached, parameter_count(model), needle, speed, tasks)
 
 
-def figures(dense: Measured, compressed: Measured, spec: LatentSpec, wanted: Wanted) -> dict[str, Any]:
+def figures(dense: Measured, compressed: Measured, spec: "LatentSpec | CodecFacts", wanted: Wanted) -> dict[str, Any]:
     """All figures as JSON has them; those of the first text stand under ``perplexity``.
 
     Nats are per token, bytes of a live cache; accuracies and digits found are fractions, their errors over prompts or

@@ -70,6 +70,12 @@ def time_prefill(model: Any, tokens: int, seed: int = 0) -> Timing:
 
 def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, slots: int) -> Any:
     """A cache of this kind that holds so many tokens."""
+    if "recalkv_before" in vars(model):  # a codec's rows cannot be repeated as they are
+        cache = (
+            StaticCache(model.config, max_cache_len=slots) if kind == "static" else DynamicCache(config=model.config)
+        )
+        model(_random_ids(model, tokens, 0).repeat(batch, 1), past_key_values=cache, logits_to_keep=1)
+        return cache
     cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else growing_cache(model.config)
     for index, held in enumerate(contents):
         if isinstance(held[0], dict):

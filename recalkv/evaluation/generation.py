@@ -103,13 +103,21 @@ def fill_cache(model: Any, ids: Tensor, steps: int = 4) -> Any:
 def cache_bytes_per_token(cache: Any) -> float:
     """Bytes that a live cache holds per sequence and cached token, over all layers, from its tensors."""
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
-    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
-    return float(sum(tensor.nbytes / (tensor.shape[0] * tensor.shape[2]) for tensor in tensors))
+    # A codec's rows stand in tiles, (batch, tiles, bytes, tokens of a tile).
+    tiles = [layer.keys for layer in layers if _is_coded(layer)]
+    tensors = [tensor for layer in layers if not _is_coded(layer) for tensor in (layer.keys, layer.values)]
+    coded = sum(tensor.nbytes / (tensor.shape[0] * tensor.shape[1] * tensor.shape[3]) for tensor in tiles)
+    return float(coded + sum(tensor.nbytes / (tensor.shape[0] * tensor.shape[2]) for tensor in tensors))
+
+
+def _is_coded(layer: Any) -> bool:
+    """Whether a cache's layer holds rows of a codec (:class:`recalkv.runtime.cache.CodecLayer`)."""
+    return hasattr(layer, "codec")
 
 
 def window_bytes(cache: Any) -> float:
-    """Bytes that a live cache holds per sequence of exact latents beside its rows, over all layers."""
-    tensors = [getattr(layer, "recent", None) for layer in cache.layers]
+    """Bytes that a live cache holds per sequence of exact latents or tokens beside its rows, over all layers."""
+    tensors = [layer.values if _is_coded(layer) else getattr(layer, "recent", None) for layer in cache.layers]
     return float(sum(tensor.nbytes / len(tensor) for tensor in tensors if tensor is not None))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recalkv.evaluation.beside import CodecFacts
 from recalkv.model.card import CARD, model_card
 from recalkv.model.spec import LatentSpec
 from recalkv.reports.tables import STATES, markdown
@@ -19,7 +20,7 @@ _CALIBRATION_TOKENS = 32 * 1024
 """Of the defaults, on which the method was tried."""
 
 
-def advice(figures: Mapping[str, Any], spec: LatentSpec) -> list[str]:
+def advice(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts) -> list[str]:
     """What is poor, and what to change; nothing where nothing is.
 
     A text is poor where the loss rises by more than 0.05 nats per token, the divergence is above 0.1, or fewer than
@@ -49,10 +50,12 @@ def advice(figures: Mapping[str, Any], spec: LatentSpec) -> list[str]:
     return [*poor, *_remedies(spec, poor)] if poor else []
 
 
-def write(figures: Mapping[str, Any], spec: LatentSpec, out: Path) -> None:
+def write(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts, out: Path) -> None:
     """Write the page, the figures beside it as JSON, and the card of the checkpoint where that is its folder."""
     files = {out: page(figures, spec), out.with_suffix(".json"): json.dumps(figures, indent=2, sort_keys=True) + "\n"}
-    if out.with_suffix(".json").name == FIGURES and (out.parent / "config.json").exists():
+    own = isinstance(spec, LatentSpec) and out.with_suffix(".json").name == FIGURES
+    if own and (out.parent / "config.json").exists():
+        assert isinstance(spec, LatentSpec)
         files[out.parent / CARD] = model_card(spec, figures)
     for path, content in files.items():
         partial = path.with_name(path.name + ".partial")
@@ -60,8 +63,14 @@ def write(figures: Mapping[str, Any], spec: LatentSpec, out: Path) -> None:
         partial.replace(path)
 
 
-def _remedies(spec: LatentSpec, poor: list[str]) -> list[str]:
+def _remedies(spec: LatentSpec | CodecFacts, poor: list[str]) -> list[str]:
     """Changes in the order of their worth."""
+    if isinstance(spec, CodecFacts):
+        return [
+            f"try: cache more bits (`recalkv fit --bits` above {spec.bits:.3g}), or ask for a loss (`--target "
+            f"max_excess=0.02`)",
+            "try: calibrate on the kind of text that is served (`--text`)",
+        ]
     parameters, calibration = spec.parameters, spec.calibration or {}
     found = []
     if parameters.get("bits") != "mixed":
@@ -77,7 +86,7 @@ def _remedies(spec: LatentSpec, poor: list[str]) -> list[str]:
     return [f"try: {each}" for each in found]
 
 
-def page(figures: Mapping[str, Any], spec: LatentSpec) -> str:
+def page(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts) -> str:
     """Render the page."""
     cache = figures["cache"]
     texts = {figures["text"]: figures["perplexity"], **figures["further_texts"]}

@@ -1,0 +1,85 @@
+"""`recalkv eval MODEL --codec codec`: the model with a codec beside itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+import recalkv
+from recalkv.cli import app
+from recalkv.codec.sidecar import Codec
+from recalkv.evaluation import beside
+from recalkv.evaluation.beside import CodecFacts, Wanted, compare_codec
+from recalkv.params import EvaluationParams, NeedleParams
+from recalkv.reports.beside import advice, page
+from recalkv.text.windows import Windows
+from tests.tiny import dense_model, windows
+
+SMALL = Wanted(
+    EvaluationParams(window=60, batch_size=2, prefill=40, precision="float32"),
+    NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2),
+    contexts=(60,),
+    steps=2,
+)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> Path:
+    out = tmp_path_factory.mktemp("eval") / "codec"
+    recalkv.fit(tiny_folder, dataset=tiny_texts[0], samples=6, length=32, out=out, device="cpu")
+    return out
+
+
+def test_figures_are_those_of_the_model_with_a_codec(codec: Path, tiny_folder: Path) -> None:
+    texts = {"one": Windows(windows(4, 60, 5), torch.arange(4))}
+    own = Codec.load(codec)
+    figures, facts = compare_codec(tiny_folder, own, texts, windows(1, 500, 7)[0], SMALL, torch.device("cpu"))
+    cache, text = figures["cache"], figures["perplexity"]
+    assert 0 < text["kl_nats"] < 0.2 and text["dense"] != text["compressed"]
+    assert cache["compressed_bytes_per_token"] == own.bytes_per_token == 72
+    assert cache["reference_bytes_per_token"] == 288 and cache["compression_ratio"] == 0.75
+    # Of float32, and with room: more than the exact tokens take in 16 bits.
+    assert own.window_bytes <= cache["compressed_window_bytes"] < 6 * own.window_bytes
+    assert figures["parameters"]["dense"] == figures["parameters"]["compressed"]
+    assert set(figures["decode_tokens_per_second"]) == {"60_tokens"}
+    assert set(figures["needle"]) == {"dense", "compressed"}
+    assert facts == CodecFacts({"name": str(tiny_folder)}, own.bits_per_element(), 192, 288)
+    shown = page(figures, facts)
+    assert str(tiny_folder) in shown and "exact window" in shown
+    poor = figures | {"perplexity": text | {"kl_nats": 1.0}}
+    assert any("recalkv fit --bits` above 4" in line for line in advice(poor, facts))
+
+
+def test_the_command_writes_its_page_beside_the_codec(
+    codec: Path, tiny_folder: Path, tiny_texts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "QUICK", SMALL)
+    done = run("eval", tiny_folder, "--codec", codec, "--text", tiny_texts[1], "--quick", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads((codec / "evaluation.json").read_text())
+    assert found["cache"]["compressed_bytes_per_token"] == 72
+    assert "KL" in (codec / "evaluation.md").read_text()
+    # Which does not keep the codec from being fitted again.
+    Codec.load(codec).save(codec)
+
+
+def test_bad_input_is_refused(codec: Path, tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    dense_model("llama-gqa", seed=5).save_pretrained(tmp_path / "other")
+    tiny_tokenizer.save_pretrained(tmp_path / "other")
+    for arguments, message in (
+        ([tiny_folder, "--codec", tmp_path], "holds no readable codec.json"),
+        ([tiny_folder, "--codec", codec, "--dense", tiny_folder], "is measured on MODEL itself; leave out --dense"),
+    ):
+        refused = run("eval", *arguments, "--device", "cpu")
+        assert refused.exit_code == 1 and message in refused.output, refused.output
+    with pytest.raises(recalkv.errors.CheckpointError, match="fitted to a model of fingerprint"):
+        texts = {"one": Windows(windows(4, 60, 5), torch.arange(4))}
+        compare_codec(tmp_path / "other", Codec.load(codec), texts, windows(1, 500, 7)[0], SMALL, torch.device("cpu"))
