@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recalkv.codec.sidecar import Codec
 from recalkv.evaluation.resources import device_name
 from recalkv.runtime import codec_cache, stop_codec, use_codec
 from recalkv.runtime.attention import NAME
-from recalkv.runtime.models import coded
+from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.decode import decode_step
 
 __all__ = ["interleaved", "main"]
 
@@ -56,13 +57,10 @@ def attention_speed(model: Any, codec: Codec, slots: int, rounds: int) -> float:
     calls = max(1, 8192 // slots)
     room = slots + (rounds + 2) * calls + 8
     dense = StaticCache(config=model.config, max_cache_len=room)
-    own = coded(StaticCache(config=model.config, max_cache_len=room), codec.layers, codec)
-    layers = dense.layers[module.layer_idx], own.layers[module.layer_idx]
+    layers = dense.layers[module.layer_idx], CodecLayer(layer_codec, codec.window, codec.sinks, None, room)
     layers[0].update(*states)
     layers[1].append(*layers[1].update(*states), None, None)
     module.recalkv_codec = codec
-    from transformers import AttentionInterface
-
     coded_forward: Any = AttentionInterface._global_mapping[NAME]
     mask = torch.zeros(1, 1, 1, room, dtype=torch.bool)
     mask[..., : slots + 1] = True
@@ -82,9 +80,6 @@ def attention_speed(model: Any, codec: Codec, slots: int, rounds: int) -> float:
 
 def step_error(codec: Codec, slots: int = 1500) -> float:
     """Largest difference of a step from float64 attention over the decoded rows, relative to the largest output."""
-    from recalkv.runtime.cache import CodecLayer
-    from recalkv.runtime.decode import decode_step
-
     worst = 0.0
     for index in (0, len(codec.layers) // 2, len(codec.layers) - 1):
         own = codec.layers[index]
@@ -104,9 +99,9 @@ def step_error(codec: Codec, slots: int = 1500) -> float:
         for part in (slice(0, codec.sinks), slice(slots - codec.window, slots)):
             for to, source in zip(read, exact, strict=True):
                 to[:, :, part] = source[:, :, part]
-        wanted = torch.nn.functional.scaled_dot_product_attention(
-            query.double(), read[0], read[1], enable_gqa=True
-        )[0, :, 0]
+        wanted = torch.nn.functional.scaled_dot_product_attention(query.double(), read[0], read[1], enable_gqa=True)[
+            0, :, 0
+        ]
         worst = max(worst, float((output - wanted).abs().max() / wanted.abs().max()))
     return worst
 
