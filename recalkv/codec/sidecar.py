@@ -111,6 +111,10 @@ class LayerCodec:
         """Bytes of a token: keys and values of the first group, then of the second, and so on."""
         return sum(code.row_bytes for code in (*self.keys, *self.values))
 
+    def prepare(self) -> None:
+        """Compute what is made once, which a graph that is being traced cannot."""
+        _ = self.rotation.halves, [(code.into, code.back) for code in (*self.keys, *self.values)]
+
     def mean_keys(self, positions: Tensor) -> Tensor:
         """Mean keys behind RoPE of positions (..., tokens): (..., kv heads, tokens, d_k) float32."""
         mean = self.key_mean.to(positions.device)[:, None].expand(-1, positions.shape[-1], -1)

@@ -65,6 +65,8 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     missing = sorted(set(own.layers) - set(modules))
     if missing:
         raise CheckpointError(f"codec: it has layers {missing}, which {type(base).__name__} has not; fit it again.")
+    for layer in own.layers.values():
+        layer.prepare()
     base.recalkv_before = attention_name(base)
     set_attention(base, NAME)
     for module in base.modules():

@@ -1,6 +1,7 @@
 """Vector code that Numba's own loops do not give: decoding tiles, and products whose sums stay in registers."""
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -579,7 +580,7 @@ def _trial(bits: int) -> Any:
                 own = builder.fmul(own, by)
                 # Levels are multiples of 1 / GRAIN, so that sums of their steps are exact.
                 level = _constant(_FLOAT, table[0], 8)
-                for low, high in zip(table[:-1], table[1:], strict=True):
+                for low, high in itertools.pairwise(table):
                     above = builder.fcmp_ordered(">", own, _constant(_FLOAT, float(np.float32((low + high) / 2)), 8))
                     raised = builder.fadd(level, _constant(_FLOAT, high - low, 8))
                     level = builder.select(above, raised, level)
