@@ -81,7 +81,8 @@ AttentionMaskInterface.register("codec_reference", sdpa_mask)
 def test_a_query_finds_old_tokens_rounded_and_the_newest_and_first_ones_exact(family: str, dtype: torch.dtype) -> None:
     if (family, dtype) == ("gpt-oss-sinks", torch.float64):
         pytest.skip(EXPERTS)
-    ids, model = token_ids(3), dense(family).to(dtype)
+    # Of this seed no number is at the edge of two codes: there rounding errors of 1e-7 decide, and logits move by 1e-3.
+    ids, model = token_ids(3, seed=6), dense(family).to(dtype)
     plain = one_pass(model, ids)
     AttentionInterface.register("codec_reference", reference(codec_of(family)))
     model.set_attn_implementation("codec_reference")

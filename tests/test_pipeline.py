@@ -95,7 +95,7 @@ def test_figures_of_the_run(finished: Finished) -> None:
     assert 1 < metrics["perplexity"]["dense"] < 1e6
     assert metrics["perplexity"]["compressed"] > 1
     rows = json.loads((finished.folder / "reports/comparison.json").read_text())["rows"]
-    assert {row["method"] for row in rows} == {"palu", "fp8", "loss-aware"}
+    assert {row["method"] for row in rows} == {"palu", "fp8", "codec", "loss-aware"}
     assert all(row["removed"] == pytest.approx(0.5, abs=1 / 144) for row in rows)
 
 
