@@ -211,7 +211,7 @@ class CodecLayer(CacheLayerMixin):
             return
         rows, end = self.codec.pack_centred(keys, values), place + count
         low, high = place // TILE, -(-end // TILE)
-        if place % TILE or end % TILE:
+        if torch.compiler.is_compiling() or place % TILE or end % TILE:
             part = untiled(self.keys[:, low:high], (high - low) * TILE).clone()
             part[:, place - low * TILE : end - low * TILE] = rows
             rows = part

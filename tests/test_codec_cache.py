@@ -1,0 +1,374 @@
+"""What can go wrong with a coded cache: taken back, copied, handed to others, filled too far, traced."""
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, Qwen2VLConfig, Qwen2VLForConditionalGeneration, StaticCache
+
+import recalkv.runtime.means
+from recalkv.errors import CheckpointError, ParameterError, ReCalKVError, UnsupportedModelError
+from recalkv.runtime import codec_cache, stop_codec, use_codec
+from recalkv.runtime.cache import SLACK, CodecLayer
+from tests.coded import WINDOW, assert_agree, codec_of, coded_model, dense, in_chunks, one_pass, token_ids
+
+STEPS = [20, *range(21, 61)]
+
+
+def test_a_codec_of_another_model_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="fingerprint .* fit one to this model"):
+        use_codec(dense("llama-mha"), codec_of("llama-gqa"))
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        use_codec(dense("llama-gqa", seed=1), codec_of("llama-gqa"))
+
+
+def test_heads_of_other_sizes_are_refused_even_unchecked() -> None:
+    model = use_codec(dense("llama-mha"), codec_of("llama-gqa"), check=False)
+    with pytest.raises(UnsupportedModelError, match="6 KV heads of 8 and 8, and its codec is for 3 of 8 and 8"):
+        model(token_ids(), use_cache=True)
+
+
+def test_layers_that_are_not_there_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"layers \[2\], which LlamaForCausalLM has not"):
+        use_codec(dense("llama-gqa", num_hidden_layers=2), codec_of("llama-gqa"), check=False)
+
+
+def test_a_model_without_the_attention_interface_is_refused() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(hidden_size=48, n_layer=3, n_head=6, vocab_size=128))
+    with pytest.raises((UnsupportedModelError, CheckpointError), match="attention interface|which Bloom"):
+        use_codec(model, codec_of("llama-gqa"), check=False)
+    assert not hasattr(model, "recalkv_hooks")
+
+
+def test_what_cannot_be_turned_on_leaves_the_model_as_it_was() -> None:
+    model, ids = dense("llama-gqa", num_hidden_layers=2), token_ids()
+    before, kept = one_pass(model, ids), set(vars(model))
+    with pytest.raises(CheckpointError):
+        use_codec(model, codec_of("llama-gqa"), check=False)
+    assert set(vars(model)) == kept and torch.equal(one_pass(model, ids), before)
+
+
+def test_a_cache_rebuilt_from_tensors_is_refused() -> None:
+    model, ids = coded_model(), token_ids()
+    _, cache = in_chunks(model, ids, [40])
+    with pytest.raises((ReCalKVError, ValueError)) as raised:
+        rebuilt = DynamicCache([(layer.keys, layer.values) for layer in cache.layers], config=model.config)
+        in_chunks(model, ids, [60], rebuilt)
+    assert "copy.deepcopy" in str(raised.value)
+
+
+def test_a_cache_of_the_dense_model_is_refused() -> None:
+    ids = token_ids()
+    for make in (lambda model: None, lambda model: StaticCache(config=model.config, max_cache_len=64)):
+        model = dense()
+        _, cache = in_chunks(model, ids, [40], make(model))
+        use_codec(model, codec_of())
+        with pytest.raises(UnsupportedModelError, match="already holds 40 tokens .* give an empty cache"):
+            in_chunks(model, ids, [60], cache)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_coded_cache_is_refused_by_a_model_without_a_codec(filled: bool) -> None:
+    model, ids = coded_model(), token_ids()
+    cache = codec_cache(model)
+    if filled:
+        in_chunks(model, ids, [40], cache)
+    with pytest.raises(UnsupportedModelError, match="use_codec"):
+        in_chunks(stop_codec(model), ids, [59, 60], cache)
+
+
+def test_other_kinds_of_caches_are_refused() -> None:
+    class Own:
+        pass
+
+    with pytest.raises(UnsupportedModelError, match="class Own cannot hold coded layers"):
+        coded_model()(token_ids(), past_key_values=Own(), use_cache=True)
+    with pytest.raises(UnsupportedModelError, match="the model uses none"):
+        codec_cache(dense())
+
+
+def test_other_batches_are_refused() -> None:
+    model, ids = coded_model(), token_ids()
+    _, cache = in_chunks(model, ids, [40])
+    with pytest.raises(ParameterError, match="holds 6 sequences, and 2 came"):
+        in_chunks(model, ids[:2], [60], cache)
+
+
+def test_there_are_no_gradients() -> None:
+    model, ids = coded_model(), token_ids()
+    loss = model(ids, labels=ids, use_cache=False).loss
+    with pytest.raises(ReCalKVError, match="no gradient; call `recalkv.stop_codec"):
+        loss.backward()
+    assert bool(torch.isfinite(model(ids, labels=ids, use_cache=False).loss))
+    assert one_pass(model, ids).grad_fn is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_default_type_does_not_matter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor whatever else tables that are made in the first pass could take from around them."""
+    ids, model = token_ids(), dense().to(dtype)
+    fresh = copy.deepcopy(codec_of())
+    wanted, _ = in_chunks(use_codec(copy.deepcopy(model), codec_of()), ids, STEPS)
+    monkeypatch.setattr(recalkv.runtime.means, "_tables", {})
+    from recalkv.codec.codes import levels
+
+    levels.cache_clear()
+    use_codec(model, fresh)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.inference_mode():
+            first, _ = in_chunks(model, ids, STEPS)
+    finally:
+        torch.set_default_dtype(before)
+        levels.cache_clear()
+    assert torch.equal(first, wanted)
+    again, _ = in_chunks(model, ids, STEPS)
+    assert torch.equal(again, wanted)
+
+
+def test_a_cache_goes_on_outside_of_inference_mode() -> None:
+    model, ids = coded_model("gemma3"), token_ids()
+    wanted, _ = in_chunks(model, ids, STEPS)
+    with torch.inference_mode():
+        first, cache = in_chunks(model, ids, [20, *range(21, 41)])
+    rest = []
+    for end in range(41, 61):
+        # Neither inference mode nor no_grad.
+        output = model(ids[:, end - 1 : end], past_key_values=cache, use_cache=True)
+        rest.append(output.logits.detach())
+    assert torch.equal(torch.cat([first, *rest], 1), wanted)
+
+
+def test_autocast_codes_what_it_computes() -> None:
+    model, ids = coded_model(), token_ids()
+    with torch.autocast("cpu", torch.bfloat16):
+        single = one_pass(model, ids)
+        stepped, cache = in_chunks(model, ids, STEPS)
+    wanted = one_pass(model, ids)
+    assert_agree(single.float(), wanted, 0.05, 0.1)
+    assert_agree(stepped.float(), wanted, 0.05, 0.1)
+    # A cache of one type takes states of another.
+    rest, _ = in_chunks(model, torch.cat([ids, ids], 1), [70, *range(71, 81)], cache)
+    assert bool(torch.isfinite(rest).all())
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "gemma3"])
+@pytest.mark.parametrize("ends", [[60], [40, *range(41, 61)]])
+def test_tokens_within_the_slack_are_taken_back_exactly(family: str, ends: Any) -> None:
+    model, ids = coded_model(family), token_ids()
+    other = torch.cat([ids[:, :33], token_ids(seed=9)[:, :27]], 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, cache = in_chunks(model, ids, ends)
+        cache.crop(-2)
+        cache.crop(0)
+        cache.crop(-25)
+        assert cache.get_seq_length() == 33
+        assert_agree(in_chunks(model, other, [*range(34, 50), 60], cache)[0], one_pass(model, other)[:, 33:])
+        # And again, once others have come.
+        cache.crop(-20)
+        assert_agree(in_chunks(model, other, [45, 60], cache)[0], one_pass(model, other)[:, 40:])
+
+
+@pytest.mark.parametrize("ends", [[30, *range(31, 61)], range(16, 61)])
+def test_more_than_the_slack_warns_and_stays_close(ends: Any) -> None:
+    model, ids = coded_model(bits=8), token_ids()
+    _, cache = in_chunks(model, ids, [60])
+    with pytest.warns(UserWarning, match=f"45 tokens were taken back, more than the {SLACK}"):
+        cache.crop(-45)
+    found, _ = in_chunks(model, ids, ends, cache)
+    assert_agree(found, one_pass(model, ids)[:, 15:], 0.01)
+
+
+def test_all_tokens_may_be_taken_back() -> None:
+    for cache_of in (codec_cache, lambda model: StaticCache(config=model.config, max_cache_len=64)):
+        model, ids = coded_model(), token_ids()
+        cache = cache_of(model)
+        in_chunks(model, token_ids(seed=8), [20], cache)
+        cache.crop(-20) if not isinstance(cache, StaticCache) else [layer.crop(-20) for layer in cache.layers]
+        assert cache.get_seq_length() == 0
+        assert_agree(in_chunks(model, ids, STEPS, cache)[0], one_pass(model, ids))
+
+
+def test_more_tokens_than_there_are_cannot_be_taken_back() -> None:
+    model, ids = coded_model(), token_ids()
+    _, cache = in_chunks(model, ids, [20])
+    with pytest.raises(ParameterError, match="21 tokens cannot be taken back of 20"):
+        cache.crop(-21)
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(5)
+    assert cache.get_seq_length() == 20
+
+
+def test_what_slid_out_is_taken_back_where_it_was_recorded() -> None:
+    model, ids = coded_model("mistral-sliding"), torch.cat([token_ids(), token_ids(seed=8)], 1)
+    _, cache = in_chunks(model, ids, [60, *range(61, 121)])
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-100)
+    assert cache.get_seq_length() == 120
+    cache = codec_cache(model)
+    in_chunks(model, ids, [20], cache)
+    cache.activate_past_recording()
+    in_chunks(model, ids, range(21, 121), cache)
+    with pytest.warns(UserWarning, match="taken back"):
+        cache.crop(-60)
+    found, _ = in_chunks(model, ids, [61, *range(62, 121)], cache)
+    assert_agree(found, one_pass(model, ids)[:, 60:], 0.05, 0.2)
+
+
+def test_a_static_cache_does_not_overflow() -> None:
+    model, ids = coded_model(), token_ids()
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    in_chunks(model, ids, [30, 31, 32], cache)
+    for count in (1, 5):
+        with pytest.raises(ParameterError, match=f"has 32 slots, and {32 + count} tokens came; make it larger"):
+            in_chunks(model, ids, [32 + count], cache)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "gemma3"])
+def test_a_row_without_tokens_harms_no_other(family: str, static: bool) -> None:
+    model, ids = coded_model(family), token_ids(3, 30)
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    settings: dict[str, Any] = {"cache_implementation": "static"} if static else {}
+    settings |= {"max_new_tokens": 12, "min_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
+    found = model.generate(ids, attention_mask=mask, **settings)
+    assert all(bool(torch.isfinite(each).all()) for each in found.logits)
+    for row in (0, 2):
+        alone = model.generate(ids[row : row + 1], **settings)
+        assert torch.equal(found.sequences[row], alone.sequences[0])
+    # Its own tokens are those of a sequence that begins with them.
+    own = found.sequences[1, 30:][None]
+    wanted = one_pass(model, own)
+    got = torch.stack([each[1] for each in found.logits[1:]])[None]
+    assert_agree(got, wanted[:, :-1], 1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding"])
+def test_one_graph_compiles(family: str) -> None:
+    """Prompt and steps alike, with nothing made by an eager pass before; one layer, as tracing takes seconds."""
+    codec = dataclasses.replace(copy.deepcopy(codec_of(family)), layers={0: copy.deepcopy(codec_of(family).layers[0])})
+    model, eager = (use_codec(dense(family, num_hidden_layers=1), codec, check=False) for _ in range(2))
+    ids, graphs = token_ids(2, 40), []
+
+    def generated(model: Any) -> Any:
+        cache = StaticCache(config=model.config, max_cache_len=64)
+        return model.generate(ids, max_new_tokens=14, min_new_tokens=14, past_key_values=cache)
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of caches that are traced as if there were none
+        found = generated(model)
+    torch._dynamo.reset()
+    assert torch.equal(found, generated(eager))
+    # A prompt's, a step's, and others where a window begins to slide; not one for every length.
+    assert 2 <= len(graphs) <= 4
+
+
+def test_stopping_leaves_nothing() -> None:
+    model, ids = dense(), token_ids()
+    attributes = [set(vars(each)) for each in model.modules()]
+    before, name = one_pass(model, ids), model.config._attn_implementation
+    for _ in range(2):
+        assert use_codec(use_codec(model, codec_of()), codec_of(bits=8)) is model
+        assert len(model.recalkv_hooks) == 2
+        found = one_pass(model, ids)
+        assert torch.equal(found, one_pass(coded_model(bits=8), ids)) and not torch.equal(found, before)
+        stop_codec(stop_codec(model))
+    assert model.config._attn_implementation == name
+    assert [set(vars(each)) for each in model.modules()] == attributes
+    assert not model._forward_pre_hooks and not model.model._forward_pre_hooks
+    assert torch.equal(one_pass(model, ids), before)
+    _, cache = in_chunks(model, ids, [60])
+    assert not any(isinstance(layer, CodecLayer) for layer in cache.layers)
+
+
+def test_a_model_is_copied_without_its_codec() -> None:
+    model = coded_model()
+    with pytest.raises(UnsupportedModelError, match="stop_codec"):
+        copy.deepcopy(model)
+    copied = copy.deepcopy(stop_codec(model))
+    assert torch.equal(one_pass(copied, token_ids()), one_pass(model, token_ids()))
+
+
+def test_training_goes_on_behind_it() -> None:
+    """As under DDP: what takes part in one step takes part in the next, and nothing of the codec is trained."""
+    model, ids = coded_model(), token_ids()
+    names = {name for name, _ in model.named_parameters()}
+    assert names == {name for name, _ in dense().named_parameters()}
+    assert set(model.state_dict()) == set(dense().state_dict())
+    in_chunks(model, ids, STEPS)
+    stop_codec(model).train()
+    rate = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for _ in range(2):
+        rate.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
+        rate.step()
+        losses.append(float(loss))
+    assert losses[1] < losses[0]
+    own = codec_of().layers.values()
+    tensors = [code.matrix for layer in own for code in (*layer.keys, *layer.values)]
+    assert not any(each.requires_grad or each.is_inference() for each in tensors)
+
+
+def multimodal() -> Any:
+    text = {
+        "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
+        "num_key_value_heads": 3, "vocab_size": 128, "max_position_embeddings": 256, "initializer_range": 0.08,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 2}
+    torch.manual_seed(0)
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision)).eval()
+
+
+def test_positions_of_several_numbers_are_served_for_text_alone() -> None:
+    from recalkv.codec.fit import fit
+    from tests import tiny
+
+    model, ids = multimodal(), token_ids()
+    codec = dataclasses.replace(fit(model, tiny.windows(), 4, context=256), window=WINDOW)
+    use_codec(model, codec)
+    assert_agree(in_chunks(model, ids, STEPS)[0], one_pass(model, ids))
+    positions = torch.arange(60).expand(3, 6, 60).clone()
+    assert_agree(one_pass(model, ids, position_ids=positions), one_pass(model, ids))
+    positions[1, :, 9:20] += 3
+    with pytest.raises(UnsupportedModelError, match="positions of 3 numbers a token .* only text"):
+        one_pass(model, ids, position_ids=positions)
+
+
+def test_moved_caches_come_back() -> None:
+    model, ids = coded_model("mistral-sliding"), token_ids()
+    wanted, _ = in_chunks(model, ids, STEPS)
+    _, cache = in_chunks(model, ids, STEPS[:21])
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    rest, _ = in_chunks(model, ids, range(41, 61), cache)
+    assert torch.equal(rest, wanted[:, 40:])
+
+
+def test_held_bytes_are_those_of_all_tensors() -> None:
+    model, ids = coded_model(), token_ids()
+    _, cache = in_chunks(model, ids, [60])
+    for layer in cache.layers:
+        tensors = [each for each in vars(layer).values() if isinstance(each, torch.Tensor)]
+        assert layer.held_bytes == sum(each.untyped_storage().nbytes() for each in tensors)
+        # What a pass leaves behind is what is counted: no chunk's states are kept.
+        assert layer.pending is None
