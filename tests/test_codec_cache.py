@@ -7,12 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen2VLConfig, Qwen2VLForConditionalGeneration, StaticCache
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    StaticCache,
+)
 
 import recalkv.runtime.means
+from recalkv.codec.codes import levels
+from recalkv.codec.fit import fit
 from recalkv.errors import CheckpointError, ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime import codec_cache, stop_codec, use_codec
 from recalkv.runtime.cache import SLACK, CodecLayer
+from tests import tiny
 from tests.coded import WINDOW, assert_agree, codec_of, coded_model, dense, in_chunks, one_pass, token_ids
 
 STEPS = [20, *range(21, 61)]
@@ -37,8 +49,6 @@ def test_layers_that_are_not_there_are_refused() -> None:
 
 
 def test_a_model_without_the_attention_interface_is_refused() -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
     model = BloomForCausalLM(BloomConfig(hidden_size=48, n_layer=3, n_head=6, vocab_size=128))
     with pytest.raises((UnsupportedModelError, CheckpointError), match="attention interface|which Bloom"):
         use_codec(model, codec_of("llama-gqa"), check=False)
@@ -115,8 +125,6 @@ def test_the_default_type_does_not_matter(dtype: torch.dtype, monkeypatch: pytes
     fresh = copy.deepcopy(codec_of())
     wanted, _ = in_chunks(use_codec(copy.deepcopy(model), codec_of()), ids, STEPS)
     monkeypatch.setattr(recalkv.runtime.means, "_tables", {})
-    from recalkv.codec.codes import levels
-
     levels.cache_clear()
     use_codec(model, fresh)
     before = torch.get_default_dtype()
@@ -339,9 +347,6 @@ def multimodal() -> Any:
 
 
 def test_positions_of_several_numbers_are_served_for_text_alone() -> None:
-    from recalkv.codec.fit import fit
-    from tests import tiny
-
     model, ids = multimodal(), token_ids()
     codec = dataclasses.replace(fit(model, tiny.windows(), 4, context=256), window=WINDOW)
     use_codec(model, codec)
@@ -351,6 +356,18 @@ def test_positions_of_several_numbers_are_served_for_text_alone() -> None:
     positions[1, :, 9:20] += 3
     with pytest.raises(UnsupportedModelError, match="positions of 3 numbers a token .* only text"):
         one_pass(model, ids, position_ids=positions)
+
+
+def test_layers_that_share_their_keys_are_refused() -> None:
+    sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 8}
+    sizes |= {"num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 256, "altup_num_inputs": 2}
+    sizes |= {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}
+    kinds: dict[str, Any] = {"layer_types": ["full_attention"] * 3, "activation_sparsity_pattern": [0.0] * 3}
+    torch.manual_seed(0)
+    model = Gemma3nForCausalLM(Gemma3nTextConfig(**sizes, **kinds, laurel_rank=4, pad_token_id=0)).eval()
+    use_codec(model, fit(model, tiny.windows(), 4, context=256))
+    with pytest.raises(UnsupportedModelError, match="layer 2 attends to the keys of an earlier layer"):
+        model(token_ids(), use_cache=True)
 
 
 def test_moved_caches_come_back() -> None:

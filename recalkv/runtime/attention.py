@@ -53,6 +53,11 @@ def _attention(
     if mask is not None and mask.dtype != torch.bool:
         mask = mask > torch.finfo(mask.dtype).min / 2
     layer: CodecLayer | None = getattr(key, "codec_layer", None)
+    if layer is not None and layer.pending is None:
+        raise UnsupportedModelError(
+            f"codec: layer {module.layer_idx} attends to the keys of an earlier layer, which rows do not serve; use the "
+            f"dense cache for {type(module).__name__}."
+        )
     kind = query.device.type
     mixed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if torch.is_autocast_enabled(kind):
