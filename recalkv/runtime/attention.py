@@ -55,8 +55,8 @@ def _attention(
     layer: CodecLayer | None = getattr(key, "codec_layer", None)
     if layer is not None and layer.pending is None:
         raise UnsupportedModelError(
-            f"codec: layer {module.layer_idx} attends to the keys of an earlier layer, which rows do not serve; use the "
-            f"dense cache for {type(module).__name__}."
+            f"codec: layer {module.layer_idx} attends to the keys of an earlier layer, which rows do not serve; use "
+            f"the dense cache for {type(module).__name__}."
         )
     kind = query.device.type
     mixed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
