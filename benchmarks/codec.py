@@ -1,6 +1,7 @@
 """The codec beside the dense model on this machine: quality, and speed of attention, decoding and prompts, in one line.
 
-    python -m benchmarks.codec [--quick] [--model data/model] [--codec data/codec]
+    python -m benchmarks.codec [--quick] [--model data/model] [--codec data/codec] [--out FILE]
+    python -m benchmarks.codec --cells data/cells/frontier --out reports/codec_frontier.json
 
 Speeds are ratios over the dense model in float32 (1.0 is equal), dense and coded interleaved, medians; `attention_N` is
 what a model does in one layer for a token at N slots of a static cache, cache update included. `kl_4bit` is the
@@ -27,6 +28,7 @@ from recalkv.runtime import codec_cache, stop_codec, use_codec
 from recalkv.runtime.attention import NAME
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.decode import decode_step
+from stages.common import write_json
 
 __all__ = ["interleaved", "main"]
 
@@ -175,12 +177,18 @@ def divergence(model: Any, codec: Codec, windows: Tensor) -> Tensor:
 def main() -> None:
     """Print the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: under 90 seconds on two cores")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: some minutes on two cores")
     parser.add_argument("--long", action="store_true", help="also 64K slots, 16K tokens of the model, prompts of 512")
     parser.add_argument("--model", default="data/model")
     parser.add_argument("--codec", default="data/codec")
     parser.add_argument("--out", type=Path, help="file for the figures, and the processor that they are of")
+    parser.add_argument(
+        "--cells", type=Path, help="gather what `make frontier` measured of codecs in this folder"
+    )
     options = parser.parse_args()
+    if options.cells:
+        write_json(options.out, gathered(options.cells))
+        return
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     codec, rounds = Codec.load(Path(options.codec)), 5 if options.quick else 11
     figures: dict[str, float] = {}
@@ -188,7 +196,7 @@ def main() -> None:
         figures[f"attention_{slots}"] = attention_speed(model, codec, slots, 3 * rounds)
     text = held_out(options.model)
     for slots in (1024, 4096) + ((16384,) if options.long else ()):
-        figures[f"model_{slots}"] = decoding_speed(model, codec, text[None, : slots - 32].repeat(1, 1), rounds)
+        figures[f"model_{slots}"] = decoding_speed(model, codec, text[None, : slots - 32], rounds)
     for tokens in ((512,) if options.long else ()) + (4096,):
         figures[f"prompt_{tokens}"] = prompt_speed(model, codec, text[None, :tokens], 1 if options.quick else 3)
     figures["kl_4bit"] = float(divergence(model, codec, text[: 2 * 1024].view(2, 1024)).mean())
@@ -198,7 +206,18 @@ def main() -> None:
     print(json.dumps(figures))
     if options.out:
         record = {**figures, "processor": device_name(torch.device("cpu")), "threads": torch.get_num_threads()}
-        options.out.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+        write_json(options.out, record)
+
+
+def gathered(folder: Path) -> dict[str, Any]:
+    """KL divergence by text, top-1 agreement and bytes of each `codec-*.json` of a folder."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("codec-*.json")):
+        cell = json.loads(path.read_text())
+        own = {name: cell[name] for name in ("bytes_per_token", "window_bytes", "top1_agreement")}
+        others = {name: text["kl_nats"] for name, text in cell["further_texts"].items()}
+        found[path.stem] = {**own, "kl_nats": {"embedded": cell["kl_nats"], **others}}
+    return found
 
 
 def held_out(model: str) -> Tensor:

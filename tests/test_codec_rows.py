@@ -155,3 +155,22 @@ def test_segments_that_cannot_be_packed_are_refused(pieces: list[list[int]]) -> 
     with pytest.raises(CheckpointError, match=r"cannot be packed: widths are multiples of 8"):
         checked(pieces)
     assert checked([[8, 4], [16, 2]]) == (Segment(8, 4), Segment(16, 2))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_curves_have_the_least_error_of_their_neighbours(bits: int) -> None:
+    place = torch.linspace(-9, 9, 200_001, dtype=torch.float64)
+    density = torch.exp(-place.square() / 2) / math.sqrt(2 * math.pi) * float(place[1] - place[0])
+
+    def error(linear: float, cubic: float) -> float:
+        code = torch.arange(1 << bits).double() - ((1 << bits) - 1) / 2
+        table = code * (linear + cubic * code.square())
+        nearest = table[torch.bucketize(place, (table[1:] + table[:-1]) / 2)]
+        return float(((place - nearest).square() * density).sum())
+
+    linear, cubic = CURVES[bits]
+    own = error(linear, cubic)
+    assert own == pytest.approx(DISTORTION[bits], rel=5e-3)
+    for step in (0.9, 0.97, 1.03, 1.1):
+        assert error(linear * step, cubic) > own
+        assert bits == 1 or error(linear, cubic * (1 + 4 * (step - 1))) > own

@@ -41,7 +41,7 @@ class Rotation:
     @functools.cached_property
     def halves(self) -> bool:
         """Whether dimension i turns with dimension i + d / 2."""
-        return bool((self.pairs.flatten() == torch.arange(self.pairs.numel())).all())
+        return bool((self.pairs.flatten() == torch.arange(self.pairs.numel(), device=self.pairs.device)).all())
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of (..., d / 2), float64, at positions (...)."""

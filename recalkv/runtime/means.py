@@ -18,7 +18,7 @@ def _turns(rotation: Rotation, count: int, device: torch.device) -> tuple[Tensor
     if found is None or len(found[0]) < count:
         with torch.inference_mode(False):
             size = max(count, 1024, 2 * len(found[0]) if found else 0)
-            tables = rotation.tables(torch.arange(size))
+            tables = rotation.tables(torch.arange(size, device="cpu"))
             found = _tables[key] = (tables[0].float().to(device), tables[1].float().to(device))
     return found
 
