@@ -182,9 +182,7 @@ def main() -> None:
     parser.add_argument("--model", default="data/model")
     parser.add_argument("--codec", default="data/codec")
     parser.add_argument("--out", type=Path, help="file for the figures, and the processor that they are of")
-    parser.add_argument(
-        "--cells", type=Path, help="gather what `make frontier` measured of codecs in this folder"
-    )
+    parser.add_argument("--cells", type=Path, help="gather what `make frontier` measured of codecs in this folder")
     options = parser.parse_args()
     if options.cells:
         write_json(options.out, gathered(options.cells))

@@ -39,7 +39,7 @@ GRAIN = 512
 
 @functools.cache
 def levels(bits: int, device: torch.device | None = None) -> Tensor:
-    """What the codes of so many bits stand for at a scale of one: (2^bits,) float32, ascending; on the CPU if not said."""
+    """What the codes stand for at a scale of one: (2^bits,) float32, ascending; on the CPU if not said."""
     with torch.inference_mode(False):
         linear, cubic = CURVES[bits]
         places = torch.arange(1 << bits, dtype=torch.float32, device=device or "cpu") - ((1 << bits) - 1) / 2
