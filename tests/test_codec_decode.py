@@ -1,6 +1,8 @@
 """A token's attention over rows by a kernel's interface agrees with plain torch: scores, outputs, padding, windows."""
 
 import copy
+import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -70,3 +72,25 @@ def test_kernels_agree_with_torch(
     torch.testing.assert_close(results["kernel"], results["torch"], rtol=1e-4, atol=1e-5)
     # Queries and weights are integers of 16 bits in the loops.
     torch.testing.assert_close(results["loops"], results["torch"], rtol=1e-3, atol=1e-3)
+
+
+def test_copies_of_a_cache_outlive_the_codec_that_they_were_made_with() -> None:
+    codec = _layer_codec(1)
+    layer, _ = _filled(codec, 100, 0, None)
+    generator = torch.Generator().manual_seed(2)
+    query, new = (torch.randn(2, heads, 1, 32, generator=generator) for heads in (6, 2))
+
+    def step(own: CodecLayer) -> torch.Tensor:
+        own.update(new, new)
+        return decode.decode_step(own, query, new, new, None, None, None, 0.2, None, None)
+
+    wanted = step(copy.deepcopy(layer))
+    assert copy.deepcopy(layer).codec is codec
+    # Addresses that the loops keep mean nothing in another process.
+    stored = pickle.dumps(layer)
+    assert any(name.startswith("_") for name in codec.__dict__)
+    del layer, codec
+    gc.collect()
+    loaded = pickle.loads(stored)
+    assert not any(name.startswith("_") for name in loaded.codec.__dict__)
+    torch.testing.assert_close(step(loaded), wanted, rtol=0, atol=0)

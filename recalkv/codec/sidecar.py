@@ -111,6 +111,13 @@ class LayerCodec:
         """Bytes of a token: keys and values of the first group, then of the second, and so on."""
         return sum(code.row_bytes for code in (*self.keys, *self.values))
 
+    def __deepcopy__(self, memo: Any) -> "LayerCodec":
+        # Nothing changes it, and what is made of it for decoding holds addresses of its arrays.
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+
     def prepare(self) -> None:
         """Compute what is made once, which a graph that is being traced cannot."""
         _ = self.rotation.halves, [(code.into, code.back) for code in (*self.keys, *self.values)]
