@@ -5,6 +5,7 @@ Scores are ``q' z_n + q R_n mu``, the second product being one of a constant tab
 values are summed in code coordinates and mapped back once. Exact tokens, the first and the newest, are one more piece.
 """
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -30,17 +31,18 @@ from recalkv.runtime.cpu.threads import (
 from recalkv.runtime.cpu.vectors import (
     LEAST,
     add_dots,
-    add_pairs,
-    add_product,
     as_float,
     called,
     decode,
     decode_pairs,
     exponentials,
     largest,
+    multiply,
+    multiply_pairs,
     nested,
     partner,
     scaled,
+    scales_at,
     to_integers,
 )
 
@@ -48,6 +50,10 @@ __all__ = ["PIECE", "LayerLoops", "loops_of"]
 
 PIECE = 256
 """Slots that are decoded at once: their numbers fit a core's second cache."""
+
+_ROOM = PIECE + 2 * TILE
+"""float32 numbers of memory for two decoded numbers of a piece. Their rows are a cache line longer than they need to
+be: rows of a power of two would share a few sets of the first cache."""
 
 _TILE = TILE
 _PAIR = 2 * TILE
@@ -67,8 +73,8 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 (
     _THREADS, _BATCH, _GROUPS, _KV, _REPEATS, _DK, _DV, _ROW, _TILES, _LENGTH, _BASE, _LOW, _EDGE, _SINKS, _RING, _KIND,
     _ROWS, _EXACT, _Q, _K, _V, _OUT, _FIRST, _OFFSET, _MASK, _MASK_ROW, _REAL, _AUX, _SCRATCH, _PAIRS, _FREQUENCIES,
-    _COUNT, _PIECES, _TABLE, _CODES, _KEY_MEAN, _VALUE_MEAN, _LOOKUP, _WK, _WV, _MOST,
-) = range(41)  # fmt: skip
+    _COUNT, _PIECES, _INNER, _REDUCED, _TABLE, _CODES, _KEY_MEAN, _VALUE_MEAN, _LOOKUP, _WK, _WV, _MOST, _PLACES,
+) = range(44)  # fmt: skip
 
 # Of each group's codes, in a list of their own.
 _CODE = 11
@@ -91,8 +97,7 @@ def _padded(width):
 def _multiply(rows, inner, left, matrix, width, out):
     """Write left (rows, inner) times a matrix of as many columns, at an address, to (rows, padded width)."""
     wide = _padded(width)
-    out[: rows * wide] = 0
-    add_product(rows, inner, wide, left.ctypes.data, 4 * inner, matrix, 4 * wide, out.ctypes.data, 4 * wide)
+    multiply(rows, inner, wide, left.ctypes.data, 4 * inner, matrix, 4 * wide, out.ctypes.data, 4 * wide)
 
 
 @nested
@@ -227,13 +232,10 @@ def _tiles_of(a, b, slot):
 
 
 @nested
-def _scales(place, tiles, step, byte, lookup, out):
+def _scales(place, tiles, step, byte, out):
     """Scales of a segment of a piece's tokens."""
-    scales = floats(lookup[3], 256)
     for number in range(tiles):
-        octets = array(place + number * step + byte * _TILE, _TILE, np.uint8)
-        for j in range(_TILE):
-            out[number * _TILE + j] = scales[octets[j]]
+        scales_at(place + number * step + byte * _TILE, out.ctypes.data + 4 * _TILE * number)
     for j in range(tiles * _TILE, PIECE):
         out[j] = np.float32(0)
 
@@ -241,9 +243,9 @@ def _scales(place, tiles, step, byte, lookup, out):
 @nested
 def _score_keys(a, code, b, slot, queries, queries_at, stride, numbers, sums, scale, scores):
     """Add the scores of a piece's keys, means not counted: decoded in pairs, multiplied as integers."""
-    table, lookup = array(code[_C_KS], code[_C_KN] * 4, np.int64), array(a[_LOOKUP], 4, np.int64)
+    table = array(code[_C_KS], code[_C_KN] * 4, np.int64)
     place, tiles = _tiles_of(a, b, slot)
-    step, row = a[_ROW] * _TILE, 4 * PIECE
+    step, row = a[_ROW] * _TILE, 4 * PIECE + 64
     for each in range(code[_C_KN]):
         byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
         for number in range(0, tiles, 2):
@@ -252,9 +254,8 @@ def _score_keys(a, code, b, slot, queries, queries_at, stride, numbers, sums, sc
             decode_pairs(bits, at, other, width, numbers + 4 * _TILE * number, row)
         whole = (tiles * _TILE + 63) // 64 * 64
         totals = array(sums, queries * PIECE, np.int32)
-        totals[:] = 0
-        add_pairs(queries, width // 2, whole, queries_at + 2 * first, stride, numbers, row, sums, row)
-        _scales(place, tiles, step, byte, lookup, scale)
+        multiply_pairs(queries, width // 2, whole, queries_at + 2 * first, stride, numbers, row, sums, 4 * PIECE)
+        _scales(place, tiles, step, byte, scale)
         for q in range(queries):
             factor = floats(queries_at + stride * q + 2 * a[_WK], code[_C_KN])[each]
             own, total = scores[q * PIECE : (q + 1) * PIECE], totals[q * PIECE : (q + 1) * PIECE]
@@ -265,7 +266,7 @@ def _score_keys(a, code, b, slot, queries, queries_at, stride, numbers, sums, sc
 @nested
 def _sum_values(a, code, b, slot, queries, numbers, weights, factors, scale, products, scores, partial):
     """Add a piece's values times their weights, in code coordinates."""
-    table, lookup = array(code[_C_VS], code[_C_VN] * 4, np.int64), array(a[_LOOKUP], 4, np.int64)
+    table = array(code[_C_VS], code[_C_VN] * 4, np.int64)
     place, tiles = _tiles_of(a, b, slot)
     step = a[_ROW] * _TILE
     sums = partial[3 * queries + queries * a[_DV] :]
@@ -274,8 +275,8 @@ def _sum_values(a, code, b, slot, queries, numbers, weights, factors, scale, pro
         for number in range(0, tiles, 2):
             at = place + number * step + (byte + 1) * _TILE
             other = at + (step if number + 1 < tiles else 0)
-            decode(bits, at, other, width, numbers + 2 * _TILE * number, 2 * PIECE)
-        _scales(place, tiles, step, byte, lookup, scale)
+            decode(bits, at, other, width, numbers + 2 * _TILE * number, 2 * PIECE + 64)
+        _scales(place, tiles, step, byte, scale)
         for q in range(queries):
             at = products.ctypes.data
             total, top = scaled(scores.ctypes.data + 4 * PIECE * q, scale.ctypes.data, PIECE, at)
@@ -284,7 +285,7 @@ def _sum_values(a, code, b, slot, queries, numbers, weights, factors, scale, pro
             factors[q] = np.float32(1 / GRAIN) / factor
         columns = (tiles + 1) // 2 * _PAIR
         add_dots(
-            queries, width, columns, weights, 2 * PIECE, numbers, 2 * PIECE, sums.ctypes.data + 4 * first,
+            queries, width, columns, weights, 2 * PIECE, numbers, 2 * PIECE + 64, sums.ctypes.data + 4 * first,
             4 * a[_WV], factors.ctypes.data,
         )  # fmt: skip
 
@@ -293,7 +294,7 @@ def _sum_values(a, code, b, slot, queries, numbers, weights, factors, scale, pro
 def _piece_size(a, queries):
     """float32 numbers of memory that a piece is worked on in."""
     most = max(a[_WK], a[_WV])
-    return (most // 2 + 2 * queries + 2) * PIECE + 2 * queries * a[_COUNT] + queries + 16
+    return most // 2 * _ROOM + (2 * queries + 2) * PIECE + queries * (2 * a[_COUNT] + _padded(a[_INNER]) + 1) + 16
 
 
 @nested
@@ -303,16 +304,20 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
     pairs, heads = a[_COUNT], a[_KV] * a[_REPEATS]
     slot = a[_BASE] + piece * PIECE
     most = max(a[_WK], a[_WV]) // 2
+    own = own[-own.ctypes.data // 4 % 16 :]  # vectors that cross no cache line
     numbers = own.ctypes.data
-    scores, scale = (
-        own[most * PIECE : (most + queries) * PIECE],
-        own[(most + queries) * PIECE : (most + queries + 1) * PIECE],
-    )
-    rest = own[(most + queries + 1) * PIECE :]
+    rest = own[most * _ROOM :]
+    scores, scale = rest[: queries * PIECE], rest[queries * PIECE : (queries + 1) * PIECE]
+    rest = rest[(queries + 1) * PIECE :]
     # Sums of scores first, and weights when they are no longer needed.
     sums, products = rest.ctypes.data, rest[queries * PIECE : (queries + 1) * PIECE]
     rest = rest[(queries + 1) * PIECE :]
-    turned, factors = rest[: queries * 2 * pairs], rest[queries * 2 * pairs :]
+    wide = _padded(a[_INNER])
+    turned, reduced, factors = (
+        rest[: queries * 2 * pairs],
+        rest[queries * 2 * pairs : queries * (2 * pairs + wide)],
+        rest[queries * (2 * pairs + wide) :],
+    )
     stride = 4 * _query_size(a)
     queries_at = a[_SCRATCH] + stride * (b * heads + g * queries)
     turn = floats(a[_PIECES] + 8 * pairs * piece, 2 * pairs)
@@ -322,9 +327,9 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
             cos, sin = turn[i], turn[pairs + i]
             turned[q * 2 * pairs + i] = c[i] * cos + c[pairs + i] * sin
             turned[q * 2 * pairs + pairs + i] = c[pairs + i] * cos - c[i] * sin
-    scores[:] = 0
-    add_product(
-        queries, 2 * pairs, PIECE, turned.ctypes.data, 8 * pairs, a[_TABLE], 4 * PIECE, scores.ctypes.data, 4 * PIECE
+    _multiply(queries, 2 * pairs, turned, a[_REDUCED], a[_INNER], reduced)
+    multiply(
+        queries, a[_INNER], PIECE, reduced.ctypes.data, 4 * wide, a[_TABLE], 4 * PIECE, scores.ctypes.data, 4 * PIECE
     )
     _score_keys(a, code, b, slot, queries, queries_at, stride, numbers, sums, scale, scores)
     for q in range(queries):
@@ -448,7 +453,7 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
 
 @called
 def _step(address):
-    a = carray(address, (41,), np.int64)
+    a = carray(address, (_PLACES,), np.int64)
     real = floats(a[_REAL], 2)
     threads = a[_THREADS]
     many, me = thread_count(threads), thread_number(threads)
@@ -504,6 +509,28 @@ def _step(address):
         _finish(a, task // a[_KV], task % a[_KV], queries, many, partials, step, own)
 
 
+@functools.cache
+def _mean_table(frequencies: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of a piece's offsets as a product with as few rows in between as float32 needs.
+
+    Pairs that turn little within a piece are nearly polynomials of the offset: 28 rows serve the 64 of SmolLM2.
+
+    Parameters
+    ----------
+    frequencies
+        float64.
+
+    Returns
+    -------
+    reduced : (2 pairs, rows)
+    table : (rows, PIECE)
+    """
+    angles = np.frombuffer(frequencies)[:, None] * np.arange(PIECE)
+    left, sizes, right = np.linalg.svd(np.concatenate([np.cos(angles), np.sin(angles)]), full_matrices=False)
+    rows = int((sizes > 3e-8 * sizes.max(initial=0)).sum())
+    return left[:, :rows] * sizes[:rows], right[:rows]
+
+
 def _partners(segments: Sequence[Segment]) -> np.ndarray:
     """Numbers of a row in the order in which pairs of them are decoded: (width,) int64."""
     order, start = list[int](), 0
@@ -544,10 +571,12 @@ class LayerLoops:
         self._widest = max(code.width for code in codec.keys), max(code.width for code in codec.values)
         rotation = codec.rotation
         frequencies, pairs = rotation.frequencies.double().numpy(), np.ascontiguousarray(rotation.pairs.numpy())
-        angles = frequencies[:, None] * np.arange(PIECE)
-        table = np.concatenate([np.cos(angles), np.sin(angles)]).astype(np.float32)
+        reduced, table = (torch.from_numpy(each) for each in _mean_table(frequencies.tobytes()))
         self._frequencies, self._pieces = frequencies, np.zeros((0, 2, len(frequencies)), np.float32)
-        fixed = self._at(pairs), self._at(np.ascontiguousarray(frequencies)), self._at(table)
+        fixed = (
+            self._at(pairs), self._at(np.ascontiguousarray(frequencies)), len(table), self._tensor(reduced, True),
+            self._tensor(table),
+        )  # fmt: skip
         means = self._tensor(codec.key_mean), self._tensor(codec.value_mean)
         self._row_bytes = codec.row_bytes
         codes, lookup = self._at(np.array(groups, np.int64)), self._at(np.array(tables().addresses, np.int64))
@@ -618,7 +647,7 @@ class LayerLoops:
         heads = kv * repeats
         queries = heads // self.codec.groups
         partial = batch * heads * (3 + dv + wv)
-        own = (most // 2 + 2 * queries + 2) * PIECE + 2 * queries * pairs + queries + 16
+        own = most // 2 * _ROOM + (2 * queries + 2) * PIECE + queries * (4 * pairs + _COLUMNS + 1) + 16
         own += queries * (layer.sinks + layer.ring) + (queries + kv) * (dk + dv + most + 3 * _COLUMNS)
         return batch * heads * (wk // 2 + self._most + 2 * pairs + dk) + threads * (partial + own)
 

@@ -21,17 +21,18 @@ from recalkv.codec.codes import CURVES, GRAIN, PLANES, levels
 __all__ = [
     "LEAST",
     "add_dots",
-    "add_pairs",
-    "add_product",
     "as_float",
     "called",
     "decode",
     "decode_pairs",
     "exponentials",
     "largest",
+    "multiply",
+    "multiply_pairs",
     "nested",
     "partner",
     "scaled",
+    "scales_at",
     "to_integers",
     "trial_error",
 ]
@@ -251,6 +252,17 @@ def _chosen(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_INT, len(lanes)), lanes))
 
 
+def _over_lanes(builder: Any, vector: Any, what: str) -> Any:
+    """Sum or maximum of the lanes of a vector of float32."""
+    lanes = vector.type.count
+    while lanes > 1:
+        lanes //= 2
+        low, high = (_chosen(builder, vector, vector, list(range(first, first + lanes))) for first in (0, lanes))
+        larger = builder.select(builder.fcmp_ordered(">", low, high), low, high)
+        vector = builder.fadd(low, high) if what == "sum" else larger
+    return builder.extract_element(vector, _INT(0))
+
+
 def _add_madd(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add products of neighbouring integers of 16 bits, in pairs, to integers of 32 bits; a processor's instruction."""
     lanes = 2 * _VECTOR
@@ -273,7 +285,7 @@ def _add_madd(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 
 def _product(rows: int, integers: bool) -> Any:
-    """Add (rows, inner) times (inner, columns), columns a multiple of the block's: addresses and bytes a row.
+    """Write (rows, inner) times (inner, columns), columns a multiple of the block's: addresses and bytes a row.
 
     Of float32; or of pairs of 16-bit integers, each pair counting as one, to sums of 32-bit integers.
     """
@@ -303,8 +315,8 @@ def _product(rows: int, integers: bool) -> Any:
                     for part in range(_VECTORS)
                 }
                 sums = {each: cgutils.alloca_once(builder, kind) for each in places}
-                for each, place in places.items():
-                    builder.store(builder.load(place, align=4), sums[each])
+                for each in places:
+                    builder.store(ir.Constant(kind, None), sums[each])
                 with cgutils.for_range(builder, inner) as loop:
                     start = builder.add(right, column)
                     own = [
@@ -360,9 +372,9 @@ def _by_rows(integers: bool) -> Any:
     return product
 
 
-# Add the product of (rows, inner) and (inner, columns) to (rows, columns), columns a multiple of 64; of float32, and of
-# pairs of integers.
-add_product, add_pairs = _by_rows(False), _by_rows(True)
+# Write the product of (rows, inner) and (inner, columns), columns a multiple of 64; of float32, or of pairs of
+# integers.
+multiply, multiply_pairs = _by_rows(False), _by_rows(True)
 
 
 def _sum_of_four(builder: Any, vectors: list[Any]) -> Any:
@@ -530,17 +542,7 @@ def _scaled(context: Any, values: Any, scales: Any, count: Any, out: Any) -> Any
             builder.store(builder.fadd(builder.load(sums), product, flags=("reassoc",)), sums)
             top = builder.load(tops)
             builder.store(builder.select(builder.fcmp_ordered(">", product, top), product, top), tops)
-        results = []
-        for place, combine in ((sums, "add"), (tops, "max")):
-            vector, lanes = builder.load(place), 16
-            while lanes > 1:
-                lanes //= 2
-                low, high = (
-                    _chosen(builder, vector, vector, list(range(first, first + lanes))) for first in (0, lanes)
-                )
-                larger = builder.select(builder.fcmp_ordered(">", low, high), low, high)
-                vector = builder.fadd(low, high) if combine == "add" else larger
-            results.append(builder.extract_element(vector, _INT(0)))
+        results = [_over_lanes(builder, builder.load(place), kind) for place, kind in ((sums, "sum"), (tops, "max"))]
         return context.make_tuple(builder, signature.return_type, results)
 
     return types.UniTuple(types.float32, 2)(*[types.int64] * 4), generate
@@ -587,12 +589,7 @@ def _trial(bits: int) -> Any:
                 left = builder.fsub(level, own)
                 more = builder.fadd(builder.load(total), builder.fmul(left, left))
                 builder.store(more, total)
-            vector, lanes = builder.load(total), 8
-            while lanes > 1:
-                lanes //= 2
-                halves = (_chosen(builder, vector, vector, list(range(f, f + lanes))) for f in (0, lanes))
-                vector = builder.fadd(*halves)
-            return builder.extract_element(vector, _INT(0))
+            return _over_lanes(builder, builder.load(total), "sum")
 
         return types.float32(types.int64, types.int64, types.float32), generate
 
@@ -624,19 +621,58 @@ def to_integers(values, factor, count, out):
     _integers(values, factor, count, out)
 
 
-def _largest(values, floor):
+@intrinsic
+def _largest(context: Any, values: Any, count: Any, floor: Any) -> Any:
+    """Largest of float32 at an address, a multiple of 16 of them, or the floor."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, count, floor = arguments
+        kind = ir.VectorType(_FLOAT, 16)
+        tops = cgutils.alloca_once(builder, kind)
+        builder.store(_splat(builder, floor, 16), tops)
+        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(_LONG, 16))) as loop:
+            own = builder.load(_address(builder, values, kind, (loop.index, 64)), align=4)
+            top = builder.load(tops)
+            builder.store(builder.select(builder.fcmp_ordered(">", own, top), own, top), tops)
+        return _over_lanes(builder, builder.load(tops), "max")
+
+    return types.float32(types.int64, types.int64, types.float32), generate
+
+
+@nested
+def largest(values, floor):
     """Largest of some float32, or the floor."""
-    top = floor
-    for j in range(len(values)):
+    whole = len(values) // 16 * 16
+    top = _largest(values.ctypes.data, whole, floor)
+    for j in range(whole, len(values)):
         top = max(top, values[j])
     return top
 
 
-# The maximum of vectors needs the promise that none is NaN.
-largest = numba.njit(
-    nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy",
-    fastmath={"nnan", "nsz", "contract", "reassoc", "arcp"},
-)(_largest)  # fmt: skip
+@intrinsic
+def scales_at(context: Any, source: Any, target: Any) -> Any:
+    """Write the scales of a tile's 16 bytes at an address as float32 to another."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, target = arguments
+        octets, kind = ir.VectorType(_BYTE, _TILE), ir.VectorType(_FLOAT, _TILE)
+        byte = builder.load(_address(builder, source, octets), align=1)
+        byte = builder.zext(byte, ir.VectorType(_INT, _TILE))
+        # 2^(byte / 8): a power of two by its exponent's bits, times one of eight factors.
+        power = builder.lshr(byte, _constant(_INT, 3, _TILE))
+        power = builder.add(power, _constant(_INT, 127 - layout.SCALE_ZERO // layout.SCALE_STEPS, _TILE))
+        power = builder.bitcast(builder.shl(power, _constant(_INT, 23, _TILE)), kind)
+        steps = [float(np.float32(2 ** (step / layout.SCALE_STEPS))) for step in range(layout.SCALE_STEPS)]
+        found = [_constant(_FLOAT, step, _TILE) for step in steps]
+        for bit in range(3):
+            is_set = builder.icmp_unsigned(
+                "!=", builder.and_(byte, _constant(_INT, 1 << bit, _TILE)), _constant(_INT, 0, _TILE)
+            )
+            found = [builder.select(is_set, upper, lower) for lower, upper in zip(found[::2], found[1::2], strict=True)]
+        builder.store(builder.fmul(power, found[0]), _address(builder, target, kind), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 _LOG2_E, _LOWEST = np.float32(1.4426950408889634), np.float32(-126.0)
