@@ -3,7 +3,9 @@
 A segment holds a multiple of 8 consecutive numbers with the same number of bits. Behind the random rotation of its
 basis (:mod:`recalkv.codec.fit`) they look alike and Gaussian, so one scale per token serves all of them. A plane of p
 bits of a segment of n numbers is n p / 8 bytes; byte i holds the codes i, i + n p / 8, i + 2 n p / 8, ..., lowest bits
-first.
+first. The chain of a segment's codes (:mod:`recalkv.codec.codes`) goes through the bytes of its last plane, and through
+the codes of each, so that a kernel has just decoded what comes before a code; segments of 8 bits, with one code a byte,
+take a byte of their first half and one of their second in turn.
 
 In a cache, rows stand in tiles of 16 tokens, byte by byte (:func:`tiled`): the same byte of 16 tokens is one vector
 load, and a kernel decodes the same number of 16 tokens at once whatever the widths of segments are.
@@ -16,23 +18,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recalkv.codec.codes import BITS, CURVES, PLANES, levels
+from recalkv.codec.codes import BITS, CURVES, PLANES, decoded, levels, search
 from recalkv.errors import CheckpointError
 
 __all__ = [
     "BLOCK",
+    "FIRST",
+    "FIRST_FITTED",
+    "FITTED",
     "SCALE_STEPS",
-    "SCALE_TRIALS",
     "SCALE_ZERO",
     "TILE",
+    "TRIALS",
     "NumberTable",
     "Segment",
+    "chained",
     "checked",
     "number_table",
     "pack",
     "row_bytes",
     "scales_of",
     "tiled",
+    "unchained",
     "unpack",
     "untiled",
 ]
@@ -46,10 +53,16 @@ TILE = 16
 SCALE_STEPS, SCALE_ZERO = 8, 128
 """A scale is 2^((byte - 128) / 8): 9 % apart, from 1.5e-5 to 6e4 times the usual one."""
 
-SCALE_TRIALS = (0, 1, -1, 2, -2, 3)
-"""Steps from the root mean square at which scales are tried, and the one of least error is taken; the first wins ties.
+FITTED = 3
+"""Bits from which scales are tried around the one that the largest number fits: levels that it lies far beyond would
+leave more error than all others. With fewer bits, around the root mean square."""
 
-Costs nothing when rows are read, and lowers the error: some numbers of a segment lie far beyond the others."""
+TRIALS, FIRST_FITTED, FIRST = 8, -6, -3
+"""Scales that are tried, as many as a vector of float32 holds, and the first of them, in steps from there. The one of
+least error is taken, the first where several are. Costs nothing when rows are read, and a quarter of the error."""
+
+_CHAINS = 512
+"""Chains that plain torch searches at once: the search holds a hundred bytes a number and trial."""
 
 
 class Segment(NamedTuple):
@@ -117,28 +130,38 @@ def pack(numbers: Tensor, segments: Sequence[Segment]) -> Tensor:
     return torch.cat(parts, -1) if parts else numbers.new_zeros((*numbers.shape[:-1], 0), dtype=torch.uint8)
 
 
+def _turns(bits: int) -> int:
+    """Codes of a byte of the last plane; two where it holds one, of two bytes."""
+    return max(8 // PLANES[bits][-1], 2)
+
+
+def chained(numbers: Tensor, bits: int) -> Tensor:
+    """Numbers of a segment (..., width) in the order of their chain."""
+    return numbers.unflatten(-1, (_turns(bits), -1)).mT.flatten(-2)
+
+
+def unchained(numbers: Tensor, bits: int) -> Tensor:
+    """Undo :func:`chained`."""
+    return numbers.unflatten(-1, (-1, _turns(bits))).mT.flatten(-2)
+
+
 def _coded(part: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Level of the scale (..., 1) float32, and codes (..., width) int32, of one segment."""
-    table = levels(bits, part.device)
-    edges = (table[1:] + table[:-1]) / 2
-    power = part.square().mean(-1, keepdim=True).clamp_min(1e-38)
-    middle = (power.log2() * (SCALE_STEPS / 2) + SCALE_ZERO).round()
-    best: tuple[Tensor, Tensor, Tensor] | None = None
-    for trial in SCALE_TRIALS:
-        level = (middle + trial).clamp(0, 255)
-        scale = scales_of(level)
-        codes = torch.bucketize(part / scale, edges, out_int32=True)
-        error = (table[codes] * scale - part).square().sum(-1, keepdim=True)
-        if best is None:
-            best = error, level, codes
-        else:
-            better = error < best[0]
-            best = (
-                torch.where(better, error, best[0]), torch.where(better, level, best[1]),
-                torch.where(better, codes, best[2]),
-            )  # fmt: skip
-    assert best is not None
-    return best[1], best[2]
+    if bits < FITTED:
+        size, first = part.square().mean(-1, keepdim=True).sqrt(), FIRST
+    else:
+        size, first = part.abs().amax(-1, keepdim=True) / levels(bits, part.device)[-1], FIRST_FITTED
+    middle = (size.clamp_min(1e-38).log2() * SCALE_STEPS + SCALE_ZERO).round()
+    tried = (middle + first + torch.arange(TRIALS, device=part.device)).clamp(0, 255).flatten(0, -2)
+    scales = scales_of(tried)
+    numbers = chained(part, bits).flatten(0, -2)
+    found = [
+        search(own[:, None] * (1 / scale)[..., None], scale.square(), bits)
+        for own, scale in zip(numbers.split(_CHAINS), scales.split(_CHAINS), strict=True)
+    ]
+    trials, codes = (torch.cat(each) for each in zip(*found, strict=True))
+    level = tried.gather(1, trials[:, None])
+    return level.view(*part.shape[:-1], 1), unchained(codes, bits).view(part.shape)
 
 
 def tiled(rows: Tensor) -> Tensor:
@@ -164,7 +187,8 @@ def unpack(rows: Tensor, segments: Sequence[Segment]) -> Tensor:
             start += count
             shifts = torch.arange(0, 8, plane, dtype=torch.int32, device=rows.device)[:, None]
             codes = (codes << plane) | ((octets[..., None, :] >> shifts) & ((1 << plane) - 1)).flatten(-2)
-        parts.append(levels(segment.bits, rows.device)[codes] * scale)
+        numbers = decoded(chained(codes, segment.bits), segment.bits)
+        parts.append(unchained(numbers, segment.bits) * scale)
     return torch.cat(parts, -1) if parts else rows.new_zeros((*rows.shape[:-1], 0), dtype=torch.float32)
 
 
@@ -172,8 +196,10 @@ class NumberTable(NamedTuple):
     """Where the code of each number of a row stands, for kernels that look numbers up one by one; all (width,).
 
     The code is ``((row[first] >> first_shift) & first_mask) << second_bits`` and, in its low bits,
-    ``(row[second] >> second_shift) & second_mask``; ``second_mask`` is zero for codes of one plane. The number is
-    ``t (linear + cubic t^2) scale`` with ``t = code - middle`` and ``scale = 2^((row[scale] - 128) / 8)``.
+    ``(row[second] >> second_shift) & second_mask``; ``second_mask`` is zero for codes of one plane. The lowest bits of
+    the last code and of the one before are those of ``row[last] >> last_shift`` and ``row[before] >> before_shift``,
+    zero by a shift of 8 at the start of a chain. With ``t = 2 (code xor before's) + last's - middle`` the number is
+    ``t (linear + cubic t^2 + quintic t^4) scale`` and ``scale = 2^((row[scale] - 128) / 8)``.
     """
 
     first: Tensor
@@ -183,28 +209,41 @@ class NumberTable(NamedTuple):
     second_shift: Tensor
     second_mask: Tensor
     second_bits: Tensor
+    last: Tensor
+    last_shift: Tensor
+    before: Tensor
+    before_shift: Tensor
     scale: Tensor
     middle: Tensor
     linear: Tensor
     cubic: Tensor
+    quintic: Tensor
 
 
 def number_table(segments: Sequence[Segment], start: int = 0) -> NumberTable:
-    """Table of the segments of a row that begin at its byte ``start``: int32, and float32 for the last three."""
+    """Table of the segments of a row that begin at its byte ``start``: int32, and float32 for the last four."""
     columns: list[tuple[float, ...]] = []
     for segment in segments:
-        scale, byte = start, start + 1
-        planes = PLANES[segment.bits]
+        scale, byte, planes = start, start + 1, PLANES[segment.bits]
         begins = [byte + sum(planes[:i]) * segment.width // 8 for i in range(len(planes))]
+        order = chained(torch.arange(segment.width, device="cpu"), segment.bits).tolist()
+        rank = {number: place for place, number in enumerate(order)}
+
+        def stands(number: int, plane: int, begin: int, width: int = segment.width) -> tuple[int, int]:
+            count = width * plane // 8
+            return begin + number % count, number // count * plane
+
         for number in range(segment.width):
             places: list[float] = []
             for plane, begin in zip(planes, begins, strict=True):
-                count = segment.width * plane // 8
-                places += [begin + number % count, number // count * plane, (1 << plane) - 1]
+                places += [*stands(number, plane, begin), (1 << plane) - 1]
             if len(planes) == 1:
                 places += [places[0], 0, 0]
-            bits = planes[1] if len(planes) == 2 else 0
-            columns.append((*places, bits, scale, ((1 << segment.bits) - 1) / 2, *CURVES[segment.bits]))
+            places.append(planes[1] if len(planes) == 2 else 0)
+            for back in (1, 2):
+                there = rank[number] >= back
+                places += stands(order[rank[number] - back], planes[-1], begins[-1]) if there else (scale, 8)
+            columns.append((*places, scale, ((2 << segment.bits) - 1) / 2, *CURVES[segment.bits]))
         start += segment.row_bytes
-    whole = torch.tensor(columns, dtype=torch.float64).view(-1, 11).T
-    return NumberTable(*whole[:8].int(), *whole[8:].float())
+    whole = torch.tensor(columns, dtype=torch.float64).view(-1, 16).T
+    return NumberTable(*whole[:12].int(), *whole[12:].float())

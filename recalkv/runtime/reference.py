@@ -88,9 +88,10 @@ class DeviceLayout:
 
     Attributes
     ----------
-    table : (11, numbers) int32
-        :func:`recalkv.codec.layout.number_table` of the keys and the values of each group in turn; its last three rows
-        are float32, bit for bit.
+    table : (10, numbers) int32
+        :func:`recalkv.codec.layout.number_table` of the keys and the values of each group in turn, with a byte's shift
+        in bits 24 and on of its place: first, first_mask, second, second_mask, last, before, scale; and the last three
+        as float32, bit for bit.
     places : (groups, 6) int32
         Of each group: column of ``table`` where its keys begin, how many there are, bits that say which of their chunks
         of CHUNK numbers have codes of two planes; the same of its values.
@@ -130,7 +131,14 @@ class DeviceLayout:
                 row = []
                 for code in pair:
                     table = number_table(code.segments, byte)
-                    whole = torch.stack([*table[:8], *(each.view(torch.int32) for each in table[8:])])
+                    shifted = ((table.first, table.first_shift), (table.second, table.second_shift),
+                               (table.last, table.last_shift), (table.before, table.before_shift))  # fmt: skip
+                    first, second, last, before = (place | shift << 24 for place, shift in shifted)
+                    floats = (each.view(torch.int32) for each in table[13:])
+                    whole = torch.stack([
+                        first, table.first_mask, second, table.second_mask, last, before,
+                        table.scale, *floats,
+                    ])  # fmt: skip
                     two = sum(1 << i for i, part in enumerate(table.second_mask.split(CHUNK)) if bool(part.any()))
                     row += [column, code.width, two]
                     byte, column = byte + code.row_bytes, column + code.width

@@ -3,8 +3,8 @@
 """Attention of one token a sequence over rows of codes, in Triton: flash decoding that decodes in registers.
 
 1. ``attend_kernel``: one program takes a group of KV heads, a block of its queries and a run of the slots attended to
-   (split-KV). It decodes some numbers of BLOCK_N slots at once by shifts, masks and a cubic, and multiplies them on
-   tensor cores: keys with queries, softmax weights with values.
+   (split-KV). It decodes some numbers of BLOCK_N slots at once by shifts, masks and a polynomial, and multiplies them
+   on tensor cores: keys with queries, softmax weights with values.
 2. ``combine_kernel`` sums the runs and gives outputs and the logarithms of the softmax's sums.
 
 How many slots there are is read on the device, so nothing waits for it and CUDA graphs hold for any length.
@@ -56,33 +56,39 @@ _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453
 
 
 @triton.jit
+def _field(rows_at, at, ok):
+    """Bytes of rows (numbers, slots) as integers, shifted, whose places and shifts a column of the table has."""
+    place = tl.load(at, mask=ok, other=0)
+    return tl.load(rows_at + ((place & 0xFFFFFF) * _TILE)[:, None]).to(tl.int32) >> (place >> 24)[:, None]
+
+
+@triton.jit
 def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr, EXACT: tl.constexpr):
     """Numbers (CHUNK, slots) from ``start`` on of a code, zero behind its width; all bytes stand for finite numbers."""
     number = start + tl.arange(0, CHUNK)
     ok = number < width
     at = table_ptr + number
-    first = tl.load(at, mask=ok, other=0)
-    shift = tl.load(at + numbers, mask=ok, other=0)
-    mask = tl.load(at + 2 * numbers, mask=ok, other=0)
-    code = tl.load(rows_at + (first * _TILE)[:, None]).to(tl.int32)
-    code = (code >> shift[:, None]) & mask[:, None]
-    # Codes of 3 and 6 bits alone have a second plane.
+    most = tl.load(at + numbers, mask=ok, other=0)
+    code = _field(rows_at, at, ok) & most[:, None]
+    # Codes of 3 and 6 bits alone have a second plane, of 1 and 2.
     if (two >> (start // _FLAGGED)) & 1:
-        second = tl.load(at + 3 * numbers, mask=ok, other=0)
-        shift = tl.load(at + 4 * numbers, mask=ok, other=0)
-        mask = tl.load(at + 5 * numbers, mask=ok, other=0)
-        bits = tl.load(at + 6 * numbers, mask=ok, other=0)
-        low = tl.load(rows_at + (second * _TILE)[:, None]).to(tl.int32)
-        code = (code << bits[:, None]) | ((low >> shift[:, None]) & mask[:, None])
-    level = tl.load(rows_at + (tl.load(at + 7 * numbers, mask=ok, other=0) * _TILE)[:, None]).to(tl.float32)
-    middle = tl.load(at + 8 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
-    linear = tl.load(at + 9 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
-    cubic = tl.load(at + 10 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
+        mask = tl.load(at + 3 * numbers, mask=ok, other=0)
+        bits = (mask + 1) >> 1
+        code = (code << bits[:, None]) | (_field(rows_at, at + 2 * numbers, ok) & mask[:, None])
+        most = (most << bits) | mask
+    # The lowest bits of the two codes before say which levels there are.
+    code ^= _field(rows_at, at + 5 * numbers, ok) & 1
+    code = (code << 1) | (_field(rows_at, at + 4 * numbers, ok) & 1)
+    level = tl.load(rows_at + (tl.load(at + 6 * numbers, mask=ok, other=0) * _TILE)[:, None]).to(tl.float32)
+    linear = tl.load(at + 7 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
+    cubic = tl.load(at + 8 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
+    quintic = tl.load(at + 9 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
     power = (level - _ZERO) * _STEP
     if not EXACT:
         power = tl.minimum(power, _TOP)
-    place = code.to(tl.float32) - middle[:, None]
-    decoded = place * (linear[:, None] + cubic[:, None] * place * place)
+    place = code.to(tl.float32) - (most.to(tl.float32) + 0.5)[:, None]
+    square = place * place
+    decoded = place * (linear[:, None] + square * (cubic[:, None] + square * quintic[:, None]))
     # Levels are multiples of 1 / GRAIN, and so are float32 numbers of this size.
     decoded = (decoded + _ROUND) - _ROUND
     decoded *= tl.exp2(power)
@@ -186,7 +192,8 @@ def attend_kernel(
         rows_at = tl.max_contiguous(tl.multiple_of(rows_at + slot % _TILE, 16), 16)
         rows_at = rows_ptr + rows_at[None, :]
         scores = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for begin in range(0, keys, CHUNK):
+        # Not pipelined: registers are short.
+        for begin in tl.range(0, keys, CHUNK, num_stages=1):
             own = row_ok & (begin + in_chunk < keys)[None, :]
             query = tl.load(query_at + begin, mask=own, other=0.0).to(tl.float32) / unit
             key = _decoded(rows_at, keys_at, numbers, begin, keys, keys_two, CHUNK, EXACT)
@@ -260,8 +267,8 @@ def combine_kernel(
 
 def constants(queries: int, full: int, paged: bool, capped: bool, exact: bool) -> dict[str, Any]:
     """Constants and warps of ``attend_kernel``: alike for all layers of a model whose heads are alike."""
-    # More queries leave fewer registers for numbers.
-    rows, chunk, warps = (16, CHUNK, 4) if queries <= 16 else (32, CHUNK // 2, 8)
+    # More numbers at once would not fit the registers.
+    rows, chunk, warps = (16, CHUNK // 2, 4) if queries <= 16 else (32, CHUNK // 2, 8)
     return {
         "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_H": PAIRS, "CHUNK": chunk, "VALUES": -(-full // chunk),
         "PAGED": paged, "CAPPED": capped, "EXACT": exact, "num_warps": warps, "num_stages": STAGES,

@@ -10,24 +10,20 @@ from numba import carray
 from torch import Tensor
 
 from recalkv.codec.codes import BITS, GRAIN, levels
-from recalkv.codec.layout import SCALE_STEPS, SCALE_TRIALS, SCALE_ZERO, TILE, Segment
+from recalkv.codec.layout import FIRST, FIRST_FITTED, FITTED, SCALE_STEPS, SCALE_ZERO, TILE, TRIALS, Segment
 from recalkv.runtime.cpu.threads import array, floats, run, thread_count, thread_number, threads_of_torch
-from recalkv.runtime.cpu.vectors import called, decode, nested, trial_error
+from recalkv.runtime.cpu.vectors import CELLS, called, decode, nested, search
 
 __all__ = ["pack_tiles", "segment_table", "tables", "unpack_tiles", "write_row"]
 
-CELLS, REACH = 2048, 6.0
-"""Cells of a grid from -REACH to REACH, each of which knows the code of its lower end: no two edges share a cell."""
-
-_WIDEST = 4096
-"""Numbers of a segment, at most."""
+REACH = 6.0
+"""The grid of :data:`recalkv.runtime.cpu.vectors.CELLS` is from -REACH to REACH."""
 
 _KINDS = 9
 """Tables are found by the number of bits, up to 8."""
 
-_TRIALS = np.array(SCALE_TRIALS, np.int64)
-_COUNT = len(SCALE_TRIALS)
 _STEPS, _ZERO_BYTE, _TILE = SCALE_STEPS, SCALE_ZERO, TILE
+_TRIALS, _FIRST, _FIRST_FITTED, _FITTED = TRIALS, FIRST, FIRST_FITTED, FITTED
 
 
 class _Tables:
@@ -35,27 +31,22 @@ class _Tables:
 
     Attributes
     ----------
-    cells : (9, CELLS) uint8
-        Code of each cell's lower end, by bits.
-    edges, values : (9, 256)
-        Between codes, infinite behind the last, and what codes stand for.
+    cells : (9, CELLS) int16
+        How many levels lie below each cell's lower end, by bits.
+    largest : (9,)
+        Levels.
     scales : (256,)
         By their bytes.
     """
 
     def __init__(self) -> None:
-        self.cells = np.zeros((_KINDS, CELLS), np.uint8)
-        self.edges = np.full((_KINDS, 256), np.inf, np.float32)
-        self.values = np.zeros((_KINDS, 256), np.float32)
+        self.cells, self.largest = np.zeros((_KINDS, CELLS), np.int16), np.zeros(_KINDS, np.float32)
         ends = torch.arange(CELLS, dtype=torch.float64) * (2 * REACH / CELLS) - REACH
         for bits in BITS:
             table = levels(bits, torch.device("cpu"))
-            edges = (table[1:] + table[:-1]) / 2
-            self.edges[bits, : len(edges)] = edges.numpy()
-            self.values[bits, : len(table)] = table.numpy()
-            self.cells[bits] = torch.bucketize(ends, edges.double()).numpy()
+            self.cells[bits], self.largest[bits] = torch.bucketize(ends, table.double()).numpy(), table[-1]
         self.scales = torch.exp2((torch.arange(256, dtype=torch.float32) - SCALE_ZERO) / SCALE_STEPS).numpy()
-        self.addresses = [each.ctypes.data for each in (self.cells, self.edges, self.values, self.scales)]
+        self.addresses = [each.ctypes.data for each in (self.cells, self.largest, self.scales)]
 
 
 @functools.cache
@@ -76,16 +67,6 @@ def segment_table(segments: Sequence[Segment], start: int) -> np.ndarray:
 
 
 @nested
-def _code_of(value, bits, cells, edges):
-    """Code of the nearest level."""
-    place = (value + np.float32(REACH)) * np.float32(CELLS / (2 * REACH))
-    # What is no number gets some code, too, and reads no memory that is not the table's.
-    cell = np.int64(min(place, np.float32(CELLS - 1))) if place > 0 else np.int64(0)
-    code = np.int64(cells[bits * CELLS + cell])
-    return code + 1 if value > edges[bits * 256 + code] else code
-
-
-@nested
 def write_row(numbers, segments, count, lookup, row):
     """Write a token's numbers of one code into its row.
 
@@ -100,34 +81,51 @@ def write_row(numbers, segments, count, lookup, row):
         Address of the row's first byte; the next is a tile's tokens on.
     """
     table = array(segments, count * 4, np.int64)
-    cells = array(lookup[0], _KINDS * CELLS, np.uint8)
-    codes = np.empty(_WIDEST, np.uint8)
-    edges, values, scales = floats(lookup[1], _KINDS * 256), floats(lookup[2], _KINDS * 256), floats(lookup[3], 256)
+    largest, scales = floats(lookup[1], _KINDS), floats(lookup[2], 256)
+    inverses, errors = np.empty(_TRIALS, np.float32), np.empty(4 * _TRIALS, np.float32)
     for each in range(count):
         byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
-        power = np.float32(0)
-        for i in range(width):
-            power += numbers[first + i] * numbers[first + i]
-        power = max(power / np.float32(width), np.float32(1e-38))
-        middle = np.int64(np.rint(np.log2(power) * np.float32(_STEPS / 2) + np.float32(_ZERO_BYTE)))
-        best, level = np.float32(np.inf), np.int64(0)
-        for trial in range(_COUNT):
-            tried = min(max(middle + _TRIALS[trial], 0), 255)
-            scale, error = scales[tried], np.float32(0)
-            inverse = np.float32(1) / scale
-            if bits <= 4:
-                error = trial_error(bits, numbers.ctypes.data + 4 * first, width, inverse)
-            else:
-                for i in range(width):
-                    value = numbers[first + i] * inverse
-                    left = values[bits * 256 + _code_of(value, bits, cells, edges)] - value
-                    error += left * left
-            error *= scale * scale
-            if error < best:
-                best, level = error, tried
-        inverse = np.float32(1) / scales[level]
-        for i in range(width):
-            codes[i] = _code_of(numbers[first + i] * inverse, bits, cells, edges)
+        size = np.float32(0)
+        if bits < _FITTED:
+            for i in range(width):
+                size += numbers[first + i] * numbers[first + i]
+            size = np.sqrt(size / np.float32(width))
+        else:
+            for i in range(width):
+                size = max(size, abs(numbers[first + i]))
+            size /= largest[bits]
+        size = max(size, np.float32(1e-38))
+        lowest = np.int64(np.rint(np.log2(size) * np.float32(_STEPS) + np.float32(_ZERO_BYTE)))
+        lowest += _FIRST if bits < _FITTED else _FIRST_FITTED
+        for trial in range(_TRIALS):
+            inverses[trial] = np.float32(1) / scales[min(max(lowest + trial, 0), 255)]
+        low_plane = 8 if bits == 8 else (1 if bits % 2 else (2 if bits % 4 else 4))
+        turns = max(8 // low_plane, 2)
+        per_turn = width // turns
+        chain, trail = np.empty(width, np.float32), np.empty(_TRIALS * width, np.int32)
+        for turn in range(turns):
+            for j in range(per_turn):
+                chain[j * turns + turn] = numbers[first + turn * per_turn + j]
+        search(
+            bits, chain.ctypes.data, width, inverses.ctypes.data, lookup[0] + 2 * bits * CELLS, np.float32(REACH),
+            trail.ctypes.data, errors.ctypes.data,
+        )  # fmt: skip
+        least, best, state = np.float32(np.inf), np.int64(0), np.int64(0)
+        for trial in range(_TRIALS):
+            scale = scales[min(max(lowest + trial, 0), 255)]
+            for each_state in range(4):
+                error = errors[each_state * _TRIALS + trial] * (scale * scale)
+                if error < least:
+                    least, best, state = error, trial, each_state
+        level = min(max(lowest + best, 0), 255)
+        codes = np.empty(width, np.uint8)
+        for n in range(width - 1, -1, -1):
+            word = np.int64(trail[n * _TRIALS + best])
+            start, behind = word & 0xFFFF, (word >> (16 + state)) & 1
+            subset = 2 * ((state >> 1) ^ behind) + (state & 1)
+            index = start + ((subset - start) & 3)
+            codes[n % turns * per_turn + n // turns] = (index >> 1) ^ behind
+            state = 2 * (state & 1) + behind
         place = row + byte * _TILE
         array(place, 1, np.uint8)[0] = level
         place += _TILE
@@ -151,7 +149,7 @@ def _pack(address):
     """Rows of many tokens; :func:`_arguments` has the order of the numbers."""
     numbers = carray(address, (16,), np.int64)
     threads, tokens, width, source = numbers[0], numbers[1], numbers[2], numbers[3]
-    segments, count, lookup = numbers[4], numbers[5], array(numbers[6], 4, np.int64)
+    segments, count, lookup = numbers[4], numbers[5], array(numbers[6], 3, np.int64)
     target, row_bytes, start = numbers[7], numbers[8], numbers[9]
     many = thread_count(threads)
     me = thread_number(threads)
@@ -166,10 +164,10 @@ def _unpack(address):
     """Numbers of many tokens, the same arguments; whole tiles are decoded and written token by token."""
     numbers = carray(address, (16,), np.int64)
     threads, tokens, width, target = numbers[0], numbers[1], numbers[2], numbers[3]
-    table, count, lookup = array(numbers[4], numbers[5] * 4, np.int64), numbers[5], array(numbers[6], 4, np.int64)
+    table, count, lookup = array(numbers[4], numbers[5] * 4, np.int64), numbers[5], array(numbers[6], 3, np.int64)
     source, row_bytes, start = numbers[7], numbers[8], numbers[9]
     many, me = thread_count(threads), thread_number(threads)
-    scales = floats(lookup[3], 256)
+    scales = floats(lookup[2], 256)
     # Two tiles at a time: 32 integers a number.
     own = numbers[10] + 4 * me * width * _TILE
     decoded = array(own, width * 2 * _TILE, np.int16)

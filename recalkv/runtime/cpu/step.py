@@ -15,7 +15,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from recalkv.codec.codes import GRAIN
+from recalkv.codec.codes import BITS, GRAIN, levels
 from recalkv.codec.layout import TILE, Segment
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles, write_row
@@ -61,9 +61,9 @@ _COLUMNS = 64
 """Columns of products are multiples of it."""
 
 _INTEGER = 32767
-_QUERY_NORM, _WEIGHT_SUM = 2_900_000, 990_000
-"""Bounds that keep sums of products within 32 bits: of a query's norm in a segment times the root of its width, as
-coded numbers have a norm of at most 1.45 GRAIN times that root; and of a piece's weights, as no level exceeds 2,152."""
+_BOUNDS = np.array([2**31 / GRAIN / float(levels(bits)[-1]) if bits in BITS else 0 for bits in range(9)], np.float32)
+"""By bits, of factors that keep sums of products within 32 bits, as no number exceeds the largest level: of the root of
+a segment's width times a query's norm there, and of the sum of a piece's weights."""
 
 _TINY = np.float32(1e-30)
 
@@ -113,12 +113,12 @@ def _as_integers(code, numbers, target, factors):
     partners = array(code[_C_PARTNERS], code[_C_WK], np.int64)
     out = array(target, code[_C_WK], np.int16)
     for each in range(code[_C_KN]):
-        width, first = table[4 * each + 1], table[4 * each + 3]
+        width, bits, first = table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
         top, norm = _TINY, _TINY
         for i in range(first, first + width):
             top = max(top, abs(numbers[i]))
             norm += numbers[i] * numbers[i]
-        factor = min(np.float32(_INTEGER) / top, np.float32(_QUERY_NORM) / np.sqrt(norm * np.float32(width)))
+        factor = min(np.float32(_INTEGER) / top, _BOUNDS[bits] / np.sqrt(norm * np.float32(width)))
         for i in range(first, first + width):
             out[i] = np.int16(np.rint(numbers[partners[i]] * factor))
         factors[each] = np.float32(1 / GRAIN) / factor
@@ -185,7 +185,7 @@ def _prepare(a, real, b, g, task, queries, own):
     place = slot - a[_BASE]
     row = a[_ROWS] + (b * a[_TILES] + place // _TILE) * a[_ROW] * _TILE + place % _TILE
     segments, count = (code[_C_KS], code[_C_KN]) if side == 0 else (code[_C_VS], code[_C_VN])
-    write_row(numbers, segments, count, array(a[_LOOKUP], 4, np.int64), row)
+    write_row(numbers, segments, count, array(a[_LOOKUP], 3, np.int64), row)
 
 
 @nested
@@ -280,7 +280,7 @@ def _sum_values(a, code, b, slot, queries, numbers, weights, factors, scale, pro
         for q in range(queries):
             at = products.ctypes.data
             total, top = scaled(scores.ctypes.data + 4 * PIECE * q, scale.ctypes.data, PIECE, at)
-            factor = min(np.float32(_INTEGER) / max(top, _TINY), np.float32(_WEIGHT_SUM) / max(total, _TINY))
+            factor = min(np.float32(_INTEGER) / max(top, _TINY), _BOUNDS[bits] / max(total, _TINY))
             to_integers(at, factor, PIECE, weights + 2 * PIECE * q)
             factors[q] = np.float32(1 / GRAIN) / factor
         columns = (tiles + 1) // 2 * _PAIR

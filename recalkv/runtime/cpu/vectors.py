@@ -16,9 +16,10 @@ from numba.extending import intrinsic
 
 import recalkv.codec.codes as codes
 import recalkv.codec.layout as layout
-from recalkv.codec.codes import CURVES, GRAIN, PLANES, levels
+from recalkv.codec.codes import CURVES, FROM, GRAIN, PLANES, SUBSETS, levels
 
 __all__ = [
+    "CELLS",
     "LEAST",
     "add_dots",
     "as_float",
@@ -33,8 +34,8 @@ __all__ = [
     "partner",
     "scaled",
     "scales_at",
+    "search",
     "to_integers",
-    "trial_error",
 ]
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
@@ -50,6 +51,9 @@ _VECTORS = 4 if "+avx512f" in _FEATURES else 2
 
 _ROWS, _DOT_ROWS, _DOTS = 6, 3, 4
 """Rows of a product's block; rows and columns of a block of dot products."""
+
+CELLS = 2048
+"""Cells of a grid of numbers, each of which knows how many levels lie below it: no two levels share one."""
 
 LEAST = np.finfo(np.float32).min
 """Score of a slot that is not attended to."""
@@ -88,19 +92,21 @@ def _constant(kind: Any, value: float, lanes: int) -> Any:
     return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
 
 
-def _lookup(builder: Any, code: Any, bits: int) -> Any:
-    """Levels of 32 codes in lanes of 16 bits, as integers of :data:`GRAIN` to the unit."""
+def _lookup(builder: Any, index: Any, bits: int) -> Any:
+    """Levels of 32 indices u in lanes of 16 bits, as integers of :data:`GRAIN` to the unit."""
     lanes, table = 2 * _TILE, [round(float(level) * GRAIN) for level in levels(bits)]
     words = ir.VectorType(_SHORT, lanes)
     if "+avx512bw" in _FEATURES and bits <= 6:
-        tables = [ir.Constant(words, (table * lanes)[part * lanes : (part + 1) * lanes]) for part in range(2)]
-        if bits < 6:
+        parts = max(len(table) // lanes, 1)
+        tables = [ir.Constant(words, (table * lanes)[part * lanes : (part + 1) * lanes]) for part in range(parts)]
+        if parts == 1:
             kind = ir.FunctionType(words, [words, words])
             permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
-            return builder.call(permute, [tables[0], code])
+            return builder.call(permute, [tables[0], index])
         kind = ir.FunctionType(words, [words, words, words])
         permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpermi2var.hi.512")
-        return builder.call(permute, [tables[0], code, tables[1]])
+        lower, upper = (builder.call(permute, [tables[part], index, tables[part + 1]]) for part in (0, 2))
+        return builder.select(_bit_set(builder, index, 2 * lanes), upper, lower)
     if "+avx2" in _FEATURES and bits <= 4:
         # A table of bytes answers four bits: of lower halves and of upper ones, each in its byte of a lane.
         half, octets = ir.VectorType(_SHORT, _TILE), ir.VectorType(_BYTE, lanes)
@@ -109,24 +115,77 @@ def _lookup(builder: Any, code: Any, bits: int) -> Any:
         )
         parts = []
         for first in (0, _TILE):
-            own = _chosen(builder, code, code, list(range(first, first + _TILE)))
-            found = []
-            for byte in (0, 1):
-                index = own if byte == 0 else builder.shl(own, ir.Constant(half, [8] * _TILE))
-                index = builder.or_(index, ir.Constant(half, [0x8000 if byte == 0 else 0x80] * _TILE))
-                entries = [(level >> 8 * byte) & 255 for level in (table * 16)[:16]] * 2
-                found.append(builder.call(shuffle, [ir.Constant(octets, entries), builder.bitcast(index, octets)]))
-            parts.append(builder.bitcast(builder.or_(*found), half))
+            own = _chosen(builder, index, index, list(range(first, first + _TILE)))
+            halves = []
+            for begin in range(0, len(table), 16):
+                found = []
+                for byte in (0, 1):
+                    place = own if byte == 0 else builder.shl(own, ir.Constant(half, [8] * _TILE))
+                    place = builder.or_(place, ir.Constant(half, [0x8000 if byte == 0 else 0x80] * _TILE))
+                    entries = [(level >> 8 * byte) & 255 for level in (table[begin:] * 16)[:16]] * 2
+                    found.append(builder.call(shuffle, [ir.Constant(octets, entries), builder.bitcast(place, octets)]))
+                halves.append(builder.bitcast(builder.or_(*found), half))
+            parts.append(halves[0] if len(halves) == 1 else builder.select(_bit_set(builder, own, 16), *halves[::-1]))
         return _chosen(builder, *parts, list(range(lanes)))
-    linear, cubic = CURVES[bits]
-    floats, longs = ir.VectorType(_FLOAT, lanes), ir.VectorType(_INT, lanes)
-    place = builder.sitofp(builder.zext(code, longs), floats)
-    place = builder.fsub(place, _constant(_FLOAT, ((1 << bits) - 1) / 2, lanes))
-    bend = builder.fmul(builder.fmul(place, place), _constant(_FLOAT, cubic * GRAIN, lanes))
-    level = builder.fmul(place, builder.fadd(bend, _constant(_FLOAT, linear * GRAIN, lanes)))
-    kind = ir.FunctionType(floats, [floats])
+    longs = ir.VectorType(_INT, lanes)
+    return builder.trunc(builder.fptosi(_level(builder, builder.zext(index, longs), bits), longs), words)
+
+
+def _bit_set(builder: Any, vector: Any, bit: int) -> Any:
+    """Where a bit of a vector's integers is set."""
+    kind = vector.type.element, vector.type.count
+    return builder.icmp_unsigned(
+        "!=", builder.and_(vector, _constant(kind[0], bit, kind[1])), ir.Constant(vector.type, None)
+    )
+
+
+def _level(builder: Any, index: Any, bits: int) -> Any:
+    """Levels of indices u, 32-bit integers, as whole float32 numbers of :data:`GRAIN` to the unit."""
+    lanes = index.type.count
+
+    def constant(value: float) -> Any:
+        return _constant(_FLOAT, float(np.float32(value)), lanes)
+
+    linear, cubic, quintic = (GRAIN * each for each in CURVES[bits])
+    place = builder.sitofp(index, ir.VectorType(_FLOAT, lanes))
+    place = builder.fsub(place, constant(((2 << bits) - 1) / 2))
+    square = builder.fmul(place, place)
+    bend = builder.fadd(builder.fmul(square, constant(quintic)), constant(cubic))
+    level = builder.fmul(place, builder.fadd(builder.fmul(square, bend), constant(linear)))
+    # Not by adding a large number and taking it off again, which fast mathematics leaves out.
+    kind = ir.FunctionType(place.type, [place.type])
     nearest = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{lanes}f32")
-    return builder.trunc(builder.fptosi(builder.call(nearest, [level]), longs), words)
+    return builder.call(nearest, [level])
+
+
+def _indices(builder: Any, codes: list[Any], before: list[Any]) -> list[Any]:
+    """Indices u of consecutive codes of a chain; ``before`` are the two codes before them, and then the last two."""
+    one, two, found = (_constant(_SHORT, 1, 2 * _TILE), _constant(_SHORT, 2, 2 * _TILE), [])
+    for code in codes:
+        double, earlier = (builder.shl(each, one) for each in (code, before[0]))
+        index = builder.xor(double, builder.and_(earlier, two))
+        found.append(builder.or_(index, builder.and_(before[1], one)))
+        before[:] = before[1], code
+    return found
+
+
+def _paired_indices(builder: Any, codes: list[Any], before: list[Any]) -> list[Any]:
+    """The same of pairs, side by side in lanes of 32 bits: the code before a pair's second is its first."""
+    kind, found = ir.VectorType(_INT, _TILE), []
+    one, sixteen = _constant(_INT, 1, _TILE), _constant(_INT, 16, _TILE)
+    ones, twos = _constant(_INT, 0x00010001, _TILE), _constant(_INT, 0x00020002, _TILE)
+    funnel = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(kind, [kind, kind, kind]), f"llvm.fshl.v{_TILE}i32"
+    )
+    for even, odd in zip(codes[::2], codes[1::2], strict=True):
+        pair = builder.or_(even, builder.shl(odd, sixteen))
+        double, earlier = (builder.shl(each, one) for each in (pair, before[0]))
+        index = builder.xor(double, builder.and_(earlier, twos))
+        last = builder.call(funnel, [pair, before[0], sixteen])
+        index = builder.or_(index, builder.and_(last, ones))
+        found.append(builder.bitcast(index, ir.VectorType(_SHORT, 2 * _TILE)))
+        before[0] = pair
+    return found
 
 
 def _decoder(bits: int, paired: bool) -> Any:
@@ -134,7 +193,7 @@ def _decoder(bits: int, paired: bool) -> Any:
 
     Rows of the target are 32 integers of 16 bits. Not paired, row i is number i of both tiles' tokens. Paired, a tile's
     tokens have two numbers side by side (:func:`partner`), so that rows are half as many, and the second tile's tokens
-    stand behind the first's.
+    stand behind the first's. Numbers are decoded in the order of their chain.
     """
     planes = PLANES[bits]
     last = planes[-1]
@@ -146,9 +205,14 @@ def _decoder(bits: int, paired: bool) -> Any:
             octets, lanes = ir.VectorType(_BYTE, _TILE), 2 * _TILE
             wide = ir.VectorType(_INT, _TILE) if paired else ir.VectorType(_SHORT, lanes)
             element, count_of = (_INT, _TILE) if paired else (_SHORT, lanes)
-            # How many numbers are in a byte of the last plane; bytes that hold one are paired with those behind half.
-            turns = max(8 // last, 2 if paired else 1)
+            # How many numbers are in a byte of the last plane; bytes that hold one are taken with those behind half.
+            turns = max(8 // last, 2)
             count = builder.udiv(width, ir.Constant(_LONG, turns))
+            sources = (first, second) if paired else (first,)
+            # The two codes before: a pair of them in lanes of 32 bits, or two vectors.
+            kept = [[cgutils.alloca_once(builder, wide) for _ in range(1 if paired else 2)] for _ in sources]
+            for place in itertools.chain(*kept):
+                builder.store(ir.Constant(wide, None), place)
 
             def load(source: Any, byte: Any) -> Any:
                 if paired:
@@ -169,13 +233,13 @@ def _decoder(bits: int, paired: bool) -> Any:
                 return vector
 
             with cgutils.for_range(builder, count) as loop:
-                for tile, source in enumerate((first, second) if paired else (first,)):
+                for tile, source in enumerate(sources):
                     low_byte, high = loop.index, []
                     if len(planes) == 2:
                         # The first plane has twice as many bits, and so twice as many bytes.
                         high = [load(source, loop.index), load(source, builder.add(loop.index, count))]
                         low_byte = builder.add(loop.index, builder.mul(count, ir.Constant(_LONG, 2)))
-                    if last == 8 and paired:
+                    if last == 8:
                         codes = [load(source, low_byte), load(source, builder.add(low_byte, count))]
                     else:
                         low, codes = load(source, low_byte), []
@@ -185,16 +249,14 @@ def _decoder(bits: int, paired: bool) -> Any:
                                 upper = field(high[turn % 2], turn // 2 * planes[0], planes[0])
                                 code = builder.or_(builder.shl(upper, _constant(element, last, count_of)), code)
                             codes.append(code)
-                    if paired:
-                        shift = _constant(_INT, 16, _TILE)
-                        codes = [
-                            builder.bitcast(builder.or_(even, builder.shl(odd, shift)), ir.VectorType(_SHORT, lanes))
-                            for even, odd in zip(codes[::2], codes[1::2], strict=True)
-                        ]
-                    for turn, code in enumerate(codes):
+                    before = [builder.load(place) for place in kept[tile]]
+                    found = (_paired_indices if paired else _indices)(builder, codes, before)
+                    for place, code in zip(kept[tile], before, strict=True):
+                        builder.store(code, place)
+                    for turn, index in enumerate(found):
                         row = builder.add(loop.index, builder.mul(count, ir.Constant(_LONG, turn)))
-                        to = _address(builder, target, code.type, (row, stride), (tile, 4 * _TILE))
-                        builder.store(_lookup(builder, code, bits), to, align=2)
+                        to = _address(builder, target, index.type, (row, stride), (tile, 4 * _TILE))
+                        builder.store(_lookup(builder, index, bits), to, align=2)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), generate
@@ -566,47 +628,101 @@ def _integers(context: Any, values: Any, factor: Any, count: Any, out: Any) -> A
     return types.void(types.int64, types.float32, types.int64, types.int64), generate
 
 
-def _trial(bits: int) -> Any:
-    """Squared error of a segment's numbers, each times a factor, at their nearest levels; a multiple of 8 numbers."""
-    table = [float(level) for level in levels(bits)]
+def _search(bits: int) -> Any:
+    """Find the codes of least error of a chain of float32 at eight scales at once: the Viterbi algorithm.
+
+    Arguments: address of the chain; its length; of the eight scales' inverses; of the cells of the levels' table
+    (:mod:`recalkv.runtime.cpu.rows`); of 8 int32 a number, for the lowest of the four levels around it and, from bit 16
+    on, which of two states each of four states comes from; of (4 states, 8) float32 for the errors, in
+    squares of 1 / GRAIN.
+    """
 
     @intrinsic
-    def trial(context: Any, numbers: Any, count: Any, factor: Any) -> Any:
+    def search(
+        context: Any, numbers: Any, count: Any, inverses: Any, cells: Any, reach: Any, trail: Any, errors: Any
+    ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            numbers, count, factor = arguments
-            kind, total = ir.VectorType(_FLOAT, 8), cgutils.alloca_once(builder, ir.VectorType(_FLOAT, 8))
-            by = _splat(builder, factor, 8)
-            builder.store(_constant(_FLOAT, 0, 8), total)
-            with cgutils.for_range(builder, builder.udiv(count, ir.Constant(_LONG, 8))) as loop:
-                own = builder.load(_address(builder, numbers, kind, (loop.index, 32)), align=4)
-                own = builder.fmul(own, by)
-                # Levels are multiples of 1 / GRAIN, so that sums of their steps are exact.
-                level = _constant(_FLOAT, table[0], 8)
-                for low, high in itertools.pairwise(table):
-                    above = builder.fcmp_ordered(">", own, _constant(_FLOAT, float(np.float32((low + high) / 2)), 8))
-                    raised = builder.fadd(level, _constant(_FLOAT, high - low, 8))
-                    level = builder.select(above, raised, level)
-                left = builder.fsub(level, own)
-                more = builder.fadd(builder.load(total), builder.fmul(left, left))
-                builder.store(more, total)
-            return _over_lanes(builder, builder.load(total), "sum")
+            numbers, count, inverses, cells, reach, trail, errors = arguments
+            kind, whole = ir.VectorType(_FLOAT, 8), ir.VectorType(_INT, 8)
+            inverse = builder.load(_address(builder, inverses, kind), align=4)
+            inverse = builder.fmul(inverse, _constant(_FLOAT, GRAIN, 8))
+            reach = builder.fmul(reach, ir.Constant(_FLOAT, GRAIN))
+            states = [cgutils.alloca_once(builder, kind) for _ in range(4)]
+            for state, place in enumerate(states):
+                builder.store(_constant(_FLOAT, 0.0 if state == 0 else float("inf"), 8), place)
 
-        return types.float32(types.int64, types.int64, types.float32), generate
+            def integers(value: int) -> Any:
+                return _constant(_INT, value, 8)
 
-    return trial
+            def clamped(vector: Any, low: int, high: int) -> Any:
+                for sign, bound in (("<", integers(low)), (">", integers(high))):
+                    vector = builder.select(builder.icmp_signed(sign, vector, bound), bound, vector)
+                return vector
+
+            per_cell = builder.fdiv(ir.Constant(_FLOAT, CELLS / 2), reach)
+            with cgutils.for_range(builder, count) as loop:
+                number = builder.load(_address(builder, numbers, _FLOAT, (loop.index, 4)), align=4)
+                number = builder.fmul(_splat(builder, number, 8), inverse)
+                place = builder.fmul(builder.fadd(number, _splat(builder, reach, 8)), _splat(builder, per_cell, 8))
+                # What is no number gets some code, too.
+                inside = builder.fcmp_ordered(">", place, _constant(_FLOAT, 0.0, 8))
+                place = builder.select(inside, place, _constant(_FLOAT, 0.0, 8))
+                inside = builder.fcmp_ordered("<", place, _constant(_FLOAT, CELLS - 1, 8))
+                place = builder.fptosi(builder.select(inside, place, _constant(_FLOAT, CELLS - 1, 8)), whole)
+                below = ir.Constant(whole, ir.Undefined)
+                for lane in range(8):
+                    cell = builder.zext(builder.extract_element(place, _INT(lane)), _LONG)
+                    own = builder.load(_address(builder, cells, _SHORT, (cell, 2)), align=2)
+                    below = builder.insert_element(below, builder.zext(own, _INT), _INT(lane))
+                more = builder.fcmp_ordered(">", number, _level(builder, below, bits))
+                below = builder.add(below, builder.zext(more, whole))
+                lower = clamped(builder.sub(below, integers(2)), 0, (2 << bits) - 4)
+                left = []
+                for level in range(4):
+                    error = builder.fsub(number, _level(builder, builder.add(lower, integers(level)), bits))
+                    left.append(builder.fmul(error, error))
+                # By subsets: level u is in subset u mod 4.
+                for step in (1, 2):
+                    moved = _bit_set(builder, lower, step)
+                    left = [builder.select(moved, left[(place - step) % 4], left[place]) for place in range(4)]
+                before, word = [builder.load(state) for state in states], lower
+                for state in range(4):
+                    one, other = (
+                        builder.fadd(before[source], left[subset])
+                        for source, subset in zip(FROM[state], SUBSETS[state], strict=True)
+                    )
+                    less = builder.fcmp_ordered("<", other, one)
+                    builder.store(builder.select(less, other, one), states[state])
+                    word = builder.or_(word, builder.select(less, integers(1 << 16 + state), integers(0)))
+                builder.store(word, _address(builder, trail, whole, (loop.index, 32)), align=4)
+            for state, place in enumerate(states):
+                builder.store(builder.load(place), _address(builder, errors, kind, (state, 32)), align=4)
+            return context.get_dummy_value()
+
+        own = (types.int64, types.int64, types.int64, types.int64, types.float32, types.int64, types.int64)
+        return types.void(*own), generate
+
+    return search
 
 
-_trial_1, _trial_2, _trial_3, _trial_4 = (_trial(bits) for bits in (1, 2, 3, 4))
+_search_1, _search_2, _search_3, _search_4, _search_6, _search_8 = (_search(bits) for bits in (1, 2, 3, 4, 6, 8))
 
 
 @nested
-def trial_error(bits, numbers, count, factor):
-    """Squared error of numbers at an address, each times a factor, at their nearest levels of up to 4 bits."""
+def search(bits, numbers, count, inverses, cells, reach, trail, errors):
+    """Search a chain's codes at eight scales; see :func:`_search`."""
     if bits == 4:
-        return _trial_4(numbers, count, factor)
-    if bits == 3:
-        return _trial_3(numbers, count, factor)
-    return _trial_2(numbers, count, factor) if bits == 2 else _trial_1(numbers, count, factor)
+        _search_4(numbers, count, inverses, cells, reach, trail, errors)
+    elif bits == 3:
+        _search_3(numbers, count, inverses, cells, reach, trail, errors)
+    elif bits == 6:
+        _search_6(numbers, count, inverses, cells, reach, trail, errors)
+    elif bits == 2:
+        _search_2(numbers, count, inverses, cells, reach, trail, errors)
+    elif bits == 8:
+        _search_8(numbers, count, inverses, cells, reach, trail, errors)
+    else:
+        _search_1(numbers, count, inverses, cells, reach, trail, errors)
 
 
 @nested
