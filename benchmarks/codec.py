@@ -13,7 +13,9 @@ import argparse
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,22 +110,63 @@ def step_error(codec: Codec, slots: int = 1500) -> float:
     return worst
 
 
+@dataclass
+class Reading:
+    """One text read by the dense and by the coded model, in two chunks.
+
+    Attributes
+    ----------
+    caches
+        Of all its tokens, dense and coded.
+    states : two of (tokens, hidden size)
+        What the output layer is given.
+    seconds
+        Of the first chunk.
+    """
+
+    caches: tuple[Any, Any]
+    states: tuple[Tensor, Tensor]
+    seconds: tuple[float, float]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: Any, codec: Codec, ids: Tensor, first: int) -> "Reading":
+        """Read tokens (1, tokens), the dense model before the coded one."""
+        found: list[tuple[Any, Tensor, float]] = []
+        for coded in (False, True):
+            (use_codec(model, codec) if coded else stop_codec(model))
+            cache = codec_cache(model) if coded else DynamicCache(config=model.config)
+            start = time.perf_counter()
+            states = [model.model(ids[:, :first], past_key_values=cache).last_hidden_state[0]]
+            seconds = time.perf_counter() - start
+            states += [model.model(part, past_key_values=cache).last_hidden_state[0] for part in _parts(ids[:, first:])]
+            found.append((cache, torch.cat(states), seconds))
+        stop_codec(model)
+        dense, own = found
+        return cls((dense[0], own[0]), (dense[1], own[1]), (dense[2], own[2]))
+
+    def cropped(self, tokens: int) -> None:
+        """Leave the first tokens in the caches; their speed is that of so many tokens, their last ones are rounded."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for cache in self.caches:
+                cache.crop(tokens)
+
+
+def _parts(ids: Tensor) -> tuple[Tensor, ...]:
+    return ids.split(4096, 1) if ids.shape[1] else ()
+
+
 @torch.no_grad()
-def decoding_speed(model: Any, codec: Codec, ids: Tensor, rounds: int) -> float:
+def decoding_speed(model: Any, codec: Codec, reading: Reading, token: Tensor, rounds: int) -> float:
     """Tokens per second of the coded model over those of the dense one with the better of its caches."""
-    slots = ids.shape[1]
-    room = slots + 6 * (rounds + 2)
-    token = ids[:, -1:]
-    dense = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=room)]
-    stop_codec(model)
-    for cache in dense:
-        _fill(model, ids, cache)
-    use_codec(model, codec)
-    own = codec_cache(model)
-    _fill(model, ids, own)
+    growing, own = reading.caches
+    static = StaticCache(config=model.config, max_cache_len=growing.get_seq_length() + 6 * (rounds + 2))
+    for number, layer in enumerate(growing.layers):
+        static.update(layer.keys, layer.values, number)
     times: list[list[float]] = [[], [], []]
     for number in range(rounds + 1):
-        for place, cache in enumerate((*dense, own)):
+        for place, cache in enumerate((growing, static, own)):
             (use_codec(model, codec) if place == 2 else stop_codec(model))
             for _ in range(3):
                 start = time.perf_counter()
@@ -135,49 +178,28 @@ def decoding_speed(model: Any, codec: Codec, ids: Tensor, rounds: int) -> float:
     return min(medians[:2]) / medians[2]
 
 
-def _fill(model: Any, ids: Tensor, cache: Any) -> None:
-    for part in ids.split(2048, 1):
-        model(part, past_key_values=cache, logits_to_keep=1)
-
-
 @torch.no_grad()
 def prompt_speed(model: Any, codec: Codec, ids: Tensor, rounds: int) -> float:
     """Dense time of a prompt over coded time."""
-
-    def run_dense() -> None:
-        model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
-
-    def run_coded() -> None:
-        use_codec(model, codec)
-        model(ids, past_key_values=codec_cache(model), logits_to_keep=1)
-        stop_codec(model)
-
-    times = interleaved(run_dense, run_coded, rounds)
-    return times[0] / times[1]
+    times = [Reading.of(model, codec, ids, ids.shape[1]).seconds for _ in range(rounds + 1)][1:]
+    dense, own = (statistics.median(each) for each in zip(*times, strict=True))
+    return dense / own
 
 
 @torch.no_grad()
-def divergence(model: Any, codec: Codec, windows: Tensor) -> Tensor:
-    """KL divergence from the dense model at each position: (windows, tokens - 1), nats."""
-    result = []
-    for window in windows:
-        stop_codec(model)
-        dense = model.model(window[None], use_cache=False).last_hidden_state[0, :-1]
-        use_codec(model, codec)
-        own = model.model(window[None], use_cache=False).last_hidden_state[0, :-1]
-        parts = []
-        for pair in zip(dense.split(256), own.split(256), strict=True):
-            p, q = (model.lm_head(states).float().log_softmax(-1) for states in pair)
-            parts.append((p.exp() * (p - q)).sum(-1))
-        result.append(torch.cat(parts))
-    stop_codec(model)
-    return torch.stack(result)
+def divergence(model: Any, states: tuple[Tensor, Tensor]) -> Tensor:
+    """KL divergence of the second model's predictions from the first's: (tokens,), nats."""
+    parts = []
+    for pair in zip(*(own.split(256) for own in states), strict=True):
+        p, q = (model.lm_head(own).float().log_softmax(-1) for own in pair)
+        parts.append((p.exp() * (p - q)).sum(-1))
+    return torch.cat(parts)
 
 
 def main() -> None:
     """Print the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: some minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: a minute and a half on two cores")
     parser.add_argument("--long", action="store_true", help="also 64K slots, 16K tokens of the model, prompts of 512")
     parser.add_argument("--model", default="data/model")
     parser.add_argument("--codec", default="data/codec")
@@ -192,13 +214,26 @@ def main() -> None:
     figures: dict[str, float] = {}
     for slots in (1024, 4096, 16384) + ((65536,) if options.long else ()):
         figures[f"attention_{slots}"] = attention_speed(model, codec, slots, 3 * rounds)
-    text = held_out(options.model)
-    for slots in (1024, 4096) + ((16384,) if options.long else ()):
-        figures[f"model_{slots}"] = decoding_speed(model, codec, text[None, : slots - 32], rounds)
-    for tokens in ((512,) if options.long else ()) + (4096,):
-        figures[f"prompt_{tokens}"] = prompt_speed(model, codec, text[None, :tokens], 1 if options.quick else 3)
-    figures["kl_4bit"] = float(divergence(model, codec, text[: 2 * 1024].view(2, 1024)).mean())
-    figures["kl_4bit_8192"] = float(divergence(model, codec, text[None, :8192])[0, 6144:].mean())
+    text = held_out(options.model)[None]
+    # Also warms up what the next reading times.
+    window = Reading.of(model, codec, text[:, 1024:2048], 1024)
+    reading = Reading.of(model, codec, text[:, :8192], 4096)
+    dense, coded = reading.states
+    own_kl = torch.cat([divergence(model, each) for each in (window.states, (dense[:1024], coded[:1024]))])
+    late = divergence(model, (dense[6144:], coded[6144:]))
+    kl = {"kl_4bit": float(own_kl.mean()), "kl_4bit_8192": float(late.mean())}
+    speeds = {}
+    for slots in (4096, 1024):
+        reading.cropped(slots - 32)
+        speeds[f"model_{slots}"] = decoding_speed(model, codec, reading, text[:, :1], rounds)
+    figures |= dict(reversed(speeds.items()))
+    if options.long:
+        longest = Reading.of(model, codec, text[:, : 16384 - 32], 4096)
+        figures["model_16384"] = decoding_speed(model, codec, longest, text[:, :1], rounds)
+        figures["prompt_512"] = prompt_speed(model, codec, text[:, :512], 2 * rounds)
+    took = reading.seconds
+    figures["prompt_4096"] = took[0] / took[1] if options.quick else prompt_speed(model, codec, text[:, :4096], 3)
+    figures |= kl
     figures["error"] = step_error(codec)
     figures = {name: float(f"{value:.3g}") for name, value in figures.items()}
     print(json.dumps(figures))

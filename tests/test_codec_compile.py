@@ -35,6 +35,7 @@ def main(some: Sequence[str] = ()) -> int:
     """Compile those, or all; 1 if one spills, lacks tensor cores or would not launch."""
     from recalkv.kernels.compile_gate import SHARED_LIMITS, _compile
     from recalkv.runtime.triton_decode import STAGES, attend_kernel, combine_kernel, constants
+    from recalkv.runtime.triton_search import search_kernel
 
     names = ("rows", "pages", "table", "places", "query", "mean", "anchors", "within", "first", "length", "offset",
              "partial", "most", "sum")  # fmt: skip
@@ -64,6 +65,14 @@ def main(some: Sequence[str] = ()) -> int:
         _, _, spilled, *_ = _compile(combine_kernel, types, {"BLOCK_R": 128, "COLUMNS": 32}, architecture, 4, STAGES)
         wrong += spilled > SPILLED
         print(f"{'combine, 128 runs':<48}{architecture:>4}{spilled:>6}")
+    types = {f"{name}_ptr": "*fp32" for name in ("numbers", "weights", "levels")} | {"trail_ptr": "*i32"}
+    types |= {"trials_ptr": "*i64", "codes_ptr": "*i32", "chains": "i32", "length": "i32"}
+    for architecture in SHARED_LIMITS:
+        _, _, spilled, *_ = _compile(
+            search_kernel, types, {"BITS": 4, "TRIALS": 8, "CHAINS": 4}, architecture, 1, STAGES
+        )
+        wrong += spilled > SPILLED
+        print(f"{'search, 4 bits':<48}{architecture:>4}{spilled:>6}")
     return int(wrong > 0)
 
 
@@ -75,7 +84,7 @@ def test_kernels_compile_within_limits(names: list[str]) -> None:
         [sys.executable, "-P", __file__, *names], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 2 * ((len(names) or len(GEOMETRIES) * len(WAYS)) + 1)
+    assert len(done.stdout.splitlines()) == 2 * ((len(names) or len(GEOMETRIES) * len(WAYS)) + 2)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def test_kernels_agree_with_torch(
     monkeypatch.setattr(decode, "layer_loops", lambda *_: None)
     results["torch"] = step(copy.deepcopy(layer))
     monkeypatch.setattr(decode, "kernel_serves", lambda *_: True)
-    monkeypatch.setattr(coded, "_kernel", lambda: coded_attention_torch)
+    monkeypatch.setattr(coded, "kernel", lambda: coded_attention_torch)
     results["kernel"] = step(copy.deepcopy(layer))
     torch.testing.assert_close(results["kernel"], results["torch"], rtol=1e-4, atol=1e-5)
     # Queries and weights are integers of 16 bits in the loops.

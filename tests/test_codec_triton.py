@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.codec.codes import BITS
+from recalkv.codec.codes import BITS, search
 from recalkv.codec.layout import TILE, Segment, pack, tiled, unpack
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
@@ -24,6 +24,7 @@ from recalkv.runtime.reference import DeviceLayout, DeviceRotation, coded_attent
 pytest.importorskip("triton", reason="triton is not installed")
 
 from recalkv.runtime.triton_decode import coded_attention
+from recalkv.runtime.triton_search import trellis_search
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WAYS: dict[str, tuple[Any, dict[str, Any], float]] = {
@@ -340,3 +341,14 @@ def test_graphs_hold_for_any_length() -> None:
     graph.replay()
     expected = coded_attention(**given)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_are_searched_as_plain_torch_does(bits: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    numbers = torch.randn(6, 8, 12, generator=generator) * 2 ** torch.linspace(-1, 1, 8)[:, None]
+    numbers[0, :, 3], numbers[1] = 40.0, 0.0
+    weights = torch.rand(6, 8, generator=generator)
+    found = trellis_search(numbers.to(DEVICE), weights.to(DEVICE), bits)
+    for own, expected in zip(found, search(numbers, weights, bits), strict=True):
+        assert own.dtype == expected.dtype and torch.equal(own.cpu(), expected)

@@ -65,6 +65,8 @@ def decoded(codes: Tensor, bits: int) -> Tensor:
     return levels(bits, codes.device)[2 * (codes.long() ^ before) + last]
 
 
+# An operator, so that what traces a model sees one node, and devices can have kernels of their own.
+@torch.library.custom_op("recalkv::trellis_search", mutates_args=())
 def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes of least squared error, by the Viterbi algorithm, over several ways to scale each chain.
 
@@ -107,3 +109,9 @@ def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]
         codes[:, number] = (level >> 1) ^ behind
         state = sources[state, behind]
     return trial, codes
+
+
+@search.register_fake
+def _(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    chains, _, length = numbers.shape
+    return weights.new_empty(chains, dtype=torch.int64), numbers.new_empty(chains, length, dtype=torch.int32)

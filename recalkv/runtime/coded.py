@@ -9,13 +9,14 @@ from torch import Tensor
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime.reference import MOST_WIDTH, DeviceLayout, DeviceRotation
 
-__all__ = ["attend_rows", "kernel_serves"]
+__all__ = ["attend_rows", "kernel", "kernel_serves"]
 
 
 @functools.cache
-def _kernel() -> Any:
-    """The Triton kernel; None where Triton is not installed."""
+def kernel() -> Any:
+    """The Triton kernel, once that of packing is registered as well; None where Triton is not installed."""
     try:
+        import recalkv.runtime.triton_search  # noqa: F401  (registers itself for CUDA)
         from recalkv.runtime.triton_decode import coded_attention
     except ImportError:
         return None
@@ -25,7 +26,7 @@ def _kernel() -> Any:
 def kernel_serves(codec: LayerCodec, query: Tensor) -> bool:
     """Whether a layer is decoded by the kernel."""
     widest = max(len(code.matrix) for code in (*codec.keys, *codec.values))
-    return query.is_cuda and widest <= MOST_WIDTH and _kernel() is not None
+    return query.is_cuda and widest <= MOST_WIDTH and kernel() is not None
 
 
 def attend_rows(
@@ -65,7 +66,7 @@ def attend_rows(
     mean = codec.key_mean.to(query.device).view(groups, heads, 1, dk)
     (qa, qb), (ma, mb) = ((each[..., pairs[0]], each[..., pairs[1]]) for each in (own, mean))
     mean_queries = torch.stack([qa * ma + qb * mb, qb * ma - qa * mb], -2).flatten(2, 3)
-    numbers, lse = (attention or _kernel())(
+    numbers, lse = (attention or kernel())(
         rows, layout, queries, mean_queries, rotation, first, length, offset, softcap=softcap
     )
     numbers = numbers.unflatten(2, (heads, -1))

@@ -20,6 +20,7 @@ from recalkv.codec.sidecar import Codec, model_fingerprint
 from recalkv.errors import CheckpointError, UnsupportedModelError
 from recalkv.runtime.attention import NAME, check_positions
 from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.coded import kernel
 
 __all__ = ["codec_cache", "stop_codec", "use_codec"]
 
@@ -67,6 +68,8 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         raise CheckpointError(f"codec: it has layers {missing}, which {type(base).__name__} has not; fit it again.")
     for layer in own.layers.values():
         layer.prepare()
+    if any(each.is_cuda for each in base.parameters()):
+        kernel()  # before anything is traced
     base.recalkv_before = attention_name(base)
     set_attention(base, NAME)
     for module in base.modules():
