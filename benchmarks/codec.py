@@ -150,7 +150,7 @@ class Reading:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for cache in self.caches:
-                cache.crop(tokens)
+                cache.crop(tokens - cache.get_seq_length())
 
 
 def _parts(ids: Tensor) -> tuple[Tensor, ...]:

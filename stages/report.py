@@ -80,6 +80,7 @@ def _comparison(
         **({"predicted_rise_nats": predicted} if stored.method.metric == "loss" else {}),
         "cached_elements_per_token": sum(spec.cached_elements for spec in stored.specs()),
         "bytes_per_token": allocation["cached_bits_per_token"] / 8,
+        "window_bytes": metrics["cache"].get("compressed_window_bytes", 0),
         "dense_bytes_per_token": 2.0 * allocation["dense_elements_per_token"],
         "removed": allocation["achieved_ratio"],
     }

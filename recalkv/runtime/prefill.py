@@ -114,11 +114,18 @@ def partial_attention(
         Zero and -inf where nothing is allowed.
     """
     repeats = query.shape[1] // key.shape[1]
-    if query.device.type == "cpu" and softcap is None and allowed is None and query.shape[-1] == value.shape[-1]:
+    if query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]:
         key, value = (each.repeat_interleave(repeats, 1) if repeats > 1 else each for each in (key, value))
+        bias = None
+        if allowed is not None:
+            bias = torch.zeros(allowed.shape, dtype=query.dtype, device="cpu").masked_fill_(~allowed, -math.inf)
+            bias = bias if bias.dim() == 4 else bias.view(1, 1, *bias.shape)
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
+            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
         )
+        if allowed is not None:
+            none = ~allowed.any(-1)
+            output, lse = output.masked_fill(none[..., None], 0), lse.masked_fill(none, -math.inf)
         return output, lse
     outputs, sums = [], []
     for first in range(0, query.shape[2], _QUERIES):
