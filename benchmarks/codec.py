@@ -199,7 +199,7 @@ def divergence(model: Any, states: tuple[Tensor, Tensor]) -> Tensor:
 def main() -> None:
     """Print the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: a minute and a half on two cores")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: two minutes on two cores")
     parser.add_argument("--long", action="store_true", help="also 64K slots, 16K tokens of the model, prompts of 512")
     parser.add_argument("--model", default="data/model")
     parser.add_argument("--codec", default="data/codec")

@@ -199,7 +199,9 @@ def test_the_table_of_numbers_reads_what_rows_hold() -> None:
     low = (octets[:, table.second.long()] >> table.second_shift) & table.second_mask
     last = (octets[:, table.last.long()] >> table.last_shift) & 1
     before = (octets[:, table.before.long()] >> table.before_shift) & 1
-    place = 2 * (((high << table.second_bits) | low) ^ before) + last - table.middle
+    below = (table.second_mask + 1).log2().int()
+    bits = torch.tensor([segment.bits for segment in MIXED for _ in range(segment.width)])
+    place = 2 * (((high << below) | low) ^ before) + last - ((2 << bits) - 1) / 2
     scale = scales_of(rows[:, table.scale.long()].float())
     square = place * place
     level = place * (table.linear + square * (table.cubic + square * table.quintic))

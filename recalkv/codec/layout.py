@@ -195,10 +195,11 @@ def unpack(rows: Tensor, segments: Sequence[Segment]) -> Tensor:
 class NumberTable(NamedTuple):
     """Where the code of each number of a row stands, for kernels that look numbers up one by one; all (width,).
 
-    The code is ``((row[first] >> first_shift) & first_mask) << second_bits`` and, in its low bits,
-    ``(row[second] >> second_shift) & second_mask``; ``second_mask`` is zero for codes of one plane. The lowest bits of
-    the last code and of the one before are those of ``row[last] >> last_shift`` and ``row[before] >> before_shift``,
-    zero by a shift of 8 at the start of a chain. With ``t = 2 (code xor before's) + last's - middle`` the number is
+    The code is ``(row[first] >> first_shift) & first_mask`` or, of two planes, those as its upper bits and
+    ``(row[second] >> second_shift) & second_mask``, which is zero for codes of one plane, as its lower ones. The lowest
+    bits of the last code and of the one before are those of ``row[last] >> last_shift`` and
+    ``row[before] >> before_shift``, zero by a shift of 8 at the start of a chain. With
+    ``t = 2 (code xor before's) + last's - (2^(bits + 1) - 1) / 2`` the number is
     ``t (linear + cubic t^2 + quintic t^4) scale`` and ``scale = 2^((row[scale] - 128) / 8)``.
     """
 
@@ -208,20 +209,18 @@ class NumberTable(NamedTuple):
     second: Tensor
     second_shift: Tensor
     second_mask: Tensor
-    second_bits: Tensor
     last: Tensor
     last_shift: Tensor
     before: Tensor
     before_shift: Tensor
     scale: Tensor
-    middle: Tensor
     linear: Tensor
     cubic: Tensor
     quintic: Tensor
 
 
 def number_table(segments: Sequence[Segment], start: int = 0) -> NumberTable:
-    """Table of the segments of a row that begin at its byte ``start``: int32, and float32 for the last four."""
+    """Table of the segments of a row that begin at its byte ``start``: int32, and float32 for the last three."""
     columns: list[tuple[float, ...]] = []
     for segment in segments:
         scale, byte, planes = start, start + 1, PLANES[segment.bits]
@@ -239,11 +238,10 @@ def number_table(segments: Sequence[Segment], start: int = 0) -> NumberTable:
                 places += [*stands(number, plane, begin), (1 << plane) - 1]
             if len(planes) == 1:
                 places += [places[0], 0, 0]
-            places.append(planes[1] if len(planes) == 2 else 0)
             for back in (1, 2):
                 there = rank[number] >= back
                 places += stands(order[rank[number] - back], planes[-1], begins[-1]) if there else (scale, 8)
-            columns.append((*places, scale, ((2 << segment.bits) - 1) / 2, *CURVES[segment.bits]))
+            columns.append((*places, scale, *CURVES[segment.bits]))
         start += segment.row_bytes
-    whole = torch.tensor(columns, dtype=torch.float64).view(-1, 16).T
-    return NumberTable(*whole[:12].int(), *whole[12:].float())
+    whole = torch.tensor(columns, dtype=torch.float64).view(-1, 14).T
+    return NumberTable(*whole[:11].int(), *whole[11:].float())

@@ -138,7 +138,8 @@ def setting(environment: Mapping[str, str], metrics: Mapping[str, Any]) -> str:
     documents = f" of {text['documents']} documents" if "documents" in text else ""
     return (
         f"Model `{environment['model']}`, {text['windows']} windows of {text['tokens_per_window']} tokens{documents} "
-        f"of `{environment['evaluation_text']}` ({environment['evaluation_split']}).\n"
+        f"of `{environment['evaluation_text']}` ({environment['evaluation_split']}), "
+        f"{environment['evaluation_precision']} matrix products.\n"
         f"{environment['device']}, {environment['threads']} threads, torch `{environment['torch']}`."
     )
 

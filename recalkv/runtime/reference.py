@@ -134,7 +134,7 @@ class DeviceLayout:
                     shifted = ((table.first, table.first_shift), (table.second, table.second_shift),
                                (table.last, table.last_shift), (table.before, table.before_shift))  # fmt: skip
                     first, second, last, before = (place | shift << 24 for place, shift in shifted)
-                    floats = (each.view(torch.int32) for each in table[13:])
+                    floats = (each.view(torch.int32) for each in table[11:])
                     whole = torch.stack([
                         first, table.first_mask, second, table.second_mask, last, before,
                         table.scale, *floats,

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from recalkv.codec.codes import BITS, GRAIN, levels
 from recalkv.codec.layout import FIRST, FIRST_FITTED, FITTED, SCALE_STEPS, SCALE_ZERO, TILE, TRIALS, Segment
+from recalkv.runtime.cpu.codes import CELLS, decode, search
 from recalkv.runtime.cpu.threads import array, floats, run, thread_count, thread_number, threads_of_torch
-from recalkv.runtime.cpu.vectors import CELLS, called, decode, nested, search
+from recalkv.runtime.cpu.vectors import called, nested
 
 __all__ = ["pack_tiles", "segment_table", "tables", "unpack_tiles", "write_row"]
 
 REACH = 6.0
-"""The grid of :data:`recalkv.runtime.cpu.vectors.CELLS` is from -REACH to REACH."""
+"""The grid of :data:`recalkv.runtime.cpu.codes.CELLS` is from -REACH to REACH."""
 
 _KINDS = 9
 """Tables are found by the number of bits, up to 8."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from recalkv.codec.codes import BITS, GRAIN, levels
 from recalkv.codec.layout import TILE, Segment
 from recalkv.codec.sidecar import LayerCodec
+from recalkv.runtime.cpu.codes import decode, decode_pairs, partner, scales_at
 from recalkv.runtime.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles, write_row
 from recalkv.runtime.cpu.threads import (
     array,
@@ -33,16 +34,12 @@ from recalkv.runtime.cpu.vectors import (
     add_dots,
     as_float,
     called,
-    decode,
-    decode_pairs,
     exponentials,
     largest,
     multiply,
     multiply_pairs,
     nested,
-    partner,
     scaled,
-    scales_at,
     to_integers,
 )
 
