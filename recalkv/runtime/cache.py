@@ -207,7 +207,9 @@ class CodecLayer(CacheLayerMixin):
         keys, values = self.centred(keys, values, start)
         loops = layer_loops(self.codec, self.keys)
         if loops is not None:
-            loops.pack(keys, values, self.keys, place)
+            slots = place + torch.arange(count, device="cpu")
+            for number, states in enumerate(zip(keys, values, strict=True)):
+                loops.pack(*states, self.keys, number * self.keys.shape[1] * TILE + slots)
             return
         rows, end = self.codec.pack_centred(keys, values), place + count
         low, high = place // TILE, -(-end // TILE)
@@ -228,12 +230,28 @@ class CodecLayer(CacheLayerMixin):
         assert self.offset is not None
         loops = layer_loops(self.codec, self.keys)
         if loops is not None:
-            keys, values = loops.unpack(self.keys, low - self.base, end - low)
+            keys, values = loops.unpack(self.keys, self._blocks(), low - self.base, end - low)
         else:
             rows = untiled(self.keys, end - self.base)[:, low - self.base :]
             keys, values = self.codec.unpack_centred(rows)
         mean = mean_keys(self.codec, low, end - low, self.offset, self.ragged)
         return keys.add_(mean), values.add_(self.codec.value_mean.to(values.device)[:, None])
+
+    def _blocks(self) -> Tensor:
+        """The one block of rows that each sequence has."""
+        return torch.arange(len(self.keys), device="cpu")[:, None]
+
+    def step_cache(self, low: int) -> Any:
+        """What compiled loops need for a step whose token is counted already, and attends to slots from one on."""
+        from recalkv.runtime.cpu.step import StepCache
+
+        assert self.first is not None and self.offset is not None
+        edge = max(self.length - self.window, self.written - self.ring, 0)
+        bounds = torch.tensor([[self.length, low, edge]], device="cpu").repeat(len(self.keys), 1)
+        return StepCache(
+            self.keys, self._blocks(), bounds, self.length, self.values, None, self.first, self.offset, self.sinks,
+            self.ring, self.base,
+        )  # fmt: skip
 
     def _make_room(self, end: int) -> None:
         """Let the rows reach up to a slot: drop what slid out of the window, and grow."""

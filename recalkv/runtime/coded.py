@@ -39,6 +39,7 @@ def attend_rows(
     scale: float,
     softcap: float | None,
     attention: Any = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one token a sequence over the rows of its slots from ``first`` to before ``length``.
 
@@ -50,6 +51,8 @@ def attend_rows(
         Slots, counted from the first of ``rows``, and what is added to give positions.
     attention
         In place of the kernel, with its signature.
+    block_table : (batch, any) int32, or None
+        Of paged rows (blocks, tiles of a block, row bytes, TILE).
 
     Returns
     -------
@@ -67,7 +70,7 @@ def attend_rows(
     (qa, qb), (ma, mb) = ((each[..., pairs[0]], each[..., pairs[1]]) for each in (own, mean))
     mean_queries = torch.stack([qa * ma + qb * mb, qb * ma - qa * mb], -2).flatten(2, 3)
     numbers, lse = (attention or kernel())(
-        rows, layout, queries, mean_queries, rotation, first, length, offset, softcap=softcap
+        rows, layout, queries, mean_queries, rotation, first, length, offset, softcap=softcap, block_table=block_table
     )
     numbers = numbers.unflatten(2, (heads, -1))
     output = torch.einsum("bghrw,ghwd->bghrd", numbers, backs[1]) + mean_back

@@ -46,7 +46,7 @@ def decode_step(
         seen_slots = None if mask is None else mask[:, 0, 0]
         # Of the cache's type, which autocast may leave in between.
         states = (each.to(layer.dtype).contiguous() for each in (query, key, value))
-        output = loops.step(layer, *states, low, seen_slots, scale, softcap, s_aux)
+        output = loops.step(layer.step_cache(low), *states, seen_slots, scale, softcap, s_aux)
         return output.to(query.dtype)[:, None]
     layer.append(key, value, seen, positions)
     assert layer.first is not None and layer.offset is not None

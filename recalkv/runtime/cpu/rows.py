@@ -145,47 +145,53 @@ def write_row(numbers, segments, count, lookup, row):
             place += octets * _TILE
 
 
+# Places in the list of numbers that rows are written and read by.
+(
+    _THREADS, _TOKENS, _WIDTH, _NUMBERS, _SEGMENTS, _COUNT, _LOOK, _BLOCKS, _TILES, _BLOCK, _ROW, _SLOTS, _START, _OWN,
+) = range(14)  # fmt: skip
+
+
 @called
 def _pack(address):
-    """Rows of many tokens; :func:`_arguments` has the order of the numbers."""
-    numbers = carray(address, (16,), np.int64)
-    threads, tokens, width, source = numbers[0], numbers[1], numbers[2], numbers[3]
-    segments, count, lookup = numbers[4], numbers[5], array(numbers[6], 3, np.int64)
-    target, row_bytes, start = numbers[7], numbers[8], numbers[9]
-    many = thread_count(threads)
-    me = thread_number(threads)
-    for token in range(tokens * me // many, tokens * (me + 1) // many):
-        slot = start + token
-        row = target + slot // _TILE * row_bytes * _TILE + slot % _TILE
-        write_row(floats(source + 4 * width * token, width), segments, count, lookup, row)
+    """Rows of many tokens, each in the slot that the list has for it; none where that is negative."""
+    a = carray(address, (14,), np.int64)
+    lookup, slots = array(a[_LOOK], 3, np.int64), array(a[_SLOTS], a[_TOKENS], np.int64)
+    width, size = a[_WIDTH], a[_TILES] * _TILE
+    many, me = thread_count(a[_THREADS]), thread_number(a[_THREADS])
+    for token in range(a[_TOKENS] * me // many, a[_TOKENS] * (me + 1) // many):
+        slot = slots[token]
+        if slot >= 0:
+            row = a[_BLOCKS] + slot // size * a[_BLOCK] + slot % size // _TILE * a[_ROW] * _TILE + slot % _TILE
+            write_row(floats(a[_NUMBERS] + 4 * width * token, width), a[_SEGMENTS], a[_COUNT], lookup, row)
 
 
 @called
 def _unpack(address):
-    """Numbers of many tokens, the same arguments; whole tiles are decoded and written token by token."""
-    numbers = carray(address, (16,), np.int64)
-    threads, tokens, width, target = numbers[0], numbers[1], numbers[2], numbers[3]
-    table, count, lookup = array(numbers[4], numbers[5] * 4, np.int64), numbers[5], array(numbers[6], 3, np.int64)
-    source, row_bytes, start = numbers[7], numbers[8], numbers[9]
-    many, me = thread_count(threads), thread_number(threads)
+    """Numbers of consecutive slots of a sequence, whose blocks the list has; two tiles are decoded at a time."""
+    a = carray(address, (14,), np.int64)
+    tokens, width, start, row_bytes, count = a[_TOKENS], a[_WIDTH], a[_START], a[_ROW], a[_COUNT]
+    table, lookup = array(a[_SEGMENTS], count * 4, np.int64), array(a[_LOOK], 3, np.int64)
+    many, me = thread_count(a[_THREADS]), thread_number(a[_THREADS])
     scales = floats(lookup[2], 256)
-    # Two tiles at a time: 32 integers a number.
-    own = numbers[10] + 4 * me * width * _TILE
+    own = a[_OWN] + 4 * me * width * _TILE
     decoded = array(own, width * 2 * _TILE, np.int16)
     factor = np.float32(1 / GRAIN)
     low, high = start // _TILE, (start + tokens + _TILE - 1) // _TILE
+    blocks = array(a[_SLOTS], (high + a[_TILES] - 1) // a[_TILES], np.int64)
     pairs = (high - low + 1) // 2
     for pair in range(pairs * me // many, pairs * (me + 1) // many):
         tile = low + 2 * pair
-        place = source + tile * row_bytes * _TILE
-        other = place + (row_bytes * _TILE if tile + 1 < high else 0)
+        place = a[_BLOCKS] + blocks[tile // a[_TILES]] * a[_BLOCK] + tile % a[_TILES] * row_bytes * _TILE
+        other, behind = place, tile + 1
+        if behind < high:
+            other = a[_BLOCKS] + blocks[behind // a[_TILES]] * a[_BLOCK] + behind % a[_TILES] * row_bytes * _TILE
         for each in range(count):
             byte, wide, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
             ahead = (byte + 1) * _TILE
             decode(bits, place + ahead, other + ahead, wide, own + 4 * _TILE * first, 4 * _TILE)
         begin, end = max(tile * _TILE, start), min((tile + 2) * _TILE, start + tokens)
         for slot in range(begin, end):
-            out, lane = floats(target + 4 * width * (slot - start), width), slot - tile * _TILE
+            out, lane = floats(a[_NUMBERS] + 4 * width * (slot - start), width), slot - tile * _TILE
             row = place if lane < _TILE else other
             for each in range(count):
                 wide, first = table[4 * each + 1], table[4 * each + 3]
@@ -195,12 +201,15 @@ def _unpack(address):
                     out[i] = np.float32(decoded[2 * _TILE * i + lane]) * by
 
 
-def _arguments(numbers: Tensor, table: np.ndarray, tiles: Tensor, start: int, scratch: int) -> np.ndarray:
+def _arguments(
+    numbers: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor, start: int, scratch: int
+) -> np.ndarray:
     return np.array(
         [
             threads_of_torch(), numbers.shape[0], numbers.shape[1], numbers.data_ptr(), table.ctypes.data, len(table),
-            _LOOKUP.ctypes.data, tiles.data_ptr(), tiles.shape[1], start, scratch,
-        ] + [0] * 5,
+            _LOOKUP.ctypes.data, tiles.data_ptr(), tiles.shape[1], tiles.stride(0), tiles.shape[2], slots.data_ptr(),
+            start, scratch,
+        ],
         np.int64,
     )  # fmt: skip
 
@@ -208,25 +217,34 @@ def _arguments(numbers: Tensor, table: np.ndarray, tiles: Tensor, start: int, sc
 _LOOKUP = np.array(tables().addresses, np.int64)
 
 
-def pack_tiles(numbers: Tensor, table: np.ndarray, tiles: Tensor, start: int) -> None:
-    """Write the rows of consecutive tokens of one sequence.
+def pack_tiles(numbers: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor) -> None:
+    """Write the rows of tokens.
 
     Parameters
     ----------
     numbers : (tokens, width) float32, contiguous
     table
         Of the code's segments.
-    tiles : (tiles, row bytes, TILE) uint8, contiguous
-    start
-        Slot of the first token.
+    tiles : (blocks, tiles, row bytes, TILE) uint8
+        Contiguous but for the first dimension.
+    slots : (tokens,) int64
+        Block times the slots of a block, plus the place in it; negative for tokens that are not written.
     """
-    _run(_pack, _arguments(numbers, table, tiles, start, 0))
+    _run(_pack, _arguments(numbers, table, tiles, slots, 0, 0))
 
 
-def unpack_tiles(tiles: Tensor, table: np.ndarray, start: int, numbers: Tensor) -> None:
-    """Undo :func:`pack_tiles` into numbers (tokens, width) float32."""
+def unpack_tiles(tiles: Tensor, table: np.ndarray, blocks: Tensor, start: int, numbers: Tensor) -> None:
+    """Undo :func:`pack_tiles` into numbers (tokens, width) float32.
+
+    Parameters
+    ----------
+    blocks : (any,) int64, contiguous
+        Of a sequence, in the order of its slots.
+    start
+        First slot of the sequence that is read.
+    """
     scratch = np.empty((threads_of_torch(), TILE * numbers.shape[1]), np.float32)
-    _run(_unpack, _arguments(numbers, table, tiles, start, scratch.ctypes.data))
+    _run(_unpack, _arguments(numbers, table, tiles, blocks, start, scratch.ctypes.data))
 
 
 def _run(task: Any, arguments: np.ndarray) -> None:

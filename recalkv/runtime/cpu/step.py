@@ -8,7 +8,7 @@ values are summed in code coordinates and mapped back once. Exact tokens, the fi
 import functools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from recalkv.runtime.cpu.vectors import (
     to_integers,
 )
 
-__all__ = ["PIECE", "LayerLoops", "loops_of"]
+__all__ = ["PIECE", "LayerLoops", "StepCache", "loops_of"]
 
 PIECE = 256
 """Slots that are decoded at once: their numbers fit a core's second cache."""
@@ -58,7 +58,7 @@ _COLUMNS = 64
 """Columns of products are multiples of it."""
 
 _INTEGER = 32767
-_BOUNDS = np.array([2**31 / GRAIN / float(levels(bits)[-1]) if bits in BITS else 0 for bits in range(9)], np.float32)
+_WITHIN = np.array([2**31 / GRAIN / float(levels(bits)[-1]) if bits in BITS else 0 for bits in range(9)], np.float32)
 """By bits, of factors that keep sums of products within 32 bits, as no number exceeds the largest level: of the root of
 a segment's width times a query's norm there, and of the sum of a piece's weights."""
 
@@ -68,10 +68,14 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # Places in the list of numbers that a step works on.
 (
-    _THREADS, _BATCH, _GROUPS, _KV, _REPEATS, _DK, _DV, _ROW, _TILES, _LENGTH, _BASE, _LOW, _EDGE, _SINKS, _RING, _KIND,
-    _ROWS, _EXACT, _Q, _K, _V, _OUT, _FIRST, _OFFSET, _MASK, _MASK_ROW, _REAL, _AUX, _SCRATCH, _PAIRS, _FREQUENCIES,
-    _COUNT, _PIECES, _INNER, _REDUCED, _TABLE, _CODES, _KEY_MEAN, _VALUE_MEAN, _LOOKUP, _WK, _WV, _MOST, _PLACES,
-) = range(44)  # fmt: skip
+    _THREADS, _BATCH, _GROUPS, _KV, _REPEATS, _DK, _DV, _ROW, _TILES, _BLOCK, _PAGES, _PAGES_ROW, _BASE, _BOUNDS,
+    _SINKS, _RING, _KIND, _ROWS, _EXACT, _EXACT_PAGES, _EXACT_ROW, _EXACT_SIZE, _EXACT_BLOCK, _EXACT_TOKEN, _Q, _K,
+    _V, _OUT, _FIRST, _OFFSET, _MASK, _MASK_ROW, _REAL, _AUX, _SCRATCH, _PAIRS, _FREQUENCIES, _COUNT, _PIECES, _INNER,
+    _REDUCED, _TABLE, _CODES, _KEY_MEAN, _VALUE_MEAN, _LOOKUP, _WK, _WV, _MOST, _PLACES,
+) = range(50)  # fmt: skip
+
+# Of each sequence: its slots, the first that is attended to, and the first that is read exactly.
+_LENGTH, _LOW, _EDGE = range(3)
 
 # Of each group's codes, in a list of their own.
 _CODE = 11
@@ -98,6 +102,19 @@ def _multiply(rows, inner, left, matrix, width, out):
 
 
 @nested
+def _bounds(a, b):
+    """Bounds of a sequence."""
+    return array(a[_BOUNDS] + 24 * b, 3, np.int64)
+
+
+@nested
+def _tile_at(a, b, tile):
+    """Address of a tile of a sequence."""
+    block = array(a[_PAGES] + 8 * (b * a[_PAGES_ROW] + tile // a[_TILES]), 1, np.int64)[0]
+    return a[_ROWS] + block * a[_BLOCK] + tile % a[_TILES] * a[_ROW] * _TILE
+
+
+@nested
 def _query_size(a):
     """float32 numbers that a prepared query takes: integers of its code, a factor a segment, coefficients, itself."""
     return a[_WK] // 2 + a[_MOST] + 2 * a[_COUNT] + a[_DK]
@@ -115,7 +132,7 @@ def _as_integers(code, numbers, target, factors):
         for i in range(first, first + width):
             top = max(top, abs(numbers[i]))
             norm += numbers[i] * numbers[i]
-        factor = min(np.float32(_INTEGER) / top, _BOUNDS[bits] / np.sqrt(norm * np.float32(width)))
+        factor = min(np.float32(_INTEGER) / top, _WITHIN[bits] / np.sqrt(norm * np.float32(width)))
         for i in range(first, first + width):
             out[i] = np.int16(np.rint(numbers[partners[i]] * factor))
         factors[each] = np.float32(1 / GRAIN) / factor
@@ -156,7 +173,7 @@ def _prepare(a, real, b, g, task, queries, own):
                     c, s = c * cos + s * sin, s * cos - c * sin
                 out[i], out[pairs + i] = c, s
         return
-    slot = a[_LENGTH] - 1
+    slot = _bounds(a, b)[_LENGTH] - 1
     side = task - kv
     dim = dk if side == 0 else dv
     states = own[: kv * dim]
@@ -179,8 +196,7 @@ def _prepare(a, real, b, g, task, queries, own):
         for i in range(kv * dv):
             states[i] -= mean[i]
         _multiply(1, kv * dv, states, code[_C_VINTO], code[_C_WV], numbers)
-    place = slot - a[_BASE]
-    row = a[_ROWS] + (b * a[_TILES] + place // _TILE) * a[_ROW] * _TILE + place % _TILE
+    row = _tile_at(a, b, (slot - a[_BASE]) // _TILE) + (slot - a[_BASE]) % _TILE
     segments, count = (code[_C_KS], code[_C_KN]) if side == 0 else (code[_C_VS], code[_C_VN])
     write_row(numbers, segments, count, array(a[_LOOKUP], 3, np.int64), row)
 
@@ -188,15 +204,30 @@ def _prepare(a, real, b, g, task, queries, own):
 @nested
 def _keep_exact(a, b, head, count, side, dim, size, slot):
     """Copy a new token's states to the newest ones, and to the first ones if it is one of these."""
-    wide, places = size * (a[_DK] + a[_DV]), a[_SINKS] + a[_RING]
+    wide, skip = size * (a[_DK] + a[_DV]), 0 if side == 0 else size * a[_DK]
     number = slot - array(a[_FIRST], a[_BATCH], np.int64)[b]
-    for h in range(count):
-        source = (a[_K] if side == 0 else a[_V]) + size * dim * (b * a[_KV] + head + h)
+    for h in range(head, head + count):
+        source = (a[_K] if side == 0 else a[_V]) + size * dim * (b * a[_KV] + h)
         own = array(source, size * dim, np.uint8)
-        start = a[_EXACT] + (b * a[_KV] + head + h) * places * wide + (0 if side == 0 else size * a[_DK])
-        array(start + (a[_SINKS] + slot % a[_RING]) * wide, size * dim, np.uint8)[:] = own
-        if 0 <= number < a[_SINKS]:
-            array(start + number * wide, size * dim, np.uint8)[:] = own
+        step = skip + h * _head_step(a, wide)
+        array(_exact_at(a, b, slot, a[_SINKS] + slot % a[_RING], wide) + step, size * dim, np.uint8)[:] = own
+        if a[_EXACT_PAGES] == 0 and 0 <= number < a[_SINKS]:
+            array(_exact_at(a, b, slot, number, wide) + step, size * dim, np.uint8)[:] = own
+
+
+@nested
+def _exact_at(a, b, slot, place, wide):
+    """Address of an exact token: by its slot in the sequence's blocks, or by its place among those of the sequence."""
+    if a[_EXACT_PAGES] == 0:
+        return a[_EXACT] + (b * a[_KV] * (a[_SINKS] + a[_RING]) + place) * wide
+    block = array(a[_EXACT_PAGES] + 8 * (b * a[_EXACT_ROW] + slot // a[_EXACT_SIZE]), 1, np.int64)[0]
+    return a[_EXACT] + block * a[_EXACT_BLOCK] + slot % a[_EXACT_SIZE] * a[_EXACT_TOKEN]
+
+
+@nested
+def _head_step(a, wide):
+    """Bytes from one head of an exact token to the next."""
+    return wide if a[_EXACT_PAGES] != 0 else wide * (a[_SINKS] + a[_RING])
 
 
 @nested
@@ -222,37 +253,43 @@ def _weigh(scores, row, partial, queries, dv, wv, coded):
 
 
 @nested
-def _tiles_of(a, b, slot):
-    """Address of the tile of a slot, and how many tiles there are from it on."""
+def _tiles_of(a, b, slot, end, places):
+    """Write the addresses of the tiles of a piece's slots up to an end, and say how many there are."""
     tile = (slot - a[_BASE]) // _TILE
-    return a[_ROWS] + (b * a[_TILES] + tile) * a[_ROW] * _TILE, min(PIECE // _TILE, a[_TILES] - tile)
+    count = min(PIECE // _TILE, (end - a[_BASE] + _TILE - 1) // _TILE - tile)
+    block, inside = tile // a[_TILES], tile % a[_TILES]
+    pages, step = array(a[_PAGES] + 8 * b * a[_PAGES_ROW], block + count + 1, np.int64), a[_ROW] * _TILE
+    for number in range(count):
+        places[number] = a[_ROWS] + pages[block] * a[_BLOCK] + inside * step
+        inside += 1
+        if inside == a[_TILES]:
+            block, inside = block + 1, 0
+    return count
 
 
 @nested
-def _scales(place, tiles, step, byte, out):
+def _scales(places, tiles, byte, out):
     """Scales of a segment of a piece's tokens."""
     for number in range(tiles):
-        scales_at(place + number * step + byte * _TILE, out.ctypes.data + 4 * _TILE * number)
+        scales_at(places[number] + byte * _TILE, out.ctypes.data + 4 * _TILE * number)
     for j in range(tiles * _TILE, PIECE):
         out[j] = np.float32(0)
 
 
 @nested
-def _score_keys(a, code, b, slot, queries, queries_at, stride, numbers, sums, scale, scores):
+def _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, sums, scale, scores):
     """Add the scores of a piece's keys, means not counted: decoded in pairs, multiplied as integers."""
-    table = array(code[_C_KS], code[_C_KN] * 4, np.int64)
-    place, tiles = _tiles_of(a, b, slot)
-    step, row = a[_ROW] * _TILE, 4 * PIECE + 64
+    table, row = array(code[_C_KS], code[_C_KN] * 4, np.int64), 4 * PIECE + 64
     for each in range(code[_C_KN]):
         byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
         for number in range(0, tiles, 2):
-            at = place + number * step + (byte + 1) * _TILE
-            other = at + (step if number + 1 < tiles else 0)
+            ahead, behind = (byte + 1) * _TILE, min(number + 1, tiles - 1)
+            at, other = places[number] + ahead, places[behind] + ahead
             decode_pairs(bits, at, other, width, numbers + 4 * _TILE * number, row)
         whole = (tiles * _TILE + 63) // 64 * 64
         totals = array(sums, queries * PIECE, np.int32)
         multiply_pairs(queries, width // 2, whole, queries_at + 2 * first, stride, numbers, row, sums, 4 * PIECE)
-        _scales(place, tiles, step, byte, scale)
+        _scales(places, tiles, byte, scale)
         for q in range(queries):
             factor = floats(queries_at + stride * q + 2 * a[_WK], code[_C_KN])[each]
             own, total = scores[q * PIECE : (q + 1) * PIECE], totals[q * PIECE : (q + 1) * PIECE]
@@ -261,23 +298,21 @@ def _score_keys(a, code, b, slot, queries, queries_at, stride, numbers, sums, sc
 
 
 @nested
-def _sum_values(a, code, b, slot, queries, numbers, weights, factors, scale, products, scores, partial):
+def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scale, products, scores, partial):
     """Add a piece's values times their weights, in code coordinates."""
     table = array(code[_C_VS], code[_C_VN] * 4, np.int64)
-    place, tiles = _tiles_of(a, b, slot)
-    step = a[_ROW] * _TILE
     sums = partial[3 * queries + queries * a[_DV] :]
     for each in range(code[_C_VN]):
         byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
         for number in range(0, tiles, 2):
-            at = place + number * step + (byte + 1) * _TILE
-            other = at + (step if number + 1 < tiles else 0)
+            ahead, behind = (byte + 1) * _TILE, min(number + 1, tiles - 1)
+            at, other = places[number] + ahead, places[behind] + ahead
             decode(bits, at, other, width, numbers + 2 * _TILE * number, 2 * PIECE + 64)
-        _scales(place, tiles, step, byte, scale)
+        _scales(places, tiles, byte, scale)
         for q in range(queries):
             at = products.ctypes.data
             total, top = scaled(scores.ctypes.data + 4 * PIECE * q, scale.ctypes.data, PIECE, at)
-            factor = min(np.float32(_INTEGER) / max(top, _TINY), _BOUNDS[bits] / max(total, _TINY))
+            factor = min(np.float32(_INTEGER) / max(top, _TINY), _WITHIN[bits] / max(total, _TINY))
             to_integers(at, factor, PIECE, weights + 2 * PIECE * q)
             factors[q] = np.float32(1 / GRAIN) / factor
         columns = (tiles + 1) // 2 * _PAIR
@@ -291,7 +326,7 @@ def _sum_values(a, code, b, slot, queries, numbers, weights, factors, scale, pro
 def _piece_size(a, queries):
     """float32 numbers of memory that a piece is worked on in."""
     most = max(a[_WK], a[_WV])
-    return most // 2 * _ROOM + (2 * queries + 2) * PIECE + queries * (2 * a[_COUNT] + _padded(a[_INNER]) + 1) + 16
+    return most // 2 * _ROOM + (2 * queries + 2) * PIECE + queries * (2 * a[_COUNT] + _padded(a[_INNER]) + 1) + 48
 
 
 @nested
@@ -302,6 +337,8 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
     slot = a[_BASE] + piece * PIECE
     most = max(a[_WK], a[_WV]) // 2
     own = own[-own.ctypes.data // 4 % 16 :]  # vectors that cross no cache line
+    places, own = array(own.ctypes.data, PIECE // _TILE, np.int64), own[2 * PIECE // _TILE :]
+    tiles = _tiles_of(a, b, slot, end, places)
     numbers = own.ctypes.data
     rest = own[most * _ROOM :]
     scores, scale = rest[: queries * PIECE], rest[queries * PIECE : (queries + 1) * PIECE]
@@ -328,7 +365,7 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
     multiply(
         queries, a[_INNER], PIECE, reduced.ctypes.data, 4 * wide, a[_TABLE], 4 * PIECE, scores.ctypes.data, 4 * PIECE
     )
-    _score_keys(a, code, b, slot, queries, queries_at, stride, numbers, sums, scale, scores)
+    _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, sums, scale, scores)
     for q in range(queries):
         own_scores = scores[q * PIECE : (q + 1) * PIECE]
         if real[1] > 0:
@@ -339,14 +376,15 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
         for j in range(end - slot, PIECE):
             own_scores[j] = LEAST
         if a[_MASK] != 0:
-            low = max(begin, a[_LOW])
-            seen = array(a[_MASK] + a[_MASK_ROW] * b + low - a[_LOW], max(end - low, 0), np.uint8)
+            lowest = _bounds(a, b)[_LOW]
+            low = max(begin, lowest)
+            seen = array(a[_MASK] + a[_MASK_ROW] * b + low - lowest, max(end - low, 0), np.uint8)
             for j in range(end - low):
                 if seen[j] == 0:
                     own_scores[low - slot + j] = LEAST
         if not _weigh(own_scores, q, partial, queries, a[_DV], a[_WV], True):
             own_scores[:] = 0
-    _sum_values(a, code, b, slot, queries, numbers, sums, factors, scale, products, scores, partial)
+    _sum_values(a, code, places, tiles, queries, numbers, sums, factors, scale, products, scores, partial)
 
 
 @nested
@@ -359,22 +397,25 @@ def _exact_piece(a, real, b, g, queries, partial, own):
     stride = 4 * _query_size(a)
     scores, state = own[: queries * places], own[queries * places :]
     scores[:] = LEAST
-    begin = max(a[_EDGE], first + a[_SINKS], a[_LOW])
-    count = min(a[_SINKS], a[_LENGTH] - first) if first < a[_LENGTH] else 0
+    bounds, wide = _bounds(a, b), size * (dk + dv)
+    length, low = bounds[_LENGTH], bounds[_LOW]
+    begin = max(bounds[_EDGE], first + a[_SINKS], low)
+    count = min(a[_SINKS], length - first) if first < length else 0
     for step in range(2):
         for place in range(places):
             if place < a[_SINKS]:
                 slot = first + place
-                if place >= count or slot < a[_LOW]:
+                if place >= count or slot < low:
                     continue
             else:
-                slot = a[_LENGTH] - 1 - (a[_LENGTH] - 1 - (place - a[_SINKS])) % a[_RING]
+                slot = length - 1 - (length - 1 - (place - a[_SINKS])) % a[_RING]
                 if slot < begin:
                     continue
-            if a[_MASK] != 0 and array(a[_MASK] + a[_MASK_ROW] * b + slot - a[_LOW], 1, np.uint8)[0] == 0:
+            if a[_MASK] != 0 and array(a[_MASK] + a[_MASK_ROW] * b + slot - low, 1, np.uint8)[0] == 0:
                 continue
+            token = _exact_at(a, b, slot, place, wide)
             for h in range(kv):
-                start = a[_EXACT] + ((b * a[_KV] + g * kv + h) * places + place) * size * (dk + dv)
+                start = token + (g * kv + h) * _head_step(a, wide)
                 if step == 0:
                     as_float(a[_KIND], start, dk, state)
                     for r in range(repeats):
@@ -477,16 +518,17 @@ def _step(address):
     first = array(a[_FIRST], batch, np.int64)
     total = 0
     for b in range(batch):
-        begin = max(a[_LOW], a[_BASE], first[b] + a[_SINKS])
-        pieces = 0
-        if begin < a[_EDGE]:
-            pieces = (a[_EDGE] - 1 - a[_BASE]) // PIECE - (begin - a[_BASE]) // PIECE + 1
+        bounds = _bounds(a, b)
+        begin, edge, pieces = max(bounds[_LOW], a[_BASE], first[b] + a[_SINKS]), bounds[_EDGE], 0
+        if begin < edge:
+            pieces = (edge - 1 - a[_BASE]) // PIECE - (begin - a[_BASE]) // PIECE + 1
         total += groups * (pieces + 1)
     low, high, unit = total * me // many, total * (me + 1) // many, 0
     for b in range(batch):
-        begin = max(a[_LOW], a[_BASE], first[b] + a[_SINKS])
+        bounds = _bounds(a, b)
+        begin, edge = max(bounds[_LOW], a[_BASE], first[b] + a[_SINKS]), bounds[_EDGE]
         start = (begin - a[_BASE]) // PIECE
-        pieces = (a[_EDGE] - 1 - a[_BASE]) // PIECE - start + 1 if begin < a[_EDGE] else 0
+        pieces = (edge - 1 - a[_BASE]) // PIECE - start + 1 if begin < edge else 0
         for g in range(groups):
             place = (b * groups + g) * size
             partial = mine[place : place + size]
@@ -497,7 +539,7 @@ def _step(address):
                     else:
                         slot = a[_BASE] + (start + piece) * PIECE
                         _coded_piece(
-                            a, real, b, g, start + piece, max(begin, slot), min(a[_EDGE], slot + PIECE), queries,
+                            a, real, b, g, start + piece, max(begin, slot), min(edge, slot + PIECE), queries,
                             partial, own,
                         )  # fmt: skip
                 unit += 1
@@ -536,6 +578,45 @@ def _partners(segments: Sequence[Segment]) -> np.ndarray:
             order += [start + number for number in pair]
         start += segment.width
     return np.array(order, np.int64)
+
+
+class StepCache(NamedTuple):
+    """Where a step finds and leaves rows and exact states.
+
+    Attributes
+    ----------
+    rows : (blocks, tiles, row bytes, TILE) uint8
+        Contiguous but for the first dimension.
+    pages : (batch, any) int64
+        Blocks of each sequence, in the order of its slots from ``base`` on.
+    bounds : (batch, 3) int64
+        Slots of each sequence, the new one included; the first that is attended to; the first that is read exactly.
+    longest
+        The largest of the first.
+    exact : (batch, kv heads, sinks + ring, d_k + d_v), or (blocks, slots, any)
+        Exact states: of the first tokens and of the newest, slot n at ``n % ring``, contiguous. Or, with
+        ``exact_pages``, those of all slots, of which one has all KV heads, each ``d_k + d_v``.
+    exact_pages : (batch, any) int64, or None
+        Their blocks.
+    first, offset : (batch,) int64
+        First slot of each sequence, and what is added to slots to give positions.
+    sinks, ring
+        First tokens, and newest ones, that can be read exactly.
+    base
+        First slot that there are rows of.
+    """
+
+    rows: Tensor
+    pages: Tensor
+    bounds: Tensor
+    longest: int
+    exact: Tensor
+    exact_pages: Tensor | None
+    first: Tensor
+    offset: Tensor
+    sinks: int
+    ring: int
+    base: int = 0
 
 
 class LayerLoops:
@@ -596,78 +677,97 @@ class LayerLoops:
         return int(self._pieces.ctypes.data)
 
     def step(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, low: int, mask: Tensor | None, scale: float,
+        self, cache: "StepCache", query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
         softcap: float | None, s_aux: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Store a token of every sequence in a layer that has room for it, and attend: (batch, heads, d_v) float32.
+        """Store a token of every sequence in a cache that has room for it, and attend: (batch, heads, d_v) float32.
 
         Parameters
         ----------
-        layer
-            A :class:`recalkv.runtime.cache.CodecLayer`, of the length that includes the new tokens.
+        cache
+            Of the lengths that include the new tokens.
         query : (batch, heads, 1, d_k)
         key, value : (batch, kv heads, 1, d)
-            All of the layer's type, contiguous.
-        low
-            First slot that is attended to.
-        mask : (batch or 1, slots from low on) bool, or None
+            All of the exact states' type, contiguous.
+        mask : (batch or 1, slots from the first that is attended to on) bool, or None
         """
         threads, (batch, heads) = threads_of_torch(), query.shape[:2]
         dv, repeats = self.codec.head_dims[1], heads // self.codec.kv_heads
         out = torch.empty(batch, heads, dv, dtype=torch.float32, device="cpu")
         real = np.array([scale, softcap or 0.0], np.float32)
-        edge = max(layer.length - layer.window, layer.written - layer.ring, 0)
         aux = None if s_aux is None else s_aux.detach().float().contiguous()
         mask = None if mask is None else mask.contiguous()
-        scratch = _scratch(self._scratch_size(layer, batch, repeats, threads))
+        scratch = _scratch(self._scratch_size(cache, batch, repeats, threads))
         codec, (wk, wv), (dk, dv) = self.codec, self._widest, self.codec.head_dims
+        rows, exact, found = cache.rows, cache.exact, (0, 0, 0, 0, 0)
+        if cache.exact_pages is not None:
+            pages = cache.exact_pages
+            found = pages.data_ptr(), pages.stride(0), exact.shape[1], exact.stride(0), exact.stride(1)
+            found = (*found[:3], *(step * exact.element_size() for step in found[3:]))
         # In the order of the places above.
         numbers = np.array(
             [
-                threads, batch, codec.groups, codec.kv_heads, repeats, dk, dv, self._row_bytes, layer.keys.shape[1],
-                layer.length, layer.base, low, edge, layer.sinks, layer.ring, _KINDS[layer.dtype],
-                layer.keys.data_ptr(), layer.values.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
-                out.data_ptr(), layer.first.data_ptr(), layer.offset.data_ptr(),
-                0 if mask is None else mask.data_ptr(), mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0,
-                real.ctypes.data, 0 if aux is None else aux.data_ptr(), scratch.ctypes.data, *self._fixed[:2],
-                len(self._frequencies), self._turns((layer.length - layer.base) // PIECE + 1), *self._fixed[2:], wk, wv,
-                self._most,
+                threads, batch, codec.groups, codec.kv_heads, repeats, dk, dv, self._row_bytes, rows.shape[1],
+                rows.stride(0), cache.pages.data_ptr(), cache.pages.stride(0), cache.base, cache.bounds.data_ptr(),
+                cache.sinks, cache.ring, _KINDS[query.dtype], rows.data_ptr(), exact.data_ptr(), *found,
+                query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), cache.first.data_ptr(),
+                cache.offset.data_ptr(), 0 if mask is None else mask.data_ptr(),
+                mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, real.ctypes.data,
+                0 if aux is None else aux.data_ptr(), scratch.ctypes.data, *self._fixed[:2], len(self._frequencies),
+                self._turns((cache.longest - cache.base) // PIECE + 1), *self._fixed[2:], wk, wv, self._most,
             ],
             np.int64,
         )  # fmt: skip
         run(_step, numbers, threads)
         return out
 
-    def _scratch_size(self, layer: Any, batch: int, repeats: int, threads: int) -> int:
+    def _scratch_size(self, cache: "StepCache", batch: int, repeats: int, threads: int) -> int:
         (wk, wv), (dk, dv) = self._widest, self.codec.head_dims
         kv, pairs, most = self.codec.kv_heads, len(self._frequencies), max(self._widest)
         heads = kv * repeats
         queries = heads // self.codec.groups
         partial = batch * heads * (3 + dv + wv)
-        own = most // 2 * _ROOM + (2 * queries + 2) * PIECE + queries * (4 * pairs + _COLUMNS + 1) + 16
-        own += queries * (layer.sinks + layer.ring) + (queries + kv) * (dk + dv + most + 3 * _COLUMNS)
+        own = most // 2 * _ROOM + (2 * queries + 2) * PIECE + queries * (4 * pairs + _COLUMNS + 1) + 48
+        own += queries * (cache.sinks + cache.ring) + (queries + kv) * (dk + dv + most + 3 * _COLUMNS)
         return batch * heads * (wk // 2 + self._most + 2 * pairs + dk) + threads * (partial + own)
 
-    def pack(self, keys: Tensor, values: Tensor, tiles: Tensor, start: int) -> None:
-        """Write rows of centred states (batch, kv heads, tokens, d) float32 into a cache's tiles, from a slot on."""
+    def pack(self, keys: Tensor, values: Tensor, tiles: Tensor, slots: Tensor) -> None:
+        """Write rows of centred states of tokens.
+
+        Parameters
+        ----------
+        keys, values : (kv heads, tokens, d) float32
+        tiles : (blocks, tiles, row bytes, TILE) uint8
+        slots : (tokens,) int64
+            As for :func:`recalkv.runtime.cpu.rows.pack_tiles`.
+        """
         for group, (pair, codes) in enumerate(
             zip(self.tables, zip(self.codec.keys, self.codec.values, strict=True), strict=True)
         ):
             for table, code, states in zip(pair, codes, (keys, values), strict=True):
-                own = states.unflatten(1, (self.codec.groups, -1))[:, group].transpose(1, 2).flatten(2)
-                numbers = (own @ code.into).contiguous()
-                for b in range(len(numbers)):
-                    pack_tiles(numbers[b], table, tiles[b], start)
+                own = states.unflatten(0, (self.codec.groups, -1))[group].transpose(0, 1).flatten(1)
+                pack_tiles((own @ code.into).contiguous(), table, tiles, slots)
 
-    def unpack(self, tiles: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Undo :meth:`pack`, of so many slots: states (batch, kv heads, tokens, d) float32, centred."""
+    def unpack(self, tiles: Tensor, blocks: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Undo :meth:`pack` for so many slots of sequences.
+
+        Parameters
+        ----------
+        blocks : (batch, any) int64
+            Of each sequence, in the order of its slots.
+
+        Returns
+        -------
+        keys, values : (batch, kv heads, count, d) float32
+            Centred.
+        """
         result: list[list[Tensor]] = [[], []]
         for group, pair in enumerate(self.tables):
             for side, table in enumerate(pair):
                 code = (self.codec.keys, self.codec.values)[side][group]
-                numbers = torch.empty(len(tiles), count, code.width, dtype=torch.float32, device="cpu")
-                for b in range(len(tiles)):
-                    unpack_tiles(tiles[b], table, start, numbers[b])
+                numbers = torch.empty(len(blocks), count, code.width, dtype=torch.float32, device="cpu")
+                for b in range(len(blocks)):
+                    unpack_tiles(tiles, table, blocks[b], start, numbers[b])
                 states = numbers @ code.back
                 result[side].append(states.unflatten(2, (self.codec.kv_heads // self.codec.groups, -1)).transpose(1, 2))
         keys, values = (own[0] if len(own) == 1 else torch.cat(own, 1) for own in result)

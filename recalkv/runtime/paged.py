@@ -1,0 +1,284 @@
+"""Attention over a paged cache of rows: what a serving engine's backend needs of a step, with nothing of any engine.
+
+A sequence has two lists of blocks: of rows, which all its tokens have, and of exact states, found by the same slots, of
+which the first ``sinks`` and the newest ``window`` are read. What a token's query finds is the same as in
+:class:`recalkv.runtime.cache.CodecLayer`, however its tokens came: one by one, as drafts, or in chunks.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recalkv.codec.layout import TILE, untiled
+from recalkv.codec.sidecar import LayerCodec
+from recalkv.runtime import prefill
+from recalkv.runtime.coded import attend_rows, kernel_serves
+from recalkv.runtime.loops import layer_loops
+from recalkv.runtime.means import mean_keys
+from recalkv.runtime.prefill import merge, partial_attention
+
+__all__ = ["Chunk", "PagedLayer", "Tokens"]
+
+_ALIKE = 0.7
+"""Prompts are attended to together where the shortest has so much of the longest's tokens: what is padded is lost."""
+
+
+class Tokens(NamedTuple):
+    """Tokens that are decoded: each is a sequence of its own, of the length that includes it.
+
+    Attributes
+    ----------
+    rows, exact : (tokens, any) int64, on devices with kernels int32
+        Blocks of their sequences.
+    lengths : (tokens,) int64
+        Slots up to each token's own.
+    longest
+        The largest of them, or any larger number.
+    """
+
+    rows: Tensor
+    exact: Tensor
+    lengths: Tensor
+    longest: int
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one sequence.
+
+    Attributes
+    ----------
+    rows, exact : (any,) int64
+        Blocks of the sequence.
+    first
+        Of the tokens, among those of the step.
+    start, size
+        Slot of the first, and how many.
+    """
+
+    rows: Tensor
+    exact: Tensor
+    first: int
+    start: int
+    size: int
+
+
+class PagedLayer:
+    """One layer of a paged cache.
+
+    Parameters
+    ----------
+    codec
+        Of the layer.
+    window, sinks
+        Newest and first tokens that are read exactly.
+    sliding_window
+        Tokens that are attended to; None for all.
+    scale, softcap, s_aux
+        As for :func:`recalkv.codec.attention.dense_attention`.
+    """
+
+    def __init__(
+        self,
+        codec: LayerCodec,
+        window: int,
+        sinks: int,
+        sliding_window: int | None,
+        scale: float,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+    ) -> None:
+        self.codec, self.window, self.sinks, self.sliding_window = codec, window, sinks, sliding_window
+        self.scale, self.softcap, self.s_aux = scale, softcap, s_aux
+        self.rows = torch.zeros(0, 1, codec.row_bytes, TILE, dtype=torch.uint8)
+        self.exact = torch.zeros(0, 1, codec.kv_heads, sum(codec.head_dims))
+        codec.prepare()
+
+    def bind(self, rows: Tensor, exact: Tensor) -> None:
+        """Take a cache.
+
+        Parameters
+        ----------
+        rows : (blocks, tiles, row bytes, TILE) uint8
+            Contiguous but for the first dimension.
+        exact : (blocks, slots, kv heads, d_k + d_v)
+            Contiguous but for the first two.
+        """
+        self.rows, self.exact = rows, exact
+
+    def writes_as_it_decodes(self, query: Tensor) -> bool:
+        """Whether :meth:`decode` writes tokens itself, as compiled loops do; else :meth:`write` is to come first."""
+        return layer_loops(self.codec, query) is not None
+
+    def write(self, key: Tensor, value: Tensor, positions: Tensor, slots: Tensor, exact_slots: Tensor) -> None:
+        """Write tokens.
+
+        Parameters
+        ----------
+        key, value : (tokens, kv heads, d)
+            Keys behind RoPE.
+        positions, slots, exact_slots : (tokens,) int64
+            Places in the sequences; and where rows and states go: block times its slots, plus the place in it.
+            Negative slots are of padding, and write nothing, or to block 0 where kernels decode.
+        """
+        keys = key.float().transpose(0, 1) - mean_keys(self.codec, 0, 1, positions, True)[:, :, 0].transpose(0, 1)
+        values = value.float().transpose(0, 1) - self.codec.value_mean.to(value.device)[:, None]
+        loops = layer_loops(self.codec, self.rows)
+        if loops is not None:
+            loops.pack(keys, values, self.rows, slots)
+        else:
+            place = slots.clamp_min(0)
+            size = TILE * self.rows.shape[1]
+            rows = self.codec.pack_centred(keys[None], values[None])[0]
+            self.rows[place // size, place % size // TILE, :, place % TILE] = rows
+        place, size = exact_slots.clamp_min(0), self.exact.shape[1]
+        self.exact[place // size, place % size] = torch.cat([key, value], -1).to(self.exact.dtype)
+
+    def decode(self, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> Tensor:
+        """Attend from tokens that are sequences of their own.
+
+        Parameters
+        ----------
+        query : (tokens, heads, d_k)
+        key, value : (tokens, kv heads, d)
+            Of the tokens; read where :meth:`writes_as_it_decodes`.
+
+        Returns
+        -------
+        (tokens, heads, d_v)
+        """
+        loops = layer_loops(self.codec, query)
+        if loops is not None:
+            return self._decode_by_loops(loops, query, key, value, tokens)
+        lengths, device = tokens.lengths.long(), query.device
+        low = torch.zeros_like(lengths) if self.sliding_window is None else (lengths - self.sliding_window).clamp_min(0)
+        first = torch.arange(self.sinks, device=device).expand(len(lengths), -1)
+        newest = lengths[:, None] + torch.arange(-self.window, 0, device=device)
+        slots = torch.cat([first, newest], 1)
+        allowed = (slots < lengths[:, None]) & (slots >= low[:, None])
+        allowed[:, self.sinks :] &= newest >= self.sinks
+        # What is not there may be anything, even NaN; each token itself is there.
+        slots = torch.where(allowed, slots, lengths[:, None] - 1)
+        keys, values = self._exact_states(tokens.exact, slots, query.dtype)
+        output, lse = partial_attention(
+            query[:, :, None], keys, values, self.scale, allowed[:, None, None], softcap=self.softcap
+        )
+        begin, end = low.clamp_min(self.sinks), (lengths - self.window).clamp_min(0)
+        reach = -(-tokens.longest // (TILE * self.rows.shape[1]))
+        attention: Any = None
+        if not kernel_serves(self.codec, query):
+            from recalkv.runtime.reference import coded_attention_torch as attention
+        coded = attend_rows(
+            self.codec, self.rows, query[:, :, None], begin.minimum(end), end, torch.zeros_like(end), self.scale,
+            self.softcap, attention, tokens.rows[:, :reach],
+        )  # fmt: skip
+        output, lse = merge(output.float(), lse, *coded)
+        if self.s_aux is not None:
+            output = output * torch.sigmoid(lse - self.s_aux.float().view(1, -1, 1)).to(output)[..., None]
+        return output[:, :, 0].to(query.dtype)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk], output: Tensor) -> None:
+        """Attend from chunks whose tokens are written: prompts of similar length together, others one by one.
+
+        Parameters
+        ----------
+        query : (step's tokens, heads, d_k)
+        key, value : (step's tokens, kv heads, d)
+        output : (step's tokens, heads, d_v)
+            Written for the chunks' tokens.
+        """
+        for together in _batches(chunks):
+            longest = together[0].size
+            states = [each.new_zeros(len(together), longest, *each.shape[1:]) for each in (query, key, value)]
+            for padded, each in zip(states, (query, key, value), strict=True):
+                for number, chunk in enumerate(together):
+                    padded[number, : chunk.size] = each[chunk.first : chunk.first + chunk.size]
+            queries, keys, values = (each.transpose(1, 2) for each in states)
+            own = self._attend(queries, keys, values, together)
+            for number, chunk in enumerate(together):
+                output[chunk.first : chunk.first + chunk.size] = own[number, :, : chunk.size].transpose(0, 1)
+
+    def _decode_by_loops(self, loops: Any, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> Tensor:
+        from recalkv.runtime.cpu.step import StepCache
+
+        lengths = tokens.lengths
+        low = torch.zeros_like(lengths) if self.sliding_window is None else (lengths - self.sliding_window).clamp_min(0)
+        bounds = torch.stack([lengths, low, (lengths - self.window).clamp_min(0)], 1)
+        nothing = torch.zeros_like(lengths)
+        cache = StepCache(
+            self.rows, tokens.rows, bounds, tokens.longest, self.exact, tokens.exact, nothing, nothing, self.sinks,
+            self.window,
+        )  # fmt: skip
+        states = (each.to(self.exact.dtype).contiguous()[:, :, None] for each in (query, key, value))
+        output: Tensor = loops.step(cache, *states, None, self.scale, self.softcap, self.s_aux)
+        return output.to(query.dtype)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+        """Chunks that all begin a sequence, padded behind, or one: (batch, heads, queries, d_v)."""
+        start, count = chunks[0].start, chunks[0].size
+        low = 0 if self.sliding_window is None else max(0, start + 1 - self.sliding_window)
+        rounded = [key.new_zeros(*key.shape[:2], start + count - low, each) for each in self.codec.head_dims]
+        for number, chunk in enumerate(chunks):
+            for padded, each in zip(rounded, self._rounded(chunk, low), strict=True):
+                padded[number, :, : each.shape[1]] = each
+        first = chunks[0].exact[None]
+        if low < self.sinks:
+            last = min(self.sinks, start + count)
+            if start:
+                sinks = self._exact_states(first, torch.arange(low, last, device=key.device)[None], key.dtype)
+            else:
+                sinks = key[:, :, low:last], value[:, :, low:last]
+            for padded, each in zip(rounded, sinks, strict=True):
+                padded[:, :, : last - low] = each
+        places = torch.arange(start - self.window + 1, start, device=key.device)
+        earlier: Sequence[Tensor] = (
+            self._exact_states(first, places.clamp_min(0)[None], key.dtype)
+            if start
+            else [each.new_zeros(*each.shape[:2], self.window - 1, each.shape[3]) for each in (key, value)]
+        )
+        exact = [torch.cat(each, 2) for each in zip(earlier, (key, value), strict=True)]
+        mask = None
+        if self.sliding_window is not None and start + count > self.sliding_window:
+            own = torch.arange(start, start + count, device=key.device)[:, None]
+            slots = torch.arange(low, start + count, device=key.device)
+            mask = ((slots <= own) & (slots > own - self.sliding_window))[None, None]
+        return prefill.attend(
+            query, (rounded[0], rounded[1]), (exact[0], exact[1]), self.window, start - low, mask, self.scale,
+            self.softcap, self.s_aux,
+        )  # fmt: skip
+
+    def _rounded(self, chunk: Chunk, low: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a sequence's slots from one on as their rows give them: (kv heads, slots, d) float32."""
+        end, loops = chunk.start + chunk.size, layer_loops(self.codec, self.rows)
+        if loops is not None:
+            keys, values = loops.unpack(self.rows, chunk.rows[None], low, end - low)
+        else:
+            size = TILE * self.rows.shape[1]
+            begin = low // size
+            own = self.rows[chunk.rows[begin : -(-end // size)].long()].flatten(0, 1)
+            rows = untiled(own, end - begin * size)[low - begin * size :]
+            keys, values = self.codec.unpack_centred(rows[None])
+        nowhere = torch.zeros(1, dtype=torch.int64, device=keys.device)
+        mean = mean_keys(self.codec, low, end - low, nowhere, False)
+        return (keys + mean)[0], (values + self.codec.value_mean.to(values.device)[:, None])[0]
+
+    def _exact_states(self, blocks: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of slots (sequences, any) of sequences with such blocks: keys and values (sequences, kv heads, any, d)."""
+        size, place = self.exact.shape[1], slots.clamp_min(0)
+        states = self.exact[blocks.gather(1, place // size).long(), place % size].to(dtype).transpose(1, 2)
+        keys, values = states.split(list(self.codec.head_dims), -1)
+        return keys, values
+
+
+def _batches(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+    """Chunks that are attended to together, the longest first."""
+    for start, own in itertools.groupby(sorted(chunks, key=lambda each: (each.start, -each.size)), lambda c: c.start):
+        batch: list[Chunk] = []
+        for chunk in own:
+            if batch and (start or chunk.size < _ALIKE * batch[0].size):
+                yield batch
+                batch = []
+            batch.append(chunk)
+        yield batch

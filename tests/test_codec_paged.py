@@ -1,0 +1,148 @@
+"""Attention over blocks of a paged cache agrees with a naive reference, however tokens come and whatever attends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recalkv.codec.layout import TILE
+from recalkv.codec.sidecar import LayerCodec
+from recalkv.runtime import coded, paged
+from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
+from recalkv.runtime.reference import coded_attention_torch
+from tests.test_codec_decode import _layer_codec
+
+_WINDOW, _SINKS = 32, 4
+_BLOCK, _EXACT_BLOCK = 32, 8
+_LENGTHS = (1, 3, 45, 130, 200, 31, 36)
+
+
+class _Sequences:
+    """Random texts in a cache whose blocks are shuffled, and further layers' bytes between them."""
+
+    def __init__(self, codec: LayerCodec, lengths: tuple[int, ...], sliding: int | None, kinds: dict[str, Any]) -> None:
+        random = torch.Generator().manual_seed(7)
+        self.codec, self.lengths, self.sliding, self.scale = codec, lengths, sliding, 0.2
+        heads, (dk, dv) = 3 * codec.kv_heads, codec.head_dims
+        self.aux = torch.randn(heads, generator=random) if kinds.get("aux") else None
+        self.softcap = kinds.get("softcap")
+        self.layer = PagedLayer(codec, _WINDOW, _SINKS, sliding, self.scale, self.softcap, self.aux)
+        blocks = sum(-(-each // _BLOCK) for each in lengths)
+        size = codec.row_bytes * _BLOCK
+        memory = torch.randint(0, 256, (blocks + 1, size + 48), dtype=torch.uint8, generator=random)
+        rows = memory[:, 16 : 16 + size].unflatten(1, (_BLOCK // TILE, codec.row_bytes, TILE))
+        exact_blocks = sum(-(-each // _EXACT_BLOCK) for each in lengths)
+        width = codec.kv_heads * (dk + dv)
+        exact = torch.full((exact_blocks + 1, _EXACT_BLOCK, 2 * width), torch.nan)
+        self.layer.bind(rows, exact[..., 8 : 8 + width].unflatten(2, (codec.kv_heads, dk + dv)))
+        self.tables = [self._table(each, random) for each in (_BLOCK, _EXACT_BLOCK)]
+        shapes = (heads, dk), (codec.kv_heads, dk), (codec.kv_heads, dv)
+        self.states = [[torch.randn(each, *shape, generator=random) for shape in shapes] for each in lengths]
+
+    def _table(self, size: int, random: torch.Generator) -> list[Tensor]:
+        counts = [-(-each // size) for each in self.lengths]
+        order = 1 + torch.randperm(sum(counts), generator=random)
+        most = max(counts) + 1
+        return [torch.nn.functional.pad(own, (0, most - len(own))) for own in order.split(counts)]
+
+    def slots(self, kind: int, number: int, places: Tensor) -> Tensor:
+        size = (_BLOCK, _EXACT_BLOCK)[kind]
+        return self.tables[kind][number][places // size] * size + places % size
+
+    def expected(self, number: int) -> Tensor:
+        """(tokens, heads, d_v) in float64."""
+        query, key, value = self.states[number]
+        places = torch.arange(len(key))
+        keys, values = (each.transpose(0, 1)[None] for each in (key, value))
+        rounded = self.codec.unpack(self.codec.pack(keys, values, places[None]), places[None])
+        result = []
+        for place in range(len(key)):
+            low = 0 if self.sliding is None else max(0, place + 1 - self.sliding)
+            exact = ((places > place - _WINDOW) | (places < _SINKS))[:, None]
+            own = [
+                torch.where(exact, each, coded).double()[:, low : place + 1]
+                for each, coded in zip((keys[0], values[0]), (rounded[0][0], rounded[1][0]), strict=True)
+            ]
+            own = [each.repeat_interleave(3, 0) for each in own]
+            scores = (own[0] @ query[place].double()[..., None])[..., 0] * self.scale
+            if self.softcap:
+                scores = self.softcap * (scores / self.softcap).tanh()
+            if self.aux is not None:
+                scores = torch.cat([scores, self.aux.double()[:, None]], 1)
+            weights = scores.softmax(-1)[:, : own[1].shape[1]]
+            result.append((weights[:, None] @ own[1])[:, 0])
+        return torch.stack(result)
+
+    def decode(self, places: list[tuple[int, int]]) -> Tensor:
+        """Attend from (sequence, place) tokens at once."""
+        query, key, value = (
+            torch.stack([self.states[number][kind][place] for number, place in places]) for kind in range(3)
+        )
+        tables = [torch.stack([self.tables[kind][number] for number, _ in places]) for kind in range(2)]
+        lengths = torch.tensor([place + 1 for _, place in places])
+        if not self.layer.writes_as_it_decodes(query):
+            self._write(key, value, places)
+        return self.layer.decode(query, key, value, Tokens(*tables, lengths, int(lengths.max())))
+
+    def attend(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Attend from (sequence, start, count) chunks of one step."""
+        states = [torch.cat([self.states[n][kind][s : s + c] for n, s, c in parts]) for kind in range(3)]
+        self._write(*states[1:], [(n, s + i) for n, s, c in parts for i in range(c)])
+        chunks, first = [], 0
+        for number, start, count in parts:
+            chunks.append(Chunk(*(table[number] for table in self.tables), first, start, count))
+            first += count
+        output = torch.full((first, states[0].shape[1], self.codec.head_dims[1]), torch.nan)
+        self.layer.attend(*states, chunks, output)
+        return list(output.split([count for *_, count in parts]))
+
+    def _write(self, key: Tensor, value: Tensor, places: list[tuple[int, int]]) -> None:
+        slots = [
+            torch.cat([self.slots(kind, number, torch.tensor([place])) for number, place in places])
+            for kind in range(2)
+        ]
+        self.layer.write(key, value, torch.tensor([place for _, place in places]), *slots)
+
+
+def _by_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is."""
+
+
+def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "layer_loops", lambda *_: None)
+    monkeypatch.setattr(paged, "kernel_serves", lambda *_: True)
+    monkeypatch.setattr(coded, "kernel", lambda: coded_attention_torch)
+
+
+@pytest.mark.parametrize("backend", [_by_loops, _by_kernel])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("sliding", [None, 50])
+@pytest.mark.parametrize("kinds", [{}, {"softcap": 4.0, "aux": True}])
+def test_tokens_and_chunks_in_any_order(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Callable[[pytest.MonkeyPatch], None],
+    groups: int,
+    sliding: int | None,
+    kinds: dict[str, Any],
+) -> None:
+    backend(monkeypatch)
+    texts = _Sequences(_layer_codec(groups), _LENGTHS, sliding, kinds)
+    expected = [texts.expected(number) for number in range(len(_LENGTHS))]
+    # Prompts of all but the last tokens together; then three tokens of each at once, as drafts are; then one by one.
+    behind = [max(0, length - 6) for length in _LENGTHS]
+    parts = [(number, 0, count) for number, count in enumerate(behind) if count]
+    # One of them in two chunks, the second beside the others' decoding.
+    parts = [(n, s, c if n != 4 else 90) for n, s, c in parts]
+    for (number, start, count), own in zip(parts, texts.attend(parts), strict=True):
+        torch.testing.assert_close(own.double(), expected[number][start : start + count], rtol=2e-3, atol=2e-3)
+    (own,) = texts.attend([(4, 90, behind[4] - 90)])
+    torch.testing.assert_close(own.double(), expected[4][90 : behind[4]], rtol=2e-3, atol=2e-3)
+    drafts = [(n, begin + i) for n, begin in enumerate(behind) for i in range(3) if begin + i < _LENGTHS[n]]
+    for (number, place), own in zip(drafts, texts.decode(drafts), strict=True):
+        torch.testing.assert_close(own.double(), expected[number][place], rtol=2e-3, atol=2e-3)
+    for step in range(3, 6):
+        tokens = [(number, begin + step) for number, begin in enumerate(behind) if begin + step < _LENGTHS[number]]
+        for (number, place), own in zip(tokens, texts.decode(tokens), strict=True):
+            torch.testing.assert_close(own.double(), expected[number][place], rtol=2e-3, atol=2e-3)
