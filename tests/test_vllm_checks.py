@@ -1,30 +1,44 @@
-"""What the vLLM plugin refuses, with the value, the rule and the remedy; vLLM itself is tested by `make test-vllm`."""
+"""What the vLLM backend refuses, with the value, the rule and the remedy; vLLM itself is tested by `make test-vllm`."""
 
 import types
 from typing import Any
 
 import pytest
+import torch
 
+from recalkv.codec.context import checkpoint_fingerprint, model_fingerprint
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.vllm.checks import TESTED, check
+from recalkv.vllm.shards import shard
+from tests.test_codec_decode import _layer_codec
+from tests.tiny import dense_model
 
 VERSION = ".".join(map(str, TESTED[0])) + ".1"
 
 
 def config(**changes: Any) -> Any:
-    settings = {"cache_dtype": "auto", "backend": None, "quantization": None, "lora": None, "one_kind": False} | changes
+    settings: dict[str, Any] = {
+        "cache_dtype": "auto",
+        "one_kind": False,
+        "mrope": False,
+        "images": False,
+        "parallel": {},
+    }
+    settings |= changes
+    images = types.SimpleNamespace(language_model_only=not settings["images"])
     return types.SimpleNamespace(
         cache_config=types.SimpleNamespace(cache_dtype=settings["cache_dtype"]),
-        attention_config=types.SimpleNamespace(backend=settings["backend"]),
-        model_config=types.SimpleNamespace(quantization=settings["quantization"]),
-        lora_config=settings["lora"],
+        model_config=types.SimpleNamespace(multimodal_config=images, uses_mrope=settings["mrope"]),
         scheduler_config=types.SimpleNamespace(disable_hybrid_kv_cache_manager=settings["one_kind"]),
+        parallel_config=types.SimpleNamespace(**settings["parallel"]),
     )
 
 
 def test_what_can_be_served_is_not_refused() -> None:
     check(VERSION, config())
     check(VERSION + "+cpu", config())
+    check(VERSION, config(mrope=True))
+    check(VERSION, config(images=True, parallel={"pipeline_parallel_size": 1}))
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0"])
@@ -37,18 +51,56 @@ def test_other_versions(version: str) -> None:
     ("changes", "message"),
     [
         ({"cache_dtype": "fp8"}, "kv_cache_dtype='fp8' cannot be applied .* leave it at 'auto'"),
-        ({"backend": types.SimpleNamespace(name="FLASH_ATTN")}, "attention_backend=FLASH_ATTN .* leave it out"),
-        ({"quantization": "fp8"}, "quantization='fp8' knows nothing .* leave it out"),
-        ({"lora": object()}, "LoRA .* merge the adapter"),
+        ({"one_kind": True}, "disable_hybrid_kv_cache_manager=True .* leave it out"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2 is not served; leave it at 1"),
+        ({"mrope": True, "images": True}, "positions of images .* --language-model-only"),
     ],
 )
-def test_what_latents_cannot_have(changes: dict[str, Any], message: str) -> None:
+def test_what_rows_cannot_have(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         check(VERSION, config(**changes))
 
 
-def test_exact_latents_want_blocks_of_their_own() -> None:
-    check(VERSION, config(), exact_window=32)
-    check(VERSION, config(one_kind=True))
-    with pytest.raises(ParameterError, match=r"disable_hybrid_kv_cache_manager=True .* last 32; leave it out"):
-        check(VERSION, config(one_kind=True), exact_window=32)
+def test_processes_have_heads_of_their_own() -> None:
+    """Four groups of two heads."""
+    codec = _layer_codec(4)
+    parts = [shard(codec, rank, 2) for rank in range(2)]
+    assert sum(part.row_bytes for part in parts) == codec.row_bytes
+    keys, values = torch.randn(2, 1, codec.kv_heads, 5, 32, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(5)[None]
+    whole = codec.pack(keys, values, places)
+    for rank, part in enumerate(parts):
+        own = slice(rank * part.kv_heads, (rank + 1) * part.kv_heads)
+        rows = whole[..., rank * part.row_bytes : (rank + 1) * part.row_bytes]
+        assert torch.equal(part.pack(keys[:, own], values[:, own], places), rows)
+    assert shard(codec, 0, 1) is codec
+
+
+@pytest.mark.parametrize(("groups", "ranks", "fitting"), [(1, 2, "1"), (4, 8, "1, 2, 4"), (4, 3, "1, 2, 4")])
+def test_a_group_is_not_cut(groups: int, ranks: int, fitting: str) -> None:
+    message = rf"tensor_parallel_size={ranks} would cut groups of 2 .* that fit are {fitting}\. Fit with fewer"
+    with pytest.raises(ParameterError, match=message):
+        shard(_layer_codec(groups), 0, ranks)
+
+
+def test_more_processes_than_heads_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = _layer_codec(1)
+    one = types.SimpleNamespace(kv_heads=1, kv_heads_per_code=1)
+    assert shard(one, 3, 4) is one  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="would cut groups of 2"):
+        shard(codec, 0, 4)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3", "qwen3-next-hybrid"])
+def test_a_folder_has_its_models_fingerprint(family: str, default: torch.dtype, tmp_path: Any) -> None:
+    """Whatever the default type is, as an engine sets another while it makes a model."""
+    model = dense_model(family)
+    model.save_pretrained(tmp_path)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert checkpoint_fingerprint(tmp_path, model.config) == model_fingerprint(model)
+    finally:
+        torch.set_default_dtype(before)
+    assert checkpoint_fingerprint(tmp_path / "nowhere", model.config) is None

@@ -1,11 +1,13 @@
 """What a codec needs to know of a model beside its moments: its context, what it caches of it, and which one it is."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-__all__ = ["cached_tokens", "model_context", "model_fingerprint"]
+__all__ = ["cached_tokens", "checkpoint_fingerprint", "model_context", "model_fingerprint"]
 
 
 def model_context(model: Any) -> int:
@@ -31,7 +33,33 @@ def model_fingerprint(model: Any) -> str:
     Weights may be quantized, split over devices or adapted by LoRA afterwards, and of another type: embeddings keep
     their signs through that.
     """
-    config = model.config.get_text_config(decoder=True)
+    return _fingerprint(model.config.get_text_config(decoder=True), model.get_input_embeddings().weight.detach())
+
+
+def checkpoint_fingerprint(folder: Path, config: Any) -> str | None:
+    """The same of a folder of safetensors, without loading it; None where no tensor there is known as embeddings.
+
+    Parameters
+    ----------
+    config
+        Of the model's text part.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (no dict)
+                    if name.endswith(_EMBEDDINGS):
+                        return _fingerprint(config, tensors.get_slice(name))
+        except SafetensorError:
+            return None
+    return None
+
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "embeddings.weight")
+
+
+def _fingerprint(config: Any, weight: Any) -> str:
+    """Of the text part's configuration, and embeddings, a tensor or a slice of a file."""
     names = (
         "model_type",
         "vocab_size",
@@ -41,8 +69,13 @@ def model_fingerprint(model: Any) -> str:
         "num_key_value_heads",
     )
     facts = [str(getattr(config, name, None)) for name in names]
-    weight = model.get_input_embeddings().weight
-    rows, columns = (torch.linspace(0, size - 1, 64, device=weight.device).long() for size in weight.shape)
-    signs = weight.detach()[rows, columns] > 0
-    facts.append("".join("01"[sign] for sign in signs.tolist()))
+    sizes = weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape()
+    # Of this type and place whatever the defaults are: an engine that loads a model sets others.
+    places = (torch.linspace(0, size - 1, 64, dtype=torch.float32, device="cpu") for size in sizes)
+    rows, columns = (each.long().tolist() for each in places)
+    if isinstance(weight, torch.Tensor):
+        numbers = weight[rows, columns]
+    else:
+        numbers = torch.stack([weight[row : row + 1][0, column] for row, column in zip(rows, columns, strict=True)])
+    facts.append("".join("01"[sign] for sign in (numbers > 0).tolist()))
     return hashlib.sha256("|".join(facts).encode()).hexdigest()[:16]

@@ -1,22 +1,41 @@
-"""Compressed checkpoints in vLLM, as an out-of-tree plugin: ``vllm serve FOLDER`` is all it takes.
+"""The codec in vLLM, as an out-of-tree attention backend: ``vllm serve MODEL`` of a folder with a side-car is all.
 
-vLLM calls :func:`register` in every one of its processes (entry point ``vllm.general_plugins``).
+vLLM calls :func:`register` in every one of its processes (entry point ``vllm.general_plugins``). Models without a
+side-car are served as if this package were not there.
 """
 
-__all__ = ["register"]
+from typing import Any
+
+__all__ = ["BACKEND", "register"]
+
+BACKEND = "RECALKV"
+"""Name of the backend in vLLM's log."""
 
 
 def register() -> None:
-    """Make vLLM know the compressed architectures; harmless when repeated."""
-    from vllm import ModelRegistry
+    """Make vLLM know the backend, and choose it for models that have a side-car; harmless when repeated."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import register_backend
 
-    from recalkv.model.family import FAMILIES
-    from recalkv.model.modeling import MODEL_CLASSES
-    from recalkv.model.modeling import register as register_configs
+    path = "recalkv.vllm.backend.CodecBackend"
+    register_backend(BACKEND, path)
+    platform: Any = type(current_platform)
+    dense = platform.get_attn_backend_cls
+    if getattr(dense, "chooses_recalkv", False):
+        return
 
-    register_configs()
-    known = ModelRegistry.get_supported_archs()
-    for family in FAMILIES.values():
-        name = MODEL_CLASSES[family.model_type].__name__
-        if name not in known:
-            ModelRegistry.register_model(name, f"recalkv.vllm.families:{name}")
+    # The one place where all of vLLM's platforms choose; that of CPUs takes no backend but its own. What it is given
+    # has changed between versions, so it is passed on as it comes.
+    def choose(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> Any:
+        from recalkv.vllm.served import served_model
+
+        decodes = not attn_selector_config.use_mla and attn_selector_config.attn_type in (None, "decoder")
+        served = served_model() if decodes else None
+        if served is None:
+            return dense(selected_backend, attn_selector_config, *args, **kwargs)
+        served.check_backend(selected_backend)
+        served.dense = dense(selected_backend, attn_selector_config, *args, **kwargs)
+        return path
+
+    choose.chooses_recalkv = True  # type: ignore[attr-defined]
+    platform.get_attn_backend_cls = classmethod(choose)

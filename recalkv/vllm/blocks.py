@@ -1,8 +1,8 @@
-"""Which blocks a sequence has for exact latents: those that later queries read, and few for prefixes to be found.
+"""Which blocks a sequence has for exact states: the first tokens', those that later queries read, and few for prefixes.
 
-vLLM gives a sliding window blocks for all tokens of a step, to free them in the next. Exact latents are several times
-larger than rows, so that a long prompt would take the memory of many sequences for one step. But only its last
-tokens are read again; what stands before them has the null block, which nobody reads.
+vLLM gives a sliding window blocks for all tokens of a step, to free them in the next. Exact states are several times
+larger than rows, so that a long prompt would take the memory of many sequences for one step. But only its first and
+last tokens are read again; what stands between them has the null block, which nobody reads.
 """
 
 from collections.abc import Sequence
@@ -10,27 +10,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
-__all__ = ["ExactWindowManager", "ExactWindowSpec"]
+__all__ = ["ExactTokensManager", "ExactTokensSpec"]
 
 _RESERVE = 4
 """One of so many blocks is not taken for prefixes: sequences that are under way need it first."""
 
 
-class ExactWindowManager(SlidingWindowManager):
+class ExactTokensManager(SlidingWindowManager):
     """Gives blocks to what is read, and while there are many also to what prefixes are found by.
 
-    A prefix is found where a whole window stands before its end: at the end of a step's tokens, behind all that were
-    generated, and every ``found_every`` tokens of a prompt.
+    A prefix is found where its first tokens are there and a whole window stands before its end: at the end of a step's
+    tokens, behind all that were generated, and every ``found_every`` tokens of a prompt.
     """
 
-    def __init__(self, kv_cache_spec: "ExactWindowSpec", **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: "ExactTokensSpec", **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.spec = kv_cache_spec
+        self._sink_blocks = cdiv(kv_cache_spec.sinks, self.block_size)
         # Of each request, blocks from the first on that are given back.
         self._returned: dict[str, int] = {}
 
@@ -56,19 +58,73 @@ class ExactWindowManager(SlidingWindowManager):
             apply_admission_cap,
             prefill_end,
         )
+        skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
+        count += self._get_num_evictable_blocks(new_computed_blocks[: min(self._sink_blocks, skipped)])
         if apply_admission_cap:
             return count
         held = max(len(self.req_to_blocks.get(request_id, ())), cdiv(total_computed_tokens, self.block_size))
-        return count - max(0, self._first_read(num_tokens_main_model) - held)
+        return count - max(0, self._first_read(num_tokens_main_model) - max(held, self._sink_blocks))
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Those that a prefix was found by, its first ones among them."""
+        super().add_local_computed_blocks(
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+        )
+        blocks = self.req_to_blocks[request_id]
+        for number, block in enumerate(new_computed_blocks[: self._sink_blocks]):
+            if blocks[number].is_null and not block.is_null:
+                self.block_pool.touch([block])
+                blocks[number] = block
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: KVCacheSpec,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """As of any window that slides, where the first tokens are there as well."""
+        assert isinstance(kv_cache_spec, ExactTokensSpec)
+        found, length = super().find_longest_cache_hit(
+            block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, drop_eagle_block,
+            alignment_tokens, dcp_world_size, pcp_world_size,
+        )  # fmt: skip
+        hashes = resolve_block_hashes(
+            block_hashes,
+            block_pool.hash_block_size,
+            kv_cache_spec.block_size,
+            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
+            alignment_tokens=alignment_tokens,
+        )
+        for number in range(min(cdiv(kv_cache_spec.sinks, kv_cache_spec.block_size), len(found[0]))):
+            cached = block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
+            if not cached:
+                return tuple([] for _ in kv_cache_group_ids), 0
+            for blocks, block in zip(found, cached, strict=True):
+                blocks[number] = block
+        return found, length
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Blocks up to so many tokens, null ones among them."""
         blocks = self.req_to_blocks[request_id]
         new = range(len(blocks), cdiv(num_tokens, self.block_size))
         first = self._first_read(num_tokens_main_model)
-        kept = [number for number in new if number >= first]
+        read = [number for number in new if number >= first or number < self._sink_blocks]
+        kept = read
         if self.enable_caching:
-            found = [number for number in new if number >= first or self._is_found(number, num_tokens_main_model)]
+            found = [number for number in new if number in read or self._is_found(number, num_tokens_main_model)]
             if len(found) + self.block_pool.num_gpu_blocks // _RESERVE <= self.block_pool.get_num_free_blocks():
                 kept = found
         own = dict(zip(kept, self.block_pool.get_new_blocks(len(kept)), strict=True))
@@ -89,7 +145,8 @@ class ExactWindowManager(SlidingWindowManager):
     def _remove_blocks_in_range(self, request_id: str, first_block: int, last_block: int) -> None:
         """Free blocks; unlike other windows' they may stand behind null ones."""
         blocks = self.req_to_blocks.get(request_id, [])
-        first, last = max(first_block, self._returned.get(request_id, 0)), min(last_block, len(blocks))
+        first = max(first_block, self._returned.get(request_id, 0), self._sink_blocks)
+        last = min(last_block, len(blocks))
         gone = [number for number in range(last - 1, first - 1, -1) if not blocks[number].is_null]
         self.block_pool.free_blocks([blocks[number] for number in gone])
         for number in gone:
@@ -110,13 +167,15 @@ class ExactWindowManager(SlidingWindowManager):
 KVCacheSpecRegistry.check_kv_cache_spec_registry({})
 
 
-@register_kv_cache_spec(manager_class=ExactWindowManager, uniform_type_base_spec=SlidingWindowSpec)
+@register_kv_cache_spec(manager_class=ExactTokensManager, uniform_type_base_spec=SlidingWindowSpec)
 @dataclass(frozen=True, kw_only=True)
-class ExactWindowSpec(SlidingWindowSpec):
-    """A window of exact latents.
+class ExactTokensSpec(SlidingWindowSpec):
+    """The first tokens and a window of exact states.
 
     Attributes
     ----------
+    sinks
+        First tokens.
     drafts
         Tokens of a step that may be taken back.
     steps
@@ -127,13 +186,15 @@ class ExactWindowSpec(SlidingWindowSpec):
         And within prompts at multiples of so many, which are themselves multiples of ``aligned``.
     """
 
+    sinks: int
     drafts: int
     steps: int
     aligned: int
     found_every: int
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Those of a window before the steps under way, and of one behind each."""
+        """The first, those of a window before the steps under way, and of one behind each."""
         own = self.sliding_window - 1
         most = cdiv(own, self.block_size) + 1 + self.steps * (cdiv(own + self.drafts, self.block_size) + 1)
+        most += cdiv(self.sinks, self.block_size)
         return min(most, super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len))

@@ -1,4 +1,4 @@
-"""What vLLM is asked for and cannot be done with a latent cache: refused before weights are loaded."""
+"""What vLLM is asked for and cannot be done with a codec: refused before weights are loaded."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ TESTED = ((0, 32), (0, 33))
 """vLLM versions from the first on and before the second."""
 
 
-def check(version: str, vllm_config: Any, exact_window: int = 0) -> None:
+def check(version: str, vllm_config: Any) -> None:
     """Refuse a configuration.
 
     Parameters
@@ -19,49 +19,42 @@ def check(version: str, vllm_config: Any, exact_window: int = 0) -> None:
         Of vLLM.
     vllm_config
         Its ``VllmConfig``.
-    exact_window
-        Of the checkpoint.
 
     Raises
     ------
     CheckpointError
         If vLLM is outside of the tested range.
     ParameterError
-        If an option is set that latents cannot have.
+        If an option is set that rows cannot have.
     """
     numbers = tuple(int(part) for part in version.split(".")[:2])
     first, behind = (".".join(map(str, each)) for each in TESTED)
     if not TESTED[0] <= numbers < TESTED[1]:
         raise CheckpointError(
-            f"vLLM {version} is outside of what this plugin is tested with ({first} up to, not with, {behind}); "
-            f"install vllm=={first}.*, or another release of recalkv."
+            f"codec: vLLM {version} is outside of what this backend is tested with ({first} up to, not with, "
+            f"{behind}); install vllm=={first}.*, or another release of recalkv."
         )
     dtype = vllm_config.cache_config.cache_dtype
     if dtype != "auto":
         raise ParameterError(
-            f"kv_cache_dtype={dtype!r} cannot be applied to latents, whose bits are chosen when a model is compressed; "
-            f"leave it at 'auto' and compress with --bits."
+            f"codec: kv_cache_dtype={dtype!r} cannot be applied to the codec's rows, whose bits are chosen when it is "
+            f"fitted; leave it at 'auto' and fit with --bits."
         )
-    backend = getattr(vllm_config.attention_config, "backend", None)
-    if backend is not None:
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise ParameterError(
-            f"attention_backend={getattr(backend, 'name', backend)} cannot read latents, which have a backend of their "
-            f"own; leave it out."
+            "codec: disable_hybrid_kv_cache_manager=True would keep the exact states of all tokens instead of the "
+            "newest; leave it out (vLLM sets it with KV connectors that know one kind of blocks only)."
         )
-    quantization = vllm_config.model_config.quantization
-    if quantization is not None:
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ParameterError(
+                f"codec: {name}={getattr(parallel, name)} is not served; leave it at 1 and use tensor_parallel_size."
+            )
+    model = vllm_config.model_config
+    seen = getattr(model, "multimodal_config", None)
+    if seen is not None and model.uses_mrope and not seen.language_model_only:
         raise ParameterError(
-            f"quantization={quantization!r} knows nothing of the projections to latents and would leave them as they "
-            f"are; leave it out: a compressed checkpoint's weights are floating point."
-        )
-    if vllm_config.lora_config is not None:
-        raise ParameterError(
-            "LoRA adapters change projections that are no longer there (k_proj and v_proj are down projections); merge "
-            "the adapter into the dense model and compress that."
-        )
-    if exact_window and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        raise ParameterError(
-            f"disable_hybrid_kv_cache_manager=True would keep the exact latents of all tokens instead of the last "
-            f"{exact_window}; leave it out (vLLM sets it with KV connectors that know one kind of blocks only), or set "
-            f"exact_window to 0 in the checkpoint's config.json."
+            "codec: positions of images are not one number a token (multimodal RoPE), from which the mean key cannot "
+            "be taken off; serve text alone: --language-model-only."
         )

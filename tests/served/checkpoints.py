@@ -1,12 +1,12 @@
-"""Checkpoints for the tests of vLLM, whose environment has no pipeline: tiny ones of families, and the pipeline's own.
+"""Models with side-cars for the tests of vLLM, whose environment has no pipeline: tiny ones of many architectures.
 
-python -m tests.served.checkpoints FOLDER [COMPRESSED DENSE]
+python -m tests.served.checkpoints FOLDER [MODEL CODEC]
 """
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -14,37 +14,28 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import ALL_FAMILIES, VOCABULARY, compressed_pair, statistics
+from recalkv.codec.fit import build_codec, fit
+from recalkv.codec.moments import take_moments
+from recalkv.codec.sidecar import model_fingerprint
+from tests.tiny import ALL_FAMILIES, LONGROPE, VOCABULARY, YARN, dense_model, windows
 
-MIXED = {"method": "loss-aware", "bits": "mixed", "ratio": 0.75}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-separate": ("llama-gqa", {"method": "recalkv"}),
-    "mistral-near": ("mistral-sliding", MIXED | {"exact_window": 5, "layers": 5}),
-    "qwen2-near": ("qwen2-bias", MIXED | {"exact_window": 7}),
-    "llama-halves": ("llama-mha", MIXED | {"group_size": 3, "exact_window": 7}),
-    "qwen3-norm": ("qwen3-qk-norm", {"method": "loss-aware", "group_size": 1}),
-    "gemma3-near": ("gemma3", MIXED | {"exact_window": 7, "layers": 4}),
-    "qwen3-moe-near": ("qwen3-moe", MIXED | {"exact_window": 7}),
-    "qwen3-moe-halves": ("qwen3-moe", {"method": "loss-aware", "group_size": 1}),
-    "gpt-oss-near": ("gpt-oss-sinks", MIXED | {"exact_window": 7}),
-    **{
-        name: (name, {"method": "loss-aware"})
-        for name in (
-            "apertus", "arcee", "ernie4.5", "ernie4.5-moe", "exaone4-nope", "gemma", "gemma2-softcap", "gemma3",
-            "glm-partial", "glm4-moe", "glm4-post-norm", "gpt-oss-sinks", "granite", "ministral", "ministral3",
-            "mixtral", "olmo2-whole-norm", "olmo3-sliding", "phi3-fused", "phi3-longrope", "qwen2-moe", "qwen3-moe",
-            "qwen3-next-hybrid", "seed-oss", "smollm3-nope", "granite4-hybrid",
-        )
-    },
-}  # fmt: skip
-# What vLLM wants: of experts on a CPU multiples of 32, of some families what published checkpoints have.
-EXPERTS = {"hidden_size": 96}
+# What vLLM wants: heads of 32, of experts on a CPU multiples of 32, of some families what published checkpoints have.
+SIZES = {"head_dim": 32, "hidden_size": 192}
 SPECIAL: dict[str, dict[str, Any]] = {
     "ernie4.5": {"use_bias": False},
+    "ernie4.5-moe": {"moe_intermediate_size": 64},
     "qwen3-next-hybrid": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-    "qwen3-moe-halves": {"num_key_value_heads": 6},
+    "qwen3.5-hybrid": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "gemma2-softcap": {"tie_word_embeddings": True},
+    "gpt-oss-sinks": {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
+    "minimax-m2-whole-norm": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "phi3-longrope": {
+        "rope_parameters": LONGROPE | {"short_factor": [1.0] * 4 + [1.5] * 4, "long_factor": [3.0] * 8},
+    },
 }
+NAMES = [name for name in ALL_FAMILIES if name not in ("llama-linear-rope", "llama-bias", "qwen2-mixed-sliding")]
+PER_HEAD = {"llama-halves": "llama-mha", "qwen3-halves": "qwen3-qk-norm"}
+"""With a code for each KV head, which processes can share; an even number of heads."""
 
 
 def characters() -> PreTrainedTokenizerFast:
@@ -59,16 +50,26 @@ def characters() -> PreTrainedTokenizerFast:
     )
 
 
+def write(folder: Path, name: str) -> None:
+    """One tiny model with its side-car of 8 bits: with fewer, more codes fall the other way by the last bit."""
+    family = PER_HEAD.get(name, name)
+    halves = {"num_attention_heads": 8, "num_key_value_heads": 4} if name in PER_HEAD else {}
+    model = dense_model(family, **SIZES | SPECIAL.get(name, {}) | halves)
+    shutil.rmtree(folder / name, ignore_errors=True)
+    model.save_pretrained(folder / name)
+    characters().save_pretrained(folder / name)
+    if halves:
+        moments = take_moments(model, windows(6, 96), 256)
+        build_codec(moments, 8, 256, model_fingerprint(model), heads=1).save(folder / name / "codec")
+    else:
+        fit(model, windows(6, 96), bits=8, context=256).save(folder / name / "codec")
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for name, checkpoint in zip(("default", "dense"), sys.argv[2:], strict=len(sys.argv) > 2):
+    for name, made in zip(("model", "codec"), sys.argv[2:], strict=len(sys.argv) > 2):
         (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(Path(checkpoint).resolve())
-    for name, (family, compression) in CASES.items():
-        classes, special = ALL_FAMILIES[family][:2], ALL_FAMILIES[family][2] | SPECIAL.get(name, {})
-        special |= EXPERTS if any("experts" in option for option in special) else {}
-        statistics.cache_clear()
-        with mock.patch.dict(ALL_FAMILIES, {family: (*classes, special)}):
-            compressed_pair(family, **compression)[1].save_pretrained(folder / name)
-        characters().save_pretrained(folder / name)
+        (folder / name).symlink_to(Path(made).resolve())
+    for name in (*NAMES, *PER_HEAD):
+        write(folder, name)

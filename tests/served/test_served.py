@@ -1,7 +1,7 @@
-"""Compressed checkpoints in vLLM on a CPU: `make test-vllm` runs these in an environment of their own.
+"""The codec in vLLM on a CPU: `make test-vllm` runs these in an environment of their own.
 
-``RECALKV_SERVED`` names the folder with the checkpoints: ``default``, the pipeline's, ``dense``, its source, and those
-of :mod:`tests.served.checkpoints`. ``RECALKV_LOAD_SECONDS`` makes the load of 64 requests last.
+``RECALKV_SERVED`` names the folder with ``model`` and ``codec``, the pipeline's, and the tiny models with side-cars of
+:mod:`tests.served.checkpoints`. ``RECALKV_LOAD_SECONDS`` makes the load of 64 requests last.
 """
 
 import importlib.metadata
@@ -18,13 +18,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 
-from recalkv.model.spec import LatentSpec
+from recalkv.codec.sidecar import Codec
+from tests.served.own import own_model
 from tests.served.tiny import FOLDER, SIZES, TOKENS, compared
 
-DEFAULT = FOLDER / "default"
+DEFAULT = FOLDER / "model"
+CODEC = {"additional_config": {"recalkv_codec": str(FOLDER / "codec")}}
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 TEXT = Path(__file__).parents[2] / "README.md"
 LOAD_SECONDS = float(os.environ.get("RECALKV_LOAD_SECONDS", "0"))
@@ -40,14 +42,14 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return AutoModelForCausalLM.from_pretrained(DEFAULT).eval()
+    return own_model("model")
 
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Any) -> list[list[int]]:
-    """20 prompts of 1 to 1,900 tokens."""
+    """20 prompts of 1 to 2,000 tokens."""
     ids = tokenizer(TEXT.read_text()).input_ids
-    lengths = [1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 48, 64, 100, 128, 129, 255, 400, 600, 1000, 1900]
+    lengths = [1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 48, 64, 100, 128, 129, 255, 400, 600, 1000, 2000]
     return [ids[3 * number : 3 * number + length] for number, length in enumerate(lengths)]
 
 
@@ -57,7 +59,8 @@ def engine() -> Iterator[Any]:
     llm = LLM(
         str(DEFAULT),
         **SIZES,
-        num_gpu_blocks_override=200,
+        **CODEC,
+        num_gpu_blocks_override=120,
         max_num_batched_tokens=256,
         max_num_seqs=16,
         disable_log_stats=False,
@@ -93,8 +96,8 @@ def test_the_tokens_of_generate_alone_and_together(engine: Any, reference: Any, 
         same = own.tolist() == found
         exact += same
         assert same or agrees(reference, prompt, found), f"prompt of {len(prompt)} tokens"
-    # Rows of few bits fall either way by the last bit of a latent, and choices between even tokens with them.
-    assert exact >= 14
+    # Codes of few bits fall either way by the last bit of a number, and choices between even tokens with them.
+    assert exact >= 16
     for number in (4, 12, 17):
         alone = generated(engine, prompts[number : number + 1])[0]
         assert agrees(reference, prompts[number], alone)
@@ -103,7 +106,7 @@ def test_the_tokens_of_generate_alone_and_together(engine: Any, reference: Any, 
 def test_prefixes_are_found_again(engine: Any, prompts: list[list[int]]) -> None:
     given = [{"prompt_token_ids": prompts[18][:900]}]
     first, second = (engine.generate(given, greedy(), use_tqdm=False)[0] for _ in range(2))
-    assert second.num_cached_tokens >= 880
+    assert second.num_cached_tokens >= 864
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
     # Within a prompt they are found at places that are far from each other.
     other = [{"prompt_token_ids": prompts[18][:600] + prompts[12]}]
@@ -121,9 +124,9 @@ def test_log_probabilities(engine: Any, reference: Any, prompts: list[list[int]]
         scores = reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
     expected = scores[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
     # While all is read exactly the two are the same, and behind the first row that falls the other way unbiased.
-    assert (found - expected)[: reference.config.recalkv["exact_window"] - 1].abs().max() < 1e-3
-    assert (found - expected).abs().mean() < 0.06
-    assert abs(float((found - expected).mean())) < 0.02
+    assert (found - expected)[:31].abs().max() < 1e-3
+    assert (found - expected).abs().mean() < 0.03
+    assert abs(float((found - expected).mean())) < 0.01
 
 
 def test_64_requests_at_a_time_end_and_leave_no_block(engine: Any, prompts: list[list[int]], reference: Any) -> None:
@@ -150,47 +153,43 @@ def test_64_requests_at_a_time_end_and_leave_no_block(engine: Any, prompts: list
 
 
 def test_tokens_cost_their_bytes() -> None:
-    """Tokens that vLLM says its GiB holds, dense and compressed, with nothing but the rounding of blocks."""
-    script = FOLDER / "count.py"
-    # vLLM's own attention takes blocks of 32.
-    sizes = SIZES | {"block_size": 32, "max_model_len": 8192}
+    """Tokens that vLLM says its GiB holds, dense and coded, with nothing but the rounding of blocks."""
+    script, codec = FOLDER / "count.py", Codec.load(FOLDER / "codec")
+    sizes = SIZES | {"max_model_len": 8192, "dtype": "bfloat16"}
     script.write_text(
-        f"import sys; from vllm import LLM\nif __name__ == '__main__':\n    LLM(sys.argv[1], **{sizes!r})\n"
+        "import sys; from vllm import LLM\nif __name__ == '__main__':\n"
+        f"    LLM({str(DEFAULT)!r}, **{sizes!r}, additional_config={{'recalkv_codec': sys.argv[1]}})\n"
     )
-    spec = LatentSpec.from_config(AutoConfig.from_pretrained(DEFAULT))
-    bytes_per_token = {"dense": 4 * spec.dense_elements_per_token, "default": spec.cached_bits_per_token / 8}
-    # A window's tokens go into blocks of 4, as large as those of 32 rows. vLLM counts the most that a sequence has of
-    # them, which is while its prompt is read: those of the windows before a step and behind it.
-    near = {"dense": 0, "default": 2 * (-(-(spec.exact_window - 1) // 4) + 1) * 32}
-    for name, size in bytes_per_token.items():
-        result = subprocess.run([sys.executable, script, FOLDER / name], capture_output=True, text=True)
+    # Exact states stand in blocks as large as those of 32 rows: of 8 tokens, in a quarter of the bits. vLLM counts the
+    # most that a sequence has of them, while its prompt is read: the first's, those before a step and those behind it.
+    near = {"": 0, str(FOLDER / "codec"): 2 * (-(-31 // 8) + 1) + 1}
+    for option, blocks in near.items():
+        result = subprocess.run([sys.executable, script, option], capture_output=True, text=True)
         logged = re.search(r"KV cache size: ([\d,]+) tokens", result.stdout + result.stderr)
         assert logged is not None, result.stderr[-2000:]
-        bytes_of_one = (8192 + near[name]) * size
-        assert int(logged[1].replace(",", "")) / 8192 * bytes_of_one == pytest.approx(2**30, rel=2e-3), name
+        size = codec.bytes_per_token if option else codec.dense_bytes_per_token
+        of_one = (8192 + 32 * blocks) * size
+        assert int(logged[1].replace(",", "")) / 8192 * of_one == pytest.approx(2**30, rel=5e-3), option
 
 
-def serve_tiny(
-    name: str, prompts: list[list[int]] | None = None, tokens: int = TOKENS, **options: Any
-) -> dict[str, float]:
-    """vLLM's counts of texts by a tiny checkpoint, which are its model's own, with their probabilities."""
-    gap, difference, metrics = compared(name, prompts, tokens, **options)
-    assert gap < EVEN
-    # Codes of few bits fall the other way here and there.
-    assert difference < 1e-4
+def serve_tiny(name: str, *arguments: Any, **options: Any) -> dict[str, float]:
+    """vLLM's counts of texts by a tiny model, which are its own by transformers, with their probabilities."""
+    found, metrics = compared(name, *arguments, **options)
+    assert found["gap"] < EVEN
+    assert found["difference"] < ROUNDING
     assert metrics["vllm:kv_cache_usage_perc"] == 0
     return metrics
 
 
+# Nats by which 9 of 10 log-probabilities may differ: queries are integers of 16 bits, and codes fall the other way here
+# and there.
+ROUNDING = 3e-3
 FAMILIES = [
-    "apertus", "arcee", "ernie4.5", "exaone4-nope", "gemma", "gemma2-softcap", "gemma3", "gemma3-near", "glm-partial",
-    "glm4-moe", "glm4-post-norm", "gpt-oss-near", "gpt-oss-sinks", "granite", "granite4-hybrid", "llama-separate",
-    "ministral", "ministral3", "mistral-near", "mixtral", "olmo2-whole-norm", "olmo3-sliding", "phi3-fused",
-    "phi3-longrope", "qwen2-moe", "qwen3-moe", "qwen3-moe-near", "qwen3-next-hybrid", "qwen3-norm", "seed-oss",
-    "smollm3-nope",
+    "apertus", "arcee", "ernie4.5", "exaone4-nope", "gemma", "gemma2-softcap", "gemma3", "glm-partial", "glm4-moe",
+    "glm4-post-norm", "gpt-oss-sinks", "granite", "granite4-hybrid", "llama-gqa", "llama-mha", "llama-yarn",
+    "llama3-rope", "ministral", "mistral-full", "mistral-sliding", "mixtral", "olmo2-whole-norm", "olmo3-sliding",
+    "phi3-fused", "phi3-longrope", "qwen2-bias", "qwen2-moe", "qwen3-moe", "qwen3-qk-norm", "seed-oss", "smollm3-nope",
 ]  # fmt: skip
-# What vLLM computes in 16 bits: the activation of Apertus; all of Qwen3-Next, whose states it has on a CPU in no other.
-ROUNDING = {"apertus": 5e-3, "qwen3-next-hybrid": 0.15}
 
 
 @pytest.fixture(scope="module")
@@ -202,39 +201,34 @@ def families() -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in found}
 
 
-def test_compiled_loops_decode() -> None:
-    """In all tests but the kernels' own: with this set, vLLM's processes would interpret Triton's kernels instead."""
-    assert "TRITON_INTERPRET" not in os.environ
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, families: dict[str, dict[str, Any]]) -> None:
     found = families[name]
     assert "error" not in found
     assert found["gap"] < EVEN
-    assert found["difference"] < ROUNDING.get(name, 1e-4)
+    assert found["difference"] < (2 * ROUNDING if name == "apertus" else ROUNDING)
     assert found["left"] == 0
 
 
-def test_the_kernels_read_the_paged_cache() -> None:
+def test_the_kernel_reads_the_paged_cache() -> None:
     """As on a GPU, by Triton's interpreter, in a process of its own."""
-    command = [sys.executable, "-m", "tests.served.watched", "llama-separate", "mistral-near", "qwen2-near"]
+    command = [sys.executable, "-m", "tests.served.watched", "llama-gqa", "mistral-sliding", "gpt-oss-sinks"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"name"')]
     assert len(found) == 3
     for each in found:
         assert "error" not in each
-        assert each["gap"] < EVEN and each["difference"] < 1e-4 and each["left"] == 0
+        assert each["gap"] < EVEN and each["difference"] < ROUNDING and each["left"] == 0
 
 
 def test_compiled_by_vllm() -> None:
     """As it is served without ``--enforce-eager``."""
-    serve_tiny("qwen2-near", enforce_eager=False)
+    serve_tiny("qwen2-bias", enforce_eager=False)
 
 
 def test_drafts_are_taken_and_taken_back() -> None:
-    metrics = serve_tiny("qwen2-near", [[9] * 40, [5, 6, 7, 8] * 15], 60, **DRAFTS)
+    metrics = serve_tiny("qwen2-bias", [[9] * 40, [5, 6, 7, 8] * 15], 60, **DRAFTS)
     accepted, drafted = (metrics[f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft"))
     assert 0 < accepted < drafted
 
@@ -242,15 +236,34 @@ def test_drafts_are_taken_and_taken_back() -> None:
 def test_preempted_sequences_are_computed_again() -> None:
     """Four that grow out of a cache with room for one and a half."""
     prompts = torch.randint(3, 128, (4, 30), generator=torch.Generator().manual_seed(1)).tolist()
-    metrics = serve_tiny("qwen2-near", prompts, 120, num_gpu_blocks_override=36)
+    metrics = serve_tiny("qwen2-bias", prompts, 120, num_gpu_blocks_override=20)
     assert metrics["vllm:num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("name", ["llama-halves", "qwen3-moe-halves"])
+@pytest.mark.parametrize("name", ["llama-halves", "qwen3-halves"])
 def test_two_processes_share_the_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Left to itself vLLM wants a memory node of its own for each process.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     serve_tiny(name, tensor_parallel_size=2)
+
+
+def test_a_model_without_a_side_car_is_vllms_own() -> None:
+    """Nothing changes for others; and this fails where vLLM no longer asks what the plugin answers."""
+    script = (
+        "import os; os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'] = '0'\n"
+        "from vllm import LLM\n"
+        "from tests.served.tiny import FOLDER, SIZES\n"
+        "for option in ('', None):\n"
+        "    options = {} if option is None else {'additional_config': {'recalkv_codec': option}}\n"
+        "    llm = LLM(str(FOLDER / 'llama-gqa'), **SIZES | {'max_model_len': 200}, **options)\n"
+        "    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context\n"
+        "    print('BACKENDS', {each.get_attn_backend().get_name() for each in layers.values()})\n"
+        "    from vllm.v1.attention import selector\n"
+        "    selector._cached_get_attn_backend.cache_clear()\n"
+        "    llm.llm_engine.engine_core.shutdown()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert re.findall(r"BACKENDS (.*)", result.stdout) == ["{'CPU_ATTN'}", "{'RECALKV'}"], result.stderr[-2000:]
 
 
 CHOICES = """
@@ -276,7 +289,7 @@ metric_list: [{{metric: word_perplexity}}]
 
 
 # Codes of few bits fall the other way here and there (nats a token).
-@pytest.mark.parametrize(("name", "rounding"), [("llama-separate", 1e-4), ("default", 0.02)])
+@pytest.mark.parametrize(("name", "rounding"), [("llama-gqa", 5e-3)])
 def test_lm_eval_finds_what_it_finds_by_transformers(
     name: str, rounding: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,8 +322,8 @@ def test_lm_eval_finds_what_it_finds_by_transformers(
     served = VLLM(str(FOLDER / name), **SIZES | {"max_model_len": 256}, batch_size=4)
     results, scores = evaluated(served)
     served.model.llm_engine.engine_core.shutdown()
-    model, tokenizer = (each.from_pretrained(FOLDER / name) for each in (AutoModelForCausalLM, AutoTokenizer))
-    right, expected = evaluated(HFLM(model.eval(), tokenizer=tokenizer, batch_size=4))
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / name)
+    right, expected = evaluated(HFLM(own_model(name), tokenizer=tokenizer, batch_size=4))
     assert len(scores) == 4 * len(items)
     assert ((scores - expected).abs() / expected.abs().clamp_min(1)).max() < rounding
     assert results["choices"]["acc,none"] == pytest.approx(
@@ -323,9 +336,10 @@ def test_lm_eval_finds_what_it_finds_by_transformers(
 @pytest.mark.parametrize(
     ("name", "option", "message"),
     [
-        ("qwen3-norm", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' cannot be applied"),
-        ("qwen3-norm", {"enable_lora": True}, "LoRA"),
-        ("ernie4.5-moe", {}, "model_type='ernie4_5_moe' cannot be served by this plugin"),
+        ("qwen3-qk-norm", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' cannot be applied"),
+        ("qwen3-qk-norm", {"attention_backend": "CPU_ATTN"}, "attention_backend=CPU_ATTN cannot read"),
+        ("llama-gqa", {"additional_config": {"recalkv_codec": str(FOLDER / "qwen2-bias" / "codec")}}, "fingerprint"),
+        ("llama-gqa", {"additional_config": {"recalkv_codec": "nowhere"}}, "nowhere holds no readable codec.json"),
     ],
 )
 def test_what_cannot_be_had_is_said(
@@ -340,7 +354,8 @@ def test_what_cannot_be_had_is_said(
 def test_the_server_answers(tokenizer: Any) -> None:
     port, sizes = (
         8765,
-        ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--gpu-memory-utilization", "0.3"],
+        ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--gpu-memory-utilization", "0.3"]
+        + ["--additional-config", json.dumps(CODEC["additional_config"])],
     )
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEFAULT), "--port", str(port)]
     server = subprocess.Popen([*command, *sizes], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

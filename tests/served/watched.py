@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recalkv.vllm.backend import LatentBatch
-from recalkv.vllm.model import ServedAttention
+from recalkv.runtime import coded, loops, paged
+from recalkv.runtime.triton_decode import coded_attention
+from recalkv.vllm.backend import CodecImpl, Step
 from tests.served.tiny import serve
 
 
@@ -32,20 +33,25 @@ class NoWaiting(TorchDispatchMode):
 
 def main(names: list[str]) -> None:
     """Serve; steps of prompts may look at lengths on the CPU, and others may not."""
-    attend, lengths, steps = ServedAttention.attend, LatentBatch.seen.func, set()  # type: ignore[attr-defined]
+    forward, lengths, steps = CodecImpl.forward, Step.seen.func, set()  # type: ignore[attr-defined]
 
-    def watched(layer: Any, hidden_states: torch.Tensor, output: torch.Tensor, batch: Any) -> None:
-        assert layer.kernels
-        steps.add(batch.single)
-        with NoWaiting() if batch.single else contextlib.nullcontext():
-            attend(layer, hidden_states, output, batch)
+    def watched(impl: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, step: Any, **further: Any) -> Any:
+        single = step is not None and step.single
+        steps.add(single)
+        with NoWaiting() if single else contextlib.nullcontext():
+            return forward(impl, layer, query, key, value, cache, step, **further)
 
-    def seen(batch: Any) -> Any:
-        assert not batch.single
-        return lengths(batch)
+    def seen(step: Any) -> Any:
+        assert not step.single
+        return lengths(step)
 
-    ServedAttention.attend = watched  # type: ignore[method-assign]
-    LatentBatch.seen = property(seen)  # type: ignore[assignment]
+    # As on a device that has the kernel and no compiled loops.
+    for module in (paged, loops):
+        module.layer_loops = lambda *_: None  # type: ignore[attr-defined]
+    paged.kernel_serves = lambda *_: True
+    coded.kernel = lambda: coded_attention
+    CodecImpl.forward = watched  # type: ignore[method-assign]
+    Step.seen = property(seen)  # type: ignore[assignment]
     serve(names, tokens=6)
     assert steps == {False, True}
 

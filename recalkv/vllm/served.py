@@ -1,0 +1,167 @@
+"""Which codec a model is served with: found, checked and cut for this process, before weights are loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import __version__
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_ssu_backend
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+from recalkv.codec.context import checkpoint_fingerprint
+from recalkv.codec.sidecar import Codec, LayerCodec
+from recalkv.errors import CheckpointError, ParameterError
+from recalkv.vllm import BACKEND
+from recalkv.vllm.checks import check
+from recalkv.vllm.shards import shard
+from recalkv.vllm.window import ExactTokens
+
+__all__ = ["OPTION", "ServedModel", "served_model"]
+
+OPTION = "recalkv_codec"
+"""Of ``--additional-config``: folder of a side-car that is not beside the weights; an empty one for none."""
+
+# vLLM shows what is under its own name.
+_log = init_logger("vllm.recalkv")
+_known: dict[int, tuple[Any, "ServedModel | None"]] = {}
+
+
+def served_model() -> "ServedModel | None":
+    """What the model that vLLM is making is served with, once for each; None without a side-car."""
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None:
+        return None
+    # Configurations are copied, with this in common; it is kept so that no other can have its address.
+    layers = config.compilation_config.static_forward_context
+    if id(layers) not in _known:
+        folder = _side_car(config)
+        _known[id(layers)] = layers, None if folder is None else ServedModel(folder, config)
+    return _known[id(layers)][1]
+
+
+def _side_car(config: VllmConfig) -> Path | None:
+    """Folder of the side-car, which must be there where the option names one."""
+    options = config.additional_config
+    named = options.get(OPTION) if isinstance(options, dict) else None
+    if named is not None:
+        return Path(named) if named else None
+    beside = Path(config.model_config.model)
+    return next((each for each in (beside, beside / "codec") if (each / "codec.json").is_file()), None)
+
+
+class ServedModel:
+    """A model's codec in this process.
+
+    Parameters
+    ----------
+    folder
+        Of the side-car.
+    config
+        Of the model.
+
+    Attributes
+    ----------
+    dense : str
+        Path of the backend that vLLM would take.
+
+    Raises
+    ------
+    CheckpointError, ParameterError
+        If they do not fit, or vLLM is asked for what the codec cannot have.
+    """
+
+    def __init__(self, folder: Path, config: VllmConfig) -> None:
+        check(__version__, config)
+        self.codec, self.config, self.dense = Codec.load(folder), config, ""
+        model = config.model_config
+        found = checkpoint_fingerprint(Path(model.model), model.hf_text_config)
+        if found is None:
+            _log.warning("Whether the codec of %s is %s's cannot be told before its weights are there.", folder, model)
+        elif found != self.codec.fingerprint:
+            raise CheckpointError(
+                f"codec: {folder} was fitted to a model of fingerprint {self.codec.fingerprint}, and {model.model} has "
+                f"{found}; fit one to this model by `recalkv fit`, or serve without one: "
+                f'--additional-config \'{{"{OPTION}": ""}}\'.'
+            )
+        self._rank, self._ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self.layers = {index: shard(each, self._rank, self._ranks) for index, each in self.codec.layers.items()}
+        self.exact = ExactTokens(self.codec.window, self.codec.sinks, model.dtype)
+        # Of each layer that is served, its window and the bytes of a row.
+        self._taken: dict[str, tuple[int | None, int]] = {}
+        _log.info_once("Serving with the codec of %s: %s", folder, self._facts())
+
+    def _facts(self) -> str:
+        codec = self.codec
+        share = codec.dense_bytes_per_token / codec.bytes_per_token
+        return f"{codec.bits_per_element():.2f} bits a cached number, {share:.2f} times the tokens of a 16-bit cache."
+
+    def check_backend(self, selected: Any) -> None:
+        """Refuse another attention backend.
+
+        Raises
+        ------
+        ParameterError
+        """
+        name = getattr(selected, "name", selected)
+        if selected is not None and name != BACKEND:
+            raise ParameterError(
+                f"codec: attention_backend={name} cannot read the codec's rows, which {BACKEND} reads; leave it "
+                f'out, or serve without the codec: --additional-config \'{{"{OPTION}": ""}}\'.'
+            )
+
+    def take(self, name: str, layer: Any) -> LayerCodec | None:
+        """Codec of an attention layer, once all layers are made; None where it is cached as it is.
+
+        Raises
+        ------
+        CheckpointError
+            If the layer has other heads than the codec.
+        """
+        index = None if "draft" in name else extract_layer_index(name)
+        codec = None if index is None else self.layers.get(index)
+        if codec is None:
+            return None
+        have = layer.num_kv_heads, (layer.head_size, layer.head_size_v)
+        if have != (codec.kv_heads, codec.head_dims):
+            raise CheckpointError(
+                f"codec: {name} has {have[0]} KV heads of {have[1]}, and its codec is for {codec.kv_heads} of "
+                f"{codec.head_dims}; fit one to this model."
+            )
+        if not self._taken:
+            # One more layer, behind the others: vLLM gives blocks in this order. It wants one number in its name.
+            self.exact.prefix = f"{name}.exact_tokens"
+            self.config.compilation_config.static_forward_context[self.exact.prefix] = self.exact
+        self.exact.add(name, codec.kv_heads, sum(codec.head_dims), codec.row_bytes, layer.sliding_window)
+        self._taken[name] = layer.sliding_window, codec.row_bytes
+        return codec
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes of a token in a layer that vLLM is told of.
+
+        Layers whose window slides all have those of the largest: beside other windows, as that of exact states is,
+        vLLM cuts them into groups, and loses some of unequal size.
+        """
+        window, own = self._taken[name]
+        return own if window is None else max(size for each, size in self._taken.values() if each is not None)
+
+
+def as_paged(rows: torch.Tensor, row_bytes: int, tile: int) -> torch.Tensor:
+    """View a cache of vLLM (blocks, 1, slots, bytes) as (blocks, tiles, row bytes, TILE)."""
+    shape = rows.shape[0], rows.shape[2] // tile, row_bytes, tile
+    return rows.as_strided(shape, (rows.stride(0), row_bytes * tile, tile, 1), rows.storage_offset())
+
+
+def start_state_kernels(config: VllmConfig) -> None:
+    """Choose the kernels of Mamba layers, as vLLM does only where their groups of blocks are not packed with others."""
+    layers = config.compilation_config.static_forward_context.values()
+    specs = [layer.get_kv_cache_spec(config) for layer in layers if isinstance(layer, MambaBase)]
+    groups = [KVCacheGroupSpec([], spec) for spec in specs if spec is not None]
+    if groups:
+        initialize_mamba_ssu_backend(
+            config.mamba_config, KVCacheConfig(1, [], groups), use_replayssm=config.cache_config.use_replayssm
+        )

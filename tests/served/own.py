@@ -1,0 +1,41 @@
+"""What transformers' models with side-cars say of texts, read from standard input: ``python -m tests.served.own``."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from recalkv.runtime import use_codec
+
+__all__ = ["own_model"]
+
+FOLDER = Path(os.environ["RECALKV_SERVED"])
+
+
+def own_model(name: str) -> Any:
+    """Transformers' model of a folder, with the side-car in it or beside it; without one where there is none."""
+    model = AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float32).eval()
+    codec = next((each for each in (FOLDER / name / "codec", FOLDER / "codec") if each.exists()), None)
+    return model if codec is None else use_codec(model, codec)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Compare each text; one line of JSON."""
+    for text in json.load(sys.stdin):
+        model, gaps, differences = own_model(text["name"]), [], []
+        for prompt, made, found in zip(text["prompts"], text["made"], text["logprobs"], strict=True):
+            scores = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            own = scores[torch.arange(len(made)), torch.tensor(made)]
+            gaps.append(scores.max(-1).values - own)
+            differences.append((torch.tensor(found) - own).abs())
+        result = {"gap": float(torch.cat(gaps).max()), "difference": float(torch.cat(differences).quantile(0.9))}
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
