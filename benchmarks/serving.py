@@ -1,14 +1,14 @@
-"""A dense model and its compressed checkpoint in vLLM with a cache of the same bytes: tokens per second, and what fits.
+"""A model in vLLM, dense beside its codec with a cache of the same bytes: tokens per second, and what fits.
 
-    .venv-vllm/bin/python -m benchmarks.serving data/model data/compressed
+    .venv-vllm/bin/python -m benchmarks.serving data/model data/codec
 
-Each has a process of its own, one after the other, and the same random prompts. Written to ``serving.json`` and
-``serving.md`` of the folder of reports:
+Each has a process of its own, one after the other, and the same random prompts. A run is added to ``serving.json`` and
+``serving.md`` of the folder of reports, by its model's name and type:
 
-- tokens that the cache holds, as vLLM logs it;
-- speed: some short prompts at once, prompt tokens until each has its first new token, then new tokens;
-- prefixes: twice as many longer prompts, read twice; what the second reading found in the cache;
-- sequences: as many as should fit, run to their full length together; how many ran at once, and preemptions.
+- speed, in a cache that holds all of the dense model's tokens: requests at once of the length, and half as many of four
+  times the length; prompt tokens until each has its first new token, then new tokens;
+- and in a small one: tokens that it holds, as vLLM logs it; as many sequences as fit with the codec, run to their full
+  length, of which the dense model's wait for each other; prompts read twice, and what the second reading found.
 """
 
 import argparse
@@ -32,15 +32,17 @@ RESULT = "RESULT "
 BLOCK = 32
 """Tokens of a block: the fewest that vLLM's own attention takes on a CPU."""
 ROWS = [
-    ("tokens in the cache (vLLM's log)", "cache_tokens", ",.0f"),
-    ("sequences of {length:,} tokens at once", "sequences", ",.0f"),
-    ("preemptions meanwhile", "preemptions", ",.0f"),
-    ("their tokens/s, read and new", "sequence_tokens_per_second", ",.1f"),
-    ("prompt tokens/s ({requests} requests)", "prompt_tokens_per_second", ",.1f"),
-    ("new tokens/s ({requests} requests)", "new_tokens_per_second", ",.1f"),
-    ("prefix tokens found again", "prefix_hit_rate", ".0%"),
-    ("second reading, s", "second_reading_seconds", ",.1f"),
+    ("prompt tokens/s, {requests} requests of {length:,}", "prompt_tokens_per_second", ",.0f", True),
+    ("new tokens/s, {requests} requests of {length:,}", "new_tokens_per_second", ",.1f", True),
+    ("new tokens/s, {half} requests of {long:,}", "long_new_tokens_per_second", ",.1f", True),
+    ("tokens in {cache_mib} MiB (vLLM's log)", "cache_tokens", ",.0f", True),
+    ("sequences of {length:,} at once there", "sequences", ",.0f", True),
+    ("preemptions meanwhile", "preemptions", ",.0f", False),
+    ("their tokens/s, read and new", "sequence_tokens_per_second", ",.1f", True),
+    ("prefix tokens found again", "prefix_hit_rate", ".0%", False),
+    ("second reading, s", "second_reading_seconds", ",.1f", False),
 ]
+"""Title, key, format, and whether the two sides' ratio is shown."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,15 @@ class Load:
     Attributes
     ----------
     cache_mib
-        Size of the cache.
+        Size of the small cache.
     dtype
         Of weights, and of the dense cache.
     length
-        Longest sequence, tokens.
+        Of sequences, tokens.
     requests, tokens
         Of the measurement of speed: at once, and new ones of each.
+    four_times
+        Whether speed is measured at four times the length as well.
     """
 
     cache_mib: int
@@ -64,72 +68,98 @@ class Load:
     length: int
     requests: int
     tokens: int
+    four_times: bool
 
 
 def main() -> None:
     """Measure both and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dense", help="Folder of the dense model.")
-    parser.add_argument("compressed", help="Folder of the compressed checkpoint.")
+    parser.add_argument("model", help="Folder of the model.")
+    parser.add_argument("codec", help="Folder of its side-car.")
+    parser.add_argument("--name", default="embedded", help="Of the model, in the report.")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="Folder of reports.")
-    parser.add_argument("--cache-mib", type=int, default=128, help="Size of the cache.")
+    parser.add_argument("--cache-mib", type=int, default=128, help="Size of the small cache.")
     parser.add_argument("--dtype", default="bfloat16", help="Of weights, and of the dense cache.")
     parser.add_argument("--length", type=int, default=2048, help="Tokens of a full sequence.")
     parser.add_argument("--requests", type=int, default=8, help="Requests at once where speed is measured.")
     parser.add_argument("--tokens", type=int, default=64, help="New tokens of each of these.")
+    parser.add_argument("--no-four-times", action="store_true", help="Leave out four times the length.")
     given = parser.parse_args()
-    load = Load(given.cache_mib, given.dtype, given.length, given.requests, given.tokens)
+    load = Load(given.cache_mib, given.dtype, given.length, given.requests, given.tokens, not given.no_four_times)
     report: dict[str, Any] = {"load": asdict(load)}
-    for side in ("dense", "compressed"):
-        report[side], report["environment"] = measured(getattr(given, side), load)
-    (given.out / "serving.json").write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")
-    page = written(report)
+    fitting = None
+    for side, codec in (("codec", given.codec), ("dense", "")):
+        report[side], report["environment"] = measured(given.model, codec, load, fitting)
+        fitting = int(report["codec"]["sequences"])
+    path = given.out / "serving.json"
+    runs = json.loads(path.read_text()) if path.exists() else {}
+    runs[f"{given.name}, {given.dtype}"] = report
+    path.write_text(json.dumps(runs, indent=2, sort_keys=True) + "\n")
+    page = written(runs)
     (given.out / "serving.md").write_text(page)
     print(page)
 
 
-def measured(model: str, load: Load) -> tuple[dict[str, float], dict[str, Any]]:
-    """Results of one model and what they were had with, from a process of its own."""
-    code = f"from benchmarks.serving import Load, serve; serve({model!r}, {load!r})"
-    # The engine in the process that measures, so that the counters of each step are at hand.
-    settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=settings)
-    said = process.stdout + process.stderr
-    if process.returncode:
-        sys.exit(f"{model} could not be served:\n{said[-4000:]}")
-    result = json.loads(next(line for line in said.splitlines() if line.startswith(RESULT))[len(RESULT) :])
-    logged = re.search(r"KV cache size: ([\d,]+) tokens", said)
-    assert logged is not None, "vLLM says how many tokens its cache holds"
-    result["results"]["cache_tokens"] = int(logged[1].replace(",", ""))
-    return result["results"], result["environment"]
+def measured(model: str, codec: str, load: Load, fitting: int | None) -> tuple[dict[str, float], dict[str, Any]]:
+    """Results of one side and what they were had with, from processes of its own."""
+    results: dict[str, float] = {}
+    known: dict[str, Any] = {}
+    for small in (False, True):
+        call = f"serve({model!r}, {codec!r}, {load!r}, {small}, {fitting})"
+        # The engine in the process that measures, so that the counters of each step are at hand.
+        settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        code = f"from benchmarks.serving import Load, serve; {call}"
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=settings)
+        said = process.stdout + process.stderr
+        if process.returncode:
+            sys.exit(f"{model} could not be served:\n{said[-4000:]}")
+        found = json.loads(next(line for line in said.splitlines() if line.startswith(RESULT))[len(RESULT) :])
+        logged = re.search(r"KV cache size: ([\d,]+) tokens", said)
+        assert logged is not None, "vLLM says how many tokens its cache holds"
+        results |= found["results"] | ({"cache_tokens": int(logged[1].replace(",", ""))} if small else {})
+        known = found["environment"]
+    return results, known
 
 
-def serve(model: str, load: Load) -> None:
-    """Measure one model and print the results."""
+def serve(model: str, codec: str, load: Load, small: bool, fitting: int | None) -> None:
+    """Measure one side in one cache and print the results."""
     import vllm
 
+    reach = load.length if small or not load.four_times else 4 * load.length
+    config = json.loads((Path(model) / "config.json").read_text())
+    heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    all_bytes = 2 * heads * dim * layers * 4 * reach * load.requests
     llm = vllm.LLM(
         model,
         dtype=load.dtype,
-        max_model_len=load.length,
-        max_num_batched_tokens=512,
-        kv_cache_memory_bytes=load.cache_mib * 2**20,
+        max_model_len=reach,
+        max_num_batched_tokens=512 if small else None,
+        kv_cache_memory_bytes=load.cache_mib * 2**20 if small else all_bytes,
         block_size=BLOCK,
         enforce_eager=True,
         disable_log_stats=False,
         skip_tokenizer_init=True,
+        additional_config={"recalkv_codec": codec},
     )
     bench = Bench(llm.llm_engine)
     # Compiled loops are compiled, and lazy imports done.
     bench.run([bench.prompt(40)] * 2, 4)
-    result = bench.speed([bench.prompt(load.length // 8) for _ in range(load.requests)], load.tokens)
-    result |= bench.prefixes([bench.prompt(load.length // 4) for _ in range(2 * load.requests)])
-    # By vLLM's count, of which one block is its own, for nothing.
-    cache = llm.llm_engine.vllm_config.cache_config
-    fitting = int(cache.kv_cache_max_concurrency * (1 - 1 / cache.num_gpu_blocks))
-    # Long enough that the first is not done before the last is read.
-    new = min(load.length // 2, 8 * fitting)
-    result |= bench.sequences([bench.prompt(load.length - new) for _ in range(fitting)], new)
+    result: dict[str, float] = {}
+    if small:
+        result |= bench.prefixes([bench.prompt(load.length // 4) for _ in range(2 * load.requests)])
+        # By vLLM's count, of which one block is its own, for nothing.
+        cache = llm.llm_engine.vllm_config.cache_config
+        fits = int(cache.kv_cache_max_concurrency * (1 - 1 / cache.num_gpu_blocks))
+        count = fitting or fits
+        # Long enough that the first is not done before the last is read.
+        new = min(load.length // 2, 8 * count)
+        result |= bench.sequences([bench.prompt(load.length - new) for _ in range(count)], new)
+    else:
+        result |= bench.speed([bench.prompt(load.length - load.tokens) for _ in range(load.requests)], load.tokens)
+        if load.four_times:
+            long = [bench.prompt(4 * load.length - load.tokens) for _ in range(load.requests // 2)]
+            result |= {f"long_{key}": value for key, value in bench.speed(long, load.tokens).items()}
     versions = {"vllm": vllm.__version__, "transformers": transformers.__version__}
     known = environment(torch.device("cpu")) | versions
     print(RESULT + json.dumps({"results": result, "environment": known}), flush=True)
@@ -218,26 +248,32 @@ class Bench:
         }
 
 
-def written(report: dict[str, Any]) -> str:
+def written(runs: dict[str, Any]) -> str:
     """The page."""
-    load, setting = report["load"], report["environment"]
-    lines = ["| | dense | compressed |", "|---|---:|---:|"]
-    for title, key, form in ROWS:
-        values = (format(report[side][key], form) for side in ("dense", "compressed"))
-        lines.append(f"| {title.format(**load)} | {' | '.join(values)} |")
-    return "\n".join(
-        [
-            "# Served by vLLM, dense beside compressed",
+    lines = [
+        "# Served by vLLM, dense beside the codec",
+        "",
+        "`python -m benchmarks.serving` in the environment of `make test-vllm`; ratios in "
+        "brackets. Speeds are had in a cache that holds all tokens of either.",
+        "",
+    ]
+    for name, report in runs.items():
+        load, setting = report["load"], report["environment"]
+        load = load | {"half": load["requests"] // 2, "long": 4 * load["length"]}
+        lines += [f"## {name}", "", "| | dense | codec |", "|---|---:|---:|"]
+        for title, key, form, ratio in ROWS:
+            if key in report["dense"]:
+                dense, own = (report[side][key] for side in ("dense", "codec"))
+                shown = f" ({own / dense:.2f})" if ratio else ""
+                lines.append(f"| {title.format(**load)} | {dense:{form}} | {own:{form}}{shown} |")
+        lines += [
             "",
-            f"`python -m benchmarks.serving`: {load['cache_mib']} MiB of cache, weights and dense cache in "
-            f"{load['dtype']}. {setting['device']}, {setting['threads']} thread(s), vLLM {setting['vllm']}, torch "
-            f"{setting['torch']}, transformers {setting['transformers']}. Prefixes: {2 * load['requests']} prompts of "
+            f"{setting['device']}, {setting['threads']} thread(s), vLLM {setting['vllm']}, torch {setting['torch']}, "
+            f"transformers {setting['transformers']}. Prefixes: {2 * load['requests']} prompts of "
             f"{load['length'] // 4:,} tokens.",
             "",
-            *lines,
-            "",
         ]
-    )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def fit(
     samples: int = SAMPLES,
     length: int | None = None,
     seed: int | None = None,
+    heads: int | None = None,
     device: str = RuntimeParams().device,
     progress: Progress = lambda step, done, total: None,
 ) -> Codec:
@@ -80,6 +81,9 @@ def fit(
         Positions to fit for; None for those that the model was made for.
     samples, length, seed
         As in :class:`recalkv.params.CalibrationParams`.
+    heads
+        KV heads of a layer that share a code; None for as many as are worth it. Processes that share a model's heads
+        (tensor parallelism) want ``heads`` that divide the heads of each.
     device
         Where a hub id or a folder is computed; a loaded model stays where it is. A CPU computes in float32, other
         devices in the checkpoint's type.
@@ -126,7 +130,7 @@ def fit(
             else load_dense(str(model), None, Path(scratch), device_of(device), tokenizer)
         )
         tokenizer = tokenizer or own or _tokenizer_of(loaded)
-        codec = fit_loaded(loaded, tokenizer, texts, calibration, goal, context, progress)
+        codec = fit_loaded(loaded, tokenizer, texts, calibration, goal, context, progress, heads)
     if folder is not None:
         with writing_folder(folder.resolve()) as partial:
             codec.write(partial)
@@ -175,6 +179,7 @@ def fit_loaded(
     goal: Target | float,
     context: int | None = None,
     progress: Progress = lambda step, done, total: None,
+    heads: int | None = None,
 ) -> Codec:
     """Fit a codec to a loaded model on windows of some texts.
 
@@ -184,7 +189,7 @@ def fit_loaded(
         Documents of each of ``calibration.text`` (:func:`recalkv.text.corpora.calibration_documents`).
     goal
         A budget, or bits of a cached number.
-    context, progress
+    context, progress, heads
         As in :func:`fit`.
     """
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -192,6 +197,8 @@ def fit_loaded(
         raise ParameterError(
             f"length={calibration.length} exceeds the model's {positions} positions; use at most {positions}."
         )
+    if heads is not None and heads < 1:
+        raise ParameterError(f"heads={heads} must be positive: the KV heads of a layer that share a code.")
     if context is not None and context < 1:
         raise ParameterError(f"context={context} must be positive: the tokens that a sequence is to have.")
     if not isinstance(goal, Target):
@@ -209,7 +216,7 @@ def fit_loaded(
     seed, tokens = calibration.seed, cached_tokens(model, context)
     moments = take_moments(model, windows, context, seed, progress)
     bits = target_bits(goal, moments, context, tokens) if isinstance(goal, Target) else goal
-    units = natural_units(moments)
+    units = natural_units(moments, heads)
 
     def built(bits: float) -> Codec:
         record = {

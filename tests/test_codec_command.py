@@ -140,12 +140,13 @@ def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[str | Path]
 
 
 def test_fit_in_python_is_the_same(settings: list[str | Path], tmp_path: Path, tiny_tokenizer: Any) -> None:
-    assert fit(*settings, "--out", tmp_path / "a", "--bits", "3").exit_code == 0
-    given = {"bits": 3, "samples": 6, "length": 32}
+    assert fit(*settings, "--out", tmp_path / "a", "--bits", "3", "--heads", "1").exit_code == 0
+    given: dict[str, Any] = {"bits": 3, "samples": 6, "length": 32, "heads": 1}
     recalkv.fit(str(settings[0]), dataset=settings[2], out=tmp_path / "b", device="cpu", **given)
     model = AutoModelForCausalLM.from_pretrained(settings[0])
     recalkv.fit(model, tiny_tokenizer, settings[2], out=tmp_path / "c", **given)
     assert everything(tmp_path / "a") == everything(tmp_path / "b") == everything(tmp_path / "c")
+    assert Codec.load(tmp_path / "a").layers[0].kv_heads_per_code == 1
     texts = [Path(settings[2]).read_text()]
     codec = recalkv.fit(model, dataset=texts, **given)
     assert codec.bytes_per_token == Codec.load(tmp_path / "a").bytes_per_token
@@ -193,6 +194,7 @@ def test_the_context_is_what_is_fitted_for(settings: list[str | Path], tmp_path:
         (["--bits", "4", "--target", "0.5"], "--target 0.5 and --bits 4 are both given; give one of them"),
         (["--target", "small"], "'small' cannot be read; write"),
         (["--context", "0"], "context"),
+        (["--heads", "0"], "heads"),
         (["--samples", "0"], "samples"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
         (["--device", "moon"], "'moon' cannot be used here"),

@@ -22,6 +22,8 @@ _TARGET = (
     "max_excess=NATS, the smallest cache whose divergence from the dense model on held-out windows is no more."
 )
 
+_HEADS = "KV heads of a layer that share a code; those of each process of tensor parallelism must be a multiple."
+
 
 def _option(section: type[BaseModel], name: str, default: str | bool = True) -> Any:
     """Option with a parameter's description; ``default`` is what help shows where it is not the argument's own."""
@@ -43,6 +45,7 @@ def fit(
     samples: Annotated[int, _option(CalibrationParams, "samples")] = _SAMPLES,
     length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
     seed: Annotated[int, _option(CalibrationParams, "seed")] = _CALIBRATION.seed,
+    heads: Annotated[int | None, typer.Option(help=_HEADS, show_default="as many as are worth it")] = None,
     device: Annotated[str, _option(RuntimeParams, "device")] = RuntimeParams().device,
 ) -> None:
     """Fit a codec to a model: a side-car that lets it cache fewer bits, its weights as they are."""
@@ -53,6 +56,8 @@ def fit(
     with user_errors():
         own = parse_section(CodecParams, {"context": context} | ({} if bits is None else {"bits": bits}), "recalkv fit")
         calibration = parse_section(CalibrationParams, sampling, "recalkv fit")
+        if heads is not None and heads < 1:
+            raise ParameterError(f"--heads {heads} must be positive: the KV heads of a layer that share a code.")
         if target is not None and bits is not None:
             raise ParameterError(f"--target {target} and --bits {bits:g} are both given; give one of them.")
 
@@ -86,7 +91,7 @@ def fit(
                         bar.set_description(step)
                     bar.update()
 
-                codec = fit_loaded(model, tokenizer, documents, calibration, goal, own.context, advance)
+                codec = fit_loaded(model, tokenizer, documents, calibration, goal, own.context, advance, heads)
             codec.write(folder)
             writing.close()
         size = sum(file.stat().st_size for file in out.iterdir())

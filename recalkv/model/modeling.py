@@ -109,7 +109,7 @@ class LatentModelMixin:
         """Refuse what would cache nothing: transformers' blocks are of dense keys and values."""
         raise ParameterError(
             "continuous batching (generate_batch, transformers serve --continuous-batching) has no cache of latents in "
-            "transformers; use generate(), or serve the checkpoint by vLLM (examples/serve.md)."
+            "transformers; use generate(), or serve the dense model with a codec by vLLM (examples/serve.md)."
         )
 
     def _get_static_cache_init_shape(self) -> None:

@@ -115,6 +115,13 @@ def partial_attention(
     """
     repeats = query.shape[1] // key.shape[1]
     if query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]:
+        if allowed is None and not causal:
+            # Query heads of a KV head below each other: their products are larger, and no state is copied.
+            own = query.unflatten(1, (key.shape[1], repeats)).flatten(2, 3)
+            output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                own, key, value, 0.0, False, scale=scale
+            )
+            return output.reshape(query.shape), lse.reshape(query.shape[:3])
         key, value = (each.repeat_interleave(repeats, 1) if repeats > 1 else each for each in (key, value))
         bias = None
         if allowed is not None:

@@ -3,11 +3,14 @@
 python -m tests.served.checkpoints FOLDER [MODEL CODEC]
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -65,6 +68,60 @@ def write(folder: Path, name: str) -> None:
         fit(model, windows(6, 96), bits=8, context=256).save(folder / name / "codec")
 
 
+def write_adapted(folder: Path) -> None:
+    """A model with a LoRA adapter of queries, keys and values; and what transformers' model is with it, merged."""
+    model, place = dense_model("llama-gqa", **SIZES), folder / "llama-lora"
+    shutil.rmtree(place, ignore_errors=True)
+    model.save_pretrained(place)
+    characters().save_pretrained(place)
+    fit(model, windows(6, 96), bits=8, context=256).save(place / "codec")
+    random, tensors = torch.Generator().manual_seed(5), {}
+    for index, layer in enumerate(model.model.layers):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(layer.self_attn, name).weight.data
+            down, up = (torch.randn(shape, generator=random) / 8 for shape in ((8, weight.shape[1]), (len(weight), 8)))
+            weight += up @ down
+            stem = f"base_model.model.model.layers.{index}.self_attn.{name}"
+            tensors |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
+    model.save_pretrained(place / "own")
+    (place / "adapter").mkdir()
+    save_file(tensors, place / "adapter" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (place / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def write_quantised(folder: Path) -> None:
+    """An AWQ checkpoint of 4 bits, groups of 32; and its weights as transformers has them."""
+    model, place = dense_model("llama-gqa", **SIZES | {"intermediate_size": 128}), folder / "llama-awq"
+    shutil.rmtree(place, ignore_errors=True)
+    tensors = {}
+    for name, module in model.model.layers.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            stem, groups = f"model.layers.{name}", module.weight.data.T.unflatten(0, (-1, 32))
+            low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+            scales = ((high - low) / 15).half().float()
+            zeros = (-low / scales).round().clamp(0, 15)
+            codes = (groups / scales + zeros).round().clamp(0, 15)
+            module.weight.data = ((codes - zeros) * scales).flatten(0, 1).T.contiguous()
+            order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+            for kind, own in (("qweight", codes.flatten(0, 1)), ("qzeros", zeros[:, 0])):
+                parts = own.long().unflatten(1, (-1, 8))[..., order] << (4 * torch.arange(8))
+                tensors[f"{stem}.{kind}"] = parts.sum(-1).to(torch.uint32).view(torch.int32)
+            tensors[f"{stem}.scales"] = scales[:, 0].half().contiguous()
+    model.save_pretrained(place / "own")
+    fit(model, windows(6, 96), bits=8, context=256).save(place / "codec")
+    own = {
+        name: weight for name, weight in model.state_dict().items() if "_proj" not in name and name != "lm_head.weight"
+    }
+    save_file(
+        tensors | {name: weight.half() for name, weight in own.items()}, place / "model.safetensors", {"format": "pt"}
+    )
+    quantised = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    config = json.loads((place / "own" / "config.json").read_text()) | {"quantization_config": quantised}
+    (place / "config.json").write_text(json.dumps(config))
+    characters().save_pretrained(place)
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,3 +130,5 @@ if __name__ == "__main__":
         (folder / name).symlink_to(Path(made).resolve())
     for name in (*NAMES, *PER_HEAD):
         write(folder, name)
+    write_adapted(folder)
+    write_quantised(folder)

@@ -17,8 +17,9 @@ FOLDER = Path(os.environ["RECALKV_SERVED"])
 
 
 def own_model(name: str) -> Any:
-    """Transformers' model of a folder, with the side-car in it or beside it; without one where there is none."""
-    model = AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float32).eval()
+    """Transformers' model of a folder, or of its ``own`` where that is another to it, with the side-car."""
+    place = FOLDER / name / "own" if (FOLDER / name / "own").exists() else FOLDER / name
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
     codec = next((each for each in (FOLDER / name / "codec", FOLDER / "codec") if each.exists()), None)
     return model if codec is None else use_codec(model, codec)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 __all__ = ["FOLDER", "SIZES", "TOKENS", "compared", "difference", "serve", "texts"]
@@ -47,7 +48,9 @@ def texts(
     short = [] if name in LONG else [ids[1][:1], ids[2][:5]]
     prompts = prompts or [ids[0], *short, ids[2][:60], [5, 6, 7, 8] * 15]
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
-    results = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+    adapter = FOLDER / name / "adapter"
+    adapted = {"lora_request": LoRARequest("adapter", 1, str(adapter))} if adapter.exists() else {}
+    results = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False, **adapted)
     metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     llm.llm_engine.engine_core.shutdown()
     found = []
