@@ -88,8 +88,11 @@ class ServedModel:
                 f"{found}; fit one to this model by `recalkv fit`, or serve without one: "
                 f'--additional-config \'{{"{OPTION}": ""}}\'.'
             )
-        self._rank, self._ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self.layers = {index: shard(each, self._rank, self._ranks) for index, each in self.codec.layers.items()}
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        parts = {index: [shard(each, r, ranks) for r in range(ranks)] for index, each in self.codec.layers.items()}
+        self.layers = {index: own[rank] for index, own in parts.items()}
+        # vLLM wants one size of a layer for all processes.
+        self._sizes = {index: max(part.row_bytes for part in own) for index, own in parts.items()}
         self.exact = ExactTokens(self.codec.window, self.codec.sinks, model.dtype)
         # Of each layer that is served, its window and the bytes of a row.
         self._taken: dict[str, tuple[int | None, int]] = {}
@@ -136,12 +139,13 @@ class ServedModel:
             # One more layer, behind the others: vLLM gives blocks in this order. It wants one number in its name.
             self.exact.prefix = f"{name}.exact_tokens"
             self.config.compilation_config.static_forward_context[self.exact.prefix] = self.exact
-        self.exact.add(name, codec.kv_heads, sum(codec.head_dims), codec.row_bytes, layer.sliding_window)
-        self._taken[name] = layer.sliding_window, codec.row_bytes
+        size = self._sizes[extract_layer_index(name)]
+        self.exact.add(name, codec.kv_heads, sum(codec.head_dims), size, layer.sliding_window)
+        self._taken[name] = layer.sliding_window, size
         return codec
 
     def row_bytes(self, name: str) -> int:
-        """Bytes of a token in a layer that vLLM is told of.
+        """Bytes of a token in a layer that vLLM is told of: of the process that has most.
 
         Layers whose window slides all have those of the largest: beside other windows, as that of exact states is,
         vLLM cuts them into groups, and loses some of unequal size.

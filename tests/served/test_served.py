@@ -139,7 +139,7 @@ def test_64_requests_at_a_time_end_and_leave_no_block(engine: Any, prompts: list
 
     while going() or core.has_unfinished_requests():
         while going() and sent - done < 64:
-            core.add_request(f"{sent}", {"prompt_token_ids": prompts[10 + sent % 8]}, greedy(24))
+            core.add_request(f"{sent}", {"prompt_token_ids": prompts[10 + sent % 8]}, greedy(16))
             sent += 1
         for output in core.step():
             if output.finished:
@@ -163,8 +163,9 @@ def test_tokens_cost_their_bytes() -> None:
     # Exact states stand in blocks as large as those of 32 rows: of 8 tokens, in a quarter of the bits. vLLM counts the
     # most that a sequence has of them, while its prompt is read: the first's, those before a step and those behind it.
     near = {"": 0, str(FOLDER / "codec"): 2 * (-(-31 // 8) + 1) + 1}
+    settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     for option, blocks in near.items():
-        result = subprocess.run([sys.executable, script, option], capture_output=True, text=True)
+        result = subprocess.run([sys.executable, script, option], capture_output=True, text=True, env=settings)
         logged = re.search(r"KV cache size: ([\d,]+) tokens", result.stdout + result.stderr)
         assert logged is not None, result.stderr[-2000:]
         size = codec.bytes_per_token if option else codec.dense_bytes_per_token
@@ -183,7 +184,7 @@ def serve_tiny(name: str, *arguments: Any, **options: Any) -> dict[str, float]:
 
 # Nats by which 9 of 10 log-probabilities may differ: queries are integers of 16 bits, and codes fall the other way here
 # and there.
-ROUNDING = 3e-3
+ROUNDING = 5e-3
 FAMILIES = [
     "apertus", "arcee", "ernie4.5", "exaone4-nope", "gemma", "gemma2-softcap", "gemma3", "glm-partial", "glm4-moe",
     "glm4-post-norm", "gpt-oss-sinks", "granite", "granite4-hybrid", "llama-gqa", "llama-mha", "llama-yarn",
@@ -210,6 +211,17 @@ def test_families(name: str, families: dict[str, dict[str, Any]]) -> None:
     assert found["left"] == 0
 
 
+def test_adapters_and_quantised_weights() -> None:
+    """Which the codec does not see: it codes what attention is handed."""
+    command = [sys.executable, "-m", "tests.served.tiny", "llama-lora", "llama-awq"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    lora, awq = (json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"name"'))
+    assert lora["gap"] < EVEN and lora["difference"] < ROUNDING
+    # vLLM has it in bfloat16 alone, which moves random models by as much without a codec.
+    assert awq["difference"] < 1
+
+
 def test_the_kernel_reads_the_paged_cache() -> None:
     """As on a GPU, by Triton's interpreter, in a process of its own."""
     command = [sys.executable, "-m", "tests.served.watched", "llama-gqa", "mistral-sliding", "gpt-oss-sinks"]
@@ -219,7 +231,8 @@ def test_the_kernel_reads_the_paged_cache() -> None:
     assert len(found) == 3
     for each in found:
         assert "error" not in each
-        assert each["gap"] < EVEN and each["difference"] < ROUNDING and each["left"] == 0
+        # The kernel multiplies in float16.
+        assert each["gap"] < EVEN and each["difference"] < 3 * ROUNDING and each["left"] == 0
 
 
 def test_compiled_by_vllm() -> None:
@@ -227,10 +240,13 @@ def test_compiled_by_vllm() -> None:
     serve_tiny("qwen2-bias", enforce_eager=False)
 
 
-def test_drafts_are_taken_and_taken_back() -> None:
-    metrics = serve_tiny("qwen2-bias", [[9] * 40, [5, 6, 7, 8] * 15], 60, **DRAFTS)
+def test_drafts_are_taken_and_taken_back(tokenizer: Any) -> None:
+    prompts = tokenizer(["The history of mathematics, " * 40, TEXT.read_text()[:2500]]).input_ids
+    found, metrics = compared("model", prompts, 60, **CODEC, **DRAFTS, max_model_len=1024)
+    assert found["gap"] < EVEN
     accepted, drafted = (metrics[f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft"))
     assert 0 < accepted < drafted
+    assert metrics["vllm:kv_cache_usage_perc"] == 0
 
 
 def test_preempted_sequences_are_computed_again() -> None:
@@ -247,23 +263,10 @@ def test_two_processes_share_the_heads(name: str, monkeypatch: pytest.MonkeyPatc
     serve_tiny(name, tensor_parallel_size=2)
 
 
-def test_a_model_without_a_side_car_is_vllms_own() -> None:
+def test_a_model_without_a_side_car_is_vllms_own(said: dict[str, str]) -> None:
     """Nothing changes for others; and this fails where vLLM no longer asks what the plugin answers."""
-    script = (
-        "import os; os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'] = '0'\n"
-        "from vllm import LLM\n"
-        "from tests.served.tiny import FOLDER, SIZES\n"
-        "for option in ('', None):\n"
-        "    options = {} if option is None else {'additional_config': {'recalkv_codec': option}}\n"
-        "    llm = LLM(str(FOLDER / 'llama-gqa'), **SIZES | {'max_model_len': 200}, **options)\n"
-        "    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context\n"
-        "    print('BACKENDS', {each.get_attn_backend().get_name() for each in layers.values()})\n"
-        "    from vllm.v1.attention import selector\n"
-        "    selector._cached_get_attn_backend.cache_clear()\n"
-        "    llm.llm_engine.engine_core.shutdown()\n"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert re.findall(r"BACKENDS (.*)", result.stdout) == ["{'CPU_ATTN'}", "{'RECALKV'}"], result.stderr[-2000:]
+    assert said["dense"] == "['CPU_ATTN']"
+    assert said["coded"] == "['RECALKV']"
 
 
 CHOICES = """
@@ -333,22 +336,26 @@ def test_lm_eval_finds_what_it_finds_by_transformers(
     assert results["texts"][words] == pytest.approx(right["texts"][words], rel=10 * rounding)
 
 
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What :mod:`tests.served.asked` is answered."""
+    result = subprocess.run([sys.executable, "-m", "tests.served.asked"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"asked"')]
+    return {each["asked"]: each["said"] for each in found}
+
+
 @pytest.mark.parametrize(
-    ("name", "option", "message"),
+    ("asked", "message"),
     [
-        ("qwen3-qk-norm", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' cannot be applied"),
-        ("qwen3-qk-norm", {"attention_backend": "CPU_ATTN"}, "attention_backend=CPU_ATTN cannot read"),
-        ("llama-gqa", {"additional_config": {"recalkv_codec": str(FOLDER / "qwen2-bias" / "codec")}}, "fingerprint"),
-        ("llama-gqa", {"additional_config": {"recalkv_codec": "nowhere"}}, "nowhere holds no readable codec.json"),
+        ("type", "kv_cache_dtype='fp8' cannot be applied"),
+        ("backend", "attention_backend=CPU_ATTN cannot read"),
+        ("other", "was fitted to a model of fingerprint"),
+        ("nowhere", "nowhere holds no readable codec.json"),
     ],
 )
-def test_what_cannot_be_had_is_said(
-    name: str, option: dict[str, Any], message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(Exception):  # noqa: B017, PT011  (vLLM's own, from another process)
-        LLM(str(FOLDER / name), **SIZES | {"max_model_len": 200}, **option)
-    said = capfd.readouterr()
-    assert message in said.out + said.err
+def test_what_cannot_be_had_is_said(asked: str, message: str, said: dict[str, str]) -> None:
+    assert message in said[asked]
 
 
 def test_the_server_answers(tokenizer: Any) -> None:

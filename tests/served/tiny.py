@@ -34,8 +34,12 @@ SIZES: dict[str, Any] = {
 }
 # Its frequencies are those of the longest sequence that the server takes, transformers' those of each.
 LONG = ("phi3-longrope",)
-# The gated delta rule of vLLM on a CPU is in 16 bits.
-HALVES = ("qwen3-next-hybrid",)
+# What vLLM has in 16 bits on a CPU, or on demand.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3-next-hybrid": {"dtype": "bfloat16"},
+    "llama-awq": {"dtype": "bfloat16"},
+    "llama-lora": {"enable_lora": True, "max_lora_rank": 8},
+}
 
 
 def texts(
@@ -92,7 +96,7 @@ def serve(names: Sequence[str], **options: Any) -> None:
             known = ModelRegistry.models.get(architecture)
             if getattr(known, "module_name", "transformers").rpartition(".")[2] != "transformers":
                 ModelRegistry.register_model(architecture, known.load_model_cls())
-            text, metrics = texts(name, **({"dtype": "bfloat16"} if name in HALVES else {}) | options)
+            text, metrics = texts(name, **OPTIONS.get(name, {}) | options)
             made.append(text | {"left": metrics["vllm:kv_cache_usage_perc"]})
         except Exception as error:
             traceback.print_exc()
