@@ -36,7 +36,7 @@ ROWS = [
     ("new tokens/s, {requests} requests of {length:,}", "new_tokens_per_second", ",.1f", True),
     ("new tokens/s, {half} requests of {long:,}", "long_new_tokens_per_second", ",.1f", True),
     ("tokens in {cache_mib} MiB (vLLM's log)", "cache_tokens", ",.0f", True),
-    ("sequences of {length:,} at once there", "sequences", ",.0f", True),
+    ("sequences of {length:,} that run at once there", "sequences", ",.0f", True),
     ("preemptions meanwhile", "preemptions", ",.0f", False),
     ("their tokens/s, read and new", "sequence_tokens_per_second", ",.1f", True),
     ("prefix tokens found again", "prefix_hit_rate", ".0%", False),

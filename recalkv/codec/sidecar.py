@@ -118,6 +118,16 @@ class LayerCodec:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
+    def on(self, device: torch.device) -> "LayerCodec":
+        """The same with its tensors on a device, where steps that are captured into a graph can copy none."""
+        if device.type == "cpu":
+            return self
+        keys, values = (
+            tuple(Code(code.matrix.to(device), code.segments) for code in codes) for codes in (self.keys, self.values)
+        )
+        rotation = Rotation(self.rotation.pairs.to(device), self.rotation.frequencies)
+        return LayerCodec(keys, values, self.key_mean.to(device), self.value_mean.to(device), rotation)
+
     def prepare(self) -> None:
         """Compute what is made once, which a graph that is being traced cannot."""
         _ = self.rotation.halves, [(code.into, code.back) for code in (*self.keys, *self.values)]

@@ -6,12 +6,12 @@ from torch import Tensor
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import LayerCodec
 
-__all__ = ["mean_keys"]
+__all__ = ["mean_keys", "mean_keys_at", "turns"]
 
 _tables: dict[tuple[bytes, torch.device], tuple[Tensor, Tensor]] = {}
 
 
-def _turns(rotation: Rotation, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def turns(rotation: Rotation, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines (at least ``count``, d / 2) float32 of the positions from 0 on."""
     key = rotation.frequencies.numpy().tobytes(), device
     found = _tables.get(key)
@@ -45,9 +45,21 @@ def mean_keys(codec: LayerCodec, start: int, count: int, offset: Tensor, ragged:
             tables = rotation.tables(positions)
             cos, sin = (table.float()[:, None] for table in tables)
         else:
-            cos, sin = (table[positions][:, None] for table in _turns(rotation, int(positions.max()) + 1, device))
+            cos, sin = (table[positions][:, None] for table in turns(rotation, int(positions.max()) + 1, device))
     else:
-        cos, sin = (table[None, None, start : start + count] for table in _turns(rotation, start + count, device))
+        cos, sin = (table[None, None, start : start + count] for table in turns(rotation, start + count, device))
+    return _turned(codec, cos, sin)
+
+
+def mean_keys_at(codec: LayerCodec, positions: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean keys of positions (tokens,) by :func:`turns` that reach them: (kv heads, tokens, d_k)."""
+    cos, sin = (table[positions] for table in tables)
+    return _turned(codec, cos, sin)
+
+
+def _turned(codec: LayerCodec, cos: Tensor, sin: Tensor) -> Tensor:
+    """The means of KV heads, turned by cosines and sines (..., tokens, d / 2)."""
+    rotation, device = codec.rotation, cos.device
     mean, pairs = codec.key_mean.to(device), rotation.pairs.to(device)
     first, second = (mean[:, None, index] for index in pairs)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

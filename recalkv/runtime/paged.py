@@ -17,7 +17,7 @@ from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime import prefill
 from recalkv.runtime.coded import attend_rows, kernel_serves
 from recalkv.runtime.loops import layer_loops
-from recalkv.runtime.means import mean_keys
+from recalkv.runtime.means import mean_keys, mean_keys_at, turns
 from recalkv.runtime.prefill import merge, partial_attention
 
 __all__ = ["Chunk", "PagedLayer", "Tokens"]
@@ -78,6 +78,10 @@ class PagedLayer:
         Tokens that are attended to; None for all.
     scale, softcap, s_aux
         As for :func:`recalkv.codec.attention.dense_attention`.
+    reach
+        Positions that there can be.
+    device
+        Of the cache.
     """
 
     def __init__(
@@ -89,7 +93,11 @@ class PagedLayer:
         scale: float,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        reach: int = 1024,
+        device: torch.device | str = "cpu",
     ) -> None:
+        codec = codec.on(torch.device(device))
+        self._turns = turns(codec.rotation, reach, torch.device(device))
         self.codec, self.window, self.sinks, self.sliding_window = codec, window, sinks, sliding_window
         self.scale, self.softcap, self.s_aux = scale, softcap, s_aux
         self.rows = torch.zeros(0, 1, codec.row_bytes, TILE, dtype=torch.uint8)
@@ -123,7 +131,7 @@ class PagedLayer:
             Places in the sequences; and where rows and states go: block times its slots, plus the place in it.
             Negative slots are of padding, and write nothing, or to block 0 where kernels decode.
         """
-        keys = key.float().transpose(0, 1) - mean_keys(self.codec, 0, 1, positions, True)[:, :, 0].transpose(0, 1)
+        keys = key.float().transpose(0, 1) - mean_keys_at(self.codec, positions, self._turns)
         values = value.float().transpose(0, 1) - self.codec.value_mean.to(value.device)[:, None]
         loops = layer_loops(self.codec, self.rows)
         if loops is not None:

@@ -282,7 +282,10 @@ class CodecImpl(AttentionImpl[Step]):
             layer.impl.process_weights_after_loading(act_dtype)
             return
         window, sinks = self.served.codec.window, self.served.codec.sinks
-        self._paged = PagedLayer(codec, window, sinks, self.sliding_window, self.scale, self.softcap, self.sinks)
+        self._paged = PagedLayer(
+            codec, window, sinks, self.sliding_window, self.scale, self.softcap, self.sinks,
+            self.config.model_config.max_model_len, self.config.device_config.device,
+        )  # fmt: skip
         layer.attn_backend = type("CodecBackend", (CodecBackend,), {"served": self.served, "layer": self._name})
 
     def forward(

@@ -11,24 +11,31 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recalkv.runtime import coded, loops, paged
 from recalkv.runtime.triton_decode import coded_attention
 from recalkv.vllm.backend import CodecImpl, Step
 from tests.served.tiny import serve
 
+_WAITING = ("item", "tolist", "numpy", "__int__", "__index__", "__bool__", "__float__")
 
-class NoWaiting(TorchDispatchMode):
-    """Refuses what waits for a device, as it could not be captured into a CUDA graph."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, but for that."""
-        assert function is not torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Refuse what waits for a device, as it could not be captured into a CUDA graph."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a step of one token a request waits for the device")
+
+    with contextlib.ExitStack() as patches:
+        for name in _WAITING:
+            patches.enter_context(mock.patch.object(torch.Tensor, name, refuse))
+        yield
 
 
 def main(names: list[str]) -> None:
@@ -38,7 +45,7 @@ def main(names: list[str]) -> None:
     def watched(impl: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, step: Any, **further: Any) -> Any:
         single = step is not None and step.single
         steps.add(single)
-        with NoWaiting() if single else contextlib.nullcontext():
+        with no_waiting() if single else contextlib.nullcontext():
             return forward(impl, layer, query, key, value, cache, step, **further)
 
     def seen(step: Any) -> Any:
