@@ -67,7 +67,7 @@ test: setup
 test-all: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup -m "not gpu"
 
-# The plugin in an unmodified vLLM, CPU build, with an environment of its own: its transformers is older than ours.
+# The codec in an unmodified vLLM, CPU build, with an environment of its own: its transformers is older than ours.
 VLLM := .venv-vllm
 $(VLLM)/.installed: constraints-vllm.txt $(INSTALLED)
 	$(PYTHON) -m venv $(VLLM)
@@ -77,8 +77,8 @@ $(VLLM)/.installed: constraints-vllm.txt $(INSTALLED)
 	touch $@
 
 test-vllm: $(VLLM)/.installed
-	$(IN_VENV) dvc repro fuse
-	$(BIN)/python -m tests.served.checkpoints data/served data/compressed data/model
+	$(IN_VENV) dvc repro codec
+	$(BIN)/python -m tests.served.checkpoints data/served data/model data/codec
 	RECALKV_SERVED=data/served $(VLLM)/bin/python -m pytest -c /dev/null --rootdir . --noconftest -p no:cacheprovider \
 	tests/served
 

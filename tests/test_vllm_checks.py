@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recalkv.codec.context import checkpoint_fingerprint, model_fingerprint
+from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.vllm.checks import TESTED, check
 from recalkv.vllm.shards import shard
@@ -83,12 +84,14 @@ def test_a_group_is_not_cut(groups: int, ranks: int, fitting: str) -> None:
         shard(_layer_codec(groups), 0, ranks)
 
 
-def test_more_processes_than_heads_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec = _layer_codec(1)
-    one = types.SimpleNamespace(kv_heads=1, kv_heads_per_code=1)
-    assert shard(one, 3, 4) is one  # type: ignore[arg-type]
+def test_more_processes_than_heads_hold_the_same() -> None:
+    whole = _layer_codec(1)
+    means = whole.key_mean[:1].repeat(1, 2), whole.value_mean[:1].repeat(1, 2)
+    one = LayerCodec(whole.keys, whole.values, *means, whole.rotation)
+    assert one.kv_heads == one.kv_heads_per_code == 1
+    assert all(shard(one, rank, 4) is one for rank in range(4))
     with pytest.raises(ParameterError, match="would cut groups of 2"):
-        shard(codec, 0, 4)
+        shard(whole, 0, 4)
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])

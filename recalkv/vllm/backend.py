@@ -128,7 +128,6 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        start_state_kernels(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -159,6 +158,14 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             step.lengths = step.lengths.long()
         StepBuilder._last = common, step
         return step
+
+
+class ExactStepBuilder(StepBuilder):
+    """The same of the exact states, of which a process has one."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        start_state_kernels(vllm_config)
 
 
 class CodecBackend(AttentionBackend):
@@ -218,6 +225,11 @@ class ExactBackend(CodecBackend):
     def get_impl_cls() -> Any:
         """None: vLLM asks where it has to know what an implementation can do, and takes this for nothing special."""
         raise NotImplementedError
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        """What describes a step."""
+        return ExactStepBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:

@@ -125,8 +125,8 @@ class ServedModel:
         CheckpointError
             If the layer has other heads than the codec.
         """
-        index = None if "draft" in name else extract_layer_index(name)
-        codec = None if index is None else self.layers.get(index)
+        index = extract_layer_index(name)
+        codec = None if "draft" in name else self.layers.get(index)
         if codec is None:
             return None
         have = layer.num_kv_heads, (layer.head_size, layer.head_size_v)
@@ -139,7 +139,7 @@ class ServedModel:
             # One more layer, behind the others: vLLM gives blocks in this order. It wants one number in its name.
             self.exact.prefix = f"{name}.exact_tokens"
             self.config.compilation_config.static_forward_context[self.exact.prefix] = self.exact
-        size = self._sizes[extract_layer_index(name)]
+        size = self._sizes[index]
         self.exact.add(name, codec.kv_heads, sum(codec.head_dims), size, layer.sliding_window)
         self._taken[name] = layer.sliding_window, size
         return codec

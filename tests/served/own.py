@@ -20,8 +20,7 @@ def own_model(name: str) -> Any:
     """Transformers' model of a folder, or of its ``own`` where that is another to it, with the side-car."""
     place = FOLDER / name / "own" if (FOLDER / name / "own").exists() else FOLDER / name
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-    codec = next((each for each in (FOLDER / name / "codec", FOLDER / "codec") if each.exists()), None)
-    return model if codec is None else use_codec(model, codec)
+    return use_codec(model, next(each for each in (FOLDER / name / "codec", FOLDER / "codec") if each.exists()))
 
 
 @torch.no_grad()

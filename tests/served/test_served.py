@@ -219,7 +219,7 @@ def test_adapters_and_quantised_weights() -> None:
     lora, awq = (json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"name"'))
     assert lora["gap"] < EVEN and lora["difference"] < ROUNDING
     # vLLM has it in bfloat16 alone, which moves random models by as much without a codec.
-    assert awq["difference"] < 1
+    assert awq["difference"] < 0.6
 
 
 def test_the_kernel_reads_the_paged_cache() -> None:
