@@ -23,7 +23,8 @@ def quantiser(
     """Measure the dense model over a quantised cache; write its figures to OUT."""
     folder, wanted = run.model().folder, run.params.evaluation
     model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
-    rounding = quantisers.quantiser(name, check_supported(model.config).head_dim)
+    known = check_supported(model.config)
+    rounding = quantisers.quantiser(name, known.head_dim)
     texts = MeasuredText.read_all(run.read("baseline"))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
         if wanted.prefill is None:
@@ -34,8 +35,8 @@ def quantiser(
                 place: text.compare(model, wanted, bar.update, lambda: quantised_layers(model, rounding))
                 for place, text in texts.items()
             }
-    bits = {str(context): rounding.bits_per_element(context) for context in CONTEXTS}
-    dense, first = 2 * check_supported(model.config).dense_elements_per_token, bits[str(CONTEXTS[0])]
+    bits = {str(context): rounding.bits_per_element(context, len(model.model.layers)) for context in CONTEXTS}
+    dense, first = 2 * known.dense_elements_per_token, bits[str(CONTEXTS[0])]
     write_json(
         out,
         {

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,6 +64,65 @@ def test_fp8_is_that_of_torch_and_saturates() -> None:
     assert float(scaled.keys(kept).max()) == pytest.approx(1e6, rel=1e-3)
 
 
+def test_nvfp4_by_hand() -> None:
+    four = quantiser("nvfp4", 32)
+    # The largest element has the scale 448 and the level 6; all levels of e2m1 are there beside it.
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 6])
+    exact = torch.cat([levels, 0 * levels])[None, None, None]
+    torch.testing.assert_close(four.keys(exact), exact)
+    # 2.5 lies between 2 and 3, and 5.1 is nearer to 6 than to 4.
+    torch.testing.assert_close(four.keys(exact + 0.1 * (exact == 2)), exact)
+    # A block of small numbers has a scale of its own, of three bits of mantissa.
+    small = torch.cat([levels, levels / 128])[None, None, None]
+    torch.testing.assert_close(four.keys(small), small)
+
+
+def test_llama_cpps_blocks_by_hand() -> None:
+    rows = torch.arange(-16.0, 16.0)[None, None, None]
+    # The largest of a block, here -16, has the code 0 of 16 and a step of 2; ties go away from the largest's side.
+    assert quantiser("q4_0", 32).keys(rows)[0, 0, 0, :5].tolist() == [-16, -14, -14, -12, -12]
+    assert float((quantiser("q4_0", 32).keys(rows) - rows).abs().max()) == 1
+    eight = quantiser("q8_0", 32).keys(rows)
+    assert float((eight - rows).abs().max()) <= 0.5 * 16 / 127 + 16 * 2**-11
+    # A rotation spreads one large element over its head.
+    spiky = torch.zeros(1, 1, 1, 64)
+    spiky[..., 0], spiky[..., 1:] = 100, states(63)
+    plain, rotated = (
+        float((quantiser(name, 64).keys(spiky) - spiky)[..., 1:].abs().mean()) for name in ("q4_0", "q4_0-rotated")
+    )
+    assert plain > 0.4 and rotated < 2 * plain
+    torch.testing.assert_close(quantiser("q8_0-rotated", 64).keys(spiky), spiky, atol=0.2, rtol=0)
+
+
+def test_vllms_scales_per_token_and_head() -> None:
+    rows = torch.tensor([[127.0, -3.4, 0.6, 0], [1.27, 0.011, -0.5, 0]])[None, None]
+    torch.testing.assert_close(
+        quantiser("int8-token-head", 4).keys(rows), torch.tensor([[127.0, -3, 1, 0], [1.27, 0.01, -0.5, 0]])[None, None]
+    )
+    four, random = quantiser("int4-token-head", 64), states(1, 2, 200, 64)
+    # Uniform noise of a step of the range / 15: 200 x 64 elements of a Gaussian have a range of about 4.8 sigma.
+    error = float((four.keys(random) - random).square().mean())
+    assert error == pytest.approx((4.8 / 15) ** 2 / 12, rel=0.15)
+
+
+def test_vllms_turboquant_keeps_norms_and_skips_layers() -> None:
+    turbo, random = quantiser("vllm-turboquant-4", 64), 3 * states(1, 2, 200, 64)
+    torch.testing.assert_close(turbo.keys(random).norm(dim=-1), random.norm(dim=-1), rtol=1e-3, atol=0)
+    error = (turbo.keys(random) - random).square().sum() / random.square().sum()
+    assert float(error) == pytest.approx(0.0095, rel=0.1)
+    # 16 levels from the least to the largest.
+    values = torch.arange(16.0).repeat(4)[None, None, None]
+    torch.testing.assert_close(turbo.values(values), values)
+    assert list(turbo.layers(6)) == [2, 3]
+    assert turbo.bits_per_element(2048, 6) == pytest.approx((2 * turbo.bits + 4 * 16) / 6)
+
+
+def test_one_scale_of_a_layer() -> None:
+    rows = torch.tensor([1e5, 448, 1.0])[None, None, None]
+    torch.testing.assert_close(quantiser("fp8-tensor", 4).keys(rows)[0, 0, 0, 0], torch.tensor(1e5))
+    assert quantiser("fp8", 4).keys(rows)[0, 0, 0, 0] == 448
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_codebook_is_that_of_max(bits: int) -> None:
     levels = gaussian_codebook(bits)
@@ -93,13 +153,19 @@ def test_turboquant_leaves_the_distortion_of_its_codebook_whatever_the_vectors(b
         ("kivi-2", 3),
         ("turboquant-4", 4.25),
         ("rotated-int4", 4.5),
+        ("int8-token-head", 8.5),
+        ("int4-token-head", 4.5),
+        ("nvfp4", 4.5),
+        ("q4_0", 4.5),
+        ("q8_0-rotated", 8.5),
+        ("vllm-turboquant-4", 4.375),
         ("quanto-4", 4.5),
         ("quanto-2", 2.5),
         ("hqq-4", 4.5),
     ],
 )
 def test_bits_count_scales_and_exact_windows(name: str, bits: float) -> None:
-    rounding = made(name, 64)
+    rounding = dataclasses.replace(made(name, 64), exact_layers=0)
     assert rounding.bits == bits
     # Of transformers' window, which is emptied whenever it is full, as many are exact where it is fullest.
     exact = 128 if name.startswith(("kivi", "quanto", "hqq")) else 0
@@ -115,21 +181,25 @@ def test_what_is_rounded_leaves_the_window_in_whole_steps() -> None:
 
 def small(name: str, **changes: Any) -> CacheQuantiser:
     """A quantiser for the tiny models' heads of 8, KIVI with groups and a window that fit, others with such steps."""
-    if not name.startswith("kivi"):
-        rounding = made(name, 8)
-        return dataclasses.replace(rounding, step=min(rounding.step, 32))
-    kivi = quantiser(name, 32)
+    wide = name.startswith(("kivi", "q4_0", "q8_0", "nvfp4"))
+    rounding = made(name, 32 if wide else 8)
 
-    def values(rows: torch.Tensor) -> torch.Tensor:
-        return kivi.values(torch.cat([rows, rows[..., :1].expand(*rows.shape[:-1], 24)], -1))[..., :8]
+    def widened(of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda rows: of(torch.cat([rows, rows[..., :1].expand(*rows.shape[:-1], 24)], -1))[..., :8]
 
-    return CacheQuantiser(name, kivi.keys, values, 5, exact=8, step=32)
+    if name.startswith("kivi"):
+        return dataclasses.replace(rounding, values=widened(rounding.values), exact=8, step=32)
+    if wide:
+        return dataclasses.replace(rounding, keys=widened(rounding.keys), values=widened(rounding.values))
+    # Of the tiny models all layers would be among those at the ends.
+    return dataclasses.replace(rounding, step=min(rounding.step, 32), exact_layers=0)
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        *itertools.product(["llama-gqa", "qwen3-qk-norm"], QUANTISERS),
+        # Scales of whole layers are those of the text at hand, and so of all of it.
+        *itertools.product(["llama-gqa", "qwen3-qk-norm"], sorted(QUANTISERS.keys() - {"fp8-tensor", "nvfp4"})),
         *itertools.product(["gemma2-softcap", "gpt-oss-sinks"], ["fp8", "kivi-4"]),
     ],
 )

@@ -37,7 +37,7 @@ CONTEXTS = (2048, 32768)
 """Tokens of a cache over which exact windows are spread when bits are counted."""
 
 _GROUP = 32
-"""Elements that share a scale and a zero point in KIVI."""
+"""Elements that share a scale in KIVI and llama.cpp."""
 
 _META_BITS = 16
 """Of a scale or a zero point."""
@@ -59,6 +59,8 @@ class CacheQuantiser:
         Tokens at the end of the context that stay in 16 bits.
     step
         Tokens that are rounded together, once all of them have left the exact window.
+    exact_layers
+        First layers, and last ones, whose cache stays in 16 bits.
     """
 
     name: str
@@ -67,15 +69,20 @@ class CacheQuantiser:
     bits: float
     exact: int = 0
     step: int = 1
+    exact_layers: int = 0
 
     def rounded(self, seen: int) -> int:
         """How many of so many cached tokens are rounded: all but the exact window, in whole steps."""
         return max(0, seen - self.exact) // self.step * self.step
 
-    def bits_per_element(self, context: int) -> float:
-        """Bits of an element of a cache of so many tokens, the exact window included."""
-        rounded = self.rounded(context)
-        return (rounded * self.bits + (context - rounded) * 16) / context
+    def layers(self, count: int) -> range:
+        """Which of so many layers are rounded."""
+        return range(self.exact_layers, count - self.exact_layers)
+
+    def bits_per_element(self, context: int, layers: int = 1) -> float:
+        """Bits of an element of a cache of so many tokens and layers, what is exact included."""
+        share = self.rounded(context) / context * (len(self.layers(layers)) / layers)
+        return share * self.bits + (1 - share) * 16
 
 
 def quantiser(name: str, head_dim: int) -> CacheQuantiser:
@@ -104,6 +111,108 @@ def _fp8_scaled(name: str, head_dim: int) -> CacheQuantiser:
         return (_to_fp8(states.float() / scale) * scale).to(states.dtype)
 
     return CacheQuantiser(name, rounded, rounded, 8 + _META_BITS / head_dim)
+
+
+def _fp8_tensor(name: str, head_dim: int) -> CacheQuantiser:
+    """E4M3 with one scale for the keys of a layer and one for its values, that of the text itself.
+
+    Which is the kindest case of a calibrated checkpoint's ``k_scale`` and ``v_scale`` in vLLM.
+    """
+
+    def rounded(states: Tensor) -> Tensor:
+        scale = states.float().abs().amax().clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
+        return (_to_fp8(states.float() / scale) * scale).to(states.dtype)
+
+    return CacheQuantiser(name, rounded, rounded, 8)
+
+
+def _int8_token_head(name: str, head_dim: int) -> CacheQuantiser:
+    """Integers between -127 and 127 with one float32 scale per token and head: vLLM's ``int8_per_token_head``."""
+
+    def rounded(states: Tensor) -> Tensor:
+        scale = (states.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-6)
+        return ((states.float() / scale).round() * scale).to(states.dtype)
+
+    return CacheQuantiser(name, rounded, rounded, 8 + 32 / head_dim)
+
+
+def _int4_token_head(name: str, head_dim: int) -> CacheQuantiser:
+    """Integers behind random signs and a Hadamard matrix, a scale per token and head: ``int4_per_token_head``.
+
+    vLLM keeps the zero point of 4 bits in the last bits of the float32 scale.
+    """
+    signs = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    rotation = signs[:, None] * _hadamard(head_dim)
+
+    def coded(states: Tensor) -> Tensor:
+        low, high = states.amin(-1, keepdim=True), states.amax(-1, keepdim=True)
+        scale = ((high - low) / 15).clamp_min(1e-6)
+        zero = (-low / scale).round().clamp(0, 15)
+        return ((states / scale + zero).round().clamp(0, 15) - zero) * scale
+
+    rounded = _rotated(coded, rotation)
+    return CacheQuantiser(name, rounded, rounded, 4 + 32 / head_dim)
+
+
+def _nvfp4(name: str, head_dim: int) -> CacheQuantiser:
+    """E2M1, an E4M3 scale of 16 elements, and a float32 scale of a layer's keys and one of its values: ``nvfp4``."""
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def rounded(states: Tensor) -> Tensor:
+        values, own = states.float().unflatten(-1, (-1, 16)), levels.to(states.device)
+        whole = values.abs().amax().clamp_min(1e-12) / (6 * torch.finfo(torch.float8_e4m3fn).max)
+        scale = _to_fp8(values.abs().amax(-1, keepdim=True) / 6 / whole) * whole
+        sizes = own[torch.bucketize(values.abs() / scale.clamp_min(1e-12), (own[1:] + own[:-1]) / 2)]
+        return (sizes * values.sign() * scale).flatten(-2).to(states.dtype)
+
+    return CacheQuantiser(name, rounded, rounded, 4 + 8 / 16)
+
+
+def _q4_0(rotate: bool, name: str, head_dim: int) -> CacheQuantiser:
+    """llama.cpp's ``q4_0``: 16 levels of 32 elements, of which the largest has the least code; rotated by default."""
+
+    def coded(states: Tensor) -> Tensor:
+        groups = states.unflatten(-1, (-1, _GROUP))
+        scale = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
+        inverse = torch.where(scale == 0, 0, 1 / scale)
+        codes = (groups * inverse + 8.5).trunc().clamp(0, 15)
+        return ((codes - 8) * scale.half().float()).flatten(-2)
+
+    rounded = _rotated(coded, _hadamard(head_dim) if rotate else None)
+    return CacheQuantiser(name, rounded, rounded, 4 + _META_BITS / _GROUP)
+
+
+def _q8_0(rotate: bool, name: str, head_dim: int) -> CacheQuantiser:
+    """llama.cpp's ``q8_0``: integers between -127 and 127 of 32 elements; rotated by default."""
+
+    def coded(states: Tensor) -> Tensor:
+        groups = states.unflatten(-1, (-1, _GROUP))
+        scale = groups.abs().amax(-1, keepdim=True) / 127
+        inverse = torch.where(scale == 0, 0, 1 / scale)
+        return ((groups * inverse).round() * scale.half().float()).flatten(-2)
+
+    rounded = _rotated(coded, _hadamard(head_dim) if rotate else None)
+    return CacheQuantiser(name, rounded, rounded, 8 + _META_BITS / _GROUP)
+
+
+def _vllm_turboquant(bits: int, name: str, head_dim: int) -> CacheQuantiser:
+    """VLLM's ``turboquant_4bit_nc`` and ``_3bit_nc``, which shares the paper's name and not all of its method.
+
+    Keys: a Hadamard matrix, their norm in 16 bits, the Gaussian's codebook, and the code's own norm divided out.
+    Values: even levels between the least and the largest of a token and head, not rotated. The first two layers and the
+    last two stay in 16 bits.
+    """
+    rotation, codebook = _hadamard(head_dim), gaussian_codebook(bits).float()
+
+    def keys(states: Tensor) -> Tensor:
+        codes = codebook.to(states.device)
+        size = states.norm(dim=-1, keepdim=True)
+        unit = states / size.clamp_min(1e-8) * math.sqrt(head_dim)
+        found = codes[torch.bucketize(unit, (codes[1:] + codes[:-1]) / 2)]
+        return found / found.norm(dim=-1, keepdim=True) * size.half().float()
+
+    rounded = bits + (_META_BITS + 2 * _META_BITS) / 2 / head_dim
+    return CacheQuantiser(name, _rotated(keys, rotation), lambda v: _affine(v, bits), rounded, exact_layers=2)
 
 
 def _kivi(bits: int, name: str, head_dim: int) -> CacheQuantiser:
@@ -138,12 +247,7 @@ def _turboquant(bits: int, name: str, head_dim: int) -> CacheQuantiser:
 
 def _rotated_integer(bits: int, name: str, head_dim: int) -> CacheQuantiser:
     """A random rotation, then integers with a scale and a zero point per token and head."""
-    rotation = random_rotation(head_dim, 0)
-
-    def rounded(states: Tensor) -> Tensor:
-        turn = rotation.to(states.device, torch.float32)
-        return (_affine(states.float() @ turn, bits) @ turn.T).to(states.dtype)
-
+    rounded = _rotated(lambda states: _affine(states, bits), random_rotation(head_dim, 0).float())
     return CacheQuantiser(name, rounded, rounded, bits + 2 * _META_BITS / head_dim)
 
 
@@ -176,6 +280,16 @@ def _transformers(backend: str, bits: int, name: str, head_dim: int) -> CacheQua
 QUANTISERS: dict[str, Callable[[str, int], CacheQuantiser]] = {
     "fp8": _fp8,
     "fp8-scaled": _fp8_scaled,
+    "fp8-tensor": _fp8_tensor,
+    "int8-token-head": _int8_token_head,
+    "int4-token-head": _int4_token_head,
+    "nvfp4": _nvfp4,
+    "q8_0": functools.partial(_q8_0, False),
+    "q8_0-rotated": functools.partial(_q8_0, True),
+    "q4_0": functools.partial(_q4_0, False),
+    "q4_0-rotated": functools.partial(_q4_0, True),
+    "vllm-turboquant-4": functools.partial(_vllm_turboquant, 4),
+    "vllm-turboquant-3": functools.partial(_vllm_turboquant, 3),
     "kivi-4": functools.partial(_kivi, 4),
     "kivi-2": functools.partial(_kivi, 2),
     "turboquant-4": functools.partial(_turboquant, 4),
@@ -187,8 +301,28 @@ QUANTISERS: dict[str, Callable[[str, int], CacheQuantiser]] = {
     "hqq-4": functools.partial(_transformers, "hqq", 4),
     "hqq-2": functools.partial(_transformers, "hqq", 2),
 }
-"""By name: fp8 E4M3, KIVI (arXiv 2402.02750), TurboQuant-MSE (2504.19874), integers behind a rotation, and the
-backends of transformers' quantised cache."""
+"""By name: fp8 E4M3, what vLLM 0.32 and llama.cpp ship, KIVI (arXiv 2402.02750), TurboQuant-MSE (2504.19874), integers
+behind a rotation, and the backends of transformers' quantised cache."""
+
+
+def _hadamard(size: int) -> Tensor:
+    """Hadamard matrices of the largest power of two that divides the size, along the diagonal; orthonormal."""
+    block = torch.ones(1, 1)
+    while size % (2 * len(block)) == 0:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    return torch.block_diag(*[block] * (size // len(block))) / math.sqrt(len(block))
+
+
+def _rotated(coded: Callable[[Tensor], Tensor], rotation: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Rounding in float32, behind a rotation that is undone, or none."""
+
+    def rounded(states: Tensor) -> Tensor:
+        if rotation is None:
+            return coded(states.float()).to(states.dtype)
+        turn = rotation.to(states.device)
+        return (coded(states.float() @ turn) @ turn.T).to(states.dtype)
+
+    return rounded
 
 
 def _to_fp8(states: Tensor) -> Tensor:
@@ -217,6 +351,8 @@ def gaussian_codebook(bits: int) -> Tensor:
     return levels
 
 
+_EXACT = CacheQuantiser("exact", lambda states: states, lambda states: states, 16)
+
 _IMPLEMENTATION = "recalkv_quantised_cache"
 
 _QUERIES = 512
@@ -233,6 +369,7 @@ def quantised_cache(model: Any, rounding: CacheQuantiser) -> Iterator[None]:
     before = model.config._attn_implementation
     attentions = (getattr(layer, "self_attn", None) for layer in model.model.layers)
     modules = [attention for attention in attentions if attention is not None]
+    modules = [modules[index] for index in rounding.layers(len(modules))]
     for module in modules:
         module.cache_quantiser = rounding
     model.config._attn_implementation = _IMPLEMENTATION
@@ -256,7 +393,7 @@ def _attention(
     **further: Any,
 ) -> tuple[Tensor, None]:
     """Attention of queries, the last of the slots, that each find the older slots rounded, and the last ones exact."""
-    rounding: CacheQuantiser = module.cache_quantiser
+    rounding: CacheQuantiser = getattr(module, "cache_quantiser", _EXACT)
     slots, exact = key.shape[2], rounding.exact + rounding.step - 1
     whole = rounding.rounded(slots)
     stored = [
@@ -354,5 +491,7 @@ def quantised_layers(model: Any, rounding: CacheQuantiser) -> Cache:
     """Return an empty cache of :class:`QuantisedLayer` for a dense model."""
     cache = DynamicCache(config=model.config)
     # Others keep a state, which no quantiser of a cache touches.
-    cache.layers = [QuantisedLayer(rounding) if isinstance(own, DynamicLayer) else own for own in cache.layers]
+    own = [index for index, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)]
+    for number in rounding.layers(len(own)):
+        cache.layers[own[number]] = QuantisedLayer(rounding)
     return cache

@@ -222,6 +222,22 @@ def test_adapters_and_quantised_weights() -> None:
     assert awq["difference"] < 0.6
 
 
+@pytest.mark.parametrize("name", ["gemma-3-270m", "qwen2.5-0.5b", "qwen2.5-coder-1.5b"])
+def test_real_models(name: str) -> None:
+    """Prompts of 4 to 1,500 tokens, by heads of 64, 128 and 256 with codecs of 4 bits."""
+    folder = TEXT.parent / "data" / "models" / name
+    if not (folder / "codec").exists():
+        pytest.skip(f"{folder} has no model with a codec; make models NAME={name} makes it")
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT.read_text()).input_ids
+    prompts = [ids[number : number + length] for number, length in enumerate((4, 40, 300, 1500))]
+    found, metrics = compared(
+        str(folder), prompts, max_model_len=2048, max_num_batched_tokens=512, num_gpu_blocks_override=200
+    )
+    assert found["gap"] < EVEN
+    assert found["difference"] < 0.05
+    assert metrics["vllm:kv_cache_usage_perc"] == 0
+
+
 def test_the_kernel_reads_the_paged_cache() -> None:
     """As on a GPU, by Triton's interpreter, in a process of its own."""
     command = [sys.executable, "-m", "tests.served.watched", "llama-gqa", "mistral-sliding", "gpt-oss-sinks"]
@@ -390,6 +406,20 @@ def test_the_server_answers(tokenizer: Any) -> None:
         messages = [{"role": "user", "content": "Say hello."}]
         chat = json.loads(post("/v1/chat/completions", messages=messages))
         assert chat["choices"][0]["message"]["role"] == "assistant"
+        bench = ["bench", "serve", "--model", str(DEFAULT), "--base-url", url, "--dataset-name", "random"]
+        sizes = [
+            "--num-prompts",
+            "6",
+            "--random-input-len",
+            "100",
+            "--random-output-len",
+            "8",
+            "--max-concurrency",
+            "4",
+        ]
+        vllm = Path(sys.executable).parent / "vllm"
+        result = subprocess.run([vllm, *bench, *sizes], capture_output=True, text=True, timeout=300)
+        assert re.search(r"Successful requests:\s+6\b", result.stdout), result.stdout + result.stderr
     finally:
         server.terminate()
         server.wait(30)
