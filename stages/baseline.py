@@ -5,7 +5,6 @@ import typer
 from recalkv.evaluation.generation import measure_generation
 from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText, further_text, measured
 from recalkv.model.loading import load_model
-from recalkv.model.source import checkpoint_dtype
 from recalkv.text.corpora import further_windows, main_windows, text_names
 from stages.common import Stage, stage
 
@@ -21,7 +20,7 @@ def baseline(run: Stage) -> None:
     texts = {MAIN_TEXT: main_windows(tokenizer, wanted)}
     for name, text in zip(names, wanted.further_texts, strict=True):
         texts[further_text(name)] = further_windows(tokenizer, wanted, text)
-    model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
     record = {"text": wanted.text, "split": wanted.split, "window": wanted.window, "further_texts": names}
     with run.bar(sum(map(len, texts.values())), "window") as bar, run.write(record) as store:
         for place, windows in texts.items():

@@ -7,9 +7,8 @@ import typer
 import yaml
 
 from recalkv.compression import Statistics, assemble, compress_layers
-from recalkv.evaluation.perplexity import MeasuredText, cell_figures
+from recalkv.evaluation.perplexity import MeasuredText, cell_figures, layer_bytes
 from recalkv.method.methods import resolve_method
-from recalkv.model.source import checkpoint_dtype
 from recalkv.model.spec import DENSE_BITS, LatentSpec
 from stages.common import Stage, stage, write_json
 from stages.stored import Stored
@@ -38,7 +37,7 @@ def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figur
         statistics=Statistics(stored.statistics, stored.scores()),
     )
     provenance: dict[str, str | None] = {"name": run.model().name, "revision": None, "fingerprint": None}
-    model = assemble(stored.source, result, parameters, checkpoint_dtype(folder), provenance).to(run.device)
+    model = assemble(stored.source, result, parameters, run.evaluated_dtype(folder), provenance).to(run.device)
     texts = MeasuredText.read_all(baseline)
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
         figures = {name: text.compare(model, run.params.evaluation, bar.update) for name, text in texts.items()}
@@ -57,6 +56,10 @@ def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figur
             "cached_elements_per_token": spec.cached_elements_per_token,
             "bytes_per_token": spec.cached_bits_per_token / 8,
             "window_bytes": spec.window_bytes(),
+            **layer_bytes(
+                (each.cached_bytes(), 2 * spec.exact_window * each.cached_elements * each.quantised)
+                for each in spec.layers
+            ),
             "dense_bytes_per_token": spec.dense_elements_per_token * DENSE_BITS / 8,
             "removed": spec.removed,
         },

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from recalkv.codec.sidecar import Codec
-from recalkv.evaluation.perplexity import MeasuredText, cell_figures
+from recalkv.evaluation.perplexity import MeasuredText, cell_figures, layer_bytes
 from recalkv.model.loading import load_model
-from recalkv.model.source import checkpoint_dtype
 from recalkv.runtime.models import use_codec
 from stages.common import Stage, stage, write_json
 from stages.stored_codec import stored_codec
@@ -24,7 +23,7 @@ def codec_cell(
     """Measure the dense model over a codec's rows; write its figures to OUT."""
     folder, wanted = run.model().folder, run.params.evaluation
     codec = Codec.load(run.data / "codec") if bits is None else stored_codec(run, bits, heads)
-    model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
     use_codec(model, codec)
     texts = MeasuredText.read_all(run.read("baseline"))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
@@ -41,6 +40,10 @@ def codec_cell(
             **cell_figures(figures),
             "bytes_per_token": codec.bytes_per_token,
             "window_bytes": codec.window_bytes,
+            **layer_bytes(
+                (layer.row_bytes, 2 * (codec.window + codec.sinks) * layer.kv_heads * sum(layer.head_dims))
+                for layer in codec.layers.values()
+            ),
             "dense_bytes_per_token": codec.dense_bytes_per_token,
             "removed": removed,
         },

@@ -23,7 +23,7 @@ from recalkv.evaluation.resources import peak_device_mib, peak_resident_mib
 from recalkv.model.device import device_of
 from recalkv.model.layers import CheckpointSource, LayerSource
 from recalkv.model.precision import resolve_precision
-from recalkv.model.source import ModelReference, read_reference
+from recalkv.model.source import ModelReference, checkpoint_dtype, read_reference
 from recalkv.params import Params, load_params
 from recalkv.statistics import distributed
 from recalkv.statistics.layer_inputs import LayerInputs
@@ -78,6 +78,10 @@ class Stage:
     def precision(self) -> str:
         """Type of the calibration's matrix products on this device."""
         return resolve_precision(self.params.calibration.precision, self.device)
+
+    def evaluated_dtype(self, folder: Path) -> torch.dtype:
+        """Type of a checkpoint's weights where perplexity is measured: its own, but no coarser than is asked for."""
+        return torch.float32 if self.params.evaluation.precision == "float32" else checkpoint_dtype(folder)
 
     def source(self, precision: str = "float32") -> CheckpointSource:
         """Open the dense model, layer by layer; ``precision`` matters to who runs the layers."""

@@ -13,7 +13,7 @@ from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText
 from recalkv.evaluation.resources import device_name
 from recalkv.model.loading import load_model
 from recalkv.model.precision import resolve_precision
-from recalkv.model.source import checkpoint_dtype, fingerprint
+from recalkv.model.source import fingerprint
 from recalkv.model.spec import LatentSpec
 from stages.common import Stage, stage, write_json
 
@@ -30,7 +30,7 @@ def evaluate(
     baseline = run.read("baseline")
     record = baseline.attributes["parameters"]
     dense, texts = Generated(**record["dense"]), MeasuredText.read_all(baseline)
-    model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
         against = {place: text.compare(model, wanted, bar.update) for place, text in texts.items()}
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

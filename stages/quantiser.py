@@ -10,7 +10,6 @@ from recalkv.evaluation.perplexity import MeasuredText, cell_figures
 from recalkv.evaluation.quantisers import CONTEXTS, QUANTISERS, quantised_cache, quantised_layers
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
-from recalkv.model.source import checkpoint_dtype
 from stages.common import Stage, stage, write_json
 
 
@@ -22,7 +21,7 @@ def quantiser(
 ) -> None:
     """Measure the dense model over a quantised cache; write its figures to OUT."""
     folder, wanted = run.model().folder, run.params.evaluation
-    model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
     known = check_supported(model.config)
     rounding = quantisers.quantiser(name, known.head_dim)
     texts = MeasuredText.read_all(run.read("baseline"))

@@ -1,6 +1,6 @@
 """Step 9: losses of windows through the model that a user loads, and how far it is from the dense model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,7 @@ __all__ = [
     "Scores",
     "cell_figures",
     "further_text",
+    "layer_bytes",
     "measured",
     "over_documents",
     "perplexity",
@@ -301,6 +302,12 @@ def cell_figures(texts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         **{name: value for name, value in main.items() if name.startswith(("excess", "kl", "top1"))},
         "further_texts": {name: figures for name, figures in texts.items() if name != MAIN_TEXT},
     }
+
+
+def layer_bytes(layers: Iterable[tuple[int, int]]) -> dict[str, list[int]]:
+    """Bytes of a token's row in each layer, and of a sequence's exact tokens there, as a cell records them."""
+    rows, exact = zip(*layers, strict=True)
+    return {"row_bytes": list(rows), "exact_bytes": list(exact)}
 
 
 def further_text(name: str) -> str:

