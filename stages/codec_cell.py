@@ -1,7 +1,8 @@
 """Step 9c, for comparison: the dense model with a codec, measured on the same windows as the cells."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +13,8 @@ from recalkv.runtime.models import use_codec
 from stages.common import Stage, stage, write_json
 from stages.stored_codec import stored_codec
 
+__all__ = ["codec_cell", "codec_figures"]
+
 
 @stage
 def codec_cell(
@@ -21,33 +24,37 @@ def codec_cell(
     heads: Annotated[int | None, typer.Option(help="KV heads per code; default as many as are worth it.")] = None,
 ) -> None:
     """Measure the dense model over a codec's rows; write its figures to OUT."""
-    folder, wanted = run.model().folder, run.params.evaluation
+    folder = run.model().folder
     codec = Codec.load(run.data / "codec") if bits is None else stored_codec(run, bits, heads)
     model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
-    use_codec(model, codec)
     texts = MeasuredText.read_all(run.read("baseline"))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
-        figures = {place: text.compare(model, wanted, bar.update) for place, text in texts.items()}
+        write_json(out, codec_figures(run, model, codec, texts, bar.update))
+
+
+def codec_figures(
+    run: Stage, model: Any, codec: Codec, texts: Mapping[str, MeasuredText], progress: Callable[[], object]
+) -> dict[str, Any]:
+    """Figures of a dense model over a codec's rows."""
+    use_codec(model, codec)
+    figures = {place: text.compare(model, run.params.evaluation, progress) for place, text in texts.items()}
     removed = 1 - codec.bytes_per_token / codec.dense_bytes_per_token
-    write_json(
-        out,
-        {
-            "method": "codec",
-            "ratio": removed,
-            "group_size": next(iter(codec.layers.values())).kv_heads_per_code,
-            "bits": f"{codec.record['bits']:g}",
-            "setting": {},
-            **cell_figures(figures),
-            "bytes_per_token": codec.bytes_per_token,
-            "window_bytes": codec.window_bytes,
-            **layer_bytes(
-                (layer.row_bytes, 2 * (codec.window + codec.sinks) * layer.kv_heads * sum(layer.head_dims))
-                for layer in codec.layers.values()
-            ),
-            "dense_bytes_per_token": codec.dense_bytes_per_token,
-            "removed": removed,
-        },
-    )
+    return {
+        "method": "codec",
+        "ratio": removed,
+        "group_size": next(iter(codec.layers.values())).kv_heads_per_code,
+        "bits": f"{codec.record['bits']:g}",
+        "setting": {},
+        **cell_figures(figures),
+        "bytes_per_token": codec.bytes_per_token,
+        "window_bytes": codec.window_bytes,
+        **layer_bytes(
+            (layer.row_bytes, 2 * (codec.window + codec.sinks) * layer.kv_heads * sum(layer.head_dims))
+            for layer in codec.layers.values()
+        ),
+        "dense_bytes_per_token": codec.dense_bytes_per_token,
+        "removed": removed,
+    }
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def stage(
     """Turn ``def NAME(run: Stage, ...)`` into the stage's command, with --params, --data, --reports and --set.
 
     It checks the parameters first, turns user errors into exit code 1, and prints seconds and memory of this run, or of
-    the first of several processes; REPORTS/timings.json keeps those of the default run.
+    the first of several processes; REPORTS/timings.json keeps those of the default run, or of any in other folders.
 
     Parameters
     ----------
@@ -210,7 +210,8 @@ def stage(
             with distributed.group(run.device):
                 body(run, **further)
                 if distributed.is_first():
-                    kept = default and not run.changes
+                    # Runs with other parameters keep theirs where they are told to.
+                    kept = default and (not run.changes or reports != Path("reports"))
                     _record_timing(run, time.perf_counter() - started, _cpu_seconds() - cpu_started, kept)
 
     signature = inspect.signature(command)

@@ -1,16 +1,19 @@
 """Step 9c, for comparison: the dense model with a quantised cache, measured on the same windows as the cells."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from recalkv.evaluation import quantisers
 from recalkv.evaluation.perplexity import MeasuredText, cell_figures
-from recalkv.evaluation.quantisers import CONTEXTS, QUANTISERS, quantised_cache, quantised_layers
+from recalkv.evaluation.quantisers import CONTEXTS, QUANTISERS, CacheQuantiser, quantised_cache, quantised_layers
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from stages.common import Stage, stage, write_json
+
+__all__ = ["quantiser", "quantiser_figures"]
 
 
 @stage
@@ -20,37 +23,46 @@ def quantiser(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(QUANTISERS)}.")],
 ) -> None:
     """Measure the dense model over a quantised cache; write its figures to OUT."""
-    folder, wanted = run.model().folder, run.params.evaluation
+    folder = run.model().folder
     model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
-    known = check_supported(model.config)
-    rounding = quantisers.quantiser(name, known.head_dim)
     texts = MeasuredText.read_all(run.read("baseline"))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
-        if wanted.prefill is None:
-            with quantised_cache(model, rounding):
-                figures = {place: text.compare(model, wanted, bar.update) for place, text in texts.items()}
-        else:
-            figures = {
-                place: text.compare(model, wanted, bar.update, lambda: quantised_layers(model, rounding))
-                for place, text in texts.items()
-            }
+        write_json(out, quantiser_figures(run, model, name, texts, bar.update))
+
+
+def quantiser_figures(
+    run: Stage,
+    model: Any,
+    name: str,
+    texts: Mapping[str, MeasuredText],
+    progress: Callable[[], object],
+    of_layer: Callable[[int, CacheQuantiser], CacheQuantiser] = lambda _, rounding: rounding,
+) -> dict[str, Any]:
+    """Figures of a dense model over a quantised cache; see :func:`recalkv.evaluation.quantisers.quantised_cache`."""
+    known, wanted = check_supported(model.config), run.params.evaluation
+    rounding = quantisers.quantiser(name, known.head_dim)
+    if wanted.prefill is None:
+        with quantised_cache(model, rounding, of_layer):
+            figures = {place: text.compare(model, wanted, progress) for place, text in texts.items()}
+    else:
+        figures = {
+            place: text.compare(model, wanted, progress, lambda: quantised_layers(model, rounding))
+            for place, text in texts.items()
+        }
     bits = {str(context): rounding.bits_per_element(context, len(model.model.layers)) for context in CONTEXTS}
     dense, first = 2 * known.dense_elements_per_token, bits[str(CONTEXTS[0])]
-    write_json(
-        out,
-        {
-            "method": name,
-            "ratio": 1 - first / 16,
-            "group_size": 1,
-            "bits": f"{rounding.bits:g}",
-            "bits_per_element": bits,
-            "setting": {},
-            **cell_figures(figures),
-            "bytes_per_token": dense * first / 16,
-            "dense_bytes_per_token": dense,
-            "removed": 1 - first / 16,
-        },
-    )
+    return {
+        "method": name,
+        "ratio": 1 - first / 16,
+        "group_size": 1,
+        "bits": f"{rounding.bits:g}",
+        "bits_per_element": bits,
+        "setting": {},
+        **cell_figures(figures),
+        "bytes_per_token": dense * first / 16,
+        "dense_bytes_per_token": dense,
+        "removed": 1 - first / 16,
+    }
 
 
 if __name__ == "__main__":

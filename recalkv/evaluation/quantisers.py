@@ -360,18 +360,22 @@ _QUERIES = 512
 
 
 @contextlib.contextmanager
-def quantised_cache(model: Any, rounding: CacheQuantiser) -> Iterator[None]:
+def quantised_cache(
+    model: Any,
+    rounding: CacheQuantiser,
+    of_layer: Callable[[int, CacheQuantiser], CacheQuantiser] = lambda _, rounding: rounding,
+) -> Iterator[None]:
     """Let a dense model attend as if its cache were rounded: causal and unpadded, in one pass or over a cache.
 
     Every query finds what decoding token by token would let it find. A cache itself stays exact: it is rounded where it
-    is read.
+    is read. ``of_layer`` may give layers roundings of their own.
     """
     before = model.config._attn_implementation
     attentions = (getattr(layer, "self_attn", None) for layer in model.model.layers)
     modules = [attention for attention in attentions if attention is not None]
     modules = [modules[index] for index in rounding.layers(len(modules))]
-    for module in modules:
-        module.cache_quantiser = rounding
+    for index, module in enumerate(modules, rounding.exact_layers):
+        module.cache_quantiser = of_layer(index, rounding)
     model.config._attn_implementation = _IMPLEMENTATION
     try:
         yield

@@ -1,0 +1,58 @@
+"""Biases of the key projections: how large they are, and what they are behind RoPE."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import rotate_half
+
+from recalkv.evaluation.quantisers import CacheQuantiser
+
+__all__ = ["bias_shares", "rotated_biases", "without_bias"]
+
+
+@torch.inference_mode()
+def rotated_biases(model: Any, tokens: int) -> list[Tensor]:
+    """Each layer's key bias as keys carry it at positions 0, 1, ..., (KV heads, tokens, d_h); zero where there is none.
+
+    For models with LLaMA's RoPE and no norm of keys.
+    """
+    places = torch.arange(tokens, device=model.device)[None]
+    found = []
+    for layer in model.model.layers:
+        projection, head_dim = layer.self_attn.k_proj, layer.self_attn.head_dim
+        bias = projection.weight.new_zeros(projection.out_features) if projection.bias is None else projection.bias
+        cos, sin = model.model.rotary_emb(bias[None, None].float(), places)
+        keys = bias.float().view(-1, 1, head_dim)
+        found.append(keys * cos[0] + rotate_half(keys) * sin[0])
+    return found
+
+
+def without_bias(rounding: CacheQuantiser, bias: Tensor) -> CacheQuantiser:
+    """Round keys from position 0 on without their bias (KV heads, tokens, d_h), which is added again."""
+
+    def keys(states: Tensor) -> Tensor:
+        own = bias[:, : states.shape[2]].to(states)
+        return rounding.keys(states - own) + own
+
+    return replace(rounding, keys=keys)
+
+
+@torch.inference_mode()
+def bias_shares(model: Any, ids: Tensor) -> list[dict[str, float]]:
+    """Of each layer: root mean square of the key bias, and of keys before RoPE over the tokens of a text, (1, n)."""
+    found: list[dict[str, float]] = []
+    hooks = []
+    for layer in model.model.layers:
+        projection = layer.self_attn.k_proj
+
+        def note(module: Any, _: Any, output: Tensor) -> None:
+            bias = 0.0 if module.bias is None else float(module.bias.float().square().mean().sqrt())
+            found.append({"bias": bias, "keys": float(output.float().square().mean().sqrt())})
+
+        hooks.append(projection.register_forward_hook(note))
+    model.model(input_ids=ids.to(model.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found

