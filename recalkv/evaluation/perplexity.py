@@ -23,6 +23,7 @@ __all__ = [
     "MeasuredText",
     "Scores",
     "cell_figures",
+    "divergences",
     "further_text",
     "layer_bytes",
     "measured",
@@ -152,6 +153,25 @@ def token_losses(head: Callable[[Tensor], Tensor], states: Tensor, targets: Tens
     """
     pieces = zip(states.split(_HEAD_TOKENS), targets.split(_HEAD_TOKENS), strict=True)
     return torch.stack([_token_scores(head(own), ids, None)[0] for own, ids in pieces]).sum() / len(targets)
+
+
+def divergences(model: Any, states: Tensor, dense: Tensor) -> Tensor:
+    """Divergence of each token's prediction from the dense model's, (tokens,) float64, nats; logits for 512 at a time.
+
+    Parameters
+    ----------
+    model
+        Whose output head both have.
+    states, dense : (tokens, m)
+        Last hidden states of a model, and of the dense one.
+    """
+    product, found = model.get_output_embeddings(), []
+    for own, reference in zip(states.split(_HEAD_TOKENS), dense.split(_HEAD_TOKENS), strict=True):
+        ours, theirs = (
+            logits_of(model.config, product(each)).float().log_softmax(-1) for each in (own, reference.to(own))
+        )
+        found.append(nn.functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1, dtype=torch.float64))
+    return torch.cat(found).cpu()
 
 
 def _token_scores(logits: Tensor, targets: Tensor, dense: Tensor | None) -> Tensor:
