@@ -20,12 +20,13 @@ def models_page(run: Stage) -> None:
     """Gather the cells of all models; write REPORTS/models.json, models.md, and a picture of each in models/."""
     found = {path.name: _model(run, path) for path in (run.data / "cells" / "models").iterdir()}
     found = dict(sorted(found.items(), key=lambda each: int(each[1]["hidden"])))
-    write_json(run.reports / "models.json", found)
+    further = _further(run)
+    write_json(run.reports / "models.json", {"models": found, **further})
     (run.reports / "models").mkdir(parents=True, exist_ok=True)
     for name, model in found.items():
         draw(run.reports / "models" / f"{name}.png", model["rows"])
     wanted = run.params.evaluation
-    (run.reports / "models.md").write_text(page(found, wanted.window, Path(wanted.text).name))
+    (run.reports / "models.md").write_text(page(found, wanted.window, Path(wanted.text).name, further))
 
 
 def _model(run: Stage, cells: Path) -> dict[str, Any]:
@@ -51,6 +52,36 @@ def _model(run: Stage, cells: Path) -> dict[str, Any]:
         "head_dim": head_dim,
         "timings": json.loads(timings.read_text()) if timings.exists() else {},
     }
+
+
+def _further(run: Stage) -> dict[str, dict[str, Any]]:
+    """What was measured of some of the models, by kind and model."""
+    cells, text = run.data / "cells", Path(run.params.evaluation.text).name
+    found: dict[str, dict[str, Any]] = {
+        kind: {path.stem: json.loads(path.read_text()) for path in sorted((cells / kind).glob("*.json"))}
+        for kind in ("biases", "contexts")
+    }
+    found["written"] = {
+        folder.name: {name: rows_of(name, cell, text)[0] for name, cell in _files(folder).items()}
+        for folder in sorted((cells / "written").glob("*"))
+    }
+    found["answers"] = {folder.name: _compared(_files(folder)) for folder in sorted((cells / "answers").glob("*"))}
+    return found
+
+
+def _compared(answers: dict[str, Any]) -> dict[str, Any]:
+    """Which answers are right, and which the dense model's to the letter."""
+    dense = answers["dense"]["texts"]
+    return {
+        name: {"right": each["right"], "same": [own == other for own, other in zip(each["texts"], dense, strict=True)]}
+        for name, each in answers.items()
+    }
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    """Cells of a folder, the dense model's first."""
+    cells = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return dict(sorted(cells.items(), key=lambda each: each[0] != "dense"))
 
 
 def _bits(name: str, cell: dict[str, Any], tokens: list[int], head_dim: int) -> float:

@@ -67,7 +67,7 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     own.mkdir(parents=True)
     shutil.copytree(read_reference(Path("data/model")).folder, own / "checkpoint")
     assert invoke("models_page") == 0
-    model = json.loads(Path("reports/models.json").read_text())["tiny"]
+    model = json.loads(Path("reports/models.json").read_text())["models"]["tiny"]
     bits = {row["method"]: row["bits_per_element"] for row in model["rows"]}
     assert bits["fp8"] == 8 and bits["turboquant-3"] == 3 + 16 / model["head_dim"]
     # Rows of at most 4 bits, and 36 exact tokens of 2,048.

@@ -51,8 +51,10 @@ def beaten(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     ]
 
 
-def page(models: Mapping[str, Mapping[str, Any]], window: int, text: str) -> str:
-    """Render the page."""
+def page(
+    models: Mapping[str, Mapping[str, Any]], window: int, text: str, further: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Render the page; ``further`` has what was measured of some models, by kind and model."""
     lines = [
         "# Real models",
         "",
@@ -75,11 +77,134 @@ def page(models: Mapping[str, Mapping[str, Any]], window: int, text: str) -> str
         _ends(models, text),
         "",
         *_beaten(models),
+        *_forms(models, text),
+        *_biases(further["biases"]),
+        *_contexts(further["contexts"]),
+        *_written(further["written"]),
+        *_answers(further["answers"]),
         *_costs(models),
     ]
     for name, each in models.items():
         lines += [f"## {name}", "", f"![Divergence by bits](models/{name}.png)", "", frontier(each), ""]
     return "\n".join(lines)
+
+
+def _forms(models: Mapping[str, Mapping[str, Any]], text: str) -> list[str]:
+    """Both forms and the codec of single heads at 4 bits, by the size and number of KV heads."""
+    lines, names = [], ("codec-4", "codec-per-head-4", "latents-4")
+    for name, each in models.items():
+        kl = {row["method"]: row["kl"] for row in each["rows"] if row["text"] == text}
+        if set(names) <= set(kl):
+            figures = [f"{kl[method]:.4f}" for method in names]
+            lines.append([name, f"{each['kv_heads']} x {each['head_dim']}", str(each["hidden"]), *figures])
+    if not lines:
+        return []
+    return [
+        "## Head size and KV heads",
+        "",
+        f"Divergence on {text} in 4-bit rows. Latents code the layer's input, of the hidden size; the codec codes "
+        "the keys and values of all KV heads that share a code, or of each.",
+        "",
+        markdown(["model", "KV heads x size", "hidden size", *names], lines, left=2),
+        "",
+    ]
+
+
+def _written(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Divergence along texts that the dense model wrote."""
+    lines = [
+        [model, method, f"{row['kl']:.4f} ± {row['error']:.4f}", f"{row['top1']:.1%}"]
+        for model, rows in cells.items()
+        for method, row in rows.items()
+    ]
+    if not lines:
+        return []
+    return [
+        "## Along the model's own words",
+        "",
+        "Windows of 1,024 tokens of which the dense model drew the last 960 itself, at temperature 1, behind 64 of the "
+        "text.",
+        "",
+        markdown(["model", "method", "KL", "top-1"], lines, left=2),
+        "",
+    ]
+
+
+def _answers(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """GSM8K: accuracy, and the paired difference from the dense model."""
+    lines = []
+    for model, answers in cells.items():
+        dense = answers["dense"]["right"]
+        for method, each in answers.items():
+            gaps = [own - other for own, other in zip(each["right"], dense, strict=True)]
+            mean = sum(gaps) / len(gaps)
+            error = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1) / len(gaps))
+            accuracy = f"{sum(each['right']) / len(dense):.1%}"
+            gap = "" if method == "dense" else f"{mean:+.1%} ± {error:.1%}"
+            lines.append([model, method, str(len(dense)), accuracy, gap, f"{sum(each['same']) / len(dense):.0%}"])
+    if not lines:
+        return []
+    return [
+        "## GSM8K, through decoding",
+        "",
+        "Greedy answers of up to 320 tokens by the chat template, without examples; the difference from the dense "
+        "model on the same questions with its standard error, and how many answers are the dense model's to the "
+        "last letter.",
+        "",
+        markdown(["model", "cache", "questions", "right", "difference", "same text"], lines, left=2),
+        "",
+    ]
+
+
+def _biases(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Key biases by layer, and what caches lose by them."""
+    if not cells:
+        return []
+    lines = [
+        [model, row["method"], f"{row['kl']:.4f}", f"{row['kl_without_bias']:.4f}"]
+        for model, each in cells.items()
+        for row in each["rows"]
+    ]
+    layers = [
+        [
+            model, str(number), f"{layer['bias']:.1f}", f"{layer['keys']:.1f}",
+        ]
+        for model, each in cells.items()
+        for number, layer in sorted(enumerate(each["layers"]), key=lambda pair: -pair[1]["bias"])[:4]
+    ]  # fmt: skip
+    return [
+        "## Key biases",
+        "",
+        "Keys of Qwen2 and Qwen2.5 have a bias that is the same for all tokens and turns with RoPE. A cache that "
+        "rounds keys spends its levels on it; the codec takes the mean key of each position away before it rounds. "
+        "Divergence of caches as they are, and with the bias taken off before the rounding and added behind it:",
+        "",
+        markdown(["model", "method", "KL", "KL without the bias"], lines, left=2),
+        "",
+        "Layers with the largest biases, root mean squares before RoPE:",
+        "",
+        markdown(["model", "layer", "bias", "keys"], layers, left=1),
+        "",
+    ]
+
+
+def _contexts(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Divergence by position of one long text."""
+    found: list[str] = []
+    for model, each in cells.items():
+        edges = each["edges"]
+        spans = [f"{start:,} to {end:,}" for start, end in itertools.pairwise(edges)]
+        lines = [
+            [
+                row["method"] + (f", fitted for {row['fitted']:,}" if "fitted" in row else ""),
+                f"{row['bits']:.2f}",
+                *(f"{kl:.4f}" for kl in row["kl"]),
+            ]
+            for row in each["rows"]
+        ]
+        found += [f"One text of {each['length']:,} tokens, {model}; KL by position.", ""]
+        found += [markdown(["cache", "bits", *spans], lines), ""]
+    return ["## Context", "", *found] if found else []
 
 
 def _ends(models: Mapping[str, Mapping[str, Any]], text: str) -> str:

@@ -228,11 +228,11 @@ def test_real_models(name: str) -> None:
     folder = TEXT.parent / "data" / "models" / name
     if not (folder / "codec").exists():
         pytest.skip(f"{folder} has no model with a codec; make models NAME={name} makes it")
-    ids = AutoTokenizer.from_pretrained(folder / "model")(TEXT.read_text()).input_ids
+    ids = AutoTokenizer.from_pretrained(folder / "checkpoint")(TEXT.read_text()).input_ids
     prompts = [ids[number : number + length] for number, length in enumerate((4, 40, 300, 1500))]
     codec = {"additional_config": {"recalkv_codec": str(folder / "codec")}}
     found, metrics = compared(
-        str(folder / "model"),
+        str(folder / "checkpoint"),
         prompts,
         **codec,
         max_model_len=2048,
