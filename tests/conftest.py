@@ -36,14 +36,6 @@ def _text(words: int, seed: int) -> str:
     return " ".join(picked)
 
 
-@pytest.fixture(autouse=True)
-def float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops in float32, so that decoding is one pass up to rounding; 16-bit products have tests of their own."""
-    # An image for GPUs may lack Numba.
-    with contextlib.suppress(ImportError):
-        monkeypatch.setattr("recalkv.model.cpu.halves.best_products", lambda dtype: 0)
-
-
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """Byte-level BPE tokenizer with the tiny models' vocabulary size."""

@@ -30,7 +30,7 @@ from recalkv.evaluation.reference import reference_output
 from recalkv.evaluation.resources import allocated_mib, peak_device_mib
 from recalkv.evaluation.step_work import StepWork, step_work
 from recalkv.evaluation.timing import Timing, environment
-from recalkv.model.cpu import plan
+from recalkv.model.attention import LatentAttention
 from recalkv.model.families import AttentionGeometry, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.random_models import random_dense, random_latent
@@ -162,8 +162,8 @@ def test_flash_decoding_gets_the_packages_layout(package: str, monkeypatch: pyte
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_wrong_module_is_not_timed(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(module_of(pair("llama-gqa")[1], 0), 32)
-    right = plan._output
-    monkeypatch.setattr(plan, "_output", lambda *given, **named: right(*given, **named).flip(-1))
+    right = LatentAttention._attend
+    monkeypatch.setattr(LatentAttention, "_attend", lambda *given: right(*given).flip(-1))
     monkeypatch.setattr("recalkv.evaluation.attention_step.time_calls", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(CheckpointError, match=r"layer 0, static, 32 tokens: .* differs from its float64 reference"):
         step.measure("static", 1, 1, growing)

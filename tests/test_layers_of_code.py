@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from recalkv.model import cpu
+from recalkv.runtime import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 # Modules of the library, by their dotted names.
@@ -119,9 +119,9 @@ def test_what_decodes_needs_neither_numba_nor_its_folder() -> None:
         import sys
         import warnings
         sys.modules["numba"] = None
-        from recalkv.model import cpu, modeling
+        from recalkv.runtime import cpu
         assert cpu.compiled_loops() is None
-        for name in [name for name in sys.modules if name == "numba" or name.startswith("recalkv.model.cpu.")]:
+        for name in [name for name in sys.modules if name == "numba" or name.startswith("recalkv.runtime.cpu.")]:
             del sys.modules[name]
         cpu.compiled_loops.cache_clear()
         from numba.core import caching
@@ -138,20 +138,20 @@ def test_what_decodes_needs_neither_numba_nor_its_folder() -> None:
 
 
 def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
-    """Numba looks at a function's own file only; others, and constants of rows, are in the name that it is kept by."""
-    for name in ("model/cpu", "cache"):
-        shutil.copytree(ROOT / "recalkv" / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    """Numba looks at a function's own file only; others are in the name that it is kept by."""
+    name = "runtime/cpu"
+    shutil.copytree(ROOT / "recalkv" / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
 
     def kept_as() -> str:
-        spec = importlib.util.spec_from_file_location("loops_of_a_copy", tmp_path / "model/cpu/loops.py")
+        spec = importlib.util.spec_from_file_location("loops_of_a_copy", tmp_path / "runtime/cpu/vectors.py")
         assert spec is not None
         assert spec.loader is not None
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        name: str = module.exponentials._cache._cache_file._index_name
+        name: str = module.called(lambda address: None)._cache._cache_file._index_name
         return name
 
     names = [kept_as(), kept_as()]
-    for name in ("cache/rows.py", "model/cpu/threads.py"):
+    for name in ("runtime/cpu/codes.py", "runtime/cpu/threads.py"):
         with (tmp_path / name).open("a") as file:
             file.write("# changed\n")
         names.append(kept_as())
@@ -167,17 +167,17 @@ def test_who_waits_for_compiled_loops_is_told(
         """Finds no module, after a while."""
 
         def find_spec(self, name: str, *_: object) -> None:
-            if name == "recalkv.model.cpu.plan":
+            if name == "recalkv.runtime.cpu.step":
                 time.sleep(0.3)
 
-    from recalkv.model.cpu import plan
+    from recalkv.runtime.cpu import step
 
     monkeypatch.setattr(cpu, "_PATIENCE", patience)
-    monkeypatch.delattr(cpu, "plan")
-    monkeypatch.delitem(sys.modules, plan.__name__)
+    monkeypatch.delattr(cpu, "step")
+    monkeypatch.delitem(sys.modules, step.__name__)
     monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
-    assert cpu.compiled_loops.__wrapped__().__name__ == plan.__name__
-    assert ("compiling the decoding loops" in capfd.readouterr().err) == (patience < 1)
+    assert cpu.compiled_loops.__wrapped__().__name__ == step.__name__
+    assert ("compiling the codec's loops" in capfd.readouterr().err) == (patience < 1)
 
 
 @pytest.mark.parametrize(

@@ -118,12 +118,6 @@ def test_base_requirements_load_generate_and_compress(
     compressed.save_pretrained(tmp_path / "checkpoint")
     prompt = tiny.windows(1, 12)
     expected = compressed.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()
-    # The loops that were compiled for it are those of the wheel, which would take a minute to compile them again.
-    (own,) = python.parent.parent.glob("lib/python*/site-packages/recalkv/model/cpu")
-    here = ROOT / "recalkv/model/cpu"
-    for path in here.glob("*.py"):
-        shutil.copystat(path, own / path.name)
-    shutil.copytree(here / "__pycache__", own / "__pycache__", dirs_exist_ok=True)
     output = run(
         python,
         f"""

@@ -54,7 +54,7 @@ def why_wrong(layer: Any) -> str | None:
     rope = cos[None, _CACHED:], sin[None, _CACHED:]
     if layer.key_rows is not None and (reason := _packing_is_wrong(layer, z_k[:, :, -1:], z_v[:, :, -1:])):
         return reason
-    expected = layer.o_proj(layer._attend_in_torch(query, cached, rope, None, {}))
+    expected = layer.o_proj(LatentAttention._attend(layer, query, cached, rope, None, {}))
     try:
         found = layer.o_proj(layer._attend(query, cached, rope, None, {}))
         error = float((found - expected).float().abs().max() / expected.float().square().mean().sqrt())

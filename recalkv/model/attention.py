@@ -16,7 +16,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.recent import remember
 from recalkv.model.chained import ChainedRows
-from recalkv.model.cpu import compiled_loops, pack, prompt_layer, unpack, watched
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.norms import epsilon, norm_like, normed
@@ -125,8 +124,6 @@ class LatentAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(geometry.heads)) if geometry.sinks else None
         self.q_norm = norm_like(dense.q_norm) if spec.qk_norm else None
         self.k_norm = norm_like(dense.k_norm) if spec.qk_norm else None
-        # The compiled loops' view of this layer, which they make themselves.
-        self.loops: Any = None
 
     def forward(
         self,
@@ -174,9 +171,9 @@ class LatentAttention(nn.Module):
         """What is cached of latents."""
         if self.key_rows is not None:
             # Packed before the cache, read back from it: new tokens are seen as later ones will see them.
-            z_k = pack(z_k, self.key_rows) if self.feedback is None else self.feedback(z_k)
+            z_k = self.key_rows.pack(z_k) if self.feedback is None else self.feedback(z_k)
         if self.value_rows is not None:
-            z_v = pack(z_v, self.value_rows)
+            z_v = self.value_rows.pack(z_v)
         elif self.joint:
             z_v = z_k[..., :0]
         return z_k, z_v
@@ -203,29 +200,12 @@ class LatentAttention(nn.Module):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """What the output projection reads, (batch, queries, its inputs)."""
-        if query.is_cpu and query.shape[1] == 1 and not watched(query) and (loops := compiled_loops()) is not None:
-            output: Tensor | None = loops.step_output(self, query, cached, mask)
-            if output is not None:
-                return output
-        if (loops := prompt_layer.loops_for(self, query, cached, mask, kwargs)) is not None:
-            return prompt_layer.prompt_attention(self, loops, query, cached, rope, mask)
-        return self._attend_in_torch(query, cached, rope, mask, kwargs)
-
-    def _attend_in_torch(
-        self,
-        query: Tensor,
-        cached: Cached,
-        rope: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """The same without compiled loops."""
         z_k, z_v, seen, offset, fresh, recent = cached
         length, slots = query.shape[1], z_k.shape[2]
         if self.key_rows is not None:
-            z_k = unpack(z_k, self.key_rows, query.dtype)
+            z_k = self.key_rows.unpack(z_k, query.dtype)
         if self.value_rows is not None:
-            z_v = unpack(z_v, self.value_rows, query.dtype)
+            z_v = self.value_rows.unpack(z_v, query.dtype)
         several = recent is not None and length > 1
         if recent is not None and length == 1:
             exact_k, exact_v = self._split(recent)
@@ -302,7 +282,7 @@ class LatentAttention(nn.Module):
 
     @property
     def by_tiles(self) -> bool:
-        """Whether compiled loops and kernels can serve the layer, which go by tiles of slots and groups of heads."""
+        """Whether the kernels can serve the layer, which go by tiles of slots and groups of heads."""
         whole = self.k_norm is not None and self.k_norm.weight.numel() != self.head_dim  # type: ignore[operator,union-attr]
         return self.plain_softmax and not whole and self.slots.uniform
 

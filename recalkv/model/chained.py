@@ -1,13 +1,11 @@
 """Rows of chained latents: each part makes up for the rounding of those before (:mod:`recalkv.method.chain`)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recalkv.cache.rows import RowLayout
-from recalkv.model.cpu import pack_chained
 from recalkv.model.spec import LayerSpec
 
 __all__ = ["ChainedRows"]
@@ -54,8 +52,6 @@ class ChainedRows(nn.Module):
         self.rows, self.widths, self._parts = spec.key_rows, [list(own) for own in spec.parts], _parts(spec)
         for number, widths in enumerate(self.widths):
             self.register_parameter(str(number), nn.Parameter(torch.zeros(sum(widths[:-1]), sum(widths[1:]))))
-        # The compiled loops' view of it, which they make themselves.
-        self.loops: Any = None
 
     def factors(self) -> list[nn.Parameter]:
         """F of all groups."""
@@ -63,10 +59,6 @@ class ChainedRows(nn.Module):
 
     def forward(self, latents: Tensor) -> Tensor:
         """Rows (..., row_bytes) uint8 of latents (..., width)."""
-        return pack_chained(latents, self)
-
-    def packed(self, latents: Tensor) -> Tensor:
-        """The same in plain torch."""
         given = latents.float()
         wanted, pieces = given.clone(), []
         for number, part in enumerate(self._parts):

@@ -2,7 +2,7 @@
 
 One query reads one set of latents, with the exact ones put in their places (:func:`overlaid`). Several have a window
 each, and so read two: rows for what is behind their windows and exact latents within, side by side as slots of one
-softmax, under a mask (:func:`blocks`). On a CPU compiled loops do a prompt's (:mod:`recalkv.model.cpu.prompts`).
+softmax, under a mask (:func:`blocks`).
 """
 
 import functools

@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from recalkv.model.cpu import product
-
 __all__ = ["Reconstruction"]
 
 
@@ -48,4 +46,4 @@ class Reconstruction(nn.Module):
         factors = self()
         parts = latents.split([len(factor) for factor in factors], dim=-1)
         triples = zip(parts, factors, self._reach, strict=True)
-        return torch.cat([product(part[..., :reach], factor[:reach]) for part, factor, reach in triples], dim=-1)
+        return torch.cat([part[..., :reach] @ factor[:reach] for part, factor, reach in triples], dim=-1)
