@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from benchmarks.decode_launches import Operations
 from benchmarks.gpu import kernels, models, smoke
 from benchmarks.gpu.kernels import DenseStep, Latents, fastest, signed
 from benchmarks.gpu.packages import unpack_missing
@@ -22,6 +21,7 @@ from benchmarks.gpu.shapes import DEFAULT, GEOMETRIES, KINDS, LAYOUTS, dense_mod
 from recalkv.evaluation.step_caches import FullCache
 from recalkv.method.methods import resolve_method
 from recalkv.params import CompressionParams
+from tests.launches import Operations
 
 # What they share is made once, and not by every worker.
 pytestmark = pytest.mark.xdist_group("gpu_runs")

@@ -26,8 +26,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 import triton.language as tl
 
-from benchmarks.decode_launches import GEOMETRIES as LAUNCHES
-from benchmarks.decode_launches import step_launches
 from recalkv.kernels import module
 from recalkv.kernels.attention import latent_attention
 from recalkv.kernels.blocks import run_of_tiles
@@ -35,6 +33,8 @@ from recalkv.kernels.launch import ALL_SLOTS, resident_programs, row_alignment
 from recalkv.kernels.module import KernelAttention, use_kernels
 from recalkv.kernels.plan import LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
+from tests.launches import GEOMETRIES as LAUNCHES
+from tests.launches import step_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

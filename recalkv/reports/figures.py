@@ -35,13 +35,11 @@ __all__ = ["PAGES", "TABLES", "look_up", "main", "refreshed", "untagged"]
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "attention": (tables.attention, ("latency",)),
-    "cache-sizes": (tables.cache_sizes, ("scale/cache_sizes",)),
     "dense-beside-compressed": (tables.dense_beside_compressed, ("metrics", "latency")),
     "grid": (tables.grid, ("grids/{}",)),
     "methods": (tables.methods, ("comparison",)),
     "needle": (tables.needle, ("suites/needle",)),
     "parameters": (parameters, ()),
-    "scale": (tables.scale, ("scale/runs/*",)),
     "setting": (tables.setting, ("environment", "metrics")),
     "stages": (tables.stages, ("timings",)),
     "zeroshot": (tables.zeroshot, ("suites/zeroshot-sets", "suites/zeroshot-sets-small")),

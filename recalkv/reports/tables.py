@@ -9,7 +9,6 @@ from typing import Any
 
 __all__ = [
     "STATES",
-    "cache_sizes",
     "decoding",
     "dense_beside_compressed",
     "excess",
@@ -19,7 +18,6 @@ __all__ = [
     "methods",
     "modules",
     "needle",
-    "scale",
     "setting",
     "stages",
     "varied",
@@ -218,27 +216,6 @@ def stages(timings: Mapping[str, Mapping[str, float]]) -> str:
     ]
     lines.append(["all", f"{wall:,.0f}", f"{cpu:,.0f}", f"{peak:,.0f}"])
     return markdown(["stage", "wall, s", "CPU, s", "peak resident, MiB"], lines)
-
-
-def scale(*runs: Mapping[str, Any]) -> str:
-    """Statistics to checkpoint on random weights of real geometries (``benchmarks/scale.py``)."""
-    lines = []
-    for run in runs:
-        own, steps = run["setting"], run["stages"]
-        wall, floor = (sum(step[key] for step in steps) for key in ("wall_seconds", "floor_seconds"))
-        cells = [own["name"], run["machine"]["device"], f"{own['layers']} of {run['geometry']['attention']['layers']}"]
-        cells += [f"{own['samples']} x {own['length']}", f"{wall / own['layers']:.1f}", f"{wall / floor:.1f}"]
-        lines.append([*cells, f"{max(step['peak_resident_mib'] for step in steps):,.0f}"])
-    head = ["geometry", "device", "layers run", "tokens", "s a layer", "/ least work", "peak resident, MiB"]
-    return markdown(head, sorted(lines, key=lambda line: float(line[4])), left=2)
-
-
-def cache_sizes(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Cache of one sequence of 32768 tokens, GiB, by model and kind of cache (``benchmarks/cache_sizes.py``)."""
-    models = sorted(sizes.items(), key=lambda item: max(row["bytes_per_token"] for row in item[1].values()))
-    kinds = sorted(models[0][1], key=lambda kind: -models[0][1][kind]["bytes_per_token"])
-    lines = [[model, *(f"{rows[kind]['gib_at_32768_tokens']:.2f}" for kind in kinds)] for model, rows in models]
-    return markdown(["GiB", *kinds], lines)
 
 
 def _number(name: str) -> int:

@@ -1,11 +1,4 @@
-"""Operations that one decoding step of one attention module asks of the device.
-
-    TRITON_INTERPRET=1 python -m benchmarks.decode_launches
-
-Counts torch's operations that do work (not views and allocations) and launches of the kernels, projections
-and cache included, for 32 heads in 16 groups and for 8 key/value heads in 4. At batch 1 each costs some
-microseconds where no CUDA graph hides it. Needs no GPU: sizes are tiny, the counts are those of any size.
-"""
+"""Operations that one decoding step of one attention module asks of the device: torch's that do work, and launches."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,19 +9,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
-from recalkv.kernels.module import use_kernels, why_not
+from recalkv.kernels.module import use_kernels
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.random_models import random_latent
 from recalkv.model.sizes import ModelSizes
 
-__all__ = ["Operations", "step_launches"]
+__all__ = ["GEOMETRIES", "Operations", "step_launches"]
 
 _CPU = torch.device("cpu")
 
-GEOMETRIES = {
-    "32 heads": ModelSizes("llama", AttentionGeometry(64, 32, 32, 8, 1), 16, 16, 1024),
-    "32 heads, 8 of keys and values": ModelSizes("llama", AttentionGeometry(64, 32, 8, 8, 1), 16, 16, 1024),
-}
+GEOMETRIES = {"32 heads": ModelSizes("llama", AttentionGeometry(64, 32, 32, 8, 1), 16, 16, 1024)}
 
 _FREE = {
     "_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand", "lift_fresh",
@@ -95,20 +85,3 @@ def step_launches(
         with Operations() as operations, _kernel_launches(operations.counts):
             layer(token, rope, mask, past_key_values=cache)
     return +operations.counts
-
-
-def main() -> None:
-    """Print the table."""
-    print(f"{'geometry':<34}{'cache':<10}{'latents':<10}{'path':<9}{'launches':>9}  of these")
-    for name, geometry in GEOMETRIES.items():
-        for static, joint in ((False, True), (True, True), (False, False)):
-            model = random_latent(geometry, 0.5, 2, joint, _CPU, torch.float32)
-            for kernel in ("torch",) if why_not(model) else ("torch", "triton"):
-                counts = step_launches(geometry, kernel, static, joint)
-                most = ", ".join(f"{count} {each}" for each, count in counts.most_common(5))
-                labels = f"{'static' if static else 'growing':<10}{'joint' if joint else 'separate':<10}{kernel:<9}"
-                print(f"{name:<34}{labels}{counts.total():>9}  {most}")
-
-
-if __name__ == "__main__":
-    main()
