@@ -297,10 +297,9 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
     assert spec.joint == (kind.latents in ("joint", "chained"))
     assert all(bool(layer.parts) == (kind.latents == "chained") for layer in spec.layers)
     assert spec.removed >= RATIOS[kind.bits]
-    monkeypatch.setattr("recalkv.model.attention.pack", lambda latents, rows: latents)
-    monkeypatch.setattr("recalkv.model.chained.pack_chained", lambda latents, chain: latents)
-    for module in ("attention", "cpu.prompt_layer"):
-        monkeypatch.setattr(f"recalkv.model.{module}.unpack", lambda packed, rows, dtype: packed)
+    monkeypatch.setattr("recalkv.cache.rows.RowLayout.pack", lambda rows, latents: latents)
+    monkeypatch.setattr("recalkv.model.chained.ChainedRows.forward", lambda chain, latents: latents)
+    monkeypatch.setattr("recalkv.cache.rows.RowLayout.unpack", lambda rows, packed, dtype: packed)
     ids = windows(2, 24, seed=5)
     assert_near(compressed(ids).logits, twin(ids).logits, 1e-4)
 

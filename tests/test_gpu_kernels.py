@@ -92,16 +92,6 @@ def test_packed_beside_a_window_of_exact_latents(name: str, real: bool, dtype: t
     assert Problem(case).error() < TYPES[dtype]
 
 
-@EVERY
-def test_packed_and_rebuilt_by_products_of_8_bit_numbers(name: str, real: bool, dtype: torch.dtype) -> None:
-    problem = Problem(sized(name, real, dtype=dtype, segments=_segments(UNIFORM_CODES[8]), int8=True))
-    for up in problem.ups:
-        scale = up.double().abs().amax(dim=0) / 127
-        up.copy_((up.double() / scale).round() * scale)
-    # R_k is rounded twice, to 8 bits from the type that its rounded values are stored in.
-    assert problem.error() < 2 * TYPES[dtype]
-
-
 @torch.no_grad()
 def tokens_of(model: Any, step: Any, ids: Tensor, count: int) -> list[Tensor]:
     """Greedy tokens over a static cache of more slots than are used."""

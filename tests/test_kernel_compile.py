@@ -11,11 +11,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 from recalkv.kernels.compile_gate import CONFIGURATIONS, Compiled, faults, main
 
 ALL = [configuration.name for configuration in CONFIGURATIONS]
-# Of every kernel one, plain, packed beside a window, 8-bit and in one pass.
+# Of every kernel one, plain, packed beside a window, and in one pass.
 SOME = [
     "mistral-7b joint s=2 70%",
     "mistral-7b joint s=2 packed, exact window",
-    "llama-2-7b joint s=2 int8",
     "llama-2-7b joint s=2 50%, all direct",
     "llama-2-7b joint s=2 70%, one pass",
     "mistral-7b joint s=2 70%, paged",

@@ -73,7 +73,6 @@ class Case:
     spare_slots: int = 0
     exact: int = 0
     value_up: bool = True
-    int8: bool = False
 
 
 def rotate(states: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
@@ -151,7 +150,7 @@ class Problem:
         values = joined([up.to(DEVICE) for up in self.value_ups]) if self.value_ups else None
         plan = LayerPlan(
             keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, case.head_dim, 232_448,
-            self.layouts[0], None if case.joint else self.layouts[1], case.int8,
+            self.layouts[0], None if case.joint else self.layouts[1],
         )  # fmt: skip
         z_k, z_v = (rows.to(DEVICE) for rows in self.rows)
         seen: Any = self.first + case.queries
@@ -275,20 +274,6 @@ def test_left_padding_and_empty_slots_of_a_static_cache(queries: int) -> None:
     problem.z_k[hidden], problem.z_v[hidden] = math.nan, math.nan
     for ours, reference in zip(problem.by_kernels(), expected, strict=True):
         torch.testing.assert_close(ours.double(), reference, atol=2e-6, rtol=2e-5)
-
-
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("rank", [24, 83])
-def test_keys_from_products_of_8_bit_numbers(rank: int, group: int) -> None:
-    """Exact but for the rounding of R_k, which the reference has as well."""
-    segments = _segments(UNIFORM_CODES[8])
-    case = Case(kv_heads=2, query_heads=4, key_group=group, key_rank=rank, joint=True, segments=segments, int8=True)
-    problem = Problem(case)
-    assert problem.error() > 1e-4
-    for up in problem.ups:
-        scale = up.abs().amax(dim=0) / 127
-        up.copy_((up / scale).round() * scale)
-    assert problem.error() < 3e-6
 
 
 def test_a_row_that_may_see_nothing_is_zero() -> None:
@@ -484,30 +469,6 @@ def test_new_factors_are_seen() -> None:
     assert not torch.allclose(before, changed, atol=1e-2)
 
 
-@torch.no_grad()
-def test_8_bit_products_follow_the_factors() -> None:
-    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", bits=8, ratio=0.6, layers=1)
-    model, ids = model.to(DEVICE), tiny.windows(1, 20)
-    layer = model.model.layers[0].self_attn
-    for _ in range(2):
-        exact, rounded = last_logits(model, ids), last_logits(use_kernels(model, int8=True), ids)
-        assert layer._layer_plan().key_factors.dtype == torch.int8
-        assert 0 < float((rounded - exact).abs().max() / exact.abs().max()) < 0.05
-        for up in layer.key_up:
-            up.mul_(-1.0)
-        assert float((last_logits(model, ids) - rounded).abs().max()) > 1e-2
-        use_kernels(model, "torch")
-
-
-@torch.no_grad()
-def test_8_bit_products_are_not_for_windows_of_exact_latents(counted: list[int]) -> None:
-    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", bits=8, ratio=0.6, exact_window=5, layers=1)
-    model, ids = model.to(DEVICE), tiny.windows(1, 20)
-    expected = last_logits(model, ids)
-    torch.testing.assert_close(last_logits(use_kernels(model, int8=True), ids), expected, atol=1e-5, rtol=1e-5)
-    assert counted == [1]
-
-
 def test_written_and_moved_factors_are_seen() -> None:
     _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", values="absorbed")
     layer = use_kernels(model.to(DEVICE)).model.layers[0].self_attn
@@ -635,7 +596,6 @@ PAGED = {
     "joint": Case(kv_heads=4, query_heads=4, joint=True),
     "joint packed": Case(kv_heads=2, query_heads=4, joint=True, segments=_segments(CODES[0], UNIFORM_CODES[3])),
     "separate packed": Case(kv_heads=2, query_heads=4, segments=_segments(UNIFORM_CODES[4])),
-    "8-bit products": Case(kv_heads=2, query_heads=4, joint=True, segments=_segments(UNIFORM_CODES[8]), int8=True),
     "bias and norm": Case(kv_heads=2, query_heads=2, bias=True, norm=True),
 }
 
@@ -659,7 +619,7 @@ def test_block_tables_give_what_whole_sequences_give(name: str, window: int | No
     values = joined([up.to(DEVICE) for up in problem.value_ups])
     plan = LayerPlan(
         keys, values, problem.key_ranks, problem.key_heads, problem.value_ranks, problem.value_heads, case.head_dim,
-        232_448, problem.layouts[0], None if case.joint else problem.layouts[1], case.int8,
+        232_448, problem.layouts[0], None if case.joint else problem.layouts[1],
     )  # fmt: skip
     rotary, query = TileRotary(problem.rotary), problem.query.to(DEVICE).transpose(1, 2)
     rows = [part.to(DEVICE) for part in problem.rows]

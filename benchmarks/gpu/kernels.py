@@ -241,9 +241,7 @@ class Latents:
     def ways(self) -> list["Latents"]:
         """All ways of the kernels that may serve them."""
         bits, joint = KINDS[self.kind].bits, LAYOUTS[self.layout].joint
-        further = (
-            ["int8"] if bits == 8 else ["one pass"] if bits == 16 and joint and "qwen3" not in self.geometry else []
-        )
+        further = ["one pass"] if bits == 16 and joint and "qwen3" not in self.geometry else []
         return [dataclasses.replace(self, way=way) for way in ("two passes", *further)]
 
     @functools.cache  # noqa: B019  (as few as there are steps)
@@ -252,7 +250,7 @@ class Latents:
         model = latent_model(self.geometry, self.layout, self.kind, setting)
         for layer in model.model.layers:
             layer.self_attn.one_pass = self.way == "one pass"
-        use_kernels(model, "triton", int8=self.way == "int8")
+        use_kernels(model, "triton")
         plain = use_kernels(copy.deepcopy(model), "torch")
         return model.model.layers[0].self_attn, plain.model.layers[0].self_attn, model.model.rotary_emb
 
@@ -334,7 +332,7 @@ def _error(latents: Latents, calls: Sequence[Any], reference: Any, setting: Sett
         return None
     expected = reference()
     error = float((output - expected).abs().max() / expected.abs().max())
-    limit = max(_TOLERANCE[setting.dtype], 3e-2 if latents.way == "int8" else 0.0)
+    limit = _TOLERANCE[setting.dtype]
     if not error <= limit:
         emit(what="wrong", error=f"{error:.3g}", failed=[f"{latents}: off by {error:.3g}, limit {limit}"])
         return None

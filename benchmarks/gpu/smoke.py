@@ -23,7 +23,7 @@ MODULES = ("recalkv", "recalkv.kernels.module", "recalkv.kernels.attention", "re
            "recalkv.compression", "tests.conftest")  # fmt: skip
 COMPILED = (
     "mistral-7b joint s=2 70%", "mistral-7b joint s=2 packed, exact window",
-    "llama-2-7b joint s=2 int8", "llama-2-7b joint s=2 50%, one pass",
+    "llama-2-7b joint s=2 50%, one pass",
 )  # fmt: skip
 """Configurations of ``recalkv.kernels.compile_gate``: of every kernel one."""
 
@@ -64,10 +64,6 @@ def _ceilings(setting: Setting, emit: Emit) -> None:
     half = torch.randn(2, side, side, device=setting.device).to(torch.bfloat16)
     seconds = time([lambda: half[0] @ half[1]]).median
     emit(what="bfloat16 product", tflop_per_s=2 * side**3 / seconds / 1e12, side=side)
-    codes = torch.randint(-127, 128, (2, side, side), dtype=torch.int8, device=setting.device)
-    right = codes[1].t().contiguous().t()  # int8 products want the second factor by columns
-    seconds = time([lambda: torch._int_mm(codes[0], right)]).median
-    emit(what="int8 product", tflop_per_s=2 * side**3 / seconds / 1e12, side=side)
 
 
 def _tests(setting: Setting, emit: Emit, *arguments: str, before: tuple[str, ...] = (), marked: bool = True) -> None:

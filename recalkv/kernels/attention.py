@@ -124,7 +124,7 @@ def latent_attention(
     call: Any = _operator if compiling else _decode
     result: Tensor = call(
         query, z_k, z_v, mask, *where, pages, window, recent,
-        plan.key_factors, plan.key_table, plan.key_scales, plan.value_up, plan.value_table, step.blocks,
+        plan.key_up, plan.key_table, plan.value_up, plan.value_table, step.blocks,
         None if keys is None else keys.places, None if keys is None else keys.words,
         None if values is None else values.places, None if values is None else values.words,
         key_bias, norm, epsilon, anchors, offsets, scaling,
@@ -139,7 +139,7 @@ def latent_attention(
 def _decode(
     query: Tensor, z_k: Tensor, z_v: Tensor | None, mask: Tensor | None, seen: Tensor, behind: int,
     pages: Tensor | None, window: int, recent: Tensor | None,
-    key_up: Tensor, key_table: Tensor, key_scales: Tensor | None,
+    key_up: Tensor, key_table: Tensor,
     value_up: Tensor | None, value_table: Tensor, blocks: Tensor,
     key_places: Tensor | None, key_words: Tensor | None, value_places: Tensor | None, value_words: Tensor | None,
     key_bias: Tensor | None, key_norm: Tensor | None, epsilon: float, anchors: Tensor, offsets: Tensor,
@@ -165,7 +165,7 @@ def _decode(
         "BLOCK_N": tile, "ALIGN": row_alignment(z_k, key_alignment), "UP_ALIGN": up_alignment,
         "HAS_BIAS": key_bias is not None, "HAS_NORM": key_norm is not None,
         "MASK": 2 if mask is not None else 1 if queries > 1 else 0, "PACKED": key_places is not None,
-        "UPCAST": interpreted, "INT8": key_scales is not None, "PAGE": page, "EXACT": exact_k is not None,
+        "UPCAST": interpreted, "PAGE": page, "EXACT": exact_k is not None,
         "num_warps": warps, "num_stages": STAGES,
     }  # fmt: skip
     value_constants: dict[str, Any] = {
@@ -195,7 +195,7 @@ def _decode(
             seen if key_norm is None else key_norm, anchors, offsets, seen if mask is None else mask, seen,
             seen if pages is None else pages, logits, key_table, seen if key_places is None else key_places,
             seen if key_words is None else key_words,
-            seen if key_scales is None else key_scales, seen if exact_k is None else exact_k,
+            seen if exact_k is None else exact_k,
             z_k.stride(0), z_k.stride(1), 0 if mask is None else mask.stride(0),
             0 if mask is None else mask.stride(2), logits_stride, 0 if key_places is None else key_places.shape[1],
             seen_stride, pages_stride, *exact_numbers, behind, window, scaling * _LOG2_E, epsilon, **score_constants,

@@ -7,7 +7,7 @@ read as they are. Everything elementwise is float32; products take the latents' 
 import triton
 import triton.language as tl
 
-__all__ = ["head_row", "load_codes", "load_latents", "load_up", "run_of_tiles", "slot_places", "turned_pairs"]
+__all__ = ["head_row", "load_latents", "load_up", "run_of_tiles", "slot_places", "turned_pairs"]
 
 # The interpreter multiplies bfloat16 wrongly and without a word; UPCAST makes products float32 there.
 
@@ -85,14 +85,6 @@ def slot_places(
 
 
 @triton.jit
-def load_codes(base, slots_ok, columns, columns_ok, slot_offsets):
-    """8-bit codes (slots, columns) of one sequence from rows of bytes, less 128; zero where there is nothing."""
-    ok = slots_ok[:, None] & columns_ok[None, :]
-    codes = tl.load(base + slot_offsets[:, None] + columns[None, :], mask=ok, other=128)
-    return (codes ^ 128).to(tl.int8, bitcast=True)
-
-
-@triton.jit
 def head_row(heads_ptr, head, ALIGN: tl.constexpr, UP_ALIGN: tl.constexpr):
     """Row of a table of heads: first column, rank, start of the head's block of R and the row stride there.
 
@@ -114,14 +106,8 @@ def turned_pairs(left, right, angles_ptr, angles_ok, HALF: tl.constexpr, SIGN: t
 
 
 @triton.jit
-def load_up(
-    up_ptr, start, stride, columns, columns_ok, places, places_ok, UPCAST: tl.constexpr, INT8: tl.constexpr = False,
-):  # fmt: skip
+def load_up(up_ptr, start, stride, columns, columns_ok, places, places_ok, UPCAST: tl.constexpr):
     """A block of one head's R, (columns, places)."""
-    if INT8:
-        # Tensor cores take 8-bit factors with the summed index running first.
-        offsets = start + places[:, None] * stride + columns[None, :]
-        return tl.trans(tl.load(up_ptr + offsets, mask=places_ok[:, None] & columns_ok[None, :], other=0))
     offsets = start + columns[:, None] * stride + places[None, :]
     block = tl.load(up_ptr + offsets, mask=columns_ok[:, None] & places_ok[None, :], other=0.0)
     if UPCAST:

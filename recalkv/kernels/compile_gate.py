@@ -76,7 +76,6 @@ class Configuration:
     norm: bool = False
     bias: bool = False
     fused: bool = False
-    int8: bool = False
     direct: int | None = None
     functions: int = 4
     page: int = 0
@@ -134,11 +133,6 @@ CONFIGURATIONS = (
     Configuration("mistral-7b joint s=2 packed", 128, 4, 256, 256, 2, packed=True),
     Configuration("llama-2-7b joint s=2 packed, exact window", 128, 1, 256, 256, 2, packed=True, exact=True),
     Configuration("mistral-7b joint s=2 packed, exact window", 128, 4, 256, 256, 2, packed=True, exact=True),
-    Configuration("llama-2-7b joint s=2 int8", 128, 1, 256, 256, 2, packed=True, int8=True),
-    Configuration("llama-2-7b s=4 70% int8", 128, 1, 160, 1232, 32, packed=True, int8=True),
-    Configuration("mistral-7b joint s=2 int8", 128, 4, 256, 256, 2, packed=True, int8=True),
-    Configuration("llama-2-7b joint s=1 70% int8", 128, 1, 80, 80, 1, packed=True, int8=True),
-    Configuration("rank 16 int8", 128, 4, 16, 16, 1, packed=True, int8=True),
     Configuration("head dimension 256", 256, 2, 256, 256, 1),
     Configuration("any rank", 128, 1, 154, 307, 8, fused=True),
     # One pass in the identity gauge.
@@ -258,16 +252,14 @@ def _pack(c: Configuration) -> Launch:
 def _scores(c: Configuration, architecture: int) -> Launch:
     rows = c.rows
     half = c.head_dim // 2
-    element = 1 if c.int8 else 2
-    launch = scores_launch(c.key_rank, c.head_dim, rows, element, c.packed and not c.int8, SHARED_LIMITS[architecture])
+    launch = scores_launch(c.key_rank, c.head_dim, rows, 2, c.packed, SHARED_LIMITS[architecture])
     table = "*i32" if c.packed else "*i64"
     codes = "*fp32" if c.packed else "*i64"
     pointers = {
-        "query_ptr": f"*{c.dtype}", "latent_ptr": c.latent, "up_ptr": "*i8" if c.int8 else f"*{c.dtype}",
+        "query_ptr": f"*{c.dtype}", "latent_ptr": c.latent, "up_ptr": f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "norm_ptr": f"*{c.dtype}" if c.norm else "*i64",
         "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "pages_ptr": c.pages,
         "logits_ptr": "*fp32", "heads_ptr": "*i32", "columns_ptr": table, "words_ptr": codes,
-        "scales_ptr": "*fp32" if c.int8 else "*i64",
     }  # fmt: skip
     numbers = {
         "latent_batch_stride": "i64", "latent_slot_stride": "i32", "mask_batch_stride": "i32",
@@ -280,9 +272,9 @@ def _scores(c: Configuration, architecture: int) -> Launch:
         "HALF": half, "BLOCK_H": max(16, triton.next_power_of_2(half)), "RANK_A": launch.rank_first,
         "RANK_B": launch.rank_second, "RESIDENT": launch.resident, "BLOCK_N": launch.tile,
         "ALIGN": 1 if c.packed else math.gcd(16, c.key_rank),
-        "UP_ALIGN": math.gcd(16, c.key_rank if c.int8 else c.head_dim), "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
+        "UP_ALIGN": math.gcd(16, c.head_dim), "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
         "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
-        "INT8": c.int8, "PAGE": c.page, "EXACT": c.exact,
+        "PAGE": c.page, "EXACT": c.exact,
     }  # fmt: skip
     types = pointers | numbers | c.exact_types
     return "scores", scores_kernel, types, constants, launch.warps, STAGES

@@ -54,15 +54,14 @@ class KernelAttention(LatentAttention):
     _plan: LayerPlan | None = None
     _plan_of: list[int] = []  # noqa: RUF012  (replaced, never changed)
     _slots: int = 0
-    _int8: bool = False
     one_pass: bool = True
     _joint: "JointTables | None" = None
     _packing: "Sequence[PackingTables]" = ()
     tile_rotary: TileRotary
 
-    def prepare(self, rotary: TileRotary, slots: int, int8: bool = False) -> None:
+    def prepare(self, rotary: TileRotary, slots: int) -> None:
         """Make whatever single queries over so many slots need, as compiled models cannot make it themselves."""
-        self.tile_rotary, self._plan, self._slots, self._int8 = rotary, None, slots, int8
+        self.tile_rotary, self._plan, self._slots = rotary, None, slots
         step = self._layer_plan().step(self.num_key_value_groups)
         for tile in {step.launch.tile, JOINT_TILE}:
             rotary.tables(tile, slots, self.k_proj.weight.device)
@@ -71,7 +70,7 @@ class KernelAttention(LatentAttention):
         """Follow the weights to another device or type."""
         super()._apply(fn, recurse)
         if self._plan is not None:
-            self.prepare(self.tile_rotary, self._slots, self._int8)
+            self.prepare(self.tile_rotary, self._slots)
         return self
 
     def _attend(
@@ -129,7 +128,7 @@ class KernelAttention(LatentAttention):
         return all(self.tile_rotary.has(tile, slots, device) for tile in tiles)
 
     def _layer_plan(self) -> LayerPlan:
-        """Made once, and again when a factor stands elsewhere or its 8-bit copy is out of date."""
+        """Made once, and again when a factor stands elsewhere or what one pass copies of it is out of date."""
         if torch.compiler.is_compiling():
             assert self._plan is not None
             return self._plan
@@ -142,8 +141,7 @@ class KernelAttention(LatentAttention):
             limit = shared_limit(keys.device)
             self._plan = LayerPlan(
                 keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, self.head_dim,
-                limit, self.key_rows, self.value_rows, self._int8 and not self.exact_window,
-                self.spec.key_reach,
+                limit, self.key_rows, self.value_rows, self.spec.key_reach,
             )  # fmt: skip
             self._packing = self._packing_tables(keys.device)
             self._joint = None
@@ -187,8 +185,7 @@ class KernelAttention(LatentAttention):
         return self.one_pass and self.joint and self.key_rows is None and self.k_norm is None
 
     def _state(self, value_up: Sequence[Tensor]) -> list[int]:
-        copied = self._int8 or self._may_take_one_pass
-        versions = [up._version for up in self.key_up] if copied else []
+        versions = [up._version for up in self.key_up] if self._may_take_one_pass else []
         feedback = [] if self.feedback is None else self.feedback.factors()
         return [up.data_ptr() for up in (*self.key_up, *value_up, *feedback)] + versions
 
@@ -236,7 +233,7 @@ def choose_kernels(model: Any, kernel: str) -> None:
         use_kernels(model, kernel)
 
 
-def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
+def use_kernels(model: Any, kernel: str = "triton") -> Any:
     """Choose how a compressed model decodes; returns the model.
 
     Parameters
@@ -247,10 +244,6 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
         ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can, get a
         trial step right (:mod:`recalkv.kernels.trial`) and are not slow, as in float32 on a GPU, and says in one
         warning why not; ``torch`` goes back to plain torch.
-    int8
-        In layers that cache 8-bit codes and nothing else (``compression.bits`` 8, ``exact_window`` 0), rebuild keys by
-        products of 8-bit numbers: R_k is rounded to 8 bits with one scale per column
-        (``benchmarks.int8_reconstruction`` has what that costs).
 
     Raises
     ------
@@ -268,7 +261,7 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
         weight = next(module for module in model.modules() if isinstance(module, LatentAttention)).k_proj.weight
         reason = why_not_best(weight.device, weight.dtype)
         kernel = kernel if reason is None else "torch"
-    _install(model, kernel, int8)
+    _install(model, kernel)
     if kernel == "auto":
         from recalkv.kernels.trial import why_wrong
 
@@ -283,7 +276,7 @@ def use_kernels(model: Any, kernel: str = "triton", int8: bool = False) -> Any:
     return model
 
 
-def _install(model: Any, kernel: str, int8: bool = False) -> None:
+def _install(model: Any, kernel: str) -> None:
     rotaries: dict[int, TileRotary] = {}
     for module in model.modules():
         if isinstance(module, LatentAttention):
@@ -295,4 +288,4 @@ def _install(model: Any, kernel: str, int8: bool = False) -> None:
                 if id(module.slots) not in rotaries:
                     rotaries[id(module.slots)] = TileRotary(module.slots)
                 rotary = rotaries[id(module.slots)]
-                module.prepare(rotary, min(model.config.max_position_embeddings, _PREPARED_SLOTS), int8)
+                module.prepare(rotary, min(model.config.max_position_embeddings, _PREPARED_SLOTS))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.cache.codebooks import UNIFORM_CODES, words
-from recalkv.cache.rows import RowLayout, Segment
+from recalkv.cache.codebooks import words
+from recalkv.cache.rows import RowLayout
 from recalkv.model.identity import LEAST_PAIRS
 
 __all__ = [
@@ -375,9 +375,6 @@ class LayerPlan:
         Bytes of shared memory that a program may have.
     key_rows, value_rows
         Layout of packed rows, where latents are quantised.
-    int8
-        Rebuild keys by products of 8-bit numbers where each group's latents are 8-bit codes. R_k is then a copy,
-        with one scale per column.
     key_reach
         Latents of each group that keys are rebuilt of, the first ones; all without it.
     """
@@ -394,7 +391,6 @@ class LayerPlan:
         shared_limit: int,
         key_rows: RowLayout | None = None,
         value_rows: RowLayout | None = None,
-        int8: bool = False,
         key_reach: Sequence[int] | None = None,
     ) -> None:
         device, reach = key_up.device, list(key_ranks if key_reach is None else key_reach)
@@ -402,15 +398,8 @@ class LayerPlan:
         self.key_up, self.value_up = key_up, value_up
         self.value_ranks, self.value_heads = list(value_ranks), list(value_heads)
         keys, values = [], []
-        self.int8 = (
-            int8
-            and key_rows is not None
-            and key_rows.segments == [Segment(rank, *UNIFORM_CODES[8]) for rank in key_ranks]
-        )
-        for read, (rank, heads, start, column) in zip(reach, groups_of(key_ranks, key_heads, head_dim), strict=True):
-            # 8-bit factors stand transposed, head after head.
-            step, stride = (rank * head_dim, rank) if self.int8 else (head_dim, heads * head_dim)
-            keys += [[column, read, start + head * step, stride] for head in range(heads)]
+        for read, (_, heads, start, column) in zip(reach, groups_of(key_ranks, key_heads, head_dim), strict=True):
+            keys += [[column, read, start + head * head_dim, heads * head_dim] for head in range(heads)]
         before = 0
         for rank, heads, start, _ in groups_of(value_ranks, value_heads, head_dim):
             values += [[before + head * rank, rank, start + head * head_dim, heads * head_dim] for head in range(heads)]
@@ -422,9 +411,6 @@ class LayerPlan:
         self.key_alignment = 1 if packed else alignment(itertools.chain(*(each[:2] for each in keys)))
         self.up_alignment = alignment(itertools.chain(*(each[2:] for each in keys)))
         self.value_alignment = alignment(itertools.chain(*values))
-        self.key_factors, self.key_scales = key_up, None
-        if self.int8:
-            self.key_factors, self.key_scales = _int8_factors(key_up, key_ranks, key_heads, head_dim)
         self.key_columns = None if key_rows is None else PackedColumns(key_rows, device)
         self.value_columns = None if value_rows is None else PackedColumns(value_rows, device)
         self.nothing = torch.zeros(1, dtype=torch.int64, device=device)
@@ -441,25 +427,12 @@ class LayerPlan:
             blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head, self._packed)
             numbers = [number for block in blocks for number in block[:2]]
             aligned = 1 if self._packed else alignment([*numbers, sum(self.value_ranks)])
-            element, unpacked = self.key_factors.element_size(), self._packed and not self.int8
-            launch = scores_launch(self.rank, self.head_dim, rows_per_head, element, unpacked, self._shared_limit)
+            element = self.key_up.element_size()
+            launch = scores_launch(self.rank, self.head_dim, rows_per_head, element, self._packed, self._shared_limit)
             with torch.inference_mode(False):
                 table = torch.tensor(blocks, dtype=torch.int32, device=self.key_up.device)
             self._steps[rows_per_head] = Step(launch, table, rows, columns, aligned)
         return self._steps[rows_per_head]
-
-
-def _int8_factors(key_up: Tensor, ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> tuple[Tensor, Tensor]:
-    """R_k in 8 bits, transposed, all heads in one buffer; and (2, kv heads, d_h) scales and half sums of columns."""
-    codes, scales, halves = [], [], []
-    for rank, own, start, _ in groups_of(ranks, heads, head_dim):
-        columns = key_up[start : start + rank * own * head_dim].view(rank, -1).mT.float()
-        scale = columns.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / 127
-        rounded = (columns / scale).round()
-        codes.append(rounded.to(torch.int8).flatten())
-        scales.append(scale[:, 0])
-        halves.append(rounded.sum(dim=1) / 2)
-    return torch.cat(codes), torch.stack([torch.cat(scales), torch.cat(halves)])
 
 
 def groups_of(ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> Iterator[tuple[int, int, int, int]]:

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from recalkv.kernels.blocks import (
     head_row,
-    load_codes,
     load_latents,
     load_up,
     run_of_tiles,
@@ -18,14 +17,6 @@ from recalkv.kernels.blocks import (
 )
 
 __all__ = ["scores_kernel"]
-
-
-@triton.jit
-def _scaled(sums, size, scales_ptr, half_sums_at, places_ok):
-    """Keys from sums of products of codes: (slots, places) int32 to float32."""
-    scale = tl.load(scales_ptr, mask=places_ok, other=0.0)[None, :]
-    half = tl.load(scales_ptr + half_sums_at, mask=places_ok, other=0.0)[None, :]
-    return (sums.to(tl.float32) + half) * scale * size
 
 
 # What changes while a sequence grows must not be compiled in.
@@ -38,13 +29,13 @@ def _scaled(sums, size, scales_ptr, half_sums_at, places_ok):
 )  # fmt: skip
 def scores_kernel(
     query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, pages_ptr,
-    logits_ptr, heads_ptr, columns_ptr, words_ptr, scales_ptr, exact_ptr, latent_batch_stride, latent_slot_stride,
+    logits_ptr, heads_ptr, columns_ptr, words_ptr, exact_ptr, latent_batch_stride, latent_slot_stride,
     mask_batch_stride, mask_query_stride, logits_stride, table_width, seen_stride, pages_stride,
     exact_batch_stride, exact_stride, exact_count, behind, window, scaling, eps,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     RANK_A: tl.constexpr, RANK_B: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, UP_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
-    PACKED: tl.constexpr, UPCAST: tl.constexpr, INT8: tl.constexpr, PAGE: tl.constexpr,
+    PACKED: tl.constexpr, UPCAST: tl.constexpr, PAGE: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """Scores of one key/value head's queries against a run of tiles, in units of log 2.
@@ -70,11 +61,8 @@ def scores_kernel(
         Unused with MASK 0 (every slot that is seen) and 1 (causal); with 2 a boolean (batch, QUERIES, slots).
     logits_ptr : (batch, kv heads, ROWS, logits_stride) float32
         Minus infinity where masked; not written behind the last query.
-    scales_ptr : (2, kv heads, 2 HALF) float32
-        With INT8, where latents are packed in one run of 8-bit codes per group and R_k is int8: scale of each of
-        its columns, and half the sum of its codes, as the middle of the latents' codes lies between two.
     exact_ptr : (batch, exact_count, columns)
-        With EXACT, for one query and packed latents, neither RESIDENT nor INT8: the last ``exact_count`` slots are read
+        With EXACT, for one query and packed latents, not RESIDENT: the last ``exact_count`` slots are read
         from here. What stands before the first slot is never read.
     ALIGN, UP_ALIGN
         Divide the first two entries of ``heads_ptr`` and the latents' strides, and the last two entries: how many
@@ -83,7 +71,7 @@ def scores_kernel(
         Powers of two that cover the ranks. With RESIDENT R_k stays in registers or shared memory for the
         whole run, in blocks of these sizes; otherwise it is read again for each tile, RANK_A rows at a time.
     """
-    tl.static_assert(not EXACT or (QUERIES == 1 and not RESIDENT and not INT8))
+    tl.static_assert(not EXACT or (QUERIES == 1 and not RESIDENT))
     run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     first_column, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN, UP_ALIGN)
@@ -92,12 +80,6 @@ def scores_kernel(
     first_exact = seen - exact_count
     exact_ptr += batch.to(tl.int64) * exact_batch_stride
     kind = up_ptr.dtype.element_ty
-    SUMS: tl.constexpr = tl.int32 if INT8 else tl.float32  # noqa: N806  (a constant)
-    if INT8:
-        first_byte = tl.load(columns_ptr + first_column)
-        level_at = tl.load(columns_ptr + 3 * table_width + first_column)
-        # The levels of 8-bit codes are uniform.
-        code_step = tl.load(words_ptr + 1) - tl.load(words_ptr)
     places = tl.arange(0, BLOCK_H)
     places_ok = places < HALF
     rows = tl.arange(0, BLOCK_M)
@@ -116,17 +98,17 @@ def scores_kernel(
     query_left, query_right = turned_pairs(query_left, query_right, own_tile, query_ok, HALF, 1)
     own_place = offset_ptr + (own_slot % BLOCK_N)[:, None] * (2 * HALF) + places[None, :]
     query_left, query_right = turned_pairs(query_left, query_right, own_place, query_ok, HALF, 1)
-    up_right = up_start + HALF * (up_stride if INT8 else 1)
+    up_right = up_start + HALF
     columns_a = tl.arange(0, RANK_A)
     ok_a = columns_a < rank
     if RESIDENT:
-        up_left_a = load_up(up_ptr, up_start, up_stride, columns_a, ok_a, places, places_ok, UPCAST, INT8)
-        up_right_a = load_up(up_ptr, up_right, up_stride, columns_a, ok_a, places, places_ok, UPCAST, INT8)
+        up_left_a = load_up(up_ptr, up_start, up_stride, columns_a, ok_a, places, places_ok, UPCAST)
+        up_right_a = load_up(up_ptr, up_right, up_stride, columns_a, ok_a, places, places_ok, UPCAST)
         if RANK_B > 0:
             columns_b = RANK_A + tl.arange(0, RANK_B)
             ok_b = columns_b < rank
-            up_left_b = load_up(up_ptr, up_start, up_stride, columns_b, ok_b, places, places_ok, UPCAST, INT8)
-            up_right_b = load_up(up_ptr, up_right, up_stride, columns_b, ok_b, places, places_ok, UPCAST, INT8)
+            up_left_b = load_up(up_ptr, up_start, up_stride, columns_b, ok_b, places, places_ok, UPCAST)
+            up_right_b = load_up(up_ptr, up_right, up_stride, columns_b, ok_b, places, places_ok, UPCAST)
     in_tile = tl.arange(0, BLOCK_N)
     first_tile, end_tile = run_of_tiles(seen, first_slot, run, tl.num_programs(0), BLOCK_N)
     for tile in range(first_tile, end_tile):
@@ -135,51 +117,35 @@ def scores_kernel(
         slot_offsets = slot_places(
             pages_ptr, pages_stride, batch, slot, slot_ok, latent_batch_stride, latent_slot_stride, PAGE, ALIGN
         )
-        left = tl.zeros((BLOCK_N, BLOCK_H), dtype=SUMS)
-        right = tl.zeros((BLOCK_N, BLOCK_H), dtype=SUMS)
+        left = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+        right = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
         if RESIDENT:
-            if INT8:
-                latents = load_codes(latent_ptr + first_byte, slot_ok, columns_a, ok_a, slot_offsets)
-            else:
-                latents = load_latents(
-                    latent_ptr, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, words_ptr,
+            latents = load_latents(
+                latent_ptr, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, words_ptr,
+                table_width, PACKED, UPCAST, kind,
+            )  # fmt: skip
+            left = tl.dot(latents, up_left_a, left, input_precision="ieee")
+            right = tl.dot(latents, up_right_a, right, input_precision="ieee")
+            if RANK_B > 0:
+                latents_b = load_latents(
+                    latent_ptr, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, words_ptr,
                     table_width, PACKED, UPCAST, kind,
                 )  # fmt: skip
-            left = tl.dot(latents, up_left_a, left, input_precision="ieee", out_dtype=SUMS)
-            right = tl.dot(latents, up_right_a, right, input_precision="ieee", out_dtype=SUMS)
-            if RANK_B > 0:
-                if INT8:
-                    latents_b = load_codes(latent_ptr + first_byte, slot_ok, columns_b, ok_b, slot_offsets)
-                else:
-                    latents_b = load_latents(
-                        latent_ptr, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, words_ptr,
-                        table_width, PACKED, UPCAST, kind,
-                    )  # fmt: skip
-                left = tl.dot(latents_b, up_left_b, left, input_precision="ieee", out_dtype=SUMS)
-                right = tl.dot(latents_b, up_right_b, right, input_precision="ieee", out_dtype=SUMS)
+                left = tl.dot(latents_b, up_left_b, left, input_precision="ieee")
+                right = tl.dot(latents_b, up_right_b, right, input_precision="ieee")
         else:
             for start in range(0, rank, RANK_A):
                 columns = start + columns_a
                 ok = columns < rank
-                if INT8:
-                    latents = load_codes(latent_ptr + first_byte, slot_ok, columns, ok, slot_offsets)
-                else:
-                    latents = load_latents(
-                        latent_ptr, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, words_ptr,
-                        table_width, PACKED, UPCAST, kind, EXACT, exact_ptr, exact_stride, slot - first_exact,
-                        (tile + 1) * BLOCK_N > first_exact,
-                    )  # fmt: skip
-                block = load_up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
-                left = tl.dot(latents, block, left, input_precision="ieee", out_dtype=SUMS)
-                block = load_up(up_ptr, up_right, up_stride, columns, ok, places, places_ok, UPCAST, INT8)
-                right = tl.dot(latents, block, right, input_precision="ieee", out_dtype=SUMS)
-        if INT8:
-            level = tl.load(latent_ptr + level_at + slot_offsets, mask=slot_ok, other=0).to(tl.float32)
-            size = (tl.exp2((level - 128.0) * 0.125) * code_step)[:, None]
-            left = _scaled(left, size, scales_ptr + head * (2 * HALF) + places, kv_heads * (2 * HALF), places_ok)
-            right = _scaled(
-                right, size, scales_ptr + head * (2 * HALF) + HALF + places, kv_heads * (2 * HALF), places_ok
-            )
+                latents = load_latents(
+                    latent_ptr, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, words_ptr,
+                    table_width, PACKED, UPCAST, kind, EXACT, exact_ptr, exact_stride, slot - first_exact,
+                    (tile + 1) * BLOCK_N > first_exact,
+                )  # fmt: skip
+                block = load_up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST)
+                left = tl.dot(latents, block, left, input_precision="ieee")
+                block = load_up(up_ptr, up_right, up_stride, columns, ok, places, places_ok, UPCAST)
+                right = tl.dot(latents, block, right, input_precision="ieee")
         if HAS_BIAS:
             at = bias_ptr + head * (2 * HALF) + places
             left += tl.load(at, mask=places_ok, other=0.0).to(tl.float32)[None, :]
