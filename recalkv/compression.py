@@ -7,7 +7,7 @@ import functools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -299,25 +299,31 @@ def compress_to_target(
             found[ratio] = result
         return excess
 
-    ratio = largest_ratio(_prediction(source, known, method), measure, limit)
+    ratio = largest_ratio(_prediction(source, known, parameters), measure, limit)
     return parameters.model_copy(update={"ratio": ratio}), found[ratio]
 
 
-def _prediction(source: LayerSource, known: Statistics, method: Method) -> Callable[[float], float]:
-    """Predicted loss at a ratio, heads being grouped as at the method's own; infinite where no cache is as small."""
+def _prediction(source: LayerSource, known: Statistics, parameters: CompressionParams) -> Callable[[float], float]:
+    """Predicted loss at a ratio, heads being grouped as at the parameters' own; infinite where no cache is as small."""
+    method = resolve_method(parameters, source.geometry.kv_heads)
 
     def problems(index: int) -> LayerProblem:
         return LayerProblem.of(source, index, known.layer(index), method)
 
     groups = [grouping.groups for grouping in group_layers(source.geometry, problems, known.scores, method)]
-    energies = layer_energies(problems, groups, method.chain)
+
+    @functools.cache
+    def energies(chain: bool) -> Any:
+        return layer_energies(problems, groups, chain)
 
     def predict(ratio: float) -> float:
+        # Whether latents are chained may follow from the ratio.
+        own = resolve_method(parameters.model_copy(update={"ratio": ratio}), source.geometry.kv_heads)
         try:
-            specs, _ = allocate(source.geometry, known.scores, replace(method, ratio=ratio), energies)
+            specs, _ = allocate(source.geometry, known.scores, own, energies(own.chain))
         except BudgetError:
             return math.inf
-        return predicted_loss(specs, energies)
+        return predicted_loss(specs, energies(own.chain))
 
     return predict
 

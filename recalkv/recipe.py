@@ -26,6 +26,9 @@ from recalkv.text.documents import given_documents
 
 __all__ = ["compress"]
 
+_LONGEST_NAME = 255
+"""Characters of a data set's name or path; more is a text."""
+
 _OWN_TEXTS = "texts of the caller's"
 
 
@@ -35,6 +38,8 @@ def compress(
     tokenizer: Any = None,
     dataset: str | Path | Iterable[Document | Mapping[str, Any]] | None = None,
     *,
+    revision: str | None = None,
+    split: str | None = None,
     target: Target | float | str | None = None,
     out: str | Path | None = None,
     samples: int | None = None,
@@ -61,6 +66,10 @@ def compress(
         each a text or the messages of a conversation (``role`` and ``content``), which are read in the tokenizer's
         chat template, or rows with either as ``text`` or ``messages``, such as those of a ``datasets.Dataset``.
         Together at least ``samples * length`` tokens. None for the embedded texts.
+    revision
+        Branch, tag or commit of a hub model.
+    split
+        Of a named data set; ``train`` by default.
     target
         Budget, in place of ``ratio``: see :class:`recalkv.method.target.Target`.
     out
@@ -91,7 +100,10 @@ def compress(
     DataError
         If the data cannot be had or hold too few tokens, or are conversations and the tokenizer has no chat template.
     """
-    given = {"samples": samples, "length": length, "seed": seed, "batch_size": batch_size, "precision": precision}
+    given = {
+        "samples": samples, "length": length, "seed": seed, "batch_size": batch_size, "precision": precision,
+        "split": split,
+    }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     if target is not None and "ratio" in compression:
         raise ParameterError(f"target={target!r} and ratio={compression['ratio']!r} are both given; give one of them.")
@@ -100,6 +112,10 @@ def compress(
     parameters = parse_section(CompressionParams, compression, "compress")
     goal = Target(ratio=parameters.ratio) if target is None else Target.of(target)
     texts: Mapping[str, Sequence[Document]]
+    if isinstance(dataset, str) and (len(dataset) > _LONGEST_NAME or "\n" in dataset):
+        raise ParameterError(
+            f"dataset is one text of {len(dataset)} characters; give a list of texts, such as [text], or a name."
+        )
     if dataset is None or isinstance(dataset, str | Path):
         named = {} if dataset is None else {"text": str(dataset)}
         calibration = parse_section(CalibrationParams, given | named, "compress")
@@ -132,7 +148,7 @@ def compress(
         dense, place = Path(scratch) / "dense", (folder or Path(scratch) / "compressed").resolve()
         dense.mkdir()
         with writing_folder(place) as partial:
-            reference = resolve_model(name_or_path, None, dense)
+            reference = resolve_model(name_or_path, revision, dense)
             compress_checkpoint(reference, texts, calibration, parameters, where, partial, progress, goal, tokenizer)
         return folder if folder is not None else load_model(place, where, checkpoint_dtype(place))
 
@@ -164,7 +180,15 @@ def _in_memory(
 
 
 def _check_causal(model: Any) -> None:
-    """Refuse what has no output head."""
+    """Refuse what has no output head, or wraps a model."""
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModelError("model was compiled by torch.compile; give the model as it was before.")
+    if hasattr(model, "get_base_model") or hasattr(model, "peft_config"):
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__} with adapters; merge them first: `model = model.merge_and_unload()`."
+        )
+    if isinstance(getattr(model, "module", None), nn.Module):
+        raise UnsupportedModelError(f"model is wrapped in {type(model).__name__}; give `model.module`.")
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if not hasattr(model, "config") or head is None:
         raise UnsupportedModelError(

@@ -23,7 +23,7 @@ from stages.stored_codec import stored_codec
 # What decides a cell's figures, by kind: stores beside the baseline, sections of the parameters, and folders of code.
 _STORES = {"quantiser": (), "codec": ("moments",), "latents": ("sample", "whiten", "fisher")}
 _SECTIONS = {"quantiser": (), "codec": (), "latents": ("calibration", "compression")}
-_CODE = {"quantiser": (), "codec": ("codec", "cache"), "latents": ("method", "cache", "statistics")}
+_CODE = {"quantiser": (), "codec": ("codec",), "latents": ("method", "cache", "statistics")}
 
 
 @stage(default=False)

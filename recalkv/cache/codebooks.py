@@ -99,7 +99,7 @@ def words(code: Code, device: torch.device | None = None) -> Tensor:
         Of single latents by rising value.
     """
     if code == Code(1, 8):
-        levels = ((torch.arange(256) - 127.5) * _STEP_8)[:, None]
+        levels = ((torch.arange(256, dtype=torch.float32) - 127.5) * _STEP_8)[:, None]
         return levels.to(device)
     return _trained()[f"{code.latents}x{code.bits}"].to(device)
 
@@ -166,7 +166,7 @@ def trained_words(code: Code, samples: int, rounds: int, seed: int) -> Tensor:
     (2^bits, latents) float32
     """
     generator, count = torch.Generator().manual_seed(seed), 1 << code.bits
-    values = torch.randn(samples, code.latents, generator=generator)
+    values = torch.randn(samples, code.latents, generator=generator, dtype=torch.float32)
     if code.latents == 1:
         normal = torch.distributions.Normal(0.0, math.sqrt(3))
         table = normal.icdf((torch.arange(count) + 0.5) / count)[:, None]

@@ -7,13 +7,21 @@ class becomes one that knows of them.
 
 import functools
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
-__all__ = ["remember"]
+from recalkv.cache.growing import GrowingLayer
+
+__all__ = ["remember", "with_recent"]
 
 _SLACK = 32
 """Tokens kept beyond the window, so that it stays whole when up to as many are cropped, as by assisted decoding. Static
@@ -51,6 +59,14 @@ def _with_recent(kind: Any) -> Any:
                 if told:
                     slack = max(slack, min(latents.shape[2], _LONGEST_DRAFT))
                 keep = window + slack
+                before = self.get_seq_length() - latents.shape[2]
+                if self.recent is None and before > 0:
+                    warnings.warn(
+                        f"the exact latents of the newest {min(window - 1, before)} of {before} cached tokens are not "
+                        f"there, as where a cache is built from another's `keys` and `values`: they are read from "
+                        f"packed rows, which rounds them. Copy the whole cache (copy.deepcopy), or prefill anew.",
+                        stacklevel=2,
+                    )
                 known = latents if self.recent is None else torch.cat([self.recent, latents], dim=2)
                 # Copied, or a prompt's would be kept as a whole.
                 self.recent = known[:, :, -keep:].clone() if known.shape[2] > 2 * keep else known[:, :, -keep:]
@@ -92,8 +108,9 @@ def _with_recent(kind: Any) -> Any:
                 if left < wanted:
                     warnings.warn(
                         f"{gone} tokens were cropped, after which the exact latents of {left} of the newest {wanted} "
-                        f"tokens are left; the others are read from packed rows, which rounds them. Crop at most "
-                        f"{_SLACK} tokens at once, or prefill the text anew.",
+                        f"tokens are left; the others are read from packed rows, which rounds them. Call "
+                        f"`cache.activate_past_recording()` before the text is read, and crop at most {_SLACK} tokens "
+                        f"at once; or prefill the text anew.",
                         stacklevel=2,
                     )
 
@@ -114,6 +131,22 @@ def _with_recent(kind: Any) -> Any:
 
     WithRecent.__name__ = WithRecent.__qualname__ = f"{kind.__name__}WithRecent"
     return WithRecent
+
+
+_KINDS: dict[type, Any] = {
+    kind: _with_recent(kind)
+    for kind in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, GrowingLayer)
+}
+"""Made ahead, as a compiled graph cannot make classes."""
+
+
+def with_recent(cache: Any, layers: Iterable[int]) -> None:
+    """Let these layers of a cache remember, before a compiled graph is given it."""
+    for index in layers:
+        layer = cache.layers[index]
+        if not hasattr(layer, "recent"):
+            kind: Any = type(layer)
+            layer.__class__ = _KINDS.get(kind) or _with_recent(kind)
 
 
 def _restored(kind: Any, state: dict[str, Any]) -> Any:
@@ -141,9 +174,6 @@ def remember(cache: Any, index: int, latents: Tensor, window: int) -> Tensor:
     (batch, 1, any, columns)
         The new ones behind all that a window before the first of them holds.
     """
-    layer = cache.layers[index]
-    if not hasattr(layer, "recent"):
-        kind: Any = type(layer)
-        layer.__class__ = _with_recent(kind)
-    result: Tensor = layer.append_recent(latents, window)
+    with_recent(cache, [index])
+    result: Tensor = cache.layers[index].append_recent(latents, window)
     return result

@@ -163,7 +163,7 @@ class _Tables:
     def of(cls, segments: Sequence[Segment], device: torch.device) -> "_Tables":
         widths = torch.tensor([segment.width for segment in segments])
         owner = torch.arange(len(segments)).repeat_interleave(widths)
-        averages = torch.nn.functional.one_hot(owner, len(segments)) / widths
+        averages = torch.nn.functional.one_hot(owner, len(segments)).float() / widths
         codes = tuple(dict.fromkeys(segment.code for segment in segments if segment.latents in GRID))
         grids = dict(
             zip(
@@ -242,7 +242,7 @@ def _order(
 def scales() -> Tensor:
     """What each byte of a scale stands for: (256,) float32 on the CPU, not to be written to."""
     with torch.inference_mode(False):
-        return _scale(torch.arange(256.0))
+        return _scale(torch.arange(256, dtype=torch.float32))
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """`recalkv generate` and `recalkv chat`: a first look at a model, dense or compressed."""
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 from recalkv.errors import DataError, user_errors
 from recalkv.params import RuntimeParams
 from recalkv.presets import describe
+from recalkv.text.unicode import read_standard_input, well_formed
 
 __all__ = ["chat", "generate"]
 
@@ -30,7 +30,7 @@ def generate(
     """Go on from a prompt, word by word."""
     with user_errors():
         loaded, tokenizer = _open(model, device)
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = read_standard_input() if prompt == "-" else well_formed(prompt)[0]
         inputs = tokenizer(text, return_tensors="pt")
         if not inputs["input_ids"].numel():
             raise DataError(f"the prompt {text!r} has no tokens; give a text to go on from.")
@@ -60,7 +60,7 @@ def chat(
 
 def _line() -> str:
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return read_standard_input(line=True).strip()
     except EOFError:
         return ""
 

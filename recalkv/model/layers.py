@@ -82,6 +82,15 @@ class LayerSource(ABC):
         if within:
             self.config = copy.deepcopy(config)
             self.config.tie_word_embeddings = not self.has_tensor(_HEAD)
+        # A table alone may stand for both where they are tied; layers are looked for when they are read.
+        tied = (_TABLE, _HEAD) if self.config.tie_word_embeddings else ()
+        outside = {name for name in self._skeleton.state_dict() if not name.startswith("model.layers.")}
+        missing = sorted(name for name in outside - set(tied) if not self.has_tensor(name))
+        if missing or not (self.has_tensor(_TABLE) or self.has_tensor(_HEAD)):
+            raise ModelUnavailableError(
+                f"{self} has no tensor {(missing or [_TABLE])[0]!r}, and its config does not tie it to another; the "
+                f"checkpoint is incomplete: download or export it again."
+            )
         self._fused: dict[str, tuple[str, slice]] = {}
         if self.family.fused is not None:
             self._take_apart(self.family.fused)

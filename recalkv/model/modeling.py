@@ -19,6 +19,7 @@ from transformers.conversion_mapping import (
 )
 
 from recalkv.cache.growing import GrowingCache
+from recalkv.cache.recent import with_recent
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import attention_layers
@@ -103,6 +104,12 @@ class LatentModelMixin:
             kwargs["past_key_values"] = cache = GrowingCache(self.config)  # type: ignore[attr-defined]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
+        spec = LatentSpec.from_config(self.config)  # type: ignore[attr-defined]
+        windowed = spec.exact_window and any(layer.quantised for layer in spec.layers)
+        if windowed and (cache := kwargs.get("past_key_values")) is not None:
+            # Here, as a compiled forward pass cannot do it.
+            places = attention_layers(self.config)  # type: ignore[attr-defined]
+            with_recent(cache, [index for index in places if index < len(cache.layers)])
         return result
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:

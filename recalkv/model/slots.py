@@ -178,7 +178,8 @@ def check_positions(position_ids: Tensor, mask: Any, start: int | Tensor) -> Non
             low, high = behind.masked_fill(ignored, _FAR), behind.masked_fill(ignored, -_FAR)
         low, high = low.amin(-1), high.amax(-1)
         # A sequence all of whose new tokens are padding has low above high.
-        right = (low > high) | ((low == high) & ((low <= 0) | (low == padding)))
+        # One that had no token in the prompt has any offset that transformers gave its padding.
+        right = (low > high) | ((low == high) & ((low <= 0) | (low <= padding)))
     else:
         last = behind[:, -1:]
         right = torch.where(slots >= last, behind == last, position_ids == position_ids[:, :1]).all(-1)

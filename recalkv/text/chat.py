@@ -12,18 +12,36 @@ Document: TypeAlias = str | Sequence[Mapping[str, Any]]
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of messages with a role and a text."""
+    """Whether a value is a list of messages as chat templates take them.
+
+    Each has a role. Its content is a text, a list of parts (``[{"type": "text", "text": ...}]``), or null or absent, as
+    beside tool calls.
+    """
     return (
         isinstance(value, Sequence)
-        and not isinstance(value, str)
+        and not isinstance(value, str | bytes)
         and len(value) > 0
-        and all(isinstance(each, Mapping) and "role" in each and isinstance(each.get("content"), str) for each in value)
+        and all(isinstance(each, Mapping) and "role" in each and _is_content(each.get("content")) for each in value)
     )
+
+
+def _is_content(content: Any) -> bool:
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        return all(isinstance(part, str) or (isinstance(part, Mapping) and "type" in part) for part in content)
+    return content is None or isinstance(content, str)
 
 
 def plain_text(document: Document) -> str:
     """The document, or a conversation's messages without who says them."""
-    return document if isinstance(document, str) else "\n\n".join(message["content"] for message in document)
+    return document if isinstance(document, str) else "\n\n".join(_text_of(message) for message in document)
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """What a message says; parts that are no text are left out."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part if isinstance(part, str) else str(part.get("text") or "") for part in content)
 
 
 def rendered(tokenizer: Any, document: Document) -> str:
@@ -43,8 +61,13 @@ def rendered(tokenizer: Any, document: Document) -> str:
         )
     from jinja2.exceptions import TemplateError
 
+    messages = [dict(message) for message in document]
     try:
-        return str(tokenizer.apply_chat_template([dict(message) for message in document], tokenize=False))
-    except TemplateError as error:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (TemplateError, TypeError) as error:
+        # Templates of text models take neither parts nor null.
+        plain = [message | {"content": _text_of(message)} for message in messages]
+        if plain != messages:
+            return rendered(tokenizer, plain)
         roles = ", ".join(str(message["role"]) for message in document)
         raise DataError(f"the chat template refuses a conversation of the roles {roles}: {error}.") from error

@@ -126,18 +126,13 @@ def given_documents(data: Any) -> list[Document]:
     documents: list[Document] = []
     for number, row in enumerate(data, start=1):
         document = row.get("text", row.get("messages")) if isinstance(row, Mapping) else row
-        # Templates may read contents that are no text.
-        if not (isinstance(document, str) or (isinstance(document, Sequence) and _has_roles(document))):
+        if not (isinstance(document, str) or is_conversation(document)):
             columns = f" of the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else ""
             raise DataError(f"dataset: item {number} is of type {type(row).__name__}{columns}; {taken}.")
         documents.append(document)
-    if not any(not isinstance(document, str) or document.strip() for document in documents):
+    if not any(plain_text(document).strip() for document in documents):
         raise DataError(f"dataset holds no text; {taken}.")
     return documents
-
-
-def _has_roles(messages: Sequence[Any]) -> bool:
-    return len(messages) > 0 and all(isinstance(each, Mapping) and "role" in each for each in messages)
 
 
 def _local_documents(path: Path, field: str) -> Iterator[Document]:
@@ -166,8 +161,10 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
         else:
             yield text
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        need = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"JSON with the column {field!r}"
-        raise DataError(f"{where}: not {need}: {error}.") from error
+        if isinstance(error, UnicodeDecodeError):
+            number = error.object.count(b"\n", 0, error.start) + 1
+            raise DataError(f"{path}, line {number}: not UTF-8 text: {error}; convert it, as by `iconv`.") from error
+        raise DataError(f"{where}: not JSON with the column {field!r}: {error}.") from error
 
 
 def _column(row: Any, field: str, where: str) -> Document:
@@ -183,14 +180,25 @@ def _or_messages(field: str, columns: Collection[str]) -> str:
     return "messages" if field == "text" and field not in columns and "messages" in columns else field
 
 
-def _check_column(field: str, columns: Collection[str], values: Iterable[Any], where: str) -> None:
-    types = {type(value).__name__ for value in values if not (isinstance(value, str) or is_conversation(value))}
-    if types or field not in columns:
-        wrong = (
-            f"holds {', '.join(sorted(types))} instead of text or messages" if field in columns else "does not exist"
-        )
-        present = ", ".join(columns) or "none"
-        raise DataError(f"{where}: column {field!r} {wrong}; columns present: {present}; set `field`.")
+def _check_column(field: str, columns: Collection[str], values: Sequence[Any], where: str) -> None:
+    bad = next((n for n, value in enumerate(values) if not (isinstance(value, str) or is_conversation(value))), None)
+    if bad is None and field in columns:
+        return
+    if bad is None or field not in columns:
+        wrong = "does not exist"
+    else:
+        row = "" if len(values) == 1 else f" in row {bad}"
+        wrong = f"holds {_described(values[bad])}{row} instead of text or messages"
+    present = ", ".join(columns) or "none"
+    raise DataError(f"{where}: column {field!r} {wrong}; columns present: {present}; set `field`.")
+
+
+def _described(value: Any) -> str:
+    """A value that is no document: its type, and of messages the first that is none."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and value:
+        first = next((each for each in value if not is_conversation([each])), None)
+        return f"a list with {str(first)[:80]!r}"
+    return type(value).__name__
 
 
 def _hub_documents(

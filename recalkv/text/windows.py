@@ -1,6 +1,7 @@
 """Token windows: drawn at random for calibration, cut in order or spread over documents for evaluation."""
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
 from recalkv.text.chat import Document, rendered
+from recalkv.text.unicode import well_formed
 
 __all__ = [
     "Windows",
@@ -54,7 +56,11 @@ def document_tokens(tokenizer: Any, documents: Sequence[Document]) -> list[Tenso
     """
     # One by one: a whole corpus in one string makes tokenizers quadratic or worse.
     ends = ["\n\n" if isinstance(each, str) else "" for each in documents[:-1]] + [""]
-    separated = [rendered(tokenizer, each) + end for each, end in zip(documents, ends, strict=False)]
+    clean = [well_formed(rendered(tokenizer, each)) for each in documents]
+    if lone := sum(count for _, count in clean):
+        rows = ", ".join(str(number) for number, (_, count) in enumerate(clean) if count)
+        warnings.warn(f"{lone} lone surrogates in rows {rows} of the text were read as U+FFFD.", stacklevel=2)
+    separated = [text + end for (text, _), end in zip(clean, ends, strict=False)]
     ids = tokenizer(separated, add_special_tokens=False, verbose=False)["input_ids"]
     return [torch.tensor(document, dtype=torch.int64) for document in ids]
 

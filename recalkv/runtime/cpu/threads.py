@@ -8,6 +8,7 @@ another library than GNU's they run in one thread.
 import ctypes
 import functools
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,20 @@ def _openmp() -> ctypes.CDLL | None:
 
 def threads_of_torch() -> int:
     """How many threads :func:`run` may take."""
-    return 1 if _openmp() is None else torch.get_num_threads()
+    threads = torch.get_num_threads()
+    if _openmp() is not None or threads == 1:
+        return threads
+    _say_one_thread()
+    return 1
+
+
+@functools.cache
+def _say_one_thread() -> None:
+    warnings.warn(
+        "codec: its kernels run in one thread, because torch has another OpenMP library than GNU's (libgomp), as on "
+        "macOS and with Intel's; torch's builds for Linux have it.",
+        stacklevel=4,
+    )
 
 
 def run(task: Any, numbers: np.ndarray, threads: int) -> None:
