@@ -5,7 +5,6 @@ is imported first.
 """
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "codec_cache", "compress", "fit", "stop_codec", "use_codec"]
 __version__ = "0.2.0"
 
-# The auto classes import torch, for which the help of the command `recalkv` is not to wait: its tools register the
-# classes where they load a model.
-if Path(*sys.argv[:1]).stem != "recalkv":
+# The auto classes import torch, for which the help of the command is not to wait: its tools register the classes where
+# they load a model.
+if "recalkv_command" not in sys.modules:
     from recalkv.model.modeling import register
 
     register()

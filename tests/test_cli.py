@@ -55,9 +55,11 @@ def test_help_does_not_wait_for_torch() -> None:
     code = """
 import sys
 sys.argv = ["/usr/bin/recalkv", "--help"]
-from recalkv.cli import app
-from recalkv.errors import StoreError
-app(standalone_mode=False)
+from recalkv_command import main
+try:
+    main()
+except SystemExit:
+    pass
 print(sorted({"torch", "transformers"} & set(sys.modules)))
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -47,8 +47,9 @@ def metadata(wheel: Path) -> email.message.Message:
 def test_wheel_holds_the_library_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert {name.split("/")[0] for name in names} == {"recalkv", f"recalkv-{recalkv.__version__}.dist-info"}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "recalkv").rglob("*.py")}
+    own = {"recalkv", "recalkv_command.py", f"recalkv-{recalkv.__version__}.dist-info"}
+    assert {name.split("/")[0] for name in names} == own
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "recalkv").rglob("*.py")} | {"recalkv_command.py"}
     assert {name for name in names if name.endswith(".py")} == sources
     assert {"recalkv/presets/presets.yaml", "recalkv/py.typed"} <= set(names)
 

@@ -1,0 +1,317 @@
+"""Faults that users of such caches report, each once in front of a compressed model or the codec, and never again."""
+
+import copy
+import io
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import DynamicCache, PreTrainedTokenizerFast, StaticCache
+
+import recalkv
+from recalkv.codec.fit import fit
+from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
+from recalkv.runtime.models import use_codec
+from recalkv.text.chat import is_conversation, plain_text, rendered
+from recalkv.text.documents import load_documents
+from recalkv.text.unicode import well_formed
+from recalkv.text.windows import document_tokens
+from tests import tiny
+
+WINDOW: dict[str, Any] = {"method": "loss-aware", "bits": "mixed", "ratio": 0.5, "exact_window": 8}
+
+
+def compressed(**changes: Any) -> Any:
+    with torch.enable_grad():
+        return copy.deepcopy(tiny.compressed_pair("llama-gqa", **WINDOW | changes)[1])
+
+
+def coded() -> Any:
+    model = tiny.dense_model("llama-gqa")
+    with torch.enable_grad():
+        return use_codec(model, fit(model, tiny.windows(6, 96), bits=4, context=256))
+
+
+# --- what is made lazily from ambient state -------------------------------------------------------------------------
+
+LOADED = """
+import sys, torch, recalkv
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+if len(sys.argv) > 2:
+    recalkv.use_codec(model, sys.argv[2])
+ids = torch.arange(3, 40)[None]
+torch.set_default_dtype(torch.bfloat16)
+with torch.no_grad():
+    under = model(ids).logits
+    torch.set_default_dtype(torch.float32)
+    print(under.dtype, float((under - model(ids).logits).abs().max()) < 1e-6)
+"""
+
+
+@pytest.mark.parametrize("form", ["latents", "codec"])
+def test_tables_do_not_follow_the_default_dtype(form: str, tmp_path: Path) -> None:
+    """In a process of its own, where nothing has been made before."""
+    if form == "latents":
+        compressed().save_pretrained(tmp_path / "model")
+        given = [tmp_path / "model"]
+    else:
+        model = tiny.dense_model("llama-gqa")
+        model.save_pretrained(tmp_path / "model")
+        fit(model, tiny.windows(6, 96), bits=4, context=256).save(tmp_path / "codec")
+        given = [tmp_path / "model", tmp_path / "codec"]
+    done = subprocess.run([sys.executable, "-c", LOADED, *map(str, given)], capture_output=True, text=True)
+    assert done.stdout == "torch.float32 True\n", done.stderr[-2000:]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["latents", "16 bits", "codec"])
+def test_forward_compiles_as_one_graph_with_a_static_cache(form: str, tmp_path: Path) -> None:
+    model = coded() if form == "codec" else compressed(bits=16 if form == "16 bits" else "mixed")
+    if form != "codec":
+        # As it is loaded: nothing has run yet.
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path)
+    ids = tiny.windows(1, 20)
+    # Another of the same, as what runs first must be the compiled one.
+    other = coded() if form == "codec" else type(model).from_pretrained(tmp_path)
+    expected = other.generate(ids, max_new_tokens=4, do_sample=False)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    found = model.generate(ids, max_new_tokens=4, do_sample=False, cache_implementation="static")
+    assert torch.equal(found, expected)
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+CALLS = [
+    {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "the time?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "clock"}}]},
+    {"role": "tool", "content": "noon"},
+]
+
+
+def test_conversations_of_today_are_read_alike_from_everywhere(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": CALLS}) + "\n")
+    (tmp_path / "rows.json").write_text(json.dumps([CALLS, {"messages": CALLS}]))
+    assert load_documents(str(tmp_path / "rows.jsonl"), split="train") == [CALLS]
+    assert load_documents(str(tmp_path / "rows.json"), split="train") == [CALLS, CALLS]
+    assert is_conversation(CALLS) and plain_text(CALLS) == "What is the time?\n\n\n\nnoon"
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    # A template that takes parts, and one of a model of texts.
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content | string | length }}{% endfor %}"
+    assert rendered(tokenizer, CALLS).startswith("<user>7")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content }} {% endfor %}"
+    assert rendered(tokenizer, CALLS) == "user: What is the time? assistant:  tool: noon "
+
+
+def test_a_row_that_is_no_conversation_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": CALLS}) + "\n" + json.dumps({"messages": [{"content": "x"}]}) + "\n")
+    with pytest.raises(DataError, match=r"line 2: column 'messages' holds a list with \"\{'content': 'x'\}\""):
+        load_documents(str(file), split="train")
+
+
+def test_lone_surrogates_and_foreign_bytes(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    assert well_formed("a\ud800b\udfff \U0001f600") == ("a\ufffdb\ufffd \U0001f600", 2)
+    with pytest.warns(UserWarning, match="2 lone surrogates in rows 1 of the text were read as U\\+FFFD"):
+        document_tokens(tiny_tokenizer, ["the cache", "the \ud800\udfff model"])
+    (tmp_path / "text.txt").write_bytes(b"one\ntwo\ncaf\xe9\n")
+    with pytest.raises(DataError, match=r"text.txt, line 3: not UTF-8 text: .* convert it, as by `iconv`"):
+        load_documents(str(tmp_path / "text.txt"), split="train")
+
+
+def test_standard_input_in_another_encoding(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    compressed().save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    command = [sys.executable, "-c", "from recalkv_command import main; main()", "generate", str(tmp_path), "-"]
+    done = subprocess.run([*command, "--tokens", "2"], input=b"the caf\xe9 is", capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert b"1 characters of the input are not utf-8; read as U+FFFD" in done.stderr
+
+
+# --- caches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["latents", "codec"])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_an_empty_text_in_a_padded_batch(form: str, cache: str | None) -> None:
+    model = compressed() if form == "latents" else coded()
+    ids = tiny.windows(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
+    found = model.generate(ids, attention_mask=mask, **settings)
+    alone = model.generate(ids[:1], **settings)
+    assert found.shape == (2, 15) and torch.equal(found[:1], alone)
+
+
+@torch.no_grad()
+def test_a_cache_rebuilt_from_its_tensors_says_what_is_missing() -> None:
+    model, ids = compressed(), tiny.windows(1, 40)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    other = DynamicCache([(layer.keys, layer.values) for layer in cache.layers], config=model.config)
+    with pytest.warns(UserWarning, match=r"exact latents of the newest 7 of 40 cached tokens are not there.*deepcopy"):
+        model(ids[:, :1], past_key_values=other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids[:, :1], past_key_values=copy.deepcopy(cache))
+    model = coded()
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    other = DynamicCache([(layer.keys, layer.values) for layer in cache.layers], config=model.config)
+    with pytest.raises(UnsupportedModelError, match="was rebuilt from the tensors of another"):
+        model(ids[:, :1], past_key_values=other)
+
+
+def test_a_crop_of_a_generated_cache_names_the_remedy() -> None:
+    cache = (
+        compressed()
+        .generate(tiny.windows(1, 40), max_new_tokens=20, min_new_tokens=20, return_dict_in_generate=True)
+        .past_key_values
+    )
+    with pytest.warns(UserWarning, match=r"activate_past_recording\(\)` before the text is read, and crop at most 32"):
+        cache.crop(-12)
+    model = coded()
+    cache = model.generate(
+        tiny.windows(1, 40), max_new_tokens=20, min_new_tokens=20, return_dict_in_generate=True
+    ).past_key_values
+    cache.crop(-2)
+    assert cache.get_seq_length() == 59 - 2
+
+
+def test_every_parameter_that_wants_a_gradient_gets_one(tmp_path: Path) -> None:
+    """DistributedDataParallel waits for all of them."""
+    compressed(chain=True).save_pretrained(tmp_path)
+    model = type(compressed(chain=True)).from_pretrained(tmp_path).train()
+    ids = tiny.windows(1, 40)
+    model(ids, labels=ids).loss.backward()
+    wanting = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    assert wanting == []
+    assert any(layer.self_attn.feedback is not None for layer in model.model.layers)
+
+
+def test_a_nan_is_seen_where_it_arises() -> None:
+    for model in (compressed(), coded()):
+        embedded = model.get_input_embeddings()(tiny.windows(1, 20)).detach().clone()
+        embedded[0, 12] = torch.nan
+        with torch.no_grad():
+            logits = model(inputs_embeds=embedded).logits
+        assert not logits[0, 12].isfinite().any()
+
+
+@torch.no_grad()
+def test_float64_models_decode_in_float64() -> None:
+    model, ids = compressed(bits=16).double(), tiny.windows(1, 30)
+    cache: Any = StaticCache(model.config, 40)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([20, *[1] * 10], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_weights_written_by_data_are_noticed() -> None:
+    for model in (compressed(), coded()):
+        ids, cache = tiny.windows(1, 30), DynamicCache(config=model.config)
+        model.generate(ids, max_new_tokens=2)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data *= 1.5
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([20, *[1] * 10], dim=1)]
+        # Codes of few bits fall the other way here and there.
+        difference = (torch.cat(parts, dim=1) - model(ids).logits).abs()
+        assert difference.flatten().quantile(0.9) < 0.1
+
+
+# --- what is handed in ----------------------------------------------------------------------------------------------
+
+
+def test_objects_that_wrap_a_model_are_told_apart(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    model = tiny.dense_model("llama-gqa")
+    with pytest.raises(UnsupportedModelError, match=r"compiled by torch.compile; give the model as it was before"):
+        recalkv.compress(torch.compile(model), tiny_tokenizer, ["text"])
+    adapted = type("PeftModelForCausalLM", (nn.Module,), {"get_base_model": lambda self: model})()
+    with pytest.raises(UnsupportedModelError, match=r"PeftModelForCausalLM with adapters; merge them first"):
+        recalkv.compress(adapted, tiny_tokenizer, ["text"])
+    with pytest.raises(UnsupportedModelError, match=r"wrapped in DataParallel; give `model.module`"):
+        recalkv.compress(nn.DataParallel(model), tiny_tokenizer, ["text"])
+
+
+def test_one_long_text_is_no_path(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ParameterError, match=r"dataset is one text of 9000 characters; give a list of texts"):
+        recalkv.compress(tiny.dense_model("llama-gqa"), tiny_tokenizer, "the cache" * 1000)
+
+
+def test_a_source_without_its_head_is_refused_before_the_work(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tiny.dense_model("llama-gqa", tie_word_embeddings=False).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelUnavailableError, match=r"no tensor 'lm_head.weight', and its config does not tie it"):
+        recalkv.compress(str(tmp_path), tiny_tokenizer, ["the cache holds " * 900], samples=4, length=32)
+
+
+def test_import_does_the_same_under_any_program_name(tmp_path: Path) -> None:
+    compressed().save_pretrained(tmp_path)
+    code = (
+        "import sys; sys.argv[0] = '/usr/bin/recalkv'; import recalkv; from transformers import AutoModelForCausalLM; "
+        f"print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "ReCalKVLlamaForCausalLM\n", done.stderr[-2000:]
+
+
+def test_compress_takes_a_revision_and_a_split(
+    monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    seen: list[Any] = []
+
+    def resolved(*given: Any) -> Any:
+        seen.append(given[:2])
+        raise KeyboardInterrupt
+
+    def documents(wanted: Any) -> dict[str, list[str]]:
+        seen.append(wanted.split)
+        return {"text": ["the cache"]}
+
+    monkeypatch.setattr("recalkv.recipe.resolve_model", resolved)
+    monkeypatch.setattr("recalkv.recipe.calibration_documents", documents)
+    with pytest.raises(KeyboardInterrupt):
+        recalkv.compress("some/model", tiny_tokenizer, "some/data", revision="v2", split="validation")
+    assert seen == ["validation", ("some/model", "v2")]
+
+
+def test_one_thread_is_said_where_openmp_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = pytest.importorskip("recalkv.runtime.cpu.threads", reason="Numba is not there")
+    monkeypatch.setattr(threads, "_openmp", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    threads._say_one_thread.cache_clear()
+    with pytest.warns(UserWarning, match="kernels run in one thread, because torch has another OpenMP library"):
+        assert threads.threads_of_torch() == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert threads.threads_of_torch() == 1
+
+
+@torch.no_grad()
+def test_a_cache_that_was_saved_keeps_its_window() -> None:
+    model, ids = compressed(), tiny.windows(1, 40)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    torch.save(cache, file := io.BytesIO())
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    torch.testing.assert_close(
+        model(ids[:, :1], past_key_values=other).logits, model(ids[:, :1], past_key_values=cache).logits
+    )
