@@ -428,7 +428,8 @@ def test_the_call_works_whatever_the_mode_of_gradients(context: Any, tiny_folder
         dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
         found = [recalkv.compress(model, dataset=ROWS, **CALL) for model in (dense, tiny_folder)]
     for compressed in found:
-        assert all(parameter.requires_grad for parameter in compressed.parameters())
+        # Packing has no gradient.
+        assert all(own.requires_grad for name, own in compressed.named_parameters() if "feedback" not in name)
         for name, tensor in compressed.state_dict().items():
             assert torch.equal(tensor, expected[name])
 

@@ -215,7 +215,7 @@ def test_local_file_that_cannot_be_read(tmp_path: Path) -> None:
     fails(r"absent\.txt: no such file; name an existing .txt", str(tmp_path / "absent.txt"))
     fails("is a folder; name a .txt, .raw, .json or .jsonl file in it", str(tmp_path))
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
-    fails(r"latin\.txt: not UTF-8 text", str(tmp_path / "latin.txt"))
+    fails(r"latin\.txt, line 1: not UTF-8 text", str(tmp_path / "latin.txt"))
 
 
 @pytest.mark.parametrize("count", [0, -1])

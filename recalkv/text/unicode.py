@@ -16,7 +16,7 @@ def well_formed(text: str) -> tuple[str, int]:
 
 def read_standard_input(line: bool = False) -> str:
     """All of standard input, or a line of it; bytes that are not of its encoding become U+FFFD, and are counted."""
-    if hasattr(sys.stdin, "reconfigure"):
+    if hasattr(sys.stdin, "reconfigure") and sys.stdin.errors != "replace":
         sys.stdin.reconfigure(errors="replace")
     text = input("> " if sys.stdin.isatty() else "") if line else sys.stdin.read()
     text, _ = well_formed(text)
