@@ -35,6 +35,7 @@ __all__ = ["PAGES", "TABLES", "look_up", "main", "refreshed", "untagged"]
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "attention": (tables.attention, ("latency",)),
+    "chosen": (tables.chosen, ("frontier",)),
     "dense-beside-compressed": (tables.dense_beside_compressed, ("metrics", "latency")),
     "grid": (tables.grid, ("grids/{}",)),
     "methods": (tables.methods, ("comparison",)),

@@ -9,6 +9,7 @@ from typing import Any
 
 __all__ = [
     "STATES",
+    "chosen",
     "decoding",
     "dense_beside_compressed",
     "excess",
@@ -170,6 +171,29 @@ def frontier(report: Mapping[str, Any]) -> str:
         lines.append([*line, " / ".join(f"{own[text]['excess']:.3f}" for text in texts)])
     head = ["method", "bits", *(f"KL, {text}" for text in texts), "top-1, the same texts", "excess"]
     return markdown(head, lines)
+
+
+_CHOSEN = {
+    "codec-4": "**codec**, 4-bit rows",
+    "codec-3": "**codec**, 3-bit rows",
+    "ours-4": "**latents**, 4-bit rows",
+    "ours-2": "**latents**, 2-bit rows",
+    "fp8": "fp8 (e4m3)",
+    "kivi-4": "KIVI, 4 bits",
+    "turboquant-4": "TurboQuant, 4 bits",
+}
+
+
+def chosen(report: Mapping[str, Any]) -> str:
+    """Divergence of some of the frontier's methods, a column a text."""
+    rows, texts = report["rows"], list(dict.fromkeys(row["text"] for row in report["rows"]))
+    lines = []
+    for method, name in _CHOSEN.items():
+        own = {row["text"]: row for row in rows if row["method"] == method}
+        figures = [f"{own[text]['kl']:.4f}" for text in texts]
+        lines.append([name, f"{own[texts[0]]['bits_per_element']:.2f}", *figures])
+    names = [text.removeprefix("embedded-") if text != "embedded" else "articles" for text in texts]
+    return markdown(["cache", "bits, all in", *(f"KL, {name}" for name in names)], lines)
 
 
 def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
