@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from recalkv.errors import ParameterError
 from recalkv.model.families import AttentionGeometry, layer_attention_types
 from recalkv.model.family import family_of
-from recalkv.model.turns import TileRope
 
 __all__ = ["SlotRotary", "check_positions", "layer_slots", "rotated"]
 
@@ -40,10 +39,7 @@ class SlotRotary:
     def __init__(self, rotary: nn.Module | None, half: int, layer_type: str | None, turning: bool) -> None:
         self._rotary: Any = rotary
         self._half, self._layer_type, self._turning = half, layer_type, turning and rotary is not None
-        # Tokens of the longest sequence, by which an engine fixes frequencies that depend on the length.
-        self.longest: int | None = None
         self._tables: dict[tuple[torch.device, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
-        self._tiled: dict[int, TileRope] = {}
 
     @property
     def inv_freq(self) -> Tensor:
@@ -85,7 +81,7 @@ class SlotRotary:
         if not self._switches:
             return self._table(length, like)
         switch = self._rotary.config.rope_parameters["original_max_position_embeddings"]
-        far = (self.longest or (length if seen is None else seen)) > switch
+        far = (length if seen is None else seen) > switch
         if isinstance(far, bool):
             return self._table(length, like, switch, far)
         tables = zip(self._table(length, like, switch, True), self._table(length, like, switch, False), strict=True)
@@ -117,13 +113,6 @@ class SlotRotary:
         # No turn: cos 1, sin 0.
         cos, sin = (pad(part[..., :pairs], (0, half - pairs), value=1.0 - still) for still, part in enumerate(rope))
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
-
-    def tiled(self, tile: int) -> TileRope:
-        """Tables for tiles of so many slots; of a :attr:`uniform` rotation."""
-        if tile not in self._tiled:
-            with torch.inference_mode(False):
-                self._tiled[tile] = TileRope(self.inv_freq.detach().double().cpu(), self.attention_scaling, tile)
-        return self._tiled[tile]
 
 
 def layer_slots(config: Any, rotary: nn.Module | None) -> list[SlotRotary]:
