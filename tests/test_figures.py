@@ -1,4 +1,4 @@
-"""README and docs: figures by key from the reports, and every path, module, command and parameter that they name."""
+"""README and docs: tables from the reports, and every path, module, command and parameter that they name."""
 
 import json
 import re
@@ -12,118 +12,70 @@ from pydantic import BaseModel
 from recalkv.errors import ReportError
 from recalkv.params import Params
 from recalkv.reports import figures, tables
-from recalkv.reports.figures import TABLES, look_up, main, refreshed, untagged
+from recalkv.reports.figures import TABLES, main, measured_numbers, refreshed
 from recalkv.reports.parameters import parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for pattern in figures.PAGES for path in sorted(ROOT.glob(pattern))]
-REPORT = {
-    "rows": [{"method": "palu", "ratio": 0.5, "excess": 0.6}, {"method": "svd", "ratio": 0.5, "excess": 3.0}],
-    "a=b,c=0.5": {"perplexity": 25.264},
-    "stages": {"one": {"seconds": 60.0, "note": "x"}, "two": {"seconds": 30}},
-    "bytes": 23040,
-}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_figures_are_those_of_the_reports(path: Path) -> None:
     text = path.read_text()
     assert refreshed(text, ROOT) == text, "run `python -m recalkv.reports.figures`"
-    assert list(untagged(text)) == []
-
-
-def test_readme_is_short() -> None:
-    assert len(PAGES[0].read_text().splitlines()) <= 160
-
-
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ("bytes", 23040),
-        ('"a=b,c=0.5".perplexity', 25.264),
-        ("rows[method=palu,ratio=0.5].excess", 0.6),
-        ("rows[method=palu].excess / rows[method=svd].excess", 0.2),
-        ("sum(stages.*.seconds)", 90),
-        ("max(stages.*.seconds) / 60", 1),
-    ],
-)
-def test_keys(keys: str, expected: float) -> None:
-    assert look_up(REPORT, keys) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ("byte", "names 0 numbers"),
-        ("stages.one.note", "names 0 numbers"),
-        ("rows[ratio=0.5].excess", "names 2 numbers"),
-        ("stages.*.seconds", "names 2 numbers"),
-        ("sum(stages.*.minutes)", "names 0 numbers"),
-        ('"bytes', "is no key"),
-    ],
-)
-def test_keys_of_no_single_number(keys: str, message: str) -> None:
-    with pytest.raises(ReportError, match=message):
-        look_up(REPORT, keys)
+    assert list(measured_numbers(text)) == []
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "reports").mkdir()
-    (tmp_path / "reports/r.json").write_text(json.dumps(REPORT))
+    (tmp_path / "reports/timings.json").write_text(
+        json.dumps({"one": {"wall_seconds": 60.0, "cpu_seconds": 90.0, "peak_resident_mib": 1000.0}})
+    )
     return tmp_path
 
 
-def test_figures_and_tables_are_rewritten_and_nothing_else(folder: Path) -> None:
-    text = (
-        '**24.0<!-- reports/r.json "a=b,c=0.5".perplexity .2f -->** of ?<!-- reports/r.json bytes ,.0f -->;'
-        " `1.0<!-- x -->`\n"
-        "```\n2.0<!-- reports/r.json bytes .0f -->\n```\n"
-        "<!-- table: stages -->\nold\n<!-- end -->\nend <!-- a remark -->\n"
-    )
-    new = refreshed(text, folder)
-    expected = text.replace("24.0<", "25.26<").replace("?<", "23,040<")
-    assert new == expected.replace("old", "(`reports/timings.json` has not been made yet.)")
+STALE = "`1.0<!-- x -->`\n<!-- table: stages -->\nold\n<!-- end -->\nend <!-- a remark -->\n"
+
+
+def test_tables_are_rewritten_and_nothing_else(folder: Path) -> None:
+    new = refreshed(STALE, folder)
+    assert "| `one` | 60 | 90 | 1,000 |" in new
+    assert re.sub(r"(?<=stages -->\n).*?(?=\n<!-- end)", "old", new, flags=re.DOTALL) == STALE
     assert refreshed(new, folder) == new
+    (folder / "reports/timings.json").unlink()
+    assert refreshed(STALE, folder) == STALE.replace("old", "(`reports/timings.json` has not been made yet.)")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("\n1<!-- reports/none.json bytes .0f -->", "line 2: reports/none.json does not exist"),
-        ("1<!-- reports/r.json byte .0f -->", "line 1: `byte` names 0 numbers"),
-        ("1<!-- reports/r.json bytes -->", "no tagged figure"),
-        ("**1**<!-- reports/r.json bytes .0f -->", "no tagged figure"),
-        ("1<!-- reports/r.json bytes .0q -->", "format code"),
-        ("<!-- table: none -->\n<!-- end -->", "no table 'none'"),
-    ],
-)
-def test_tags_without_a_figure(folder: Path, text: str, message: str) -> None:
-    with pytest.raises(ReportError, match=message):
-        refreshed(text, folder)
+def test_a_table_that_is_not_there_or_lacks_its_report_is_named(folder: Path) -> None:
+    with pytest.raises(ReportError, match="no table 'none'"):
+        refreshed("<!-- table: none -->\n<!-- end -->", folder)
+    (folder / "reports/timings.json").write_text('{"one": {}}')
+    with pytest.raises(ReportError, match="line 2: 'wall_seconds'"):
+        refreshed("\n<!-- table: stages -->\n<!-- end -->", folder)
 
 
 def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "page.md"
-    path.write_text(stale := "Of 5<!-- reports/r.json bytes .0f --> bytes.\n")
+    path.write_text(STALE)
     assert main([str(path), "--check"], folder) == 1
-    assert path.read_text() == stale
-    assert "+Of 23040<" in capsys.readouterr().out
+    assert path.read_text() == STALE
+    assert "+| `one` | 60" in capsys.readouterr().out
     assert main([str(path)], folder) == 0
     assert main([str(path), "--check"], folder) == 0
-    (folder / "README.md").write_text(stale)
+    (folder / "README.md").write_text(STALE)
     assert main([], folder) == 0
     assert (folder / "README.md").read_text() == path.read_text()
     path.write_text("Of 12 bytes.\n")
     assert main([str(path), "--check"], folder) == 1
-    assert "page.md:1: '12 bytes' names no report" in capsys.readouterr().out
+    assert "page.md:1: '12 bytes' looks measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "text", ["1.5", "about 50 %", "50%", "12 per cent", "1,024", "8 s", "8s", "3 minutes", "4 GiB", "5x", "| 7 nats |"]
 )
 def test_what_looks_measured(text: str) -> None:
-    assert [line for line, _ in untagged(f"one\n{text}\n")] == [2]
+    assert [line for line, _ in measured_numbers(f"one\n{text}\n")] == [2]
 
 
 @pytest.mark.parametrize(
@@ -131,13 +83,12 @@ def test_what_looks_measured(text: str) -> None:
     [
         "8 windows of 1024 tokens, groups of 2, 16-bit latents, section 4.1",
         "`1.5`, and\n```\n1.5 s\n```\n",
-        "1.5<!-- reports/r.json bytes .1f -->",
         "[a link](https://example.org/2402.02750) <https://example.org/1.5>",
         "<!-- table: stages -->\n1.5\n<!-- end -->",
     ],
 )
 def test_what_does_not(text: str) -> None:
-    assert list(untagged(text)) == []
+    assert list(measured_numbers(text)) == []
 
 
 def cells_of(table: str) -> list[list[str]]:

@@ -9,12 +9,18 @@ from typing import Any
 
 __all__ = [
     "STATES",
+    "chained",
     "chosen",
+    "codebooks",
+    "codec_divergence",
+    "codec_speed",
     "decoding",
     "dense_beside_compressed",
+    "exact_window",
     "excess",
     "frontier",
     "grid",
+    "loss_targets",
     "markdown",
     "methods",
     "modules",
@@ -192,8 +198,81 @@ def chosen(report: Mapping[str, Any]) -> str:
         own = {row["text"]: row for row in rows if row["method"] == method}
         figures = [f"{own[text]['kl']:.4f}" for text in texts]
         lines.append([name, f"{own[texts[0]]['bits_per_element']:.2f}", *figures])
-    names = [text.removeprefix("embedded-") if text != "embedded" else "articles" for text in texts]
-    return markdown(["cache", "bits, all in", *(f"KL, {name}" for name in names)], lines)
+    return markdown(["cache", "bits, all in", *(f"KL, {_short(text)}" for text in texts)], lines)
+
+
+def codec_speed(report: Mapping[str, Any]) -> str:
+    """Speed of the codec over the dense model by cached tokens (``benchmarks.codec``)."""
+    kinds = {"attention": "one attention step", "model": "decoding", "prompt": "a prompt"}
+    counts = sorted({int(name.rpartition("_")[2]) for name in report if name.startswith(tuple(kinds))})
+    lines = [
+        [title, *(f"{report[f'{kind}_{count}']:.2f}" if f"{kind}_{count}" in report else "" for count in counts)]
+        for kind, title in kinds.items()
+    ]
+    return markdown(["speed over the dense model", *(f"{count:,} tokens" for count in counts)], lines)
+
+
+def codec_divergence(report: Mapping[str, Any]) -> str:
+    """Divergence of the codec by bits of its rows, a column a text (``benchmarks.codec --cells``)."""
+    cells = sorted(report.items(), key=lambda cell: ("per-head" in cell[0], -int(cell[0].rpartition("-")[2])))
+    texts = list(next(iter(report.values()))["kl_nats"])
+    lines = [[name, *(f"{cell['kl_nats'][text]:.5f}" for text in texts)] for name, cell in cells]
+    return markdown(["rows", *(f"KL, {_short(text)}" for text in texts)], lines)
+
+
+def beside(report: Mapping[str, Any], *pairs: tuple[str, str, str], names: tuple[str, str]) -> str:
+    """Divergence of pairs of the frontier's methods, a pair of columns a text."""
+    rows = {(row["method"], row["text"]): row["kl"] for row in report["rows"]}
+    texts = list(dict.fromkeys(row["text"] for row in report["rows"]))
+    lines = [
+        [title, *(f"{rows[method, text]:.4f}" for text in texts for method in (first, second))]
+        for title, first, second in pairs
+    ]
+    return markdown(["bits of rows", *(f"{_short(text)}, {name}" for text in texts for name in names)], lines)
+
+
+def exact_window(report: Mapping[str, Any]) -> str:
+    """Divergence of latents without and with the window of exact tokens."""
+    pairs = ((str(bits), f"ours-no-window-{bits}", f"ours-{bits}") for bits in (4, 2, 1))
+    return beside(report, *pairs, names=("without", "with"))
+
+
+def chained(report: Mapping[str, Any]) -> str:
+    """Divergence of chained latents beside whole ones."""
+    pairs = (("4", "ours-4", "ours-whole-4"), ("2", "ours-chained-2", "ours-2"))
+    return beside(report, *pairs, names=("chained", "whole"))
+
+
+# J. Max (1960), table I.
+_BEST_SCALAR = {"1x6": "0.00064", "2x8": "0.0095", "2x6": "0.0345", "4x8": "0.118", "8x8": "0.363"}
+
+
+def codebooks(report: Mapping[str, Any]) -> str:
+    """Error of each code beside the best of single latents and the least of any code (``benchmarks.codebooks``)."""
+    lines = [
+        [f"{code['bits']:.3g}", f"{code['rows']:.5f}", _BEST_SCALAR.get(name, ""), f"{code['bound']:.5f}"]
+        for name, code in sorted(report.items(), key=lambda each: -each[1]["bits"])
+        if code["bits"] < 8
+    ]
+    head = ["bits of a latent", "error left, of a unit variance", "best of single latents (Max)", "least of any code"]
+    return markdown(head, lines)
+
+
+def loss_targets(report: Mapping[str, Any]) -> str:
+    """Whether ``max_excess`` is met on test documents (``benchmarks.loss_targets``)."""
+    lines = [
+        [
+            _short(row["text"]), f"{row['target']:g}", f"{row['excess_nats']:.4f} ± {row['standard_error_nats']:.4f}",
+            f"{row['bytes_per_token']:,.0f}", f"{row['seconds']:.0f}",
+        ]
+        for row in report["rows"]
+    ]  # fmt: skip
+    return markdown(["text", "target", "rise on test documents", "bytes per token", "s"], lines)
+
+
+def _short(text: str) -> str:
+    """What a text of the embedded ones is."""
+    return text.removeprefix("embedded-") if text != "embedded" else "articles"
 
 
 def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
