@@ -1,6 +1,7 @@
 """Real models on one page: our two forms, the paper's methods, and the caches that engines ship, by their bits."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +89,7 @@ def _bits(name: str, cell: dict[str, Any], tokens: list[int], head_dim: int) -> 
     """Bits of a cached number of a sequence of :data:`CONTEXT` tokens, of which layers with windows cache some."""
     if name in QUANTISERS:
         rounding = quantiser(name, head_dim)
-        rounded = rounding.layers(len(tokens))
+        rounded, rounding = rounding.layers(len(tokens)), replace(rounding, exact_layers=0)
         each = [rounding.bits_per_element(count) if layer in rounded else 16 for layer, count in enumerate(tokens)]
         return sum(bits * count for bits, count in zip(each, tokens, strict=True)) / sum(tokens)
     cached = sum(

@@ -12,6 +12,7 @@ from recalkv.errors import ModelUnavailableError
 from recalkv.model.source import read_reference
 from recalkv.reports.models import beaten, crossing
 from stages.checkpoint import join
+from stages.models_page import _bits
 from tests.pipeline import invoke
 
 
@@ -75,6 +76,17 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     page = Path("reports/models.md").read_text()
     assert "| **codec-4** |" in page and "![Divergence by bits](models/tiny.png)" in page
     assert Path("reports/models/tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bits_of_layers_with_windows_and_of_those_left_exact() -> None:
+    # Of six layers the first two and the last two are exact, and the third caches 512 tokens alone.
+    tokens = [2048, 2048, 512, 2048, 2048, 2048]
+    rows = 4 + (16 + 32) / 2 / 64
+    found = _bits("vllm-turboquant-4", {}, tokens, 64)
+    assert found == pytest.approx((rows * (512 + 2048) + 16 * 4 * 2048) / sum(tokens))
+    # Rows of 32 bytes and 36 exact tokens of 128 bytes, of 64 numbers a token.
+    cell = {"row_bytes": [32] * 6, "exact_bytes": [36 * 128] * 6, "dense_bytes_per_token": 6 * 128}
+    assert _bits("codec-4", cell, tokens, 64) == pytest.approx(4 + 16 * 6 * 36 / sum(tokens))
 
 
 def row(method: str, bits: float, kl: float) -> dict[str, object]:

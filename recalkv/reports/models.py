@@ -238,7 +238,8 @@ def _costs(models: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     return [
         "## What fitting costs",
         "",
-        "`moments` and `codec` make a side-car; `whiten` and `fisher` are the statistics of latents.",
+        "`moments` and `codec` make a side-car; `whiten` and `fisher` are the statistics of latents. Two cores that "
+        "had other work, too: upper bounds.",
         "",
         markdown(["model", "stage", "s", "peak MiB"], lines, left=2),
         "",
