@@ -10,7 +10,6 @@ from recalkv.compression import _prediction, compress_layers, compress_to_target
 from recalkv.errors import BudgetError, ParameterError
 from recalkv.evaluation.perplexity import window_scores
 from recalkv.evaluation.streamed import dense_text
-from recalkv.method.methods import resolve_method
 from recalkv.method.search import largest_ratio
 from recalkv.method.target import Target
 from recalkv.model.layers import ModuleSource
@@ -118,8 +117,7 @@ def test_a_loss_that_no_cache_meets() -> None:
 @pytest.mark.parametrize("changes", [{}, {"bits": 16}, {"bits": 4}, {"bits": 16, "joint": False}])
 def test_the_prediction_is_of_what_ranks_and_codes_leave(changes: dict[str, Any]) -> None:
     source, known = ModuleSource(dense_model("llama-gqa")), statistics("llama-gqa", 3)
-    method = resolve_method(CompressionParams(**({"group_size": 2} | changes)), 3)
-    predict = _prediction(source, known, method)
+    predict = _prediction(source, known, CompressionParams(**({"group_size": 2} | changes)))
     losses = [predict(ratio) for ratio in (0.5, 0.7, 0.8)]
     assert losses == sorted(losses) and 0 < losses[0] < losses[-1] < math.inf
     assert predict(0.999) == math.inf
@@ -127,8 +125,17 @@ def test_the_prediction_is_of_what_ranks_and_codes_leave(changes: dict[str, Any]
 
 def test_full_ranks_lose_nothing() -> None:
     source, known = ModuleSource(dense_model("llama-gqa")), statistics("llama-gqa", 3)
-    method = resolve_method(CompressionParams(bits=16, ratio=0.0), 3)
-    assert _prediction(source, known, method)(0.0) == 0
+    assert _prediction(source, known, CompressionParams(bits=16, ratio=0.0))(0.0) == 0
+
+
+def test_the_prediction_chains_latents_where_compressing_does() -> None:
+    """Above the ratio where chains end, whatever ratio the search started from."""
+    source, known = ModuleSource(dense_model("llama-gqa")), statistics("llama-gqa", 3)
+    auto, chained, whole = (
+        _prediction(source, known, CompressionParams(group_size=2, chain=chain)) for chain in ("auto", True, False)
+    )
+    assert auto(0.7) == chained(0.7) != whole(0.7)
+    assert auto(0.9) == whole(0.9) != chained(0.9)
 
 
 def own_text(model: Any, count: int, seed: int) -> torch.Tensor:
