@@ -41,11 +41,11 @@ def _model(run: Stage, cells: Path) -> dict[str, Any]:
         cell = json.loads(path.read_text())
         bits = _bits(path.stem, cell, tokens, head_dim)
         rows += [row | {"bits_per_element": bits} for row in rows_of(path.stem, cell, text)]
-        windows = cell["further_texts"].values()
+        windows = [text["windows"] for text in cell["further_texts"].values()]
     timings = own / "timings.json"
     return {
         "rows": sorted(rows, key=lambda row: (-row["bits_per_element"], row["method"], row["text"])),
-        "windows": next(iter(windows))["windows"],
+        "windows": windows[0] if windows else 0,
         "hidden": config.hidden_size,
         "layers": len(tokens),
         "heads": config.num_attention_heads,

@@ -61,13 +61,13 @@ def test_rows_of_a_chain(dtype: torch.dtype) -> None:
     latents = random(2, 1, 3, sum(spec.key_ranks)).to(dtype)
     assert spec.key_segments is not None
     tables = PackingTables(spec.key_segments, DEVICE, spec, chain.factors())
-    expected = chain.packed(latents)
+    expected = chain(latents)
     assert_same_codes(tables.pack(latents), expected)
     # The factors are read where they are.
     for factor in chain.factors():
         factor.mul_(2)
     assert not torch.equal(tables.pack(latents), expected)
-    assert_same_codes(tables.pack(latents), chain.packed(latents))
+    assert_same_codes(tables.pack(latents), chain(latents))
 
 
 SETTINGS: list[dict[str, Any]] = [

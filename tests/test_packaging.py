@@ -20,7 +20,7 @@ from tests import tiny
 # One process builds the wheel and its environment.
 pytestmark = pytest.mark.xdist_group("packaging")
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("recalkv", "stages", "tests", "benchmarks", "pyproject.toml", "README.md", "LICENSE")
+PARTS = ("recalkv", "recalkv_command.py", "stages", "tests", "benchmarks", "pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")

@@ -339,11 +339,11 @@ def test_local_conversations(name: str, content: str, tmp_path: Path) -> None:
     assert load_documents(str(tmp_path / name), split="train") == [CHAT]
 
 
-@pytest.mark.parametrize("messages", [[], [{"role": "user"}], [{"role": "user", "content": None}], ["Hi"]])
+@pytest.mark.parametrize("messages", [[], [{"content": "Hi"}], [{"role": "user", "content": 1}], ["Hi"]])
 def test_lists_that_are_no_conversation(messages: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": messages}))
-    fails("column 'messages' holds list instead of text or messages", str(path))
+    fails("column 'messages' holds (a list with .*|list) instead of text or messages", str(path))
 
 
 class Chatty:
