@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recalkv.codec.sidecar import Codec
+from recalkv.evaluation.perplexity import divergences
 from recalkv.evaluation.resources import device_name
 from recalkv.runtime import codec_cache, stop_codec, use_codec
 from recalkv.runtime.attention import NAME
@@ -187,15 +188,6 @@ def prompt_speed(model: Any, codec: Codec, ids: Tensor, rounds: int) -> float:
 
 
 @torch.no_grad()
-def divergence(model: Any, states: tuple[Tensor, Tensor]) -> Tensor:
-    """KL divergence of the second model's predictions from the first's: (tokens,), nats."""
-    parts = []
-    for pair in zip(*(own.split(256) for own in states), strict=True):
-        p, q = (model.lm_head(own).float().log_softmax(-1) for own in pair)
-        parts.append((p.exp() * (p - q)).sum(-1))
-    return torch.cat(parts)
-
-
 def main() -> None:
     """Print the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,8 +211,9 @@ def main() -> None:
     window = Reading.of(model, codec, text[:, 1024:2048], 1024)
     reading = Reading.of(model, codec, text[:, :8192], 4096)
     dense, coded = reading.states
-    own_kl = torch.cat([divergence(model, each) for each in (window.states, (dense[:1024], coded[:1024]))])
-    late = divergence(model, (dense[6144:], coded[6144:]))
+    pairs = window.states, (dense[:1024], coded[:1024])
+    own_kl = torch.cat([divergences(model, own, reference) for reference, own in pairs])
+    late = divergences(model, coded[6144:], dense[6144:])
     kl = {"kl_4bit": float(own_kl.mean()), "kl_4bit_8192": float(late.mean())}
     speeds = {}
     for slots in (4096, 1024):

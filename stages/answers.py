@@ -1,5 +1,6 @@
 """Step 9, through decoding: GSM8K answered by one model in one form of cache."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -19,14 +20,14 @@ def answers(
     limit: Annotated[int | None, typer.Option(help="First questions; default all.")] = None,
     tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 320,
 ) -> None:
-    """Answer the questions greedily; write texts and which are right to OUT/NAME.json, unless it is there."""
+    """Answer the questions greedily; write texts and which are right to OUT/NAME.json, unless they are there."""
     from transformers import AutoTokenizer
 
     check_names([name for name in names if name != "dense"])
     questions, tokenizer = read_questions(items, limit), AutoTokenizer.from_pretrained(run.model().folder)
     for name in names:
         path, record = out / f"{name}.json", {"questions": len(questions), "tokens": tokens}
-        if path.exists():
+        if path.exists() and record.items() <= json.loads(path.read_text()).items():
             continue
         with opened(run, name) as (model, cache), run.bar(len(questions), "question") as bar:
             bar.set_description(name)

@@ -89,6 +89,20 @@ def test_bits_of_layers_with_windows_and_of_those_left_exact() -> None:
     assert _bits("codec-4", cell, tokens, 64) == pytest.approx(4 + 16 * 6 * 36 / sum(tokens))
 
 
+def test_contexts_and_biases_of_one_model(prepared: Path) -> None:
+    out = Path("data/cells/contexts/tiny.json")
+    assert invoke("contexts", out=out, length=60, codecs=[Path("data/codec")], names=["fp8"]) == 0
+    found = json.loads(out.read_text())
+    assert found["edges"] == [0, 60]
+    assert [each["method"] for each in found["rows"]] == ["codec-4", "fp8"]
+    assert all(each["kl"][0] > 0 for each in found["rows"])
+    assert invoke("biases", out=prepared / "biases.json", names=["fp8"]) == 0
+    found = json.loads((prepared / "biases.json").read_text())
+    # A model without biases: nothing is taken off.
+    assert all(layer["bias"] == 0 < layer["keys"] for layer in found["layers"])
+    assert found["rows"][0]["kl"] == found["rows"][0]["kl_without_bias"] > 0
+
+
 def row(method: str, bits: float, kl: float) -> dict[str, object]:
     ours = method.startswith(("codec", "latents"))
     return {"method": method, "bits_per_element": bits, "kl": kl, "text": "text", "ours": ours}

@@ -12,14 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
-
-from recalkv.cache.growing import GrowingLayer
+from transformers.cache_utils import StaticLayer
 
 __all__ = ["remember", "with_recent"]
 
@@ -133,20 +126,13 @@ def _with_recent(kind: Any) -> Any:
     return WithRecent
 
 
-_KINDS: dict[type, Any] = {
-    kind: _with_recent(kind)
-    for kind in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, GrowingLayer)
-}
-"""Made ahead, as a compiled graph cannot make classes."""
-
-
 def with_recent(cache: Any, layers: Iterable[int]) -> None:
     """Let these layers of a cache remember, before a compiled graph is given it."""
     for index in layers:
         layer = cache.layers[index]
         if not hasattr(layer, "recent"):
             kind: Any = type(layer)
-            layer.__class__ = _KINDS.get(kind) or _with_recent(kind)
+            layer.__class__ = _with_recent(kind)
 
 
 def _restored(kind: Any, state: dict[str, Any]) -> Any:

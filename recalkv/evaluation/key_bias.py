@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import rotate_half
 
 from recalkv.evaluation.quantisers import CacheQuantiser
+from recalkv.model.slots import rotated
 
 __all__ = ["bias_shares", "rotated_biases", "without_bias"]
 
@@ -24,8 +24,8 @@ def rotated_biases(model: Any, tokens: int) -> list[Tensor]:
         projection, head_dim = layer.self_attn.k_proj, layer.self_attn.head_dim
         bias = projection.weight.new_zeros(projection.out_features) if projection.bias is None else projection.bias
         cos, sin = model.model.rotary_emb(bias[None, None].float(), places)
-        keys = bias.float().view(-1, 1, head_dim)
-        found.append(keys * cos[0] + rotate_half(keys) * sin[0])
+        keys = bias.float().view(1, -1, 1, head_dim).expand(-1, -1, tokens, -1)
+        found.append(rotated(keys, (cos, sin))[0])
     return found
 
 

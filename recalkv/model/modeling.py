@@ -104,11 +104,10 @@ class LatentModelMixin:
             kwargs["past_key_values"] = cache = GrowingCache(self.config)  # type: ignore[attr-defined]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
-        spec = LatentSpec.from_config(self.config)  # type: ignore[attr-defined]
-        windowed = spec.exact_window and any(layer.quantised for layer in spec.layers)
-        if windowed and (cache := kwargs.get("past_key_values")) is not None:
+        if (cache := kwargs.get("past_key_values")) is not None:
             # Here, as a compiled forward pass cannot do it.
-            places = attention_layers(self.config)  # type: ignore[attr-defined]
+            attentions = (each for each in self.modules() if isinstance(each, LatentAttention))  # type: ignore[attr-defined]
+            places = [each.layer_idx for each in attentions if each.exact_window]
             with_recent(cache, [index for index in places if index < len(cache.layers)])
         return result
 

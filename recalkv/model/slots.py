@@ -167,8 +167,8 @@ def check_positions(position_ids: Tensor, mask: Any, start: int | Tensor) -> Non
             low, high = behind.masked_fill(ignored, _FAR), behind.masked_fill(ignored, -_FAR)
         low, high = low.amin(-1), high.amax(-1)
         # A sequence all of whose new tokens are padding has low above high.
-        # One that had no token in the prompt has any offset that transformers gave its padding.
-        right = (low > high) | ((low == high) & ((low <= 0) | (low <= padding)))
+        # Where a prompt has no token at all, transformers goes on from the 0 that it gives padding: one slot ahead.
+        right = (low > high) | ((low == high) & ((low <= 0) | (low == padding) | (low == padding - 1)))
     else:
         last = behind[:, -1:]
         right = torch.where(slots >= last, behind == last, position_ids == position_ids[:, :1]).all(-1)

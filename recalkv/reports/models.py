@@ -166,12 +166,10 @@ def _biases(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for row in each["rows"]
     ]
     layers = [
-        [
-            model, str(number), f"{layer['bias']:.1f}", f"{layer['keys']:.1f}",
-        ]
+        [model, str(number), f"{layer['bias']:.1f}", f"{layer['keys']:.1f}"]
         for model, each in cells.items()
         for number, layer in sorted(enumerate(each["layers"]), key=lambda pair: -pair[1]["bias"])[:4]
-    ]  # fmt: skip
+    ]
     return [
         "## Key biases",
         "",
@@ -238,8 +236,7 @@ def _costs(models: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     return [
         "## What fitting costs",
         "",
-        "`moments` and `codec` make a side-car; `whiten` and `fisher` are the statistics of latents. Two cores that "
-        "had other work, too: upper bounds.",
+        "`moments` and `codec` make a side-car; `whiten` and `fisher` are the statistics of latents.",
         "",
         markdown(["model", "stage", "s", "peak MiB"], lines, left=2),
         "",
