@@ -10,7 +10,7 @@ from pathlib import Path
 import benchmarks.gpu
 from benchmarks.gpu.packages import unpack_missing
 
-BUDGETS = {"smoke": 420.0, "kernels": 520.0, "models": 480.0}
+BUDGETS = {"codec": 240.0, "smoke": 420.0, "kernels": 520.0, "models": 480.0}
 """Seconds of each part: within ten minutes each, where a command may take no longer."""
 
 NEEDED = ("pydantic", "zarr", "pytest")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.gpu.kernels import copies_of, dense_ways, fastest, fits, repeats_of
-from benchmarks.gpu.runner import Emit, Setting
+from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import sizes_of
 from recalkv.codec.fit import heads_per_code
 from recalkv.codec.layout import TILE, Segment, pack, tiled
@@ -25,8 +25,10 @@ from recalkv.evaluation.timing import time_calls
 from recalkv.model.families import AttentionGeometry
 from recalkv.runtime.reference import coded_attention_torch, prepare
 
-__all__ = ["measure"]
+__all__ = ["measure", "steps"]
 
+CODED = "llama-3.1-8b", "qwen2.5-3b", "llama-2-7b"
+PLACES = tuple((context, batch) for batch in (1, 32) for context in (4096, 16384, 65536, 131072))
 _TOLERANCE = 1e-2
 _PIECE = 64 * TILE
 
@@ -152,3 +154,15 @@ def _dense(shape: AttentionGeometry, context: int, query: Tensor, setting: Setti
             lambda cache: single_decode_with_kv_cache(query[0], *cache[:, 0], kv_layout="HND")
         )
     return found
+
+
+def steps(setting: Setting) -> list[Step]:
+    """In order of worth."""
+    if setting.kind == "none":
+        return []
+    names, places = (CODED[:1], ((40, 1),)) if setting.tiny else (CODED, PLACES)
+    return [
+        Step(f"codec, {name}, {context}, {batch}", functools.partial(measure, name, context, batch))
+        for name in names
+        for context, batch in places
+    ]

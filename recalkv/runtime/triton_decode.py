@@ -244,7 +244,7 @@ def attend_kernel(
 def combine_kernel(
     partial_ptr, most_ptr, sum_ptr, out_ptr, lse_ptr, value_width, runs, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Sum the runs of ``attend_kernel`` and normalise. Grid: (groups x queries, batch)."""
+    """Sum the runs of ``attend_kernel`` and normalise. Grid: (groups x queries, batch, blocks of COLUMNS)."""
     row, rows, batch = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     run = tl.arange(0, BLOCK_R)
     at = (batch.to(tl.int64) * runs + run) * rows + row
@@ -257,12 +257,11 @@ def combine_kernel(
     divisor = tl.where(total > 0, total, 1.0)
     place = batch.to(tl.int64) * rows + row
     tl.store(lse_ptr + place, tl.where(total > 0, (finite + tl.log2(divisor)) * _LN2, float("-inf")))
-    for start in range(0, value_width, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        ok = (run < runs)[:, None] & (column < value_width)[None, :]
-        part = tl.load(partial_ptr + at[:, None] * value_width + column[None, :], mask=ok, other=0.0)
-        summed = tl.sum(part * share[:, None], axis=0) / divisor
-        tl.store(out_ptr + place * value_width + column, summed, mask=column < value_width)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    ok = (run < runs)[:, None] & (column < value_width)[None, :]
+    part = tl.load(partial_ptr + at[:, None] * value_width + column[None, :], mask=ok, other=0.0)
+    summed = tl.sum(part * share[:, None], axis=0) / divisor
+    tl.store(out_ptr + place * value_width + column, summed, mask=column < value_width)
 
 
 def constants(queries: int, full: int, paged: bool, capped: bool, exact: bool) -> dict[str, Any]:
@@ -353,10 +352,8 @@ def coded_attention(
     width = layout.widths[1]
     partial = torch.empty(batch, runs, groups, count, width, dtype=torch.float32, device=device)
     most, sums = torch.empty(2, batch, runs, groups, count, dtype=torch.float32, device=device)
-    out = torch.empty(batch, groups, count, width, dtype=torch.float32, device=device)
-    lse = torch.empty(batch, groups, count, dtype=torch.float32, device=device)
     if not batch:
-        return out, lse
+        return combine(partial, most, sums)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         attend_kernel[(programs, runs, batch)](
             rows, pages, layout.table, layout.places, queries.contiguous(), mean_queries.float().contiguous(),
@@ -364,7 +361,19 @@ def coded_attention(
             rows.stride(1), pages.stride(0), layout.table.shape[1], key_width, width, count, rotation.pairs, capacity,
             rows.shape[1], 0.0 if softcap is None else softcap, **own,
         )  # fmt: skip
-        combine_kernel[(groups * count, batch)](
+    return combine(partial, most, sums)
+
+
+def combine(partial: Tensor, most: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and logarithms of the softmax's sums of what ``attend_kernel`` gives of all runs."""
+    batch, runs, groups, count, width = partial.shape
+    out = partial.new_empty(batch, groups, count, width)
+    lse = partial.new_empty(batch, groups, count)
+    device = partial.device
+    if not batch:
+        return out, lse
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        combine_kernel[(groups * count, batch, triton.cdiv(width, _COLUMNS))](
             partial, most, sums, out, lse, width, runs, BLOCK_R=triton.next_power_of_2(runs), COLUMNS=_COLUMNS,
             num_warps=4, num_stages=1,
         )  # fmt: skip
