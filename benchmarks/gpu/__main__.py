@@ -28,10 +28,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=benchmarks.gpu.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join([*BUDGETS, 'page'])}; the first three by default")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join([*BUDGETS, 'page'])}; the first four by default")
     parser.add_argument("--out", type=Path, default=Path("reports/gpu"))
-    parser.add_argument("--budget", type=float, help="seconds of a part; by default 7, 8.7 and 8 minutes")
+    parser.add_argument("--budget", type=float, help="seconds of a part; by default 4, 7, 8.7 and 8 minutes")
     parser.add_argument("--wheels", type=Path, default=Path("wheels"), help="folder of wheels that may be missing here")
+    parser.add_argument("--steps", help="regular expression: only steps whose names it finds")
     parser.add_argument("--cpu", action="store_true", help="everything on a CPU, at tiny sizes")
     options = parser.parse_args()
     parts = options.parts or list(BUDGETS)
@@ -42,9 +43,11 @@ def main() -> int:
 
         write_page(options.out)
         return 0
-    from benchmarks.gpu.runner import Setting, run
+    from benchmarks.gpu.runner import STEPS, Setting, run
 
     setting, failed = Setting.of(options.cpu), 0
+    if options.steps is not None:
+        os.environ[STEPS] = options.steps
     if setting.kind == "none":
         print("no CUDA device here: imports, Triton's interpreter and the compile gate are all that is checked")
     out = options.out if setting.kind == "gpu" else options.out / "cpu"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.gpu.kernels import copies_of, dense_ways, fastest, fits, repeats_of
@@ -30,6 +30,7 @@ __all__ = ["measure", "steps"]
 CODED = "llama-3.1-8b", "qwen2.5-3b", "llama-2-7b"
 PLACES = tuple((context, batch) for batch in (1, 32) for context in (4096, 16384, 65536, 131072))
 _TOLERANCE = 1e-2
+_MOST_BATCH = 4096
 _PIECE = 64 * TILE
 
 
@@ -49,15 +50,9 @@ def random_layer(shape: AttentionGeometry) -> LayerCodec:
 
 
 class CodecStep:
-    """Attention of one token a sequence over rows of one layer.
+    """Attention of one token a sequence over rows of one layer, all of whose slots are there."""
 
-    Parameters
-    ----------
-    context
-        Slots, all of them there.
-    """
-
-    def __init__(self, shape: AttentionGeometry, context: int, batch: int, setting: Setting) -> None:
+    def __init__(self, shape: AttentionGeometry, setting: Setting) -> None:
         layer, device, dtype = random_layer(shape), setting.device, setting.dtype
         self.layout, self.rotation = prepare({0: layer}, device)[0]
         self.groups, self.size = layer.groups, layer.kv_heads // layer.groups
@@ -71,12 +66,14 @@ class CodecStep:
         codes = (code for pair in zip(layer.keys, layer.values, strict=True) for code in pair)
         rows = torch.cat([pack(torch.randn(_PIECE, code.width), code.segments) for code in codes], -1)
         self.tiles = tiled(rows).to(device)
-        self.first = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.length, self.offset = self.first + context, self.first
+        # As many as a cache has; its last tile is full.
+        self.lengths: dict[int, Tensor] = {}
+        self.first = torch.zeros(_MOST_BATCH, dtype=torch.int32, device=device)
 
     def cache(self, context: int, batch: int) -> Tensor:
         """A full cache, in memory of its own."""
         count = -(-context // TILE)
+        self.lengths.setdefault(count, self.first + count * TILE)
         return self.tiles.repeat(-(-count // len(self.tiles)), 1, 1)[:count].repeat(batch, 1, 1, 1)
 
     def given(self, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,39 +87,74 @@ class CodecStep:
     def __call__(self, attend: Callable[..., Any], rows: Tensor, query: Tensor) -> Tensor:
         """Outputs (batch, heads, d)."""
         batch = len(query)
-        places = (each[:batch] for each in (self.first, self.length, self.offset))
+        first, length = self.first[:batch], self.lengths[rows.shape[1]][:batch]
+        places = first, length, first
         out, _ = attend(rows, self.layout, *self.given(query), self.rotation, *places)
         out = out.unflatten(2, (self.size, -1)).to(self.value_back.dtype)
         return torch.einsum("bgsqw,gswd->bgsqd", out, self.value_back).reshape(batch, -1, query.shape[-1])
 
 
+class CodecModule(nn.Module):
+    """A dense layer's step in the place of its attention module, over a cache of rows.
+
+    The new token is not packed; its row is one of those that are there.
+    """
+
+    def __init__(self, attention: Any, step: CodecStep) -> None:
+        super().__init__()
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self._weight = torch.cat([each.weight.detach() for each in projections])
+        self._o_proj, self._step, self._head_dim = attention.o_proj, step, attention.head_dim
+        self._heads = attention.q_proj.out_features // attention.head_dim
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: Any, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Attend one token; ``position_embeddings`` are those of :func:`benchmarks.gpu.kernels.signed`."""
+        from recalkv.runtime import cuda, triton_decode
+
+        attention = (cuda if hidden_states.is_cuda else triton_decode).coded_attention
+        heads = F.linear(hidden_states, self._weight).unflatten(-1, (-1, self._head_dim))
+        cos, sin = (table[:, :, None] for table in position_embeddings)
+        heads = torch.addcmul(heads * cos, heads.roll(self._head_dim // 2, -1), sin)
+        output = self._step(attention, past_key_values, heads[:, 0, : self._heads])
+        return self._o_proj(output.reshape(len(hidden_states), 1, -1)), None
+
+
 @torch.no_grad()
 def measure(geometry: str, context: int, batch: int, setting: Setting, emit: Emit) -> None:
     """Time the codec's attention and dense ones."""
-    from recalkv.runtime.triton_decode import coded_attention
+    from recalkv.runtime import cuda, triton_decode
 
     torch.manual_seed(0)
     shape = sizes_of(geometry, setting.tiny).attention
     told = functools.partial(emit, geometry=geometry, context=context, batch=batch)
     query = torch.randn(batch, shape.heads, shape.head_dim, device=setting.device, dtype=setting.dtype)
-    step = CodecStep(shape, context, batch, setting)
+    step = CodecStep(shape, setting)
     size = batch * -(-context // TILE) * TILE * step.row_bytes
     if not fits(size, setting, told):
         return
     caches = [step.cache(context, batch) for _ in range(copies_of(size, setting))]
-    output, expected = (
-        step(coded_attention, caches[0], query)[:1],
-        step(coded_attention_torch, caches[0][:1], query[:1]),
-    )
-    error = float((output - expected).abs().max() / expected.abs().max())
-    if not error <= _TOLERANCE:
-        told(what="wrong", error=f"{error:.3g}", failed=[f"codec, {geometry}: off by {error:.3g}, limit {_TOLERANCE}"])
-        return
-    calls = [functools.partial(step, coded_attention, cache, query) for cache in caches]
-    seconds = time_calls(calls, setting.device, repeats_of(size, setting)).median
-    del calls, caches
-    told(what="codec", us=seconds * 1e6, gb_per_s=size / seconds / 1e9, cache_bytes=size, error=error,
-         **_dense(shape, context, query, setting, told))  # fmt: skip
+    expected = step(coded_attention_torch, caches[0][:1], query[:1])
+    found: dict[str, Any] = {"cache_bytes": size}
+    for way in ("cuda", "triton") if setting.kind == "gpu" else ("triton",):
+        attention = (cuda if way == "cuda" else triton_decode).coded_attention
+        error = float((step(attention, caches[0], query)[:1] - expected).abs().max() / expected.abs().max())
+        if not error <= _TOLERANCE:
+            name = f"codec, {geometry}, {way}"
+            told(what="wrong", error=f"{error:.3g}", failed=[f"{name}: off by {error:.3g}, limit {_TOLERANCE}"])
+            continue
+        # Triton's, several times as slow, where a caller falls back on it: of each geometry once a context.
+        if way == "triton" and batch > 1 and "cuda_us" in found:
+            continue
+        calls = [functools.partial(step, attention, cache, query) for cache in caches]
+        seconds = time_calls(calls, setting.device, repeats_of(size, setting)).median
+        found |= {f"{way}_us": seconds * 1e6}
+        if "us" not in found:
+            found |= {"us": seconds * 1e6, "gb_per_s": size / seconds / 1e9, "error": error}
+    del caches
+    if "us" in found:
+        told(what="codec", **found, **_dense(shape, context, query, setting, told))
 
 
 def _dense(shape: AttentionGeometry, context: int, query: Tensor, setting: Setting, emit: Emit) -> dict[str, Any]:

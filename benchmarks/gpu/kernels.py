@@ -389,11 +389,6 @@ def _profile(latents: Latents, context: int, setting: Setting, emit: Emit) -> No
     emit(what="profile", **dataclasses.asdict(latents), context=context, us_of=kernels)
 
 
-def _measure_codec(*arguments: Any) -> None:
-    # It uses this module.
-    importlib.import_module("benchmarks.gpu.codec").measure(*arguments)
-
-
 def _compile_ahead(setting: Setting, emit: Emit) -> None:
     """On all processors, as one process after the other would take most of the time there is."""
     count = min(12, os.cpu_count() or 1)
@@ -469,7 +464,6 @@ def steps(setting: Setting) -> list[Step]:
         latents = [Latents(names[0], *each) for each in _PROFILED[:2]]
         latents.append(Latents(names[1], "separate s=4", "8 bits, 70 % of elements"))
     found = [_ranked(-0.5, "dense", _measure_dense, name, *place) for name in names for place in places]
-    found += [_ranked(-0.25, "codec", _measure_codec, name, *place) for name in names for place in places]
     found += [_ranked(0.0, "latent", _measure, each, *place) for each in latents for place in places]
     found += [_ranked(1.2, "profile", _profile, Latents("llama-3.1-8b", *each).ways()[-1], long) for each in profiled]
     swept = [Latents(name, "joint s=1", "16 bits, 70 %", "two passes") for name in names if "llama" in name]

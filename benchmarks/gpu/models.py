@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.codec import CodecModule, CodecStep
 from benchmarks.gpu.kernels import (
     DenseStep,
     counted,
@@ -34,20 +35,18 @@ __all__ = ["steps"]
 
 LATENTS = {kind: layout for layout, kind in (("joint s=2", "16 bits, 70 %"), DEFAULT)}
 """Layout of each kind."""
+CODEC = "codec, 4 bits"
 CONTEXT = 8192
 PLACES = ((8192, 1), (32768, 1), (8192, 32), (32768, 8))
 SAMPLES, LENGTH = 32, 2048
 
 
-def _decoder(
-    model: Any, parts: Sequence[Tensor], recent: Tensor | None, batch: int, context: int
-) -> Callable[[], Tensor]:
+def _decoder(model: Any, caches: Sequence[Any], batch: int, context: int) -> Callable[[], Tensor]:
     """A step of greedy decoding: the next token of every sequence, (batch, 1)."""
     inner, device = model.model, model.device
-    caches = [filled(parts, batch, context, recent) for _ in inner.layers]
     token = torch.ones(batch, 1, dtype=torch.int64, device=device)
     places = torch.full((batch, 1), context - 1, device=device)
-    dense = isinstance(inner.layers[0].self_attn, DenseStep)
+    dense = not hasattr(inner.layers[0].self_attn, "joint")
 
     def step() -> Tensor:
         states = inner.embed_tokens(token)
@@ -68,17 +67,31 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
         model, parts = dense_model(geometry, setting, whole=True), dense_parts(shape, setting)
         for layer in model.model.layers:
             layer.self_attn = DenseStep(layer.self_attn)
+    elif kind == CODEC:
+        model = dense_model(geometry, setting, whole=True)
+        step = CodecStep(shape, setting)
+        for layer in model.model.layers:
+            layer.self_attn = CodecModule(layer.self_attn, step)
+        per_layer = step.row_bytes
     else:
         model = use_kernels(latent_model(geometry, LATENTS[kind], kind, setting, whole=True), "triton")
         first = model.model.layers[0].self_attn
         parts, recent = latent_parts(first, setting), exact_part(first, setting)
         config["layout"] = LATENTS[kind]
-    per_layer = per_token(parts)
+    if kind != CODEC:
+        per_layer = per_token(parts)
     emit(what="built", seconds=now(setting.device) - start, bytes_per_token=shape.layers * per_layer, **config)
     repeats, device = 1 if setting.tiny else 4, setting.device
 
     def once(batch: int, context: int, repeats: int = repeats) -> float:
-        return time_calls([_decoder(model, parts, recent, batch, context)], device, repeats).median
+        # Caches of the way that was timed before.
+        _release()
+        layers = model.model.layers
+        if kind == CODEC:
+            caches: list[Any] = [step.cache(context, batch) for _ in layers]
+        else:
+            caches = [filled(parts, batch, context, recent) for _ in layers]
+        return time_calls([_decoder(model, caches, batch, context)], device, repeats).median
 
     def timed(batch: int, context: int) -> tuple[float | None, str]:
         def dense(packed: bool) -> float:
@@ -88,6 +101,8 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
 
         if kind == "dense":
             return fastest(dense_ways(shape, dense), setting)
+        if kind == CODEC:
+            return once(batch, context), "codec"
         with counted("latent_attention") as by_kernels, counted("joint_attention") as in_one_pass:
             seconds = once(batch, context)
         if not by_kernels:
@@ -179,7 +194,7 @@ def steps(setting: Setting) -> list[Step]:
     """In order of worth."""
     if setting.kind == "none":
         return []
-    kinds = ("dense", DEFAULT[1], "16 bits, 70 %")
+    kinds = ("dense", CODEC, DEFAULT[1], "16 bits, 70 %")
 
     def decode(geometry: str, kind: str) -> Step:
         return Step(f"decode, {geometry}, {kind}", functools.partial(_decode, geometry, kind), 120.0)

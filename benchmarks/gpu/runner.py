@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +19,13 @@ from typing import IO, Any
 
 import torch
 
-__all__ = ["Emit", "Setting", "Step", "child", "run"]
+__all__ = ["STEPS", "Emit", "Setting", "Step", "child", "run"]
 
 Emit = Callable[..., None]
 """Writes one record, given as keyword arguments."""
+
+STEPS = "RECALKV_GPU_STEPS"
+"""Environment variable: of the steps only those whose name this regular expression finds."""
 
 _START_SECONDS = 120.0
 """Until a process has begun its first step: imports from a cold disk."""
@@ -83,7 +87,8 @@ class Step:
 
 def _steps(module: str, setting: Setting) -> list[Step]:
     steps: list[Step] = importlib.import_module(module).steps(setting)
-    return steps
+    wanted = re.compile(os.environ.get(STEPS, ""))
+    return [step for step in steps if wanted.search(step.name)]
 
 
 def _write(path: Path, /, **record: Any) -> None:

@@ -38,7 +38,9 @@ GEOMETRIES = {
         "qwen3", AttentionGeometry(4096, 32, 8, 128, 36), 12288, 151936, 40960, counted=8_190_735_360
     ),
 }
-_CODED_ONLY = {"qwen2.5-3b": ModelSizes("qwen2", AttentionGeometry(2048, 16, 2, 128, 36), 11008, 151936, 32768, tied=True)}
+_CODED_ONLY = {
+    "qwen2.5-3b": ModelSizes("qwen2", AttentionGeometry(2048, 16, 2, 128, 36), 11008, 151936, 32768, tied=True)
+}
 _ROPE_THETA = {"llama-2-7b": 1e4, "llama-3.1-8b": 5e5, "qwen3-8b": 1e6}
 # Heads wide enough for one pass.
 _TINY = AttentionGeometry(32, 4, 2, 128, 2)

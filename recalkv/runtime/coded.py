@@ -14,13 +14,18 @@ __all__ = ["attend_rows", "kernel", "kernel_serves"]
 
 @functools.cache
 def kernel() -> Any:
-    """The Triton kernel, once that of packing is registered as well; None where Triton is not installed."""
+    """The kernels, once that of packing is registered as well; None where Triton is not installed."""
     try:
         import recalkv.runtime.triton_search  # noqa: F401  (registers itself for CUDA)
-        from recalkv.runtime.triton_decode import coded_attention
+        from recalkv.runtime import cuda, triton_decode
     except ImportError:
         return None
-    return coded_attention
+
+    def attention(rows: Tensor, layout: DeviceLayout, queries: Tensor, *others: Any, **options: Any) -> Any:
+        found = cuda if cuda.serves(queries) else triton_decode
+        return found.coded_attention(rows, layout, queries, *others, **options)
+
+    return attention
 
 
 def kernel_serves(codec: LayerCodec, query: Tensor) -> bool:

@@ -40,8 +40,8 @@ from recalkv.runtime.reference import (
     prepare,
 )
 
-__all__ = ["DeviceLayout", "DeviceRotation", "attend_kernel", "coded_attention", "combine_kernel", "constants", "merge",
-           "prepare"]  # fmt: skip
+__all__ = ["DeviceLayout", "DeviceRotation", "attend_kernel", "check_rows", "coded_attention", "combine",
+           "combine_kernel", "constants", "merge", "prepare"]  # fmt: skip
 
 STAGES = 2
 _MOST_RUNS = 128
@@ -282,6 +282,22 @@ def default_runs(device: torch.device, programs: int, capacity: int) -> int:
     return max(1, min(wanted, -(-capacity // BLOCK_N), _MOST_RUNS))
 
 
+def check_rows(rows: Tensor, splits: int | None) -> None:
+    """Refuse rows that 16 bytes at a time cannot be read of, and numbers of runs that cannot be summed.
+
+    Raises
+    ------
+    ParameterError
+    """
+    if rows.stride(0) % TILE or rows.stride(1) % TILE or rows.data_ptr() % TILE:
+        raise ParameterError(
+            f"codec: rows begin at {rows.data_ptr()} with strides {rows.stride()}, and all must be multiples of "
+            f"{TILE}; allocate the cache as a tensor of its own."
+        )
+    if splits is not None and not 1 <= splits <= _MOST_RUNS:
+        raise ParameterError(f"codec: splits={splits} must be from 1 to {_MOST_RUNS}, or None.")
+
+
 def coded_attention(
     rows: Tensor,
     layout: DeviceLayout,
@@ -336,13 +352,7 @@ def coded_attention(
             f"codec: codes of {layout.full} numbers, keys and values, and the kernel takes up to {MOST_WIDTH}; fit "
             f"with fewer heads per code, or decode by `coded_attention_torch`."
         )
-    if rows.stride(0) % TILE or rows.stride(1) % TILE or rows.data_ptr() % TILE:
-        raise ParameterError(
-            f"codec: rows begin at {rows.data_ptr()} with strides {rows.stride()}, and all must be multiples of "
-            f"{TILE}; allocate the cache as a tensor of its own."
-        )
-    if splits is not None and not 1 <= splits <= _MOST_RUNS:
-        raise ParameterError(f"codec: splits={splits} must be from 1 to {_MOST_RUNS}, or None.")
+    check_rows(rows, splits)
     batch, groups, count, key_width = queries.shape
     pages = rows if block_table is None else block_table
     capacity = TILE * rows.shape[1] * (1 if block_table is None else block_table.shape[1])

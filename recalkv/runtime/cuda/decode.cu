@@ -1,15 +1,16 @@
 // Attention of one token a sequence over rows of the codec: flash decoding whose operands are decoded in registers.
 //
-// A block of WARPS warps takes a group of KV heads and a run of a sequence's slots (split-KV), 64 WARPS slots at a time:
-//   1. keys: each warp decodes 64 slots straight into the A operand of mma.m16n8k16 (rows are slots) and multiplies
-//      them with the queries, segment by segment; a segment's scale is applied to its scores.
-//   2. softmax, over all warps.
-//   3. values: each warp decodes its share of the numbers of all slots into the A operand (rows are numbers) and
-//      multiplies them with the weights, to which a segment's scale is applied.
+// A block of WARPS warps takes a group of KV heads and a run of a sequence's slots (split-KV), 64 WARPS at a time:
+//   1. Keys: each warp decodes 64 slots straight into the A operand of mma.m16n8k16, whose rows are slots, and
+//      multiplies them with the queries, segment by segment; a segment's scale is applied to its scores. Weights are
+//      relative to the warp's own largest score, and go into shared memory.
+//   2. One barrier. What warps have as the largest score of all is put right.
+//   3. Values: each warp decodes its share of the numbers of all slots into the A operand, whose rows are numbers, and
+//      multiplies them with the weights, to which a segment's scale is applied. Sums are in shared memory.
 //
-// A 32-bit word of a tile holds the same byte of four tokens, so one logical operation serves four numbers of each place
-// in the byte. A code and the two bits before it become a field of b + 1 bits; with the exponent of 1024 above, the
-// field is a float16, and n(t) = t ((t^2 + B)^2 + D) takes four instructions for two numbers.
+// A 32-bit word of a tile holds the same byte of four tokens, so one logical operation serves four numbers of each
+// place in the byte. A code and the two bits before it become a field of b + 1 bits; with the exponent of 1024 above,
+// the field is a float16, and n(t) = t ((t^2 + B)^2 + D) takes four instructions for two numbers.
 //
 // Defined by the host: WARPS, RESIDENT (blocks of a multiprocessor), NT (tiles of 8 queries), PAGED, CAPPED, QUERY (0
 // float32, 1 bfloat16, 2 float16), and for each number of bits POLY_B*, POLY_D* (float16, twice), GAIN* (float32).
@@ -77,16 +78,14 @@ __device__ __forceinline__ u32 lifted(u32 x, u32 mask) {
     return d;
 }
 __device__ __forceinline__ u32 select(u8 mask, u32 a, u32 b) { return select(mask * ONES, a, b); }
-template <int COUNT> __device__ __forceinline__ u32 shift(u32 x) {
-    if constexpr (COUNT >= 0) return x << COUNT;
-    else return x >> -COUNT;
-}
 __device__ __forceinline__ uint2 load8(const u8* at) { return __ldg(reinterpret_cast<const uint2*>(at)); }
 __device__ __forceinline__ uint4 load16(const u8* at) { return __ldg(reinterpret_cast<const uint4*>(at)); }
 // Of a table that all warps read again and again.
 __device__ __forceinline__ uint4 load_kept(const uint4* at) {
     uint4 d;
-    asm("ld.global.nc.L1::evict_last.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(at));
+    asm("ld.global.nc.L1::evict_last.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+        : "l"(at));
     return d;
 }
 __device__ __forceinline__ void prefetch(const u8* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
@@ -94,43 +93,60 @@ __device__ __forceinline__ void prefetch(const u8* at) { asm volatile("prefetch.
 // Bits of the float16 of a number that has one.
 __device__ constexpr u32 half_bits(double x) {
     int exponent = 15;
-    while (x >= 2) { x /= 2; exponent++; }
-    while (x < 1) { x *= 2; exponent--; }
+    while (x >= 2) {
+        x /= 2;
+        exponent++;
+    }
+    while (x < 1) {
+        x *= 2;
+        exponent--;
+    }
     return (u32)(exponent << 10) | (u32)((x - 1) * 1024);
 }
 __device__ constexpr u32 twice(u32 half) { return half | half << 16; }
 
 // What codes of each number of bits have: numbers of a byte of their last plane, and where number i's field begins.
-template <int BITS> struct Code;
-#define CODE(BITS, NUMBERS, START)                                                                                 \
-    template <> struct Code<BITS> {                                                                                \
-        static constexpr int numbers = NUMBERS;                                                                    \
-        __device__ static constexpr int start(int i) { return START; }                                                        \
-        __device__ static constexpr u32 mask(int i) { return ((2u << BITS) - 1) << start(i); }                                \
-        __device__ static constexpr u32 factor(int i) { return (u32)(15 - BITS - start(i)) << 10; }                           \
-        __device__ static constexpr u32 summand(int i) {                                                                      \
-            return 0x8000u | half_bits((double)(1 << (10 - start(i))) / (1 << BITS) + 1 - 1.0 / (2 << BITS));      \
-        }                                                                                                          \
+template <int BITS>
+struct Code;
+#define CODE(BITS, NUMBERS, START)                                                                                     \
+    template <>                                                                                                        \
+    struct Code<BITS> {                                                                                                \
+        static constexpr int numbers = NUMBERS;                                                                        \
+        __device__ static constexpr int start(int i) { return START; }                                                 \
+        __device__ static constexpr u32 mask(int i) { return ((2u << BITS) - 1) << start(i); }                         \
+        __device__ static constexpr u32 factor(int i) { return (u32)(15 - BITS - start(i)) << 10; }                    \
+        __device__ static constexpr u32 summand(int i) {                                                               \
+            return 0x8000u | half_bits((double)(1 << (10 - start(i))) / (1 << BITS) + 1 - 1.0 / (2 << BITS));          \
+        }                                                                                                              \
     }
 CODE(1, 8, i < 2 ? i + 1 : i - 1);
 CODE(2, 4, i < 2 ? 1 : 2 * i - 1);
 CODE(3, 8, 1);
 CODE(4, 2, 2 * i + 1);
 CODE(6, 4, 1);
-template <> struct Code<8> { static constexpr int numbers = 2; };
+template <>
+struct Code<8> {
+    static constexpr int numbers = 2;
+};
 
-template <int BITS> __device__ __forceinline__ u32 curve(u32 t);
-#define QUINTIC(BITS)                                                                                              \
-    template <> __device__ __forceinline__ u32 curve<BITS>(u32 t) {                                                \
-        u32 z = fma2(t, t, POLY_B##BITS);                                                                          \
-        return mul2(fma2(z, z, POLY_D##BITS), t);                                                                  \
-    }
-#define CUBIC(BITS)                                                                                                \
-    template <> __device__ __forceinline__ u32 curve<BITS>(u32 t) { return mul2(fma2(t, t, POLY_B##BITS), t); }
-CUBIC(1) QUINTIC(2) QUINTIC(3) QUINTIC(4) QUINTIC(6) CUBIC(8)
+// What the host defined for a number of bits.
+#define OF_BITS(NAME, BITS)                                                                                            \
+    (BITS == 1   ? NAME##1                                                                                             \
+     : BITS == 2 ? NAME##2                                                                                             \
+     : BITS == 3 ? NAME##3                                                                                             \
+     : BITS == 4 ? NAME##4                                                                                             \
+     : BITS == 6 ? NAME##6                                                                                             \
+                 : NAME##8)
 
-// Words of fields of the numbers of a byte, from four tokens' bytes of the last plane, the ones before them in the chain,
-// and bytes of the first plane of codes of two. Bits outside of the fields are anything.
+template <int BITS>
+__device__ __forceinline__ u32 curve(u32 t) {
+    u32 z = fma2(t, t, OF_BITS(POLY_B, BITS));
+    if constexpr (BITS != 1 && BITS != 8) z = fma2(z, z, OF_BITS(POLY_D, BITS));
+    return mul2(z, t);
+}
+
+// Words of fields of the numbers of a byte, from four tokens' bytes of the last plane, the ones before them in the
+// chain, and bytes of the first plane of codes of two. Bits outside of the fields are anything.
 template <int BITS>
 __device__ __forceinline__ void fields(u32 (&u)[Code<BITS>::numbers], u32 w, u32 before, u32 even, u32 odd) {
     if constexpr (BITS == 4) {
@@ -179,7 +195,8 @@ __device__ __forceinline__ void fields(u32 (&u)[Code<BITS>::numbers], u32 w, u32
 }
 
 // Numbers a and b of a byte (fields i and i + 1) of four tokens: one register of (a, b) a token.
-template <int BITS, int I> __device__ __forceinline__ void by_token(u32 (&n)[4], u32 a, u32 b) {
+template <int BITS, int I>
+__device__ __forceinline__ void by_token(u32 (&n)[4], u32 a, u32 b) {
     using C = Code<BITS>;
     constexpr u32 mask = C::mask(I) | C::mask(I + 1) << 16, factor = C::factor(I) | C::factor(I + 1) << 16;
     constexpr u32 summand = C::summand(I) | C::summand(I + 1) << 16;
@@ -190,7 +207,8 @@ template <int BITS, int I> __device__ __forceinline__ void by_token(u32 (&n)[4],
     n[3] = curve<BITS>(fma2(lifted(y >> 8, mask), factor, summand));
 }
 // A number's tokens 0 and 2, and 1 and 3.
-template <int BITS, int I> __device__ __forceinline__ void by_number(u32& even, u32& odd, u32 u) {
+template <int BITS, int I>
+__device__ __forceinline__ void by_number(u32& even, u32& odd, u32 u) {
     using C = Code<BITS>;
     constexpr u32 mask = twice(C::mask(I)), factor = twice(C::factor(I)), summand = twice(C::summand(I));
     even = curve<BITS>(fma2(lifted(u, mask), factor, summand));
@@ -214,20 +232,22 @@ __device__ __forceinline__ void eight_by_token(u32 (&n)[4], u32 a, u32 b, u32 a_
 
 // A segment as the keys' loop takes it. Rows count from the group's first byte; product is its first.
 struct KeySegment {
-    int bits, scale_row, first_row, last_row, columns, product;
+    int bits, scale_row, first_row, last_row, columns, product, next_row;
 };
 // Units of 8 columns of a segment of values that a warp has; tile is the first one's.
 struct ValueJob {
     int bits, segment, first_row, last_row, columns, unit, end, tile;
 };
 
-template <int BITS> struct Loads {
+template <int BITS>
+struct Loads {
     static constexpr int count = BITS == 8 ? 6 : BITS == 4 ? 3 : BITS == 3 || BITS == 6 ? 4 : 2;
 };
 
 // Bytes of eight tokens that a lane needs of a unit of columns; of columns that are not there, any.
 template <int BITS>
-__device__ __forceinline__ void load_unit(uint2 (&r)[Loads<BITS>::count], const u8* last, KeySegment s, int unit, int c) {
+__device__ __forceinline__ void load_unit(uint2 (&r)[Loads<BITS>::count], const u8* last, KeySegment s, int unit,
+                                          int c) {
     constexpr int wide = BITS == 4 || BITS == 8 ? 2 : 1;
     const u8* at = last + min((unit * 4 + c) * wide, s.columns - wide) * 16;
     r[0] = load8(at - 16);
@@ -247,19 +267,11 @@ __device__ __forceinline__ void load_unit(uint2 (&r)[Loads<BITS>::count], const 
 }
 
 template <int BITS>
-__device__ __forceinline__ void score_segment(
-    float (&total)[4][NT][4], const u8* keys, KeySegment s, const uint2* queries, int lane
-) {
+__device__ __forceinline__ void score_segment(float (&part)[4][NT][4], const u8* keys, KeySegment s,
+                                              const uint2* queries, int lane) {
     using C = Code<BITS>;
     constexpr int wide = BITS == 4 || BITS == 8 ? 2 : 1, products = wide == 2 ? 1 : C::numbers / 4;
     const int c = lane & 3, units = (s.columns + 4 * wide - 1) / (4 * wide);
-    float part[4][NT][4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int t = 0; t < NT; t++)
-#pragma unroll
-            for (int k = 0; k < 4; k++) part[i][t][k] = 0;
     uint2 r[Loads<BITS>::count], next[Loads<BITS>::count];
     const u8* last = keys + s.last_row * 16;
     load_unit<BITS>(r, last, s, 0, c);
@@ -268,7 +280,6 @@ __device__ __forceinline__ void score_segment(
         r[0] = make_uint2(0, 0);
         if constexpr (BITS == 8) r[3] = make_uint2(0, 0);
     }
-    const uint2 levels = load8(keys + s.scale_row * 16);
     const uint2* query = queries + s.product * (32 * NT) + lane;
 #pragma unroll 1
     for (int unit = 0; unit < units; unit++, query += products * 32 * NT) {
@@ -314,6 +325,10 @@ __device__ __forceinline__ void score_segment(
 #pragma unroll
         for (int i = 0; i < Loads<BITS>::count; i++) r[i] = next[i];
     }
+}
+
+// Add a segment's scores times its scales.
+__device__ __forceinline__ void add_scaled(float (&total)[4][NT][4], const float (&part)[4][NT][4], uint2 levels) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const u32 word = i < 2 ? levels.x : levels.y;
@@ -356,10 +371,9 @@ __device__ __forceinline__ u32 word(const uint4& x, int j) { return j == 0 ? x.x
 
 // Add the weighted values of `blocks` times 64 slots to a job's sums.
 template <int BITS>
-__device__ __forceinline__ void add_values(
-    float4* sums, const u8* rows, const i64* tiles, int value_row, const u8* weights, const u8* scales, ValueJob job,
-    int blocks, const float (&shrink)[NT][2], int lane
-) {
+__device__ __forceinline__ void add_values(float4* sums, const u8* rows, const i64* tiles, int value_row,
+                                           const u8* weights, const u8* scales, const float* most,
+                                           const float (&top)[NT], ValueJob job, int blocks, int lane) {
     using C = Code<BITS>;
     constexpr int pairs = C::numbers / 2;
     const int g = lane >> 2, c = lane & 3;
@@ -375,17 +389,25 @@ __device__ __forceinline__ void add_values(
 #pragma unroll
         for (int i = 0; i < (BITS == 3 || BITS == 6 || BITS == 8 ? 4 : 2); i++) r[i] = next[i];
         if (begin) {
-            const uint4* scale_at = reinterpret_cast<const uint4*>(scales + (job.segment * SLOTS + block * 64 + c * 16) * 2);
+            if (block + 1 < blocks)
+#pragma unroll 1
+                for (int i = job.unit + g; i < job.end; i += 8)
+                    prefetch(rows + tiles[4 * block + 4 + c] + (value_row + job.last_row + i * 8) * 16);
+            const uint4* scale_at =
+                reinterpret_cast<const uint4*>(scales + (job.segment * SLOTS + block * 64 + c * 16) * 2);
             const uint4 scale[2] = {scale_at[0], scale_at[1]};
 #pragma unroll
             for (int t = 0; t < NT; t++) {
-                const uint4* weight_at = reinterpret_cast<const uint4*>(weights + (t * 8 + g) * WEIGHT_STRIDE + (block * 64 + c * 16) * 2);
+                const uint4* weight_at =
+                    reinterpret_cast<const uint4*>(weights + (t * 8 + g) * WEIGHT_STRIDE + (block * 64 + c * 16) * 2);
                 const uint4 weight[2] = {weight_at[0], weight_at[1]};
+                const float share = exp2_fast(most[block * QUERIES + t * 8 + g] - top[t]);
+                const u32 shares = pair(share, share);
 #pragma unroll
-                for (int k = 0; k < 8; k++) p[t][k] = mul2(word(weight[k >> 2], k & 3), word(scale[k >> 2], k & 3));
+                for (int k = 0; k < 8; k++)
+                    p[t][k] = mul2(mul2(word(weight[k >> 2], k & 3), shares), word(scale[k >> 2], k & 3));
             }
         }
-        const bool first = block == 0;
         begin = ++unit == job.end;
         if (begin) {
             unit = job.unit;
@@ -398,11 +420,10 @@ __device__ __forceinline__ void add_values(
 #pragma unroll
             for (int t = 0; t < NT; t++) {
                 const float4 x = at[(i * NT + t) * 32];
-                const float even = first ? shrink[t][0] : 1.0f, odd = first ? shrink[t][1] : 1.0f;
-                sum[i][t][0] = x.x * even;
-                sum[i][t][1] = x.y * odd;
-                sum[i][t][2] = x.z * even;
-                sum[i][t][3] = x.w * odd;
+                sum[i][t][0] = x.x;
+                sum[i][t][1] = x.y;
+                sum[i][t][2] = x.z;
+                sum[i][t][3] = x.w;
             }
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -415,14 +436,16 @@ __device__ __forceinline__ void add_values(
                 for (int t = 0; t < NT; t++) mma(sum[0][t], a0, a1, a2, a3, p[t][2 * j], p[t][2 * j + 1]);
             } else {
                 u32 u[C::numbers], a[4];
-                if constexpr (BITS == 3 || BITS == 6) fields<BITS>(u, w, b, word(r[2], j), word(r[3], j));
-                else fields<BITS>(u, w, b, 0, 0);
-#define PAIR(R)                                                                                                    \
-    if constexpr (R < pairs) {                                                                                     \
-        by_number<BITS, 2 * R>(a[0], a[2], u[2 * R]);                                                              \
-        by_number<BITS, 2 * R + 1>(a[1], a[3], u[2 * R + 1]);                                                      \
-        _Pragma("unroll") for (int t = 0; t < NT; t++)                                                             \
-            mma(sum[R][t], a[0], a[1], a[2], a[3], p[t][2 * j], p[t][2 * j + 1]);                                  \
+                if constexpr (BITS == 3 || BITS == 6)
+                    fields<BITS>(u, w, b, word(r[2], j), word(r[3], j));
+                else
+                    fields<BITS>(u, w, b, 0, 0);
+#define PAIR(R)                                                                                                        \
+    if constexpr (R < pairs) {                                                                                         \
+        by_number<BITS, 2 * R>(a[0], a[2], u[2 * R]);                                                                  \
+        by_number<BITS, 2 * R + 1>(a[1], a[3], u[2 * R + 1]);                                                          \
+        _Pragma("unroll") for (int t = 0; t < NT; t++)                                                                 \
+            mma(sum[R][t], a[0], a[1], a[2], a[3], p[t][2 * j], p[t][2 * j + 1]);                                      \
     }
                 PAIR(0) PAIR(1) PAIR(2) PAIR(3)
             }
@@ -448,21 +471,21 @@ __device__ __forceinline__ float query_at(const void* at, i64 place) {
 }
 
 struct Shared {
-    float unit[QUERIES];
-    float most[WARPS][QUERIES];
+    float unit[QUERIES], inverse[QUERIES];
+    // Of two iterations in turn, so that one barrier an iteration is enough.
+    float most[2][WARPS][QUERIES];
     i64 tiles[2][4 * WARPS];
-    alignas(16) u8 weights[QUERIES * WEIGHT_STRIDE];
-    // Then, of sizes that the host knows: queries, mean coefficients, turns, scales.
+    alignas(16) u8 weights[2][QUERIES * WEIGHT_STRIDE];
+    // Then, of sizes that the host knows: queries, mean coefficients, turns, scales, sums.
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
-    const u8* rows, const int* pages, const int* key_segments, const int* value_segments, const int* value_jobs,
-    const int* numbers, const int* product_numbers, const void* queries, const float* means, const float* anchors,
-    const uint4* places, const int* first_at, const int* length_at, const int* offset_at, float* partial,
-    float* most_out, float* sum_out, int block_units, int tile_units, int page_stride, int per_block, int capacity,
-    int count, int key_width, int value_width, int pairs, int padded, int table_padded, int products,
-    int segments_room, int tiles, double softcap
-) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    attend(const u8* rows, const int* pages, const int* key_segments, const int* value_segments, const int* value_jobs,
+           const int* numbers, const int* product_numbers, const void* queries, const float* means,
+           const float* anchors, const uint4* places, const int* first_at, const int* length_at, const int* offset_at,
+           float* partial, float* most_out, float* sum_out, int block_units, int tile_units, int page_stride,
+           int per_block, int capacity, int count, int key_width, int value_width, int pairs, int padded,
+           int table_padded, int products, int segments_room, int tiles, double softcap) {
     const int group = blockIdx.x, run = blockIdx.y, batch = blockIdx.z, groups = gridDim.x, runs = gridDim.y;
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, c = lane & 3;
     const i64 block_stride = (i64)block_units * 16, tile_stride = (i64)tile_units * 16;
@@ -472,11 +495,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
     float2* mean_parts = reinterpret_cast<float2*>(query_parts + products * 32 * NT);
     float2* turns = mean_parts + QUERIES * table_padded;
     u8* scales = reinterpret_cast<u8*>(turns + WARPS * table_padded);
-    float4* sums = reinterpret_cast<float4*>(scales + segments_room * SLOTS * 2);
+    float4* sums = reinterpret_cast<float4*>(scales + 2 * segments_room * SLOTS * 2);
 
-    const int key_count = key_segments[group * (segments_room * 6 + 2)], key_bytes = key_segments[group * (segments_room * 6 + 2) + 1];
+    const int key_count = key_segments[group * (segments_room * 7 + 2)],
+              key_bytes = key_segments[group * (segments_room * 7 + 2) + 1];
     const KeySegment* key_segment =
-        reinterpret_cast<const KeySegment*>(key_segments + group * (segments_room * 6 + 2) + 2);
+        reinterpret_cast<const KeySegment*>(key_segments + group * (segments_room * 7 + 2) + 2);
     const int value_count = value_segments[group * (segments_room * 2 + 4)];
     const int key_byte = value_segments[group * (segments_room * 2 + 4) + 1];
     const int value_bytes = value_segments[group * (segments_room * 2 + 4) + 2];
@@ -492,17 +516,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
     auto tile_at = [&](int tile) -> i64 {
         tile = max(min(tile, (length - 1) >> 4), first >> 4);
 #if PAGED
-        return (i64)pages[(i64)batch * page_stride + tile / per_block] * block_stride + (i64)(tile % per_block) * tile_stride;
+        return (i64)pages[(i64)batch * page_stride + tile / per_block] * block_stride +
+               (i64)(tile % per_block) * tile_stride;
 #else
         return (i64)batch * block_stride + (i64)tile * tile_stride;
 #endif
     };
-    auto find_tiles = [&](int from, int buffer) {
-        if (tid < 4 * WARPS) shared.tiles[buffer][tid] = tile_at(from * 4 + tid);
-    };
     // Turns of the start of a warp's block of 64 slots, digit by digit.
     auto find_turns = [&](int block) {
         const int position = block * 64 + offset;
+#pragma unroll 1
         for (int i = lane; i < table_padded; i += 32) {
             float cos = 1, sin = 0;
 #pragma unroll
@@ -517,28 +540,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
         }
         __syncwarp();
     };
-    auto prefetch_rows = [&](int buffer, int byte, int bytes) {
-        // Eight lanes a tile.
-        for (int t = tid >> 3; t < 4 * WARPS; t += THREADS / 8) {
-            const u8* at = rows + shared.tiles[buffer][t] + byte * 16;
-            for (int i = (tid & 7) * 128; i < bytes * 16; i += 1024) prefetch(at + i);
-        }
+    // Eight lanes a tile of a warp's block.
+    auto prefetch_rows = [&](int block, int byte, int bytes) {
+        const u8* at = rows + tile_at(4 * block + (lane >> 3)) + byte * 16;
+#pragma unroll 1
+        for (int i = (lane & 7) * 128; i < bytes * 16; i += 1024) prefetch(at + i);
     };
 
     if (begin < end) {
-        find_tiles(begin, 0);
+#pragma unroll 1
         for (int i = tid; i < tiles * 32 * NT; i += THREADS) sums[i] = make_float4(0, 0, 0, 0);
+#pragma unroll 1
         for (int q = warp; q < QUERIES; q += WARPS) {
             float largest = 0;
             if (q < count) {
-                for (int i = lane; i < key_width; i += 32) largest = fmaxf(largest, fabsf(query_at(queries, (row + q) * key_width + i)));
-                for (int i = lane; i < 2 * pairs; i += 32) largest = fmaxf(largest, fabsf(means[(row + q) * 2 * pairs + i]) * (1.0f / 1024));
+#pragma unroll 1
+                for (int i = lane; i < key_width; i += 32)
+                    largest = fmaxf(largest, fabsf(query_at(queries, (row + q) * key_width + i)));
+#pragma unroll 1
+                for (int i = lane; i < 2 * pairs; i += 32)
+                    largest = fmaxf(largest, fabsf(means[(row + q) * 2 * pairs + i]) * (1.0f / 1024));
             }
             for (int i = 16; i; i >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, i));
-            if (lane == 0) shared.unit[q] = largest > 0 ? largest : 1.0f;
+            if (lane == 0) {
+                largest = largest > 0 ? largest : 1.0f;
+                shared.unit[q] = largest;
+                shared.inverse[q] = 1.0f / largest;
+            }
         }
         __syncthreads();
-        prefetch_rows(0, key_byte, key_bytes);
+        if (begin + warp < end) prefetch_rows(begin + warp, key_byte, key_segment[0].next_row);
+#pragma unroll 1
         for (int i = tid; i < products * NT * 32; i += THREADS) {
             int product = i / (32 * NT), own = i & 31, q = (i / 32) % NT * 8 + (own >> 2);
             const int* at = product_numbers + ((group * products + product) * 4 + (own & 3)) * 4;
@@ -549,35 +581,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
                 x[k] = 0;
                 if (which >= 0 && q < count) {
                     int bits = which >> 16;
-                    float gain = bits == 1 ? GAIN1 : bits == 2 ? GAIN2 : bits == 3 ? GAIN3 : bits == 4 ? GAIN4 : bits == 6 ? GAIN6 : GAIN8;
-                    x[k] = query_at(queries, (row + q) * key_width + (which & 0xffff)) / shared.unit[q] * gain;
+                    float gain = OF_BITS(GAIN, bits);
+                    x[k] = query_at(queries, (row + q) * key_width + (which & 0xffff)) * shared.inverse[q] * gain;
                 }
             }
             query_parts[i] = make_uint2(pair(x[0], x[1]), pair(x[2], x[3]));
         }
+#pragma unroll 1
         for (int i = tid; i < QUERIES * table_padded; i += THREADS) {
             int q = i / table_padded, pair_index = i - q * table_padded;
             float2 x = make_float2(0, 0);
             if (q < count && pair_index < pairs) {
                 const float* at = means + (row + q) * 2 * pairs + pair_index;
-                x = make_float2(at[0] / shared.unit[q], at[pairs] / shared.unit[q]);
+                x = make_float2(at[0] * shared.inverse[q], at[pairs] * shared.inverse[q]);
             }
             mean_parts[i] = x;
         }
         __syncthreads();
     }
 
-    float most[NT][2], weight[NT][2], shrink[NT][2];
+    float most[NT][2], weight[NT][2], own_weight[NT][2], shrink[NT][2];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
         most[t][0] = most[t][1] = NEGATIVE_INFINITY;
         weight[t][0] = weight[t][1] = 0;
     }
-    int buffer = 0;
+    int buffer = 0, first_tile = 0, end_tile = 0, first_row = 0;
+#pragma unroll 1
+    for (int i = 0; i < segments_room; i++) {
+        const ValueJob job = reinterpret_cast<const ValueJob*>(value_jobs)[(group * WARPS + warp) * segments_room + i];
+        if (!job.bits) break;
+        if (!i) first_tile = job.tile, first_row = job.last_row + job.unit * 8;
+        end_tile = job.tile + (job.end - job.unit) * (job.bits == 1 || job.bits == 3   ? 4
+                                                      : job.bits == 2 || job.bits == 6 ? 2
+                                                                                       : 1);
+    }
 #pragma unroll 1
     for (int from = begin; from < end; from += WARPS, buffer ^= 1) {
         const int block = from + warp;
-        prefetch_rows(buffer, value_byte, value_bytes);
+        if (lane < 4) shared.tiles[buffer][4 * warp + lane] = tile_at(4 * block + lane);
+        __syncwarp();
         float score[4][NT][4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -590,7 +633,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
             // The mean key's, in three products of float16 as good as one of float32.
             const float2* turn = turns + warp * table_padded;
 #pragma unroll 1
-            for (int step = 0; step < (NO_MEAN ? 0 : table_padded / 8); step++) {
+            for (int step = 0; step < table_padded / 8; step++) {
                 u32 large[NT][2], small[NT][2];
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
@@ -616,21 +659,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
 #pragma unroll
                         for (int t = 0; t < NT; t++) {
                             const uint4 a = table[k == 0][i];
-                            mma(score[i][t], a.x, a.y, a.z, a.w, k == 1 ? small[t][0] : large[t][0], k == 1 ? small[t][1] : large[t][1]);
+                            mma(score[i][t], a.x, a.y, a.z, a.w, k == 1 ? small[t][0] : large[t][0],
+                                k == 1 ? small[t][1] : large[t][1]);
                         }
             }
             const u8* keys = rows + shared.tiles[buffer][4 * warp + (g >> 1)] + key_byte * 16 + (g & 1) * 8;
 #pragma unroll 1
-            for (int s = 0; s < (NO_KEYS ? 0 : key_count); s++) {
+            for (int s = 0; s < key_count; s++) {
                 const KeySegment own = key_segment[s];
+                const uint2 levels = load8(keys + own.scale_row * 16);
+                if (s + 1 < key_count)
+                    prefetch_rows(block, key_byte + key_segment[s + 1].scale_row,
+                                  key_segment[s + 1].next_row - key_segment[s + 1].scale_row);
+                else if (block + WARPS < end)
+                    prefetch_rows(block + WARPS, key_byte, key_segment[0].next_row);
+                float part[4][NT][4];
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int t = 0; t < NT; t++)
+#pragma unroll
+                        for (int k = 0; k < 4; k++) part[i][t][k] = 0;
                 switch (own.bits) {
-                    case 1: score_segment<1>(score, keys, own, query_parts, lane); break;
-                    case 2: score_segment<2>(score, keys, own, query_parts, lane); break;
-                    case 3: score_segment<3>(score, keys, own, query_parts, lane); break;
-                    case 4: score_segment<4>(score, keys, own, query_parts, lane); break;
-                    case 6: score_segment<6>(score, keys, own, query_parts, lane); break;
-                    default: score_segment<8>(score, keys, own, query_parts, lane); break;
+                    case 1: score_segment<1>(part, keys, own, query_parts, lane); break;
+                    case 2: score_segment<2>(part, keys, own, query_parts, lane); break;
+                    case 3: score_segment<3>(part, keys, own, query_parts, lane); break;
+                    case 4: score_segment<4>(part, keys, own, query_parts, lane); break;
+                    case 6: score_segment<6>(part, keys, own, query_parts, lane); break;
+                    default: score_segment<8>(part, keys, own, query_parts, lane); break;
                 }
+                add_scaled(score, part, levels);
             }
         }
         // Scores in base 2, and the largest of each query.
@@ -658,48 +716,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
                 largest[t][0] = fmaxf(largest[t][0], __shfl_xor_sync(~0u, largest[t][0], i));
                 largest[t][1] = fmaxf(largest[t][1], __shfl_xor_sync(~0u, largest[t][1], i));
             }
-            if (g == 0) {
-                shared.most[warp][t * 8 + 2 * c] = largest[t][0];
-                shared.most[warp][t * 8 + 2 * c + 1] = largest[t][1];
-            }
-        }
-        __syncthreads();
-#pragma unroll
-        for (int t = 0; t < NT; t++) {
             float finite[2];
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                float top = NEGATIVE_INFINITY;
-#pragma unroll
-                for (int w = 0; w < WARPS; w++) top = fmaxf(top, shared.most[w][t * 8 + 2 * c + k]);
-                top = fmaxf(most[t][k], top - LIFT);
+                // Weights are relative to the warp's own largest score; what that lacks is put right by all.
+                float top = largest[t][k] - LIFT;
                 finite[k] = top == NEGATIVE_INFINITY ? 0 : top;
-                shrink[t][k] = exp2_fast(most[t][k] - finite[k]);
-                most[t][k] = top;
-                weight[t][k] *= shrink[t][k];
+                if (g == 0) shared.most[buffer][warp][t * 8 + 2 * c + k] = top;
+                own_weight[t][k] = 0;
             }
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     score[i][t][k] = exp2_fast(score[i][t][k] - finite[k & 1]);
-                    weight[t][k & 1] += score[i][t][k];
+                    own_weight[t][k & 1] += score[i][t][k];
                 }
             // Eight tokens of a query in the order 0, 2, 1, 3, 4, 6, 5, 7.
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                uint4 packed = make_uint4(
-                    pair(score[0][t][k], score[1][t][k]), pair(score[0][t][2 + k], score[1][t][2 + k]),
-                    pair(score[2][t][k], score[3][t][k]), pair(score[2][t][2 + k], score[3][t][2 + k])
-                );
-                u8* at = shared.weights + (t * 8 + 2 * c + k) * WEIGHT_STRIDE + (warp * 64 + g * 8) * 2;
+                uint4 packed =
+                    make_uint4(pair(score[0][t][k], score[1][t][k]), pair(score[0][t][2 + k], score[1][t][2 + k]),
+                               pair(score[2][t][k], score[3][t][k]), pair(score[2][t][2 + k], score[3][t][2 + k]));
+                u8* at = shared.weights[buffer] + (t * 8 + 2 * c + k) * WEIGHT_STRIDE + (warp * 64 + g * 8) * 2;
                 *reinterpret_cast<uint4*>(at) = packed;
             }
         }
-        // Scales of the values' segments, in the same order.
-        for (int i = tid; i < value_count * 16 * WARPS; i += THREADS) {
-            const int segment = i / (16 * WARPS), word = i - segment * (16 * WARPS);
-            const u8* at = rows + shared.tiles[buffer][word >> 2] + (value_byte + value_segment[2 * segment]) * 16 + (word & 3) * 4;
+        // Scales of the values' segments of the warp's slots, in the same order.
+        u8* own_scales = scales + buffer * segments_room * SLOTS * 2;
+#pragma unroll 1
+        for (int i = lane; i < value_count * 16; i += 32) {
+            const int segment = i >> 4, word = i & 15;
+            const u8* at = rows + shared.tiles[buffer][4 * warp + (word >> 2)] +
+                           (value_byte + value_segment[2 * segment]) * 16 + (word & 3) * 4;
             const u32 levels = __ldg(reinterpret_cast<const u32*>(at));
             const float gain = __int_as_float(value_segment[2 * segment + 1]);
             float x[4];
@@ -708,18 +757,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
                 float level = __uint_as_float(__byte_perm(levels, 0x4b000000u, 0x7540 | k));
                 x[k] = exp2_fast(fminf(fmaf(level, 0.125f, -1048592.0f), 7.0f)) * gain;
             }
-            *reinterpret_cast<uint2*>(scales + (segment * SLOTS + word * 4) * 2) = make_uint2(pair(x[0], x[2]), pair(x[1], x[3]));
+            *reinterpret_cast<uint2*>(own_scales + (segment * SLOTS + warp * 64 + word * 4) * 2) =
+                make_uint2(pair(x[0], x[2]), pair(x[1], x[3]));
         }
-        if (from + WARPS < end) {
-            find_tiles(from + WARPS, buffer ^ 1);
-        }
+        // The values that the warp decodes first.
+        prefetch_rows(from, value_byte + first_row, min(value_bytes - first_row, 64));
         __syncthreads();
-        if (from + WARPS < end) prefetch_rows(buffer ^ 1, key_byte, key_bytes);
-        const int blocks = NO_VALUES ? 0 : min(WARPS, end - from);
+        bool moved = false;
+#pragma unroll
+        for (int t = 0; t < NT; t++)
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                float top = most[t][k];
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) top = fmaxf(top, shared.most[buffer][w][t * 8 + 2 * c + k]);
+                const float finite = top == NEGATIVE_INFINITY ? 0 : top;
+                shrink[t][k] = exp2_fast(most[t][k] - finite);
+                weight[t][k] = weight[t][k] * shrink[t][k] +
+                               own_weight[t][k] * exp2_fast(shared.most[buffer][warp][t * 8 + 2 * c + k] - finite);
+                moved |= most[t][k] != top;
+                most[t][k] = top;
+            }
+        if (__any_sync(~0u, moved)) {
+#pragma unroll 1
+            for (int tile = first_tile; tile < end_tile; tile++)
+#pragma unroll
+                for (int t = 0; t < NT; t++) {
+                    float4* at = sums + (tile * NT + t) * 32 + lane;
+                    const float4 x = *at;
+                    *at = make_float4(x.x * shrink[t][0], x.y * shrink[t][1], x.z * shrink[t][0], x.w * shrink[t][1]);
+                }
+        }
+        float top_of[NT];
+#pragma unroll
+        for (int t = 0; t < NT; t++) {
+            // Query g's: held by lanes of c = g / 2.
+            const float even = __shfl_sync(~0u, most[t][0], g >> 1), odd = __shfl_sync(~0u, most[t][1], g >> 1);
+            top_of[t] = g & 1 ? odd : even;
+            if (top_of[t] == NEGATIVE_INFINITY) top_of[t] = 0;
+        }
+        const int blocks = min(WARPS, end - from);
 #pragma unroll 1
         for (int i = 0; i < segments_room; i++) {
-            const ValueJob job = reinterpret_cast<const ValueJob*>(value_jobs)[(group * WARPS + warp) * segments_room + i];
-#define VALUES(BITS) add_values<BITS>(sums, rows, shared.tiles[buffer], value_byte, shared.weights, scales, job, blocks, shrink, lane)
+            const ValueJob job =
+                reinterpret_cast<const ValueJob*>(value_jobs)[(group * WARPS + warp) * segments_room + i];
+#define VALUES(BITS)                                                                                                   \
+    add_values<BITS>(sums, rows, shared.tiles[buffer], value_byte, shared.weights[buffer], own_scales,                 \
+                     &shared.most[buffer][0][0], top_of, job, blocks, lane)
             switch (job.bits) {
                 case 0: break;
                 case 1: VALUES(1); break;
@@ -739,7 +823,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
         for (int k = 0; k < 2; k++) {
 #pragma unroll
             for (int i = 4; i < 32; i <<= 1) weight[t][k] += __shfl_xor_sync(~0u, weight[t][k], i);
-            if (g == 0) shared.most[warp][t * 8 + 2 * c + k] = weight[t][k];
+            if (g == 0) shared.most[0][warp][t * 8 + 2 * c + k] = weight[t][k];
         }
     __syncthreads();
     const i64 out = (((i64)batch * runs + run) * groups + group) * count;
@@ -751,11 +835,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
                 const int q = t * 8 + 2 * c + k;
                 if (q >= count) continue;
                 float total = 0;
-                for (int w = 0; w < WARPS; w++) total += shared.most[w][q];
+                for (int w = 0; w < WARPS; w++) total += shared.most[0][w][q];
                 most_out[out + q] = most[t][k];
                 sum_out[out + q] = total;
             }
     }
+#pragma unroll 1
     for (int tile = warp; tile < tiles; tile += WARPS)
 #pragma unroll
         for (int t = 0; t < NT; t++) {
@@ -767,6 +852,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
                 if (number >= 0 && q < count) partial[(out + q) * value_width + number] = begin < end ? x : 0;
             }
         }
+#pragma unroll 1
     for (int i = tid; i < count * (value_width - own_width); i += THREADS)
         partial[(out + i / (value_width - own_width)) * value_width + own_width + i % (value_width - own_width)] = 0;
 }

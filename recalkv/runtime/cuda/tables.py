@@ -1,0 +1,175 @@
+"""Where the numbers of a row stand, as ``decode.cu`` takes them: a lane decodes a byte of several tokens at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recalkv.codec.codes import CURVES, PLANES
+from recalkv.codec.layout import Segment
+from recalkv.runtime.reference import DeviceLayout, DeviceRotation
+
+__all__ = ["RowTables", "curve_of", "position_table"]
+
+_LANES = 4
+"""Lanes of a warp that share a row of a matrix product's operand."""
+
+
+def curve_of(bits: int) -> tuple[float, float, float]:
+    """B, D and the gain of a code's levels ``gain t ((t^2 + B)^2 + D)``, or ``gain t (t^2 + B)`` of cubic ones.
+
+    t is that of :mod:`recalkv.codec.codes` in units of ``2^bits``: float16 holds it exactly, and the level to 11 bits.
+    """
+    linear, cubic, quintic = CURVES[bits]
+    unit = 2.0**bits
+    if not quintic:
+        return linear / cubic / unit**2, 0.0, cubic * unit**3
+    second = cubic / (2 * quintic) / unit**2
+    return second, linear / quintic / unit**4 - second**2, quintic * unit**5
+
+
+@dataclass(frozen=True)
+class RowTables:
+    """Tables of a layer, int32, on its device.
+
+    Attributes
+    ----------
+    key_segments : (groups, 2 + 7 segments)
+        How many there are, bytes of the keys of a row; of each bits, rows of the scale, the first and the last plane,
+        bytes of the last plane that its chain goes through (columns), its first product, and the row behind it. Rows
+        count from the group's first byte.
+    value_segments : (groups, 4 + 2 segments)
+        How many there are, the byte of the row where the group begins, bytes of its values, numbers; of each the row of
+        the scale, and the gain of its levels as float32, bit for bit. Rows count from the first byte of the values.
+    value_jobs : (groups, warps, segments, 8)
+        Of each warp: bits (0 for none), segment, rows of the first and the last plane, columns, the first unit of eight
+        columns, the one behind the last, and the first unit's tile.
+    numbers : (groups, tiles, 16)
+        Numbers of a tile of values; -1 for none.
+    products : (groups, products, 4, 4)
+        Of each product of keys and lane, numbers of its two registers in turn, with bits from bit 16 on; -1 for none.
+    """
+
+    key_segments: Tensor
+    value_segments: Tensor
+    value_jobs: Tensor
+    numbers: Tensor
+    products: Tensor
+
+    @property
+    def segments(self) -> int:
+        """Segments that there is room for."""
+        return self.value_jobs.shape[2]
+
+    @classmethod
+    def of(cls, layout: DeviceLayout, warps: int) -> "RowTables":
+        """Tables for so many warps, which share the numbers of the values."""
+        room = max(1, *(len(own) for pair in layout.segments for own in pair))
+        key_rows, value_rows, products, units, byte = [], [], [], [], 0
+        for keys, values in layout.segments:
+            own_products: list[Any] = []
+            row = number = 0
+            own: list[int] = []
+            for segment in keys:
+                columns, count = _columns(segment)
+                behind = row + segment.row_bytes
+                own += [segment.bits, *_rows(segment, row), columns, len(own_products), behind]
+                own_products += _products(segment.bits, columns, count, number)
+                row, number = behind, number + segment.width
+            key_rows.append([len(keys), row, *own] + [0] * (7 * (room - len(keys))))
+            products.append(own_products)
+            begin, row, number = byte + row, 0, 0
+            own, own_units = [], []
+            for index, segment in enumerate(values):
+                columns, count = _columns(segment)
+                scale, *planes = _rows(segment, row)
+                own += [scale, int(torch.tensor(curve_of(segment.bits)[2], dtype=torch.float32).view(torch.int32))]
+                own_units += [
+                    ([segment.bits, index, *planes, columns, unit], _tiles(unit, columns, count, number))
+                    for unit in range(-(-columns // 8))
+                ]
+                row, number = row + segment.row_bytes, number + segment.width
+            value_rows.append([len(values), byte, row, number, *own] + [0] * (2 * (room - len(values))))
+            units.append(own_units)
+            byte = begin + row
+        most_products = max(1, *map(len, products))
+        tiles = [[row for _, own in each for row in own] for each in units]
+        most_tiles = max(1, *map(len, tiles))
+
+        def table(numbers: Any) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(layout.table.device)
+
+        with torch.inference_mode(False):
+            return cls(
+                table(key_rows), table(value_rows), table([_jobs(each, room, warps) for each in units]),
+                table([own + [[-1] * 16] * (most_tiles - len(own)) for own in tiles]),
+                table([own + [[[-1] * 4] * _LANES] * (most_products - len(own)) for own in products]),
+            )  # fmt: skip
+
+
+def _columns(segment: Segment) -> tuple[int, int]:
+    """Columns of a segment, and numbers of each."""
+    numbers = max(8 // PLANES[segment.bits][-1], 2)
+    return segment.width // numbers, numbers
+
+
+def _rows(segment: Segment, start: int) -> tuple[int, int, int]:
+    """Rows of a segment's scale, its first plane and its last one."""
+    planes = PLANES[segment.bits]
+    return start, start + 1, start + 1 + sum(planes[:-1]) * segment.width // 8
+
+
+def _products(bits: int, columns: int, count: int, start: int) -> list[list[list[int]]]:
+    """Numbers of a segment's products: registers hold two numbers, of two columns in turn or of one."""
+    wide = 2 if count == 2 else 1
+
+    def number(unit: int, product: int, lane: int, place: int) -> int:
+        register, half = divmod(place, 2)
+        column = (unit * _LANES + lane) * wide + (register if wide == 2 else 0)
+        i = half if wide == 2 else 4 * product + place
+        return start + column + i * columns | bits << 16 if column < columns else -1
+
+    return [
+        [[number(unit, product, lane, place) for place in range(4)] for lane in range(_LANES)]
+        for unit in range(-(-columns // (_LANES * wide)))
+        for product in range(wide * count // 4 or 1)
+    ]
+
+
+def _tiles(unit: int, columns: int, count: int, start: int) -> list[list[int]]:
+    """Numbers of a unit's tiles: two of each of eight columns."""
+    own = range(8 * unit, 8 * unit + 8)
+    return [
+        [start + column + i * columns if column < columns else -1 for i in (2 * pair, 2 * pair + 1) for column in own]
+        for pair in range(count // 2)
+    ]
+
+
+def _jobs(units: Sequence[Any], room: int, warps: int) -> list[list[list[int]]]:
+    """Runs of units of a segment for each warp, about as many tiles each."""
+    total, done = sum(len(tiles) for _, tiles in units), 0
+    jobs: list[list[list[int]]] = [[] for _ in range(warps)]
+    for (*what, unit), tiles in units:
+        own = jobs[(2 * done + len(tiles)) * warps // (2 * total + 1)]
+        if own and own[-1][1] == what[1]:
+            own[-1][6] += 1
+        else:
+            own.append([*what, unit, unit + 1, done])
+        done += len(tiles)
+    return [own + [[0] * 8] * (room - len(own)) for own in jobs]
+
+
+def position_table(rotation: DeviceRotation) -> Tensor:
+    """Cosines and sines of 64 places as operands of products: (steps, 4, 2, 8, 4, 2, 2, 2) float16.
+
+    Of eight pairs each, of two slots of each lane in turn, what float16 holds of them and the rest, then lanes, halves
+    of the pairs, slots, cosine and sine.
+    """
+    tables = rotation.places.double()[:, : rotation.pairs]
+    pairs = -(-rotation.pairs // 8) * 8
+    whole = torch.nn.functional.pad(tables, (0, 0, 0, pairs - rotation.pairs)).permute(1, 2, 0)
+    whole = whole.reshape(pairs // 8, 2, 4, 8, 4, 2, 2).permute(0, 4, 3, 2, 1, 5, 6)
+    high = whole.half()
+    return torch.stack([high, (whole - high.double()).half()], 2).contiguous()
