@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: setup reproduce grid grids suites wikitext frontier frontier-quick models test test-all test-vllm gpu gpu-smoke gpu-kernels \
+.PHONY: setup reproduce grid grids suites wikitext frontier frontier-quick models test test-all test-vllm gpu gpu-codec gpu-smoke gpu-kernels \
 	gpu-models gpu-page gpu-wheels lint constraints clean
 
 setup: $(INSTALLED)
@@ -93,13 +93,13 @@ test-vllm: $(VLLM)/.installed
 	RECALKV_SERVED=data/served $(VLLM)/bin/python -m pytest -c /dev/null --rootdir . --noconftest -p no:cacheprovider \
 	tests/served --durations 15
 
-# Everything on a GPU in 24 minutes, or one part of it, with whatever Python is there; lines of JSON go into OUT.
+# Everything on a GPU in 28 minutes, or one part of it, with whatever Python is there; lines of JSON go into OUT.
 OUT ?= reports/gpu
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu --out $(OUT)
 
-gpu-smoke gpu-kernels gpu-models:
+gpu-codec gpu-smoke gpu-kernels gpu-models:
 	$(GPU_PYTHON) -m benchmarks.gpu $(@:gpu-%=%) --out $(OUT)
 
 # OUT/README.md and its picture from the lines.

@@ -1,7 +1,7 @@
 """The codec in transformers: an attention function and a cache of rows, for any model; ``use_codec`` turns it on.
 
 ``cache`` holds rows and exact tokens, ``attention`` is the function that models call, ``prefill`` attends from chunks
-and ``decode`` from single tokens, on a CPU by the compiled loops of ``cpu`` and on CUDA by ``triton_decode``.
+and ``decode`` from single tokens: on a CPU by the compiled loops of ``cpu``, on CUDA by ``cuda`` or ``triton_decode``.
 """
 
 from typing import Any
