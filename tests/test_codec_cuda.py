@@ -88,6 +88,16 @@ def test_places_are_two_halves_of_cosines_and_sines() -> None:
         )
 
 
+def test_tables_do_not_follow_the_ambient_device() -> None:
+    layout = layout_of("one group")
+    expected, text = RowTables.of(layout, WARPS), source(torch.float32, 1, False, False)
+    with torch.device("meta"):
+        found = RowTables.of(layout, WARPS)
+        assert source(torch.float32, 1, False, False) == text
+    for name in ("key_segments", "value_segments", "value_jobs", "numbers", "products"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
 def test_the_source_names_every_definition_of_it() -> None:
     text = source(torch.bfloat16, 2, True, False)
     head, body = text.split("\n// ", 1)

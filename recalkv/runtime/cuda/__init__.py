@@ -43,7 +43,7 @@ def source(query: torch.dtype, tiles: int, paged: bool, capped: bool) -> str:
     for bits in CURVES:
         *curve, gain = curve_of(bits)
         for name, number in zip("BD", curve, strict=True):
-            half = int(torch.tensor(number, dtype=torch.float16).view(torch.int16)) & 0xFFFF
+            half = int(torch.tensor(number, dtype=torch.float16, device="cpu").view(torch.int16)) & 0xFFFF
             lines.append(f"#define POLY_{name}{bits} 0x{half << 16 | half:08x}u")
         lines.append(f"#define GAIN{bits} {gain!r}f")
     return "\n".join([*lines, Path(__file__).with_name("decode.cu").read_text()])

@@ -85,7 +85,7 @@ class RowTables:
             for index, segment in enumerate(values):
                 columns, count = _columns(segment)
                 scale, *planes = _rows(segment, row)
-                own += [scale, int(torch.tensor(curve_of(segment.bits)[2], dtype=torch.float32).view(torch.int32))]
+                own += [scale, _bits_of(curve_of(segment.bits)[2])]
                 own_units += [
                     ([segment.bits, index, *planes, columns, unit], _tiles(unit, columns, count, number))
                     for unit in range(-(-columns // 8))
@@ -107,6 +107,11 @@ class RowTables:
                 table([own + [[-1] * 16] * (most_tiles - len(own)) for own in tiles]),
                 table([own + [[[-1] * 4] * _LANES] * (most_products - len(own)) for own in products]),
             )  # fmt: skip
+
+
+def _bits_of(number: float) -> int:
+    """Bits of a float32 as an integer."""
+    return int(torch.tensor(number, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 def _columns(segment: Segment) -> tuple[int, int]:
