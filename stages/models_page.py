@@ -18,11 +18,16 @@ from stages.common import Stage, stage, write_json
 
 @stage(default=False)
 def models_page(run: Stage) -> None:
-    """Gather the cells of all models; write REPORTS/models.json, models.md, and a picture of each in models/."""
-    found = {path.name: _model(run, path) for path in (run.data / "cells" / "models").iterdir()}
-    found = dict(sorted(found.items(), key=lambda each: int(each[1]["hidden"])))
-    further = _further(run)
-    write_json(run.reports / "models.json", {"models": found, **further})
+    """Gather the cells of all models; write REPORTS/models.json, models.md, and a picture of each in models/.
+
+    Models whose cells are not here stay on the page as an earlier run measured them.
+    """
+    path = run.reports / "models.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {"models": {}}
+    measured = {cells.name: _model(run, cells) for cells in (run.data / "cells" / "models").iterdir()}
+    found = dict(sorted((earlier["models"] | measured).items(), key=lambda each: int(each[1]["hidden"])))
+    further = {kind: earlier.get(kind, {}) | own for kind, own in _further(run).items()}
+    write_json(path, {"models": found, **further})
     (run.reports / "models").mkdir(parents=True, exist_ok=True)
     for name, model in found.items():
         draw(run.reports / "models" / f"{name}.png", model["rows"])

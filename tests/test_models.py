@@ -76,6 +76,13 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     page = Path("reports/models.md").read_text()
     assert "| **codec-4** |" in page and "![Divergence by bits](models/tiny.png)" in page
     assert Path("reports/models/tiny.png").read_bytes().startswith(b"\x89PNG")
+    # Elsewhere measured models stay.
+    report = json.loads(Path("reports/models.json").read_text())
+    report["models"]["other"] = report["models"]["tiny"] | {"hidden": 1}
+    Path("reports/models.json").write_text(json.dumps(report))
+    assert invoke("models_page") == 0
+    assert list(json.loads(Path("reports/models.json").read_text())["models"]) == ["other", "tiny"]
+    assert "## other" in Path("reports/models.md").read_text()
 
 
 def test_bits_of_layers_with_windows_and_of_those_left_exact() -> None:
