@@ -1,5 +1,6 @@
 """Step 9e: how long a decoding step takes, dense beside compressed: one attention module, and the whole model."""
 
+import json
 from typing import Any
 
 import typer
@@ -28,7 +29,8 @@ def latency(run: Stage) -> None:
     for name, sizes in geometries.items():
         for more in run.progress(measure_random(name, sizes, joint, wanted, machine), variants, f"module of {name}"):
             rows += more
-    write_json(run.reports / "latency.json", {"attention_us_per_step": _by_place(rows), **figures})
+    measured = {"machine": json.loads((run.data / "machine.json").read_text())}
+    write_json(run.reports / "latency.json", measured | {"attention_us_per_step": _by_place(rows), **figures})
     write_json(run.reports / "latency_rows.json", rows)
     latency_lines(run.reports / "latency.png", rows)
 

@@ -17,7 +17,7 @@ STATISTICS = ("model", "sample", "whiten", "fisher")
 COMPRESSION = ("reorder", "allocate", "factorize", "calibrate", "fuse")
 """What follows the statistics, up to the compressed checkpoint."""
 CODEC = ("moments", "codec")
-MEASUREMENTS = ("baseline", "evaluate", "latency", "cell", "quantiser", "codec_cell", "report")
+MEASUREMENTS = ("baseline", "evaluate", "machine", "latency", "cell", "quantiser", "codec_cell", "report")
 STAGES = (*STATISTICS, *COMPRESSION, *CODEC, *MEASUREMENTS)
 
 

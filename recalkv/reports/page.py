@@ -110,6 +110,8 @@ def _beside_dense(facts: Facts) -> list[str]:
         "",
         dense_beside_compressed(facts.metrics, facts.latency),
         "",
+        f"Times of {facts.latency['machine']['device']}, {facts.latency['machine']['threads']} threads.",
+        "",
         f"{facts.metrics['parameters']['layers_with_fused_values']} of {len(facts.layers)} layers have R_v fused into "
         "W_o by the cost rule.",
         "",
