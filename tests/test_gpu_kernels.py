@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from recalkv.cache.codebooks import MIXED_CODES, UNIFORM_CODES
 from recalkv.kernels.module import use_kernels
 from recalkv.model.families import group_sizes
 from tests import tiny
-from tests.test_kernels import DEVICE, Case, Problem, _segments
+from tests.test_kernels import DEVICE, Case, Problem
 from tests.test_one_pass import one_pass_error
 
 MHA: dict[str, Any] = {"head_dim": 128, "kv_heads": 32, "query_heads": 32, "rank_step": 0}
@@ -39,9 +38,7 @@ REAL = [
     for name in CASES
     for dtype in TYPES
 ]
-EVERY = pytest.mark.parametrize(("name", "real", "dtype"), SMALL + REAL)
 JOINT_ONES = [each for each in SMALL + REAL if "separate" not in str(each.id)]
-SINGLE_ONES = [each for each in SMALL + REAL if "several queries" not in str(each.id)]
 
 
 def sized(name: str, real: bool, **changes: Any) -> Case:
@@ -65,7 +62,7 @@ def sized(name: str, real: bool, **changes: Any) -> Case:
     )
 
 
-@EVERY
+@pytest.mark.parametrize(("name", "real", "dtype"), SMALL + REAL)
 def test_two_passes(name: str, real: bool, dtype: torch.dtype) -> None:
     assert Problem(sized(name, real, dtype=dtype)).error() < TYPES[dtype]
 
@@ -77,19 +74,6 @@ def test_one_pass(name: str, real: bool, dtype: torch.dtype) -> None:
     if not real:
         case = dataclasses.replace(case, head_dim=80, key_rank=140)
     assert one_pass_error(case, 32) < TYPES[dtype]
-
-
-@EVERY
-@pytest.mark.parametrize("codes", [(UNIFORM_CODES[8],), MIXED_CODES], ids=["8 bits", "mixed"])
-def test_packed(name: str, real: bool, codes: Any, dtype: torch.dtype) -> None:
-    case = sized(name, real, dtype=dtype, segments=_segments(*codes))
-    assert Problem(case).error() < TYPES[dtype]
-
-
-@pytest.mark.parametrize(("name", "real", "dtype"), SINGLE_ONES)
-def test_packed_beside_a_window_of_exact_latents(name: str, real: bool, dtype: torch.dtype) -> None:
-    case = sized(name, real, dtype=dtype, segments=_segments(*MIXED_CODES), exact=32)
-    assert Problem(case).error() < TYPES[dtype]
 
 
 @torch.no_grad()
@@ -108,7 +92,7 @@ def tokens_of(model: Any, step: Any, ids: Tensor, count: int) -> list[Tensor]:
     "mode",
     [pytest.param(mode, marks=pytest.mark.gpu) for mode in (None, "default", "reduce-overhead")],
 )
-@pytest.mark.parametrize("settings", [{"method": "loss-aware"}, {"method": "recalkv"}, {"bits": 8, "ratio": 0.6}])
+@pytest.mark.parametrize("settings", [{"method": "loss-aware"}, {"method": "recalkv"}])
 def test_compiled_models_give_the_tokens_of_plain_torch(mode: str | None, settings: dict[str, Any]) -> None:
     _, model, _ = tiny.compressed_pair("llama-gqa", layers=2, **settings)
     model, ids = model.to(DEVICE), tiny.windows(2, 20).to(DEVICE)

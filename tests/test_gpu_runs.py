@@ -13,14 +13,12 @@ from torch import nn
 from transformers import DynamicCache
 
 from benchmarks.gpu import kernels, models, smoke
-from benchmarks.gpu.kernels import DenseStep, Latents, fastest, signed
+from benchmarks.gpu.kernels import DenseStep, Latents, fastest, signed, way_of
 from benchmarks.gpu.packages import unpack_missing
 from benchmarks.gpu.page import write_page
 from benchmarks.gpu.runner import Setting, run
-from benchmarks.gpu.shapes import DEFAULT, GEOMETRIES, KINDS, LAYOUTS, dense_model
+from benchmarks.gpu.shapes import GEOMETRIES, dense_model
 from recalkv.evaluation.step_caches import FullCache
-from recalkv.method.methods import resolve_method
-from recalkv.params import CompressionParams
 from tests.launches import Operations
 
 # What they share is made once, and not by every worker.
@@ -111,7 +109,7 @@ def test_dry_run_measures_everything(dry: Path) -> None:
         assert len(of(own, "begin")) == len(of(own, "end")) > 2
     what = {part: [each["what"] for each in own if each["event"] == "result"] for part, own in lines.items()}
     assert {"environment", "copy", "bfloat16 product", "tests"} == set(what["smoke"])
-    assert {"dense", "codec", "latent", "sweep", "profile"} == set(what["kernels"])
+    assert {"dense", "latent", "profile"} == set(what["kernels"])
     assert {"built", "decode", "compress", "compressed"} == set(what["models"])
     tests = of(lines["smoke"], "result")["interpreter"]
     assert tests["passed"] == 1 and not tests["failed"]
@@ -119,11 +117,7 @@ def test_dry_run_measures_everything(dry: Path) -> None:
     assert {way for way, _ in errors} == {"two passes", "one pass"}
     assert all(error < 1e-5 for error in errors.values()), errors
     ways = {each["kind"]: each["attention"] for each in lines["models"] if each.get("what") == "decode"}
-    assert ways == {
-        "dense": "torch's choice",
-        DEFAULT[1]: "kernels, two passes",
-        "16 bits, 70 %": "kernels, one pass",
-    }
+    assert ways == {"dense": "torch's choice", models.CODEC: "codec", "16 bits, 70 %": "kernels, one pass"}
     stages = [each["stage"] for each in lines["models"] if each.get("what") == "compress"]
     assert stages == ["whiten", "fisher", "reorder", "factorize", "calibrate", "assemble"]
 
@@ -132,16 +126,20 @@ def test_unknown_parts_are_refused() -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "kernel"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "kernel: the parts are smoke, kernels, models, and page by itself" in done.stderr
+    assert "kernel: the parts are codec, smoke, kernels, models, and page by itself" in done.stderr
 
 
 def test_page_of_a_whole_run(dry: Path) -> None:
     write_page(dry)
     page = (dry / "README.md").read_text()
     assert "Nothing.\n" in page and (dry / "speed.png").exists()
-    for latents in ("joint s=2 | 16 bits, 70 % | one pass", "joint s=4 | chained, 75 %, window 32 | two passes"):
-        assert page.count(f"| llama-3.1-8b | 40 | 1 | {latents} |") == 1
-    assert page.count("| llama-3.1-8b | joint s=4 | chained, 75 %, window 32 | 40 | 1 |") == 1
+    for geometry, latents in (
+        ("llama-3.1-8b", "joint s=2 | 16 bits, 70 % | one pass"),
+        ("llama-3.1-8b", "joint s=2 | 16 bits, 70 % | two passes"),
+        ("qwen3-8b", "separate s=4 | 16 bits, 70 % | two passes"),
+    ):
+        assert page.count(f"| {geometry} | 40 | 1 | {latents} |") == 1
+    assert page.count("| llama-3.1-8b | joint s=2 | 16 bits, 70 % | 40 | 1 |") == 1
     for section in ("Smoke", "One attention module, one token", "Whole models, decoding by CUDA graphs", "Compression"):
         assert f"## {section}" in page
 
@@ -185,37 +183,39 @@ def test_what_a_gpu_is_asked_for() -> None:
         assert len(set(names)) == len(names)
     names = [step.name for step in kernels.steps(gpu)]
     latents = [name for name in names if name.startswith("latent")]
-    assert len(latents) == 3 * (3 * 4 + 1) * 4 * 2 and len(GEOMETRIES) == 3
+    assert len(latents) == 3 * 4 * 2 * 4 * 2 and len(GEOMETRIES) == 3
     assert len([name for name in names if name.startswith("dense")]) == 3 * 4 * 2
     first = {", ".join(name.split(", ")[1:-2]) for name in latents[:24]}
     assert first == {
         f"{name}, {each}"
         for name in ("llama-2-7b", "llama-3.1-8b")
-        for each in ("joint s=2, 16 bits, 70 %", "joint s=4, chained, 75 %, window 32")
+        for each in ("joint s=2, 16 bits, 70 %", "joint s=4, 16 bits, 70 %")
     }
     for name in latents:
         geometry, context, batch = (name.split(", ")[place] for place in (1, -2, -1))
         assert names.index(f"dense, {geometry}, {context}, {batch}") < names.index(name)
     assert not kernels.steps(Setting("none")) and not models.steps(Setting("none"))
     assert [step.name for step in smoke.steps(Setting("none"))][2:] == ["interpreter", "compile gate"]
-    assert models.steps(gpu)[1].name == "decode, llama-3.1-8b, chained, 75 %, window 32"
+    assert [step.name.split(", ", 2)[2] for step in models.steps(gpu)[:3]] == [
+        "dense", "codec, 4 bits", "16 bits, 70 %",
+    ]  # fmt: skip
     names = [step.name for step in smoke.steps(gpu)]
-    assert names[names.index("kernels, packed") + 1] == "packing, compiled"
     sanitised = [name for name in names if name.startswith("sanitiser")]
-    assert sanitised[-1] == "sanitiser, test_rows_of_a_chain and bfloat16"
+    assert len(sanitised) == 2
     assert names.index("all kernel tests, compiled") < names.index(sanitised[0])
 
 
-def test_the_default_checkpoint_is_measured() -> None:
-    """Chained latents of groups of four, behind a window: with the defaults' branches of the kernels."""
-    method, kind = resolve_method(CompressionParams()), KINDS[DEFAULT[1]]
-    assert method.chain and method.joint and method.bits == "mixed"
-    assert (kind.ratio, kind.window) == (method.ratio, method.exact_window)
-    assert LAYOUTS[DEFAULT[0]].group_size == method.group_size
-    layer, _, _ = Latents("llama-3.1-8b", *DEFAULT).layer(CPU)
-    (tables,), (reach,) = layer._packing, layer.spec.key_reach
-    assert tables.chained and reach < layer.key_ranks[0] and layer.exact_window == kind.window
-    assert layer.key_bias is not None and all(factor.any() for factor in layer.feedback.factors())
+def test_nothing_is_timed_under_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that the kernels do not take, and a step that is not what plain torch gives."""
+    one = Latents("llama-3.1-8b", "joint s=2", "16 bits, 70 %", "one pass")
+    layer, plain, _ = one.layer(CPU)
+    assert (way_of(layer), way_of(plain)) == ("one pass", None)
+    other, told = Latents("qwen3-8b", "joint s=2", "16 bits, 70 %", "one pass"), list[dict[str, Any]]()
+    assert kernels._measure_way(other, 40, 1, CPU, lambda **record: told.append(record))
+    given = [lambda: torch.zeros(1, 1, 1)], 1, lambda: torch.ones(1, 1, 1)
+    monkeypatch.setattr(Latents, "calls", lambda *_: given)
+    assert kernels._measure_way(one, 40, 1, CPU, lambda **record: told.append(record))
+    assert [each["what"] for each in told] == ["not served", "wrong"]
 
 
 @pytest.mark.parametrize(("geometry", "theta"), [("llama-2-7b", 1e4), ("llama-3.1-8b", 5e5), ("qwen3-8b", 1e6)])
@@ -246,17 +246,6 @@ def test_dense_baseline_is_the_dense_layer(geometry: str) -> None:
         if "llama" in geometry:
             # Two products, three of RoPE, two copies into the cache, attention, and the weights together, once.
             assert operations.counts.total() == 9, operations.counts
-
-
-def test_what_a_sweep_times_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what does not fit is left out."""
-    latents, told = Latents("llama-3.1-8b", "joint s=1", "16 bits, 70 %", "two passes"), []
-    for calls, what in (([lambda: torch.zeros(1, 1, 1)], ["not served"] * 2), ([], [])):
-        given = calls, 1, lambda: torch.ones(1, 1, 1)
-        monkeypatch.setattr(Latents, "calls", lambda *_, given=given: given)
-        kernels._sweep(latents, 40, CPU, lambda **record: told.append(record))
-        assert [each["what"] for each in told] == what and all(each["tile"] for each in told)
-        told.clear()
 
 
 def test_profiles_go_over_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,12 @@ pytest.importorskip("triton")
 
 from recalkv.kernels.attention import latent_attention
 from recalkv.kernels.joint import JointTables
-from recalkv.kernels.launch import ALL_SLOTS
 from recalkv.kernels.module import use_kernels
 from recalkv.kernels.plan import JOINT_TILE, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 from recalkv.model.identity import direct_columns, gauge_pairs
 from tests import tiny
-from tests.test_kernels import DEVICE, Case, Problem, last_logits, paged
+from tests.test_kernels import DEVICE, Case, Problem, last_logits
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -32,16 +31,11 @@ def write_direct(up: Tensor, heads: int, direct: int) -> Tensor:
     return up
 
 
-def problem_in_gauge(case: Case, direct: int) -> Problem:
+def one_pass_error(case: Case, direct: int) -> float:
+    """Largest difference from the loops, with so many direct pairs in each head."""
     problem = Problem(dataclasses.replace(case, joint=True))
     for up, heads in zip(problem.ups, problem.key_heads, strict=True):
         write_direct(up, heads, direct)
-    return problem
-
-
-def one_pass_error(case: Case, direct: int) -> float:
-    """Largest difference from the loops, with so many direct pairs in each head."""
-    problem = problem_in_gauge(case, direct)
     keys, rotary = joined([up.to(DEVICE) for up in problem.ups]), TileRotary(problem.rotary)
     angles = rotary.angles(JOINT_TILE)
     tables = JointTables.of(keys, problem.key_ranks, problem.key_heads, case.head_dim, angles, 232_448)
@@ -136,32 +130,6 @@ def test_slots_that_nobody_sees_may_hold_anything(monkeypatch: pytest.MonkeyPatc
     assert one_pass_error(Case(**ONE, batch=2, padding=[0, 17]), 32) < 5e-6
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_block_tables_give_what_whole_sequences_give(window: int | None) -> None:
-    """Sequences of any length, one of them empty, in blocks that stand apart by any number of elements; windows."""
-    case, page, lengths = Case(**TWO | {"kv_heads": 3, "query_heads": 3}, slots=150, batch=4), 16, [150, 0, 67, 1]
-    problem = problem_in_gauge(case, 32)
-    keys, values = (joined([up.to(DEVICE) for up in ups]) for ups in (problem.ups, problem.value_ups))
-    rotary, ranks, heads = TileRotary(problem.rotary), problem.key_ranks, problem.key_heads
-    plan = LayerPlan(keys, values, ranks, heads, ranks, heads, 80, 232_448)
-    tables = JointTables.of(keys, ranks, heads, 80, rotary.angles(JOINT_TILE), 232_448)
-    query, latents = problem.query.to(DEVICE).transpose(1, 2), problem.z_k.to(DEVICE)
-    first = [0 if window is None else max(0, length - window) for length in lengths]
-    blocks, table = paged(problem.z_k, lengths, page, first)
-    found = latent_attention(
-        query, blocks.to(DEVICE), None, plan, rotary, None, torch.tensor(lengths, device=DEVICE), 0.2, runs=3,
-        pages=table.to(DEVICE), window=window or ALL_SLOTS, joint=tables,
-    )  # fmt: skip
-    assert bool((found[1] == 0).all())
-    for sequence in (0, 2, 3):
-        own, slots = slice(sequence, sequence + 1), torch.arange(lengths[sequence], device=DEVICE)
-        expected = latent_attention(
-            query[own], latents[own, : lengths[sequence]], None, plan, rotary,
-            (slots >= first[sequence])[None, None, None], lengths[sequence], 0.2, joint=tables,
-        )  # fmt: skip
-        torch.testing.assert_close(found[own], expected, atol=2e-6, rtol=1e-5)
-
-
 def tables_of(ups: list[Tensor], heads: list[int], head_dim: int, base: float = 1e4, shared: int = 232_448) -> Any:
     frequencies = base ** (-torch.arange(0, head_dim, 2).double() / head_dim)
     angles = torch.arange(JOINT_TILE).double()[:, None] * frequencies
@@ -233,9 +201,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-@pytest.mark.parametrize("compression", [{"method": "recalkv"}, {"method": "loss-aware", "bits": 4, "ratio": 0.8}])
-def test_other_latents_take_two_passes(compression: dict[str, Any], counted: list[str]) -> None:
-    _, model, _ = tiny.compressed_pair("llama-gqa", layers=1, **compression)
+def test_other_latents_take_two_passes(counted: list[str]) -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", layers=1, method="recalkv")
     last_logits(use_kernels(model.to(DEVICE)), tiny.windows(1, 9))
     assert counted == ["_decode"]
 

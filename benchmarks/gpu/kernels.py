@@ -9,16 +9,14 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib
 import itertools
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +24,18 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.runner import Emit, Setting, Step
-from benchmarks.gpu.shapes import DEFAULT, GEOMETRIES, KINDS, LAYOUTS, MEASURED, dense_model, filled, latent_model
+from benchmarks.gpu.shapes import GEOMETRIES, LAYOUTS, MEASURED, dense_model, filled, latent_model
 from recalkv.evaluation.resources import now
 from recalkv.evaluation.timing import cold_copies, time_calls
-from recalkv.kernels.module import use_kernels
+from recalkv.kernels.module import KernelAttention, use_kernels
 from recalkv.model.families import AttentionGeometry
 
 __all__ = [
     "DenseStep",
     "compile_share",
     "copies_of",
-    "counted",
     "dense_parts",
     "dense_ways",
-    "exact_part",
     "fastest",
     "fits",
     "latent_parts",
@@ -47,18 +43,16 @@ __all__ = [
     "repeats_of",
     "signed",
     "steps",
+    "way_of",
 ]
 
 CONTEXTS, BATCHES = (4096, 16384, 65536, 131072), (1, 32)
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-SWEPT = ((128, 8), (64, 4), (64, 8), (32, 4))
-"""Slots of a tile and warps of a program of ``scores_kernel``."""
 
 _PIECE = 1024
 _LARGE = 1 << 32
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
-"""Largest difference from plain torch, relative to the largest output; products of 8-bit numbers round R_k as well, and
-processors, which float32 is for, multiply packed rows in 16-bit integers."""
+"""Largest difference from plain torch, relative to the largest output."""
 
 
 class DenseStep(nn.Module):
@@ -149,21 +143,9 @@ def dense_parts(shape: AttentionGeometry, setting: Setting) -> list[Tensor]:
 
 
 def latent_parts(layer: Any, setting: Setting) -> list[Tensor]:
-    """Some tokens of a layer's cache, keys and values, packed where the layer packs."""
-
-    def part(columns: int, rows: Any) -> Tensor:
-        latents = torch.randn(1, 1, _PIECE, columns, device=setting.device, dtype=setting.dtype)
-        return latents if rows is None else rows.pack(latents)
-
-    keys = part(sum(layer.key_ranks), layer.key_rows)
-    return [keys, keys[..., :0] if layer.joint else part(sum(layer.value_ranks), layer.value_rows)]
-
-
-def exact_part(layer: Any, setting: Setting) -> Tensor | None:
-    """Exact latents of a window, (1, 1, window, columns); None where a layer reads rows alone."""
-    columns = sum(layer.key_ranks) + (0 if layer.joint else sum(layer.value_ranks))
-    size = (1, 1, layer.exact_window, columns)
-    return torch.randn(size, device=setting.device, dtype=setting.dtype) if layer.exact_window else None
+    """Some tokens of a layer's cache, keys and values; the latter are no columns where keys' latents serve both."""
+    widths = sum(layer.key_ranks), 0 if layer.joint else sum(layer.value_ranks)
+    return [torch.randn(1, 1, _PIECE, width, device=setting.device, dtype=setting.dtype) for width in widths]
 
 
 def copies_of(size: int, setting: Setting) -> int:
@@ -240,8 +222,7 @@ class Latents:
 
     def ways(self) -> list["Latents"]:
         """All ways of the kernels that may serve them."""
-        bits, joint = KINDS[self.kind].bits, LAYOUTS[self.layout].joint
-        further = ["one pass"] if bits == 16 and joint and "qwen3" not in self.geometry else []
+        further = ["one pass"] if LAYOUTS[self.layout].joint and "qwen3" not in self.geometry else []
         return [dataclasses.replace(self, way=way) for way in ("two passes", *further)]
 
     @functools.cache  # noqa: B019  (as few as there are steps)
@@ -257,36 +238,29 @@ class Latents:
     def calls(self, setting: Setting, context: int, batch: int, emit: Emit) -> tuple[list[Any], int, Any]:
         """The same step over several caches, bytes of one, and what plain torch gives for the first sequence."""
         layer, plain, rotary = self.layer(setting)
-        parts, recent = latent_parts(layer, setting), exact_part(layer, setting)
+        parts = latent_parts(layer, setting)
         size = batch * context * per_token(parts)
         if not fits(size, setting, emit):
             return [], size, None
         states, rope = _inputs(layer.q_proj.in_features, rotary, batch, context, setting)
 
         def call(layer: Any, states: Tensor, rope: Any, batch: int) -> Callable[[], Tensor]:
-            cache: Any = filled(parts, batch, context, recent)
+            cache: Any = filled(parts, batch, context)
             return lambda: layer(states, rope, None, past_key_values=cache)[0]
 
         calls = [call(layer, states, rope, batch) for _ in range(copies_of(size, setting))]
         return calls, size, call(plain, states[:1], [part[:1] for part in rope], 1)
 
 
+def way_of(layer: Any) -> str | None:
+    """How the kernels take a token over a full cache, ``one pass`` or ``two passes``; None where plain torch does."""
+    if not isinstance(layer, KernelAttention) or not layer.over_latents(1, 1, None):
+        return None
+    return "one pass" if layer.in_one_pass else "two passes"
+
+
 _broken: set[Latents] = set()
 """What failed once, which is not tried again at every context and batch."""
-
-
-@contextlib.contextmanager
-def counted(name: str) -> Iterator[list[int]]:
-    """Calls of a function of :mod:`recalkv.kernels.attention`, so that no step is timed under a wrong name."""
-    module, calls = importlib.import_module("recalkv.kernels.attention"), []
-    inner = getattr(module, name)
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        return inner(*arguments, **options)
-
-    with mock.patch.object(module, name, call):
-        yield calls
 
 
 @torch.no_grad()
@@ -313,58 +287,21 @@ def _measure(latents: Latents, context: int, batch: int, setting: Setting, emit:
 
 def _measure_way(latents: Latents, context: int, batch: int, setting: Setting, emit: Emit) -> bool:
     """Time one way once it gave what plain torch gives; False if its caches do not fit."""
+    if way_of(latents.layer(setting)[0]) != latents.way:
+        emit(what="not served")
+        return True
     calls, size, reference = latents.calls(setting, context, batch, emit)
     if not calls:
         return False
-    error = _error(latents, calls, reference, setting, emit)
-    if error is not None:
-        seconds = time_calls(calls, setting.device, repeats_of(size, setting)).median
-        emit(what="latent", us=seconds * 1e6, gb_per_s=size / seconds / 1e9, cache_bytes=size, error=error)
-    return True
-
-
-def _error(latents: Latents, calls: Sequence[Any], reference: Any, setting: Setting, emit: Emit) -> float | None:
-    """How far a step is from plain torch's; None, and a record why, where it is not to be timed."""
-    with counted("joint_attention" if latents.way == "one pass" else "latent_attention") as served:
-        output = calls[0]()[:1]
-    if not served:
-        emit(what="not served")
-        return None
-    expected = reference()
-    error = float((output - expected).abs().max() / expected.abs().max())
-    limit = _TOLERANCE[setting.dtype]
+    output, expected = calls[0]()[:1], reference()
+    error, limit = float((output - expected).abs().max() / expected.abs().max()), _TOLERANCE[setting.dtype]
+    # Written so that NaN is wrong.
     if not error <= limit:
         emit(what="wrong", error=f"{error:.3g}", failed=[f"{latents}: off by {error:.3g}, limit {limit}"])
-        return None
-    return error
-
-
-@torch.no_grad()
-def _sweep(latents: Latents, context: int, setting: Setting, emit: Emit) -> None:
-    """Launch configurations of ``scores_kernel``, at batch 1."""
-    plan = importlib.import_module("recalkv.kernels.plan")
-    choose = plan.scores_launch
-    for tile, warps in SWEPT[:2] if setting.tiny else SWEPT:
-
-        def launch(*arguments: Any, _tile: int = tile, _warps: int = warps, **options: Any) -> Any:
-            return dataclasses.replace(choose(*arguments, **options), tile=_tile, warps=_warps)
-
-        config = dataclasses.asdict(latents) | {"context": context, "tile": tile, "warps": warps}
-        told = functools.partial(emit, **config)
-        Latents.layer.cache_clear()
-        with mock.patch.object(plan, "scores_launch", launch):
-            calls, size, reference = latents.calls(setting, context, 1, told)
-            if not calls:
-                continue
-            try:
-                if _error(latents, calls, reference, setting, told) is None:
-                    continue
-                seconds = time_calls(calls, setting.device, repeats_of(size, setting)).median
-            except Exception as error:  # what the compiler refuses, by an exception of its own
-                told(what="sweep", refused=f"{type(error).__name__}: {error}"[:300])
-                continue
-        told(what="sweep", us=seconds * 1e6)
-    Latents.layer.cache_clear()
+        return True
+    seconds = time_calls(calls, setting.device, repeats_of(size, setting)).median
+    emit(what="latent", us=seconds * 1e6, gb_per_s=size / seconds / 1e9, cache_bytes=size, error=error)
+    return True
 
 
 @torch.no_grad()
@@ -433,11 +370,8 @@ _RANKS = {
     "joint s=2": 0,
     "joint s=1": 1,
     "separate s=4": 1,
-    "chained, 75 %, window 32": 0,
     "16 bits, 70 %": 0,
     "16 bits, 50 %": 1,
-    "mixed, 75 %": 1,
-    "8 bits, 70 % of elements": 2,
     4096: 0,
     16384: 0,
     65536: 0,
@@ -447,8 +381,6 @@ _RANKS = {
 
 _PROFILED: Sequence[tuple[str, str]] = (
     ("joint s=2", "16 bits, 70 %"),
-    DEFAULT,
-    ("joint s=2", "mixed, 75 %"),
     ("separate s=4", "16 bits, 70 %"),
 )
 
@@ -461,13 +393,10 @@ def steps(setting: Setting) -> list[Step]:
     places, profiled, long = list(itertools.product(CONTEXTS, BATCHES)), _PROFILED, 16384
     if setting.tiny:
         names, places, profiled, long = names[1:], [(40, 1)], _PROFILED[:1], 40
-        latents = [Latents(names[0], *each) for each in _PROFILED[:2]]
-        latents.append(Latents(names[1], "separate s=4", "8 bits, 70 % of elements"))
+        latents = [Latents(name, *each) for name, each in zip(names, _PROFILED, strict=True)]
     found = [_ranked(-0.5, "dense", _measure_dense, name, *place) for name in names for place in places]
     found += [_ranked(0.0, "latent", _measure, each, *place) for each in latents for place in places]
     found += [_ranked(1.2, "profile", _profile, Latents("llama-3.1-8b", *each).ways()[-1], long) for each in profiled]
-    swept = [Latents(name, "joint s=1", "16 bits, 70 %", "two passes") for name in names if "llama" in name]
-    found += [_ranked(1.3, "sweep", _sweep, each, long) for each in swept]
     ordered = [step for _, step in sorted(found, key=lambda pair: pair[0])]
     return ordered if setting.tiny else [Step("compile ahead", _compile_ahead, 150.0), *ordered]
 

@@ -15,17 +15,16 @@ from torch import Tensor
 from benchmarks.gpu.codec import CodecModule, CodecStep
 from benchmarks.gpu.kernels import (
     DenseStep,
-    counted,
     dense_parts,
     dense_ways,
-    exact_part,
     fastest,
     latent_parts,
     per_token,
     signed,
+    way_of,
 )
 from benchmarks.gpu.runner import Emit, Setting, Step
-from benchmarks.gpu.shapes import DEFAULT, dense_model, filled, latent_model, sizes_of
+from benchmarks.gpu.shapes import dense_model, filled, latent_model, sizes_of
 from recalkv.evaluation.decoding import largest
 from recalkv.evaluation.resources import forget_peak, now, peak_device_mib, peak_resident_mib
 from recalkv.evaluation.timing import time_calls
@@ -33,8 +32,7 @@ from recalkv.kernels.module import use_kernels
 
 __all__ = ["steps"]
 
-LATENTS = {kind: layout for layout, kind in (("joint s=2", "16 bits, 70 %"), DEFAULT)}
-"""Layout of each kind."""
+LAYOUT, LATENTS = "joint s=2", "16 bits, 70 %"
 CODEC = "codec, 4 bits"
 CONTEXT = 8192
 PLACES = ((8192, 1), (32768, 1), (8192, 32), (32768, 8))
@@ -62,7 +60,7 @@ def _decoder(model: Any, caches: Sequence[Any], batch: int, context: int) -> Cal
 
 def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
     shape, config = sizes_of(geometry, setting.tiny).attention, {"geometry": geometry, "kind": kind}
-    start, recent = now(setting.device), None
+    start, way = now(setting.device), None
     if kind == "dense":
         model, parts = dense_model(geometry, setting, whole=True), dense_parts(shape, setting)
         for layer in model.model.layers:
@@ -74,10 +72,12 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
             layer.self_attn = CodecModule(layer.self_attn, step)
         per_layer = step.row_bytes
     else:
-        model = use_kernels(latent_model(geometry, LATENTS[kind], kind, setting, whole=True), "triton")
+        model = use_kernels(latent_model(geometry, LAYOUT, kind, setting, whole=True), "triton")
         first = model.model.layers[0].self_attn
-        parts, recent = latent_parts(first, setting), exact_part(first, setting)
-        config["layout"] = LATENTS[kind]
+        parts, way = latent_parts(first, setting), way_of(first)
+        if way is None:
+            raise RuntimeError("no step is taken by the kernels")
+        config["layout"] = LAYOUT
     if kind != CODEC:
         per_layer = per_token(parts)
     emit(what="built", seconds=now(setting.device) - start, bytes_per_token=shape.layers * per_layer, **config)
@@ -90,7 +90,7 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
         if kind == CODEC:
             caches: list[Any] = [step.cache(context, batch) for _ in layers]
         else:
-            caches = [filled(parts, batch, context, recent) for _ in layers]
+            caches = [filled(parts, batch, context) for _ in layers]
         return time_calls([_decoder(model, caches, batch, context)], device, repeats).median
 
     def timed(batch: int, context: int) -> tuple[float | None, str]:
@@ -103,11 +103,7 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
             return fastest(dense_ways(shape, dense), setting)
         if kind == CODEC:
             return once(batch, context), "codec"
-        with counted("latent_attention") as by_kernels, counted("joint_attention") as in_one_pass:
-            seconds = once(batch, context)
-        if not by_kernels:
-            raise RuntimeError("no step was taken by the kernels")
-        return seconds, "kernels, one pass" if in_one_pass else "kernels, two passes"
+        return once(batch, context), f"kernels, {way}"
 
     with torch.no_grad():
         for context, batch in ((40, 1),) if setting.tiny else PLACES:
@@ -194,7 +190,7 @@ def steps(setting: Setting) -> list[Step]:
     """In order of worth."""
     if setting.kind == "none":
         return []
-    kinds = ("dense", CODEC, DEFAULT[1], "16 bits, 70 %")
+    kinds = ("dense", CODEC, LATENTS)
 
     def decode(geometry: str, kind: str) -> Step:
         return Step(f"decode, {geometry}, {kind}", functools.partial(_decode, geometry, kind), 120.0)

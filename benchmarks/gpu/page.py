@@ -146,10 +146,6 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
     where = ("geometry", "context", "batch")
     kinds = ("latents", "cached", "way")
     alone = [(*place(each), each["baseline"]) for each in _of(records, "dense") if "us" not in each]
-    swept = [
-        (each["geometry"], each["layout"], each["tile"], each["warps"], each.get("refused") or f"{each['us']:.1f}")
-        for each in _of(records, "sweep")
-    ]
     kernels = [
         (each["geometry"], *latents(each), name, us)
         for each in _of(records, "profile")
@@ -166,7 +162,6 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
         [f"![Dense time over latents' time, by context]({_PICTURE})", ""] if drawn else [],
         _table(head, map(row, sorted(rows, key=_order))),
         _table((*where, "no dense baseline"), alone),
-        _table(("geometry", "latents", "tile", "warps", "us"), swept),
         _table(("geometry", *kinds, "kernel", "us a step"), kernels),
     )
 

@@ -1,6 +1,6 @@
 """Geometries and latents that are measured, and the caches of single steps."""
 
-import math
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,22 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.gpu.runner import Setting
-from recalkv.cache.rows import Segment
 from recalkv.evaluation.step_caches import FullCache
-from recalkv.method.bits import mixed_bits
-from recalkv.method.chain import chain_widths
-from recalkv.model.families import AttentionGeometry, group_sizes
+from recalkv.model.families import AttentionGeometry
 from recalkv.model.random_models import random_dense, random_latent
 from recalkv.model.sizes import KNOWN, ModelSizes
-from recalkv.model.spec import LayerSpec
 
 __all__ = [
-    "DEFAULT",
     "GEOMETRIES",
     "KINDS",
     "LAYOUTS",
     "MEASURED",
-    "Kind",
     "Layout",
     "dense_model",
     "filled",
@@ -45,9 +39,6 @@ _ROPE_THETA = {"llama-2-7b": 1e4, "llama-3.1-8b": 5e5, "qwen3-8b": 1e6}
 # Heads wide enough for one pass.
 _TINY = AttentionGeometry(32, 4, 2, 128, 2)
 
-_DECAY = 10
-"""Energies of random directions fall as those of real layers do: at a quarter of the bytes nine in ten are cached."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -65,30 +56,10 @@ LAYOUTS = {
 }
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Share of elements or bytes that is removed, bits of a cached element, and tokens that are read exactly."""
+KINDS = {"16 bits, 70 %": 0.7, "16 bits, 50 %": 0.5}
+"""Share of elements that is removed."""
 
-    ratio: float
-    bits: int | str
-    window: int = 0
-
-
-KINDS = {
-    "chained, 75 %, window 32": Kind(0.75, "chained", 32),
-    "16 bits, 70 %": Kind(0.7, 16),
-    "16 bits, 50 %": Kind(0.5, 16),
-    "mixed, 75 %": Kind(0.75, "mixed"),
-    "8 bits, 70 % of elements": Kind(0.7, 8),
-}
-
-DEFAULT = "joint s=4", "chained, 75 %, window 32"
-"""What `recalkv compress` makes by itself, but for ranks that are alike in all layers."""
-
-MEASURED = [
-    DEFAULT,
-    *((layout, kind) for layout in LAYOUTS for kind in KINDS if DEFAULT[0] != layout and DEFAULT[1] != kind),
-]
+MEASURED = list(itertools.product(LAYOUTS, KINDS))
 """Layouts and kinds."""
 
 
@@ -106,30 +77,17 @@ def dense_model(geometry: str, setting: Setting, whole: bool = False) -> Any:
 
 def latent_model(geometry: str, layout: str, kind: str, setting: Setting, whole: bool = False) -> Any:
     """A compressed model of random weights."""
-    sizes, heads, own = sizes_of(geometry, setting.tiny), LAYOUTS[layout], KINDS[kind]
+    sizes, heads, theta = sizes_of(geometry, setting.tiny), LAYOUTS[layout], _ROPE_THETA[geometry]
     size = min(heads.group_size, sizes.attention.kv_heads)
-    bits = own.bits if isinstance(own.bits, int) else _latents(sizes.attention, size, heads.joint, own)
     return random_latent(
-        sizes, own.ratio, size, heads.joint, setting.device, setting.dtype, bits=bits, whole=whole,
-        exact_window=own.window, rope_theta=_ROPE_THETA[geometry],
-    )  # fmt: skip
+        sizes, KINDS[kind], size, heads.joint, setting.device, setting.dtype, whole=whole, rope_theta=theta
+    )
 
 
-def _latents(shape: AttentionGeometry, group_size: int, joint: bool, kind: Kind) -> list[list[Segment]] | LayerSpec:
-    """What latents of energies that fall alike are given of bits."""
-    groups, chained = group_sizes(shape.kv_heads, group_size), kind.bits == "chained"
-    widths = [heads * shape.head_dim * (2 if joint else 1) for heads in groups] + ([] if joint else [shape.kv_width])
-    if chained:
-        widths = [width for heads in groups for width in chain_widths(heads, shape.head_dim)]
-    units = mixed_bits([[math.exp(-_DECAY * i / width) for i in range(width)] for width in widths], kind.ratio)
-    return LayerSpec.chained(units, len(groups)) if chained else units
-
-
-def filled(parts: Sequence[Tensor], batch: int, context: int, recent: Tensor | None = None) -> FullCache:
+def filled(parts: Sequence[Tensor], batch: int, context: int) -> FullCache:
     """A full cache of so many tokens a sequence: keys and values, (1, heads, some tokens, columns) each, repeated.
 
-    ``recent`` are the exact latents of a sequence's last tokens. All in memory of its own; no cache of the device knows
-    that it repeats.
+    In memory of its own; no cache of the device knows that it repeats.
     """
 
     def room(part: Tensor) -> Tensor:
@@ -140,4 +98,4 @@ def filled(parts: Sequence[Tensor], batch: int, context: int, recent: Tensor | N
         return whole
 
     keys, values = map(room, parts)
-    return FullCache(keys, values, None if recent is None else recent.repeat(batch, 1, 1, 1))
+    return FullCache(keys, values)

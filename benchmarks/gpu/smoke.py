@@ -21,20 +21,12 @@ __all__ = ["steps"]
 PACKAGES = ("numpy", "numba", "pydantic", "zarr", "typer", "pytest", "xdist", "matplotlib", "dvc", "lm_eval")
 MODULES = ("recalkv", "recalkv.kernels.module", "recalkv.kernels.attention", "recalkv.runtime.triton_decode",
            "recalkv.compression", "tests.conftest")  # fmt: skip
-COMPILED = (
-    "mistral-7b joint s=2 70%", "mistral-7b joint s=2 packed, exact window",
-    "llama-2-7b joint s=2 50%, one pass",
-)  # fmt: skip
+COMPILED = ("mistral-7b joint s=2 70%", "llama-2-7b joint s=2 50%, one pass")
 """Configurations of ``recalkv.kernels.compile_gate``: of every kernel one."""
 
-KERNEL_TESTS, PACKING_TESTS = "tests/test_gpu_kernels.py", "tests/test_pack_kernel.py"
-CODEC_TESTS = "tests/test_codec_triton.py"
-SANITISED = (
-    (KERNEL_TESTS, "test_two_passes and gqa and separate and bfloat16"),
-    (KERNEL_TESTS, "test_packed and mixed and gqa and separate and bfloat16"),
-    (KERNEL_TESTS, "test_one_pass and gqa and 160 and bfloat16"),
-    (PACKING_TESTS, "test_rows_of_a_chain and bfloat16"),
-)
+KERNEL_TESTS, CODEC_TESTS = "tests/test_gpu_kernels.py", "tests/test_codec_triton.py"
+SANITISED = ("test_two_passes and gqa and separate and bfloat16", "test_one_pass and gqa and 160 and bfloat16")
+"""Of the kernels' tests."""
 
 
 def _environment(setting: Setting, emit: Emit) -> None:
@@ -96,13 +88,13 @@ def _tests(setting: Setting, emit: Emit, *arguments: str, before: tuple[str, ...
          failed=failed[:20])  # fmt: skip
 
 
-def _sanitise(file: str, names: str, setting: Setting, emit: Emit) -> None:
+def _sanitise(names: str, setting: Setting, emit: Emit) -> None:
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         emit(what="sanitiser", reason="compute-sanitizer is not here")
         return
     options = ("--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5")
-    _tests(setting, emit, file, "-k", names, before=(tool, *options), marked=file == KERNEL_TESTS)
+    _tests(setting, emit, KERNEL_TESTS, "-k", names, before=(tool, *options))
 
 
 def _compile_gate(setting: Setting, emit: Emit) -> None:
@@ -129,14 +121,12 @@ def steps(setting: Setting) -> list[Step]:
     return [
         *first,
         Step("ceilings", _ceilings),
-        *(tests(f"kernels, {way}", KERNEL_TESTS, "-k", way, *spread)
-          for way in ("two_passes", "one_pass", "packed")),
-        tests("packing, compiled", PACKING_TESTS, *spread, marked=False),
+        *(tests(f"kernels, {way}", KERNEL_TESTS, "-k", way, *spread) for way in ("two_passes", "one_pass")),
         tests("codec, compiled", CODEC_TESTS, "-m", "not slow", *spread, marked=False),
         tests("kernels, compiled", KERNEL_TESTS, "-k", "compiled", *spread, seconds=240.0),
         tests("compression", "tests/test_gpu_compression.py", *spread, seconds=150.0),
         tests("all kernel tests, compiled", "tests/test_kernels.py", "tests/test_one_pass.py", *spread, seconds=180.0,
               marked=False),
-        *(Step(f"sanitiser, {names}", functools.partial(_sanitise, file, names), 90.0) for file, names in SANITISED),
+        *(Step(f"sanitiser, {names}", functools.partial(_sanitise, names), 90.0) for names in SANITISED),
         tests("devices", "tests/test_numerics.py", "tests/test_refit.py", "tests/test_device_map.py", *spread),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fused decode attention over latents, in Triton.
+"""Fused decode attention over latents of 16 bits, in Triton.
 
 :mod:`recalkv.kernels.scores` and :mod:`recalkv.kernels.contexts` are flash decoding in two passes and a sum,
 :mod:`recalkv.kernels.one_pass` in one; :mod:`recalkv.kernels.plan` is what they need to know of a layer, and

@@ -12,17 +12,14 @@ from typing import Any
 import torch
 import triton
 import triton.knobs
-import triton.language as tl
 from torch import Tensor
 
 from recalkv.kernels.contexts import combine_kernel, values_kernel
 from recalkv.kernels.joint import JointTables, joint_attention, joint_operator
 from recalkv.kernels.launch import (
-    ALL_SLOTS,
     device_runs,
     note_resources,
     output_room,
-    places_of,
     row_alignment,
     split,
     wide_products,
@@ -32,11 +29,11 @@ from recalkv.kernels.plan import (
     JOINT_TILE,
     STAGES,
     TILE,
+    VALUE_WARPS,
     LayerPlan,
     combine_blocks,
     output_block,
     row_block,
-    value_warps,
 )
 from recalkv.kernels.rotary import TileRotary
 from recalkv.kernels.scores import scores_kernel
@@ -44,7 +41,6 @@ from recalkv.kernels.scores import scores_kernel
 __all__ = ["latent_attention"]
 
 _LOG2_E = 1.4426950408889634
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def latent_attention(
@@ -61,9 +57,6 @@ def latent_attention(
     offset: int = 0,
     runs: int = 0,
     joint: JointTables | None = None,
-    pages: Tensor | None = None,
-    window: int = ALL_SLOTS,
-    recent: Tensor | None = None,
 ) -> Tensor:
     """Attention of a few queries over latents, up to the output projection.
 
@@ -71,13 +64,12 @@ def latent_attention(
     ----------
     query : (batch, queries, h, d_h)
         Before RoPE.
-    z_k, z_v : (batch, slots, columns), or (blocks, slots of a block, columns)
-        Latents in the type of the query, or packed rows (uint8). No ``z_v`` where ``z_k`` serves both.
+    z_k, z_v : (batch, slots, columns)
+        Latents in the type of the query. No ``z_v`` where ``z_k`` serves both.
     mask : (batch or 1, 1, queries, slots) bool or None
         True attends. None means causal.
     seen
-        Tokens up to the last query, itself included; what a static cache has on the device stays there. With ``pages``
-        of each sequence, (batch,).
+        Tokens up to the last query, itself included; what a static cache has on the device stays there.
     scaling
         Of the scores.
     key_bias : (h_kv d_h,), key_norm : ((d_h,), epsilon)
@@ -88,13 +80,6 @@ def latent_attention(
         Runs of tiles that are worked on side by side; 0 for the device's.
     joint
         Tables of a layer in the identity gauge: one pass over joint latents, where a program holds all rows.
-    pages : (batch, any) int32 or int64
-        Blocks of each sequence, in the order of its tokens, where the cache is paged. No ``mask`` then.
-    window
-        Tokens that a query sees, itself included. Further ones are not read, nor need their blocks be there.
-    recent : (batch, any, columns) or None
-        Exact latents of the last tokens, up to the query's, keys' and then values' columns: what packed rows have of
-        these is not read. For one query, and without 8-bit products. What stands before slot 0 may be anything.
 
     Returns
     -------
@@ -104,29 +89,24 @@ def latent_attention(
     """
     rows = query.shape[2] // plan.kv_heads * query.shape[1]
     on_device = isinstance(seen, Tensor)
-    slots, _ = places_of(z_k, pages)
     where = (seen if on_device else plan.nothing), (0 if on_device else seen) - offset
     scaling *= rotary.scaling**2
     compiling = torch.compiler.is_compiling()
     if joint is not None and joint.takes(rows):
-        anchors, offsets = rotary.tables(JOINT_TILE, slots, query.device)
+        anchors, offsets = rotary.tables(JOINT_TILE, z_k.shape[1], query.device)
         one_pass: Any = joint_operator if compiling else joint_attention
         context: Tensor = one_pass(
-            query, z_k, mask, *where, pages, window, joint.groups, joint.factors, joint.functions, joint.coefficients,
-            plan.value_up, plan.value_table, key_bias, anchors, offsets, scaling * _LOG2_E, plan.total,
-            max(plan.value_ranks), plan.value_alignment, joint.direct, joint.rest, joint.alignment, joint.heads, runs,
+            query, z_k, mask, *where, joint.groups, joint.factors, joint.functions, joint.coefficients, plan.value_up,
+            plan.value_table, key_bias, anchors, offsets, scaling * _LOG2_E, plan.total, max(plan.value_ranks),
+            plan.value_alignment, joint.direct, joint.rest, joint.alignment, joint.heads, runs,
         )  # fmt: skip
         return context
     step = plan.step(rows)
-    anchors, offsets = rotary.tables(step.launch.tile, slots, query.device)
+    anchors, offsets = rotary.tables(step.launch.tile, z_k.shape[1], query.device)
     norm, epsilon = (None, 0.0) if key_norm is None else key_norm
-    keys, values = plan.key_columns, plan.key_columns if z_v is None else plan.value_columns
     call: Any = _operator if compiling else _decode
     result: Tensor = call(
-        query, z_k, z_v, mask, *where, pages, window, recent,
-        plan.key_up, plan.key_table, plan.value_up, plan.value_table, step.blocks,
-        None if keys is None else keys.places, None if keys is None else keys.words,
-        None if values is None else values.places, None if values is None else values.words,
+        query, z_k, z_v, mask, *where, plan.key_up, plan.key_table, plan.value_up, plan.value_table, step.blocks,
         key_bias, norm, epsilon, anchors, offsets, scaling,
         plan.total, max(plan.value_ranks), plan.key_alignment, plan.up_alignment, plan.value_alignment,
         step.rows, step.columns, step.alignment,
@@ -137,48 +117,36 @@ def latent_attention(
 
 
 def _decode(
-    query: Tensor, z_k: Tensor, z_v: Tensor | None, mask: Tensor | None, seen: Tensor, behind: int,
-    pages: Tensor | None, window: int, recent: Tensor | None,
-    key_up: Tensor, key_table: Tensor,
-    value_up: Tensor | None, value_table: Tensor, blocks: Tensor,
-    key_places: Tensor | None, key_words: Tensor | None, value_places: Tensor | None, value_words: Tensor | None,
-    key_bias: Tensor | None, key_norm: Tensor | None, epsilon: float, anchors: Tensor, offsets: Tensor,
-    scaling: float, total: int, value_rank: int, key_alignment: int, up_alignment: int, value_alignment: int,
-    block_rows: int, block_columns: int, block_alignment: int,
-    rank_first: int, rank_second: int, resident: bool, tile: int, warps: int, runs: int,
+    query: Tensor, z_k: Tensor, z_v: Tensor | None, mask: Tensor | None, seen: Tensor, behind: int, key_up: Tensor,
+    key_table: Tensor, value_up: Tensor | None, value_table: Tensor, blocks: Tensor, key_bias: Tensor | None,
+    key_norm: Tensor | None, epsilon: float, anchors: Tensor, offsets: Tensor, scaling: float, total: int,
+    value_rank: int, key_alignment: int, up_alignment: int, value_alignment: int, block_rows: int, block_columns: int,
+    block_alignment: int, rank_first: int, rank_second: int, resident: bool, tile: int, warps: int, runs: int,
 ) -> Tensor:  # fmt: skip
     """Three launches; arguments as the tables of :class:`LayerPlan` and :class:`Step` name them."""
     batch, queries, h, head_dim = query.shape
-    (slots, page), kv_heads, device, latents = places_of(z_k, pages), key_table.shape[0], query.device, query.dtype
+    slots, kv_heads, device = z_k.shape[1], key_table.shape[0], query.device
     rows, half = h // kv_heads * queries, head_dim // 2
     all_rows, total = kv_heads * rows, total * rows
-    exact_k = exact_v = None
-    if recent is not None and key_places is not None:
-        exact_k, exact_v = recent, recent if z_v is None else recent[..., key_places.shape[1] :]
-    exact_numbers = (0, 0, 0) if exact_k is None else (exact_k.stride(0), exact_k.stride(1), exact_k.shape[1])
-    z_v = z_k if z_v is None else z_v
-    packed, interpreted = value_places is not None, bool(triton.knobs.runtime.interpret)
+    z_v, interpreted = z_k if z_v is None else z_v, bool(triton.knobs.runtime.interpret)
     score_constants: dict[str, Any] = {
         "ROWS": rows, "BLOCK_M": row_block(rows), "QUERIES": queries, "HALF": half,
         "BLOCK_H": max(16, triton.next_power_of_2(half)), "RANK_A": rank_first, "RANK_B": rank_second,
         "RESIDENT": resident,
         "BLOCK_N": tile, "ALIGN": row_alignment(z_k, key_alignment), "UP_ALIGN": up_alignment,
         "HAS_BIAS": key_bias is not None, "HAS_NORM": key_norm is not None,
-        "MASK": 2 if mask is not None else 1 if queries > 1 else 0, "PACKED": key_places is not None,
-        "UPCAST": interpreted, "PAGE": page, "EXACT": exact_k is not None,
+        "MASK": 2 if mask is not None else 1 if queries > 1 else 0, "UPCAST": interpreted,
         "num_warps": warps, "num_stages": STAGES,
     }  # fmt: skip
     value_constants: dict[str, Any] = {
         "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE,
-        "ALIGN": row_alignment(z_v, block_alignment), "PACKED": packed,
-        "UPCAST": interpreted, "TYPE": _TYPES[latents], "PAGE": page, "WIDE": wide_products(device),
-        "EXACT": exact_v is not None, "num_warps": value_warps(packed), "num_stages": STAGES,
+        "ALIGN": row_alignment(z_v, block_alignment), "UPCAST": interpreted, "WIDE": wide_products(device),
+        "num_warps": VALUE_WARPS, "num_stages": STAGES,
     }  # fmt: skip
-    score_kind = ("scores", device, latents, *score_constants.values())
-    value_kind = ("values", device, *value_constants.values())
+    score_kind = ("scores", device, query.dtype, *score_constants.values())
+    value_kind = ("values", device, query.dtype, *value_constants.values())
     score_runs = split(slots, tile, runs or device_runs(device, batch * kv_heads, score_kind))
     runs = split(slots, TILE, runs or device_runs(device, batch * len(blocks), value_kind))
-    seen_stride, pages_stride = int(seen.numel() > 1), 0 if pages is None else pages.stride(0)
     # Rows start where whole lines of memory do, whatever the length.
     logits_stride = -(-slots // TILE) * TILE
     logits = torch.empty(batch, all_rows, logits_stride, dtype=torch.float32, device=device)
@@ -192,23 +160,16 @@ def _decode(
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         compiled = scores_kernel[(score_runs, kv_heads, batch)](
             query.contiguous(), z_k, key_up, seen if key_bias is None else key_bias,
-            seen if key_norm is None else key_norm, anchors, offsets, seen if mask is None else mask, seen,
-            seen if pages is None else pages, logits, key_table, seen if key_places is None else key_places,
-            seen if key_words is None else key_words,
-            seen if exact_k is None else exact_k,
-            z_k.stride(0), z_k.stride(1), 0 if mask is None else mask.stride(0),
-            0 if mask is None else mask.stride(2), logits_stride, 0 if key_places is None else key_places.shape[1],
-            seen_stride, pages_stride, *exact_numbers, behind, window, scaling * _LOG2_E, epsilon, **score_constants,
+            seen if key_norm is None else key_norm, anchors, offsets, seen if mask is None else mask, seen, logits,
+            key_table, z_k.stride(0), z_k.stride(1), 0 if mask is None else mask.stride(0),
+            0 if mask is None else mask.stride(2), logits_stride, behind, scaling * _LOG2_E, epsilon, **score_constants,
         )  # fmt: skip
         note_resources(score_kind, compiled, warps, device)
         compiled = values_kernel[(len(blocks), runs, batch)](
-            logits, z_v, partial, most, sums, seen, seen if pages is None else pages, blocks,
-            seen if value_places is None else value_places, seen if value_words is None else value_words,
-            seen if exact_v is None else exact_v, z_v.stride(0), z_v.stride(1), logits_stride,
-            0 if value_places is None else value_places.shape[1], all_rows, total, seen_stride, pages_stride,
-            *exact_numbers, behind, window + queries - 1, **value_constants,
+            logits, z_v, partial, most, sums, seen, blocks, z_v.stride(0), z_v.stride(1), logits_stride, all_rows,
+            total, behind, **value_constants,
         )  # fmt: skip
-        note_resources(value_kind, compiled, value_warps(packed), device)
+        note_resources(value_kind, compiled, VALUE_WARPS, device)
         block_d, (combine_rows, at_once) = output_block(head_dim), combine_blocks(rows)
         parts = -(-value_rank // COMBINE_COLUMNS) if value_up is None else -(-head_dim // block_d)
         combine_kernel[(kv_heads, parts, batch)](

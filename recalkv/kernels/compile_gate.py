@@ -26,13 +26,13 @@ from triton.compiler import ASTSource
 from recalkv.kernels.contexts import combine_kernel, values_kernel
 from recalkv.kernels.launch import resident_programs
 from recalkv.kernels.one_pass import attend_kernel, turn_kernel
-from recalkv.kernels.packing import BLOCK, PACK_WARPS, pack_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
     JOINT_STAGES,
     JOINT_TILE,
     STAGES,
     TILE,
+    VALUE_WARPS,
     JointLaunch,
     combine_blocks,
     joint_launch,
@@ -41,7 +41,6 @@ from recalkv.kernels.plan import (
     row_block,
     scores_launch,
     value_blocks,
-    value_warps,
 )
 from recalkv.kernels.scores import scores_kernel
 
@@ -53,7 +52,7 @@ SHARED_LIMITS = {80: 166_912, 90: 232_448}
 SPILL_LIMIT = 256
 """Bytes per thread that may be spilled."""
 
-_PLAIN = ("combine", "pack", "turn")
+_PLAIN = ("combine", "turn")
 """Kernels without large products."""
 
 
@@ -72,14 +71,11 @@ class Configuration:
     value_heads: int
     queries: int = 1
     dtype: str = "bf16"
-    packed: bool = False
     norm: bool = False
     bias: bool = False
     fused: bool = False
     direct: int | None = None
     functions: int = 4
-    page: int = 0
-    exact: bool = False
 
     @property
     def rows(self) -> int:
@@ -93,22 +89,6 @@ class Configuration:
         return joint_launch(
             self.rows, self.value_heads, self.head_dim // 2, self.direct, rest, self.functions, architecture >= 90
         )
-
-    @property
-    def pages(self) -> str:
-        """Type of the table of blocks, or of what stands in its place."""
-        return "*i32" if self.page else "*i64"
-
-    @property
-    def latent(self) -> str:
-        """Type of the cached latents."""
-        return "*u8" if self.packed else f"*{self.dtype}"
-
-    @property
-    def exact_types(self) -> dict[str, str]:
-        """Types of what the kernels know of a window of exact latents."""
-        pointer = f"*{self.dtype}" if self.exact else "*i64"
-        return {"exact_ptr": pointer, "exact_batch_stride": "i64", "exact_stride": "i32", "exact_count": "i32"}
 
 
 Launch = tuple[str, Any, dict[str, str], dict[str, Any], int, int]
@@ -129,10 +109,6 @@ CONFIGURATIONS = (
     Configuration("qwen3 joint s=2 50%", 128, 2, 256, 256, 2, norm=True),
     Configuration("qwen2 joint s=2 50%", 64, 7, 128, 128, 2, bias=True),
     Configuration("smollm2-135m joint s=2 50%", 64, 3, 128, 128, 2),
-    Configuration("llama-2-7b joint s=2 packed", 128, 1, 256, 256, 2, packed=True),
-    Configuration("mistral-7b joint s=2 packed", 128, 4, 256, 256, 2, packed=True),
-    Configuration("llama-2-7b joint s=2 packed, exact window", 128, 1, 256, 256, 2, packed=True, exact=True),
-    Configuration("mistral-7b joint s=2 packed, exact window", 128, 4, 256, 256, 2, packed=True, exact=True),
     Configuration("head dimension 256", 256, 2, 256, 256, 1),
     Configuration("any rank", 128, 1, 154, 307, 8, fused=True),
     # One pass in the identity gauge.
@@ -149,11 +125,6 @@ CONFIGURATIONS = (
         "mistral-7b joint s=2 70%, one pass, 2 queries", 128, 4, 160, 160, 2, queries=2, direct=32, functions=2
     ),
     Configuration("smollm2-135m joint s=3 50%, one pass", 64, 3, 192, 192, 3, direct=32, functions=1),
-    # Through a table of blocks.
-    Configuration("mistral-7b joint s=2 70%, paged", 128, 4, 160, 160, 2, page=16),
-    Configuration("llama-3.1-8b s=4 70%, paged", 128, 4, 160, 304, 8, page=16),
-    Configuration("mistral-7b joint s=2 packed, paged", 128, 4, 256, 256, 2, packed=True, page=16),
-    Configuration("mistral-7b joint s=2 70%, one pass, paged", 128, 4, 160, 160, 2, direct=32, functions=2, page=16),
 )
 
 
@@ -221,16 +192,13 @@ def faults(compiled: Compiled) -> list[str]:
     if compiled.kernel not in _PLAIN and not compiled.wide + compiled.narrow:
         found.append("no tensor-core instruction")
     aligned = compiled.configuration.key_rank % 8 == compiled.configuration.value_rank % 8 == 0
-    if compiled.kernel not in _PLAIN and aligned and not compiled.configuration.packed and not compiled.async_copies:
+    if compiled.kernel not in _PLAIN and aligned and not compiled.async_copies:
         found.append("latents are read in small pieces")
     return found
 
 
 def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
     """Name, kernel, argument types, constants, warps and stages, as the launches have them."""
-    if c.packed:
-        # Of chained latents, which keep more.
-        yield _pack(c)
     if c.direct is None:
         yield _scores(c, architecture)
         yield _values(c, architecture)
@@ -240,65 +208,40 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
     yield _combine(c)
 
 
-def _pack(c: Configuration) -> Launch:
-    types = {
-        "given_ptr": "*fp32", "wanted_ptr": "*fp32", "left_ptr": "*fp32", "row_ptr": "*u8", "factor_ptr": f"*{c.dtype}",
-        "segments_ptr": "*i32", "groups_ptr": "*i32", "nearest_ptr": "*u8", "words_ptr": "*fp32", "width": "i32",
-        "row_bytes": "i32",
-    }  # fmt: skip
-    return "pack", pack_kernel, types, {"BLOCK": BLOCK, "CHAINED": True}, PACK_WARPS, 1
-
-
 def _scores(c: Configuration, architecture: int) -> Launch:
     rows = c.rows
     half = c.head_dim // 2
-    launch = scores_launch(c.key_rank, c.head_dim, rows, 2, c.packed, SHARED_LIMITS[architecture])
-    table = "*i32" if c.packed else "*i64"
-    codes = "*fp32" if c.packed else "*i64"
-    pointers = {
-        "query_ptr": f"*{c.dtype}", "latent_ptr": c.latent, "up_ptr": f"*{c.dtype}",
+    launch = scores_launch(c.key_rank, c.head_dim, rows, 2, SHARED_LIMITS[architecture])
+    types = {
+        "query_ptr": f"*{c.dtype}", "latent_ptr": f"*{c.dtype}", "up_ptr": f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "norm_ptr": f"*{c.dtype}" if c.norm else "*i64",
-        "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "pages_ptr": c.pages,
-        "logits_ptr": "*fp32", "heads_ptr": "*i32", "columns_ptr": table, "words_ptr": codes,
-    }  # fmt: skip
-    numbers = {
-        "latent_batch_stride": "i64", "latent_slot_stride": "i32", "mask_batch_stride": "i32",
-        "mask_query_stride": "i32", "logits_stride": "i32", "table_width": "i32", "seen_stride": "i32",
-        "pages_stride": "i32",
-        "behind": "i32", "window": "i32", "scaling": "fp32", "eps": "fp32",
+        "anchor_ptr": "*fp32", "offset_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "logits_ptr": "*fp32",
+        "heads_ptr": "*i32", "latent_batch_stride": "i64", "latent_slot_stride": "i32", "mask_batch_stride": "i32",
+        "mask_query_stride": "i32", "logits_stride": "i32", "behind": "i32", "scaling": "fp32", "eps": "fp32",
     }  # fmt: skip
     constants = {
         "ROWS": rows, "BLOCK_M": row_block(rows), "QUERIES": c.queries,
         "HALF": half, "BLOCK_H": max(16, triton.next_power_of_2(half)), "RANK_A": launch.rank_first,
         "RANK_B": launch.rank_second, "RESIDENT": launch.resident, "BLOCK_N": launch.tile,
-        "ALIGN": 1 if c.packed else math.gcd(16, c.key_rank),
-        "UP_ALIGN": math.gcd(16, c.head_dim), "HAS_BIAS": c.bias, "HAS_NORM": c.norm,
-        "MASK": 0 if c.queries == 1 else 1, "PACKED": c.packed, "UPCAST": False,
-        "PAGE": c.page, "EXACT": c.exact,
+        "ALIGN": math.gcd(16, c.key_rank), "UP_ALIGN": math.gcd(16, c.head_dim), "HAS_BIAS": c.bias,
+        "HAS_NORM": c.norm, "MASK": 0 if c.queries == 1 else 1, "UPCAST": False,
     }  # fmt: skip
-    types = pointers | numbers | c.exact_types
     return "scores", scores_kernel, types, constants, launch.warps, STAGES
 
 
 def _values(c: Configuration, architecture: int) -> Launch:
     rows = c.rows
-    _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows, c.packed)
+    _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows)
     types = {
-        "logits_ptr": "*fp32", "latent_ptr": c.latent, "partial_ptr": "*fp32", "most_ptr": "*fp32",
-        "sum_ptr": "*fp32", "seen_ptr": "*i64", "pages_ptr": c.pages, "blocks_ptr": "*i32",
-        "columns_ptr": "*i32" if c.packed else "*i64",
-        "words_ptr": "*fp32" if c.packed else "*i64",
-        "latent_batch_stride": "i64", "latent_slot_stride": "i32", "logits_stride": "i32", "table_width": "i32",
-        "all_rows": "i32", "total": "i32", "seen_stride": "i32", "pages_stride": "i32", "behind": "i32",
-        "window": "i32", **c.exact_types,
+        "logits_ptr": "*fp32", "latent_ptr": f"*{c.dtype}", "partial_ptr": "*fp32", "most_ptr": "*fp32",
+        "sum_ptr": "*fp32", "seen_ptr": "*i64", "blocks_ptr": "*i32", "latent_batch_stride": "i64",
+        "latent_slot_stride": "i32", "logits_stride": "i32", "all_rows": "i32", "total": "i32", "behind": "i32",
     }  # fmt: skip
     constants = {
         "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE,
-        "ALIGN": 1 if c.packed else math.gcd(16, c.value_rank), "PACKED": c.packed, "UPCAST": False,
-        "TYPE": triton.language.bfloat16 if c.dtype == "bf16" else triton.language.float16,
-        "PAGE": c.page, "WIDE": architecture >= 90, "EXACT": c.exact,
+        "ALIGN": math.gcd(16, c.value_rank), "UPCAST": False, "WIDE": architecture >= 90,
     }  # fmt: skip
-    return "values", values_kernel, types, constants, value_warps(c.packed), STAGES
+    return "values", values_kernel, types, constants, VALUE_WARPS, STAGES
 
 
 def _turn(c: Configuration, direct: int, architecture: int) -> Launch:
@@ -306,7 +249,7 @@ def _turn(c: Configuration, direct: int, architecture: int) -> Launch:
     types = {
         "query_ptr": f"*{c.dtype}", "turned_ptr": "*fp32", "expanded_ptr": "*fp32", "anchor_ptr": "*fp32",
         "offset_ptr": "*fp32", "coefficient_ptr": "*fp32", "seen_ptr": "*i64", "groups_ptr": "*i32", "kv_heads": "i32",
-        "seen_stride": "i32", "behind": "i32",
+        "behind": "i32",
     }  # fmt: skip
     constants = {
         "ROWS": c.rows, "BLOCK_M": launch.rows, "QUERIES": c.queries, "HALF": c.head_dim // 2, "DIRECT": direct,
@@ -318,19 +261,18 @@ def _turn(c: Configuration, direct: int, architecture: int) -> Launch:
 def _one_pass(c: Configuration, direct: int, architecture: int) -> Launch:
     launch = c.joint(architecture)
     types = {
-        "turned_ptr": "*fp32", "expanded_ptr": "*fp32", "latent_ptr": c.latent, "up_ptr": f"*{c.dtype}",
+        "turned_ptr": "*fp32", "expanded_ptr": "*fp32", "latent_ptr": f"*{c.dtype}", "up_ptr": f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "anchor_ptr": "*fp32", "offset_ptr": "*fp32",
-        "function_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "pages_ptr": c.pages, "partial_ptr": "*fp32",
+        "function_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "partial_ptr": "*fp32",
         "most_ptr": "*fp32", "sum_ptr": "*fp32", "groups_ptr": "*i32", "latent_batch_stride": "i64",
         "latent_slot_stride": "i32", "mask_batch_stride": "i32", "mask_query_stride": "i32", "all_rows": "i32",
-        "total": "i32", "seen_stride": "i32", "pages_stride": "i32", "behind": "i32", "window": "i32",
-        "scaling": "fp32",
+        "total": "i32", "behind": "i32", "scaling": "fp32",
     }  # fmt: skip
     constants = {
         "ROWS": c.rows, "BLOCK_M": launch.rows, "QUERIES": c.queries, "HALF": c.head_dim // 2, "HEADS": c.value_heads,
         "DIRECT": direct, "BLOCK_S": launch.slow, "FUNCTIONS": launch.functions, "TOGETHER": launch.together,
         "RESTS": launch.rests, "REST": launch.rest, "BLOCK_N": JOINT_TILE, "ALIGN": math.gcd(16, c.key_rank),
-        "HAS_BIAS": c.bias, "MASK": 0 if c.queries == 1 else 1, "UPCAST": False, "PAGE": c.page,
+        "HAS_BIAS": c.bias, "MASK": 0 if c.queries == 1 else 1, "UPCAST": False,
     }  # fmt: skip
     return "one pass", attend_kernel, types, constants, launch.warps, JOINT_STAGES
 
@@ -354,8 +296,8 @@ def _compile(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, warps: int, stages: int
 ) -> tuple[int, int, int, int, int, int]:
     signature = types | dict.fromkeys(constants, "constexpr")
-    # Allocations are aligned, and so are these strides; a launch tells the compiler so. A window starts anywhere.
-    known = [name for name, type in types.items() if type.startswith("*") and name != "exact_ptr"]
+    # Allocations are aligned, and so are these strides; a launch tells the compiler so.
+    known = [name for name, type in types.items() if type.startswith("*")]
     known += ["logits_stride"] + (["latent_slot_stride"] if constants.get("ALIGN", 1) % 16 == 0 else [])
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in known}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)

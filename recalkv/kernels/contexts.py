@@ -13,19 +13,12 @@ from recalkv.kernels.blocks import head_row, load_latents, load_up, run_of_tiles
 __all__ = ["combine_kernel", "values_kernel"]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "behind", "window", "seen_stride", "pages_stride", "latent_batch_stride", "exact_batch_stride", "exact_count",
-    ],
-    do_not_specialize_on_alignment=["exact_ptr"],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["behind", "latent_batch_stride"])
 def values_kernel(
-    logits_ptr, latent_ptr, partial_ptr, most_ptr, sum_ptr, seen_ptr, pages_ptr, blocks_ptr, columns_ptr,
-    words_ptr, exact_ptr, latent_batch_stride, latent_slot_stride, logits_stride, table_width, all_rows, total,
-    seen_stride, pages_stride, exact_batch_stride, exact_stride, exact_count, behind, window,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
-    PACKED: tl.constexpr, UPCAST: tl.constexpr, TYPE: tl.constexpr, PAGE: tl.constexpr,
-    WIDE: tl.constexpr, EXACT: tl.constexpr,
+    logits_ptr, latent_ptr, partial_ptr, most_ptr, sum_ptr, seen_ptr, blocks_ptr, latent_batch_stride,
+    latent_slot_stride, logits_stride, all_rows, total, behind,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, UPCAST: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of a run of tiles times a block of value latents, not yet normalised.
 
@@ -35,10 +28,8 @@ def values_kernel(
     ----------
     logits_ptr : (batch, all_rows, logits_stride) float32
         From :func:`recalkv.kernels.scores.scores_kernel`.
-    seen_ptr, pages_ptr, exact_ptr, seen_stride, behind
+    seen_ptr, behind
         As there.
-    window
-        Slots that any query sees.
     WIDE
         Columns on the long side of the products, of which a warp group's tensor cores take 64 at once; those of an A100
         would read such latents in small pieces.
@@ -65,14 +56,11 @@ def values_kernel(
     most = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
     context = tl.zeros((BLOCK_C, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_C), dtype=tl.float32)
-    seen = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind
-    first_slot = tl.maximum(seen - window, 0)
-    first_exact = seen - exact_count
-    exact_ptr += batch.to(tl.int64) * exact_batch_stride
-    first_tile, end_tile = run_of_tiles(seen, first_slot, run, runs, BLOCK_N)
+    seen = tl.load(seen_ptr).to(tl.int32) + behind
+    first_tile, end_tile = run_of_tiles(seen, run, runs, BLOCK_N)
     for tile in range(first_tile, end_tile):
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        slot_ok = (slot < seen) & (slot >= first_slot)
+        slot_ok = slot < seen
         scores = tl.load(logits_at + slot[None, :], mask=rows_ok[:, None] & slot_ok[None, :], other=float("-inf"))
         larger = tl.maximum(most, tl.max(scores, axis=1))
         finite = tl.where(larger == float("-inf"), 0.0, larger)
@@ -80,14 +68,8 @@ def values_kernel(
         shrink = tl.exp2(most - finite)
         # Slots that nobody attends to may hold anything, NaN included.
         used = slot_ok & (tl.max(weights, axis=0) > 0)
-        slot_offsets = slot_places(
-            pages_ptr, pages_stride, batch, slot, used, latent_batch_stride, latent_slot_stride, PAGE, ALIGN
-        )
-        latents = load_latents(
-            latent_ptr, used, first_column + in_block, columns_ok, slot_offsets, columns_ptr, words_ptr, table_width,
-            PACKED, UPCAST, TYPE, EXACT, exact_ptr, exact_stride, slot - first_exact,
-            (tile + 1) * BLOCK_N > first_exact,
-        )  # fmt: skip
+        slot_offsets = slot_places(batch, slot, latent_batch_stride, latent_slot_stride, ALIGN)
+        latents = load_latents(latent_ptr, used, first_column + in_block, columns_ok, slot_offsets, UPCAST)
         shares = weights.to(latents.dtype)
         if WIDE:
             context = tl.dot(tl.trans(latents), tl.trans(shares), context * shrink[None, :], input_precision="ieee")

@@ -16,7 +16,6 @@ from recalkv.kernels.launch import (
     device_runs,
     note_resources,
     output_room,
-    places_of,
     row_alignment,
     split,
     wide_products,
@@ -145,17 +144,17 @@ def _padded(functions: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joint_attention(
-    query: Tensor, latents: Tensor, mask: Tensor | None, seen: Tensor, behind: int, pages: Tensor | None,
-    window: int, groups: Tensor, factors: Tensor, functions: Tensor, coefficients: Tensor, value_up: Tensor | None,
-    value_table: Tensor, key_bias: Tensor | None, anchors: Tensor, offsets: Tensor, scaling: float, total: int,
-    value_rank: int, value_alignment: int, direct: int, rest: int, alignment: int, heads: int, runs: int,
+    query: Tensor, latents: Tensor, mask: Tensor | None, seen: Tensor, behind: int, groups: Tensor, factors: Tensor,
+    functions: Tensor, coefficients: Tensor, value_up: Tensor | None, value_table: Tensor, key_bias: Tensor | None,
+    anchors: Tensor, offsets: Tensor, scaling: float, total: int, value_rank: int, value_alignment: int, direct: int,
+    rest: int, alignment: int, heads: int, runs: int,
 ) -> Tensor:  # fmt: skip
     """Three launches; arguments as :class:`JointTables` and :class:`recalkv.kernels.plan.LayerPlan` name them.
 
     ``runs`` may be 0 for the device's, ``scaling`` is that of the scores times log2 e.
     """
     batch, queries, h, head_dim = query.shape
-    (slots, page), kv_heads, device = places_of(latents, pages), value_table.shape[0], query.device
+    slots, kv_heads, device = latents.shape[1], value_table.shape[0], query.device
     rows, half = h // kv_heads * queries, head_dim // 2
     all_rows, total, interpreted = kv_heads * rows, total * rows, bool(triton.knobs.runtime.interpret)
     launch = joint_launch(rows, heads, half, direct, rest, functions.shape[1], wide_products(device))
@@ -166,11 +165,10 @@ def joint_attention(
     constants: dict[str, Any] = shared | {
         "HEADS": heads, "RESTS": launch.rests, "REST": launch.rest, "ALIGN": row_alignment(latents, alignment),
         "HAS_BIAS": key_bias is not None, "MASK": 2 if mask is not None else 1 if queries > 1 else 0,
-        "UPCAST": interpreted, "PAGE": page, "num_warps": launch.warps, "num_stages": JOINT_STAGES,
+        "UPCAST": interpreted, "num_warps": launch.warps, "num_stages": JOINT_STAGES,
     }  # fmt: skip
     kind = ("one pass", device, query.dtype, *constants.values())
     runs = split(slots, JOINT_TILE, runs or device_runs(device, batch * len(groups), kind))
-    seen_stride, pages_stride = int(seen.numel() > 1), 0 if pages is None else pages.stride(0)
     partial = torch.empty(batch, runs, total, dtype=torch.float32, device=device)
     most = torch.empty(batch, runs, all_rows, dtype=torch.float32, device=device)
     sums = torch.empty_like(most)
@@ -185,14 +183,13 @@ def joint_attention(
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         turn_kernel[(len(groups), batch)](
-            query.contiguous(), turned, expanded, anchors, offsets, coefficients, seen, groups, kv_heads, seen_stride,
-            behind, **shared, num_warps=1,
+            query.contiguous(), turned, expanded, anchors, offsets, coefficients, seen, groups, kv_heads, behind,
+            **shared, num_warps=1,
         )  # fmt: skip
         compiled = attend_kernel[(len(groups), runs, batch)](
             turned, expanded, latents, factors, seen if key_bias is None else key_bias, anchors, offsets, functions,
-            seen if mask is None else mask, seen, seen if pages is None else pages, partial, most, sums, groups,
-            latents.stride(0), latents.stride(1), 0 if mask is None else mask.stride(0),
-            0 if mask is None else mask.stride(2), all_rows, total, seen_stride, pages_stride, behind, window,
+            seen if mask is None else mask, seen, partial, most, sums, groups, latents.stride(0), latents.stride(1),
+            0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(2), all_rows, total, behind,
             scaling, **constants,
         )  # fmt: skip
         note_resources(kind, compiled, launch.warps, device)

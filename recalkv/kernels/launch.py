@@ -8,20 +8,15 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "ALL_SLOTS",
     "device_runs",
     "note_resources",
     "output_room",
-    "places_of",
     "resident_programs",
     "row_alignment",
     "shared_limit",
     "split",
     "wide_products",
 ]
-
-ALL_SLOTS = 1 << 30
-"""A window without an end."""
 
 
 def output_room(query: Tensor, value_up: Tensor | None, total: int) -> Tensor:
@@ -36,13 +31,8 @@ def split(slots: int, tile: int, runs: int) -> int:
     return max(1, min(-(-slots // tile), runs))
 
 
-def places_of(latents: Tensor, pages: Tensor | None) -> tuple[int, int]:
-    """Slots of each sequence, and slots of a block; 0 where sequences are whole."""
-    return (latents.shape[1], 0) if pages is None else (pages.shape[1] * latents.shape[1], latents.shape[1])
-
-
 def row_alignment(latents: Tensor, own: int) -> int:
-    """What divides the strides of latents (any, slots, columns) as well as what their columns start at."""
+    """What divides the strides of latents (batch, slots, columns) as well as what their columns start at."""
     return math.gcd(own, latents.stride(0), latents.stride(1))
 
 

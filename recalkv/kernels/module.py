@@ -16,7 +16,6 @@ from recalkv.model.attention import Cached, LatentAttention
 
 if TYPE_CHECKING:
     from recalkv.kernels.joint import JointTables
-    from recalkv.kernels.packing import PackingTables
 
 __all__ = ["KERNELS", "KernelAttention", "choose_kernels", "is_compressed", "use_kernels", "why_not"]
 
@@ -26,15 +25,6 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HEAD_DIMS = range(2, 257, 2)
 _TRITON = (3, 6)
 
-MAX_PACKED, MAX_CHAINED = 1024, 64
-"""Most tokens that one launch packs, and most of chained latents.
-
-A program takes one group of one token, and a GPU holds about a thousand: up to there a layer is as many rounds as it
-has groups, each of a few microseconds, as long as the dozens of operations of plain torch take to launch (an
-estimate). More are a prompt, which plain torch takes in wide pieces. Chained tokens each read the whole of F, which a
-prompt's share there.
-"""
-
 _PREPARED_SLOTS = 1 << 20
 """Slots up to which rotary tables are made beforehand: 8 MB at 128 dimensions of a head, once for all layers."""
 
@@ -43,12 +33,12 @@ class KernelAttention(LatentAttention):
     """:class:`LatentAttention` whose short queries over a filled cache go through the kernels.
 
     Prompts, more than a few queries, gradients, autocast, eager attention and masks that are not boolean stay with
-    the parent, and in compiled models or with a window of exact latents more than one query. The factors are views of
-    one buffer, so that whatever is written into them is seen; a factor that is put in another's place
-    (``parameter.data = ...``, ``load_state_dict`` with ``assign``) is noticed by its address, but not in a compiled
-    model: compile after it. Copies of parts of R_k, in 8 bits or for one pass over joint latents, follow torch's own
-    writes, which it counts, and not those by ``.data``. With ``one_pass`` False, set before the kernels are chosen,
-    joint latents are read in two passes, to compare.
+    the parent, and in compiled models more than one query. The factors are views of one buffer, so that whatever is
+    written into them is seen; a factor that is put in another's place (``parameter.data = ...``, ``load_state_dict``
+    with ``assign``) is noticed by its address, but not in a compiled model: compile after it. Copies of parts of R_k,
+    for one pass over joint latents, follow torch's own writes, which it counts, and not those by ``.data``. With
+    ``one_pass`` False, set before the kernels are chosen, joint latents are read in two passes, to compare. Packed
+    latents are not for the kernels (:func:`why_not`).
     """
 
     _plan: LayerPlan | None = None
@@ -56,7 +46,6 @@ class KernelAttention(LatentAttention):
     _slots: int = 0
     one_pass: bool = True
     _joint: "JointTables | None" = None
-    _packing: "Sequence[PackingTables]" = ()
     tile_rotary: TileRotary
 
     def prepare(self, rotary: TileRotary, slots: int) -> None:
@@ -82,7 +71,7 @@ class KernelAttention(LatentAttention):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """What the output projection reads, (batch, queries, its inputs)."""
-        z_k, z_v, seen, offset, _, recent = cached
+        z_k, z_v, seen, offset, _, _ = cached
         if not self._by_kernel(query, cached, mask):
             return super()._attend(query, cached, rope, mask, kwargs)
         from recalkv.kernels.attention import latent_attention
@@ -101,7 +90,6 @@ class KernelAttention(LatentAttention):
             offset,
             0,
             self._joint,
-            recent=None if recent is None else recent[:, 0, -self.exact_window :],
         )
 
     def _by_kernel(self, query: Tensor, cached: Cached, mask: Any) -> bool:
@@ -109,11 +97,10 @@ class KernelAttention(LatentAttention):
         # Autocast keeps to plain torch, and so does whatever needs a gradient.
         if cached.fresh or torch.is_autocast_enabled(query.device.type):
             return False
-        given = (query, self.k_proj.weight, cached.z_k, cached.z_v, cached.recent)
-        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
+        given = (query, self.k_proj.weight, cached.z_k, cached.z_v)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in given):
             return False
-        # Several queries have a window of exact latents each, which the kernels do not tell apart.
-        if length * self.num_key_value_groups > MAX_ROWS or (length > 1 and cached.recent is not None):
+        if length * self.num_key_value_groups > MAX_ROWS:
             return False
         if torch.compiler.is_compiling() and not self._prepared(length, slots, query.device):
             return False
@@ -140,38 +127,14 @@ class KernelAttention(LatentAttention):
             keys, values = joined(list(self.key_up)), joined(value_up) if value_up else None
             limit = shared_limit(keys.device)
             self._plan = LayerPlan(
-                keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, self.head_dim,
-                limit, self.key_rows, self.value_rows, self.spec.key_reach,
-            )  # fmt: skip
-            self._packing = self._packing_tables(keys.device)
+                keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, self.head_dim, limit
+            )
             self._joint = None
             if self._may_take_one_pass:
                 angles = self.tile_rotary.angles(JOINT_TILE)
                 self._joint = JointTables.of(keys, self.key_ranks, self.key_heads, self.head_dim, angles, limit)
             self._plan_of = self._state(value_up)
         return self._plan
-
-    def _packing_tables(self, device: torch.device) -> "list[PackingTables]":
-        """Of keys, or of both, and of values that are packed by themselves."""
-        from recalkv.kernels.packing import PackingTables
-
-        sides = [each for each in (self.spec.key_segments, self.spec.value_segments) if each is not None]
-        if self.feedback is not None:
-            return [PackingTables(sides[0], device, self.spec, self.feedback.factors())]
-        return [PackingTables(side, device) for side in sides]
-
-    def _rows(self, z_k: Tensor, z_v: Tensor) -> tuple[Tensor, Tensor]:
-        """What is cached of latents; those of decoding are packed by one launch."""
-        tokens = z_k.shape[0] * z_k.shape[2]
-        plain = torch.is_autocast_enabled(z_k.device.type) or (torch.compiler.is_compiling() and self._plan is None)
-        many = tokens > MAX_PACKED or (self.feedback is not None and tokens > MAX_CHAINED)
-        if self.key_rows is None or plain or many:
-            return super()._rows(z_k, z_v)
-        self._layer_plan()
-        keys, *values = self._packing
-        with torch.no_grad():
-            rows = keys.pack(z_k.detach())
-            return rows, values[0].pack(z_v.detach()) if values else rows[..., :0]
 
     @property
     def in_one_pass(self) -> bool:
@@ -181,13 +144,12 @@ class KernelAttention(LatentAttention):
 
     @property
     def _may_take_one_pass(self) -> bool:
-        """Whether latents are keys' and values' alike, are not packed, and give keys without a norm."""
-        return self.one_pass and self.joint and self.key_rows is None and self.k_norm is None
+        """Whether latents are keys' and values' alike, and give keys without a norm."""
+        return self.one_pass and self.joint and self.k_norm is None
 
     def _state(self, value_up: Sequence[Tensor]) -> list[int]:
         versions = [up._version for up in self.key_up] if self._may_take_one_pass else []
-        feedback = [] if self.feedback is None else self.feedback.factors()
-        return [up.data_ptr() for up in (*self.key_up, *value_up, *feedback)] + versions
+        return [up.data_ptr() for up in (*self.key_up, *value_up)] + versions
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -218,6 +180,13 @@ def why_not(model: nn.Module) -> str | None:
         return f"heads have {layers[0].head_dim} dimensions, and the kernels take even numbers up to 256"
     if not all(layer.by_tiles for layer in layers):
         return f"attention in {layers[0].family.name} has soft-capped scores, sinks, norms over all heads or mixed RoPE"
+    packed = next((layer for layer in layers if layer.spec.quantised), None)
+    if packed is not None:
+        bits = packed.spec.cached_bits / packed.spec.cached_elements
+        return (
+            f"latents of layer {packed.layer_idx} are packed in {bits:.1f} bits each, and the kernels serve those of "
+            f"16 bits; compress with bits=16, or use the codec (recalkv fit), which has kernels for its rows"
+        )
     return None
 
 
@@ -280,7 +249,7 @@ def _install(model: Any, kernel: str) -> None:
     rotaries: dict[int, TileRotary] = {}
     for module in model.modules():
         if isinstance(module, LatentAttention):
-            for name in ("_plan", "_plan_of", "_joint", "_packing", "tile_rotary"):
+            for name in ("_plan", "_plan_of", "_joint", "tile_rotary"):
                 module.__dict__.pop(name, None)
             module.__class__ = LatentAttention if kernel == "torch" else KernelAttention
             if kernel != "torch":

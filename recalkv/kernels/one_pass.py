@@ -14,15 +14,15 @@ columns: queries of direct pairs, the expansion's directions, softmax weights.
 import triton
 import triton.language as tl
 
-from recalkv.kernels.blocks import run_of_tiles, slot_places, turned_pairs
+from recalkv.kernels.blocks import load_latents, run_of_tiles, slot_places, turned_pairs
 
 __all__ = ["attend_kernel", "turn_kernel"]
 
 
-@triton.jit(do_not_specialize=["behind", "seen_stride"])
+@triton.jit(do_not_specialize=["behind"])
 def turn_kernel(
     query_ptr, turned_ptr, expanded_ptr, anchor_ptr, offset_ptr, coefficient_ptr, seen_ptr, groups_ptr, kv_heads,
-    seen_stride, behind,
+    behind,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, DIRECT: tl.constexpr,
     BLOCK_S: tl.constexpr, FUNCTIONS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -42,9 +42,7 @@ def turn_kernel(
     rows = tl.arange(0, BLOCK_M)
     head = group_head + rows // ROWS
     inner = rows % ROWS
-    own_slot = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind - QUERIES + inner % QUERIES
-    # A sequence without slots, which pads a batch, has no last one.
-    own_slot = tl.maximum(own_slot, 0)
+    own_slot = tl.load(seen_ptr).to(tl.int32) + behind - QUERIES + inner % QUERIES
     query_head = ((batch * QUERIES + inner % QUERIES) * kv_heads + head) * (ROWS // QUERIES) + inner // QUERIES
     query_at = query_ptr + query_head[:, None].to(tl.int64) * (2 * HALF)
     # By the start of its tile, then by its place there: no angle is larger than float64 tells apart.
@@ -84,14 +82,6 @@ def _turned_query(query_at, ok, tile_at, place_at, HALF: tl.constexpr):
 def _cast(numbers, kind, UPCAST: tl.constexpr):
     """Float32 in the latents' type, but where the interpreter would multiply that wrongly."""
     return numbers if UPCAST else numbers.to(kind)
-
-
-@triton.jit
-def _piece(latent_ptr, slot_ok, columns, columns_ok, slot_offsets, UPCAST: tl.constexpr):
-    """A piece of the latents, (slots, columns); zero where there is none."""
-    ok = slot_ok[:, None] & columns_ok[None, :]
-    piece = tl.load(latent_ptr + slot_offsets[:, None] + columns[None, :], mask=ok, other=0.0)
-    return piece.to(tl.float32) if UPCAST else piece
 
 
 @triton.jit
@@ -189,20 +179,15 @@ def _add_direct_scores(
     return scores
 
 
-@triton.jit(
-    do_not_specialize=[
-        "behind", "window", "seen_stride", "pages_stride", "latent_batch_stride", "mask_batch_stride",
-        "mask_query_stride",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["behind", "latent_batch_stride", "mask_batch_stride", "mask_query_stride"])
 def attend_kernel(
     turned_ptr, expanded_ptr, latent_ptr, up_ptr, bias_ptr, anchor_ptr, offset_ptr, function_ptr, mask_ptr, seen_ptr,
-    pages_ptr, partial_ptr, most_ptr, sum_ptr, groups_ptr, latent_batch_stride, latent_slot_stride,
-    mask_batch_stride, mask_query_stride, all_rows, total, seen_stride, pages_stride, behind, window, scaling,
+    partial_ptr, most_ptr, sum_ptr, groups_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride,
+    mask_query_stride, all_rows, total, behind, scaling,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     DIRECT: tl.constexpr, BLOCK_S: tl.constexpr, FUNCTIONS: tl.constexpr, TOGETHER: tl.constexpr,
     RESTS: tl.constexpr, REST: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    MASK: tl.constexpr, UPCAST: tl.constexpr, PAGE: tl.constexpr,
+    MASK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of a run of tiles times a group's latents, not yet normalised.
 
@@ -218,7 +203,7 @@ def attend_kernel(
         The same of the slow pairs, as each function wants them.
     up_ptr
         Columns of R_k of the slow pairs of each group, (heads, 2, HALF - DIRECT, rank): left and right halves.
-    anchor_ptr, offset_ptr, seen_ptr, seen_stride, behind, window, pages_ptr, PAGE, mask_ptr, MASK
+    anchor_ptr, offset_ptr, seen_ptr, behind, mask_ptr, MASK
         As in :func:`recalkv.kernels.scores.scores_kernel`.
     function_ptr : (BLOCK_N, FUNCTIONS) float32
         Functions of the place in a tile.
@@ -249,8 +234,7 @@ def attend_kernel(
     place = tl.load(groups_ptr + 8 * group + 4) * ROWS
     up_at = up_ptr + tl.multiple_of(tl.load(groups_ptr + 8 * group + 5), ALIGN)
     count = heads * ROWS
-    seen = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind
-    first_slot = tl.maximum(seen - QUERIES + 1 - window, 0)
+    seen = tl.load(seen_ptr).to(tl.int32) + behind
     kind = latent_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)
     rows_ok = rows < count
@@ -275,20 +259,20 @@ def attend_kernel(
         contexts += (tl.zeros((2 * DIRECT, BLOCK_M), dtype=tl.float32),)
     for _ in tl.static_range(RESTS):
         contexts += (tl.zeros((REST, BLOCK_M), dtype=tl.float32),)
-    first_tile, end_tile = run_of_tiles(seen, first_slot, run, runs, BLOCK_N)
+    first_tile, end_tile = run_of_tiles(seen, run, runs, BLOCK_N)
     for tile in range(first_tile, end_tile):
         slot = tile * BLOCK_N + in_tile
-        slot_ok = (slot < seen) & (slot >= first_slot)
-        slot_offsets = slot_places(
-            pages_ptr, pages_stride, batch, slot, slot_ok, latent_batch_stride, latent_slot_stride, PAGE, ALIGN
-        )
+        slot_ok = slot < seen
+        slot_offsets = slot_places(batch, slot, latent_batch_stride, latent_slot_stride, ALIGN)
         pieces = ()
         for head in tl.static_range(HEADS):
             columns = head * (2 * DIRECT) + in_head
-            pieces += (_piece(latent_ptr, slot_ok, first_column + columns, columns < first_rest, slot_offsets, UPCAST),)
+            ok = columns < first_rest
+            pieces += (load_latents(latent_ptr, slot_ok, first_column + columns, ok, slot_offsets, UPCAST),)
         for part in tl.static_range(RESTS):
             columns = first_rest + part * REST + in_rest
-            pieces += (_piece(latent_ptr, slot_ok, first_column + columns, columns < rank, slot_offsets, UPCAST),)
+            ok = columns < rank
+            pieces += (load_latents(latent_ptr, slot_ok, first_column + columns, ok, slot_offsets, UPCAST),)
         scores = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         anchor_at = anchor_ptr + tile * (2 * HALF)
         if SLOW > 0:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.cache.codebooks import words
-from recalkv.cache.rows import RowLayout
 from recalkv.model.identity import LEAST_PAIRS
 
 __all__ = [
@@ -21,9 +19,9 @@ __all__ = [
     "MAX_ROWS",
     "STAGES",
     "TILE",
+    "VALUE_WARPS",
     "JointLaunch",
     "LayerPlan",
-    "PackedColumns",
     "ScoresLaunch",
     "Step",
     "alignment",
@@ -38,7 +36,6 @@ __all__ = [
     "row_block",
     "scores_launch",
     "value_blocks",
-    "value_warps",
 ]
 
 TILE = 64
@@ -64,6 +61,9 @@ MAX_SLOW = 32
 
 MAX_FUNCTIONS = 8
 """Most functions that the turns of slow pairs over a tile are sums of; more want more direct pairs instead."""
+
+VALUE_WARPS = 4
+"""Warps of ``values_kernel``."""
 
 COMBINE_COLUMNS = 64
 """Columns of a latent context that ``combine_kernel`` sums at a time."""
@@ -111,19 +111,18 @@ class ScoresLaunch:
     warps: int
 
 
-def cover_rank(rank: int, element: int = 2) -> tuple[int, int]:
+def cover_rank(rank: int) -> tuple[int, int]:
     """One or two powers of two that cover a rank with little padding: 160 is 128 + 32, 87 is 64 + 32.
 
-    Blocks have at least as many rows as tensor cores take of elements of so many bytes: 16, or 32 of 8-bit numbers.
+    Blocks have at least as many rows as tensor cores take, 16.
     """
-    least = 32 if element == 1 else 16
-    below = max(least, 1 << (rank.bit_length() - 1))
+    below = max(16, 1 << (rank.bit_length() - 1))
     rest = rank - below
-    second = 0 if rest <= 0 else max(least, 1 << (rest - 1).bit_length())
+    second = 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
     return (2 * below, 0) if second == below else (below, second)
 
 
-def scores_launch(rank: int, head_dim: int, rows: int, element: int, packed: bool, shared_limit: int) -> ScoresLaunch:
+def scores_launch(rank: int, head_dim: int, rows: int, element: int, shared_limit: int) -> ScoresLaunch:
     """Constants that compile without spills worth mentioning and fit the device (``compile_gate``).
 
     Parameters
@@ -134,23 +133,18 @@ def scores_launch(rank: int, head_dim: int, rows: int, element: int, packed: boo
         Query heads of a key/value head x queries.
     element
         Bytes of an element of R_k.
-    packed
-        Codes that are unpacked on the way leave no registers for a large tile.
     shared_limit
         Bytes of shared memory that a program may have.
     """
-    first, second = cover_rank(rank, element)
-    if not packed and head_dim <= 128:
-        # Of 8-bit products several rows of queries leave no registers for a large tile.
-        large = head_dim > 64 and not (element == 1 and rows > 1)
-        for tile, warps in ((2 * TILE, 8), (TILE, 4)) if large else ((TILE, 4),):
+    first, second = cover_rank(rank)
+    if head_dim <= 128:
+        for tile, warps in ((2 * TILE, 8), (TILE, 4)) if head_dim > 64 else ((TILE, 4),):
             if _resident_bytes(first + second, head_dim, tile, rows, element) <= shared_limit:
                 return ScoresLaunch(first, second, True, tile, warps)
-    wide = not packed and head_dim <= 128 and element == 2
-    block = _STREAMED_RANK // (2 if packed else 1)
+    wide = head_dim <= 128 and element == 2
     if head_dim > 128 and shared_limit < _LARGE_SHARED:
         return ScoresLaunch(min(_STREAMED_RANK // 2, first), 0, False, TILE // 4, 4)
-    return ScoresLaunch(min(block, first), 0, False, 2 * TILE if wide else TILE, 8)
+    return ScoresLaunch(min(_STREAMED_RANK, first), 0, False, 2 * TILE if wide else TILE, 8)
 
 
 def _resident_bytes(rank: int, head_dim: int, tile: int, rows: int, element: int) -> int:
@@ -251,19 +245,12 @@ def output_block(head_dim: int) -> int:
     return min(32, max(16, 1 << (head_dim - 1).bit_length()))
 
 
-def value_warps(packed: bool) -> int:
-    """Warps of ``values_kernel``."""
-    return 8 if packed else 4
-
-
 def alignment(numbers: Iterable[int]) -> int:
     """Largest power of two, up to 16, that divides all."""
     return math.gcd(_WIDEST, *numbers)
 
 
-def value_blocks(
-    ranks: Sequence[int], heads: Sequence[int], rows_per_head: int, packed: bool = False
-) -> tuple[list[list[int]], int, int]:
+def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int) -> tuple[list[list[int]], int, int]:
     """Blocks of value latents and query rows that one program of ``values_kernel`` takes.
 
     Parameters
@@ -272,8 +259,6 @@ def value_blocks(
         Latent rank and key/value heads of each value group.
     rows_per_head
         Query heads of a key/value head x queries.
-    packed
-        Codes take more registers than plain latents.
 
     Returns
     -------
@@ -284,7 +269,7 @@ def value_blocks(
     """
     most = max(heads) * rows_per_head
     row_block = min(MAX_ROWS, max(16, 1 << (most - 1).bit_length()))
-    column_block = min(_MAX_COLUMNS // (2 if packed else 1), max(16, 1 << (max(ranks) - 1).bit_length()))
+    column_block = min(_MAX_COLUMNS, max(16, 1 << (max(ranks) - 1).bit_length()))
     blocks, column, row, place = [], 0, 0, 0
     for rank, own in zip(ranks, heads, strict=True):
         count = own * rows_per_head
@@ -332,34 +317,6 @@ class Step:
     alignment: int
 
 
-class PackedColumns:
-    """Where each latent of a packed row stands, and what its codes stand for.
-
-    Attributes
-    ----------
-    places : (6, latents) int32
-        Of each latent: first byte, shift and bits of its code, byte of its scale, its place in ``words`` for the
-        code 0, and how far on it is for the next code.
-    words : (values) float32
-        The words of all codes of the row, one code's after the other's.
-    """
-
-    def __init__(self, layout: RowLayout, device: torch.device) -> None:
-        codes = list(dict.fromkeys(segment.code for segment in layout.segments))
-        tables = [words(code).flatten() for code in codes]
-        starts = dict(zip(codes, itertools.accumulate(map(len, tables), initial=0), strict=False))
-        places, scale = [], 0
-        for segment in layout.segments:
-            for column in range(segment.width):
-                number, within = divmod(column, segment.latents)
-                byte, shift = divmod(number * segment.bits, 8)
-                word = starts[segment.code] + within
-                places.append([scale + 1 + byte, shift, segment.bits, scale, word, segment.latents])
-            scale += segment.row_bytes
-        self.places = torch.tensor(places, dtype=torch.int32, device=device).T.contiguous()
-        self.words = torch.cat(tables).to(device)
-
-
 class LayerPlan:
     """Tables of one layer on one device.
 
@@ -373,10 +330,6 @@ class LayerPlan:
         Head dimension, even.
     shared_limit
         Bytes of shared memory that a program may have.
-    key_rows, value_rows
-        Layout of packed rows, where latents are quantised.
-    key_reach
-        Latents of each group that keys are rebuilt of, the first ones; all without it.
     """
 
     def __init__(
@@ -389,17 +342,14 @@ class LayerPlan:
         value_heads: Sequence[int],
         head_dim: int,
         shared_limit: int,
-        key_rows: RowLayout | None = None,
-        value_rows: RowLayout | None = None,
-        key_reach: Sequence[int] | None = None,
     ) -> None:
-        device, reach = key_up.device, list(key_ranks if key_reach is None else key_reach)
-        self.head_dim, self.kv_heads, self.rank = head_dim, sum(key_heads), max(reach)
+        device = key_up.device
+        self.head_dim, self.kv_heads, self.rank = head_dim, sum(key_heads), max(key_ranks)
         self.key_up, self.value_up = key_up, value_up
         self.value_ranks, self.value_heads = list(value_ranks), list(value_heads)
         keys, values = [], []
-        for read, (_, heads, start, column) in zip(reach, groups_of(key_ranks, key_heads, head_dim), strict=True):
-            keys += [[column, read, start + head * head_dim, heads * head_dim] for head in range(heads)]
+        for rank, heads, start, column in groups_of(key_ranks, key_heads, head_dim):
+            keys += [[column, rank, start + head * head_dim, heads * head_dim] for head in range(heads)]
         before = 0
         for rank, heads, start, _ in groups_of(value_ranks, value_heads, head_dim):
             values += [[before + head * rank, rank, start + head * head_dim, heads * head_dim] for head in range(heads)]
@@ -407,14 +357,11 @@ class LayerPlan:
         self.total = before
         self.key_table = torch.tensor(keys, dtype=torch.int32, device=device)
         self.value_table = torch.tensor(values, dtype=torch.int32, device=device)
-        packed = key_rows is not None
-        self.key_alignment = 1 if packed else alignment(itertools.chain(*(each[:2] for each in keys)))
+        self.key_alignment = alignment(itertools.chain(*(each[:2] for each in keys)))
         self.up_alignment = alignment(itertools.chain(*(each[2:] for each in keys)))
         self.value_alignment = alignment(itertools.chain(*values))
-        self.key_columns = None if key_rows is None else PackedColumns(key_rows, device)
-        self.value_columns = None if value_rows is None else PackedColumns(value_rows, device)
         self.nothing = torch.zeros(1, dtype=torch.int64, device=device)
-        self._shared_limit, self._packed = shared_limit, packed
+        self._shared_limit = shared_limit
         self._steps: dict[int, Step] = {}
 
     def has(self, rows_per_head: int) -> bool:
@@ -424,11 +371,11 @@ class LayerPlan:
     def step(self, rows_per_head: int) -> Step:
         """Tables of a number of query heads per key/value head x queries, made once."""
         if rows_per_head not in self._steps:
-            blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head, self._packed)
+            blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head)
             numbers = [number for block in blocks for number in block[:2]]
-            aligned = 1 if self._packed else alignment([*numbers, sum(self.value_ranks)])
+            aligned = alignment([*numbers, sum(self.value_ranks)])
             element = self.key_up.element_size()
-            launch = scores_launch(self.rank, self.head_dim, rows_per_head, element, self._packed, self._shared_limit)
+            launch = scores_launch(self.rank, self.head_dim, rows_per_head, element, self._shared_limit)
             with torch.inference_mode(False):
                 table = torch.tensor(blocks, dtype=torch.int32, device=self.key_up.device)
             self._steps[rows_per_head] = Step(launch, table, rows, columns, aligned)

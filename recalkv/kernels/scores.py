@@ -21,22 +21,16 @@ __all__ = ["scores_kernel"]
 
 # What changes while a sequence grows must not be compiled in.
 @triton.jit(
-    do_not_specialize=[
-        "behind", "window", "seen_stride", "pages_stride", "latent_batch_stride", "mask_batch_stride",
-        "mask_query_stride", "exact_batch_stride", "exact_count",
-    ],
-    do_not_specialize_on_alignment=["exact_ptr"],
+    do_not_specialize=["behind", "latent_batch_stride", "mask_batch_stride", "mask_query_stride"]
 )  # fmt: skip
 def scores_kernel(
-    query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, pages_ptr,
-    logits_ptr, heads_ptr, columns_ptr, words_ptr, exact_ptr, latent_batch_stride, latent_slot_stride,
-    mask_batch_stride, mask_query_stride, logits_stride, table_width, seen_stride, pages_stride,
-    exact_batch_stride, exact_stride, exact_count, behind, window, scaling, eps,
+    query_ptr, latent_ptr, up_ptr, bias_ptr, norm_ptr, anchor_ptr, offset_ptr, mask_ptr, seen_ptr, logits_ptr,
+    heads_ptr, latent_batch_stride, latent_slot_stride, mask_batch_stride, mask_query_stride, logits_stride, behind,
+    scaling, eps,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     RANK_A: tl.constexpr, RANK_B: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, UP_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
-    PACKED: tl.constexpr, UPCAST: tl.constexpr, PAGE: tl.constexpr,
-    EXACT: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of one key/value head's queries against a run of tiles, in units of log 2.
 
@@ -48,22 +42,15 @@ def scores_kernel(
         ROWS = query heads of a key/value head x queries; row = query head x QUERIES + query.
     anchor_ptr, offset_ptr : (tiles, 2, HALF), (BLOCK_N, 2, HALF) float32
         Cos and sin of the starts of tiles and of the places within one.
-    seen_ptr : (1,) or, with a ``seen_stride`` of 1, (batch,) int32 or int64
+    seen_ptr : (1,) int32 or int64
         Plus ``behind``: slots up to the last query's, itself included. The queries stand in the last of them. The runs
         share these slots, whatever the cache holds beyond them.
-    pages_ptr : (batch, any) int32 or int64
-        With PAGE: blocks of each sequence (:func:`recalkv.kernels.blocks.slot_places`).
-    window
-        Slots that the first query sees, at most.
     heads_ptr : (kv heads, 4) int32
         First latent column, rank, start of the head's block in ``up_ptr`` and the row stride there.
     mask_ptr
         Unused with MASK 0 (every slot that is seen) and 1 (causal); with 2 a boolean (batch, QUERIES, slots).
     logits_ptr : (batch, kv heads, ROWS, logits_stride) float32
         Minus infinity where masked; not written behind the last query.
-    exact_ptr : (batch, exact_count, columns)
-        With EXACT, for one query and packed latents, not RESIDENT: the last ``exact_count`` slots are read
-        from here. What stands before the first slot is never read.
     ALIGN, UP_ALIGN
         Divide the first two entries of ``heads_ptr`` and the latents' strides, and the last two entries: how many
         elements may be read at once.
@@ -71,22 +58,16 @@ def scores_kernel(
         Powers of two that cover the ranks. With RESIDENT R_k stays in registers or shared memory for the
         whole run, in blocks of these sizes; otherwise it is read again for each tile, RANK_A rows at a time.
     """
-    tl.static_assert(not EXACT or (QUERIES == 1 and not RESIDENT))
     run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     first_column, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN, UP_ALIGN)
-    seen = tl.load(seen_ptr + batch * seen_stride).to(tl.int32) + behind
-    first_slot = tl.maximum(seen - QUERIES + 1 - window, 0)
-    first_exact = seen - exact_count
-    exact_ptr += batch.to(tl.int64) * exact_batch_stride
-    kind = up_ptr.dtype.element_ty
+    seen = tl.load(seen_ptr).to(tl.int32) + behind
     places = tl.arange(0, BLOCK_H)
     places_ok = places < HALF
     rows = tl.arange(0, BLOCK_M)
     rows_ok = rows < ROWS
     whole_head = (batch * kv_heads + head).to(tl.int64)
-    # A sequence without slots, which pads a batch, has no last one.
-    own_slot = tl.maximum(seen - QUERIES + rows % QUERIES, 0)
+    own_slot = seen - QUERIES + rows % QUERIES
     query_head = (batch * QUERIES + rows % QUERIES) * kv_heads * (ROWS // QUERIES) + head * (ROWS // QUERIES)
     query_head += rows // QUERIES
     query_at = query_ptr + query_head[:, None].to(tl.int64) * (2 * HALF) + places[None, :]
@@ -110,38 +91,26 @@ def scores_kernel(
             up_left_b = load_up(up_ptr, up_start, up_stride, columns_b, ok_b, places, places_ok, UPCAST)
             up_right_b = load_up(up_ptr, up_right, up_stride, columns_b, ok_b, places, places_ok, UPCAST)
     in_tile = tl.arange(0, BLOCK_N)
-    first_tile, end_tile = run_of_tiles(seen, first_slot, run, tl.num_programs(0), BLOCK_N)
+    first_tile, end_tile = run_of_tiles(seen, run, tl.num_programs(0), BLOCK_N)
     for tile in range(first_tile, end_tile):
         slot = tile * BLOCK_N + in_tile
-        slot_ok = (slot < seen) & (slot >= first_slot)
-        slot_offsets = slot_places(
-            pages_ptr, pages_stride, batch, slot, slot_ok, latent_batch_stride, latent_slot_stride, PAGE, ALIGN
-        )
+        slot_ok = slot < seen
+        slot_offsets = slot_places(batch, slot, latent_batch_stride, latent_slot_stride, ALIGN)
         left = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
         right = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
         if RESIDENT:
-            latents = load_latents(
-                latent_ptr, slot_ok, first_column + columns_a, ok_a, slot_offsets, columns_ptr, words_ptr,
-                table_width, PACKED, UPCAST, kind,
-            )  # fmt: skip
+            latents = load_latents(latent_ptr, slot_ok, first_column + columns_a, ok_a, slot_offsets, UPCAST)
             left = tl.dot(latents, up_left_a, left, input_precision="ieee")
             right = tl.dot(latents, up_right_a, right, input_precision="ieee")
             if RANK_B > 0:
-                latents_b = load_latents(
-                    latent_ptr, slot_ok, first_column + columns_b, ok_b, slot_offsets, columns_ptr, words_ptr,
-                    table_width, PACKED, UPCAST, kind,
-                )  # fmt: skip
+                latents_b = load_latents(latent_ptr, slot_ok, first_column + columns_b, ok_b, slot_offsets, UPCAST)
                 left = tl.dot(latents_b, up_left_b, left, input_precision="ieee")
                 right = tl.dot(latents_b, up_right_b, right, input_precision="ieee")
         else:
             for start in range(0, rank, RANK_A):
                 columns = start + columns_a
                 ok = columns < rank
-                latents = load_latents(
-                    latent_ptr, slot_ok, first_column + columns, ok, slot_offsets, columns_ptr, words_ptr,
-                    table_width, PACKED, UPCAST, kind, EXACT, exact_ptr, exact_stride, slot - first_exact,
-                    (tile + 1) * BLOCK_N > first_exact,
-                )  # fmt: skip
+                latents = load_latents(latent_ptr, slot_ok, first_column + columns, ok, slot_offsets, UPCAST)
                 block = load_up(up_ptr, up_start, up_stride, columns, ok, places, places_ok, UPCAST)
                 left = tl.dot(latents, block, left, input_precision="ieee")
                 block = load_up(up_ptr, up_right, up_stride, columns, ok, places, places_ok, UPCAST)
@@ -164,9 +133,9 @@ def scores_kernel(
             scores = (tl.sum(turned_left * key_left, axis=1) + tl.sum(turned_right * key_right, axis=1))[None, :]
         else:
             if not UPCAST:
-                exact = query_ptr.dtype.element_ty
-                turned_left, turned_right = turned_left.to(exact), turned_right.to(exact)
-                key_left, key_right = key_left.to(exact), key_right.to(exact)
+                kind = query_ptr.dtype.element_ty
+                turned_left, turned_right = turned_left.to(kind), turned_right.to(kind)
+                key_left, key_right = key_left.to(kind), key_right.to(kind)
             # Slots on the long side, of which tensor cores take 64 at once.
             scores = tl.dot(key_left, tl.trans(turned_left), input_precision="ieee")
             scores = tl.trans(tl.dot(key_right, tl.trans(turned_right), scores, input_precision="ieee"))

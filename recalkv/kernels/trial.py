@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from recalkv.model.attention import LatentAttention
@@ -15,20 +14,6 @@ _CACHED = 300
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest difference of an output, over the outputs' root mean square."""
-
-_PACKING = 0.2
-"""Largest difference of unpacked rows, over their size."""
-
-
-def _packing_is_wrong(layer: Any, z_k: Tensor, z_v: Tensor) -> str | None:
-    """Why rows of one token by the kernel are not to be trusted; a latent at the edge of two codes may have either."""
-    try:
-        found = layer._rows(z_k, z_v)[0]
-    except Exception as failure:  # a compiler or driver may raise anything
-        return f"a trial of packing failed ({type(failure).__name__}: {str(failure).splitlines()[0][:200]})"
-    expected = layer.key_rows.unpack(LatentAttention._rows(layer, z_k, z_v)[0], torch.float32)
-    error = (layer.key_rows.unpack(found, torch.float32) - expected).norm() / expected.norm()
-    return None if float(error) <= _PACKING else f"rows packed in a trial were off by {float(error):.1e} of their size"
 
 
 @torch.inference_mode()
@@ -44,16 +29,12 @@ def why_wrong(layer: Any) -> str | None:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, _CACHED + 1, weight.shape[1], generator=generator).to(weight)
     cache = DynamicCache()
-    query, z_k, z_v = layer._latents(states)
-    query, rows = query[:, -1:], LatentAttention._rows(layer, z_k, z_v)
-    cache.update(*(part[:, :, :-1] for part in rows), layer.layer_idx)
-    cached = layer._cached(*(part[:, :, -1:] for part in rows), cache)
-    if layer.exact_window:
-        cached = cached._replace(recent=torch.cat([z_k, z_v], dim=-1))
+    query, *latents = layer._latents(states)
+    query = query[:, -1:]
+    cache.update(*(part[:, :, :-1] for part in latents), layer.layer_idx)
+    cached = layer._cached(*(part[:, :, -1:] for part in latents), cache)
     cos, sin = layer.slots.upto(_CACHED + 1, states)
     rope = cos[None, _CACHED:], sin[None, _CACHED:]
-    if layer.key_rows is not None and (reason := _packing_is_wrong(layer, z_k[:, :, -1:], z_v[:, :, -1:])):
-        return reason
     expected = layer.o_proj(LatentAttention._attend(layer, query, cached, rope, None, {}))
     try:
         found = layer.o_proj(layer._attend(query, cached, rope, None, {}))

@@ -1,7 +1,6 @@
 """Models of a known geometry with random weights: one layer and little memory, or all of them."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from recalkv.cache.codebooks import UNIFORM_CODES
-from recalkv.cache.rows import Segment
 from recalkv.model.families import group_sizes
 from recalkv.model.identity import direct_columns
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
@@ -53,12 +50,10 @@ def random_latent(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    bits: int | Sequence[Sequence[Segment]] | LayerSpec = 16,
     whole: bool = False,
-    exact_window: int = 0,
     rope_theta: float = 1e4,
 ) -> Any:
-    """A compressed model of one layer, at uniform ranks in steps of 16, built on the device.
+    """A compressed model of one layer, latents in 16 bits at uniform ranks in steps of 16, built on the device.
 
     Parameters
     ----------
@@ -66,14 +61,8 @@ def random_latent(
         Fraction of the cache's elements that is removed, in [0, 1).
     group_size
         Key heads per group; values share a latent with them where ``joint``, else they all have one.
-    bits
-        Of a cached latent; below 16 the ranks stay, and the bytes are fewer than ``ratio`` says. Or the segments of
-        each group of keys and then of values, whose widths are the ranks whatever ``ratio`` says; or all that a layer
-        has, as chained latents need.
     whole
         All layers, MLPs and the vocabulary of ``sizes``, where one layer with tiny ones is not enough.
-    exact_window
-        Newest tokens that are read as they are, and not from packed rows.
     rope_theta
         Base of RoPE: how many functions of the place stand for the slow pairs, in one pass, hangs on it.
 
@@ -86,34 +75,19 @@ def random_latent(
     shape = sizes.attention if whole else dataclasses.replace(sizes.attention, layers=1)
     groups = group_sizes(shape.kv_heads, group_size)
     value_group_size = group_size if joint else shape.kv_heads
-    if isinstance(bits, LayerSpec):
-        layer = bits
-    elif isinstance(bits, int):
-        kept = (2 if joint else 1) * shape.head_dim * (1 - ratio)
-        ranks = [_rank(heads * kept) for heads in groups]
-        value_ranks = ranks if joint else [_rank(shape.kv_width * (1 - ratio))]
-        layer = LayerSpec(ranks, value_ranks, joint)
-        if bits != 16:
-            keys, values = ([[Segment(rank, *UNIFORM_CODES[bits])] for rank in own] for own in (ranks, value_ranks))
-            layer = LayerSpec(ranks, value_ranks, joint, keys, None if joint else values)
-    else:
-        keys, values = ([list(unit) for unit in part] for part in (bits[: len(groups)], bits[len(groups) :]))
-        ranks, value_ranks = ([sum(each.width for each in unit) for unit in part] for part in (keys, values or keys))
-        layer = LayerSpec(ranks, value_ranks, joint, keys, values or None)
+    kept = (2 if joint else 1) * shape.head_dim * (1 - ratio)
+    ranks = [_rank(heads * kept) for heads in groups]
+    layer = LayerSpec(ranks, ranks if joint else [_rank(shape.kv_width * (1 - ratio))], joint)
     config = CONFIG_CLASSES[sizes.family](**_content(sizes, whole, rope_theta))
     config.recalkv = LatentSpec(
-        shape, [layer] * shape.layers, group_size, value_group_size, joint,
-        latents_centred=layer.quantised, exact_window=exact_window, qk_norm=sizes.family == "qwen3",
-    ).to_dict()  # fmt: skip
+        shape, [layer] * shape.layers, group_size, value_group_size, joint, qk_norm=sizes.family == "qwen3"
+    ).to_dict()
     model = _built(MODEL_CLASSES[sizes.family], config, device, dtype, seed)
     for decoder in model.model.layers:
         layer = decoder.self_attn
-        feedback = [] if layer.feedback is None else layer.feedback.factors()
-        for factor in (*layer.key_up, *layer.value_up, *feedback):
+        for factor in (*layer.key_up, *layer.value_up):
             nn.init.normal_(factor, std=factor.shape[0] ** -0.5)
-        for up, reach in zip(layer.key_up, layer.spec.key_reach, strict=True):
-            nn.init.zeros_(up[reach:])
-        if joint and bits == 16 and layer.k_norm is None:
+        if joint and layer.k_norm is None:
             for up in layer.key_up:
                 _write_gauge(up, layer.head_dim)
     return model
