@@ -275,16 +275,17 @@ def attend_kernel(
             pieces += (load_latents(latent_ptr, slot_ok, first_column + columns, ok, slot_offsets, UPCAST),)
         scores = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         anchor_at = anchor_ptr + tile * (2 * HALF)
+        # The other way round some configurations spill more than the compile gate allows.
+        scores = _add_direct_scores(
+            scores, pieces, query_at, cos, sin, bias_at, anchor_at, heads,
+            ROWS, BLOCK_M, HALF, HEADS, DIRECT, BLOCK_N, HAS_BIAS, UPCAST,
+        )  # fmt: skip
         if SLOW > 0:
             scores = _add_slow_scores(
                 scores, pieces, expanded_at, function_at, up_at, bias_at, anchor_at, rank, heads, first_rest,
                 ROWS, BLOCK_M, HALF, HEADS, DIRECT, BLOCK_S, FUNCTIONS, TOGETHER, RESTS, REST, BLOCK_N, HAS_BIAS,
                 UPCAST,
             )  # fmt: skip
-        scores = _add_direct_scores(
-            scores, pieces, query_at, cos, sin, bias_at, anchor_at, heads,
-            ROWS, BLOCK_M, HALF, HEADS, DIRECT, BLOCK_N, HAS_BIAS, UPCAST,
-        )  # fmt: skip
         wanted = slot_ok[:, None] & rows_ok[None, :]
         scores = tl.where(wanted, scores * scaling, float("-inf"))
         if MASK == 1:
