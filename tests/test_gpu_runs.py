@@ -95,9 +95,9 @@ def test_page_says_what_is_missing(faulty: tuple[int, list[dict[str, Any]]], tmp
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All three parts at tiny sizes."""
+    """All parts at tiny sizes."""
     folder = tmp_path_factory.mktemp("dry")
-    for part in ("smoke", "kernels", "models"):
+    for part in ("codec", "smoke", "kernels", "models"):
         run(f"benchmarks.gpu.{part}", folder / f"{part}.jsonl", 900.0, cpu=True)
     return folder
 
@@ -140,7 +140,7 @@ def test_page_of_a_whole_run(dry: Path) -> None:
     ):
         assert page.count(f"| {geometry} | 40 | 1 | {latents} |") == 1
     assert page.count("| llama-3.1-8b | joint s=2 | 16 bits, 70 % | 40 | 1 |") == 1
-    for section in ("Smoke", "One attention module, one token", "Whole models, decoding by CUDA graphs", "Compression"):
+    for section in ("Codec: attention", "Smoke", "One attention module, one token", "Whole models, decoding by CUDA graphs", "Compression"):
         assert f"## {section}" in page
 
 
