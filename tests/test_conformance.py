@@ -514,8 +514,8 @@ def one_pass(kind: Kind) -> bool:
 
 
 def legal_kernel(kind: Kind, way: KernelWay) -> bool:
-    if way.way == "several" and way.passes == "one" and kind.group == "all":
-        return False  # of all heads they are too many for one pass
+    if way.way in ("several", "crop") and way.passes == "one" and kind.group == "all":
+        return False  # three tokens of all heads are too many for one pass
     return way.passes == "two" or one_pass(kind)
 
 
