@@ -31,6 +31,7 @@ _START_SECONDS = 120.0
 """Until a process has begun its first step: imports from a cold disk."""
 
 _TAIL = 3000
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,8 @@ class _Watched:
             if reason is None and code != 0:
                 reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             output.seek(0)
-            return reason, output.read()[-_TAIL:]
+            # Lines are committed: places in the project, not on a machine.
+            return reason, output.read().replace(f"{_ROOT}{os.sep}", "")[-_TAIL:]
 
     def _read(self) -> bool:
         """Take in new lines; whether a step has begun or ended."""

@@ -224,9 +224,10 @@ class Step:
         if module.kind == "sliding_attention":
             # Every step is taken back, beyond the window too.
             cache.activate_past_recording()
-        cache.update(own(self._keys[:, :, :-1]), own(self._values[:, :, :-1]), layer)
         if self._recent is not None:
+            # Before the rows: behind them they would be those of new tokens, whose own windows are not there.
             remember(cache, layer, own(self._recent[:, :, :-1]), self._window)
+        cache.update(own(self._keys[:, :, :-1]), own(self._values[:, :, :-1]), layer)
 
         def step() -> Tensor:
             output = module.attend(states, rope, positions, cache)

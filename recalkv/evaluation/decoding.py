@@ -84,6 +84,10 @@ def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, 
                     update(state.repeat(batch, *[1] * (state.dim() - 1)), index, state_idx=number)
             continue
         keys, values, recent = held
+        if recent is not None:
+            # Before the rows: behind them they would be those of new tokens, whose own windows are not there.
+            window = model.config.recalkv["exact_window"]
+            remember(cache, index, recent[:, :, -window:].repeat(batch, 1, 1, 1), window)
         length = keys.shape[2]
         # A static cache is filled piece by piece, so that it is never in memory twice.
         pieces = [length] * (tokens // length) + [tokens % length] if kind == "static" else [tokens]
@@ -91,9 +95,6 @@ def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, 
             copies = -(-piece // length)
             parts = (part.repeat(batch, 1, copies, 1)[:, :, :piece] for part in (keys, values))
             cache.update(*parts, index)
-        if recent is not None:
-            window = model.config.recalkv["exact_window"]
-            remember(cache, index, recent[:, :, -window:].repeat(batch, 1, 1, 1), window)
     return cache
 
 

@@ -16,7 +16,8 @@ from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError
 
-__all__ = ["BLOCK_N", "CHUNK", "DIGITS", "DeviceLayout", "DeviceRotation", "coded_attention_torch", "merge", "prepare"]
+__all__ = ["BLOCK_N", "CHUNK", "DIGITS", "MOST_RUNS", "DeviceLayout", "DeviceRotation", "check", "check_rows",
+           "coded_attention_torch", "merge", "prepare", "runs_for"]  # fmt: skip
 
 BLOCK_N = 64
 """Slots that a kernel scores at once; a multiple of TILE."""
@@ -29,6 +30,9 @@ PAIRS = 16
 
 MOST_WIDTH = 256
 """Numbers of one code that a kernel keeps sums of in registers."""
+
+MOST_RUNS = 128
+"""Parts of a sequence that kernels attend to apart (split-KV)."""
 
 BASE, DIGITS = 256, 3
 """A position is ``low + 256 middle + 65536 high``, and its turn that of each digit in turn: up to 2^24 positions."""
@@ -232,6 +236,34 @@ def check(
             f"codec: mean_queries of {tuple(mean_queries.shape)} are not {(*wanted[:3], 2, rotation.pairs)}, two "
             f"coefficients for each RoPE pair; compute them from the same queries and the layer's rotation."
         )
+
+
+def check_rows(rows: Tensor, splits: int | None) -> None:
+    """Refuse rows that a kernel cannot read 16 bytes of at a time, and numbers of runs that it cannot sum.
+
+    Raises
+    ------
+    ParameterError
+    """
+    if rows.stride(0) % TILE or rows.stride(1) % TILE or rows.data_ptr() % TILE:
+        raise ParameterError(
+            f"codec: rows begin at {rows.data_ptr()} with strides {rows.stride()}, and all must be multiples of "
+            f"{TILE}; allocate the cache as a tensor of its own."
+        )
+    if splits is not None and not 1 <= splits <= MOST_RUNS:
+        raise ParameterError(f"codec: splits={splits} must be from 1 to {MOST_RUNS}, or None.")
+
+
+def runs_for(device: torch.device, resident: int, programs: int, capacity: int, slots: int) -> int:
+    """Runs that a kernel cuts a sequence's slots into, from the capacity alone.
+
+    As many as fill the multiprocessors with ``resident`` programs each, beside ``programs`` of other sequences and
+    groups; at most one for each ``slots``; 1 without CUDA.
+    """
+    if device.type != "cuda":
+        return 1
+    wanted = resident * torch.cuda.get_device_properties(device).multi_processor_count // max(programs, 1)
+    return max(1, min(wanted, -(-capacity // slots), MOST_RUNS))
 
 
 def coded_attention_torch(

@@ -36,15 +36,16 @@ from recalkv.runtime.reference import (
     DeviceLayout,
     DeviceRotation,
     check,
+    check_rows,
     merge,
     prepare,
+    runs_for,
 )
 
-__all__ = ["DeviceLayout", "DeviceRotation", "attend_kernel", "check_rows", "coded_attention", "combine",
+__all__ = ["DeviceLayout", "DeviceRotation", "attend_kernel", "coded_attention", "combine",
            "combine_kernel", "constants", "merge", "prepare"]  # fmt: skip
 
 STAGES = 2
-_MOST_RUNS = 128
 _COLUMNS = 32
 """Columns of the output that ``combine_kernel`` sums at once."""
 
@@ -274,30 +275,6 @@ def constants(queries: int, full: int, paged: bool, capped: bool, exact: bool) -
     }  # fmt: skip
 
 
-def default_runs(device: torch.device, programs: int, capacity: int) -> int:
-    """Runs that give every processor two programs, from the capacity alone; at most one for each BLOCK_N slots."""
-    if device.type != "cuda":
-        return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // max(programs, 1)
-    return max(1, min(wanted, -(-capacity // BLOCK_N), _MOST_RUNS))
-
-
-def check_rows(rows: Tensor, splits: int | None) -> None:
-    """Refuse rows that 16 bytes at a time cannot be read of, and numbers of runs that cannot be summed.
-
-    Raises
-    ------
-    ParameterError
-    """
-    if rows.stride(0) % TILE or rows.stride(1) % TILE or rows.data_ptr() % TILE:
-        raise ParameterError(
-            f"codec: rows begin at {rows.data_ptr()} with strides {rows.stride()}, and all must be multiples of "
-            f"{TILE}; allocate the cache as a tensor of its own."
-        )
-    if splits is not None and not 1 <= splits <= _MOST_RUNS:
-        raise ParameterError(f"codec: splits={splits} must be from 1 to {_MOST_RUNS}, or None.")
-
-
 def coded_attention(
     rows: Tensor,
     layout: DeviceLayout,
@@ -358,7 +335,7 @@ def coded_attention(
     capacity = TILE * rows.shape[1] * (1 if block_table is None else block_table.shape[1])
     own = constants(count, layout.full[1], block_table is not None, softcap is not None, exact)
     programs, device = groups * -(-count // own["BLOCK_M"]), rows.device
-    runs = splits or default_runs(device, programs * batch, capacity)
+    runs = splits or runs_for(device, 2, programs * batch, capacity, BLOCK_N)
     width = layout.widths[1]
     partial = torch.empty(batch, runs, groups, count, width, dtype=torch.float32, device=device)
     most, sums = torch.empty(2, batch, runs, groups, count, dtype=torch.float32, device=device)

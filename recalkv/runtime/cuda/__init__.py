@@ -18,7 +18,7 @@ from torch import Tensor
 from recalkv.codec.codes import CURVES
 from recalkv.codec.layout import TILE
 from recalkv.runtime.cuda.tables import RowTables, curve_of, position_table
-from recalkv.runtime.reference import DeviceLayout, DeviceRotation, check
+from recalkv.runtime.reference import DeviceLayout, DeviceRotation, check, check_rows, runs_for
 
 __all__ = ["MOST_QUERIES", "coded_attention", "serves", "source"]
 
@@ -31,7 +31,6 @@ WARPS, SLOTS = 4, 64
 _RESIDENT = {1: 5, 2: 3}
 """Blocks of a multiprocessor, by tiles of eight queries: as many as registers allow without spilling much."""
 
-_MOST_RUNS = 128
 _QUERY = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -108,7 +107,7 @@ def coded_attention(
     ------
     ParameterError
     """
-    from recalkv.runtime.triton_decode import check_rows, combine
+    from recalkv.runtime.triton_decode import combine
 
     check(rows, layout, queries, mean_queries, rotation, block_table)
     check_rows(rows, splits)
@@ -118,7 +117,7 @@ def coded_attention(
     tiles = -(-count // 8)
     pages = rows if block_table is None else block_table
     capacity = TILE * rows.shape[1] * (1 if block_table is None else block_table.shape[1])
-    runs = splits or _runs(device, groups * batch, capacity, tiles)
+    runs = splits or runs_for(device, _RESIDENT[tiles], groups * batch, capacity, WARPS * SLOTS)
     partial = torch.empty(batch, runs, groups, count, value_width, dtype=torch.float32, device=device)
     most, sums = torch.empty(2, batch, runs, groups, count, dtype=torch.float32, device=device)
     if not batch:
@@ -153,12 +152,6 @@ def _prepared(layout: DeviceLayout, rotation: DeviceRotation) -> tuple[RowTables
         with torch.inference_mode(False):
             places = rotation.__dict__["_cuda"] = position_table(rotation)
     return tables, places
-
-
-def _runs(device: torch.device, programs: int, capacity: int, tiles: int) -> int:
-    """Runs that fill the multiprocessors, from the capacity alone; each has at least a block's slots."""
-    wanted = _RESIDENT[tiles] * torch.cuda.get_device_properties(device).multi_processor_count // max(programs, 1)
-    return max(1, min(wanted, -(-capacity // (WARPS * SLOTS)), _MOST_RUNS))
 
 
 def _shared(tiles: int, products: int, pairs: int, tables: RowTables) -> int:
