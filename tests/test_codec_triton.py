@@ -23,6 +23,8 @@ from recalkv.runtime.reference import DeviceLayout, DeviceRotation, coded_attent
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from recalkv.runtime import triton_basis
+from recalkv.runtime.coded import coordinates_torch, outputs_torch
 from recalkv.runtime.triton_decode import coded_attention
 from recalkv.runtime.triton_search import trellis_search
 
@@ -34,7 +36,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any], float]] = {
 }
 if DEVICE.type == "cuda":
     # Levels in float16, as well as products.
-    WAYS["CUDA C++"] = (cuda.coded_attention, {}, 4e-3)
+    WAYS |= {f"CUDA C++, {parts} warps a set": (cuda.coded_attention, {"shape": (4, parts)}, 4e-3) for parts in (1, 2, 4)}
 """What attends, its options, and its largest error relative to the largest output."""
 
 
@@ -201,7 +203,7 @@ class Problem:
 def test_attention_is_that_over_keys_and_values(name: str, way: str, page: int) -> None:
     attend, options, limit = WAYS[way]
     problem = Problem(CASES[name], page)
-    if way == "CUDA C++" and problem.query.shape[2] * CASES[name].heads > cuda.MOST_QUERIES:
+    if way.startswith("CUDA") and problem.query.shape[2] * CASES[name].heads > cuda.MOST_QUERIES:
         pytest.skip("as many queries are Triton's")
     out, lse = attend(**problem.given(), **options)
     assert out.dtype == lse.dtype == torch.float32
@@ -358,3 +360,21 @@ def test_codes_are_searched_as_plain_torch_does(bits: int) -> None:
     found = trellis_search(numbers.to(DEVICE), weights.to(DEVICE), bits)
     for own, expected in zip(found, search(numbers, weights, bits), strict=True):
         assert own.dtype == expected.dtype and torch.equal(own.cpu(), expected)
+
+
+@pytest.mark.parametrize(("batch", "per_head"), [(1, 1), (1, 4), (9, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_around_attention(batch: int, per_head: int, dtype: torch.dtype) -> None:
+    """Of queries with strides, in two groups of two KV heads, of widths that no block divides."""
+    groups, heads, dim, width, kv_heads = 2, 2, 24, 40, 4
+    query = torch.randn(batch, 5, kv_heads * per_head, dim, dtype=dtype, device=DEVICE)[:, 3]
+    back, mean = torch.randn(kv_heads, dim, width, device=DEVICE), torch.randn(kv_heads, dim, device=DEVICE)
+    pairs = torch.arange(dim, device=DEVICE).view(-1, heads).T.contiguous()
+    given = query, back, mean, pairs, groups, SCALE
+    for found, expected in zip(triton_basis.coordinates(*given), coordinates_torch(*given), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    numbers = torch.randn(batch, groups, heads * per_head, width, device=DEVICE)
+    others = back.transpose(1, 2).contiguous(), mean
+    assert torch.allclose(
+        triton_basis.outputs(numbers, *others), outputs_torch(numbers, *others), rtol=1e-4, atol=1e-4
+    )

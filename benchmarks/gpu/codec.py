@@ -23,7 +23,8 @@ from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.evaluation.timing import time_calls
 from recalkv.model.families import AttentionGeometry
-from recalkv.runtime.reference import coded_attention_torch, prepare
+from recalkv.runtime.coded import attend_rows
+from recalkv.runtime.reference import coded_attention_torch
 
 __all__ = ["measure", "steps"]
 
@@ -53,17 +54,9 @@ class CodecStep:
     """Attention of one token a sequence over rows of one layer, all of whose slots are there."""
 
     def __init__(self, shape: AttentionGeometry, setting: Setting) -> None:
-        layer, device, dtype = random_layer(shape), setting.device, setting.dtype
-        self.layout, self.rotation = prepare({0: layer}, device)[0]
-        self.groups, self.size = layer.groups, layer.kv_heads // layer.groups
-        backs = [torch.stack([code.back for code in codes]).to(device) for codes in (layer.keys, layer.values)]
-        # (groups, KV heads of a group, width, d)
-        self.key_back, self.value_back = (
-            each.unflatten(-1, (self.size, -1)).transpose(1, 2).to(dtype) for each in backs
-        )
-        self.mean = layer.key_mean.to(device).view(1, self.groups, self.size, 1, -1)
-        self.scale, self.row_bytes = shape.head_dim**-0.5, layer.row_bytes
-        codes = (code for pair in zip(layer.keys, layer.values, strict=True) for code in pair)
+        self.layer, device = random_layer(shape), setting.device
+        self.scale, self.row_bytes = shape.head_dim**-0.5, self.layer.row_bytes
+        codes = (code for pair in zip(self.layer.keys, self.layer.values, strict=True) for code in pair)
         rows = torch.cat([pack(torch.randn(_PIECE, code.width), code.segments) for code in codes], -1)
         self.tiles = tiled(rows).to(device)
         # As many as a cache has; its last tile is full.
@@ -76,22 +69,12 @@ class CodecStep:
         self.lengths.setdefault(count, self.first + count * TILE)
         return self.tiles.repeat(-(-count // len(self.tiles)), 1, 1)[:count].repeat(batch, 1, 1, 1)
 
-    def given(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention takes of queries (batch, heads, d)."""
-        query = query.view(len(query), self.groups, self.size, -1, query.shape[-1]) * self.scale
-        codes = torch.einsum("bgsqd,gswd->bgsqw", query, self.key_back)
-        (a, b), (mean_a, mean_b) = query.float().chunk(2, -1), self.mean.chunk(2, -1)
-        means = torch.stack([a * mean_a + b * mean_b, b * mean_a - a * mean_b], -2)
-        return codes.flatten(2, 3), means.flatten(2, 3)
-
     def __call__(self, attend: Callable[..., Any], rows: Tensor, query: Tensor) -> Tensor:
-        """Outputs (batch, heads, d)."""
-        batch = len(query)
-        first, length = self.first[:batch], self.lengths[rows.shape[1]][:batch]
+        """Outputs (batch, heads, d) of queries."""
+        first, length = self.first[: len(query)], self.lengths[rows.shape[1]][: len(query)]
         places = first, length, first
-        out, _ = attend(rows, self.layout, *self.given(query), self.rotation, *places)
-        out = out.unflatten(2, (self.size, -1)).to(self.value_back.dtype)
-        return torch.einsum("bgsqw,gswd->bgsqd", out, self.value_back).reshape(batch, -1, query.shape[-1])
+        output, _ = attend_rows(self.layer, rows, query[:, :, None], *places, self.scale, None, attend)
+        return output[:, :, 0].to(query.dtype)
 
 
 class CodecModule(nn.Module):

@@ -1,6 +1,7 @@
 """A token's attention over rows by the Triton kernel: queries into code coordinates, outputs back."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime.reference import MOST_WIDTH, DeviceLayout, DeviceRotation
 
-__all__ = ["attend_rows", "kernel", "kernel_serves"]
+__all__ = ["attend_rows", "coordinates_torch", "kernel", "kernel_serves", "outputs_torch"]
 
 
 @functools.cache
@@ -64,27 +65,59 @@ def attend_rows(
     (batch, heads, 1, d_v) float32, (batch, heads, 1) float32
         Outputs, and the log-sum-exp of the scores.
     """
-    layout, rotation, backs, mean_back = _prepared(codec, query.device)
-    groups, dk = codec.groups, codec.head_dims[0]
-    heads = codec.kv_heads // groups
-    # (batch, groups, heads, queries a head, d_k)
-    own = (query[:, :, 0].float() * scale).unflatten(1, (groups, heads, -1))
-    queries = torch.einsum("bghrd,ghdw->bghrw", own, backs[0]).flatten(2, 3)
-    pairs = codec.rotation.pairs.to(query.device)
-    mean = codec.key_mean.to(query.device).view(groups, heads, 1, dk)
-    (qa, qb), (ma, mb) = ((each[..., pairs[0]], each[..., pairs[1]]) for each in (own, mean))
-    mean_queries = torch.stack([qa * ma + qb * mb, qb * ma - qa * mb], -2).flatten(2, 3)
+    own = _prepared(codec, query.device)
+    if query.is_cuda:
+        from recalkv.runtime.triton_basis import coordinates, outputs
+    else:
+        coordinates, outputs = coordinates_torch, outputs_torch
+    queries = coordinates(query[:, :, 0], own.key_back, own.key_mean, own.pairs, codec.groups, scale)
     numbers, lse = (attention or kernel())(
-        rows, layout, queries, mean_queries, rotation, first, length, offset, softcap=softcap, block_table=block_table
+        rows, own.layout, *queries, own.rotation, first, length, offset, softcap=softcap, block_table=block_table
     )
-    numbers = numbers.unflatten(2, (heads, -1))
-    output = torch.einsum("bghrw,ghwd->bghrd", numbers, backs[1]) + mean_back
-    return output.flatten(1, 3)[:, :, None], lse.flatten(1)[:, :, None]
+    return outputs(numbers, own.value_back, own.value_mean)[:, :, None], lse.flatten(1)[:, :, None]
 
 
-def _prepared(codec: LayerCodec, device: torch.device) -> tuple[DeviceLayout, DeviceRotation, list[Tensor], Tensor]:
-    """What a layer needs on a device, made once: (groups, heads, d_k, width), (groups, heads, width, d_v), means."""
-    kept = codec.__dict__.setdefault("_prepared", {})
+def coordinates_torch(
+    query: Tensor, back: Tensor, mean: Tensor, pairs: Tensor, groups: int, scale: float
+) -> list[Tensor]:
+    """As :func:`recalkv.runtime.triton_basis.coordinates` has it."""
+    own = query.float().unflatten(1, (len(back), -1)) * scale
+    codes = torch.einsum("bhrd,hdw->bhrw", own, back)
+    (qa, qb), (ma, mb) = ((each[..., pairs[0]], each[..., pairs[1]]) for each in (own, mean[:, None]))
+    means = torch.stack([qa * ma + qb * mb, qb * ma - qa * mb], -2)
+    return [each.flatten(1, 2).unflatten(1, (groups, -1)) for each in (codes, means)]
+
+
+def outputs_torch(numbers: Tensor, back: Tensor, mean: Tensor) -> Tensor:
+    """As :func:`recalkv.runtime.triton_basis.outputs` has it."""
+    own = numbers.flatten(1, 2).unflatten(1, (len(back), -1))
+    return (torch.einsum("bhrw,hwd->bhrd", own, back) + mean[:, None]).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a layer's attention needs on a device.
+
+    Attributes
+    ----------
+    key_back : (KV heads, d_k, width)
+    value_back : (KV heads, width, d_v)
+    key_mean, value_mean : (KV heads, d)
+    pairs : (2, RoPE pairs) int64
+    """
+
+    layout: DeviceLayout
+    rotation: DeviceRotation
+    key_back: Tensor
+    value_back: Tensor
+    key_mean: Tensor
+    value_mean: Tensor
+    pairs: Tensor
+
+
+def _prepared(codec: LayerCodec, device: torch.device) -> _Prepared:
+    """Made once for each device."""
+    kept: dict[torch.device, _Prepared] = codec.__dict__.setdefault("_prepared", {})
     if device not in kept:
         with torch.inference_mode(False):
             layout, heads = DeviceLayout.of(codec, device), codec.kv_heads // codec.groups
@@ -92,9 +125,12 @@ def _prepared(codec: LayerCodec, device: torch.device) -> tuple[DeviceLayout, De
             for side, codes in enumerate((codec.keys, codec.values)):
                 wide = layout.widths[side]
                 padded = [torch.nn.functional.pad(code.back, (0, 0, 0, wide - code.width)) for code in codes]
-                whole = torch.stack(padded).unflatten(2, (heads, -1))  # (groups, width, heads, d)
-                backs.append(whole.permute((0, 2, 3, 1) if side == 0 else (0, 2, 1, 3)).contiguous().to(device))
-            mean = codec.value_mean.view(codec.groups, heads, 1, -1).to(device)
-            kept[device] = layout, DeviceRotation.of(codec.rotation, device), backs, mean
-    found: tuple[DeviceLayout, DeviceRotation, list[Tensor], Tensor] = kept[device]
-    return found
+                backs.append(torch.stack(padded).unflatten(2, (heads, -1)))  # (groups, width, heads, d)
+            key_back, value_back = backs[0].permute(0, 2, 3, 1), backs[1].permute(0, 2, 1, 3)
+            tensors = (
+                key_back.flatten(0, 1), value_back.flatten(0, 1), codec.key_mean, codec.value_mean,
+                codec.rotation.pairs,
+            )  # fmt: skip
+            rotation = DeviceRotation.of(codec.rotation, device)
+            kept[device] = _Prepared(layout, rotation, *(each.to(device).contiguous() for each in tensors))
+    return kept[device]

@@ -25,19 +25,19 @@ __all__ = ["MOST_QUERIES", "coded_attention", "serves", "source"]
 MOST_QUERIES = 16
 """Query heads of a group: more would not fit the registers."""
 
-WARPS, SLOTS = 4, 64
-"""Warps of a block, and slots that each scores at once."""
+_SLOTS = 64
+"""Slots that a set of warps takes at once."""
 
-_RESIDENT = {1: 5, 2: 3}
-"""Blocks of a multiprocessor, by tiles of eight queries: as many as registers allow without spilling much."""
+_RESIDENT = {(1, 4, 1): 4, (1, 4, 2): 2, (1, 4, 4): 1, (2, 4, 1): 2, (2, 4, 2): 1, (2, 4, 4): 1}
+"""Blocks of a multiprocessor, by tiles of eight queries, sets of a block and warps a set."""
 
 _QUERY = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def source(query: torch.dtype, tiles: int, paged: bool, capped: bool) -> str:
-    """Source of the kernel for one type of queries and so many tiles of eight of them."""
-    own = {"WARPS": WARPS, "RESIDENT": _RESIDENT[tiles], "NT": tiles, "PAGED": int(paged), "CAPPED": int(capped),
-           "QUERY": _QUERY[query]}  # fmt: skip
+def source(query: torch.dtype, tiles: int, paged: bool, capped: bool, sets: int = 4, parts: int = 1) -> str:
+    """Source of the kernel for one type of queries, so many tiles of eight of them, and sets and warps a set."""
+    own = {"SETS": sets, "PARTS": parts, "RESIDENT": _RESIDENT[tiles, sets, parts], "NT": tiles, "PAGED": int(paged),
+           "CAPPED": int(capped), "QUERY": _QUERY[query]}  # fmt: skip
     lines = [f"#define {name} {value}" for name, value in own.items()]
     for bits in CURVES:
         *curve, gain = curve_of(bits)
@@ -62,9 +62,9 @@ def _toolkit() -> Iterator[None]:
 
 
 @functools.cache
-def _kernel(device: int, query: torch.dtype, tiles: int, paged: bool, capped: bool) -> Any:
+def _kernel(device: int, query: torch.dtype, tiles: int, paged: bool, capped: bool, sets: int, parts: int) -> Any:
     with torch.cuda.device(device), _toolkit():
-        return torch.cuda._compile_kernel(source(query, tiles, paged, capped), "attend")
+        return torch.cuda._compile_kernel(source(query, tiles, paged, capped, sets, parts), "attend")
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def _compiles(device: int) -> bool:
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
-        _kernel(device, torch.float32, 1, False, False)
+        _kernel(device, torch.float32, 1, False, False, 4, 1)
     except (AttributeError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[:1]
         warnings.warn(f"codec: the CUDA kernel does not compile ({reason}); decoding by Triton, slower.", stacklevel=2)
@@ -98,6 +98,7 @@ def coded_attention(
     softcap: float | None = None,
     block_table: Tensor | None = None,
     splits: int | None = None,
+    shape: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and result as :func:`recalkv.runtime.triton_decode.coded_attention` has them, but ``exact``.
 
@@ -113,23 +114,24 @@ def coded_attention(
     check_rows(rows, splits)
     batch, groups, count, width = queries.shape
     device, value_width = rows.device, layout.widths[1]
-    tables, places = _prepared(layout, rotation)
     tiles = -(-count // 8)
     pages = rows if block_table is None else block_table
     capacity = TILE * rows.shape[1] * (1 if block_table is None else block_table.shape[1])
-    runs = splits or runs_for(device, _RESIDENT[tiles], groups * batch, capacity, WARPS * SLOTS)
+    sets, parts = shape or _shape(device, groups * batch, capacity)
+    runs = splits or runs_for(device, _RESIDENT[tiles, sets, parts], groups * batch, capacity, sets * _SLOTS)
+    tables, places = _prepared(layout, rotation, parts)
     partial = torch.empty(batch, runs, groups, count, value_width, dtype=torch.float32, device=device)
     most, sums = torch.empty(2, batch, runs, groups, count, dtype=torch.float32, device=device)
     if not batch:
         return combine(partial, most, sums)
-    kernel = _kernel(device.index, queries.dtype, tiles, block_table is not None, softcap is not None)
+    kernel = _kernel(device.index, queries.dtype, tiles, block_table is not None, softcap is not None, sets, parts)
     pairs, products = -(-rotation.pairs // 8) * 8, tables.products.shape[1]
-    shared = _shared(tiles, products, pairs, tables)
+    shared = _shared(tiles, sets, parts, products, pairs, tables)
     if shared >= 48 * 1024 and shared > kernel._max_shared_mem_bytes:
         kernel.set_shared_memory_config(shared)
     with torch.cuda.device(device):
         kernel(
-            (groups, runs, batch), (32 * WARPS, 1, 1),
+            (groups, runs, batch), (32 * sets * parts, 1, 1),
             [
                 rows, pages, tables.key_segments, tables.value_segments, tables.value_jobs, tables.numbers,
                 tables.products, queries.contiguous(), mean_queries.float().contiguous(), rotation.anchors, places,
@@ -143,20 +145,28 @@ def coded_attention(
     return combine(partial, most, sums)
 
 
-def _prepared(layout: DeviceLayout, rotation: DeviceRotation) -> tuple[RowTables, Tensor]:
+def _shape(device: torch.device, programs: int, capacity: int) -> tuple[int, int]:
+    """Sets of a block and warps a set: more where a device has room for more warps than there are sets of slots."""
+    blocks = programs * -(-capacity // (4 * _SLOTS)) / torch.cuda.get_device_properties(device).multi_processor_count
+    return 4, 4 if blocks <= 1 else 2 if blocks <= 2 else 1
+
+
+def _prepared(layout: DeviceLayout, rotation: DeviceRotation, parts: int) -> tuple[RowTables, Tensor]:
     """Tables of a layer and of its rotation, made once and kept beside them."""
-    tables, places = layout.__dict__.get("_cuda"), rotation.__dict__.get("_cuda")
+    kept, places = layout.__dict__.setdefault("_cuda", {}), rotation.__dict__.get("_cuda")
+    tables = kept.get(parts)
     if tables is None:
-        tables = layout.__dict__["_cuda"] = RowTables.of(layout, WARPS)
+        tables = kept[parts] = RowTables.of(layout, parts)
     if places is None:
         with torch.inference_mode(False):
             places = rotation.__dict__["_cuda"] = position_table(rotation)
     return tables, places
 
 
-def _shared(tiles: int, products: int, pairs: int, tables: RowTables) -> int:
+def _shared(tiles: int, sets: int, parts: int, products: int, pairs: int, tables: RowTables) -> int:
     """Bytes of shared memory: ``Shared`` of the source, and what follows it."""
-    queries, slots = 8 * tiles, WARPS * SLOTS
-    fixed = 8 * queries + 8 * WARPS * queries + 64 * WARPS + 2 * queries * (2 * slots + 16)
-    parts = 256 * tiles * products, 8 * pairs * (queries + WARPS), 4 * tables.segments * slots
-    return -(-fixed // 16) * 16 + sum(parts) + 512 * tiles * tables.numbers.shape[1]
+    queries = 8 * tiles
+    fixed = 8 * queries + 8 * sets * queries + sets * queries * (2 * _SLOTS + 16) + 2048 * tiles * sets * (parts - 1)
+    shared = 256 * tiles * products + 8 * pairs * queries
+    own = 8 * pairs + 2 * tables.segments * _SLOTS + 512 * tiles * tables.numbers.shape[1]
+    return fixed + shared + sets * own

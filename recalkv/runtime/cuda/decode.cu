@@ -1,18 +1,20 @@
 // Attention of one token a sequence over rows of the codec: flash decoding whose operands are decoded in registers.
 //
-// A block of WARPS warps takes a group of KV heads and a run of a sequence's slots (split-KV), 64 WARPS at a time:
-//   1. Keys: each warp decodes 64 slots straight into the A operand of mma.m16n8k16, whose rows are slots, and
-//      multiplies them with the queries, segment by segment; a segment's scale is applied to its scores. Weights are
-//      relative to the warp's own largest score, and go into shared memory.
-//   2. One barrier. What warps have as the largest score of all is put right.
-//   3. Values: each warp decodes its share of the numbers of all slots into the A operand, whose rows are numbers, and
-//      multiplies them with the weights, to which a segment's scale is applied. Sums are in shared memory.
+// A block takes a group of KV heads and a run of a sequence's slots (split-KV), and each of its SETS of PARTS warps 64
+// slots at a time, with sums of its own:
+//   1. Keys: they are decoded straight into the A operand of mma.m16n8k16, whose rows are slots, and multiplied with the
+//      queries, segment by segment; a segment's scale is applied to its scores. Weights, relative to the largest score
+//      so far, go through shared memory.
+//   2. Values: they are decoded into the A operand, whose rows are numbers, and multiplied with the weights, to which a
+//      segment's scale is applied. Sums are in shared memory.
+// Sets wait for each other at the end alone. Where there are fewer slots than warps to keep a GPU busy, the warps of a
+// set share its numbers: scores are added, and sums are of different numbers.
 //
 // A 32-bit word of a tile holds the same byte of four tokens, so one logical operation serves four numbers of each
 // place in the byte. A code and the two bits before it become a field of b + 1 bits; with the exponent of 1024 above,
 // the field is a float16, and n(t) = t ((t^2 + B)^2 + D) takes four instructions for two numbers.
 //
-// Defined by the host: WARPS, RESIDENT (blocks of a multiprocessor), NT (tiles of 8 queries), PAGED, CAPPED, QUERY (0
+// Defined by the host: SETS, PARTS (1, 2 or 4), RESIDENT (blocks of a multiprocessor), NT (tiles of 8 queries), PAGED, CAPPED, QUERY (0
 // float32, 1 bfloat16, 2 float16), and for each number of bits POLY_B*, POLY_D* (float16, twice), GAIN* (float32).
 
 typedef unsigned int u32;
@@ -20,14 +22,14 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
-#define SLOTS (64 * WARPS)
+#define WARPS (SETS * PARTS)
 #define THREADS (32 * WARPS)
 #define QUERIES (8 * NT)
 #define ONES 0x01010101u
 #define LIFT 8.0f
 #define LOG2E 1.4426950408889634f
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
-#define WEIGHT_STRIDE (SLOTS * 2 + 16)
+#define WEIGHT_STRIDE (64 * 2 + 16)
 
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
     u32 d;
@@ -267,23 +269,25 @@ __device__ __forceinline__ void load_unit(uint2 (&r)[Loads<BITS>::count], const 
 }
 
 template <int BITS>
-__device__ __forceinline__ void score_segment(float (&part)[4][NT][4], const u8* keys, KeySegment s,
-                                              const uint2* queries, int lane) {
+__device__ __forceinline__ void score_segment(float (&scores)[4][NT][4], const u8* keys, KeySegment s,
+                                              const uint2* queries, int lane, int part) {
     using C = Code<BITS>;
     constexpr int wide = BITS == 4 || BITS == 8 ? 2 : 1, products = wide == 2 ? 1 : C::numbers / 4;
     const int c = lane & 3, units = (s.columns + 4 * wide - 1) / (4 * wide);
     uint2 r[Loads<BITS>::count], next[Loads<BITS>::count];
     const u8* last = keys + s.last_row * 16;
-    load_unit<BITS>(r, last, s, 0, c);
+    // Units of parts in turn, from another one in each segment.
+    int unit = (part - s.product) & (PARTS - 1);
+    load_unit<BITS>(r, last, s, unit, c);
     // A chain begins with zeros.
-    if (c == 0) {
+    if (unit == 0 && c == 0) {
         r[0] = make_uint2(0, 0);
         if constexpr (BITS == 8) r[3] = make_uint2(0, 0);
     }
-    const uint2* query = queries + s.product * (32 * NT) + lane;
+    const uint2* query = queries + (s.product + unit * products) * (32 * NT) + lane;
 #pragma unroll 1
-    for (int unit = 0; unit < units; unit++, query += products * 32 * NT) {
-        load_unit<BITS>(next, last, s, unit + 1, c);
+    for (; unit < units; unit += PARTS, query += PARTS * products * 32 * NT) {
+        load_unit<BITS>(next, last, s, unit + PARTS, c);
         uint2 q[products][NT];
 #pragma unroll
         for (int p = 0; p < products; p++)
@@ -319,7 +323,7 @@ __device__ __forceinline__ void score_segment(float (&part)[4][NT][4], const u8*
                 for (int p = 0; p < products; p++)
 #pragma unroll
                     for (int t = 0; t < NT; t++)
-                        mma(part[2 * half + m][t], n[2 * p][2 * m], n[2 * p][2 * m + 1], n[2 * p + 1][2 * m],
+                        mma(scores[2 * half + m][t], n[2 * p][2 * m], n[2 * p][2 * m + 1], n[2 * p + 1][2 * m],
                             n[2 * p + 1][2 * m + 1], q[p][t].x, q[p][t].y);
         }
 #pragma unroll
@@ -328,7 +332,7 @@ __device__ __forceinline__ void score_segment(float (&part)[4][NT][4], const u8*
 }
 
 // Add a segment's scores times its scales.
-__device__ __forceinline__ void add_scaled(float (&total)[4][NT][4], const float (&part)[4][NT][4], uint2 levels) {
+__device__ __forceinline__ void add_scaled(float (&total)[4][NT][4], const float (&scores)[4][NT][4], uint2 levels) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const u32 word = i < 2 ? levels.x : levels.y;
@@ -342,7 +346,7 @@ __device__ __forceinline__ void add_scaled(float (&total)[4][NT][4], const float
 #pragma unroll
         for (int t = 0; t < NT; t++)
 #pragma unroll
-            for (int k = 0; k < 4; k++) total[i][t][k] = fmaf(part[i][t][k], scale[k >> 1], total[i][t][k]);
+            for (int k = 0; k < 4; k++) total[i][t][k] = fmaf(scores[i][t][k], scale[k >> 1], total[i][t][k]);
     }
 }
 
@@ -369,51 +373,31 @@ __device__ __forceinline__ void load_column(uint4 (&r)[4], const u8* values, con
 
 __device__ __forceinline__ u32 word(const uint4& x, int j) { return j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w; }
 
-// Add the weighted values of `blocks` times 64 slots to a job's sums.
+// Add the weighted values of 64 slots to a job's sums; the lane's values are those of tile c.
 template <int BITS>
-__device__ __forceinline__ void add_values(float4* sums, const u8* rows, const i64* tiles, int value_row,
-                                           const u8* weights, const u8* scales, const float* most,
-                                           const float (&top)[NT], ValueJob job, int blocks, int lane) {
+__device__ __forceinline__ void add_values(float4* sums, const u8* values, const u8* weights, const u8* scales,
+                                           const ValueJob& job, int lane) {
     using C = Code<BITS>;
     constexpr int pairs = C::numbers / 2;
     const int g = lane >> 2, c = lane & 3;
     uint4 r[4], next[4];
     u32 p[NT][8];
-    int unit = job.unit, block = 0;
-    const u8* values = rows + tiles[c] + value_row * 16;
-    load_column<BITS>(next, values, job, unit, g);
-    bool begin = true;
+    load_column<BITS>(next, values, job, job.unit, g);
+    const uint4* scale_at = reinterpret_cast<const uint4*>(scales + (job.segment * 64 + c * 16) * 2);
+    const uint4 scale[2] = {scale_at[0], scale_at[1]};
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+        const uint4* weight_at = reinterpret_cast<const uint4*>(weights + (t * 8 + g) * WEIGHT_STRIDE + c * 32);
+        const uint4 weight[2] = {weight_at[0], weight_at[1]};
+#pragma unroll
+        for (int k = 0; k < 8; k++) p[t][k] = mul2(word(weight[k >> 2], k & 3), word(scale[k >> 2], k & 3));
+    }
     float4* at = sums + job.tile * (32 * NT) + lane;
 #pragma unroll 1
-    while (block < blocks) {
+    for (int unit = job.unit; unit < job.end; unit++, at += pairs * 32 * NT) {
 #pragma unroll
         for (int i = 0; i < (BITS == 3 || BITS == 6 || BITS == 8 ? 4 : 2); i++) r[i] = next[i];
-        if (begin) {
-            if (block + 1 < blocks)
-#pragma unroll 1
-                for (int i = job.unit + g; i < job.end; i += 8)
-                    prefetch(rows + tiles[4 * block + 4 + c] + (value_row + job.last_row + i * 8) * 16);
-            const uint4* scale_at =
-                reinterpret_cast<const uint4*>(scales + (job.segment * SLOTS + block * 64 + c * 16) * 2);
-            const uint4 scale[2] = {scale_at[0], scale_at[1]};
-#pragma unroll
-            for (int t = 0; t < NT; t++) {
-                const uint4* weight_at =
-                    reinterpret_cast<const uint4*>(weights + (t * 8 + g) * WEIGHT_STRIDE + (block * 64 + c * 16) * 2);
-                const uint4 weight[2] = {weight_at[0], weight_at[1]};
-                const float share = exp2_fast(most[block * QUERIES + t * 8 + g] - top[t]);
-                const u32 shares = pair(share, share);
-#pragma unroll
-                for (int k = 0; k < 8; k++)
-                    p[t][k] = mul2(mul2(word(weight[k >> 2], k & 3), shares), word(scale[k >> 2], k & 3));
-            }
-        }
-        begin = ++unit == job.end;
-        if (begin) {
-            unit = job.unit;
-            if (++block < blocks) values = rows + tiles[4 * block + c] + value_row * 16;
-        }
-        if (block < blocks) load_column<BITS>(next, values, job, unit, g);
+        load_column<BITS>(next, values, job, unit + 1, g);
         float sum[pairs][NT][4];
 #pragma unroll
         for (int i = 0; i < pairs; i++)
@@ -455,8 +439,6 @@ __device__ __forceinline__ void add_values(float4* sums, const u8* rows, const i
 #pragma unroll
             for (int t = 0; t < NT; t++)
                 at[(i * NT + t) * 32] = make_float4(sum[i][t][0], sum[i][t][1], sum[i][t][2], sum[i][t][3]);
-        at += pairs * 32 * NT;
-        if (begin) at = sums + job.tile * (32 * NT) + lane;
     }
 }
 
@@ -472,12 +454,23 @@ __device__ __forceinline__ float query_at(const void* at, i64 place) {
 
 struct Shared {
     float unit[QUERIES], inverse[QUERIES];
-    // Of two iterations in turn, so that one barrier an iteration is enough.
-    float most[2][WARPS][QUERIES];
-    i64 tiles[2][4 * WARPS];
-    alignas(16) u8 weights[2][QUERIES * WEIGHT_STRIDE];
-    // Then, of sizes that the host knows: queries, mean coefficients, turns, scales, sums.
+    // Of each set, at the end: the largest score and the sum of the weights.
+    float most[SETS][QUERIES], weight[SETS][QUERIES];
+    alignas(16) u8 weights[SETS][QUERIES * WEIGHT_STRIDE];
+#if PARTS > 1
+    float4 scores[SETS * (PARTS - 1)][4 * NT][32];
+#endif
+    // Then, of sizes that the host knows: queries, mean coefficients, turns, scales, sums of each set.
 };
+
+// Wait for the warps that share a set of slots.
+__device__ __forceinline__ void meet(int set) {
+#if PARTS == 1
+    __syncwarp();
+#else
+    asm volatile("bar.sync %0, %1;" ::"r"(set + 1), "n"(32 * PARTS) : "memory");
+#endif
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     attend(const u8* rows, const int* pages, const int* key_segments, const int* value_segments, const int* value_jobs,
@@ -488,14 +481,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
            int table_padded, int products, int segments_room, int tiles, double softcap) {
     const int group = blockIdx.x, run = blockIdx.y, batch = blockIdx.z, groups = gridDim.x, runs = gridDim.y;
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, c = lane & 3;
+    const int set = warp / PARTS, part = warp % PARTS;
     const i64 block_stride = (i64)block_units * 16, tile_stride = (i64)tile_units * 16;
     extern __shared__ __align__(16) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     uint2* query_parts = reinterpret_cast<uint2*>(memory + ((sizeof(Shared) + 15) & ~15));
     float2* mean_parts = reinterpret_cast<float2*>(query_parts + products * 32 * NT);
     float2* turns = mean_parts + QUERIES * table_padded;
-    u8* scales = reinterpret_cast<u8*>(turns + WARPS * table_padded);
-    float4* sums = reinterpret_cast<float4*>(scales + 2 * segments_room * SLOTS * 2);
+    u8* all_scales = reinterpret_cast<u8*>(turns + SETS * table_padded);
+    u8* scales = all_scales + set * segments_room * 64 * 2;
+    float4* all_sums = reinterpret_cast<float4*>(all_scales + SETS * segments_room * 64 * 2);
+    float4* sums = all_sums + set * tiles * 32 * NT;
+    u8* weights = shared.weights[set];
 
     const int key_count = key_segments[group * (segments_room * 7 + 2)],
               key_bytes = key_segments[group * (segments_room * 7 + 2) + 1];
@@ -522,11 +519,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         return (i64)batch * block_stride + (i64)tile * tile_stride;
 #endif
     };
-    // Turns of the start of a warp's block of 64 slots, digit by digit.
+    // Turns of the start of a set's block of 64 slots, digit by digit; of each warp its own.
     auto find_turns = [&](int block) {
         const int position = block * 64 + offset;
 #pragma unroll 1
-        for (int i = lane; i < table_padded; i += 32) {
+        for (int j = lane; j < (table_padded + 8 * (PARTS - 1 - part)) / PARTS; j += 32) {
+            const int i = ((j >> 3) * PARTS + part) * 8 + (j & 7);
+            if (i >= table_padded) break;
             float cos = 1, sin = 0;
 #pragma unroll
             for (int digit = 0; digit < 3; digit++) {
@@ -536,11 +535,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 sin = sin * other_cos + cos * other_sin;
                 cos = next;
             }
-            turns[warp * table_padded + i] = make_float2(cos, sin);
+            turns[set * table_padded + i] = make_float2(cos, sin);
         }
         __syncwarp();
     };
-    // Eight lanes a tile of a warp's block.
+    // Eight lanes a tile of a set's block.
     auto prefetch_rows = [&](int block, int byte, int bytes) {
         const u8* at = rows + tile_at(4 * block + (lane >> 3)) + byte * 16;
 #pragma unroll 1
@@ -549,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
     if (begin < end) {
 #pragma unroll 1
-        for (int i = tid; i < tiles * 32 * NT; i += THREADS) sums[i] = make_float4(0, 0, 0, 0);
+        for (int i = tid; i < SETS * tiles * 32 * NT; i += THREADS) all_sums[i] = make_float4(0, 0, 0, 0);
 #pragma unroll 1
         for (int q = warp; q < QUERIES; q += WARPS) {
             float largest = 0;
@@ -569,7 +568,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             }
         }
         __syncthreads();
-        if (begin + warp < end) prefetch_rows(begin + warp, key_byte, key_segment[0].next_row);
+        #if PARTS > 1
+        if (begin + set < end)
+            prefetch_rows(begin + set, key_byte + part * 8 * ((key_bytes + value_bytes) / (8 * PARTS)),
+                          (key_bytes + value_bytes) / PARTS + 8);
+#else
+        if (begin + set < end) prefetch_rows(begin + set, key_byte, key_segment[0].next_row);
+#endif
 #pragma unroll 1
         for (int i = tid; i < products * NT * 32; i += THREADS) {
             int product = i / (32 * NT), own = i & 31, q = (i / 32) % NT * 8 + (own >> 2);
@@ -600,27 +605,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         __syncthreads();
     }
 
-    float most[NT][2], weight[NT][2], own_weight[NT][2], shrink[NT][2];
+    // Of queries t * 8 + 2 c + k; a set's first warp alone has them.
+    float most[NT][2], weight[NT][2];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
         most[t][0] = most[t][1] = NEGATIVE_INFINITY;
         weight[t][0] = weight[t][1] = 0;
     }
-    int buffer = 0, first_tile = 0, end_tile = 0, first_row = 0;
 #pragma unroll 1
-    for (int i = 0; i < segments_room; i++) {
-        const ValueJob job = reinterpret_cast<const ValueJob*>(value_jobs)[(group * WARPS + warp) * segments_room + i];
-        if (!job.bits) break;
-        if (!i) first_tile = job.tile, first_row = job.last_row + job.unit * 8;
-        end_tile = job.tile + (job.end - job.unit) * (job.bits == 1 || job.bits == 3   ? 4
-                                                      : job.bits == 2 || job.bits == 6 ? 2
-                                                                                       : 1);
-    }
-#pragma unroll 1
-    for (int from = begin; from < end; from += WARPS, buffer ^= 1) {
-        const int block = from + warp;
-        if (lane < 4) shared.tiles[buffer][4 * warp + lane] = tile_at(4 * block + lane);
-        __syncwarp();
+    for (int block = begin + set; block < end; block += SETS) {
         float score[4][NT][4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -628,12 +621,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             for (int t = 0; t < NT; t++)
 #pragma unroll
                 for (int k = 0; k < 4; k++) score[i][t][k] = 0;
-        if (block < end) {
+        {
             find_turns(block);
             // The mean key's, in three products of float16 as good as one of float32.
-            const float2* turn = turns + warp * table_padded;
+            const float2* turn = turns + set * table_padded;
 #pragma unroll 1
-            for (int step = 0; step < table_padded / 8; step++) {
+            for (int step = part; step < table_padded / 8; step += PARTS) {
                 u32 large[NT][2], small[NT][2];
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
@@ -663,93 +656,132 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                                 k == 1 ? small[t][1] : large[t][1]);
                         }
             }
-            const u8* keys = rows + shared.tiles[buffer][4 * warp + (g >> 1)] + key_byte * 16 + (g & 1) * 8;
+            const u8* keys = rows + tile_at(4 * block + (g >> 1)) + key_byte * 16 + (g & 1) * 8;
 #pragma unroll 1
             for (int s = 0; s < key_count; s++) {
-                const KeySegment own = key_segment[s];
-                const uint2 levels = load8(keys + own.scale_row * 16);
+                const KeySegment segment = key_segment[s];
+                const uint2 levels = load8(keys + segment.scale_row * 16);
+#if PARTS == 1
                 if (s + 1 < key_count)
                     prefetch_rows(block, key_byte + key_segment[s + 1].scale_row,
                                   key_segment[s + 1].next_row - key_segment[s + 1].scale_row);
-                else if (block + WARPS < end)
-                    prefetch_rows(block + WARPS, key_byte, key_segment[0].next_row);
-                float part[4][NT][4];
+                else
+                    prefetch_rows(block, value_byte, value_bytes);
+#endif
+                float scores[4][NT][4];
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
                     for (int t = 0; t < NT; t++)
 #pragma unroll
-                        for (int k = 0; k < 4; k++) part[i][t][k] = 0;
-                switch (own.bits) {
-                    case 1: score_segment<1>(part, keys, own, query_parts, lane); break;
-                    case 2: score_segment<2>(part, keys, own, query_parts, lane); break;
-                    case 3: score_segment<3>(part, keys, own, query_parts, lane); break;
-                    case 4: score_segment<4>(part, keys, own, query_parts, lane); break;
-                    case 6: score_segment<6>(part, keys, own, query_parts, lane); break;
-                    default: score_segment<8>(part, keys, own, query_parts, lane); break;
+                        for (int k = 0; k < 4; k++) scores[i][t][k] = 0;
+                switch (segment.bits) {
+                    case 1: score_segment<1>(scores, keys, segment, query_parts, lane, part); break;
+                    case 2: score_segment<2>(scores, keys, segment, query_parts, lane, part); break;
+                    case 3: score_segment<3>(scores, keys, segment, query_parts, lane, part); break;
+                    case 4: score_segment<4>(scores, keys, segment, query_parts, lane, part); break;
+                    case 6: score_segment<6>(scores, keys, segment, query_parts, lane, part); break;
+                    default: score_segment<8>(scores, keys, segment, query_parts, lane, part); break;
                 }
-                add_scaled(score, part, levels);
+                add_scaled(score, scores, levels);
             }
         }
-        // Scores in base 2, and the largest of each query.
-        float largest[NT][2];
-#pragma unroll
-        for (int t = 0; t < NT; t++) {
-            largest[t][0] = largest[t][1] = NEGATIVE_INFINITY;
+#if PARTS > 1
+        if (part) {
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    float x = score[i][t][k] * shared.unit[t * 8 + 2 * c + (k & 1)];
-#if CAPPED
-                    const float cap = (float)softcap;
-                    x = fminf(x * (2.0f * LOG2E / cap), 64.0f);
-                    x = cap * (1.0f - 2.0f / (exp2_fast(x) + 1.0f));
+                for (int t = 0; t < NT; t++)
+                    shared.scores[set * (PARTS - 1) + part - 1][i * NT + t][lane] =
+                        make_float4(score[i][t][0], score[i][t][1], score[i][t][2], score[i][t][3]);
+        }
+        meet(set);
+        if (!part) {
+#pragma unroll
+            for (int other = 0; other < PARTS - 1; other++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int t = 0; t < NT; t++) {
+                        const float4 x = shared.scores[set * (PARTS - 1) + other][i * NT + t][lane];
+                        score[i][t][0] += x.x;
+                        score[i][t][1] += x.y;
+                        score[i][t][2] += x.z;
+                        score[i][t][3] += x.w;
+                    }
+        }
 #endif
-                    const int slot = block * 64 + g * 8 + 2 * i + (k >> 1);
-                    x = block < end && slot >= first && slot < length ? x * LOG2E : NEGATIVE_INFINITY;
-                    score[i][t][k] = x;
-                    largest[t][k & 1] = fmaxf(largest[t][k & 1], x);
+        if (!part) {
+            float shrink[NT][2];
+            bool moved = false;
+#pragma unroll
+            for (int t = 0; t < NT; t++) {
+                // Scores in base 2, and the largest of each query.
+                float largest[2] = {most[t][0], most[t][1]};
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        float x = score[i][t][k] * shared.unit[t * 8 + 2 * c + (k & 1)];
+#if CAPPED
+                        const float cap = (float)softcap;
+                        x = fminf(x * (2.0f * LOG2E / cap), 64.0f);
+                        x = cap * (1.0f - 2.0f / (exp2_fast(x) + 1.0f));
+#endif
+                        const int slot = block * 64 + g * 8 + 2 * i + (k >> 1);
+                        x = slot >= first && slot < length ? x * LOG2E : NEGATIVE_INFINITY;
+                        score[i][t][k] = x;
+                        largest[k & 1] = fmaxf(largest[k & 1], x);
+                    }
+#pragma unroll
+                for (int i = 4; i < 32; i <<= 1) {
+                    largest[0] = fmaxf(largest[0], __shfl_xor_sync(~0u, largest[0], i));
+                    largest[1] = fmaxf(largest[1], __shfl_xor_sync(~0u, largest[1], i));
+                }
+                float finite[2];
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    const bool any = largest[k] != NEGATIVE_INFINITY;
+                    finite[k] = any ? largest[k] - LIFT : 0;
+                    shrink[t][k] = any ? exp2_fast(most[t][k] - largest[k]) : 1;
+                    weight[t][k] *= shrink[t][k];
+                    moved |= most[t][k] != largest[k];
+                    most[t][k] = largest[k];
                 }
 #pragma unroll
-            for (int i = 4; i < 32; i <<= 1) {
-                largest[t][0] = fmaxf(largest[t][0], __shfl_xor_sync(~0u, largest[t][0], i));
-                largest[t][1] = fmaxf(largest[t][1], __shfl_xor_sync(~0u, largest[t][1], i));
-            }
-            float finite[2];
+                for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int k = 0; k < 2; k++) {
-                // Weights are relative to the warp's own largest score; what that lacks is put right by all.
-                float top = largest[t][k] - LIFT;
-                finite[k] = top == NEGATIVE_INFINITY ? 0 : top;
-                if (g == 0) shared.most[buffer][warp][t * 8 + 2 * c + k] = top;
-                own_weight[t][k] = 0;
-            }
+                    for (int k = 0; k < 4; k++) {
+                        score[i][t][k] = exp2_fast(score[i][t][k] - finite[k & 1]);
+                        weight[t][k & 1] += score[i][t][k];
+                    }
+                // Eight tokens of a query in the order 0, 2, 1, 3, 4, 6, 5, 7.
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    score[i][t][k] = exp2_fast(score[i][t][k] - finite[k & 1]);
-                    own_weight[t][k & 1] += score[i][t][k];
+                for (int k = 0; k < 2; k++) {
+                    uint4 packed = make_uint4(
+                        pair(score[0][t][k], score[1][t][k]), pair(score[0][t][2 + k], score[1][t][2 + k]),
+                        pair(score[2][t][k], score[3][t][k]), pair(score[2][t][2 + k], score[3][t][2 + k]));
+                    *reinterpret_cast<uint4*>(weights + (t * 8 + 2 * c + k) * WEIGHT_STRIDE + g * 16) = packed;
                 }
-            // Eight tokens of a query in the order 0, 2, 1, 3, 4, 6, 5, 7.
+            }
+            if (__any_sync(~0u, moved)) {
+#pragma unroll 1
+                for (int i = 0; i < tiles; i++)
 #pragma unroll
-            for (int k = 0; k < 2; k++) {
-                uint4 packed =
-                    make_uint4(pair(score[0][t][k], score[1][t][k]), pair(score[0][t][2 + k], score[1][t][2 + k]),
-                               pair(score[2][t][k], score[3][t][k]), pair(score[2][t][2 + k], score[3][t][2 + k]));
-                u8* at = shared.weights[buffer] + (t * 8 + 2 * c + k) * WEIGHT_STRIDE + (warp * 64 + g * 8) * 2;
-                *reinterpret_cast<uint4*>(at) = packed;
+                    for (int t = 0; t < NT; t++) {
+                        float4* at = sums + (i * NT + t) * 32 + lane;
+                        const float4 x = *at;
+                        *at = make_float4(x.x * shrink[t][0], x.y * shrink[t][1], x.z * shrink[t][0],
+                                          x.w * shrink[t][1]);
+                    }
             }
         }
-        // Scales of the values' segments of the warp's slots, in the same order.
-        u8* own_scales = scales + buffer * segments_room * SLOTS * 2;
+        // Scales of the values' segments, in the same order.
+        const int four = lane & 15;
+        const u8* levels_at = rows + tile_at(4 * block + (four >> 2)) + value_byte * 16 + (four & 3) * 4;
 #pragma unroll 1
-        for (int i = lane; i < value_count * 16; i += 32) {
-            const int segment = i >> 4, word = i & 15;
-            const u8* at = rows + shared.tiles[buffer][4 * warp + (word >> 2)] +
-                           (value_byte + value_segment[2 * segment]) * 16 + (word & 3) * 4;
-            const u32 levels = __ldg(reinterpret_cast<const u32*>(at));
+        for (int segment = (lane >> 4) + 2 * part; segment < value_count; segment += 2 * PARTS) {
+            const u32 levels = __ldg(reinterpret_cast<const u32*>(levels_at + value_segment[2 * segment] * 16));
             const float gain = __int_as_float(value_segment[2 * segment + 1]);
             float x[4];
 #pragma unroll
@@ -757,53 +789,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 float level = __uint_as_float(__byte_perm(levels, 0x4b000000u, 0x7540 | k));
                 x[k] = exp2_fast(fminf(fmaf(level, 0.125f, -1048592.0f), 7.0f)) * gain;
             }
-            *reinterpret_cast<uint2*>(own_scales + (segment * SLOTS + warp * 64 + word * 4) * 2) =
+            *reinterpret_cast<uint2*>(scales + (segment * 64 + four * 4) * 2) =
                 make_uint2(pair(x[0], x[2]), pair(x[1], x[3]));
         }
-        // The values that the warp decodes first.
-        prefetch_rows(from, value_byte + first_row, min(value_bytes - first_row, 64));
-        __syncthreads();
-        bool moved = false;
-#pragma unroll
-        for (int t = 0; t < NT; t++)
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-                float top = most[t][k];
-#pragma unroll
-                for (int w = 0; w < WARPS; w++) top = fmaxf(top, shared.most[buffer][w][t * 8 + 2 * c + k]);
-                const float finite = top == NEGATIVE_INFINITY ? 0 : top;
-                shrink[t][k] = exp2_fast(most[t][k] - finite);
-                weight[t][k] = weight[t][k] * shrink[t][k] +
-                               own_weight[t][k] * exp2_fast(shared.most[buffer][warp][t * 8 + 2 * c + k] - finite);
-                moved |= most[t][k] != top;
-                most[t][k] = top;
-            }
-        if (__any_sync(~0u, moved)) {
-#pragma unroll 1
-            for (int tile = first_tile; tile < end_tile; tile++)
-#pragma unroll
-                for (int t = 0; t < NT; t++) {
-                    float4* at = sums + (tile * NT + t) * 32 + lane;
-                    const float4 x = *at;
-                    *at = make_float4(x.x * shrink[t][0], x.y * shrink[t][1], x.z * shrink[t][0], x.w * shrink[t][1]);
-                }
-        }
-        float top_of[NT];
-#pragma unroll
-        for (int t = 0; t < NT; t++) {
-            // Query g's: held by lanes of c = g / 2.
-            const float even = __shfl_sync(~0u, most[t][0], g >> 1), odd = __shfl_sync(~0u, most[t][1], g >> 1);
-            top_of[t] = g & 1 ? odd : even;
-            if (top_of[t] == NEGATIVE_INFINITY) top_of[t] = 0;
-        }
-        const int blocks = min(WARPS, end - from);
+        meet(set);
+#if PARTS == 1
+        if (block + SETS < end) prefetch_rows(block + SETS, key_byte, key_segment[0].next_row);
+#endif
+        const u8* values = rows + tile_at(4 * block + c) + value_byte * 16;
 #pragma unroll 1
         for (int i = 0; i < segments_room; i++) {
             const ValueJob job =
-                reinterpret_cast<const ValueJob*>(value_jobs)[(group * WARPS + warp) * segments_room + i];
-#define VALUES(BITS)                                                                                                   \
-    add_values<BITS>(sums, rows, shared.tiles[buffer], value_byte, shared.weights[buffer], own_scales,                 \
-                     &shared.most[buffer][0][0], top_of, job, blocks, lane)
+                reinterpret_cast<const ValueJob*>(value_jobs)[(group * PARTS + part) * segments_room + i];
+#define VALUES(BITS) add_values<BITS>(sums, values, weights, scales, job, lane)
             switch (job.bits) {
                 case 0: break;
                 case 1: VALUES(1); break;
@@ -814,42 +812,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 default: VALUES(8); break;
             }
         }
+        __syncwarp();
     }
-    // Sums of weights over a query's lanes and warps.
-    __syncthreads();
-#pragma unroll
-    for (int t = 0; t < NT; t++)
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-#pragma unroll
-            for (int i = 4; i < 32; i <<= 1) weight[t][k] += __shfl_xor_sync(~0u, weight[t][k], i);
-            if (g == 0) shared.most[0][warp][t * 8 + 2 * c + k] = weight[t][k];
-        }
-    __syncthreads();
-    const i64 out = (((i64)batch * runs + run) * groups + group) * count;
-    if (warp == 0 && g == 0) {
+    // Sets meet: weights summed over a query's lanes, and all relative to the largest score.
+    if (!part) {
 #pragma unroll
         for (int t = 0; t < NT; t++)
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                const int q = t * 8 + 2 * c + k;
-                if (q >= count) continue;
-                float total = 0;
-                for (int w = 0; w < WARPS; w++) total += shared.most[0][w][q];
-                most_out[out + q] = most[t][k];
-                sum_out[out + q] = total;
+#pragma unroll
+                for (int i = 4; i < 32; i <<= 1) weight[t][k] += __shfl_xor_sync(~0u, weight[t][k], i);
+                if (g == 0) {
+                    shared.most[set][t * 8 + 2 * c + k] = most[t][k] - LIFT;
+                    shared.weight[set][t * 8 + 2 * c + k] = weight[t][k];
+                }
             }
     }
+    __syncthreads();
+    float share_of[SETS][NT][2];
+    const i64 out = (((i64)batch * runs + run) * groups + group) * count;
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int q = t * 8 + 2 * c + k;
+            float top = NEGATIVE_INFINITY, total = 0;
+#pragma unroll
+            for (int i = 0; i < SETS; i++) top = fmaxf(top, shared.most[i][q]);
+            const float finite = top == NEGATIVE_INFINITY ? 0 : top;
+#pragma unroll
+            for (int i = 0; i < SETS; i++) {
+                share_of[i][t][k] = exp2_fast(shared.most[i][q] - finite);
+                total += shared.weight[i][q] * share_of[i][t][k];
+            }
+            if (warp == 0 && g == 0 && q < count) {
+                most_out[out + q] = top;
+                sum_out[out + q] = total;
+            }
+        }
 #pragma unroll 1
     for (int tile = warp; tile < tiles; tile += WARPS)
 #pragma unroll
         for (int t = 0; t < NT; t++) {
-            const float4 sum = sums[(tile * NT + t) * 32 + lane];
+            float sum[4] = {0, 0, 0, 0};
+            if (begin < end)
+#pragma unroll
+                for (int i = 0; i < SETS; i++) {
+                    const float4 x = all_sums[((i * tiles + tile) * NT + t) * 32 + lane];
+                    sum[0] = fmaf(x.x, share_of[i][t][0], sum[0]);
+                    sum[1] = fmaf(x.y, share_of[i][t][1], sum[1]);
+                    sum[2] = fmaf(x.z, share_of[i][t][0], sum[2]);
+                    sum[3] = fmaf(x.w, share_of[i][t][1], sum[3]);
+                }
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const int number = numbers[(group * tiles + tile) * 16 + g + (k >> 1) * 8], q = t * 8 + 2 * c + (k & 1);
-                const float x = k == 0 ? sum.x : k == 1 ? sum.y : k == 2 ? sum.z : sum.w;
-                if (number >= 0 && q < count) partial[(out + q) * value_width + number] = begin < end ? x : 0;
+                if (number >= 0 && q < count) partial[(out + q) * value_width + number] = sum[k];
             }
         }
 #pragma unroll 1
