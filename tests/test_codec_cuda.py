@@ -14,6 +14,7 @@ from recalkv.runtime.reference import DeviceLayout, DeviceRotation
 from tests.test_codec_triton import CASES, Problem
 
 WARPS = 4
+HOSTS = {"SETS", "PARTS", "NT", "PAGED", "CAPPED", "QUERY", "RESIDENT"}
 
 NUMBERS = {1: 8, 2: 4, 3: 8, 4: 2, 6: 4, 8: 2}
 """Of a byte of the last plane, or of two bytes of 8 bits."""
@@ -33,9 +34,9 @@ def test_products_have_each_key_once(name: str) -> None:
         found = [each for each in tables.products[group].flatten().tolist() if each >= 0]
         assert sorted(found, key=lambda each: each & 0xFFFF) == expected
         count, row_bytes, *rest = tables.key_segments[group].tolist()
-        rows = torch.tensor(rest).view(-1, 7)[:count].tolist()
+        rows = torch.tensor(rest).view(-1, 8)[:count].tolist()
         assert count == len(keys) and row_bytes == sum(each.row_bytes for each in keys)
-        for segment, (bits, scale, first, last, columns, _, behind) in zip(keys, rows, strict=True):
+        for segment, (bits, scale, first, last, columns, _, behind, _) in zip(keys, rows, strict=True):
             assert bits == segment.bits and scale < first <= last and last + columns <= behind
             assert behind - scale == segment.row_bytes
 
@@ -90,20 +91,20 @@ def test_places_are_two_halves_of_cosines_and_sines() -> None:
 
 def test_tables_do_not_follow_the_ambient_device() -> None:
     layout = layout_of("one group")
-    expected, text = RowTables.of(layout, WARPS), source(torch.float32, 1, False, False)
+    expected, text = RowTables.of(layout, WARPS), source(torch.float32, 1, False, False, (4, 1, 2))
     with torch.device("meta"):
         found = RowTables.of(layout, WARPS)
-        assert source(torch.float32, 1, False, False) == text
+        assert source(torch.float32, 1, False, False, (4, 1, 2)) == text
     for name in ("key_segments", "value_segments", "value_jobs", "numbers", "products"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 def test_the_source_names_every_definition_of_it() -> None:
-    text = source(torch.bfloat16, 2, True, False)
+    text = source(torch.bfloat16, 2, True, False, (10, 1, 1))
     head, body = text.split("\n// ", 1)
     defined = {line.split()[1] for line in head.splitlines()}
-    assert {"WARPS", "NT", "PAGED", "CAPPED", "QUERY", "RESIDENT"} <= defined
-    assert {name.rstrip("123468") for name in defined - {"WARPS", "NT", "PAGED", "CAPPED", "QUERY", "RESIDENT"}} == {
+    assert defined >= HOSTS
+    assert {name.rstrip("123468") for name in defined - HOSTS} == {
         "POLY_B", "POLY_D", "GAIN",
     }  # fmt: skip
     assert all(name.rstrip("123468") in body for name in defined)

@@ -29,6 +29,8 @@ from recalkv.runtime.triton_decode import coded_attention
 from recalkv.runtime.triton_search import trellis_search
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = (10, 1, 2), (4, 2, 1), (2, 4, 2), (1, 1, 1)
+"""Sets of warps of a block, warps of a set, and blocks of a multiprocessor, in CUDA C++."""
 WAYS: dict[str, tuple[Any, dict[str, Any], float]] = {
     "kernel": (coded_attention, {}, 2e-3),
     "kernel, exact": (coded_attention, {"exact": True}, 1e-5),
@@ -36,7 +38,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any], float]] = {
 }
 if DEVICE.type == "cuda":
     # Levels in float16, as well as products.
-    WAYS |= {f"CUDA C++, {parts} warps a set": (cuda.coded_attention, {"shape": (4, parts)}, 4e-3) for parts in (1, 2, 4)}
+    WAYS |= {f"CUDA C++, {shape}": (cuda.coded_attention, {"shape": shape}, 4e-3) for shape in SHAPES}
 """What attends, its options, and its largest error relative to the largest output."""
 
 
@@ -375,6 +377,4 @@ def test_products_around_attention(batch: int, per_head: int, dtype: torch.dtype
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
     numbers = torch.randn(batch, groups, heads * per_head, width, device=DEVICE)
     others = back.transpose(1, 2).contiguous(), mean
-    assert torch.allclose(
-        triton_basis.outputs(numbers, *others), outputs_torch(numbers, *others), rtol=1e-4, atol=1e-4
-    )
+    assert torch.allclose(triton_basis.outputs(numbers, *others), outputs_torch(numbers, *others), rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,15 @@ MOST_QUERIES = 16
 _SLOTS = 64
 """Slots that a set of warps takes at once."""
 
-_RESIDENT = {(1, 4, 1): 4, (1, 4, 2): 2, (1, 4, 4): 1, (2, 4, 1): 2, (2, 4, 2): 1, (2, 4, 4): 1}
-"""Blocks of a multiprocessor, by tiles of eight queries, sets of a block and warps a set."""
+Shape = tuple[int, int, int]
+"""Sets of warps of a block, warps of a set, and blocks of a multiprocessor."""
 
 _QUERY = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def source(query: torch.dtype, tiles: int, paged: bool, capped: bool, sets: int = 4, parts: int = 1) -> str:
-    """Source of the kernel for one type of queries, so many tiles of eight of them, and sets and warps a set."""
-    own = {"SETS": sets, "PARTS": parts, "RESIDENT": _RESIDENT[tiles, sets, parts], "NT": tiles, "PAGED": int(paged),
+def source(query: torch.dtype, tiles: int, paged: bool, capped: bool, shape: Shape) -> str:
+    """Source of the kernel for one type of queries, so many tiles of eight of them, and a shape of blocks."""
+    own = {**dict(zip(("SETS", "PARTS", "RESIDENT"), shape, strict=True)), "NT": tiles, "PAGED": int(paged),
            "CAPPED": int(capped), "QUERY": _QUERY[query]}  # fmt: skip
     lines = [f"#define {name} {value}" for name, value in own.items()]
     for bits in CURVES:
@@ -62,9 +62,9 @@ def _toolkit() -> Iterator[None]:
 
 
 @functools.cache
-def _kernel(device: int, query: torch.dtype, tiles: int, paged: bool, capped: bool, sets: int, parts: int) -> Any:
+def _kernel(device: int, query: torch.dtype, tiles: int, paged: bool, capped: bool, shape: Shape) -> Any:
     with torch.cuda.device(device), _toolkit():
-        return torch.cuda._compile_kernel(source(query, tiles, paged, capped, sets, parts), "attend")
+        return torch.cuda._compile_kernel(source(query, tiles, paged, capped, shape), "attend")
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def _compiles(device: int) -> bool:
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
-        _kernel(device, torch.float32, 1, False, False, 4, 1)
+        _kernel(device, torch.float32, 1, False, False, (4, 1, 4))
     except (AttributeError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[:1]
         warnings.warn(f"codec: the CUDA kernel does not compile ({reason}); decoding by Triton, slower.", stacklevel=2)
@@ -98,7 +98,7 @@ def coded_attention(
     softcap: float | None = None,
     block_table: Tensor | None = None,
     splits: int | None = None,
-    shape: tuple[int, int] | None = None,
+    shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and result as :func:`recalkv.runtime.triton_decode.coded_attention` has them, but ``exact``.
 
@@ -114,19 +114,22 @@ def coded_attention(
     check_rows(rows, splits)
     batch, groups, count, width = queries.shape
     device, value_width = rows.device, layout.widths[1]
-    tiles = -(-count // 8)
+    tiles, pairs = -(-count // 8), -(-rotation.pairs // 8) * 8
     pages = rows if block_table is None else block_table
     capacity = TILE * rows.shape[1] * (1 if block_table is None else block_table.shape[1])
-    sets, parts = shape or _shape(device, groups * batch, capacity)
-    runs = splits or runs_for(device, _RESIDENT[tiles, sets, parts], groups * batch, capacity, sets * _SLOTS)
-    tables, places = _prepared(layout, rotation, parts)
+
+    def size(sets: int, parts: int) -> int:
+        return _shared(tiles, sets, parts, pairs, _tables(layout, parts))
+
+    sets, parts, resident = shape = shape or _shape(device, tiles, groups * batch, capacity, size)
+    runs = splits or runs_for(device, resident, groups * batch, capacity, sets * _SLOTS)
+    tables, places = _tables(layout, parts), _places(rotation)
     partial = torch.empty(batch, runs, groups, count, value_width, dtype=torch.float32, device=device)
     most, sums = torch.empty(2, batch, runs, groups, count, dtype=torch.float32, device=device)
     if not batch:
         return combine(partial, most, sums)
-    kernel = _kernel(device.index, queries.dtype, tiles, block_table is not None, softcap is not None, sets, parts)
-    pairs, products = -(-rotation.pairs // 8) * 8, tables.products.shape[1]
-    shared = _shared(tiles, sets, parts, products, pairs, tables)
+    kernel = _kernel(device.index, queries.dtype, tiles, block_table is not None, softcap is not None, shape)
+    products, shared = tables.products.shape[1], size(sets, parts)
     if shared >= 48 * 1024 and shared > kernel._max_shared_mem_bytes:
         kernel.set_shared_memory_config(shared)
     with torch.cuda.device(device):
@@ -145,28 +148,47 @@ def coded_attention(
     return combine(partial, most, sums)
 
 
-def _shape(device: torch.device, programs: int, capacity: int) -> tuple[int, int]:
-    """Sets of a block and warps a set: more where a device has room for more warps than there are sets of slots."""
-    blocks = programs * -(-capacity // (4 * _SLOTS)) / torch.cuda.get_device_properties(device).multi_processor_count
-    return 4, 4 if blocks <= 1 else 2 if blocks <= 2 else 1
+def _shape(device: torch.device, tiles: int, programs: int, capacity: int, size: Callable[[int, int], int]) -> Shape:
+    """The best shape, as measured on an H100, whose shared memory a device has.
+
+    Of few slots a multiprocessor, warps share the numbers of a set; else as many sets as there is room for have no
+    need to wait for each other.
+    """
+    own = torch.cuda.get_device_properties(device)
+    blocks = programs * -(-capacity // 256) / own.multi_processor_count
+    shapes = [(sets, 1, 3 - tiles) for sets in (10, 7, 4, 2, 1)]
+    if blocks <= 1:
+        shapes = [(2, 4, 2), *shapes]
+    elif tiles == 2 and blocks <= 4:
+        shapes = [(4, 4, 1), *shapes]
+    for sets, parts, resident in shapes:
+        most = own.shared_memory_per_multiprocessor // resident - 1024
+        if size(sets, parts) <= most:
+            return sets, parts, resident
+    return 1, 1, 1
 
 
-def _prepared(layout: DeviceLayout, rotation: DeviceRotation, parts: int) -> tuple[RowTables, Tensor]:
-    """Tables of a layer and of its rotation, made once and kept beside them."""
-    kept, places = layout.__dict__.setdefault("_cuda", {}), rotation.__dict__.get("_cuda")
-    tables = kept.get(parts)
-    if tables is None:
-        tables = kept[parts] = RowTables.of(layout, parts)
+def _tables(layout: DeviceLayout, parts: int) -> RowTables:
+    """Tables of a layer for sets of so many warps, made once and kept beside it."""
+    kept: dict[int, RowTables] = layout.__dict__.setdefault("_cuda", {})
+    if parts not in kept:
+        kept[parts] = RowTables.of(layout, parts)
+    return kept[parts]
+
+
+def _places(rotation: DeviceRotation) -> Tensor:
+    """The table of a layer's rotation, made once and kept beside it."""
+    places: Tensor | None = rotation.__dict__.get("_cuda")
     if places is None:
         with torch.inference_mode(False):
             places = rotation.__dict__["_cuda"] = position_table(rotation)
-    return tables, places
+    return places
 
 
-def _shared(tiles: int, sets: int, parts: int, products: int, pairs: int, tables: RowTables) -> int:
+def _shared(tiles: int, sets: int, parts: int, pairs: int, tables: RowTables) -> int:
     """Bytes of shared memory: ``Shared`` of the source, and what follows it."""
     queries = 8 * tiles
     fixed = 8 * queries + 8 * sets * queries + sets * queries * (2 * _SLOTS + 16) + 2048 * tiles * sets * (parts - 1)
-    shared = 256 * tiles * products + 8 * pairs * queries
+    shared = 256 * tiles * tables.products.shape[1] + 8 * pairs * queries + tables.segments * (40 + 32 * parts)
     own = 8 * pairs + 2 * tables.segments * _SLOTS + 512 * tiles * tables.numbers.shape[1]
     return fixed + shared + sets * own

@@ -233,11 +233,11 @@ __device__ __forceinline__ void eight_by_token(u32 (&n)[4], u32 a, u32 b, u32 a_
 }
 
 // A segment as the keys' loop takes it. Rows count from the group's first byte; product is its first.
-struct KeySegment {
-    int bits, scale_row, first_row, last_row, columns, product, next_row;
+struct alignas(16) KeySegment {
+    int bits, scale_row, first_row, last_row, columns, product, next_row, none;
 };
 // Units of 8 columns of a segment of values that a warp has; tile is the first one's.
-struct ValueJob {
+struct alignas(16) ValueJob {
     int bits, segment, first_row, last_row, columns, unit, end, tile;
 };
 
@@ -493,16 +493,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     float4* all_sums = reinterpret_cast<float4*>(all_scales + SETS * segments_room * 64 * 2);
     float4* sums = all_sums + set * tiles * 32 * NT;
     u8* weights = shared.weights[set];
+    // Tables of the group: segments of keys, jobs of the parts, scales' rows and gains of values.
+    KeySegment* key_segment = reinterpret_cast<KeySegment*>(all_sums + SETS * tiles * 32 * NT);
+    ValueJob* jobs = reinterpret_cast<ValueJob*>(key_segment + segments_room);
+    int* value_segment = reinterpret_cast<int*>(jobs + PARTS * segments_room);
 
-    const int key_count = key_segments[group * (segments_room * 7 + 2)],
-              key_bytes = key_segments[group * (segments_room * 7 + 2) + 1];
-    const KeySegment* key_segment =
-        reinterpret_cast<const KeySegment*>(key_segments + group * (segments_room * 7 + 2) + 2);
-    const int value_count = value_segments[group * (segments_room * 2 + 4)];
-    const int key_byte = value_segments[group * (segments_room * 2 + 4) + 1];
-    const int value_bytes = value_segments[group * (segments_room * 2 + 4) + 2];
-    const int* value_segment = value_segments + group * (segments_room * 2 + 4) + 4;
-    const int value_byte = key_byte + key_bytes, own_width = value_segments[group * (segments_room * 2 + 4) + 3];
+    const int* key_table = key_segments + group * (segments_room * 8 + 2);
+    const int key_count = key_table[0], key_bytes = key_table[1];
+    const int* value_table = value_segments + group * (segments_room * 2 + 4);
+    const int value_count = value_table[0], key_byte = value_table[1], value_bytes = value_table[2];
+    const int value_byte = key_byte + key_bytes, own_width = value_table[3];
     const int first = max(first_at[batch], 0), length = min(length_at[batch], capacity), offset = offset_at[batch];
     const int begin_all = first >> 6, end_all = (length + 63) >> 6;
     const int share = (max(end_all - begin_all, 0) + runs - 1) / runs;
@@ -546,17 +546,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         for (int i = (lane & 7) * 128; i < bytes * 16; i += 1024) prefetch(at + i);
     };
 
+    // What a warp will read of a set's first or next block: all of it where warps share it, else the first segment.
+    auto prefetch_block = [&](int block) {
+#if PARTS > 1
+        const int bytes = (key_bytes + value_bytes + PARTS - 1) / PARTS;
+        prefetch_rows(block, key_byte + part * bytes, bytes);
+#else
+        prefetch_rows(block, key_byte, key_table[8]);
+#endif
+    };
+
     if (begin < end) {
+        if (begin + set < end) prefetch_block(begin + set);
+#pragma unroll 1
+        for (int i = tid; i < segments_room * 8; i += THREADS) reinterpret_cast<int*>(key_segment)[i] = key_table[2 + i];
+#pragma unroll 1
+        for (int i = tid; i < PARTS * segments_room * 8; i += THREADS)
+            reinterpret_cast<int*>(jobs)[i] = value_jobs[group * PARTS * segments_room * 8 + i];
+#pragma unroll 1
+        for (int i = tid; i < 2 * segments_room; i += THREADS) value_segment[i] = value_table[4 + i];
 #pragma unroll 1
         for (int i = tid; i < SETS * tiles * 32 * NT; i += THREADS) all_sums[i] = make_float4(0, 0, 0, 0);
 #pragma unroll 1
         for (int q = warp; q < QUERIES; q += WARPS) {
             float largest = 0;
             if (q < count) {
-#pragma unroll 1
+#pragma unroll 8
                 for (int i = lane; i < key_width; i += 32)
                     largest = fmaxf(largest, fabsf(query_at(queries, (row + q) * key_width + i)));
-#pragma unroll 1
+#pragma unroll 4
                 for (int i = lane; i < 2 * pairs; i += 32)
                     largest = fmaxf(largest, fabsf(means[(row + q) * 2 * pairs + i]) * (1.0f / 1024));
             }
@@ -568,17 +586,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             }
         }
         __syncthreads();
-        #if PARTS > 1
-        if (begin + set < end)
-            prefetch_rows(begin + set, key_byte + part * 8 * ((key_bytes + value_bytes) / (8 * PARTS)),
-                          (key_bytes + value_bytes) / PARTS + 8);
-#else
-        if (begin + set < end) prefetch_rows(begin + set, key_byte, key_segment[0].next_row);
-#endif
 #pragma unroll 1
         for (int i = tid; i < products * NT * 32; i += THREADS) {
             int product = i / (32 * NT), own = i & 31, q = (i / 32) % NT * 8 + (own >> 2);
-            const int* at = product_numbers + ((group * products + product) * 4 + (own & 3)) * 4;
+            const int4 numbers_of =
+                __ldg(reinterpret_cast<const int4*>(product_numbers) + (group * products + product) * 4 + (own & 3));
+            const int at[4] = {numbers_of.x, numbers_of.y, numbers_of.z, numbers_of.w};
             float x[4];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
@@ -686,6 +699,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 add_scaled(score, scores, levels);
             }
         }
+        // Levels of the scales of four slots of two segments of values, which are needed soon.
+        const int four = lane & 15;
+        const u8* levels_at = rows + tile_at(4 * block + (four >> 2)) + value_byte * 16 + (four & 3) * 4;
+        auto levels_of = [&](int segment) {
+            return __ldg(reinterpret_cast<const u32*>(levels_at + value_segment[2 * segment] * 16));
+        };
+        u32 early[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int segment = (lane >> 4) + 2 * (part + i * PARTS);
+            early[i] = segment < value_count ? levels_of(segment) : 0;
+        }
 #if PARTS > 1
         if (part) {
 #pragma unroll
@@ -741,6 +766,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 float finite[2];
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
+                    // Somewhat above the largest, that sums are seldom put right.
+                    if (largest[k] > most[t][k]) largest[k] += 2;
                     const bool any = largest[k] != NEGATIVE_INFINITY;
                     finite[k] = any ? largest[k] - LIFT : 0;
                     shrink[t][k] = any ? exp2_fast(most[t][k] - largest[k]) : 1;
@@ -777,11 +804,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             }
         }
         // Scales of the values' segments, in the same order.
-        const int four = lane & 15;
-        const u8* levels_at = rows + tile_at(4 * block + (four >> 2)) + value_byte * 16 + (four & 3) * 4;
 #pragma unroll 1
-        for (int segment = (lane >> 4) + 2 * part; segment < value_count; segment += 2 * PARTS) {
-            const u32 levels = __ldg(reinterpret_cast<const u32*>(levels_at + value_segment[2 * segment] * 16));
+        for (int i = 0, segment = (lane >> 4) + 2 * part; segment < value_count; i++, segment += 2 * PARTS) {
+            const u32 levels = i == 0 ? early[0] : i == 1 ? early[1] : levels_of(segment);
             const float gain = __int_as_float(value_segment[2 * segment + 1]);
             float x[4];
 #pragma unroll
@@ -793,14 +818,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 make_uint2(pair(x[0], x[2]), pair(x[1], x[3]));
         }
         meet(set);
-#if PARTS == 1
-        if (block + SETS < end) prefetch_rows(block + SETS, key_byte, key_segment[0].next_row);
-#endif
+        if (block + SETS < end) prefetch_block(block + SETS);
         const u8* values = rows + tile_at(4 * block + c) + value_byte * 16;
 #pragma unroll 1
         for (int i = 0; i < segments_room; i++) {
-            const ValueJob job =
-                reinterpret_cast<const ValueJob*>(value_jobs)[(group * PARTS + part) * segments_room + i];
+            const ValueJob job = jobs[part * segments_room + i];
 #define VALUES(BITS) add_values<BITS>(sums, values, weights, scales, job, lane)
             switch (job.bits) {
                 case 0: break;

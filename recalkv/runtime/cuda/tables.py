@@ -36,9 +36,9 @@ class RowTables:
 
     Attributes
     ----------
-    key_segments : (groups, 2 + 7 segments)
+    key_segments : (groups, 2 + 8 segments)
         How many there are, bytes of the keys of a row; of each bits, rows of the scale, the first and the last plane,
-        bytes of the last plane that its chain goes through (columns), its first product, and the row behind it. Rows
+        bytes of the last plane that its chain goes through (columns), its first product, the row behind it, and 0. Rows
         count from the group's first byte.
     value_segments : (groups, 4 + 2 segments)
         How many there are, the byte of the row where the group begins, bytes of its values, numbers; of each the row of
@@ -75,10 +75,10 @@ class RowTables:
             for segment in keys:
                 columns, count = _columns(segment)
                 behind = row + segment.row_bytes
-                own += [segment.bits, *_rows(segment, row), columns, len(own_products), behind]
+                own += [segment.bits, *_rows(segment, row), columns, len(own_products), behind, 0]
                 own_products += _products(segment.bits, columns, count, number)
                 row, number = behind, number + segment.width
-            key_rows.append([len(keys), row, *own] + [0] * (7 * (room - len(keys))))
+            key_rows.append([len(keys), row, *own] + [0] * (8 * (room - len(keys))))
             products.append(own_products)
             begin, row, number = byte + row, 0, 0
             own, own_units = [], []
