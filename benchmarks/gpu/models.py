@@ -145,21 +145,16 @@ def _release() -> None:
     torch.cuda.empty_cache()
 
 
-def _compress(geometry: str, setting: Setting, emit: Emit) -> None:
-    """Compress with the defaults, and say how long each of the steps takes and how much memory."""
-    from recalkv.compression import assemble, compress_layers
-    from recalkv.model.layers import ModuleSource
-    from recalkv.model.precision import resolve_precision
-    from recalkv.params import CalibrationParams, CompressionParams
+def _windows(geometry: str, setting: Setting) -> Tensor:
+    """Random calibration windows."""
+    size = (4, 16) if setting.tiny else (SAMPLES, LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, sizes_of(geometry, setting.tiny).vocabulary, size, generator=generator)
 
-    device, sizes = setting.device, sizes_of(geometry, setting.tiny)
-    samples, length = (4, 16) if setting.tiny else (SAMPLES, LENGTH)
-    model = dense_model(geometry, setting, whole=True)
-    calibration = CalibrationParams(samples=samples, length=length, precision=resolve_precision("auto", device))
-    parameters = CompressionParams()
-    config = {"geometry": geometry, "samples": samples, "length": length, "ratio": parameters.ratio,
-              "method": parameters.method, "precision": calibration.precision}  # fmt: skip
-    begin = start = now(device)
+
+def _timed_steps(device: torch.device, emit: Emit) -> Callable[[str, int, int], None]:
+    """Called with a step's name, what is done and all of it: says how long each step took and how much memory."""
+    start = now(device)
     forget_peak(device)
 
     def took(step: str, done: int, total: int) -> None:
@@ -167,17 +162,49 @@ def _compress(geometry: str, setting: Setting, emit: Emit) -> None:
         if done == total:
             seconds, start = now(device) - start, now(device)
             emit(what="compress", stage=step, seconds=seconds, peak_mib=peak_device_mib(device),
-                 host_peak_mib=peak_resident_mib(), **config)  # fmt: skip
+                 host_peak_mib=peak_resident_mib())  # fmt: skip
             forget_peak(device)
 
+    return took
+
+
+def _fit(geometry: str, setting: Setting, emit: Emit) -> None:
+    """Fit a codec with the defaults, and say how long each of the steps takes and how much memory."""
+    from recalkv.codec.fit import build_codec
+    from recalkv.codec.moments import take_moments
+    from recalkv.params import CodecParams
+
+    model, windows = dense_model(geometry, setting, whole=True).eval(), _windows(geometry, setting)
+    told = functools.partial(emit, geometry=geometry, samples=len(windows), length=windows.shape[1], method="codec")
+    begin, took = now(setting.device), _timed_steps(setting.device, told)
+    moments = take_moments(model, windows, CONTEXT, progress=lambda step, *done: took(f"codec, {step}", *done))
+    build_codec(moments, CodecParams().bits, CONTEXT, geometry)
+    took("codec, bases and bits", 1, 1)
+    told(what="compressed", seconds=now(setting.device) - begin)
+
+
+def _compress(geometry: str, setting: Setting, emit: Emit) -> None:
+    """Compress with the defaults, and say how long each of the steps takes and how much memory."""
+    from recalkv.compression import assemble, compress_layers
+    from recalkv.model.layers import ModuleSource
+    from recalkv.model.precision import resolve_precision
+    from recalkv.params import CalibrationParams, CompressionParams
+
+    device, windows = setting.device, _windows(geometry, setting)
+    samples, length = windows.shape
+    model = dense_model(geometry, setting, whole=True)
+    calibration = CalibrationParams(samples=samples, length=length, precision=resolve_precision("auto", device))
+    parameters = CompressionParams()
+    config = {"geometry": geometry, "samples": samples, "length": length, "ratio": parameters.ratio,
+              "method": parameters.method, "precision": calibration.precision}  # fmt: skip
+    told = functools.partial(emit, **config)
+    begin, took = now(device), _timed_steps(device, told)
     source = ModuleSource(model, device, calibration.precision)
-    generator = torch.Generator().manual_seed(0)
-    windows = torch.randint(0, sizes.vocabulary, (samples, length), generator=generator)
     result = compress_layers(source, windows, calibration, parameters, took)
     provenance: dict[str, str | None] = {"name": geometry, "revision": None, "fingerprint": None}
     small = assemble(source, result, parameters, setting.dtype, provenance)
     took("assemble", 1, 1)
-    emit(what="compressed", seconds=now(device) - begin, removed=float(_removed(small)), **config)
+    told(what="compressed", seconds=now(device) - begin, removed=float(_removed(small)))
 
 
 def _removed(model: Any) -> float:
@@ -195,8 +222,9 @@ def steps(setting: Setting) -> list[Step]:
     def decode(geometry: str, kind: str) -> Step:
         return Step(f"decode, {geometry}, {kind}", functools.partial(_decode, geometry, kind), 120.0)
 
+    fit = Step("fit, llama-3.1-8b", functools.partial(_fit, "llama-3.1-8b"), 120.0)
     compress = Step("compress, llama-3.1-8b", functools.partial(_compress, "llama-3.1-8b"), 300.0)
     if setting.tiny:
-        return [*(decode("llama-3.1-8b", kind) for kind in kinds), compress]
+        return [*(decode("llama-3.1-8b", kind) for kind in kinds), fit, compress]
     first, second = ([decode(name, kind) for kind in kinds] for name in ("llama-3.1-8b", "llama-2-7b"))
-    return [*first, compress, *second]
+    return [*first, fit, compress, *second]

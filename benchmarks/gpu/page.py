@@ -178,9 +178,9 @@ def _models(records: list[Record]) -> list[str]:
 
     head = ("model", "latents", "cached", "context", "batch", "tokens/s", "attention")
     stages = [
-        (each["geometry"], each.get("stage", "**all**"), f"{each['seconds']:.1f}",
+        (each["geometry"], each.get("stage", f"**all of {each.get('method', 'it')}**"), f"{each['seconds']:.1f}",
          _gib(each.get("peak_mib")), _gib(each.get("host_peak_mib")))
-        for what in ("compress", "compressed") for each in _of(records, what)
+        for each in records if each.get("what") in ("compress", "compressed")
     ]  # fmt: skip
     peaks = ("model", "step", "s", "peak on the device, GiB", "peak on the host, GiB")
     return [
