@@ -25,8 +25,13 @@ COMPILED = ("mistral-7b joint s=2 70%", "llama-2-7b joint s=2 50%, one pass")
 """Configurations of ``recalkv.kernels.compile_gate``: of every kernel one."""
 
 KERNEL_TESTS, CODEC_TESTS = "tests/test_gpu_kernels.py", "tests/test_codec_triton.py"
-SANITISED = ("test_two_passes and gqa and separate and bfloat16", "test_one_pass and gqa and 160 and bfloat16")
-"""Of the kernels' tests."""
+SANITISED = {
+    "memcheck": (CODEC_TESTS, "CUDA and unequal and paged"),
+    "racecheck": (CODEC_TESTS, "CUDA and wide and contiguous"),
+    "memcheck, two passes": (KERNEL_TESTS, "test_two_passes and gqa and separate and bfloat16"),
+    "memcheck, one pass": (KERNEL_TESTS, "test_one_pass and gqa and 160 and bfloat16"),
+}
+"""Tools of compute-sanitizer, and tests under them."""
 
 
 def _environment(setting: Setting, emit: Emit) -> None:
@@ -88,13 +93,13 @@ def _tests(setting: Setting, emit: Emit, *arguments: str, before: tuple[str, ...
          failed=failed[:20])  # fmt: skip
 
 
-def _sanitise(names: str, setting: Setting, emit: Emit) -> None:
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
+def _sanitise(tool: str, tests: str, names: str, setting: Setting, emit: Emit) -> None:
+    found = shutil.which("compute-sanitizer")
+    if found is None:
         emit(what="sanitiser", reason="compute-sanitizer is not here")
         return
-    options = ("--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5")
-    _tests(setting, emit, KERNEL_TESTS, "-k", names, before=(tool, *options))
+    options = ("--tool", tool, "--error-exitcode", "9", "--print-limit", "5")
+    _tests(setting, emit, tests, "-k", names, before=(found, *options), marked=tests == KERNEL_TESTS)
 
 
 def _compile_gate(setting: Setting, emit: Emit) -> None:
@@ -118,15 +123,20 @@ def steps(setting: Setting) -> list[Step]:
     if setting.kind == "cpu":
         return [first[0], Step("ceilings", _ceilings), interpreted]
     spread = ("-n", "8") if importlib.util.find_spec("xdist") else ()
+    sanitised = [
+        Step(f"sanitiser, {name}", functools.partial(_sanitise, name.split(",")[0], *which), 90.0)
+        for name, which in SANITISED.items()
+    ]
     return [
         *first,
         Step("ceilings", _ceilings),
         *(tests(f"kernels, {way}", KERNEL_TESTS, "-k", way, *spread) for way in ("two_passes", "one_pass")),
         tests("codec, compiled", CODEC_TESTS, "-m", "not slow", *spread, marked=False),
+        *sanitised[:2],
         tests("kernels, compiled", KERNEL_TESTS, "-k", "compiled", *spread, seconds=240.0),
         tests("compression", "tests/test_gpu_compression.py", *spread, seconds=150.0),
         tests("all kernel tests, compiled", "tests/test_kernels.py", "tests/test_one_pass.py", *spread, seconds=180.0,
               marked=False),
-        *(Step(f"sanitiser, {names}", functools.partial(_sanitise, names), 90.0) for names in SANITISED),
+        *sanitised[2:],
         tests("devices", "tests/test_numerics.py", "tests/test_refit.py", "tests/test_device_map.py", *spread),
     ]  # fmt: skip
