@@ -141,7 +141,8 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
             for unit, digits in (("us", 1), ("gb_per_s", 0))
         ]
         name, ratio = ("none", "") if dense is None else (dense["baseline"], f"{dense['us'] / each['us']:.2f}")
-        return *place(each), *latents(each), name, *times, ratio, f"{each['error']:.1e}"
+        plain = f"{each['torch_us']:,.1f}" if "torch_us" in each else ""
+        return *place(each), *latents(each), name, *times, ratio, plain, f"{each['error']:.1e}"
 
     where = ("geometry", "context", "batch")
     kinds = ("latents", "cached", "way")
@@ -155,7 +156,8 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
         "One step over a static cache, projections included, as a CUDA graph; *dense* is the fastest of torch's "
         "attention backends. The error is the largest difference from plain torch, relative to the largest output."
     )
-    head = (*where, *kinds, "dense by", "dense, us", "GB/s", "latents, us", "GB/s", "dense / latents", "error")
+    head = (*where, *kinds, "dense by", "dense, us", "GB/s", "latents, us", "GB/s", "dense / latents",
+            "in torch, us", "error")  # fmt: skip
     return _section(
         "One attention module, one token",
         [told, ""] if rows else [],

@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from recalkv.errors import ReCalKVError, ReportError
 from recalkv.reports import tables
@@ -29,17 +30,18 @@ __all__ = ["PAGES", "TABLES", "main", "measured_numbers", "refreshed"]
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "attention": (tables.attention, ("latency",)),
     "chained": (tables.chained, ("frontier",)),
-    "chosen": (tables.chosen, ("frontier",)),
     "codebooks": (tables.codebooks, ("codebooks",)),
     "codec-divergence": (tables.codec_divergence, ("codec_frontier",)),
     "codec-speed": (tables.codec_speed, ("codec",)),
     "dense-beside-compressed": (tables.dense_beside_compressed, ("metrics", "latency")),
     "exact-window": (tables.exact_window, ("frontier",)),
+    "gpu-models": (tables.gpu_models, ("gpu/models.jsonl",)),
     "grid": (tables.grid, ("grids/{}",)),
     "loss-targets": (tables.loss_targets, ("loss_targets",)),
     "methods": (tables.methods, ("comparison",)),
     "needle": (tables.needle, ("suites/needle",)),
     "parameters": (parameters, ()),
+    "real-models": (tables.real_models, ("models",)),
     "setting": (tables.setting, ("environment", "metrics")),
     "stages": (tables.stages, ("timings",)),
     "zeroshot": (tables.zeroshot, ("suites/zeroshot-sets", "suites/zeroshot-sets-small")),
@@ -89,12 +91,19 @@ def _table(root: Path, name: str, *words: str) -> str:
     function, patterns = TABLES[name]
     contents = []
     for pattern in patterns:
-        path = f"reports/{pattern.format(*words)}.json"
+        name = pattern.format(*words)
+        path = f"reports/{name}" if name.endswith(".jsonl") else f"reports/{name}.json"
         found = sorted(root.glob(path))
         if not found:
             return f"(`{path}` has not been made yet.)"
-        contents += [json.loads(each.read_text()) for each in found]
+        contents += [_contents(each) for each in found]
     return function(*contents)
+
+
+def _contents(path: Path) -> Any:
+    """A report, or the records of one that has a line for each."""
+    text = path.read_text()
+    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
 
 
 def measured_numbers(text: str) -> Iterator[tuple[int, str]]:

@@ -10,7 +10,6 @@ from typing import Any
 __all__ = [
     "STATES",
     "chained",
-    "chosen",
     "codebooks",
     "codec_divergence",
     "codec_speed",
@@ -19,12 +18,14 @@ __all__ = [
     "exact_window",
     "excess",
     "frontier",
+    "gpu_models",
     "grid",
     "loss_targets",
     "markdown",
     "methods",
     "modules",
     "needle",
+    "real_models",
     "setting",
     "stages",
     "varied",
@@ -179,26 +180,45 @@ def frontier(report: Mapping[str, Any]) -> str:
     return markdown(head, lines)
 
 
-_CHOSEN = {
+_GPU_CONTEXT = 8192
+_CACHES = {
     "codec-4": "**codec**, 4-bit rows",
     "codec-3": "**codec**, 3-bit rows",
-    "ours-4": "**latents**, 4-bit rows",
-    "ours-2": "**latents**, 2-bit rows",
+    "latents-4": "**latents**, 4-bit rows",
     "fp8": "fp8 (e4m3)",
     "kivi-4": "KIVI, 4 bits",
     "turboquant-4": "TurboQuant, 4 bits",
+    "int4-token-head": "int4 per token and head (vLLM)",
 }
 
 
-def chosen(report: Mapping[str, Any]) -> str:
-    """Divergence of some of the frontier's methods, a column a text."""
-    rows, texts = report["rows"], list(dict.fromkeys(row["text"] for row in report["rows"]))
-    lines = []
-    for method, name in _CHOSEN.items():
-        own = {row["text"]: row for row in rows if row["method"] == method}
-        figures = [f"{own[text]['kl']:.4f}" for text in texts]
-        lines.append([name, f"{own[texts[0]]['bits_per_element']:.2f}", *figures])
-    return markdown(["cache", "bits, all in", *(f"KL, {_short(text)}" for text in texts)], lines)
+def real_models(report: Mapping[str, Any]) -> str:
+    """Divergence on articles of some caches, and their bits, a column a model (``stages.models_page``)."""
+    columns = []
+    for model in report["models"].values():
+        text = model["rows"][0]["text"]
+        own = {row["method"]: row for row in model["rows"] if row["text"] == text}
+        columns.append({name: f"{row['kl']:.4f} ({row['bits_per_element']:.2f})" for name, row in own.items()})
+    lines = [[title, *(own.get(name, "") for own in columns)] for name, title in _CACHES.items()]
+    return markdown(["cache", *report["models"]], lines)
+
+
+def gpu_models(records: Sequence[Mapping[str, Any]]) -> str:
+    """Tokens a second of a dense model and of one with the codec, and the largest batch (``benchmarks.gpu models``)."""
+    lines: dict[str, list[str]] = {}
+    heads: dict[str, None] = {}
+    for each in records:
+        if (
+            "tokens_per_s" not in each
+            or each["context"] != _GPU_CONTEXT
+            or each["kind"] not in ("dense", "codec, 4 bits")
+        ):
+            continue
+        largest = each["what"] == "largest batch"
+        heads["as many as fit" if largest else f"{each['batch']} sequence{'s' * (each['batch'] > 1)}"] = None
+        rate = f"{each['tokens_per_s']:,.0f}" + (f" ({each['batch']} sequences)" if largest else "")
+        lines.setdefault(each["kind"], [each["kind"]]).append(rate)
+    return markdown(["tokens/s", *heads], list(lines.values()))
 
 
 def codec_speed(report: Mapping[str, Any]) -> str:
