@@ -39,7 +39,7 @@ grid: setup
 grids: setup
 	$(IN_VENV) dvc repro grids/dvc.yaml:table
 
-# Zero-shot accuracy, and retrieval from long texts beside quantised caches.
+# Zero-shot accuracy, and retrieval from long texts beside quantized caches.
 suites: setup
 	$(IN_VENV) dvc repro grids/dvc.yaml:suite grids/dvc.yaml:needle-page
 	@cat reports/suites/*.md
@@ -49,7 +49,7 @@ wikitext: setup
 	$(IN_VENV) dvc repro grids/wikitext/dvc.yaml
 	@cat reports/grids/wikitext.md
 
-# Our settings beside quantised caches of the dense model, on three texts; and a few of them on few windows.
+# Our settings beside quantized caches of the dense model, on three texts; and a few of them on few windows.
 frontier: setup
 	$(IN_VENV) dvc repro grids/frontier/dvc.yaml:page@set0
 	@cat reports/frontier.md

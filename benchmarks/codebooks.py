@@ -1,4 +1,4 @@
-"""The codebooks of quantised latents: what each code leaves of standard normal latents, and how they were trained.
+"""The codebooks of quantized latents: what each code leaves of standard normal latents, and how they were trained.
 
     python -m benchmarks.codebooks --out reports/codebooks.json
     python -m benchmarks.codebooks --train --out reports/codebooks.json

@@ -93,7 +93,7 @@ class CompressedLayers:
     refits
         Final factors, and the refitted output projection.
     input_means
-        Mean attention input, (m,), where latents are quantised; otherwise None.
+        Mean attention input, (m,), where latents are quantized; otherwise None.
     predicted_rises
         Half of the energy that ranks and codes leave; nats per token under the loss-aware metric.
     """
@@ -240,9 +240,9 @@ def compress_layers(
 
     for index, fitted in refit_layers(source, windows, calibration.batch_size, start, method):
         problem = problems(index)
-        final = quantizable(fitted, problem, groups[index], specs[index], index) if method.quantised else fitted
+        final = quantizable(fitted, problem, groups[index], specs[index], index) if method.quantized else fitted
         result.refits.append(final)
-        result.input_means.append(problem.input_mean.float() if method.quantised else None)
+        result.input_means.append(problem.input_mean.float() if method.quantized else None)
         progress("calibrate", index + 1, total)
     return result
 

@@ -109,7 +109,7 @@ class CompressionParams(_Section):
     ratio: float = Field(0.75, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
     group_size: int = Field(4, ge=1, description="key/value heads per group, all where the model has fewer")
     metric: Literal["auto", "weight", "activation", "loss"] = Field(
-        "auto", description="error that the factors minimise: of the weight, of its outputs, or of the loss"
+        "auto", description="error that the factors minimize: of the weight, of its outputs, or of the loss"
     )
     joint: Literal["auto", True, False] = Field("auto", description="keys and values of a group share one latent")
     chain: Literal["auto", True, False] = Field(
@@ -117,7 +117,7 @@ class CompressionParams(_Section):
         description="keys read the first of a joint latent's directions alone, which makes decoding faster; in mixed "
         "bits, where auto takes it up to a ratio of 0.8, as below that many bits it costs more than it is worth",
     )
-    grouping: Literal["auto", "neighbours", "cka", "tail-energy"] = Field(
+    grouping: Literal["auto", "neighbors", "cka", "tail-energy"] = Field(
         "auto", description="which heads share a latent; cka is the paper's HSR"
     )
     allocation: Literal["auto", "water-filling", "fisher", "uniform"] = Field(
@@ -142,7 +142,7 @@ class CompressionParams(_Section):
         description="newest tokens that are read as 16-bit latents, beside the rows that are cached of all; below 16 "
         "bits. They cost a fixed size for each sequence, which `ratio` does not count",
     )
-    rotation_seed: int = Field(0, ge=0, description="seed of the rotations of quantised latents")
+    rotation_seed: int = Field(0, ge=0, description="seed of the rotations of quantized latents")
     rank_multiple: int = Field(
         1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs, with 16-bit latents alone"
     )

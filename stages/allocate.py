@@ -36,7 +36,7 @@ def allocate(run: Stage) -> None:
     with run.write(record) as store:
         store.put("key", torch.tensor([spec.key_ranks for spec in specs]))
         store.put("value", torch.tensor([spec.value_ranks for spec in specs]))
-        if method.quantised:
+        if method.quantized:
             store.put(
                 "key_widths",
                 torch.stack([segment_widths(spec.units if spec.parts else spec.key_segments or ()) for spec in specs]),

@@ -1,4 +1,4 @@
-"""Step 9, what breaks: key biases by layer, and quantised caches of keys with and without them."""
+"""Step 9, what breaks: key biases by layer, and quantized caches of keys with and without them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,17 +7,17 @@ import typer
 
 from recalkv.evaluation.key_bias import bias_shares, rotated_biases, without_bias
 from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText
-from recalkv.evaluation.quantisers import QUANTISERS
+from recalkv.evaluation.quantizers import QUANTIZERS
 from recalkv.model.loading import load_model
 from stages.common import Stage, stage, write_json
-from stages.quantiser import quantiser_figures
+from stages.quantizer import quantizer_figures
 
 
 @stage(default=False)
 def biases(
     run: Stage,
     out: Annotated[Path, typer.Argument(help="File of the figures.")],
-    names: Annotated[list[str], typer.Argument(help=f"Of {', '.join(QUANTISERS)}.")],
+    names: Annotated[list[str], typer.Argument(help=f"Of {', '.join(QUANTIZERS)}.")],
 ) -> None:
     """Measure each cache on the main text, keys as they are and without their bias; write all to OUT."""
     folder, texts = run.model().folder, MeasuredText.read_all(run.read("baseline"))
@@ -27,8 +27,8 @@ def biases(
     rows, removed = [], rotated_biases(model, tokens.shape[1])
     with run.bar(2 * len(names) * len(tokens), "window") as bar:
         for name in names:
-            plain = quantiser_figures(run, model, name, texts, bar.update)
-            own = quantiser_figures(
+            plain = quantizer_figures(run, model, name, texts, bar.update)
+            own = quantizer_figures(
                 run, model, name, texts, bar.update, lambda layer, rounding: without_bias(rounding, removed[layer])
             )
             rows.append({"method": name, "kl": plain["kl_nats"], "kl_without_bias": own["kl_nats"]})

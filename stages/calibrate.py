@@ -25,8 +25,8 @@ def calibrate(run: Stage) -> None:
             return LayerStart(stored.factors(index), stored.groups(index), stored.value_groups(index))
 
         def fitted(index: int) -> LayerRefit | None:
-            # Quantised value factors stand in another basis than they were fitted in.
-            if index not in store.finished or (method.refit == "values" and method.quantised):
+            # Quantized value factors stand in another basis than they were fitted in.
+            if index not in store.finished or (method.refit == "values" and method.quantized):
                 return None
             figures = store.finished[index]
             return stored.refit(store, index, figures["error_before"], figures["error_after"])
@@ -35,7 +35,7 @@ def calibrate(run: Stage) -> None:
         refits = refit_layers(stored.source, windows, batch, start, method, fitted)
         for index, refit in run.progress(refits, len(specs) - len(store.finished)):
             name = layer_name(index)
-            if method.quantised:
+            if method.quantized:
                 problem = stored.problem(index)
                 final = quantizable(refit, problem, stored.groups(index), specs[index], index)
                 store.put(f"{name}/input_mean", problem.input_mean.float())

@@ -55,7 +55,7 @@ def latent_figures(
         "bytes_per_token": spec.cached_bits_per_token / 8,
         "window_bytes": spec.window_bytes(),
         **layer_bytes(
-            (each.cached_bytes(), 2 * spec.exact_window * each.cached_elements * each.quantised) for each in spec.layers
+            (each.cached_bytes(), 2 * spec.exact_window * each.cached_elements * each.quantized) for each in spec.layers
         ),
         "dense_bytes_per_token": spec.dense_elements_per_token * DENSE_BITS / 8,
         "removed": spec.removed,

@@ -1,4 +1,4 @@
-"""Step 9c, many cells in one process: quantised caches, codecs and latents of one model on the same windows."""
+"""Step 9c, many cells in one process: quantized caches, codecs and latents of one model on the same windows."""
 
 import functools
 import json
@@ -17,13 +17,13 @@ from stages.cell import latent_figures
 from stages.codec_cell import codec_figures
 from stages.common import Stage, stage, write_json
 from stages.forms import HELP, check_names, form_of, latent_setting
-from stages.quantiser import quantiser_figures
+from stages.quantizer import quantizer_figures
 from stages.stored_codec import stored_codec
 
 # What decides a cell's figures, by kind: stores beside the baseline, sections of the parameters, and folders of code.
-_STORES = {"quantiser": (), "codec": ("moments",), "latents": ("sample", "whiten", "fisher")}
-_SECTIONS = {"quantiser": (), "codec": (), "latents": ("calibration", "compression")}
-_CODE = {"quantiser": (), "codec": ("codec",), "latents": ("method", "cache", "statistics")}
+_STORES = {"quantizer": (), "codec": ("moments",), "latents": ("sample", "whiten", "fisher")}
+_SECTIONS = {"quantizer": (), "codec": (), "latents": ("calibration", "compression")}
+_CODE = {"quantizer": (), "codec": ("codec",), "latents": ("method", "cache", "statistics")}
 
 
 @stage(default=False)
@@ -51,14 +51,14 @@ def cells(
 def _key(run: Stage, name: str) -> str:
     """Digest of all that decides a cell's figures."""
     form, package = form_of(name)[0], Path(recalkv.__file__).parent
-    kind = "codec" if form.startswith("codec") else form if form == "quantiser" else "latents"
+    kind = "codec" if form.startswith("codec") else form if form == "quantizer" else "latents"
     return digest_of(
         {
             "name": name,
             "stores": {each: run.read(each).digest for each in ("baseline", *_STORES[kind])},
             "settings": {each: getattr(run.params, each).model_dump() for each in ("evaluation", *_SECTIONS[kind])},
             "code": [source_digest(package / folder) for folder in _CODE[kind]],
-            "definitions": (package / "evaluation" / "quantisers.py").read_text() if kind == "quantiser" else "",
+            "definitions": (package / "evaluation" / "quantizers.py").read_text() if kind == "quantizer" else "",
         }
     )
 
@@ -76,8 +76,8 @@ def _figures(
 ) -> dict[str, Any]:
     """Measure one cell."""
     form, bits = form_of(name)
-    if form == "quantiser":
-        return quantiser_figures(run, dense(), name, texts, progress)
+    if form == "quantizer":
+        return quantizer_figures(run, dense(), name, texts, progress)
     if not form.startswith("codec"):
         return latent_figures(run, latent_setting(form, bits), texts, progress)
     codec = stored_codec(run, bits, 1 if form == "codec-per-head" else None)

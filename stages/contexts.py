@@ -12,7 +12,7 @@ from torch import Tensor
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import ParameterError
 from recalkv.evaluation.perplexity import divergences
-from recalkv.evaluation.quantisers import quantised_cache, quantiser
+from recalkv.evaluation.quantizers import quantized_cache, quantizer
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from recalkv.runtime.models import stop_codec, use_codec
@@ -27,7 +27,7 @@ def contexts(
     out: Annotated[Path, typer.Argument(help="File of the figures.")],
     length: Annotated[int, typer.Argument(help="Tokens of the text, documents one after the other.")],
     codecs: Annotated[list[Path], typer.Option("--codec", help="A side-car; repeatable.")],
-    names: Annotated[list[str], typer.Option("--quantiser", help="A quantised cache; repeatable.")],
+    names: Annotated[list[str], typer.Option("--quantizer", help="A quantized cache; repeatable.")],
 ) -> None:
     """Read one text by each cache; write the divergence between powers of two of the position to OUT."""
     from transformers import AutoTokenizer
@@ -39,7 +39,7 @@ def contexts(
             f"{run.params.evaluation.text} has {len(text)} tokens, {length} are asked for; take fewer."
         )
     model, ids = load_model(folder, run.device, run.evaluated_dtype(folder)), text[None, :length]
-    roundings = [quantiser(name, check_supported(model.config).head_dim) for name in names]
+    roundings = [quantizer(name, check_supported(model.config).head_dim) for name in names]
     edges = [0, *(1 << power for power in range(10, math.ceil(math.log2(length)))), length]
     rows: list[dict[str, Any]] = []
     with run.bar(1 + len(codecs) + len(names), "pass") as bar, torch.inference_mode():
@@ -58,7 +58,7 @@ def contexts(
             measure(f"codec-{codec.record['bits']:g}", fitted=codec.context, bits=codec.bits_per_element(length))
             stop_codec(model)
         for rounding in roundings:
-            with quantised_cache(model, rounding):
+            with quantized_cache(model, rounding):
                 measure(rounding.name, bits=rounding.bits_per_element(length, len(model.model.layers)))
     write_json(out, {"length": length, "edges": edges, "rows": rows})
 

@@ -1,4 +1,4 @@
-"""Names of cells: `codec-4`, `codec-per-head-4`, `latents-2`, `recalkv-8`, `palu-4.8`, and the quantised caches."""
+"""Names of cells: `codec-4`, `codec-per-head-4`, `latents-2`, `recalkv-8`, `palu-4.8`, and the quantized caches."""
 
 import contextlib
 import re
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from recalkv.errors import ParameterError
-from recalkv.evaluation.quantisers import QUANTISERS, quantised_layers, quantiser
+from recalkv.evaluation.quantizers import QUANTIZERS, quantized_layers, quantizer
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from recalkv.runtime.models import use_codec
@@ -18,21 +18,21 @@ __all__ = ["HELP", "check_names", "form_of", "latent_setting", "opened"]
 
 HELP = (
     "codec-BITS, codec-per-head-BITS, latents-BITS (mixed), recalkv-BITS and palu-BITS (16-bit latents of so many bits "
-    f"a number), or one of {', '.join(QUANTISERS)}."
+    f"a number), or one of {', '.join(QUANTIZERS)}."
 )
 _FORM = re.compile(r"(codec(?:-per-head)?|latents|recalkv|palu)-([\d.]+)")
 
 
 def form_of(name: str) -> tuple[str, float]:
-    """Form and bits of a name; ``quantiser`` and 0 for a quantised cache.
+    """Form and bits of a name; ``quantizer`` and 0 for a quantized cache.
 
     Raises
     ------
     ParameterError
         For an unknown name.
     """
-    if name in QUANTISERS:
-        return "quantiser", 0.0
+    if name in QUANTIZERS:
+        return "quantizer", 0.0
     found = _FORM.fullmatch(name)
     if found is None:
         raise ParameterError(f"cell {name!r} is unknown; choose {HELP}")
@@ -60,9 +60,9 @@ def opened(run: Stage, name: str) -> Iterator[tuple[Any, Callable[[], Any] | Non
         yield latent_model(run, latent_setting(form, bits))[0], None
         return
     model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
-    if form == "quantiser":
-        rounding = quantiser(name, check_supported(model.config).head_dim)
-        yield model, lambda: quantised_layers(model, rounding)
+    if form == "quantizer":
+        rounding = quantizer(name, check_supported(model.config).head_dim)
+        yield model, lambda: quantized_layers(model, rounding)
         return
     if form != "dense":
         use_codec(model, stored_codec(run, bits, 1 if form == "codec-per-head" else None))

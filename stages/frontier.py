@@ -1,4 +1,4 @@
-"""Step 9, all methods and quantisers on one page: divergence from the dense model by bits per element."""
+"""Step 9, all methods and quantizers on one page: divergence from the dense model by bits per element."""
 
 import json
 from pathlib import Path

@@ -10,7 +10,7 @@ import typer
 from transformers import AutoConfig
 
 from recalkv.codec.context import cached_tokens
-from recalkv.evaluation.quantisers import QUANTISERS, quantiser
+from recalkv.evaluation.quantizers import QUANTIZERS, quantizer
 from recalkv.reports.frontier import Row, draw, rows_of
 from recalkv.reports.models import CONTEXT, page
 from stages.common import Stage, stage, write_json
@@ -92,8 +92,8 @@ def _files(folder: Path) -> dict[str, Any]:
 
 def _bits(name: str, cell: dict[str, Any], tokens: list[int], head_dim: int) -> float:
     """Bits of a cached number of a sequence of :data:`CONTEXT` tokens, of which layers with windows cache some."""
-    if name in QUANTISERS:
-        rounding = quantiser(name, head_dim)
+    if name in QUANTIZERS:
+        rounding = quantizer(name, head_dim)
         rounded, rounding = rounding.layers(len(tokens)), replace(rounding, exact_layers=0)
         each = [rounding.bits_per_element(count) if layer in rounded else 16 for layer, count in enumerate(tokens)]
         return sum(bits * count for bits, count in zip(each, tokens, strict=True)) / sum(tokens)

@@ -1,4 +1,4 @@
-"""Step 9e: numbers hidden in long texts, asked of one model: dense, over a quantised cache, or compressed."""
+"""Step 9e: numbers hidden in long texts, asked of one model: dense, over a quantized cache, or compressed."""
 
 import contextlib
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from recalkv.errors import ParameterError
-from recalkv.evaluation.quantisers import CONTEXTS, QUANTISERS, quantised_cache, quantiser
+from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, quantized_cache, quantizer
 from recalkv.evaluation.suites.needle import SCORES, check_lengths, find_needles
 from recalkv.kernels.module import choose_kernels
 from recalkv.model.families import check_supported
@@ -18,7 +18,7 @@ from recalkv.text.corpora import main_documents
 from recalkv.text.windows import joined_tokens
 from stages.common import Stage, stage, write_json
 
-_MODELS = ("dense", "compressed", *QUANTISERS)
+_MODELS = ("dense", "compressed", *QUANTIZERS)
 
 
 @stage(default=False)
@@ -27,7 +27,7 @@ def needle(
     out: Annotated[Path, typer.Argument(help="File of the scores.")],
     name: Annotated[
         str,
-        typer.Argument(help="dense, compressed, or a quantiser of the dense model's cache."),
+        typer.Argument(help="dense, compressed, or a quantizer of the dense model's cache."),
     ],
     checkpoint: Annotated[str, typer.Option(help="The compressed one; default DATA/compressed.")] = "",
 ) -> None:
@@ -48,8 +48,8 @@ def needle(
     elif name == "dense":
         bits = float(DENSE_BITS)
     else:
-        rounding = quantiser(name, check_supported(model.config).head_dim)
-        bits, reading = rounding.bits_per_element(CONTEXTS[0]), quantised_cache(model, rounding)
+        rounding = quantizer(name, check_supported(model.config).head_dim)
+        bits, reading = rounding.bits_per_element(CONTEXTS[0]), quantized_cache(model, rounding)
     haystack = joined_tokens(tokenizer, main_documents(run.params.evaluation))
     with run.bar(len(wanted.lengths) * wanted.trials, "prompt") as bar, reading:
         scores = find_needles(model, tokenizer, haystack, wanted, bar.update)

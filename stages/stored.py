@@ -85,7 +85,7 @@ class Stored:
         """Ranks and bits of all layers."""
         store, joint = self._read("allocate"), self.method.joint
         ranks = zip(store.get("key").tolist(), store.get("value").tolist(), strict=True)
-        if not self.method.quantised:
+        if not self.method.quantized:
             return [LayerSpec(key, value, joint) for key, value in ranks]
         if self.method.chain:
             groups = len(group_sizes(self.source.geometry.kv_heads, self.method.group_size))

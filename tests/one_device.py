@@ -84,7 +84,7 @@ def main(what: str) -> int:
     try_setting = {"library": library, "stages": stages}[what]
     attempts |= {str(setting): lambda setting=setting: try_setting(setting) for setting in SETTINGS}
     if what == "stages":
-        attempts |= {stage: lambda stage=stage: _succeeds(stage) for stage in ("cell", "quantiser")}
+        attempts |= {stage: lambda stage=stage: _succeeds(stage) for stage in ("cell", "quantizer")}
     failed = 0
     # Threads of the loader would not see the device.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"

@@ -17,7 +17,7 @@ STATISTICS = ("model", "sample", "whiten", "fisher")
 COMPRESSION = ("reorder", "allocate", "factorize", "calibrate", "fuse")
 """What follows the statistics, up to the compressed checkpoint."""
 CODEC = ("moments", "codec")
-MEASUREMENTS = ("baseline", "evaluate", "machine", "latency", "cell", "quantiser", "codec_cell", "report")
+MEASUREMENTS = ("baseline", "evaluate", "machine", "latency", "cell", "quantizer", "codec_cell", "report")
 STAGES = (*STATISTICS, *COMPRESSION, *CODEC, *MEASUREMENTS)
 
 
@@ -34,7 +34,7 @@ def invoke_in_pipeline(stage: str, **arguments: Any) -> int:
     """The same, with the arguments that dvc.yaml gives it, of its first item where it has several."""
     if stage == "cell":
         arguments |= {"out": Path("data/cells/compare/palu.json"), "changes": ["compression.method=palu"]}
-    if stage == "quantiser":
+    if stage == "quantizer":
         arguments |= {"out": Path("data/cells/compare/fp8.json"), "name": "fp8"}
     if stage == "codec_cell":
         arguments |= {"out": Path("data/cells/compare/codec.json")}

@@ -64,7 +64,7 @@ def test_energies_reach_their_own_latents(joint: bool) -> None:
     assert (allocation.budget, allocation.used, allocation.dense) == (budget, used, 960)
     given = [rank for spec in specs for rank in [*spec.key_ranks, *(() if joint else spec.value_ranks)]]
     assert given == ranks
-    assert all(spec.joint == joint and not spec.quantised for spec in specs)
+    assert all(spec.joint == joint and not spec.quantized for spec in specs)
 
 
 @pytest.mark.parametrize("changes", [{}, {"joint": False}, {"method": "recalkv"}, {"method": "palu"}])

@@ -10,7 +10,7 @@ import torch
 from recalkv.errors import DataError
 from recalkv.evaluation.key_bias import bias_shares, rotated_biases, without_bias
 from recalkv.evaluation.perplexity import window_scores
-from recalkv.evaluation.quantisers import quantised_cache, quantiser
+from recalkv.evaluation.quantizers import quantized_cache, quantizer
 from recalkv.evaluation.suites.gsm8k import Question, final_number, read_questions, solve
 from recalkv.text.windows import Windows
 from stages.baseline import own_words
@@ -78,10 +78,10 @@ def test_keys_are_rounded_without_their_bias() -> None:
     for layer in model.model.layers:
         layer.self_attn.k_proj.bias.data *= 400 / layer.self_attn.k_proj.bias.data.abs().max()
     dense = window_scores(model, windows, keep=True).states
-    biases, rounding = rotated_biases(model, 60), quantiser("turboquant-4", model.model.layers[0].self_attn.head_dim)
+    biases, rounding = rotated_biases(model, 60), quantizer("turboquant-4", model.model.layers[0].self_attn.head_dim)
 
     def divergence(removed: bool) -> float:
-        with quantised_cache(model, rounding, lambda layer, own: without_bias(own, biases[layer]) if removed else own):
+        with quantized_cache(model, rounding, lambda layer, own: without_bias(own, biases[layer]) if removed else own):
             found = window_scores(model, windows, dense=dense).divergences
         assert found is not None
         return float(found.mean())

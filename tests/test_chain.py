@@ -53,8 +53,8 @@ def test_parts_are_fast_pairs_then_other_keys_then_values() -> None:
     assert values == [*range(16, 32)]
 
 
-def test_pairs_of_neighbours_are_found_where_they_stand() -> None:
-    """Where RoPE turns neighbouring dimensions, the fastest pair is the first two."""
+def test_pairs_of_neighbors_are_found_where_they_stand() -> None:
+    """Where RoPE turns neighboring dimensions, the fastest pair is the first two."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     assert [columns.tolist() for columns in chain_columns(1, 8, order)][:2] == [[0, 1], [2, 4, 6, 3, 5, 7]]
 
@@ -219,7 +219,7 @@ def test_parts_that_do_not_fit_are_refused(parts: object, said: str) -> None:
     assert right.units == [(segment,) for group in segments for segment in group] and right.key_reach == [8, 3]
     with pytest.raises(CheckpointError, match=said):
         LayerSpec([10, 4], [10, 4], True, segments, parts=parts)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="of joint and quantised latents alone"):
+    with pytest.raises(CheckpointError, match="of joint and quantized latents alone"):
         LayerSpec([10], [10], True, parts=[[8, 2]])
 
 

@@ -110,7 +110,7 @@ def test_compress_gives_the_pipelines_checkpoint(
     done = compress(*settings, "--ratio", "0.6", "--seed", "3", "--out", project / "out")
     assert done.exit_code == 0, done.output
     spec = LatentSpec.from_config(AutoConfig.from_pretrained(project / "out"))
-    assert 0.6 <= spec.removed < 0.7 and spec.layers[0].quantised
+    assert 0.6 <= spec.removed < 0.7 and spec.layers[0].quantized
 
     ours, theirs = everything(project / "out"), everything(project / "data" / "compressed")
     assert ours == theirs

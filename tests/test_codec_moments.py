@@ -70,9 +70,9 @@ def naive_moments(
             totals, count = torch.zeros(2, size, size, dtype=torch.float64), 0
             for window in tokens:
                 for x, g in window:
-                    centred = (x - mean).flatten()
-                    weight = float(centred.square().sum()) / energy
-                    totals[0] += centred.outer(centred) / weight
+                    centered = (x - mean).flatten()
+                    weight = float(centered.square().sum()) / energy
+                    totals[0] += centered.outer(centered) / weight
                     totals[1] += weight * g.flatten().outer(g.flatten())
                     count += 1
             totals /= count

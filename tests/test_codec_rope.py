@@ -23,7 +23,7 @@ from tests.tiny import SIZES, SLIDING, dense_model, windows
 CONTEXT = 200
 
 OTHERS: dict[str, tuple[type, type, dict[str, Any]]] = {
-    # Pairs of neighbours.
+    # Pairs of neighbors.
     "cohere": (CohereConfig, CohereForCausalLM, {}),
     # A part of each head.
     "phi": (PhiConfig, PhiForCausalLM, {"partial_rotary_factor": 0.5, "num_key_value_heads": 6}),
@@ -87,7 +87,7 @@ def test_frequencies_are_the_models_own() -> None:
     torch.testing.assert_close(measured_rotations(model, CONTEXT)[0].frequencies, table, rtol=0, atol=1e-7)
 
 
-def test_pairs_of_neighbours_and_of_a_part() -> None:
+def test_pairs_of_neighbors_and_of_a_part() -> None:
     assert measured_rotations(model_of("cohere"), CONTEXT)[0].pairs.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     rotation = measured_rotations(model_of("phi"), CONTEXT)[1]
     assert rotation.pairs.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]

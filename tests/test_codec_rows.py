@@ -237,7 +237,7 @@ def test_segments_that_cannot_be_packed_are_refused(pieces: list[list[int]]) -> 
 
 
 @pytest.mark.parametrize("bits", BITS[1:])
-def test_curves_have_the_least_error_of_their_neighbours(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_have_the_least_error_of_their_neighbors(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     linear, cubic, quintic = CURVES[bits]
     own = error(bits, 1500)
     end = (((2 << bits) - 1) / 2) ** 2

@@ -90,7 +90,7 @@ def test_fewer_tokens_than_hidden_size_work(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("changes", [{}, {"method": "recalkv", "bits": 4}], ids=["default", "quantised"])
+@pytest.mark.parametrize("changes", [{}, {"method": "recalkv", "bits": 4}], ids=["default", "quantized"])
 def test_two_runs_agree_bit_for_bit(precision: str, changes: dict[str, Any]) -> None:
     first, second = (
         compress_layers(
@@ -229,7 +229,7 @@ def test_results_are_those_of_the_steps() -> None:
             assert torch.equal(actual.values.dense(), expected.values.dense())
 
 
-@pytest.mark.parametrize("changes", [{}, {"method": "recalkv"}, {"bits": 4}], ids=["joint", "separate", "quantised"])
+@pytest.mark.parametrize("changes", [{}, {"method": "recalkv"}, {"bits": 4}], ids=["joint", "separate", "quantized"])
 def test_checkpoint_round_trip(changes: dict[str, Any], tmp_path: Path) -> None:
     dense, parameters = dense_model("llama-gqa"), plain(**changes)
     result = compress_layers(

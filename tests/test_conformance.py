@@ -1,6 +1,6 @@
 """Model kinds x ways to generate, by pairwise covering arrays: tokens and logits are those of the dense twin.
 
-A kind is what is in the checkpoint; its twin is the dense model with the reconstructed weights. Quantised latents have
+A kind is what is in the checkpoint; its twin is the dense model with the reconstructed weights. Quantized latents have
 no twin: there the reference is the same model without a cache, and without the rounding it is the twin again.
 """
 
@@ -433,7 +433,7 @@ def assert_holds_latents_alone(cache: Any, model: Any) -> None:
             assert recent.nbytes == batch * recent.shape[2] * spec.cached_elements * element
         window = 0 if recent is None else recent.nbytes
         assert sum(tensor.nbytes for tensor in held) - window == batch * slots * spec.cached_bytes(element)
-        assert layer.keys.dtype == (torch.uint8 if spec.quantised else model.dtype)
+        assert layer.keys.dtype == (torch.uint8 if spec.quantized else model.dtype)
 
 
 @pytest.mark.parametrize(("kind", "way"), named([case for case in CASES + FURTHER_CASES if case[1].way in LOGITS]))

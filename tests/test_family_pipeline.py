@@ -10,7 +10,7 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.pipeline import STAGES, invoke_in_pipeline
-from tests.quantised import published_experts
+from tests.quantized import published_experts
 from tests.tiny import dense_model
 
 

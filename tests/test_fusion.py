@@ -28,7 +28,7 @@ RANKS = {"joint": ([6, 3], [6, 3]), "grouped": ([6, 3], [5, 2]), "whole-values":
 class Case:
     """Random factors and dense tensors, and the tensors that they are folded into; float64."""
 
-    def __init__(self, shape: str, layout: str, biased: bool, centred: bool, fitted: bool) -> None:
+    def __init__(self, shape: str, layout: str, biased: bool, centered: bool, fitted: bool) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.joint, self.layout = shape == "joint", layout
         (key_widths, value_widths), (key_ranks, value_ranks) = WIDTHS[shape], RANKS[shape]
@@ -39,7 +39,7 @@ class Case:
         self.dense = {f"{name}.weight": self.draw(*size) for name, size in sizes.items()}
         if biased:
             self.dense |= {f"{name}.bias": self.draw(size[0]) for name, size in sizes.items()}
-        self.mean = self.draw(20) if centred else None
+        self.mean = self.draw(20) if centered else None
         self.output = self.draw(24, 20) if fitted else self.dense["o_proj.weight"].T
         spec = LayerSpec(key_ranks, value_ranks, self.joint, value_layout=layout, head_permutation=PERMUTATION)
         self.tensors = fused_attention_tensors(
@@ -66,11 +66,11 @@ class Case:
 
 def cases() -> list[Any]:
     every = [
-        (shape, layout, biased, centred, fitted)
+        (shape, layout, biased, centered, fitted)
         for shape in WIDTHS
         for layout in ("separate", "fused")
         for biased in (False, True)
-        for centred in (False, True)
+        for centered in (False, True)
         for fitted in (False, True)
     ]
     return [pytest.param(case, id="-".join(map(str, case))) for case in every]
@@ -107,7 +107,7 @@ def test_keys_queries_and_outputs_are_those_of_the_factors(arguments: Any) -> No
 
 @pytest.mark.parametrize("shape", WIDTHS)
 def test_the_mean_input_is_cached_as_nothing(shape: str) -> None:
-    case = Case(shape, "separate", biased=True, centred=True, fitted=False)
+    case = Case(shape, "separate", biased=True, centered=True, fitted=False)
     assert case.mean is not None
     for side in ("key", "value"):
         for latent in case.latents(case.mean, side):
@@ -116,13 +116,13 @@ def test_the_mean_input_is_cached_as_nothing(shape: str) -> None:
 
 
 def test_without_biases_and_means_there_are_none() -> None:
-    tensors = Case("joint", "fused", biased=False, centred=False, fitted=True).tensors
+    tensors = Case("joint", "fused", biased=False, centered=False, fitted=True).tensors
     assert set(tensors) == {"q_proj.weight", "k_proj.weight", "key_up.0", "key_up.1", "o_proj.weight"}
     assert all(tensor.is_contiguous() for tensor in tensors.values())
 
 
 def test_norms_of_queries_and_keys_are_kept() -> None:
-    case = Case("joint", "separate", biased=False, centred=False, fitted=False)
+    case = Case("joint", "separate", biased=False, centered=False, fitted=False)
     norms = {f"{name}_norm.weight": case.draw(4) for name in "qk"}
     spec = LayerSpec([6, 3], [6, 3], True, head_permutation=PERMUTATION)
     tensors = fused_attention_tensors(case.dense | norms, GEOMETRY, spec, case.keys, case.values)
@@ -131,7 +131,7 @@ def test_norms_of_queries_and_keys_are_kept() -> None:
 
 def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever device the factors are read to."""
-    case = Case("grouped", "fused", biased=True, centred=True, fitted=True)
+    case = Case("grouped", "fused", biased=True, centered=True, fitted=True)
     held = {f"self_attn.{name}": tensor for name, tensor in case.dense.items()} | {"mlp.weight": case.draw(3, 20)}
     refit = LayerRefit(case.keys, case.values, case.output, 0.0, 0.0)
     spec = LayerSpec([6, 3], [5, 2], value_layout="fused", head_permutation=PERMUTATION)

@@ -202,9 +202,9 @@ def test_what_a_gpu_is_asked_for() -> None:
         "dense", "codec, 4 bits", "16 bits, 70 %",
     ]  # fmt: skip
     names = [step.name for step in smoke.steps(gpu)]
-    sanitised = [name for name in names if name.startswith("sanitiser")]
-    assert len(sanitised) == len(smoke.SANITISED)
-    assert names.index("codec, compiled") < names.index(sanitised[0])
+    sanitized = [name for name in names if name.startswith("sanitizer")]
+    assert len(sanitized) == len(smoke.SANITIZED)
+    assert names.index("codec, compiled") < names.index(sanitized[0])
 
 
 def test_nothing_is_timed_under_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,11 +35,11 @@ def test_similar_heads_are_grouped_where_the_method_reorders() -> None:
     assert grouping.groups == [[0, 2], [1]]
     assert grouping.permutation == [0, 2, 1]
     assert float(grouping.similarity[0, 2]) == pytest.approx(1.0)
-    for changes in ({"method": "recalkv", "grouping": "neighbours"}, {"method": "palu"}, {"method": "svd"}):
+    for changes in ({"method": "recalkv", "grouping": "neighbors"}, {"method": "palu"}, {"method": "svd"}):
         assert group_heads(problem_of(keys, values, rows(), 2, **changes)).groups == [[0, 1], [2]]
 
 
-def test_similarity_is_centred() -> None:
+def test_similarity_is_centered() -> None:
     weight = planted_keys()
     expected, moved = (
         group_heads(problem_of(weight, weight, inputs, 2, method="recalkv")).similarity
@@ -50,7 +50,7 @@ def test_similarity_is_centred() -> None:
 
 # --- all layers ---
 
-NEIGHBOURS = [[[0, 1], [2, 3], [4, 5]]] * 3
+NEIGHBORS = [[[0, 1], [2, 3], [4, 5]]] * 3
 
 
 def total_left_out(given: Steps, groups: Sequence[list[list[int]]]) -> float:
@@ -85,7 +85,7 @@ def test_energies_are_those_of_every_latent_keys_first(joint: bool) -> None:
 def test_other_groupings_are_decided_layer_by_layer(method: str) -> None:
     given = steps("llama-mha", method=method)
     assert given.groups == [group_heads(given.problem(index)).groups for index in range(3)]
-    assert (given.groups == NEIGHBOURS) == (method == "palu")
+    assert (given.groups == NEIGHBORS) == (method == "palu")
 
 
 @pytest.mark.parametrize("group_size", [1, 6])
@@ -95,10 +95,10 @@ def test_groups_of_one_head_and_of_all_heads_leave_nothing_to_choose(group_size:
 
 
 @pytest.mark.parametrize("joint", [True, False])
-def test_tail_energy_groups_leave_less_than_neighbours(joint: bool) -> None:
+def test_tail_energy_groups_leave_less_than_neighbors(joint: bool) -> None:
     given = steps("llama-mha", joint=joint)
-    assert given.groups != NEIGHBOURS
-    assert total_left_out(given, given.groups) < total_left_out(given, NEIGHBOURS)
+    assert given.groups != NEIGHBORS
+    assert total_left_out(given, given.groups) < total_left_out(given, NEIGHBORS)
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "fisher"])
@@ -131,9 +131,9 @@ def test_groups_by_pairs_save_most_of_what_the_best_groups_save(monkeypatch: pyt
     monkeypatch.setattr(grouping, "least_cost_groups", lambda *arguments: least_cost_groups(*arguments, priced=0))
     pairs = [found.groups for found in group_layers(given.geometry, given.problem, None, given.method)]
     assert asked == [(2, torch.float64)] * 3 + [(1, torch.float32)] * 3
-    least, found, neighbours = (total_left_out(given, groups) for groups in (best, pairs, [[[0, 1, 2], [3, 4, 5]]] * 3))
-    assert found < neighbours
-    assert found - least <= 0.5 * (neighbours - least)
+    least, found, neighbors = (total_left_out(given, groups) for groups in (best, pairs, [[[0, 1, 2], [3, 4, 5]]] * 3))
+    assert found < neighbors
+    assert found - least <= 0.5 * (neighbors - least)
 
 
 def test_scores_are_not_needed_without_the_fisher_allocation() -> None:

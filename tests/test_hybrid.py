@@ -16,7 +16,7 @@ from recalkv.compression import compress_layers
 from recalkv.errors import UnsupportedModelError
 from recalkv.evaluation.decoding import CACHES, check_same, prompt_contents, time_decoding
 from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, kept_states, state_bytes
-from recalkv.evaluation.quantisers import quantised_cache, quantised_layers, quantiser
+from recalkv.evaluation.quantizers import quantized_cache, quantized_layers, quantizer
 from recalkv.method.fusion import fuse_layer, stored_layers
 from recalkv.model.export import compressed_config, decoder_layers, save_checkpoint
 from recalkv.model.families import AttentionGeometry, check_supported
@@ -119,11 +119,11 @@ def test_decoding_is_timed_over_both_caches(family: str) -> None:
 
 @pytest.mark.parametrize("family", [QWEN, GRANITE])
 @torch.no_grad()
-def test_quantised_caches_to_compare_with_leave_the_states_alone(family: str) -> None:
-    model, rounding, ids = dense_model(family), quantiser("fp8", 8), windows(2, 24)
-    with quantised_cache(model, rounding):
+def test_quantized_caches_to_compare_with_leave_the_states_alone(family: str) -> None:
+    model, rounding, ids = dense_model(family), quantizer("fp8", 8), windows(2, 24)
+    with quantized_cache(model, rounding):
         expected = model(ids, use_cache=False).logits
-    cache = quantised_layers(model, rounding)
+    cache = quantized_layers(model, rounding)
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
     assert not torch.allclose(expected, model(ids).logits, rtol=1e-3)
 

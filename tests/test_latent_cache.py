@@ -240,7 +240,7 @@ def test_the_compressed_model_assists_the_dense_one() -> None:
 
 
 @pytest.mark.parametrize("bits", [16, "mixed"])
-def test_quantised_caches_are_refused(bits: Any) -> None:
+def test_quantized_caches_are_refused(bits: Any) -> None:
     model = compressed_model("llama-gqa", method="loss-aware", bits=bits)
     with pytest.raises(ParameterError, match="would round latents again"):
         model(windows(1, 9), past_key_values=QuantizedCache.__new__(QuantizedCache))

@@ -17,7 +17,7 @@ from tests.tiny import calibration, dense_model, plain, windows
 OTHERS: dict[str, tuple[Any, ...]] = {
     "metric": ("weight", "activation", "loss"),
     "joint": (True, False),
-    "grouping": ("neighbours", "cka", "tail-energy"),
+    "grouping": ("neighbors", "cka", "tail-energy"),
     "allocation": ("water-filling", "fisher", "uniform"),
     "refit": ("none", "values", "output"),
 }
@@ -76,9 +76,9 @@ def test_values_are_grouped_alone_with_the_keys_or_all_at_once() -> None:
     assert method_of(method="recalkv", joint=True, refit="none", group_size=2).value_group_size(5) == 2
 
 
-@pytest.mark.parametrize(("bits", "quantised"), [(16, False), (8, True), (2, True), ("mixed", True)])
-def test_fewer_than_sixteen_bits_are_quantised(bits: int | str, quantised: bool) -> None:
-    assert method_of(bits=bits).quantised is quantised
+@pytest.mark.parametrize(("bits", "quantized"), [(16, False), (8, True), (2, True), ("mixed", True)])
+def test_fewer_than_sixteen_bits_are_quantized(bits: int | str, quantized: bool) -> None:
+    assert method_of(bits=bits).quantized is quantized
 
 
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
@@ -107,7 +107,7 @@ def test_choices_that_exclude_each_other_are_refused_before_any_work(
 
 
 @pytest.mark.parametrize("changes", [{"bits": "mixed"}, {"bits": 4, "rank_multiple": 16}, {"joint": False}])
-def test_their_neighbours_are_legal(changes: dict[str, Any]) -> None:
+def test_their_neighbors_are_legal(changes: dict[str, Any]) -> None:
     method_of(**changes)
 
 

@@ -44,7 +44,7 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     cells = {name: json.loads((out / f"{name}.json").read_text()) for name in names}
     # As each stage measures it alone: nothing of a cell is left in the model for the next.
     alone = prepared / "alone.json"
-    assert invoke("quantiser", out=alone, name="turboquant-3") == 0
+    assert invoke("quantizer", out=alone, name="turboquant-3") == 0
     assert json.loads(alone.read_text()).items() <= cells["turboquant-3"].items()
     assert invoke("codec_cell", out=alone, bits=4.0) == 0
     assert json.loads(alone.read_text()).items() <= cells["codec-4"].items()

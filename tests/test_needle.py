@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.evaluation.quantisers import quantised_cache, quantised_layers
+from recalkv.evaluation.quantizers import quantized_cache, quantized_layers
 from recalkv.evaluation.suites.needle import (
     DIGITS,
     SCORES,
@@ -26,7 +26,7 @@ from recalkv.reports.needle import ALL, report
 from recalkv.reports.tables import needle
 from tests import tiny
 from tests.pipeline import invoke
-from tests.test_quantisers import small
+from tests.test_quantizers import small
 
 
 class Characters:
@@ -141,11 +141,11 @@ def test_scores_are_those_of_whole_prompts(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8", "turboquant-3", "kivi-2"])
 def test_rounded_caches_are_read_as_when_every_token_is_decoded(name: str) -> None:
     model, rounding, wanted = tiny.dense_model("llama-gqa"), small(name), asked([200], [0.5, 1.0])
-    with quantised_cache(model, rounding):
+    with quantized_cache(model, rounding):
         found = find_needles(model, Characters(), HAYSTACK, wanted)[2, 0, 0]
     context, questions = needle_context(Characters(), HAYSTACK, 200, wanted.depths, random.Random("0 200 0"))
     for question, log_probability in zip(questions, found.tolist(), strict=True):
-        cache, told = quantised_layers(model, rounding), []
+        cache, told = quantized_layers(model, rounding), []
         ids = torch.cat([context, question])
         for token in ids[:-1]:
             told.append(model(token[None, None], past_key_values=cache).logits[0, 0].log_softmax(-1))
@@ -159,8 +159,8 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     model, rounding = tiny.dense_model("mistral-sliding"), small("kivi-2")
     ids, found = torch.randint(3, tiny.VOCABULARY, (2, 120)), []
     for queries in (512, 7):
-        monkeypatch.setattr("recalkv.evaluation.quantisers._QUERIES", queries)
-        with quantised_cache(model, rounding):
+        monkeypatch.setattr("recalkv.evaluation.quantizers._QUERIES", queries)
+        with quantized_cache(model, rounding):
             found.append(model(ids, use_cache=False).logits)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 

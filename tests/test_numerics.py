@@ -146,7 +146,7 @@ def test_models_compressed_on_the_gpu_lose_what_those_of_the_cpu_lose(method: st
 
 
 @pytest.mark.gpu
-def test_latents_quantised_on_the_gpu_lose_what_those_of_the_cpu_lose() -> None:
+def test_latents_quantized_on_the_gpu_lose_what_those_of_the_cpu_lose() -> None:
     dense, parameters = dense_model("qwen2-bias"), plain(bits=4, ratio=0.7)
     losses = []
     for device in ("cpu", "cuda"):

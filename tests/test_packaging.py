@@ -61,7 +61,7 @@ def test_metadata(wheel: Path) -> None:
     assert facts["License-File"] == "LICENSE"
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert facts["Author"] == "The ReCalKV developers"
-    assert set(facts.get_all("Provides-Extra")) == {"pipeline", "eval", "kernels", "quantisers", "vllm", "dev"}
+    assert set(facts.get_all("Provides-Extra")) == {"pipeline", "eval", "kernels", "quantizers", "vllm", "dev"}
     assert f"## [{recalkv.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 

@@ -101,7 +101,7 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("compression.group_size", 0, "greater than or equal to 1"),
         ("compression.group_size", 1.5, "valid integer"),
         ("compression.method", "magic", "'recalkv', 'palu' or 'svd'"),
-        ("compression.grouping", "perhaps", "'auto', 'neighbours', 'cka' or 'tail-energy'"),
+        ("compression.grouping", "perhaps", "'auto', 'neighbors', 'cka' or 'tail-energy'"),
         ("compression.allocation", 0.5, "'auto', 'water-filling', 'fisher' or 'uniform'"),
         ("compression.refit", "factors", "'auto', 'none', 'values' or 'output'"),
         ("compression.refit_ridge", -0.1, "greater than or equal to 0"),

@@ -175,12 +175,12 @@ def test_what_reruns_follows_from_the_graph() -> None:
     everything = set(PIPELINE)
     statistics = set(STATISTICS)
     codec = {"moments", "codec", "codec_cell"}
-    after_statistics = everything - statistics - codec - {"baseline", "quantiser", "machine"}
+    after_statistics = everything - statistics - codec - {"baseline", "quantizer", "machine"}
     assert rerun_by("model") == everything - {"machine"}
-    assert rerun_by("calibration") == everything - {"model", "baseline", "quantiser", "machine"}
+    assert rerun_by("calibration") == everything - {"model", "baseline", "quantizer", "machine"}
     assert rerun_by("compression") == after_statistics
     assert rerun_by("codec") == codec | {"report"}
-    assert rerun_by("evaluation") == {"baseline", "evaluate", "compare", "quantiser", "codec_cell", "report"}
+    assert rerun_by("evaluation") == {"baseline", "evaluate", "compare", "quantizer", "codec_cell", "report"}
     assert rerun_by("latency") == {"latency", "report"}
     assert rerun_by("zeroshot") == rerun_by("needle") == rerun_by("longbench") == set()
     for name, stage in PIPELINE.items():

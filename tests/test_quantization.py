@@ -1,4 +1,4 @@
-"""Quantised latents: packing by hand, distortion, allocation of bits, and models that cache packed rows."""
+"""Quantized latents: packing by hand, distortion, allocation of bits, and models that cache packed rows."""
 
 import copy
 import itertools
@@ -99,7 +99,7 @@ def test_words_are_the_means_of_what_they_stand_for(code: Code) -> None:
     assert len(table) == 2**code.bits and int(hits.min()) > 0
 
 
-def test_training_finds_the_best_quantisers_of_single_latents() -> None:
+def test_training_finds_the_best_quantizers_of_single_latents() -> None:
     """Max's levels for two bits (J. Max, 1960)."""
     table = trained_words(Code(1, 2), samples=200_000, rounds=60, seed=0)
     torch.testing.assert_close(table[:, 0], torch.tensor([-1.510, -0.4528, 0.4528, 1.510]), atol=0.01, rtol=0)
@@ -296,7 +296,7 @@ def test_bad_budgets_name_the_remedy() -> None:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def quantised(family: str, bits: Any, ratio: float = 0.8) -> Any:
+def quantized(family: str, bits: Any, ratio: float = 0.8) -> Any:
     model = tiny.compressed_pair(family, method="loss-aware", bits=bits, ratio=ratio)[1]
     model.generation_config.eos_token_id = None
     return model
@@ -311,7 +311,7 @@ def test_eight_bits_at_full_rank_are_almost_the_dense_model(family: str) -> None
     """Mean, gauge, rotation and biases are folded rightly in every family."""
     ids = tiny.windows(4, 32, seed=5)
     dense = window_losses(tiny.dense_model(family), ids)
-    model = quantised(family, bits=8, ratio=0.2)
+    model = quantized(family, bits=8, ratio=0.2)
     assert all(
         sum(layer["key_ranks"]) == 2 * tiny.dense_model(family).config.num_key_value_heads * 8
         for layer in model.config.recalkv["layers"]
@@ -368,7 +368,7 @@ def test_same_seed_same_bytes_other_seed_other_rotation() -> None:
 
 
 def test_checkpoint_round_trip_and_broken_segments(tmp_path: Path) -> None:
-    model, ids = quantised("llama-gqa", bits="mixed"), tiny.windows(1, 12, seed=7)
+    model, ids = quantized("llama-gqa", bits="mixed"), tiny.windows(1, 12, seed=7)
     model.save_pretrained(tmp_path / "whole")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     again.generation_config.eos_token_id = None

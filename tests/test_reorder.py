@@ -12,7 +12,7 @@ from recalkv.errors import ParameterError
 from recalkv.method.reorder import (
     greedy_groups,
     least_cost_groups,
-    neighbour_groups,
+    neighbor_groups,
     permutation_of,
 )
 from recalkv.model.families import check_group_size, group_sizes
@@ -45,7 +45,7 @@ def test_sizes_are_legal_for_every_geometry(heads: int, size: int) -> None:
     assert sum(sizes) == heads
     assert all(given == size for given in sizes[:-1])
     assert 1 <= sizes[-1] <= size
-    for groups in [neighbour_groups(heads, size)] + [
+    for groups in [neighbor_groups(heads, size)] + [
         greedy_groups(random_similarity(heads, seed, levels), size) for seed in range(8) for levels in (0, 2)
     ]:
         assert [len(group) for group in groups] == sizes
@@ -94,7 +94,7 @@ def test_growing_past_the_smaller_size_is_rationed() -> None:
 
 @pytest.mark.parametrize(("heads", "size"), [(4, 2), (6, 3), (7, 3), (8, 4), (5, 2)])
 def test_ties_go_to_the_lower_heads(heads: int, size: int) -> None:
-    assert greedy_groups(torch.ones(heads, heads), size) == neighbour_groups(heads, size)
+    assert greedy_groups(torch.ones(heads, heads), size) == neighbor_groups(heads, size)
     for seed in range(5):
         similarity = random_similarity(heads, seed, levels=2)
         assert greedy_groups(similarity, size) == greedy_groups(similarity.clone(), size)
@@ -106,8 +106,8 @@ def test_groups_of_one_head_and_of_all_heads_keep_the_order() -> None:
     assert greedy_groups(similarity, 5) == [[0, 1, 2, 3, 4]]
 
 
-def test_neighbours_and_permutation() -> None:
-    assert neighbour_groups(5, 2) == [[0, 1], [2, 3], [4]]
+def test_neighbors_and_permutation() -> None:
+    assert neighbor_groups(5, 2) == [[0, 1], [2, 3], [4]]
     assert permutation_of([[0, 3], [1, 2]]) == [0, 3, 1, 2]
 
 
@@ -117,7 +117,7 @@ def test_illegal_group_size_names_value_rule_and_remedy(size: int, remedy: int) 
     for call in (
         lambda: check_group_size(size, 3),
         lambda: group_sizes(3, size),
-        lambda: neighbour_groups(3, size),
+        lambda: neighbor_groups(3, size),
         lambda: greedy_groups(torch.eye(3), size),
     ):
         with pytest.raises(ParameterError, match=message):
@@ -178,7 +178,7 @@ def test_search_by_swaps_ends_where_no_swap_helps(heads: int, size: int) -> None
     assert [len(group) for group in groups] == group_sizes(heads, size)
     assert sorted(head for group in groups for head in group) == list(range(heads))
     total = sum(cost(tuple(group)) for group in groups)
-    assert total <= sum(cost(tuple(group)) for group in neighbour_groups(heads, size))
+    assert total <= sum(cost(tuple(group)) for group in neighbor_groups(heads, size))
     for i, j in itertools.combinations(range(len(groups)), 2):
         for a, b in itertools.product(groups[i], groups[j]):
             one = tuple(sorted([*(h for h in groups[i] if h != a), b]))

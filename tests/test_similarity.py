@@ -20,10 +20,10 @@ def setting(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def textbook_cka(first: Tensor, second: Tensor) -> float:
-    """HSIC with explicit centred linear kernels (Kornblith et al., 2019)."""
+    """HSIC with explicit centered linear kernels (Kornblith et al., 2019)."""
     tokens = len(first)
-    centre = torch.eye(tokens, dtype=torch.float64) - 1 / tokens
-    kernels = [centre @ (y @ y.T) @ centre for y in (first, second)]
+    center = torch.eye(tokens, dtype=torch.float64) - 1 / tokens
+    kernels = [center @ (y @ y.T) @ center for y in (first, second)]
 
     def hsic(a: Tensor, b: Tensor) -> float:
         return float(torch.trace(a @ b)) / (tokens - 1) ** 2

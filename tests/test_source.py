@@ -145,8 +145,8 @@ def test_compressed_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
         resolve_model(str(folder), None, tmp_path)
 
 
-# What the configs of quantised checkpoints hold, of each library the part that matters.
-QUANTISED = {
+# What the configs of quantized checkpoints hold, of each library the part that matters.
+QUANTIZED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
@@ -156,10 +156,10 @@ QUANTISED = {
 }
 
 
-@pytest.mark.parametrize("method", QUANTISED)
-def test_quantised_configs_are_refused_by_name(folder: Path, tmp_path: Path, method: str) -> None:
-    edit_config(folder, quantization_config=QUANTISED[method])
-    message = rf"quantization_config .* quantised \(quant_method='{method}'\).*; dequantise them first: .*dequantize"
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_quantized_configs_are_refused_by_name(folder: Path, tmp_path: Path, method: str) -> None:
+    edit_config(folder, quantization_config=QUANTIZED[method])
+    message = rf"quantization_config .* quantized \(quant_method='{method}'\).*; dequantize them first: .*dequantize"
     with pytest.raises(UnsupportedModelError, match=message):
         resolve_model(str(folder), None, tmp_path)
     with pytest.raises(UnsupportedModelError, match=message):
@@ -180,7 +180,7 @@ UNREAD = {
         "format": "pack-quantized",
         "config_groups": {"group_0": {"weights": INT8}, "group_1": {"weights": INT8 | {"num_bits": 3}}},
     },
-    r"with kv_cache_scheme: a cache that is quantised already": {
+    r"with kv_cache_scheme: a cache that is quantized already": {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "config_groups": {"group_0": {"weights": INT8}},
@@ -195,12 +195,12 @@ def test_parts_of_a_method_that_are_not_read_are_refused_before_the_download(
 ) -> None:
     snapshot, calls = hub
     edit_config(snapshot, quantization_config=UNREAD[message])
-    with pytest.raises(UnsupportedModelError, match=rf"quantised .*{message}.*; dequantise them first"):
+    with pytest.raises(UnsupportedModelError, match=rf"quantized .*{message}.*; dequantize them first"):
         resolve_model("someone/model", None, tmp_path)
     assert [name for name, _ in calls] == ["someone/model/config.json"]
 
 
-def test_quantised_models_that_are_read_are_downloaded(
+def test_quantized_models_that_are_read_are_downloaded(
     hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
 ) -> None:
     snapshot, calls = hub
@@ -214,7 +214,7 @@ def test_quantised_models_that_are_read_are_downloaded(
     [
         (
             GatedRepoError,
-            r"'meta/llama' is gated: accept its licence on https://huggingface\.co/meta/llama, and log in with "
+            r"'meta/llama' is gated: accept its license on https://huggingface\.co/meta/llama, and log in with "
             r"`hf auth login` or set HF_TOKEN\.",
         ),
         (RepositoryNotFoundError, r"'meta/llama' is neither .* check the id, and if the model is private, log in with"),
@@ -246,7 +246,7 @@ def test_weights_are_fetched_once(hub: tuple[Path, list[tuple[str, dict[str, Any
 
 
 WEIGHT = "model.layers.1.self_attn.v_proj.weight"
-# What quantised checkpoints hold beside codes, or in place of them.
+# What quantized checkpoints hold beside codes, or in place of them.
 LEFTOVERS = {
     "scale beside 16 bits": ({f"{WEIGHT}_scale": torch.ones(1)}, rf"unknown to model_type='llama', as {WEIGHT}_scale"),
     "8-bit floating point": ({WEIGHT: torch.zeros(24, 48).to(torch.float8_e4m3fn)}, rf"as {WEIGHT} \((F8|float8)_"),
@@ -261,7 +261,7 @@ def test_codes_and_scales_are_refused_whatever_the_config_says(folder: Path, nam
     tensors, message = LEFTOVERS[name]
     path = folder / "model.safetensors"
     save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*dequantise them first"):
+    with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*dequantize them first"):
         CheckpointSource(folder)
 
 
@@ -271,7 +271,7 @@ def test_models_in_memory_are_looked_at_too(name: str, monkeypatch: pytest.Monke
     model = dense_model("llama-gqa")
     state = model.state_dict() | tensors
     monkeypatch.setattr(model, "state_dict", lambda: state)
-    with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*dequantise them first"):
+    with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*dequantize them first"):
         ModuleSource(model)
 
 

@@ -31,7 +31,7 @@ def test_elements_and_bytes_by_hand() -> None:
     assert (CODES.cached_elements, CODES.cached_bits, CODES.cached_bytes(4)) == (24, 168, 21)
     assert (JOINT.cached_elements, JOINT.cached_bits) == (35, 8 * (9 + 3))
     assert dataclasses.replace(JOINT, key_segments=None).cached_bits == 16 * 35
-    both = spec(PLAIN, CODES, latents_centred=True)
+    both = spec(PLAIN, CODES, latents_centered=True)
     assert both.cached_elements_per_token == 66
     assert (both.cached_bits_per_token, both.cached_bytes_per_token()) == (840, 105)
     assert both.cached_bytes_per_token(element_bytes=4) == 189
@@ -41,10 +41,10 @@ def test_elements_and_bytes_by_hand() -> None:
 
 
 def test_row_layouts_stand_for_what_is_cached() -> None:
-    assert PLAIN.key_rows is None and PLAIN.value_rows is None and not PLAIN.quantised
+    assert PLAIN.key_rows is None and PLAIN.value_rows is None and not PLAIN.quantized
     assert CODES.key_rows is not None and CODES.key_rows.segments == [(8, 2, 8), (2, 4, 8), (5, 2, 6)]
     assert CODES.value_rows is not None and CODES.value_rows.segments == [(9, 1, 8)]
-    assert JOINT.key_rows is not None and JOINT.value_rows is None and JOINT.quantised
+    assert JOINT.key_rows is not None and JOINT.value_rows is None and JOINT.quantized
 
 
 @pytest.mark.parametrize("layer", [PLAIN, CODES, JOINT])
@@ -125,7 +125,7 @@ def _set(content: dict[str, Any], path: str, value: Any) -> None:
         ("key_group_size", "2", "key_group_size='2' must be"),
         ("joint", True, "share their latents"),
         ("qk_norm", 1, "qk_norm=1 must be true or false"),
-        ("latents_centred", "no", "latents_centred='no' must be true or false"),
+        ("latents_centered", "no", "latents_centered='no' must be true or false"),
         ("biases", ["q", "x"], r"biases=\['q', 'x'\] must be of q, k, v, o"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: what is read, what is replaced, and what stays byte for byte as it was."""
+"""Quantized checkpoints: what is read, what is replaced, and what stays byte for byte as it was."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ from recalkv.model.layers import CheckpointSource, ModuleSource
 from recalkv.model.source import ModelReference, fingerprint
 from recalkv.params import CompressionParams
 from recalkv.store.folders import writing_folder
-from tests.quantised import KINDS, LINEAR, naive, published, published_experts, write
+from tests.quantized import KINDS, LINEAR, naive, published, published_experts, write
 from tests.tiny import calibration, dense_model, plain, windows
 
 CPU = torch.device("cpu")
@@ -70,29 +70,29 @@ def replaced_in(compressed: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Any:
-    """Quantised checkpoint, what it became, and what the dequantised one became."""
+    """Quantized checkpoint, what it became, and what the dequantized one became."""
 
     @functools.cache
     def make(kind: str, family: str = "llama-gqa", **changes: Any) -> tuple[Path, Path, Path]:
         place = tmp_path_factory.mktemp("exported")
         # transformers takes a grid of blocks to be even, which the experts' 24 columns are not with blocks of 16.
-        quantised, dense = published(place, kind, family, **({"moe_intermediate_size": 32} if "moe" in family else {}))
+        quantized, dense = published(place, kind, family, **({"moe_intermediate_size": 32} if "moe" in family else {}))
         first, second = (
             compress(folder, tiny_tokenizer, place / f"compressed-{folder.name}", **changes)
-            for folder in (quantised, dense)
+            for folder in (quantized, dense)
         )
-        return quantised, first, second
+        return quantized, first, second
 
     return make
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_formula(kind: str, tmp_path: Path) -> None:
-    quantised, dense = (CheckpointSource(folder) for folder in published(tmp_path, kind))
-    assert quantised.layer_tensors(1).keys() == dense.layer_tensors(1).keys()
+    quantized, dense = (CheckpointSource(folder) for folder in published(tmp_path, kind))
+    assert quantized.layer_tensors(1).keys() == dense.layer_tensors(1).keys()
     for index in range(3):
         expected = dense.layer_tensors(index)
-        for name, tensor in quantised.layer_tensors(index).items():
+        for name, tensor in quantized.layer_tensors(index).items():
             assert tensor.dtype is torch.float32
             # Dividing by 127 first or last rounds differently.
             tolerance = {"rtol": 2e-7, "atol": 0.0} if kind == "bitsandbytes" else {"rtol": 0.0, "atol": 0.0}
@@ -101,8 +101,8 @@ def test_weights_are_those_of_the_formula(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_replaced_stays_byte_for_byte(kind: str, exported: Any) -> None:
-    quantised, compressed, _ = exported(kind)
-    before, after = held_of(quantised), held_of(compressed)
+    quantized, compressed, _ = exported(kind)
+    before, after = held_of(quantized), held_of(compressed)
     replaced = replaced_in(compressed)
     kept = {name for name in before if name.rpartition(".")[0] not in replaced}
     assert len(replaced) >= 6 and len(kept) > 2 * len(LINEAR)
@@ -115,7 +115,7 @@ def test_what_is_not_replaced_stays_byte_for_byte(kind: str, exported: Any) -> N
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bitsandbytes"])
-def test_latents_are_those_of_the_dequantised_checkpoint(kind: str, exported: Any) -> None:
+def test_latents_are_those_of_the_dequantized_checkpoint(kind: str, exported: Any) -> None:
     _, compressed, twin = exported(kind)
     mine, theirs = held_of(compressed), held_of(twin)
     shared = [name for name in mine if "_proj" not in name or name.endswith(("k_proj.weight", "v_proj.weight"))]
@@ -125,9 +125,9 @@ def test_latents_are_those_of_the_dequantised_checkpoint(kind: str, exported: An
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_config_names_what_is_no_longer_quantised(kind: str, exported: Any) -> None:
-    quantised, compressed, _ = exported(kind)
-    before, after = (config_of(folder)["quantization_config"] for folder in (quantised, compressed))
+def test_config_names_what_is_no_longer_quantized(kind: str, exported: Any) -> None:
+    quantized, compressed, _ = exported(kind)
+    before, after = (config_of(folder)["quantization_config"] for folder in (quantized, compressed))
     key = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}.get(
         before["quant_method"], "llm_int8_skip_modules"
     )
@@ -141,8 +141,8 @@ def test_config_names_what_is_no_longer_quantised(kind: str, exported: Any) -> N
 
 @pytest.mark.parametrize("method", ["palu", "recalkv"])
 def test_queries_are_replaced_where_heads_move(method: str, exported: Any) -> None:
-    quantised, compressed, _ = exported("fp8 blocks", "llama-mha", method=method)
-    before, after = held_of(quantised), held_of(compressed)
+    quantized, compressed, _ = exported("fp8 blocks", "llama-mha", method=method)
+    before, after = held_of(quantized), held_of(compressed)
     names = {f"model.layers.{index}.self_attn.{letter}_proj" for index in range(3) for letter in "qo"}
     moved = names & replaced_in(compressed)
     assert len([name for name in moved if "q_proj" in name]) == (3 if method == "recalkv" else 0)
@@ -154,7 +154,7 @@ def test_queries_are_replaced_where_heads_move(method: str, exported: Any) -> No
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 matrices"])
 @torch.no_grad()
 def test_transformers_loads_and_runs_it(kind: str, exported: Any) -> None:
-    """On a CPU its loader dequantises 8-bit floats to the model's type."""
+    """On a CPU its loader dequantizes 8-bit floats to the model's type."""
     _, compressed, twin = exported(kind)
     mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
     ids = windows(2, 20)
@@ -168,8 +168,8 @@ def test_transformers_loads_and_runs_it(kind: str, exported: Any) -> None:
 @torch.no_grad()
 def test_experts_and_fused_projections(family: str, exported: Any) -> None:
     """Experts stay as they are stored, one by one; a projection of queries, keys and values is taken apart."""
-    quantised, compressed, twin = exported("fp8 blocks", family)
-    before, after = held_of(quantised), held_of(compressed)
+    quantized, compressed, twin = exported("fp8 blocks", family)
+    before, after = held_of(quantized), held_of(compressed)
     kept = [name for name in before if "self_attn" not in name]
     assert any("experts.3.up_proj.weight_scale_inv" in name for name in kept) == ("moe" in family)
     assert all(after[name] == before[name] for name in kept)
@@ -182,9 +182,9 @@ def test_transformers_keeps_the_codes_where_it_can_multiply_them(
     exported: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU of its kind, whose check is passed over here; only loading, as the products need that GPU."""
-    quantised, compressed, _ = exported("fp8 blocks")
+    quantized, compressed, _ = exported("fp8 blocks")
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
-    model, before = AutoModelForCausalLM.from_pretrained(compressed), held_of(quantised)
+    model, before = AutoModelForCausalLM.from_pretrained(compressed), held_of(quantized)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             coded = name != "lm_head" and name not in replaced_in(compressed)
@@ -211,10 +211,10 @@ def test_other_loaders_of_transformers_run_it(kind: str, exported: Any) -> None:
 
 
 @torch.no_grad()
-def test_built_in_memory_it_is_dequantised(tmp_path: Path) -> None:
-    quantised, dense = published(tmp_path, "fp8 blocks")
+def test_built_in_memory_it_is_dequantized(tmp_path: Path) -> None:
+    quantized, dense = published(tmp_path, "fp8 blocks")
     parameters, models = plain(method="palu"), []
-    for folder in (quantised, dense):
+    for folder in (quantized, dense):
         source = CheckpointSource(folder)
         result = compress_layers(source, windows(), calibration(), parameters)
         models.append(assemble(source, result, parameters, torch.float32, {"name": "tiny"}))
@@ -229,7 +229,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def rewritten(folder: Path, out: Path, change: Any, **section: Any) -> Path:
-    """A copy of a quantised checkpoint with its tensors changed in place, and its quantization_config."""
+    """A copy of a quantized checkpoint with its tensors changed in place, and its quantization_config."""
     source = CheckpointSource(folder)
     tensors = tensors_of(folder)
     change(tensors)
@@ -289,7 +289,7 @@ def test_codes_that_no_group_names_are_refused(tmp_path: Path) -> None:
     source = CheckpointSource(rewritten(folder, tmp_path / "out", lambda held: None, config_groups=groups))
     source.tensor("model.layers.1.mlp.up_proj.weight")
     source.tensor("model.layers.0.self_attn.k_proj.weight")
-    with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION} is quantised, and no group .*correct its targets"):
+    with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION} is quantized, and no group .*correct its targets"):
         source.tensor(f"{PROJECTION}.weight")
 
 
@@ -297,7 +297,7 @@ def test_codes_in_another_order_are_refused(tmp_path: Path) -> None:
     folder, _ = published(tmp_path, "bitsandbytes")
     change = {f"{PROJECTION}.weight_format": torch.tensor(2, dtype=torch.uint8)}
     source = CheckpointSource(rewritten(folder, tmp_path / "out", lambda held: held.update(change)))
-    with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION}\.weight_format=2; 0, .*dequantise them first"):
+    with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION}\.weight_format=2; 0, .*dequantize them first"):
         source.tensor(f"{PROJECTION}.weight")
 
 
@@ -415,29 +415,29 @@ def test_types_of_a_model_in_memory_are_kept() -> None:
 @torch.no_grad()
 def test_experts_in_mxfp4_pass_through(tmp_path: Path, tiny_tokenizer: Any) -> None:
     """Read by the formula, copied byte for byte, and loaded by transformers to the tokens of plain experts."""
-    quantised, dense = published_experts(tmp_path)
-    first, second = CheckpointSource(quantised), CheckpointSource(dense)
+    quantized, dense = published_experts(tmp_path)
+    first, second = CheckpointSource(quantized), CheckpointSource(dense)
     for index in range(3):
         expected = second.layer_tensors(index)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in first.layer_tensors(index).items())
     compressed, twin = (
         compress(folder, tiny_tokenizer, tmp_path / f"compressed-{folder.name}", method="loss-aware", bits="mixed")
-        for folder in (quantised, dense)
+        for folder in (quantized, dense)
     )
-    before, after, plain_after = held_of(quantised), held_of(compressed), held_of(twin)
+    before, after, plain_after = held_of(quantized), held_of(compressed), held_of(twin)
     kept = {name for name in before if ".self_attn." not in name}
     assert sum(name.endswith(("_blocks", "_scales")) for name in kept) == 3 * 4
     assert {name: held for name, held in after.items() if ".self_attn." not in name} == {n: before[n] for n in kept}
     attention = [name for name in after if ".self_attn." in name]
     assert len(attention) > 20 and all(after[name] == plain_after[name] for name in attention)
-    assert config_of(compressed)["quantization_config"] == config_of(quantised)["quantization_config"]
+    assert config_of(compressed)["quantization_config"] == config_of(quantized)["quantization_config"]
     mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
     assert mine.model.layers[0].mlp.experts.gate_up_proj.dtype is torch.bfloat16
     ids, options = windows(2, 20), {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(mine(ids).logits, theirs(ids).logits)
     assert torch.equal(mine.generate(ids, **options), theirs.generate(ids, **options))
-    # What transformers has dequantised while it loaded is a model like any other.
-    assert ModuleSource(AutoModelForCausalLM.from_pretrained(quantised)).num_layers == 3
+    # What transformers has dequantized while it loaded is a model like any other.
+    assert ModuleSource(AutoModelForCausalLM.from_pretrained(quantized)).num_layers == 3
 
 
 def test_scales_of_mxfp4_that_do_not_fit_are_named(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_moments_of_two_tokens_by_hand() -> None:
     assert moments.tokens == 2
     assert moments.gram.tolist() == [[5.0, -2.0], [-2.0, 4.0]]
     assert moments.mean.tolist() == [2.0, 0.0]
-    assert moments.centred_gram().tolist() == [[1.0, -2.0], [-2.0, 4.0]]
+    assert moments.centered_gram().tolist() == [[1.0, -2.0], [-2.0, 4.0]]
     assert moments.gram.dtype == moments.mean.dtype == torch.float64
 
 
@@ -54,7 +54,7 @@ def test_moments_are_those_of_the_stacked_activations(family: str) -> None:
         torch.testing.assert_close(moments.gram, inputs.T @ inputs / len(inputs), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(moments.mean, inputs.mean(0), rtol=1e-4, atol=1e-5)
         covariance = torch.cov(inputs.T, correction=0)
-        torch.testing.assert_close(moments.centred_gram(), covariance, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moments.centered_gram(), covariance, rtol=1e-4, atol=1e-4)
         assert torch.equal(moments.gram, moments.gram.T)
 
 

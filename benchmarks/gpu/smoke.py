@@ -25,7 +25,7 @@ COMPILED = ("mistral-7b joint s=2 70%", "llama-2-7b joint s=2 50%, one pass")
 """Configurations of ``recalkv.kernels.compile_gate``: of every kernel one."""
 
 KERNEL_TESTS, CODEC_TESTS = "tests/test_gpu_kernels.py", "tests/test_codec_triton.py"
-SANITISED = {
+SANITIZED = {
     "memcheck": (CODEC_TESTS, "CUDA and unequal and paged"),
     "racecheck": (CODEC_TESTS, "CUDA and wide and contiguous"),
     "memcheck, two passes": (KERNEL_TESTS, "test_two_passes and gqa and separate and bfloat16"),
@@ -93,10 +93,10 @@ def _tests(setting: Setting, emit: Emit, *arguments: str, before: tuple[str, ...
          failed=failed[:20])  # fmt: skip
 
 
-def _sanitise(tool: str, tests: str, names: str, setting: Setting, emit: Emit) -> None:
+def _sanitize(tool: str, tests: str, names: str, setting: Setting, emit: Emit) -> None:
     found = shutil.which("compute-sanitizer")
     if found is None:
-        emit(what="sanitiser", reason="compute-sanitizer is not here")
+        emit(what="sanitizer", reason="compute-sanitizer is not here")
         return
     options = ("--tool", tool, "--error-exitcode", "9", "--print-limit", "5")
     _tests(setting, emit, tests, "-k", names, before=(found, *options), marked=tests == KERNEL_TESTS)
@@ -123,20 +123,20 @@ def steps(setting: Setting) -> list[Step]:
     if setting.kind == "cpu":
         return [first[0], Step("ceilings", _ceilings), interpreted]
     spread = ("-n", "8") if importlib.util.find_spec("xdist") else ()
-    sanitised = [
-        Step(f"sanitiser, {name}", functools.partial(_sanitise, name.split(",")[0], *which), 90.0)
-        for name, which in SANITISED.items()
+    sanitized = [
+        Step(f"sanitizer, {name}", functools.partial(_sanitize, name.split(",")[0], *which), 90.0)
+        for name, which in SANITIZED.items()
     ]
     return [
         *first,
         Step("ceilings", _ceilings),
         *(tests(f"kernels, {way}", KERNEL_TESTS, "-k", way, *spread) for way in ("two_passes", "one_pass")),
         tests("codec, compiled", CODEC_TESTS, "-m", "not slow", *spread, marked=False),
-        *sanitised[:2],
+        *sanitized[:2],
         tests("kernels, compiled", KERNEL_TESTS, "-k", "compiled", *spread, seconds=240.0),
         tests("compression", "tests/test_gpu_compression.py", *spread, seconds=150.0),
         tests("all kernel tests, compiled", "tests/test_kernels.py", "tests/test_one_pass.py", *spread, seconds=180.0,
               marked=False),
-        *sanitised[2:],
+        *sanitized[2:],
         tests("devices", "tests/test_numerics.py", "tests/test_refit.py", "tests/test_device_map.py", *spread),
     ]  # fmt: skip

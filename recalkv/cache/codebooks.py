@@ -1,4 +1,4 @@
-"""Codes of quantised latents: a code of a few bits stands for one or several latents at once.
+"""Codes of quantized latents: a code of a few bits stands for one or several latents at once.
 
 Behind the rotation (:mod:`recalkv.method.basis`) the latents of a segment are Gaussian and alike. The best codes for
 several of them together lose less than codes for each alone with as many bits: cells are rounder, and none is wasted
@@ -74,7 +74,7 @@ UNIFORM_CODES = {8: Code(1, 8), 4: Code(2, 8), 3: Code(2, 6), 2: Code(4, 8)}
 MIXED_CODES = tuple(code for code in CODES if code != UNIFORM_CODES[3])
 """Codes among which mixed bits choose; 3 bits gain nothing beside 8 bits for three latents."""
 
-# Step of the best uniform quantiser of a standard normal number with 256 levels (J. Max, "Quantizing for minimum
+# Step of the best uniform quantizer of a standard normal number with 256 levels (J. Max, "Quantizing for minimum
 # distortion", 1960). At 8 bits uniform levels stay, as integers can be multiplied as they are.
 _STEP_8 = 0.03076
 

@@ -1,6 +1,6 @@
 """Latents of the newest tokens, kept as they are beside packed rows.
 
-A token attends most to those just before it, so that their rounding costs most (docs/quantisation.md has how much).
+A token attends most to those just before it, so that their rounding costs most (docs/quantization.md has how much).
 They stand beside the rows of any of transformers' caches and go with them through beams, crops and resets: the layer's
 class becomes one that knows of them.
 """

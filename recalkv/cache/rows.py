@@ -1,4 +1,4 @@
-"""Quantised latents: fewer bits for each cached element, on top of the low rank.
+"""Quantized latents: fewer bits for each cached element, on top of the low rank.
 
 One token's latents are one row of bytes, which transformers' own cache classes hold like any tensor: per
 segment (consecutive latents of one group with the same code) a byte for the scale and packed codes

@@ -27,7 +27,7 @@ CURVES = {
 }
 """``A``, ``B`` and ``C`` of each number of bits: those of least mean squared error for standard normal numbers in
 segments of 64 with the best of the tried scales, but that at 8 bits they keep levels away from ties in :data:`GRAIN`; a
-test compares them with their neighbours."""
+test compares them with their neighbors."""
 
 DISTORTION = {1: 0.31590, 2: 0.08478, 3: 0.021255, 4: 5.275e-3, 6: 3.438e-4, 8: 2.196e-5}
 """Mean squared error that each leaves of a standard normal number in a segment of 64; a test measures them."""

@@ -7,7 +7,7 @@ tokens that much attention falls on have small keys or values and large gradient
 
     X = E[x x^T / w],    G = E[w g g^T],    error = tr(distortion of X, in the metric G).
 
-Keys are centred by their mean before RoPE, and their moments are taken before RoPE and then averaged over the rotations
+Keys are centered by their mean before RoPE; their moments are taken before RoPE, then averaged over the rotations
 of all positions of the context to be served: short windows show a direction in slow pairs that these lose later. The
 first tokens of a sequence, attention sinks, are kept exact at run time and stay out of all moments.
 """
@@ -91,9 +91,9 @@ class _Side:
         self.states, self.gradients = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
 
     def add(self, states: Tensor, gradient: Tensor) -> None:
-        """Add (batch, heads, tokens, d) states, centred here, and the gradients at them."""
-        centred = states.float() - self.mean.to(states.device, torch.float32)[:, None]
-        x, g = (each.float().transpose(1, 2).flatten(2).flatten(0, 1) for each in (centred, gradient))
+        """Add (batch, heads, tokens, d) states, centered here, and the gradients at them."""
+        centered = states.float() - self.mean.to(states.device, torch.float32)[:, None]
+        x, g = (each.float().transpose(1, 2).flatten(2).flatten(0, 1) for each in (centered, gradient))
         weight = (x.square().sum(1, keepdim=True) / self.energy).clamp_min(1e-6)
         self.states += ((x / weight).T @ x).double().cpu()
         self.gradients += ((g * weight).T @ g).double().cpu()

@@ -57,12 +57,12 @@ class Code:
 
     @functools.cached_property
     def into(self) -> Tensor:
-        """(n, width): centred states to coded numbers."""
+        """(n, width): centered states to coded numbers."""
         return self.matrix[:, : self.width].contiguous()
 
     @functools.cached_property
     def back(self) -> Tensor:
-        """(width, n): coded numbers to centred states."""
+        """(width, n): coded numbers to centered states."""
         return self.matrix.double().inverse()[: self.width].float().contiguous()
 
 
@@ -151,14 +151,14 @@ class LayerCodec:
         -------
         (batch, tokens, row bytes) uint8
         """
-        return self.pack_centred(
+        return self.pack_centered(
             keys.float() - self.mean_keys(positions), values.float() - self.value_mean.to(values.device)[:, None]
         )
 
-    def pack_centred(self, keys: Tensor, values: Tensor) -> Tensor:
+    def pack_centered(self, keys: Tensor, values: Tensor) -> Tensor:
         """Rows of states whose means are taken off, float32."""
-        centred = keys, values
-        flat = [each.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3) for each in centred]
+        centered = keys, values
+        flat = [each.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3) for each in centered]
         parts = []
         for group in range(self.groups):
             for states, codes in zip(flat, (self.keys, self.values), strict=True):
@@ -168,11 +168,11 @@ class LayerCodec:
 
     def unpack(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Undo :meth:`pack`, up to rounding: keys and values, float32."""
-        keys, values = self.unpack_centred(rows)
+        keys, values = self.unpack_centered(rows)
         return keys + self.mean_keys(positions), values + self.value_mean.to(rows.device)[:, None]
 
-    def unpack_centred(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo :meth:`pack_centred`, up to rounding: (batch, kv heads, tokens, d) float32."""
+    def unpack_centered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo :meth:`pack_centered`, up to rounding: (batch, kv heads, tokens, d) float32."""
         start, pairs = 0, ([], [])  # type: ignore[var-annotated]
         for group in range(self.groups):
             for own, codes in zip(pairs, (self.keys, self.values), strict=True):

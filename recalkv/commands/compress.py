@@ -88,7 +88,7 @@ def compress(
 
         resolved = resolve_method(parameters)
         if resolved.bits in UNIFORM_CODES and resolved.allocation == "water-filling":
-            typer.echo(f"--bits {bits}: mixed bits lose less at the same bytes (docs/quantisation.md)", err=True)
+            typer.echo(f"--bits {bits}: mixed bits lose less at the same bytes (docs/quantization.md)", err=True)
         where = device_of(device)
         documents = calibration_documents(calibration)
         # The folder first, so that one that cannot be written is known before the work.

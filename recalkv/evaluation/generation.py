@@ -143,12 +143,12 @@ def parameter_count(model: Any) -> int:
 def cache_metrics(spec: LatentSpec, dense: Generated, compressed: Generated, element_bytes: int) -> dict[str, Any]:
     """Live and allocated bytes per token, and what share of the dense cache's is removed.
 
-    Latents that are not quantised are compared with the dense model's live cache, both in the model's type of
-    ``element_bytes``; quantised ones with a 16-bit cache.
+    Latents that are not quantized are compared with the dense model's live cache, both in the model's type of
+    ``element_bytes``; quantized ones with a 16-bit cache.
     """
     live, dense_live = compressed.cache_bytes_per_token, dense.cache_bytes_per_token
-    quantised = any(layer.quantised for layer in spec.layers)
-    reference = spec.dense_bytes_per_token if quantised else dense_live
+    quantized = any(layer.quantized for layer in spec.layers)
+    reference = spec.dense_bytes_per_token if quantized else dense_live
     return {
         "dense_bytes_per_token": dense_live,
         "compressed_bytes_per_token": live,

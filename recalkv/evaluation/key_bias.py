@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.evaluation.quantisers import CacheQuantiser
+from recalkv.evaluation.quantizers import CacheQuantizer
 from recalkv.model.slots import rotated
 
 __all__ = ["bias_shares", "rotated_biases", "without_bias"]
@@ -29,7 +29,7 @@ def rotated_biases(model: Any, tokens: int) -> list[Tensor]:
     return found
 
 
-def without_bias(rounding: CacheQuantiser, bias: Tensor) -> CacheQuantiser:
+def without_bias(rounding: CacheQuantizer, bias: Tensor) -> CacheQuantizer:
     """Round keys from position 0 on without their bias (KV heads, tokens, d_h), which is added again."""
 
     def keys(states: Tensor) -> Tensor:

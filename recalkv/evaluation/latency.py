@@ -1,6 +1,6 @@
 """Latency of decoding, dense beside compressed: one attention module, the whole model, and the memory of both.
 
-Clocks and neighbours of a CPU drift over seconds, so there both models are in memory and measured in turn, a part of
+Clocks and neighbors of a CPU drift over seconds, so there both models are in memory and measured in turn, a part of
 the runs in each of several rounds. A GPU holds one model at a time, and each is measured once.
 """
 

@@ -20,7 +20,7 @@ def values_kernel(
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, UPCAST: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax weights of a run of tiles times a block of value latents, not yet normalised.
+    """Softmax weights of a run of tiles times a block of value latents, not yet normalized.
 
     Grid: (blocks, runs, batch).
 
@@ -93,7 +93,7 @@ def _context(
     partial_ptr, most_ptr, sequence, runs, all_rows, total, row, rows_ok, most, at, ok,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A block of latent context, (rows, columns), summed over the runs, many of them read at once; not normalised."""
+    """A block of latent context, (rows, columns), summed over the runs, many of them read at once; not normalized."""
     context = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
     for start in range(0, runs, BLOCK_R):
         run = start + tl.arange(0, BLOCK_R)
@@ -112,7 +112,7 @@ def combine_kernel(
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, ALIGN: tl.constexpr, HAS_UP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Sum the runs of :func:`values_kernel`, normalise, apply R_v. Grid: (kv heads, blocks of columns, batch).
+    """Sum the runs of :func:`values_kernel`, normalize, apply R_v. Grid: (kv heads, blocks of columns, batch).
 
     Parameters
     ----------

@@ -180,7 +180,7 @@ def why_not(model: nn.Module) -> str | None:
         return f"heads have {layers[0].head_dim} dimensions, and the kernels take even numbers up to 256"
     if not all(layer.by_tiles for layer in layers):
         return f"attention in {layers[0].family.name} has soft-capped scores, sinks, norms over all heads or mixed RoPE"
-    packed = next((layer for layer in layers if layer.spec.quantised), None)
+    packed = next((layer for layer in layers if layer.spec.quantized), None)
     if packed is not None:
         bits = packed.spec.cached_bits / packed.spec.cached_elements
         return (

@@ -189,7 +189,7 @@ def attend_kernel(
     RESTS: tl.constexpr, REST: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr,
     MASK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Softmax weights of a run of tiles times a group's latents, not yet normalised.
+    """Softmax weights of a run of tiles times a group's latents, not yet normalized.
 
     Grid: (groups, runs, batch).
 

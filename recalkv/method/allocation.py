@@ -107,7 +107,7 @@ def predicted_loss(specs: Sequence[LayerSpec], energies: Energies) -> float:
     """
     left = 0.0
     for spec, layer in zip(specs, energies, strict=True):
-        if not spec.quantised:
+        if not spec.quantized:
             ranks = [*spec.key_ranks, *(() if spec.joint else spec.value_ranks)]
             left += sum(float(unit[rank:].sum()) for unit, rank in zip(layer, ranks, strict=True))
             continue
@@ -175,8 +175,8 @@ def _specs(allocation: Allocation, segments: Sequence[Any] | None, joint: bool) 
     specs = []
     for first in range(0, len(allocation.ranks), step):
         last = first + step - 1
-        quantised = {}
+        quantized = {}
         if segments is not None:
-            quantised = {"key_segments": segments[first], "value_segments": None if joint else segments[last]}
-        specs.append(LayerSpec(allocation.ranks[first], allocation.ranks[last], joint, **quantised))
+            quantized = {"key_segments": segments[first], "value_segments": None if joint else segments[last]}
+        specs.append(LayerSpec(allocation.ranks[first], allocation.ranks[last], joint, **quantized))
     return specs

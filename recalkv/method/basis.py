@@ -1,4 +1,4 @@
-"""The basis in which latents are quantised: put one layer's factors into it; their product stays."""
+"""The basis in which latents are quantized: put one layer's factors into it; their product stays."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,8 +24,8 @@ def quantizable(
 ) -> LayerRefit:
     """Natural basis by falling variance, scaled by :func:`shared_scales` and rotated within each segment.
 
-    With mixed bits the basis minimises the error in the method's own metric, in which the bits were
-    allocated. With the same bits everywhere it minimises the plain reconstruction error: the loss metric
+    With mixed bits the basis minimizes the error in the method's own metric, in which the bits were
+    allocated. With the same bits everywhere it minimizes the plain reconstruction error: the loss metric
     has directions of almost no cost, in which coarse rounding would put noise without bound.
 
     Parameters

@@ -53,7 +53,7 @@ def fuse_layer(
     refit
         Final factors and output projection.
     input_mean : (m,) or None
-        Mean attention input, given where latents are quantised.
+        Mean attention input, given where latents are quantized.
     dtype
         Of what is new; it bounds the gauge of joint latents (:mod:`recalkv.model.identity`).
     """
@@ -67,7 +67,7 @@ def fuse_layer(
     if order is not None:
         dense, keys = _in_turning_order(dense, keys, torch.tensor(order))
     # Rounding to few bits wants latents that are alike, and norms want whole keys.
-    if spec.joint and not spec.quantised and "k_norm.weight" not in dense:
+    if spec.joint and not spec.quantized and "k_norm.weight" not in dense:
         keys, values = in_gauge(keys, values, source.geometry.head_dim, dtype)
     fused = fused_attention_tensors(dense, source.geometry, spec, keys, values, output, mean)
     fused |= {f"feedback.{number}": matrix for number, matrix in enumerate(refit.feedback)}
@@ -196,7 +196,7 @@ def fused_attention_tensors(
     fitted_output : (h * d_h, m) or None
         Takes the place of the dense W_o (:mod:`recalkv.method.output_fit`); rows in the model's order.
     input_mean : (m,) or None
-        Mean attention input. Its latents are taken off what is cached (quantised latents should carry no
+        Mean attention input. Its latents are taken off what is cached (quantized latents should carry no
         constant), and what they stand for is added to the keys and, through the softmax, to the output.
 
     Returns
@@ -229,10 +229,10 @@ def fused_attention_tensors(
     bias = dense.get("o_proj.bias")
     constant = dense["v_proj.bias"][heads].double() if "v_proj.bias" in dense else None
     if input_mean is not None:
-        tensors["k_proj.bias"], key_mean = _centred(input_mean, keys)
-        centre, value_mean = _centred(input_mean, values)
+        tensors["k_proj.bias"], key_mean = _centered(input_mean, keys)
+        center, value_mean = _centered(input_mean, values)
         if not spec.joint:
-            tensors["v_proj.bias"] = centre
+            tensors["v_proj.bias"] = center
         tensors["key_bias"] = _sum(tensors.get("key_bias"), key_mean)
         constant = _sum(constant, value_mean)
     if constant is not None and not geometry.values_pass:
@@ -257,7 +257,7 @@ def _sum(first: Tensor | None, second: Tensor) -> Tensor:
     return second.double() if first is None else first.double() + second.double()
 
 
-def _centred(input_mean: Tensor, factors: LowRank) -> tuple[Tensor, Tensor]:
+def _centered(input_mean: Tensor, factors: LowRank) -> tuple[Tensor, Tensor]:
     """Bias that takes the mean off the latents, and what the mean stands for in the outputs."""
     means = [input_mean.double() @ left.double() for left in factors.down]
     constants = [mean @ right.double() for mean, right in zip(means, factors.up, strict=True)]

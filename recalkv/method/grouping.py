@@ -1,7 +1,7 @@
-"""Which heads share a latent: layer by layer for neighbours and CKA, under one water level for tail energy.
+"""Which heads share a latent: layer by layer for neighbors and CKA, under one water level for tail energy.
 
 Algorithm 1 allocates before it reorders. Least tail energy cannot: what a group leaves out is known once ranks are,
-and water-filling needs the groups' spectra. So heads are grouped first, ranks are allocated to neighbours on the
+and water-filling needs the groups' spectra. So heads are grouped first, ranks are allocated to neighbors on the
 way, and the allocation proper follows.
 """
 
@@ -19,7 +19,7 @@ from recalkv.method.reorder import (
     few_groups,
     greedy_groups,
     least_cost_groups,
-    neighbour_groups,
+    neighbor_groups,
     permutation_of,
 )
 from recalkv.method.similarity import head_cka
@@ -57,13 +57,13 @@ class HeadGrouping:
 def group_heads(problem: LayerProblem) -> HeadGrouping:
     """CKA of one layer's key heads and the grouping (Algorithm 1, Calculate_CKA_Similarity, Head_Reorder).
 
-    Grouping by tail energy needs all layers at once (:func:`group_layers`); here it starts from neighbours.
+    Grouping by tail energy needs all layers at once (:func:`group_layers`); here it starts from neighbors.
     """
     method = problem.method
-    similarity = head_cka(problem.keys, problem.statistics.inputs.centred_gram(), problem.head_dim)
+    similarity = head_cka(problem.keys, problem.statistics.inputs.centered_gram(), problem.head_dim)
     if method.grouping == "cka":
         return HeadGrouping(similarity, greedy_groups(similarity, method.group_size))
-    return HeadGrouping(similarity, neighbour_groups(problem.kv_heads, method.group_size))
+    return HeadGrouping(similarity, neighbor_groups(problem.kv_heads, method.group_size))
 
 
 def layer_energies(problems: Problems, groups: Iterable[Sequence[Sequence[int]]], chain: bool) -> list[list[Tensor]]:
@@ -90,7 +90,7 @@ def group_layers(
     """Group the heads of every layer (Algorithm 1, Calculate_CKA_Similarity, Head_Reorder).
 
     Least tail energy: ranks depend on the groups and the groups on the ranks. Ranks are first
-    allocated to neighbours; each layer then takes the groups that leave least at that allocation. By
+    allocated to neighbors; each layer then takes the groups that leave least at that allocation. By
     water-filling, a group leaves out each direction below the water level and pays the level for each
     above, so its cost is ``sum_j min(e_j, level)``; otherwise it is what its rank leaves out. Where there
     are too many groups to price each, pairs are compared by ``level sum_j log(1 + e_j / level)``, which

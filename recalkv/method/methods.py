@@ -15,12 +15,12 @@ class Choices:
     Attributes
     ----------
     metric
-        What the factors minimise: the error of the ``weight``, of its outputs on calibration inputs
+        What the factors minimize: the error of the ``weight``, of its outputs on calibration inputs
         (``activation``), or the rise of the ``loss``.
     joint
         Keys and values of a group share one latent: ``[W_k, W_v]`` is one matrix.
     grouping
-        Heads that share a latent: ``neighbours``, ``cka`` (HSR) or ``tail-energy``.
+        Heads that share a latent: ``neighbors``, ``cka`` (HSR) or ``tail-energy``.
     whole_values
         One group for the whole value matrix; otherwise values are grouped like keys.
     allocation
@@ -43,10 +43,10 @@ METHODS = {
     "loss-aware": Choices("loss", True, "tail-energy", False, "water-filling", "output"),
     # The paper: HSR for keys, whole-matrix SVD and OVC for values.
     "recalkv": Choices("activation", False, "cka", True, "fisher", "values"),
-    # Palu's G-LRD: grouped whitened SVD of both, neighbouring heads.
-    "palu": Choices("activation", False, "neighbours", False, "fisher", "none"),
+    # Palu's G-LRD: grouped whitened SVD of both, neighboring heads.
+    "palu": Choices("activation", False, "neighbors", False, "fisher", "none"),
     # Plain SVD of the weights, the same groups as palu.
-    "svd": Choices("weight", False, "neighbours", False, "fisher", "none"),
+    "svd": Choices("weight", False, "neighbors", False, "fisher", "none"),
 }
 
 
@@ -54,7 +54,7 @@ FIT_ABOVE = 0.9
 """Ratio above which mixed bits leave so much out that a fit of the output gains; docs/method.md has the figures."""
 
 CHAIN_UP_TO = 0.8
-"""Ratio up to which joint latents in mixed bits are chained; docs/quantisation.md has what it costs at others."""
+"""Ratio up to which joint latents in mixed bits are chained; docs/quantization.md has what it costs at others."""
 
 DAMPING = {"loss": 0.1}
 """``compression.damping`` where it is null, by metric. See docs/method.md for what it was measured to gain."""
@@ -77,7 +77,7 @@ class Method(Choices):
     exact_window: int
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Whether latents are cached in fewer than 16 bits."""
         return self.bits != 16
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recalkv.method.chain import Link, chain_columns, chain_energies, chain_links
 from recalkv.method.methods import Method
-from recalkv.method.reorder import neighbour_groups
+from recalkv.method.reorder import neighbor_groups
 from recalkv.method.svd import GroupPart, group_columns, group_parts
 from recalkv.model.families import head_order
 from recalkv.model.layers import LayerSource
@@ -39,7 +39,7 @@ class LayerStatistics:
 def value_groups(groups: Sequence[Sequence[int]], method: Method) -> list[list[int]]:
     """Value heads of each value group, from the key groups: consecutive heads of the permuted order."""
     order = [head for group in groups for head in group]
-    parts = neighbour_groups(len(order), method.value_group_size(len(order)))
+    parts = neighbor_groups(len(order), method.value_group_size(len(order)))
     return [[order[position] for position in part] for part in parts]
 
 

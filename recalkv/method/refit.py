@@ -184,7 +184,7 @@ class _Reached(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class _Layer:
-    """A materialised dense layer, run whole or in halves around its output projection."""
+    """A materialized dense layer, run whole or in halves around its output projection."""
 
     source: LayerSource
     layer: Any

@@ -19,7 +19,7 @@ __all__ = [
     "few_groups",
     "greedy_groups",
     "least_cost_groups",
-    "neighbour_groups",
+    "neighbor_groups",
     "permutation_of",
 ]
 
@@ -27,7 +27,7 @@ PRICED_GROUPS = 64
 """Largest number of groups that are priced one by one."""
 
 
-def neighbour_groups(kv_heads: int, group_size: int) -> list[list[int]]:
+def neighbor_groups(kv_heads: int, group_size: int) -> list[list[int]]:
     """Consecutive heads, in the model's order (Palu's G-LRD; HSR switched off)."""
     groups, start = [], 0
     for size in group_sizes(kv_heads, group_size):
@@ -138,7 +138,7 @@ def least_cost_groups(
     """
     sizes = group_sizes(kv_heads, group_size)
     if len(sizes) == 1 or group_size == 1:
-        return neighbour_groups(kv_heads, group_size)
+        return neighbor_groups(kv_heads, group_size)
     of_group = cost
     if not few_groups(kv_heads, group_size, priced):
         saving = _pair_savings(kv_heads, pair_cost or cost)
@@ -146,7 +146,7 @@ def least_cost_groups(
     price = functools.cache(of_group)
     if _partitions(kv_heads, sizes) <= 1000:
         return min(_all_groups(list(range(kv_heads)), sizes), key=lambda groups: sum(price(tuple(g)) for g in groups))
-    starts = [greedy_groups(_pair_savings(kv_heads, price), group_size), neighbour_groups(kv_heads, group_size)]
+    starts = [greedy_groups(_pair_savings(kv_heads, price), group_size), neighbor_groups(kv_heads, group_size)]
     found = [_swapped(groups, price) for groups in starts]
     return min(found, key=lambda groups: sum(price(tuple(group)) for group in groups))
 

@@ -1,6 +1,6 @@
 """Step 5a, CKA similarity of key heads (paper, section 3.1 and eq. for S_ij).
 
-Linear CKA needs no stored activations: with the centred second moment ``Cc`` of the input,
+Linear CKA needs no stored activations: with the centered second moment ``Cc`` of the input,
 ``HSIC(i, j) = || W_i^T Cc W_j ||_F^2`` over all calibration tokens at once.
 """
 
@@ -10,14 +10,14 @@ from torch import Tensor
 __all__ = ["head_cka", "within_group_similarity"]
 
 
-def head_cka(weight: Tensor, centred_gram: Tensor, head_dim: int) -> Tensor:
+def head_cka(weight: Tensor, centered_gram: Tensor, head_dim: int) -> Tensor:
     """Pairwise linear CKA of the heads of one projection.
 
     Parameters
     ----------
     weight : (m, n)
         Key projection, row convention.
-    centred_gram : (m, m)
+    centered_gram : (m, m)
         ``C - N mu^T mu``, up to a factor (CKA is invariant to scale).
     head_dim
         ``d_h``; ``n / d_h`` heads.
@@ -30,7 +30,7 @@ def head_cka(weight: Tensor, centred_gram: Tensor, head_dim: int) -> Tensor:
     """
     weight = weight.double()
     heads = weight.shape[1] // head_dim
-    cross = weight.T @ centred_gram.double() @ weight
+    cross = weight.T @ centered_gram.double() @ weight
     hsic = cross.reshape(heads, head_dim, heads, head_dim).square().sum(dim=(1, 3))
     scale = hsic.diagonal().clamp_min(torch.finfo(torch.float64).tiny).sqrt()
     cka = hsic / torch.outer(scale, scale)

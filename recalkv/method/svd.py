@@ -1,8 +1,8 @@
 """Step 6, grouped (whitened) SVD of key and value projections.
 
-The rank-r minimiser of ``|| S^T (W - L R) ||_F`` with ``S S^T = C`` is usually written with an SVD of
+The rank-r minimizer of ``|| S^T (W - L R) ||_F`` with ``S S^T = C`` is usually written with an SVD of
 the m x n matrix ``S^T W``. Its right singular vectors are the eigenvectors of the small n x n matrix
-``W^T C W``, the second moment of the projection's outputs, and the minimiser is ``L = W V_r``,
+``W^T C W``, the second moment of the projection's outputs, and the minimizer is ``L = W V_r``,
 ``R = V_r^T``. That needs no factor S, no inverse and no positive definiteness.
 
 With an output metric G (:mod:`recalkv.statistics.loss_metric`) the same holds of ``G^1/2 W^T C W G^1/2``. Keys and
@@ -129,7 +129,7 @@ class GroupPart:
         return self._decomposition[0]
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Best factors of this rank: the minimiser of ``tr(C D G D^T)`` (paper eq. 1 for G = I).
+        """Best factors of this rank: the minimizer of ``tr(C D G D^T)`` (paper eq. 1 for G = I).
 
         Parameters
         ----------

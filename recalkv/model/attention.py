@@ -97,27 +97,27 @@ class LatentAttention(nn.Module):
         self.key_ranks, self.value_ranks = list(layer.key_ranks), list(layer.value_ranks)
         self.key_rows, self.value_rows = layer.key_rows, layer.value_rows
         # Tokens up to a query that it reads as they are; the rows of all others are packed.
-        self.exact_window = spec.exact_window if layer.quantised else 0
+        self.exact_window = spec.exact_window if layer.quantized else 0
         self.fused, self.joint = layer.value_layout == "fused", spec.joint
         # Up to so many queries, attending over latents and then applying R_v costs less than rebuilding values.
         self.query_limit = min(MAX_EXPLICIT_QUERIES, decode_query_limit(geometry, max(self.value_ranks)))
         m, d_h, n_rep = geometry.hidden, geometry.head_dim, geometry.queries_per_kv
         # Latents without their mean: what it stands for is in the bias of the keys, and that of values in the output's.
-        centred, biases = spec.latents_centred, spec.biases
+        centered, biases = spec.latents_centered, spec.biases
         self.q_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases)
         self.gate_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases) if geometry.gated else None
-        self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=centred)
-        self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=centred)
+        self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=centered)
+        self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=centered)
         self.key_up = Reconstruction(self.key_ranks, self.key_heads, d_h, layer.key_reach)
         self.feedback = ChainedRows(layer) if layer.parts else None
-        self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if centred or "k" in biases else None
+        self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if centered or "k" in biases else None
         if self.fused:
             self.value_up = None
             inner = sum(rank * size * n_rep for rank, size in zip(self.value_ranks, self.value_heads, strict=True))
         else:
             self.value_up = Reconstruction(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
-        constant = centred or "v" in biases
+        constant = centered or "v" in biases
         # Softmax weights sum to 1, so a constant of the values is in the output's bias, but for sinks and gates.
         self.o_proj = nn.Linear(inner, m, bias="o" in biases or (constant and geometry.values_pass))
         self.value_bias = None if geometry.values_pass or not constant else nn.Parameter(torch.zeros(geometry.kv_width))

@@ -113,7 +113,7 @@ def _settings(spec: LatentSpec) -> list[tuple[str, str]]:
         ),
         (
             "bits per cached element",
-            f"{parameters.get('bits', 'packed')}" if spec.layers[0].quantised else "16, the model's type",
+            f"{parameters.get('bits', 'packed')}" if spec.layers[0].quantized else "16, the model's type",
         ),
         ("fingerprint of the dense model", f"`{spec.source.get('fingerprint')}`"),
     ]

@@ -53,7 +53,7 @@ def compressed_config(
     names = source.layer_tensor_names(source.places[0])
     config = CONFIG_CLASSES[family](**content)
     config.architectures = [MODEL_CLASSES[family].__name__]
-    if source.held.quantised:
+    if source.held.quantized:
         config.quantization_config = dict(source.held.config)
     method = resolve_method(parameters, geometry.kv_heads)
     config.recalkv = LatentSpec(
@@ -63,8 +63,8 @@ def compressed_config(
         value_group_size=method.value_group_size(geometry.kv_heads),
         joint=method.joint,
         biases=[letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
-        latents_centred=method.quantised,
-        exact_window=method.exact_window if method.quantised else 0,
+        latents_centered=method.quantized,
+        exact_window=method.exact_window if method.quantized else 0,
         qk_norm="self_attn.k_norm.weight" in names,
         method=parameters.method,
         parameters=parameters.model_dump(mode="json") | {name: getattr(method, name) for name in _RESOLVED},
@@ -122,7 +122,7 @@ def save_checkpoint(
         total_bytes += sum(tensor.nbytes for tensor in cast.values())
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    if held.quantised:
+    if held.quantized:
         # A tied head is not stored, and a list that is there is no longer taken to mean it too.
         tied = [] if any(name.startswith("lm_head.") for name in weight_map) else ["lm_head"]
         config.quantization_config = held.config_with([*plain, *tied])
@@ -139,7 +139,7 @@ def build_model(
     Parameters
     ----------
     dtype
-        Type that all weights are turned to, codes dequantised; None leaves each as it comes.
+        Type that all weights are turned to, codes dequantized; None leaves each as it comes.
     """
     family = config.model_type.removeprefix("recalkv_")
     with torch.device("meta"):

@@ -12,13 +12,13 @@ from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.model.family import FAMILIES, LATENT, LINEAR, PREFIX, REFUSED, UNDESCRIBED, family_of
 
 __all__ = [
-    "DEQUANTISE",
+    "DEQUANTIZE",
     "IGNORED_BUFFERS",
     "SUPPORTED_ROPE_TYPES",
     "AttentionGeometry",
     "attention_layers",
     "check_group_size",
-    "check_not_quantised",
+    "check_not_quantized",
     "check_supported",
     "check_tensors",
     "group_sizes",
@@ -36,11 +36,11 @@ IGNORED_BUFFERS = ("rotary_emb.inv_freq",)
 """Buffers that early checkpoints hold, and the config determines."""
 
 _UNPACKED_ON_LOADING = ("gguf",)
-"""Quantised files whose weights transformers may have unpacked while the config keeps saying so; tensors tell."""
+"""Quantized files whose weights transformers may have unpacked while the config keeps saying so; tensors tell."""
 
-DEQUANTISE = (
-    "dequantise them first: load the model with transformers, call `model = model.dequantize()` and `save_pretrained`, "
-    "or use the checkpoint that was quantised."
+DEQUANTIZE = (
+    "dequantize them first: load the model with transformers, call `model = model.dequantize()` and `save_pretrained`, "
+    "or use the checkpoint that was quantized."
 )
 
 
@@ -182,7 +182,7 @@ def _turned(config: Any, head_dim: int) -> int:
 def head_order(config: Any, head_dim: int) -> list[int] | None:
     """Dimensions of a head in the order in which RoPE turns its two halves, as LLaMA's; None if they stand so already.
 
-    Scores do not mind the order that queries and keys share. Neighbouring pairs are taken apart, and dimensions that
+    Scores do not mind the order that queries and keys share. Neighboring pairs are taken apart, and dimensions that
     are not turned become pairs of frequency 0, which stand behind the others in both halves.
     """
     turned = _turned(config, head_dim)
@@ -195,8 +195,8 @@ def head_order(config: Any, head_dim: int) -> list[int] | None:
     return None if order == list(range(head_dim)) else order
 
 
-def check_not_quantised(config: Any) -> None:
-    """Refuse a model whose config says that its weights are quantised; their scales would be lost in silence.
+def check_not_quantized(config: Any) -> None:
+    """Refuse a model whose config says that its weights are quantized; their scales would be lost in silence.
 
     Raises
     ------
@@ -209,8 +209,8 @@ def check_not_quantised(config: Any) -> None:
         method = str(getattr(named, "value", named))
         if content and method not in _UNPACKED_ON_LOADING:
             raise UnsupportedModelError(
-                f"{section} of the model's config says that its weights are quantised (quant_method={method!r}); "
-                f"{DEQUANTISE}"
+                f"{section} of the model's config says that its weights are quantized (quant_method={method!r}); "
+                f"{DEQUANTIZE}"
             )
 
 
@@ -234,14 +234,14 @@ def check_tensors(family: str, types: Mapping[str, str], known: Collection[str])
     odd = sorted(f"{name} ({types[name]})" for name in known if types.get(name, "float32") not in _WEIGHT_TYPES)
     if odd:
         raise UnsupportedModelError(
-            f"{len(odd)} weight(s) are not floating point of 16 to 64 bits, as {odd[0]}: they are quantised; "
-            f"{DEQUANTISE}"
+            f"{len(odd)} weight(s) are not floating point of 16 to 64 bits, as {odd[0]}: they are quantized; "
+            f"{DEQUANTIZE}"
         )
     unknown = sorted(name for name in types if name not in known and not name.endswith(IGNORED_BUFFERS))
     if unknown:
         raise UnsupportedModelError(
             f"{len(unknown)} tensor(s) are unknown to model_type={family!r}, as {unknown[0]}: the weights are "
-            f"quantised, or the model is of another architecture. If they are quantised, {DEQUANTISE}"
+            f"quantized, or the model is of another architecture. If they are quantized, {DEQUANTIZE}"
         )
 
 

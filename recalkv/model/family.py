@@ -36,8 +36,8 @@ LATENT = "caches latents already (multi-head latent attention)"
 LINEAR = "has layers that keep a state instead of keys and values, of a kind that is not described"
 _STATES_ALONE = "keeps no keys and values in any layer"
 _SHARED = "shares keys and values between layers"
-_CHUNKED = "attends in chunks in some layers, and normalises keys after RoPE"
-_NORMED_LAST = "normalises keys after RoPE"
+_CHUNKED = "attends in chunks in some layers, and normalizes keys after RoPE"
+_NORMED_LAST = "normalizes keys after RoPE"
 _MULTIROPE = "turns keys by several positions per token (multimodal RoPE)"
 
 REFUSED: dict[str, str] = {
@@ -97,7 +97,7 @@ class Family:
     partial
         RoPE may turn the first dimensions of a head only (``partial_rotary_factor``).
     interleaved
-        RoPE turns pairs of neighbouring dimensions instead of dimensions of two halves.
+        RoPE turns pairs of neighboring dimensions instead of dimensions of two halves.
     turning
         By config: for each layer whether it has RoPE; None where all have.
     sinks

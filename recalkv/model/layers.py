@@ -24,7 +24,7 @@ from recalkv.model.families import (
     IGNORED_BUFFERS,
     AttentionGeometry,
     attention_layers,
-    check_not_quantised,
+    check_not_quantized,
     check_supported,
     check_tensors,
     layer_attention_types,
@@ -57,7 +57,7 @@ class LayerSource(ABC):
     config
         The dense model's config.
     device
-        Where layers are materialised and run.
+        Where layers are materialized and run.
     precision
         ``float32``, or ``bfloat16`` for matrix products in bfloat16 under autocast; the residual stream
         and all statistics stay in float32 or better.
@@ -188,7 +188,7 @@ class LayerSource(ABC):
 
     @contextlib.contextmanager
     def layer(self, place: int) -> Iterator[Any]:
-        """Materialise one decoder layer; its weights are freed on exit and never alias the source's."""
+        """Materialize one decoder layer; its weights are freed on exit and never alias the source's."""
         layer = copy.deepcopy(self._skeleton.model.layers[place])
         layer.load_state_dict(self.layer_tensors(place), assign=True)
         yield layer.eval().requires_grad_(False)
@@ -308,7 +308,7 @@ class ModuleSource(LayerSource):
     """Layers copied from a model in memory, which is left as it is."""
 
     def __init__(self, model: nn.Module, device: str | torch.device | None = None, precision: str = "float32") -> None:
-        check_not_quantised(model.config)
+        check_not_quantized(model.config)
         head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight  # type: ignore[operator]
         tied = head.is_set_to(table)
         self._tensors = {
@@ -336,7 +336,7 @@ class ModuleSource(LayerSource):
 
 
 def attention_input(source: LayerSource, layer: Any, hidden: Tensor) -> Tensor:
-    """What the layer's key and value projections read, same shape: mostly the normalised residual stream."""
+    """What the layer's key and value projections read, same shape: mostly the normalized residual stream."""
     norm = source.family.input_norm
     return hidden if norm is None else getattr(layer, norm)(hidden)
 

@@ -129,7 +129,7 @@ def _check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     if isinstance(cache, QuantizedCache):
         raise ParameterError(
-            "a QuantizedCache would round latents again, or packed rows; latents are quantised when a model is "
+            "a QuantizedCache would round latents again, or packed rows; latents are quantized when a model is "
             "compressed: leave out cache_implementation, or compress to fewer bits (compression.ratio)."
         )
     if positions is None or (not positions.is_cpu and positions.shape[-1] == 1):

@@ -87,7 +87,7 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path, any_fa
     embedded_folder
         Existing folder that receives the embedded model's converted files.
     any_family
-        Take any that transformers loads, quantised or not: a codec needs no description of its weights.
+        Take any that transformers loads, quantized or not: a codec needs no description of its weights.
 
     Raises
     ------
@@ -199,7 +199,7 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
 
 
 def _check_config(path: Path, name: str, any_family: bool) -> None:
-    """Refuse an unsupported or quantised model by its config.json; no weights are needed."""
+    """Refuse an unsupported or quantized model by its config.json; no weights are needed."""
     from transformers import AutoConfig
 
     if not path.exists():
@@ -259,7 +259,7 @@ def _reaching(name: str, revision: str | None) -> Iterator[None]:
         yield
     except GatedRepoError as error:
         raise ModelUnavailableError(
-            f"model.id={name!r} is gated: accept its licence on https://huggingface.co/{name}, and {log_in}."
+            f"model.id={name!r} is gated: accept its license on https://huggingface.co/{name}, and {log_in}."
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelUnavailableError(

@@ -22,7 +22,7 @@ FORMAT_VERSION = 8
 """Of the ``recalkv`` section; other versions are refused."""
 
 DENSE_BITS = 16
-"""Bits of an element that is not quantised, in the dense cache and in ours: what ratios refer to."""
+"""Bits of an element that is not quantized, in the dense cache and in ours: what ratios refer to."""
 
 VALUE_LAYOUTS = ("separate", "fused")
 """Whether R_v of a layer is stored by itself or in its output projection."""
@@ -55,7 +55,7 @@ class LayerSpec:
     joint
         Keys and values of a group share one latent, which is cached once.
     key_segments, value_segments
-        Where latents are quantised: each group's segments. None otherwise, and for values that
+        Where latents are quantized: each group's segments. None otherwise, and for values that
         share the keys' latents.
     parts
         Where latents are chained (:mod:`recalkv.method.chain`), the widths of each group's parts, of which keys read
@@ -129,7 +129,7 @@ class LayerSpec:
         """Refuse parts that do not cut the groups between segments."""
         segments = self.key_segments if self.joint else None
         if segments is None:
-            raise _contradiction(f"parts={self.parts} are of joint and quantised latents alone")
+            raise _contradiction(f"parts={self.parts} are of joint and quantized latents alone")
         if len({len(widths) for widths in self.parts}) > 1 or len(self.parts[0]) < 2:
             raise _contradiction(
                 f"parts={[list(widths) for widths in self.parts]} must be as many of each group, two or more"
@@ -162,7 +162,7 @@ class LayerSpec:
 
     @functools.cached_property
     def key_rows(self) -> RowLayout | None:
-        """How the keys' latents, or those of both, stand in a row of bytes; None where they are not quantised."""
+        """How the keys' latents, or those of both, stand in a row of bytes; None where they are not quantized."""
         return None if self.key_segments is None else RowLayout(self.key_segments)
 
     @functools.cached_property
@@ -171,7 +171,7 @@ class LayerSpec:
         return None if self.value_segments is None else RowLayout(self.value_segments)
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Whether latents are cached as codes."""
         return self.key_segments is not None
 
@@ -182,11 +182,11 @@ class LayerSpec:
 
     @property
     def cached_bits(self) -> int:
-        """Bits cached per token, scales and padding included; an element that is not quantised counts 16."""
+        """Bits cached per token, scales and padding included; an element that is not quantized counts 16."""
         return 8 * self.cached_bytes(DENSE_BITS // 8)
 
     def cached_bytes(self, element_bytes: int = 2) -> int:
-        """Bytes cached per token, of which an element that is not quantised takes so many."""
+        """Bytes cached per token, of which an element that is not quantized takes so many."""
         if self.key_rows is None:
             return self.cached_elements * element_bytes
         return self.key_rows.row_bytes + (0 if self.value_rows is None else self.value_rows.row_bytes)
@@ -208,13 +208,13 @@ class LatentSpec:
         Keys and values share their latents.
     biases
         Which of the dense projections q, k, v and o have a bias.
-    latents_centred
-        Latents are cached without their mean, as quantised ones are.
+    latents_centered
+        Latents are cached without their mean, as quantized ones are.
     exact_window
         Tokens up to a query, itself included, that it reads as they are and not from packed rows; 0 for none. It can
         be changed in ``config.json``: no weight depends on it.
     qk_norm
-        Whether queries and keys are normalised before RoPE.
+        Whether queries and keys are normalized before RoPE.
     method, parameters, source, calibration
         Provenance: name and parameters of the compression, ``name``, ``revision`` and ``fingerprint`` of the dense
         model, and what the statistics were taken on (None where it is not known). Nothing is computed from these.
@@ -233,7 +233,7 @@ class LatentSpec:
     value_group_size: int
     joint: bool = False
     biases: Sequence[str] = ()
-    latents_centred: bool = False
+    latents_centered: bool = False
     exact_window: int = 0
     qk_norm: bool = False
     method: str = ""
@@ -245,7 +245,7 @@ class LatentSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "biases", tuple(self.biases))
-        for name in ("joint", "latents_centred", "qk_norm"):
+        for name in ("joint", "latents_centered", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise _contradiction(f"{name}={getattr(self, name)!r} must be true or false")
         if not _is_integer(self.exact_window) or self.exact_window < 0:
@@ -355,16 +355,16 @@ class LatentSpec:
 
     @property
     def cached_bits_per_token(self) -> int:
-        """Bits that all layers cache of one token, scales included; elements that are not quantised count 16."""
+        """Bits that all layers cache of one token, scales included; elements that are not quantized count 16."""
         return sum(layer.cached_bits for layer in self.layers)
 
     def cached_bytes_per_token(self, element_bytes: int = 2) -> int:
-        """Bytes that all layers cache of one token, of which an element that is not quantised takes so many."""
+        """Bytes that all layers cache of one token, of which an element that is not quantized takes so many."""
         return sum(layer.cached_bytes(element_bytes) for layer in self.layers)
 
     def window_bytes(self, element_bytes: int = 2) -> int:
         """Bytes that the exact latents of a whole window take beside the rows, once for every sequence."""
-        return self.exact_window * element_bytes * sum(each.cached_elements for each in self.layers if each.quantised)
+        return self.exact_window * element_bytes * sum(each.cached_elements for each in self.layers if each.quantized)
 
     def bits_per_element(self, context: int) -> float:
         """Bits of an element of the dense cache of so many tokens, the window's exact latents spread over them."""

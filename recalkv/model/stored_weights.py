@@ -1,6 +1,6 @@
 """How published checkpoints hold their weights: one class per ``quant_method``, from what is stored to float32.
 
-A quantised weight is codes and a scale, and sometimes more, beside each other under the name of its module.
+A quantized weight is codes and a scale, and sometimes more, beside each other under the name of its module.
 Calibration and compression read dense weights by :meth:`StoredWeights.weight`; what compression does not replace is
 copied as it is held, and :meth:`StoredWeights.config_with` says so to transformers' own loader.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from recalkv.errors import ModelUnavailableError, UnsupportedModelError
-from recalkv.model.families import DEQUANTISE, check_not_quantised
+from recalkv.model.families import DEQUANTIZE, check_not_quantized
 
 __all__ = ["StoredWeights", "stored_weights"]
 
@@ -26,13 +26,13 @@ def stored_weights(config: Any) -> "StoredWeights":
     Raises
     ------
     UnsupportedModelError
-        If it is quantised in a way that is not read here; names the way and the remedy.
+        If it is quantized in a way that is not read here; names the way and the remedy.
     """
     content = getattr(config, "quantization_config", None)
     known = _KNOWN.get(str(content.get("quant_method"))) if isinstance(content, Mapping) else None
     if known is not None and isinstance(content, Mapping):
         return known(content)
-    check_not_quantised(config)
+    check_not_quantized(config)
     return StoredWeights({})
 
 
@@ -65,7 +65,7 @@ class StoredWeights:
         self.config = dict(config)
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Whether some weights may be held as codes."""
         return bool(self.codes)
 
@@ -119,7 +119,7 @@ class StoredWeights:
             if coded and last in self.codes and kind not in allowed:
                 raise UnsupportedModelError(
                     f"{name} is of type {kind} and has a scale beside it; quant_method={self.config['quant_method']!r} "
-                    f"holds codes as {' or '.join(sorted(allowed))}: {DEQUANTISE}"
+                    f"holds codes as {' or '.join(sorted(allowed))}: {DEQUANTIZE}"
                 )
             weights[self._weight_of(name, types)] = "float32" if coded and last in self._names else kind
         return weights
@@ -196,7 +196,7 @@ class _CompressedTensors(StoredWeights):
         for name in sorted(formats - set(self._formats)):
             raise _unread(config, f"format={name!r}; of its formats, {', '.join(self._formats)} are read")
         if config.get("kv_cache_scheme"):
-            raise _unread(config, "kv_cache_scheme: a cache that is quantised already")
+            raise _unread(config, "kv_cache_scheme: a cache that is quantized already")
         for weights in (group.get("weights") or {} for group in self.groups):
             if weights.get("type", "int") == "int" and weights.get("num_bits") not in (4, 8):
                 raise _unread(config, f"num_bits={weights.get('num_bits')}; 4 and 8 are read")
@@ -226,7 +226,7 @@ class _CompressedTensors(StoredWeights):
                 if any(names(target) for target in group["targets"]):
                     return group["weights"]
         raise UnsupportedModelError(
-            f"{module} is quantised, and no group of quantization_config names it; correct its targets."
+            f"{module} is quantized, and no group of quantization_config names it; correct its targets."
         )
 
 
@@ -283,8 +283,8 @@ _KNOWN: dict[str, type[StoredWeights]] = {
 def _unread(config: Mapping[str, Any], what: str) -> UnsupportedModelError:
     """Of a method that is read, but not all of it."""
     return UnsupportedModelError(
-        f"quantization_config of the model's config says that its weights are quantised "
-        f"(quant_method={config['quant_method']!r}) with {what}; {DEQUANTISE}"
+        f"quantization_config of the model's config says that its weights are quantized "
+        f"(quant_method={config['quant_method']!r}) with {what}; {DEQUANTIZE}"
     )
 
 

@@ -16,7 +16,7 @@ from recalkv.model.families import AttentionGeometry
 __all__ = ["MAX_EXPLICIT_QUERIES", "absorbed_output", "decode_query_limit", "latent_blocks", "latent_context"]
 
 MAX_EXPLICIT_QUERIES = 64
-"""With more new tokens than this, scores are never materialised: SDPA on rebuilt or padded values."""
+"""With more new tokens than this, scores are never materialized: SDPA on rebuilt or padded values."""
 
 
 def decode_query_limit(geometry: AttentionGeometry, value_rank: int) -> float:

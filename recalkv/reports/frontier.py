@@ -25,7 +25,7 @@ def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
     name
         Of the cell.
     cell
-        What the stage ``cell``, ``quantiser`` or ``codec_cell`` wrote.
+        What the stage ``cell``, ``quantizer`` or ``codec_cell`` wrote.
     main_text
         Name of ``evaluation.text``.
 

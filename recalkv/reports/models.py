@@ -63,7 +63,7 @@ def page(
         "16 bits; layers with sliding windows cache no more than those. KL is the divergence of the next token's "
         "distribution from the dense model's, nats per token, with its standard error over documents; top-1 how often "
         f"both think the same token the likeliest; excess the rise of the loss. Windows of {window:,} tokens of each "
-        "text, float32. Quantised caches are simulated from their definitions (`recalkv/evaluation/quantisers.py`).",
+        "text, float32. Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`).",
         "",
         markdown(
             ["model", "layers", "query heads", "KV heads", "head size", "windows of each text"],

@@ -167,7 +167,7 @@ def _layers(facts: Facts) -> list[str]:
 
 
 def _heads(groupings: Sequence[HeadGrouping]) -> list[str]:
-    before = [within_group_similarity(each.similarity, _neighbours(each)) for each in groupings]
+    before = [within_group_similarity(each.similarity, _neighbors(each)) for each in groupings]
     after = [within_group_similarity(each.similarity, each.groups) for each in groupings]
     moved = sum(each.permutation != sorted(each.permutation) for each in groupings)
     return [
@@ -181,7 +181,7 @@ def _heads(groupings: Sequence[HeadGrouping]) -> list[str]:
     ]
 
 
-def _neighbours(grouping: HeadGrouping) -> list[list[int]]:
+def _neighbors(grouping: HeadGrouping) -> list[list[int]]:
     """Groups of the same sizes in the model's own head order."""
     start, groups = 0, []
     for group in grouping.groups:

@@ -37,8 +37,8 @@ def cka_heat_maps(
                 axis.set_yticks(range(heads), [str(head) for head in order], fontsize=8)
             if heads <= 8:
                 for (a, b), value in np.ndenumerate(matrix):
-                    colour = "white" if value < 0.6 else "black"
-                    axis.text(b, a, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
+                    color = "white" if value < 0.6 else "black"
+                    axis.text(b, a, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
     figure.colorbar(image, ax=axes, label="linear CKA", shrink=0.8)
     figure.supxlabel("key head")
     figure.supylabel("key head")

@@ -204,14 +204,14 @@ class CodecLayer(CacheLayerMixin):
             keys, values = (states[:, :, self.base - start :] for states in (keys, values))
             start = self.base
         count, place = keys.shape[2], start - self.base
-        keys, values = self.centred(keys, values, start)
+        keys, values = self.centered(keys, values, start)
         loops = layer_loops(self.codec, self.keys)
         if loops is not None:
             slots = place + torch.arange(count, device="cpu")
             for number, states in enumerate(zip(keys, values, strict=True)):
                 loops.pack(*states, self.keys, number * self.keys.shape[1] * TILE + slots)
             return
-        rows, end = self.codec.pack_centred(keys, values), place + count
+        rows, end = self.codec.pack_centered(keys, values), place + count
         low, high = place // TILE, -(-end // TILE)
         if torch.compiler.is_compiling() or place % TILE or end % TILE:
             part = untiled(self.keys[:, low:high], (high - low) * TILE).clone()
@@ -219,7 +219,7 @@ class CodecLayer(CacheLayerMixin):
             rows = part
         self.keys[:, low:high] = tiled(rows)
 
-    def centred(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    def centered(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """States of slots from one on, float32, means taken off."""
         assert self.offset is not None
         mean = mean_keys(self.codec, start, keys.shape[2], self.offset, self.ragged)
@@ -233,7 +233,7 @@ class CodecLayer(CacheLayerMixin):
             keys, values = loops.unpack(self.keys, self._blocks(), low - self.base, end - low)
         else:
             rows = untiled(self.keys, end - self.base)[:, low - self.base :]
-            keys, values = self.codec.unpack_centred(rows)
+            keys, values = self.codec.unpack_centered(rows)
         mean = mean_keys(self.codec, low, end - low, self.offset, self.ragged)
         return keys.add_(mean), values.add_(self.codec.value_mean.to(values.device)[:, None])
 

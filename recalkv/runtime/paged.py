@@ -139,7 +139,7 @@ class PagedLayer:
         else:
             place = slots.clamp_min(0)
             size = TILE * self.rows.shape[1]
-            rows = self.codec.pack_centred(keys[None], values[None])[0]
+            rows = self.codec.pack_centered(keys[None], values[None])[0]
             self.rows[place // size, place % size // TILE, :, place % TILE] = rows
         place, size = exact_slots.clamp_min(0), self.exact.shape[1]
         self.exact[place // size, place % size] = torch.cat([key, value], -1).to(self.exact.dtype)
@@ -267,7 +267,7 @@ class PagedLayer:
             begin = low // size
             own = self.rows[chunk.rows[begin : -(-end // size)].long()].flatten(0, 1)
             rows = untiled(own, end - begin * size)[low - begin * size :]
-            keys, values = self.codec.unpack_centred(rows[None])
+            keys, values = self.codec.unpack_centered(rows[None])
         nowhere = torch.zeros(1, dtype=torch.int64, device=keys.device)
         mean = mean_keys(self.codec, low, end - low, nowhere, False)
         return (keys + mean)[0], (values + self.codec.value_mean.to(values.device)[:, None])[0]

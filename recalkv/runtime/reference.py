@@ -181,7 +181,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Parameters
     ----------
     out_a, out_b : (..., d) float
-        Normalised outputs over each set.
+        Normalized outputs over each set.
     lse_a, lse_b : (...) float32
         Natural logarithms of the sums of exponentials of the scores; minus infinity for no slots, whose output is not
         looked at but to be finite.

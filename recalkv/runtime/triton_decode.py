@@ -117,7 +117,7 @@ def attend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr,
     VALUES: tl.constexpr, PAGED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Softmax weights of a run of slots times their values, not yet normalised.
+    """Softmax weights of a run of slots times their values, not yet normalized.
 
     Grid: (groups x blocks of queries, runs, batch).
 
@@ -245,7 +245,7 @@ def attend_kernel(
 def combine_kernel(
     partial_ptr, most_ptr, sum_ptr, out_ptr, lse_ptr, value_width, runs, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Sum the runs of ``attend_kernel`` and normalise. Grid: (groups x queries, batch, blocks of COLUMNS)."""
+    """Sum the runs of ``attend_kernel`` and normalize. Grid: (groups x queries, batch, blocks of COLUMNS)."""
     row, rows, batch = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     run = tl.arange(0, BLOCK_R)
     at = (batch.to(tl.int64) * runs + run) * rows + row

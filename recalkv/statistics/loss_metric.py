@@ -100,7 +100,7 @@ class LossMomentsAccumulator:
         self._tokens += len(rows)
 
     def finish(self, where: str) -> LossMoments:
-        """Normalise the sums of all processes; ``where`` names the layer in an error.
+        """Normalize the sums of all processes; ``where`` names the layer in an error.
 
         A layer whose gradients are all zero weighs its tokens equally.
         """

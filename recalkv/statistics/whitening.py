@@ -36,7 +36,7 @@ class InputMoments:
     mean: Tensor
     tokens: int
 
-    def centred_gram(self) -> Tensor:
+    def centered_gram(self) -> Tensor:
         """Covariance ``C / N - mu^T mu``, (m, m) float64 (what CKA needs)."""
         return self.gram - torch.outer(self.mean, self.mean)
 
@@ -58,7 +58,7 @@ class MomentAccumulator:
         self._tokens += rows.shape[0]
 
     def finish(self, where: str) -> InputMoments:
-        """Normalise by the number of tokens of all processes; ``where`` names the layer in an error."""
+        """Normalize by the number of tokens of all processes; ``where`` names the layer in an error."""
         distributed.total(self._gram)
         distributed.total(self._sum)
         self._tokens = int(distributed.total(torch.tensor(self._tokens)))

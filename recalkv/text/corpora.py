@@ -51,7 +51,7 @@ class Protocol:
     split, max_documents, max_windows
         Part that is measured.
     separator
-        What the documents are joined by before the whole is tokenised as one string, with the special tokens
+        What the documents are joined by before the whole is tokenized as one string, with the special tokens
         that the tokenizer puts at its start, and cut into consecutive windows; None for windows inside documents,
         spread over them.
     """

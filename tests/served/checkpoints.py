@@ -90,7 +90,7 @@ def write_adapted(folder: Path) -> None:
     (place / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def write_quantised(folder: Path) -> None:
+def write_quantized(folder: Path) -> None:
     """An AWQ checkpoint of 4 bits, groups of 32; and its weights as transformers has them."""
     model, place = dense_model("llama-gqa", **SIZES | {"intermediate_size": 128}), folder / "llama-awq"
     shutil.rmtree(place, ignore_errors=True)
@@ -116,8 +116,8 @@ def write_quantised(folder: Path) -> None:
     save_file(
         tensors | {name: weight.half() for name, weight in own.items()}, place / "model.safetensors", {"format": "pt"}
     )
-    quantised = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-    config = json.loads((place / "own" / "config.json").read_text()) | {"quantization_config": quantised}
+    quantized = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    config = json.loads((place / "own" / "config.json").read_text()) | {"quantization_config": quantized}
     (place / "config.json").write_text(json.dumps(config))
     characters().save_pretrained(place)
 
@@ -131,4 +131,4 @@ if __name__ == "__main__":
     for name in (*NAMES, *PER_HEAD):
         write(folder, name)
     write_adapted(folder)
-    write_quantised(folder)
+    write_quantized(folder)

@@ -211,7 +211,7 @@ def test_families(name: str, families: dict[str, dict[str, Any]]) -> None:
     assert found["left"] == 0
 
 
-def test_adapters_and_quantised_weights() -> None:
+def test_adapters_and_quantized_weights() -> None:
     """Which the codec does not see: it codes what attention is handed."""
     command = [sys.executable, "-m", "tests.served.tiny", "llama-lora", "llama-awq"]
     result = subprocess.run(command, capture_output=True, text=True)

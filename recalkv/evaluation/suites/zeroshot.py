@@ -26,7 +26,7 @@ __all__ = ["PAPER_TASKS", "TaskScore", "ZeroShot", "average", "check_tasks", "me
 PAPER_TASKS = ("openbookqa", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
 """The six sets of the paper's Table 1, by their names in lm-eval."""
 
-_NORMALISED = ("openbookqa", "hellaswag", "arc_challenge")
+_NORMALIZED = ("openbookqa", "hellaswag", "arc_challenge")
 
 
 def metric_of(task: str) -> str:
@@ -35,7 +35,7 @@ def metric_of(task: str) -> str:
     Which they are, the dense models' figures tell: LLaMA-2-7B's 44.2 on OpenBookQA, 76.0 on HellaSwag and 46.3 on
     ARC-Challenge are ``acc_norm``, its 78.1 on PIQA and 76.4 on ARC-Easy are ``acc``.
     """
-    return "acc_norm" if task in _NORMALISED else "acc"
+    return "acc_norm" if task in _NORMALIZED else "acc"
 
 
 @dataclass(frozen=True)

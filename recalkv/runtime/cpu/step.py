@@ -732,7 +732,7 @@ class LayerLoops:
         return batch * heads * (wk // 2 + self._most + 2 * pairs + dk) + threads * (partial + own)
 
     def pack(self, keys: Tensor, values: Tensor, tiles: Tensor, slots: Tensor) -> None:
-        """Write rows of centred states of tokens.
+        """Write rows of centered states of tokens.
 
         Parameters
         ----------
@@ -759,7 +759,7 @@ class LayerLoops:
         Returns
         -------
         keys, values : (batch, kv heads, count, d) float32
-            Centred.
+            Centered.
         """
         result: list[list[Tensor]] = [[], []]
         for group, pair in enumerate(self.tables):

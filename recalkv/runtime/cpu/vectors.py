@@ -118,7 +118,7 @@ def _over_lanes(builder: Any, vector: Any, what: str) -> Any:
 
 
 def _add_madd(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add products of neighbouring integers of 16 bits, in pairs, to integers of 32 bits; a processor's instruction."""
+    """Add products of neighboring integers of 16 bits, in pairs, to integers of 32 bits; a processor's instruction."""
     lanes = 2 * _VECTOR
     short, wide = ir.VectorType(SHORT, lanes), ir.VectorType(INT, _VECTOR)
     left, right = builder.bitcast(left, short), builder.bitcast(right, short)
@@ -236,7 +236,7 @@ def _sum_of_four(builder: Any, vectors: list[Any]) -> Any:
     """Sums over the lanes of four vectors of integers, as a vector of four."""
 
     def paired(first: Any, second: Any) -> Any:
-        """Sums of neighbouring lanes, of the first and then the second, in each four lanes."""
+        """Sums of neighboring lanes, of the first and then the second, in each four lanes."""
         even = [
             base + lane % 2 * 2 + (_VECTOR if lane > 1 else 0) for base in range(0, _VECTOR, 4) for lane in range(4)
         ]

@@ -1,8 +1,8 @@
-"""What people use instead: quantised caches of the dense model, simulated, with their bytes counted like ours.
+"""What people use instead: quantized caches of the dense model, simulated, with their bytes counted like ours.
 
-A quantiser rounds keys, after RoPE, and values as the cache would hold them, and gives back what attention would
-read. :func:`quantised_cache` makes a dense model attend to that, each query to what it would find when it is decoded,
-however many come at once; :class:`QuantisedLayer` does the same to a growing cache, token by token.
+A quantizer rounds keys, after RoPE, and values as the cache would hold them, and gives back what attention would
+read. :func:`quantized_cache` makes a dense model attend to that, each query to what it would find when it is decoded,
+however many come at once; :class:`QuantizedLayer` does the same to a growing cache, token by token.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from recalkv.errors import ParameterError, needing
 
 __all__ = [
     "CONTEXTS",
-    "QUANTISERS",
-    "CacheQuantiser",
-    "QuantisedLayer",
+    "QUANTIZERS",
+    "CacheQuantizer",
+    "QuantizedLayer",
     "gaussian_codebook",
-    "quantised_cache",
-    "quantised_layers",
-    "quantiser",
+    "quantized_cache",
+    "quantized_layers",
+    "quantizer",
 ]
 
 CONTEXTS = (2048, 32768)
@@ -44,13 +44,13 @@ _META_BITS = 16
 
 
 @dataclass(frozen=True)
-class CacheQuantiser:
+class CacheQuantizer:
     """One way to round a dense cache.
 
     Attributes
     ----------
     name
-        In :data:`QUANTISERS`.
+        In :data:`QUANTIZERS`.
     keys, values
         Take (batch, heads, tokens, d_h), give what attention reads, same shape and type.
     bits
@@ -85,35 +85,35 @@ class CacheQuantiser:
         return share * self.bits + (1 - share) * 16
 
 
-def quantiser(name: str, head_dim: int) -> CacheQuantiser:
-    """Return a quantiser by its name, for heads of this size.
+def quantizer(name: str, head_dim: int) -> CacheQuantizer:
+    """Return a quantizer by its name, for heads of this size.
 
     Raises
     ------
     ParameterError
         For an unknown name.
     """
-    if name not in QUANTISERS:
-        raise ParameterError(f"quantiser {name!r} is unknown; choose one of {', '.join(QUANTISERS)}.")
-    return QUANTISERS[name](name, head_dim)
+    if name not in QUANTIZERS:
+        raise ParameterError(f"quantizer {name!r} is unknown; choose one of {', '.join(QUANTIZERS)}.")
+    return QUANTIZERS[name](name, head_dim)
 
 
-def _fp8(name: str, head_dim: int) -> CacheQuantiser:
+def _fp8(name: str, head_dim: int) -> CacheQuantizer:
     """E4M3 without scales: vLLM's ``kv_cache_dtype="fp8"``."""
-    return CacheQuantiser(name, _to_fp8, _to_fp8, 8)
+    return CacheQuantizer(name, _to_fp8, _to_fp8, 8)
 
 
-def _fp8_scaled(name: str, head_dim: int) -> CacheQuantiser:
+def _fp8_scaled(name: str, head_dim: int) -> CacheQuantizer:
     """E4M3 with one scale per token and head."""
 
     def rounded(states: Tensor) -> Tensor:
         scale = states.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
         return (_to_fp8(states.float() / scale) * scale).to(states.dtype)
 
-    return CacheQuantiser(name, rounded, rounded, 8 + _META_BITS / head_dim)
+    return CacheQuantizer(name, rounded, rounded, 8 + _META_BITS / head_dim)
 
 
-def _fp8_tensor(name: str, head_dim: int) -> CacheQuantiser:
+def _fp8_tensor(name: str, head_dim: int) -> CacheQuantizer:
     """E4M3 with one scale for the keys of a layer and one for its values, that of the text itself.
 
     Which is the kindest case of a calibrated checkpoint's ``k_scale`` and ``v_scale`` in vLLM.
@@ -123,20 +123,20 @@ def _fp8_tensor(name: str, head_dim: int) -> CacheQuantiser:
         scale = states.float().abs().amax().clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
         return (_to_fp8(states.float() / scale) * scale).to(states.dtype)
 
-    return CacheQuantiser(name, rounded, rounded, 8)
+    return CacheQuantizer(name, rounded, rounded, 8)
 
 
-def _int8_token_head(name: str, head_dim: int) -> CacheQuantiser:
+def _int8_token_head(name: str, head_dim: int) -> CacheQuantizer:
     """Integers between -127 and 127 with one float32 scale per token and head: vLLM's ``int8_per_token_head``."""
 
     def rounded(states: Tensor) -> Tensor:
         scale = (states.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-6)
         return ((states.float() / scale).round() * scale).to(states.dtype)
 
-    return CacheQuantiser(name, rounded, rounded, 8 + 32 / head_dim)
+    return CacheQuantizer(name, rounded, rounded, 8 + 32 / head_dim)
 
 
-def _int4_token_head(name: str, head_dim: int) -> CacheQuantiser:
+def _int4_token_head(name: str, head_dim: int) -> CacheQuantizer:
     """Integers behind random signs and a Hadamard matrix, a scale per token and head: ``int4_per_token_head``.
 
     vLLM keeps the zero point of 4 bits in the last bits of the float32 scale.
@@ -151,10 +151,10 @@ def _int4_token_head(name: str, head_dim: int) -> CacheQuantiser:
         return ((states / scale + zero).round().clamp(0, 15) - zero) * scale
 
     rounded = _rotated(coded, rotation)
-    return CacheQuantiser(name, rounded, rounded, 4 + 32 / head_dim)
+    return CacheQuantizer(name, rounded, rounded, 4 + 32 / head_dim)
 
 
-def _nvfp4(name: str, head_dim: int) -> CacheQuantiser:
+def _nvfp4(name: str, head_dim: int) -> CacheQuantizer:
     """E2M1, an E4M3 scale of 16 elements, and a float32 scale of a layer's keys and one of its values: ``nvfp4``."""
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -165,10 +165,10 @@ def _nvfp4(name: str, head_dim: int) -> CacheQuantiser:
         sizes = own[torch.bucketize(values.abs() / scale.clamp_min(1e-12), (own[1:] + own[:-1]) / 2)]
         return (sizes * values.sign() * scale).flatten(-2).to(states.dtype)
 
-    return CacheQuantiser(name, rounded, rounded, 4 + 8 / 16)
+    return CacheQuantizer(name, rounded, rounded, 4 + 8 / 16)
 
 
-def _q4_0(rotate: bool, name: str, head_dim: int) -> CacheQuantiser:
+def _q4_0(rotate: bool, name: str, head_dim: int) -> CacheQuantizer:
     """llama.cpp's ``q4_0``: 16 levels of 32 elements, of which the largest has the least code; rotated by default."""
 
     def coded(states: Tensor) -> Tensor:
@@ -179,10 +179,10 @@ def _q4_0(rotate: bool, name: str, head_dim: int) -> CacheQuantiser:
         return ((codes - 8) * scale.half().float()).flatten(-2)
 
     rounded = _rotated(coded, _hadamard(head_dim) if rotate else None)
-    return CacheQuantiser(name, rounded, rounded, 4 + _META_BITS / _GROUP)
+    return CacheQuantizer(name, rounded, rounded, 4 + _META_BITS / _GROUP)
 
 
-def _q8_0(rotate: bool, name: str, head_dim: int) -> CacheQuantiser:
+def _q8_0(rotate: bool, name: str, head_dim: int) -> CacheQuantizer:
     """llama.cpp's ``q8_0``: integers between -127 and 127 of 32 elements; rotated by default."""
 
     def coded(states: Tensor) -> Tensor:
@@ -192,10 +192,10 @@ def _q8_0(rotate: bool, name: str, head_dim: int) -> CacheQuantiser:
         return ((groups * inverse).round() * scale.half().float()).flatten(-2)
 
     rounded = _rotated(coded, _hadamard(head_dim) if rotate else None)
-    return CacheQuantiser(name, rounded, rounded, 8 + _META_BITS / _GROUP)
+    return CacheQuantizer(name, rounded, rounded, 8 + _META_BITS / _GROUP)
 
 
-def _vllm_turboquant(bits: int, name: str, head_dim: int) -> CacheQuantiser:
+def _vllm_turboquant(bits: int, name: str, head_dim: int) -> CacheQuantizer:
     """VLLM's ``turboquant_4bit_nc`` and ``_3bit_nc``, which shares the paper's name and not all of its method.
 
     Keys: a Hadamard matrix, their norm in 16 bits, the Gaussian's codebook, and the code's own norm divided out.
@@ -212,10 +212,10 @@ def _vllm_turboquant(bits: int, name: str, head_dim: int) -> CacheQuantiser:
         return found / found.norm(dim=-1, keepdim=True) * size.half().float()
 
     rounded = bits + (_META_BITS + 2 * _META_BITS) / 2 / head_dim
-    return CacheQuantiser(name, _rotated(keys, rotation), lambda v: _affine(v, bits), rounded, exact_layers=2)
+    return CacheQuantizer(name, _rotated(keys, rotation), lambda v: _affine(v, bits), rounded, exact_layers=2)
 
 
-def _kivi(bits: int, name: str, head_dim: int) -> CacheQuantiser:
+def _kivi(bits: int, name: str, head_dim: int) -> CacheQuantizer:
     """KIVI: keys per channel in groups of 32 tokens, values per token in groups of 32 channels; the last 128 exact."""
 
     def keys(states: Tensor) -> Tensor:
@@ -225,10 +225,10 @@ def _kivi(bits: int, name: str, head_dim: int) -> CacheQuantiser:
     def values(states: Tensor) -> Tensor:
         return _affine(states.unflatten(3, (-1, _GROUP)), bits).flatten(3)
 
-    return CacheQuantiser(name, keys, values, bits + 2 * _META_BITS / _GROUP, exact=128, step=_GROUP)
+    return CacheQuantizer(name, keys, values, bits + 2 * _META_BITS / _GROUP, exact=128, step=_GROUP)
 
 
-def _turboquant(bits: int, name: str, head_dim: int) -> CacheQuantiser:
+def _turboquant(bits: int, name: str, head_dim: int) -> CacheQuantizer:
     """TurboQuant (MSE): a random rotation, the norm in 16 bits, and the best codebook for the sphere's coordinates.
 
     Coordinates of a random direction in d_h dimensions are close to Gaussian of variance 1 / d_h.
@@ -242,16 +242,16 @@ def _turboquant(bits: int, name: str, head_dim: int) -> CacheQuantiser:
         nearest = torch.bucketize(turned / size.clamp_min(1e-12), (codes[1:] + codes[:-1]) / 2)
         return (codes[nearest] * size @ turn.T).to(states.dtype)
 
-    return CacheQuantiser(name, rounded, rounded, bits + _META_BITS / head_dim)
+    return CacheQuantizer(name, rounded, rounded, bits + _META_BITS / head_dim)
 
 
-def _rotated_integer(bits: int, name: str, head_dim: int) -> CacheQuantiser:
+def _rotated_integer(bits: int, name: str, head_dim: int) -> CacheQuantizer:
     """A random rotation, then integers with a scale and a zero point per token and head."""
     rounded = _rotated(lambda states: _affine(states, bits), random_rotation(head_dim, 0).float())
-    return CacheQuantiser(name, rounded, rounded, bits + 2 * _META_BITS / head_dim)
+    return CacheQuantizer(name, rounded, rounded, bits + 2 * _META_BITS / head_dim)
 
 
-def _transformers(backend: str, bits: int, name: str, head_dim: int) -> CacheQuantiser:
+def _transformers(backend: str, bits: int, name: str, head_dim: int) -> CacheQuantizer:
     """Transformers' ``QuantizedCache``: the backend's own rounding, of groups of 64 elements of a head in a row.
 
     All at transformers' defaults but the axis of HQQ, where 1 is what its documentation recommends, and what makes the
@@ -259,7 +259,7 @@ def _transformers(backend: str, bits: int, name: str, head_dim: int) -> CacheQua
     rounded already once more, which changes nothing (a test). HQQ fits its zero points by steps that end when the mean
     error of all that is rounded together stops falling, so that its figures depend, by little, on how much that is.
     """
-    with needing("quantisers"):
+    with needing("quantizers"):
         if backend == "quanto":
             import optimum.quanto  # noqa: F401  (imported by transformers where it is used)
         else:
@@ -272,12 +272,12 @@ def _transformers(backend: str, bits: int, name: str, head_dim: int) -> CacheQua
         packed = layer._quantize(states.contiguous(), axis=layer.axis_key)
         return layer._dequantize(packed).to(states.dtype)
 
-    return CacheQuantiser(
+    return CacheQuantizer(
         name, rounded, rounded, bits + 2 * _META_BITS / layer.q_group_size, exact=1, step=layer.residual_length
     )
 
 
-QUANTISERS: dict[str, Callable[[str, int], CacheQuantiser]] = {
+QUANTIZERS: dict[str, Callable[[str, int], CacheQuantizer]] = {
     "fp8": _fp8,
     "fp8-scaled": _fp8_scaled,
     "fp8-tensor": _fp8_tensor,
@@ -302,7 +302,7 @@ QUANTISERS: dict[str, Callable[[str, int], CacheQuantiser]] = {
     "hqq-2": functools.partial(_transformers, "hqq", 2),
 }
 """By name: fp8 E4M3, what vLLM 0.32 and llama.cpp ship, KIVI (arXiv 2402.02750), TurboQuant-MSE (2504.19874), integers
-behind a rotation, and the backends of transformers' quantised cache."""
+behind a rotation, and the backends of transformers' quantized cache."""
 
 
 def _hadamard(size: int) -> Tensor:
@@ -341,7 +341,7 @@ def _affine(states: Tensor, bits: int) -> Tensor:
 
 @functools.cache
 def gaussian_codebook(bits: int) -> Tensor:
-    """Levels of the best quantiser of a standard Gaussian (Lloyd, Max), (2^bits,) float64, ascending."""
+    """Levels of the best quantizer of a standard Gaussian (Lloyd, Max), (2^bits,) float64, ascending."""
     levels = torch.special.ndtri((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
     ends = torch.tensor([math.inf], dtype=torch.float64)
     for _ in range(2000):
@@ -351,19 +351,19 @@ def gaussian_codebook(bits: int) -> Tensor:
     return levels
 
 
-_EXACT = CacheQuantiser("exact", lambda states: states, lambda states: states, 16)
+_EXACT = CacheQuantizer("exact", lambda states: states, lambda states: states, 16)
 
-_IMPLEMENTATION = "recalkv_quantised_cache"
+_IMPLEMENTATION = "recalkv_quantized_cache"
 
 _QUERIES = 512
 """Queries whose scores are in memory at a time."""
 
 
 @contextlib.contextmanager
-def quantised_cache(
+def quantized_cache(
     model: Any,
-    rounding: CacheQuantiser,
-    of_layer: Callable[[int, CacheQuantiser], CacheQuantiser] = lambda _, rounding: rounding,
+    rounding: CacheQuantizer,
+    of_layer: Callable[[int, CacheQuantizer], CacheQuantizer] = lambda _, rounding: rounding,
 ) -> Iterator[None]:
     """Let a dense model attend as if its cache were rounded: causal and unpadded, in one pass or over a cache.
 
@@ -375,14 +375,14 @@ def quantised_cache(
     modules = [attention for attention in attentions if attention is not None]
     modules = [modules[index] for index in rounding.layers(len(modules))]
     for index, module in enumerate(modules, rounding.exact_layers):
-        module.cache_quantiser = of_layer(index, rounding)
+        module.cache_quantizer = of_layer(index, rounding)
     model.config._attn_implementation = _IMPLEMENTATION
     try:
         yield
     finally:
         model.config._attn_implementation = before
         for module in modules:
-            del module.cache_quantiser
+            del module.cache_quantizer
 
 
 def _attention(
@@ -397,7 +397,7 @@ def _attention(
     **further: Any,
 ) -> tuple[Tensor, None]:
     """Attention of queries, the last of the slots, that each find the older slots rounded, and the last ones exact."""
-    rounding: CacheQuantiser = getattr(module, "cache_quantiser", _EXACT)
+    rounding: CacheQuantizer = getattr(module, "cache_quantizer", _EXACT)
     slots, exact = key.shape[2], rounding.exact + rounding.step - 1
     whole = rounding.rounded(slots)
     stored = [
@@ -422,7 +422,7 @@ def _attend(
     query: Tensor,
     stored: Sequence[Tensor],
     exact: Sequence[Tensor],
-    rounding: CacheQuantiser,
+    rounding: CacheQuantizer,
     seen: range,
     allowed: Tensor | None,
     scaling: float,
@@ -470,13 +470,13 @@ AttentionInterface.register(_IMPLEMENTATION, _attention)
 AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
 
 
-class QuantisedLayer(DynamicLayer):
+class QuantizedLayer(DynamicLayer):
     """One layer's growing cache of rounded keys and values; what leaves the exact window is rounded, once.
 
     Queries that come together find the cache as the last of them does.
     """
 
-    def __init__(self, rounding: CacheQuantiser) -> None:
+    def __init__(self, rounding: CacheQuantizer) -> None:
         super().__init__()
         self._rounding, self._done = rounding, 0
 
@@ -491,11 +491,11 @@ class QuantisedLayer(DynamicLayer):
         return keys, values
 
 
-def quantised_layers(model: Any, rounding: CacheQuantiser) -> Cache:
-    """Return an empty cache of :class:`QuantisedLayer` for a dense model."""
+def quantized_layers(model: Any, rounding: CacheQuantizer) -> Cache:
+    """Return an empty cache of :class:`QuantizedLayer` for a dense model."""
     cache = DynamicCache(config=model.config)
-    # Others keep a state, which no quantiser of a cache touches.
+    # Others keep a state, which no quantizer of a cache touches.
     own = [index for index, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)]
     for number in rounding.layers(len(own)):
-        cache.layers[own[number]] = QuantisedLayer(rounding)
+        cache.layers[own[number]] = QuantizedLayer(rounding)
     return cache

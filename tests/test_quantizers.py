@@ -1,4 +1,4 @@
-"""Quantised caches of the dense model: rounding by hand, bytes, and one pass against decoding token by token."""
+"""Quantized caches of the dense model: rounding by hand, bytes, and one pass against decoding token by token."""
 
 import dataclasses
 import itertools
@@ -13,38 +13,38 @@ from transformers import QuantizedCache
 
 from recalkv.errors import MissingPackageError, ParameterError
 from recalkv.evaluation.perplexity import window_scores
-from recalkv.evaluation.quantisers import (
-    QUANTISERS,
-    CacheQuantiser,
+from recalkv.evaluation.quantizers import (
+    QUANTIZERS,
+    CacheQuantizer,
     gaussian_codebook,
-    quantised_cache,
-    quantised_layers,
-    quantiser,
+    quantized_cache,
+    quantized_layers,
+    quantizer,
 )
 from tests import tiny
 
 BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq.core.quantize"}
-"""Packages of transformers' quantised cache, by the names of the quantisers."""
+"""Packages of transformers' quantized cache, by the names of the quantizers."""
 
 
 def states(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def made(name: str, head_dim: int) -> CacheQuantiser:
-    """A quantiser; a test of one whose package is not installed is skipped."""
+def made(name: str, head_dim: int) -> CacheQuantizer:
+    """A quantizer; a test of one whose package is not installed is skipped."""
     package = BACKENDS.get(name.partition("-")[0])
     if package is not None:
-        pytest.importorskip(package, reason=f"{package} comes with the extra `quantisers`")
-    return quantiser(name, head_dim)
+        pytest.importorskip(package, reason=f"{package} comes with the extra `quantizers`")
+    return quantizer(name, head_dim)
 
 
 def test_integers_by_hand() -> None:
-    four = quantiser("rotated-int4", 4)
+    four = quantizer("rotated-int4", 4)
     # The rotation keeps lengths, so a constant vector times it comes back up to the grid's step.
     exact = states(1, 1, 5, 4)
     assert float((four.keys(exact) - exact).abs().max()) < 0.5 * float(exact.abs().max()) / 7
-    kivi = quantiser("kivi-2", 32)
+    kivi = quantizer("kivi-2", 32)
     # Values: 0 to 3 are the four levels of two bits, in every group of 32 channels.
     values = torch.tensor([0.0, 1, 2, 3] * 8)[None, None, None]
     torch.testing.assert_close(kivi.values(values), values)
@@ -52,11 +52,11 @@ def test_integers_by_hand() -> None:
     # Keys: the same along 32 tokens of a channel, whatever the other channels are.
     keys = torch.stack([torch.tensor([0.0, 1, 2, 3] * 8), 100 * torch.ones(32)], dim=1)[None, None]
     torch.testing.assert_close(kivi.keys(keys), keys)
-    assert not torch.allclose(kivi.values(keys.mT), quantiser("kivi-2", 32).keys(keys.mT.repeat(1, 1, 16, 1))[:, :, :2])
+    assert not torch.allclose(kivi.values(keys.mT), quantizer("kivi-2", 32).keys(keys.mT.repeat(1, 1, 16, 1))[:, :, :2])
 
 
 def test_fp8_is_that_of_torch_and_saturates() -> None:
-    plain, scaled = quantiser("fp8", 64), quantiser("fp8-scaled", 64)
+    plain, scaled = quantizer("fp8", 64), quantizer("fp8-scaled", 64)
     kept = torch.tensor([0.0, 1.0, -1.125, 448.0, 1e6, 0.3])[None, None, None]
     torch.testing.assert_close(
         plain.keys(kept), torch.tensor([0.0, 1.0, -1.125, 448.0, 448.0, 0.3125])[None, None, None]
@@ -65,7 +65,7 @@ def test_fp8_is_that_of_torch_and_saturates() -> None:
 
 
 def test_nvfp4_by_hand() -> None:
-    four = quantiser("nvfp4", 32)
+    four = quantizer("nvfp4", 32)
     # The largest element has the scale 448 and the level 6; all levels of e2m1 are there beside it.
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 6])
     exact = torch.cat([levels, 0 * levels])[None, None, None]
@@ -80,33 +80,33 @@ def test_nvfp4_by_hand() -> None:
 def test_llama_cpps_blocks_by_hand() -> None:
     rows = torch.arange(-16.0, 16.0)[None, None, None]
     # The largest of a block, here -16, has the code 0 of 16 and a step of 2; ties go away from the largest's side.
-    assert quantiser("q4_0", 32).keys(rows)[0, 0, 0, :5].tolist() == [-16, -14, -14, -12, -12]
-    assert float((quantiser("q4_0", 32).keys(rows) - rows).abs().max()) == 1
-    eight = quantiser("q8_0", 32).keys(rows)
+    assert quantizer("q4_0", 32).keys(rows)[0, 0, 0, :5].tolist() == [-16, -14, -14, -12, -12]
+    assert float((quantizer("q4_0", 32).keys(rows) - rows).abs().max()) == 1
+    eight = quantizer("q8_0", 32).keys(rows)
     assert float((eight - rows).abs().max()) <= 0.5 * 16 / 127 + 16 * 2**-11
     # A rotation spreads one large element over its head.
     spiky = torch.zeros(1, 1, 1, 64)
     spiky[..., 0], spiky[..., 1:] = 100, states(63)
     plain, rotated = (
-        float((quantiser(name, 64).keys(spiky) - spiky)[..., 1:].abs().mean()) for name in ("q4_0", "q4_0-rotated")
+        float((quantizer(name, 64).keys(spiky) - spiky)[..., 1:].abs().mean()) for name in ("q4_0", "q4_0-rotated")
     )
     assert plain > 0.4 and rotated < 2 * plain
-    torch.testing.assert_close(quantiser("q8_0-rotated", 64).keys(spiky), spiky, atol=0.2, rtol=0)
+    torch.testing.assert_close(quantizer("q8_0-rotated", 64).keys(spiky), spiky, atol=0.2, rtol=0)
 
 
 def test_vllms_scales_per_token_and_head() -> None:
     rows = torch.tensor([[127.0, -3.4, 0.6, 0], [1.27, 0.011, -0.5, 0]])[None, None]
     torch.testing.assert_close(
-        quantiser("int8-token-head", 4).keys(rows), torch.tensor([[127.0, -3, 1, 0], [1.27, 0.01, -0.5, 0]])[None, None]
+        quantizer("int8-token-head", 4).keys(rows), torch.tensor([[127.0, -3, 1, 0], [1.27, 0.01, -0.5, 0]])[None, None]
     )
-    four, random = quantiser("int4-token-head", 64), states(1, 2, 200, 64)
+    four, random = quantizer("int4-token-head", 64), states(1, 2, 200, 64)
     # Uniform noise of a step of the range / 15: 200 x 64 elements of a Gaussian have a range of about 4.8 sigma.
     error = float((four.keys(random) - random).square().mean())
     assert error == pytest.approx((4.8 / 15) ** 2 / 12, rel=0.15)
 
 
 def test_vllms_turboquant_keeps_norms_and_skips_layers() -> None:
-    turbo, random = quantiser("vllm-turboquant-4", 64), 3 * states(1, 2, 200, 64)
+    turbo, random = quantizer("vllm-turboquant-4", 64), 3 * states(1, 2, 200, 64)
     torch.testing.assert_close(turbo.keys(random).norm(dim=-1), random.norm(dim=-1), rtol=1e-3, atol=0)
     error = (turbo.keys(random) - random).square().sum() / random.square().sum()
     assert float(error) == pytest.approx(0.0095, rel=0.1)
@@ -119,14 +119,14 @@ def test_vllms_turboquant_keeps_norms_and_skips_layers() -> None:
 
 def test_one_scale_of_a_layer() -> None:
     rows = torch.tensor([1e5, 448, 1.0])[None, None, None]
-    torch.testing.assert_close(quantiser("fp8-tensor", 4).keys(rows)[0, 0, 0, 0], torch.tensor(1e5))
-    assert quantiser("fp8", 4).keys(rows)[0, 0, 0, 0] == 448
+    torch.testing.assert_close(quantizer("fp8-tensor", 4).keys(rows)[0, 0, 0, 0], torch.tensor(1e5))
+    assert quantizer("fp8", 4).keys(rows)[0, 0, 0, 0] == 448
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_codebook_is_that_of_max(bits: int) -> None:
     levels = gaussian_codebook(bits)
-    # J. Max (1960), table I: distortion of the best quantiser with 4, 8 and 16 levels.
+    # J. Max (1960), table I: distortion of the best quantizer with 4, 8 and 16 levels.
     distortion = {2: 0.1175, 3: 0.03454, 4: 0.009497}[bits]
     sample = torch.randn(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     nearest = levels[torch.bucketize(sample, (levels[1:] + levels[:-1]) / 2)]
@@ -136,7 +136,7 @@ def test_codebook_is_that_of_max(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_turboquant_leaves_the_distortion_of_its_codebook_whatever_the_vectors(bits: int) -> None:
-    turbo = quantiser(f"turboquant-{bits}", 64)
+    turbo = quantizer(f"turboquant-{bits}", 64)
     spiky = states(1, 2, 300, 64) * (torch.arange(64) % 16 == 0) * 50
     for vectors in (states(1, 2, 300, 64), spiky):
         error = (turbo.keys(vectors) - vectors).square().sum() / vectors.square().sum()
@@ -174,13 +174,13 @@ def test_bits_count_scales_and_exact_windows(name: str, bits: float) -> None:
 
 
 def test_what_is_rounded_leaves_the_window_in_whole_steps() -> None:
-    rounding = CacheQuantiser("", lambda x: x, lambda x: x, 4, exact=10, step=4)
+    rounding = CacheQuantizer("", lambda x: x, lambda x: x, 4, exact=10, step=4)
     assert [rounding.rounded(seen) for seen in (0, 9, 10, 13, 14, 17, 18)] == [0, 0, 0, 0, 4, 4, 8]
     assert rounding.bits_per_element(14) == pytest.approx((4 * 4 + 10 * 16) / 14)
 
 
-def small(name: str, **changes: Any) -> CacheQuantiser:
-    """A quantiser for the tiny models' heads of 8, KIVI with groups and a window that fit, others with such steps."""
+def small(name: str, **changes: Any) -> CacheQuantizer:
+    """A quantizer for the tiny models' heads of 8, KIVI with groups and a window that fit, others with such steps."""
     wide = name.startswith(("kivi", "q4_0", "q8_0", "nvfp4"))
     rounding = made(name, 32 if wide else 8)
 
@@ -199,7 +199,7 @@ def small(name: str, **changes: Any) -> CacheQuantiser:
     ("family", "name"),
     [
         # Scales of whole layers are those of the text at hand, and so of all of it.
-        *itertools.product(["llama-gqa", "qwen3-qk-norm"], sorted(QUANTISERS.keys() - {"fp8-tensor", "nvfp4"})),
+        *itertools.product(["llama-gqa", "qwen3-qk-norm"], sorted(QUANTIZERS.keys() - {"fp8-tensor", "nvfp4"})),
         *itertools.product(["gemma2-softcap", "gpt-oss-sinks"], ["fp8", "kivi-4"]),
     ],
 )
@@ -207,10 +207,10 @@ def test_one_pass_is_decoding_token_by_token(family: str, name: str) -> None:
     model, rounding = tiny.dense_model(family), small(name)
     windows = torch.randint(0, tiny.VOCABULARY, (2, 90), generator=torch.Generator().manual_seed(1))
     reference = window_scores(model, windows, keep=True)
-    with quantised_cache(model, rounding):
+    with quantized_cache(model, rounding):
         whole = window_scores(model, windows, dense=reference.states)
     single = window_scores(
-        model, windows, dense=reference.states, prefill=1, cache=lambda: quantised_layers(model, rounding)
+        model, windows, dense=reference.states, prefill=1, cache=lambda: quantized_layers(model, rounding)
     )
     # HQQ's fit depends a little on how much is rounded together.
     limit = 1e-3 if name.startswith("hqq") else 1e-4
@@ -223,15 +223,15 @@ def test_one_pass_is_decoding_token_by_token(family: str, name: str) -> None:
 def test_fewer_bits_are_worse() -> None:
     vectors = states(1, 2, 64, 64)
     errors = [
-        float((quantiser(name, 64).keys(vectors) - vectors).square().mean())
+        float((quantizer(name, 64).keys(vectors) - vectors).square().mean())
         for name in ("fp8", "turboquant-4", "turboquant-3", "turboquant-2")
     ]
     assert errors == sorted(errors) and math.isfinite(errors[-1])
 
 
-def test_an_unknown_quantiser_is_named() -> None:
+def test_an_unknown_quantizer_is_named() -> None:
     with pytest.raises(ParameterError, match="'kivi-5' is unknown; choose one of fp8"):
-        quantiser("kivi-5", 64)
+        quantizer("kivi-5", 64)
 
 
 @pytest.mark.parametrize("name", ["quanto-4", "quanto-2", "hqq-4", "hqq-2"])
@@ -256,5 +256,5 @@ def test_backends_round_as_the_cache_of_transformers_does(name: str) -> None:
 @pytest.mark.parametrize("name", ["quanto-4", "hqq-4"])
 def test_a_backend_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, BACKENDS[name.partition("-")[0]], None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'recalkv\[quantisers\]'"):
-        quantiser(name, 64)
+    with pytest.raises(MissingPackageError, match=r"pip install 'recalkv\[quantizers\]'"):
+        quantizer(name, 64)

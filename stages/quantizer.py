@@ -1,4 +1,4 @@
-"""Step 9c, for comparison: the dense model with a quantised cache, measured on the same windows as the cells."""
+"""Step 9c, for comparison: the dense model with a quantized cache, measured on the same windows as the cells."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -6,47 +6,47 @@ from typing import Annotated, Any
 
 import typer
 
-from recalkv.evaluation import quantisers
+from recalkv.evaluation import quantizers
 from recalkv.evaluation.perplexity import MeasuredText, cell_figures
-from recalkv.evaluation.quantisers import CONTEXTS, QUANTISERS, CacheQuantiser, quantised_cache, quantised_layers
+from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, CacheQuantizer, quantized_cache, quantized_layers
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from stages.common import Stage, stage, write_json
 
-__all__ = ["quantiser", "quantiser_figures"]
+__all__ = ["quantizer", "quantizer_figures"]
 
 
 @stage
-def quantiser(
+def quantizer(
     run: Stage,
     out: Annotated[Path, typer.Argument(help="File of the figures.")],
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(QUANTISERS)}.")],
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(QUANTIZERS)}.")],
 ) -> None:
-    """Measure the dense model over a quantised cache; write its figures to OUT."""
+    """Measure the dense model over a quantized cache; write its figures to OUT."""
     folder = run.model().folder
     model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
     texts = MeasuredText.read_all(run.read("baseline"))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
-        write_json(out, quantiser_figures(run, model, name, texts, bar.update))
+        write_json(out, quantizer_figures(run, model, name, texts, bar.update))
 
 
-def quantiser_figures(
+def quantizer_figures(
     run: Stage,
     model: Any,
     name: str,
     texts: Mapping[str, MeasuredText],
     progress: Callable[[], object],
-    of_layer: Callable[[int, CacheQuantiser], CacheQuantiser] = lambda _, rounding: rounding,
+    of_layer: Callable[[int, CacheQuantizer], CacheQuantizer] = lambda _, rounding: rounding,
 ) -> dict[str, Any]:
-    """Figures of a dense model over a quantised cache; see :func:`recalkv.evaluation.quantisers.quantised_cache`."""
+    """Figures of a dense model over a quantized cache; see :func:`recalkv.evaluation.quantizers.quantized_cache`."""
     known, wanted = check_supported(model.config), run.params.evaluation
-    rounding = quantisers.quantiser(name, known.head_dim)
+    rounding = quantizers.quantizer(name, known.head_dim)
     if wanted.prefill is None:
-        with quantised_cache(model, rounding, of_layer):
+        with quantized_cache(model, rounding, of_layer):
             figures = {place: text.compare(model, wanted, progress) for place, text in texts.items()}
     else:
         figures = {
-            place: text.compare(model, wanted, progress, lambda: quantised_layers(model, rounding))
+            place: text.compare(model, wanted, progress, lambda: quantized_layers(model, rounding))
             for place, text in texts.items()
         }
     bits = {str(context): rounding.bits_per_element(context, len(model.model.layers)) for context in CONTEXTS}
@@ -66,4 +66,4 @@ def quantiser_figures(
 
 
 if __name__ == "__main__":
-    typer.run(quantiser)
+    typer.run(quantizer)

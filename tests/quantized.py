@@ -1,4 +1,4 @@
-"""Tiny checkpoints as quantising libraries write them, and the dense weights that their codes stand for."""
+"""Tiny checkpoints as quantizing libraries write them, and the dense weights that their codes stand for."""
 
 import json
 from collections.abc import Callable
@@ -43,20 +43,20 @@ def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
 def fp8(block: tuple[int, int] | None, scale_name: str, shape: tuple[int, ...] | None = None) -> Callable:
     """Codes of float8_e4m3fn; ``block`` None is one scale for the matrix, a -1 all columns."""
 
-    def quantise(weight: Tensor) -> Coded:
+    def quantize(weight: Tensor) -> Coded:
         size = tuple(weight.shape) if block is None else (block[0], block[1] if block[1] > 0 else weight.shape[1])
         scale = scales(weight, size, 448.0)
         codes = (weight / _spread(scale, weight.shape, size)).to(torch.float8_e4m3fn)
         stored = scale if shape is None else scale.reshape(shape)
         return {"weight": codes, scale_name: stored}, naive(codes.float(), scale, size)
 
-    return quantise
+    return quantize
 
 
 def int8(scale_name: str, by_127: bool = False, zero: bool = False) -> Callable:
     """Codes of int8, a scale for each row."""
 
-    def quantise(weight: Tensor) -> Coded:
+    def quantize(weight: Tensor) -> Coded:
         rows = (1, weight.shape[1])
         scale = scales(weight, rows, 100.0)
         offset = torch.arange(len(weight)).remainder(9)[:, None].sub(4).to(torch.int8) if zero else None
@@ -70,7 +70,7 @@ def int8(scale_name: str, by_127: bool = False, zero: bool = False) -> Callable:
             dense = dense / 127
         return stored, dense
 
-    return quantise
+    return quantize
 
 
 def packed(values: Tensor, bits: int) -> Tensor:
@@ -87,7 +87,7 @@ def packed(values: Tensor, bits: int) -> Tensor:
 def int4(group: int, zero: bool = False) -> Callable:
     """Eight codes in an int32, a scale for each ``group`` elements of a row."""
 
-    def quantise(weight: Tensor) -> Coded:
+    def quantize(weight: Tensor) -> Coded:
         scale = scales(weight, (1, group), 5.0)
         offset = torch.arange(scale.numel()).reshape(scale.shape).remainder(3) - 1 if zero else None
         codes = (weight / _spread(scale, weight.shape, (1, group))).round()
@@ -99,7 +99,7 @@ def int4(group: int, zero: bool = False) -> Callable:
             stored["weight_zero_point"] = packed(offset.T.contiguous(), 4).T.contiguous()
         return stored, naive(codes, scale, (1, group), offset)
 
-    return quantise
+    return quantize
 
 
 def _groups(form: str, **weights: Any) -> dict[str, Any]:
@@ -125,10 +125,10 @@ def _groups(form: str, **weights: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A way of quantising: the config's section, the codes of a weight, and what stands beside them for activations."""
+    """A way of quantizing: the config's section, the codes of a weight, and what stands beside them for activations."""
 
     config: dict[str, Any]
-    quantise: Callable[[Tensor], Coded]
+    quantize: Callable[[Tensor], Coded]
     beside: tuple[str, ...] = ()
     beside_shape: tuple[int, ...] = ()
 
@@ -173,7 +173,7 @@ KINDS = {
 
 
 def write(folder: Path, tensors: dict[str, Tensor], config: Any, **section: Any) -> Path:
-    """A checkpoint of two shards, neighbouring names in different ones, and its config with some keys changed."""
+    """A checkpoint of two shards, neighboring names in different ones, and its config with some keys changed."""
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     path = folder / "config.json"
@@ -187,7 +187,7 @@ def write(folder: Path, tensors: dict[str, Tensor], config: Any, **section: Any)
 
 
 def published(folder: Path, kind: str, family: str = "llama-gqa", **changes: Any) -> tuple[Path, Path]:
-    """A quantised checkpoint, else in bfloat16, and the same with its weights dequantised to float32.
+    """A quantized checkpoint, else in bfloat16, and the same with its weights dequantized to float32.
 
     Keyword arguments change the model's config.
     """
@@ -198,14 +198,14 @@ def published(folder: Path, kind: str, family: str = "llama-gqa", **changes: Any
     for name, tensor in load_file(folder / "float32/model.safetensors").items():
         module, _, last = name.rpartition(".")
         if last == "weight" and module.endswith(LINEAR):
-            parts, exact = way.quantise(tensor)
+            parts, exact = way.quantize(tensor)
             parts |= {extra: torch.full(way.beside_shape, 0.05) for extra in way.beside}
             coded |= {f"{module}.{part}": value for part, value in parts.items()}
             dense[name] = exact.float()
         else:
             coded[name] = dense[name] = tensor.bfloat16()
-    quantised = write(folder / "quantised", coded, model.config, dtype="bfloat16", quantization_config=way.config)
-    return quantised, write(folder / "dense", dense, model.config, dtype="bfloat16")
+    quantized = write(folder / "quantized", coded, model.config, dtype="bfloat16", quantization_config=way.config)
+    return quantized, write(folder / "dense", dense, model.config, dtype="bfloat16")
 
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -238,5 +238,5 @@ def published_experts(folder: Path) -> tuple[Path, Path]:
             coded[name] = dense[name] = tensor.bfloat16()
     plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     section = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
-    quantised = write(folder / "quantised", coded, model.config, dtype="bfloat16", quantization_config=section)
-    return quantised, write(folder / "dense", dense, model.config, dtype="bfloat16")
+    quantized = write(folder / "quantized", coded, model.config, dtype="bfloat16", quantization_config=section)
+    return quantized, write(folder / "dense", dense, model.config, dtype="bfloat16")
