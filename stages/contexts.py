@@ -12,7 +12,8 @@ from torch import Tensor
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import ParameterError
 from recalkv.evaluation.perplexity import divergences
-from recalkv.evaluation.quantizers import quantized_cache, quantizer
+from recalkv.evaluation.quantized_cache import quantized_cache
+from recalkv.evaluation.quantizers import quantizer
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from recalkv.runtime.models import stop_codec, use_codec

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from recalkv.errors import ParameterError
-from recalkv.evaluation.quantizers import QUANTIZERS, quantized_layers, quantizer
+from recalkv.evaluation.quantized_cache import quantized_layers
+from recalkv.evaluation.quantizers import QUANTIZERS, quantizer
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from recalkv.runtime.models import use_codec

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from recalkv.errors import ParameterError
-from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, quantized_cache, quantizer
+from recalkv.evaluation.quantized_cache import quantized_cache
+from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, quantizer
 from recalkv.evaluation.suites.needle import SCORES, check_lengths, find_needles
 from recalkv.kernels.module import choose_kernels
 from recalkv.model.families import check_supported

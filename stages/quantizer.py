@@ -8,7 +8,8 @@ import typer
 
 from recalkv.evaluation import quantizers
 from recalkv.evaluation.perplexity import MeasuredText, cell_figures
-from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, CacheQuantizer, quantized_cache, quantized_layers
+from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
+from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, CacheQuantizer
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from stages.common import Stage, stage, write_json
@@ -38,7 +39,7 @@ def quantizer_figures(
     progress: Callable[[], object],
     of_layer: Callable[[int, CacheQuantizer], CacheQuantizer] = lambda _, rounding: rounding,
 ) -> dict[str, Any]:
-    """Figures of a dense model over a quantized cache; see :func:`recalkv.evaluation.quantizers.quantized_cache`."""
+    """Figures of a dense model over a quantized cache (:mod:`recalkv.evaluation.quantized_cache`)."""
     known, wanted = check_supported(model.config), run.params.evaluation
     rounding = quantizers.quantizer(name, known.head_dim)
     if wanted.prefill is None:

@@ -10,7 +10,8 @@ import torch
 from recalkv.errors import DataError
 from recalkv.evaluation.key_bias import bias_shares, rotated_biases, without_bias
 from recalkv.evaluation.perplexity import window_scores
-from recalkv.evaluation.quantizers import quantized_cache, quantizer
+from recalkv.evaluation.quantized_cache import quantized_cache
+from recalkv.evaluation.quantizers import quantizer
 from recalkv.evaluation.suites.gsm8k import Question, final_number, read_questions, solve
 from recalkv.text.windows import Windows
 from stages.baseline import own_words

@@ -16,7 +16,8 @@ from recalkv.compression import compress_layers
 from recalkv.errors import UnsupportedModelError
 from recalkv.evaluation.decoding import CACHES, check_same, prompt_contents, time_decoding
 from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, kept_states, state_bytes
-from recalkv.evaluation.quantizers import quantized_cache, quantized_layers, quantizer
+from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
+from recalkv.evaluation.quantizers import quantizer
 from recalkv.method.fusion import fuse_layer, stored_layers
 from recalkv.model.export import compressed_config, decoder_layers, save_checkpoint
 from recalkv.model.families import AttentionGeometry, check_supported

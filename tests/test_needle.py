@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.evaluation.quantizers import quantized_cache, quantized_layers
+from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.suites.needle import (
     DIGITS,
     SCORES,
@@ -159,7 +159,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     model, rounding = tiny.dense_model("mistral-sliding"), small("kivi-2")
     ids, found = torch.randint(3, tiny.VOCABULARY, (2, 120)), []
     for queries in (512, 7):
-        monkeypatch.setattr("recalkv.evaluation.quantizers._QUERIES", queries)
+        monkeypatch.setattr("recalkv.evaluation.quantized_cache._QUERIES", queries)
         with quantized_cache(model, rounding):
             found.append(model(ids, use_cache=False).logits)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -13,14 +13,8 @@ from transformers import QuantizedCache
 
 from recalkv.errors import MissingPackageError, ParameterError
 from recalkv.evaluation.perplexity import window_scores
-from recalkv.evaluation.quantizers import (
-    QUANTIZERS,
-    CacheQuantizer,
-    gaussian_codebook,
-    quantized_cache,
-    quantized_layers,
-    quantizer,
-)
+from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
+from recalkv.evaluation.quantizers import QUANTIZERS, CacheQuantizer, gaussian_codebook, quantizer
 from tests import tiny
 
 BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq.core.quantize"}

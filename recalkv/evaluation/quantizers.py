@@ -1,23 +1,18 @@
 """What people use instead: quantized caches of the dense model, simulated, with their bytes counted like ours.
 
 A quantizer rounds keys, after RoPE, and values as the cache would hold them, and gives back what attention would
-read. :func:`quantized_cache` makes a dense model attend to that, each query to what it would find when it is decoded,
-however many come at once; :class:`QuantizedLayer` does the same to a growing cache, token by token.
+read (:mod:`recalkv.evaluation.quantized_cache`). Each is written from its method's own definition.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
 
 from recalkv.cache.rotation import random_rotation
 from recalkv.errors import ParameterError, needing
@@ -26,10 +21,7 @@ __all__ = [
     "CONTEXTS",
     "QUANTIZERS",
     "CacheQuantizer",
-    "QuantizedLayer",
     "gaussian_codebook",
-    "quantized_cache",
-    "quantized_layers",
     "quantizer",
 ]
 
@@ -349,153 +341,3 @@ def gaussian_codebook(bits: int) -> Tensor:
         density = torch.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
         levels = -density.diff() / torch.special.ndtr(edges).diff()
     return levels
-
-
-_EXACT = CacheQuantizer("exact", lambda states: states, lambda states: states, 16)
-
-_IMPLEMENTATION = "recalkv_quantized_cache"
-
-_QUERIES = 512
-"""Queries whose scores are in memory at a time."""
-
-
-@contextlib.contextmanager
-def quantized_cache(
-    model: Any,
-    rounding: CacheQuantizer,
-    of_layer: Callable[[int, CacheQuantizer], CacheQuantizer] = lambda _, rounding: rounding,
-) -> Iterator[None]:
-    """Let a dense model attend as if its cache were rounded: causal and unpadded, in one pass or over a cache.
-
-    Every query finds what decoding token by token would let it find. A cache itself stays exact: it is rounded where it
-    is read. ``of_layer`` may give layers roundings of their own.
-    """
-    before = model.config._attn_implementation
-    attentions = (getattr(layer, "self_attn", None) for layer in model.model.layers)
-    modules = [attention for attention in attentions if attention is not None]
-    modules = [modules[index] for index in rounding.layers(len(modules))]
-    for index, module in enumerate(modules, rounding.exact_layers):
-        module.cache_quantizer = of_layer(index, rounding)
-    model.config._attn_implementation = _IMPLEMENTATION
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
-        for module in modules:
-            del module.cache_quantizer
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **further: Any,
-) -> tuple[Tensor, None]:
-    """Attention of queries, the last of the slots, that each find the older slots rounded, and the last ones exact."""
-    rounding: CacheQuantizer = getattr(module, "cache_quantizer", _EXACT)
-    slots, exact = key.shape[2], rounding.exact + rounding.step - 1
-    whole = rounding.rounded(slots)
-    stored = [
-        torch.cat([of(states[:, :, :whole]), states[:, :, whole:]], dim=2) if whole else states
-        for of, states in ((rounding.keys, key), (rounding.values, value))
-    ]
-    if softcap is None and s_aux is None and (not exact or not whole):
-        return sdpa_attention_forward(module, query, *stored, attention_mask, scaling=scaling, **further)[0], None
-    mask = None if attention_mask is None or attention_mask.dtype != torch.bool else attention_mask
-    per_kv, first = query.unflatten(1, (key.shape[1], -1)), slots - query.shape[2]
-    outputs = []
-    for start in range(0, query.shape[2], _QUERIES):
-        block = per_kv[:, :, :, start : start + _QUERIES]  # [batch, kv heads, queries per kv head, queries, d_h]
-        seen = range(first + start + 1, first + start + block.shape[3] + 1)
-        allowed = None if mask is None else mask[:, :, None, start : start + _QUERIES, : seen[-1]]
-        outputs.append(_attend(block, stored, (key, value), rounding, seen, allowed, scaling, softcap, s_aux))
-    output = torch.cat(outputs, dim=3).flatten(1, 2)
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _attend(
-    query: Tensor,
-    stored: Sequence[Tensor],
-    exact: Sequence[Tensor],
-    rounding: CacheQuantizer,
-    seen: range,
-    allowed: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of a block of queries over keys and values, rounded as they are stored, or exact.
-
-    Parameters
-    ----------
-    query : (batch, kv heads, queries per kv head, queries, d_h)
-    stored, exact : (batch, kv heads, slots, d_h)
-        Keys and values.
-    seen
-        Slots up to each query, itself included.
-    allowed : (batch or 1, 1, 1, queries, slots) bool or None
-        Further slots that queries must not see; None for none.
-    softcap, sinks
-        c of ``c tanh(score / c)``, and a score for each query head that takes its part of the weights for nothing.
-    """
-    last, edges = seen[-1], [rounding.rounded(each) for each in seen]
-    # Slots that all queries find rounded, and the others, which some of them find exact.
-    low = edges[0]
-    places, edge = torch.arange(last, device=query.device), torch.tensor(edges, device=query.device)[:, None]
-    older, later = places[low:] < edge, places >= torch.tensor(seen, device=query.device)[:, None]
-    (rounded_keys, rounded_values), (keys, values) = (
-        [states[:, :, None, :last] for states in pair] for pair in (stored, exact)
-    )
-    near = torch.where(older, query @ rounded_keys[..., low:, :].mT, query @ keys[..., low:, :].mT)
-    scores = torch.cat([query @ rounded_keys[..., :low, :].mT, near], dim=-1) * scaling
-    hidden = later if allowed is None else later | ~allowed
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores.float().masked_fill(hidden, -math.inf)
-    if sinks is not None:
-        own = sinks.float().view(query.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, own], dim=-1)
-    weights = scores.softmax(-1)[..., :last].to(query.dtype)
-    far, near = weights[..., :low], weights[..., low:]
-    output = far @ rounded_values[..., :low, :] + (near * older) @ rounded_values[..., low:, :]
-    return output + (near * ~older) @ values[..., low:, :]
-
-
-AttentionInterface.register(_IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
-
-
-class QuantizedLayer(DynamicLayer):
-    """One layer's growing cache of rounded keys and values; what leaves the exact window is rounded, once.
-
-    Queries that come together find the cache as the last of them does.
-    """
-
-    def __init__(self, rounding: CacheQuantizer) -> None:
-        super().__init__()
-        self._rounding, self._done = rounding, 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add new tokens; returns what attention reads."""
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        part = slice(self._done, self._rounding.rounded(keys.shape[2]))
-        if part.stop > part.start:
-            keys[:, :, part] = self._rounding.keys(keys[:, :, part])
-            values[:, :, part] = self._rounding.values(values[:, :, part])
-            self._done = part.stop
-        return keys, values
-
-
-def quantized_layers(model: Any, rounding: CacheQuantizer) -> Cache:
-    """Return an empty cache of :class:`QuantizedLayer` for a dense model."""
-    cache = DynamicCache(config=model.config)
-    # Others keep a state, which no quantizer of a cache touches.
-    own = [index for index, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)]
-    for number in rounding.layers(len(own)):
-        cache.layers[own[number]] = QuantizedLayer(rounding)
-    return cache

@@ -4,7 +4,7 @@ A context hides one number at every depth, each of another subject (several keys
 it is read once for all questions, where one number a context would take a pass for every depth. A question and its
 answer then follow as one short chunk over a copy of the cached context. What the answer's tokens are read from is the
 cache, as in decoding: dense rows, latents, or rows that are rounded
-(:func:`recalkv.evaluation.quantizers.quantized_cache`). No question sees another one.
+(:func:`recalkv.evaluation.quantized_cache.quantized_cache`). No question sees another one.
 """
 
 import copy
