@@ -2,9 +2,9 @@
 //
 // A block takes a group of KV heads and a run of a sequence's slots (split-KV), and each of its SETS of PARTS warps 64
 // slots at a time, with sums of its own:
-//   1. Keys: they are decoded straight into the A operand of mma.m16n8k16, whose rows are slots, and multiplied with the
-//      queries, segment by segment; a segment's scale is applied to its scores. Weights, relative to the largest score
-//      so far, go through shared memory.
+//   1. Keys: they are decoded straight into the A operand of mma.m16n8k16, whose rows are slots, and multiplied with
+//      the queries, segment by segment; a segment's scale is applied to its scores. Weights, relative to the largest
+//      score so far, go through shared memory.
 //   2. Values: they are decoded into the A operand, whose rows are numbers, and multiplied with the weights, to which a
 //      segment's scale is applied. Sums are in shared memory.
 // Sets wait for each other at the end alone. Where there are fewer slots than warps to keep a GPU busy, the warps of a
@@ -14,8 +14,9 @@
 // place in the byte. A code and the two bits before it become a field of b + 1 bits; with the exponent of 1024 above,
 // the field is a float16, and n(t) = t ((t^2 + B)^2 + D) takes four instructions for two numbers.
 //
-// Defined by the host: SETS, PARTS (1, 2 or 4), RESIDENT (blocks of a multiprocessor), NT (tiles of 8 queries), PAGED, CAPPED, QUERY (0
-// float32, 1 bfloat16, 2 float16), and for each number of bits POLY_B*, POLY_D* (float16, twice), GAIN* (float32).
+// Defined by the host: SETS, PARTS (1, 2 or 4), RESIDENT (blocks of a multiprocessor), NT (tiles of 8 queries), PAGED,
+// CAPPED, QUERY (0 float32, 1 bfloat16, 2 float16), and for each number of bits POLY_B*, POLY_D* (float16, twice),
+// GAIN* (float32).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -559,7 +560,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (begin < end) {
         if (begin + set < end) prefetch_block(begin + set);
 #pragma unroll 1
-        for (int i = tid; i < segments_room * 8; i += THREADS) reinterpret_cast<int*>(key_segment)[i] = key_table[2 + i];
+        for (int i = tid; i < segments_room * 8; i += THREADS)
+            reinterpret_cast<int*>(key_segment)[i] = key_table[2 + i];
 #pragma unroll 1
         for (int i = tid; i < PARTS * segments_room * 8; i += THREADS)
             reinterpret_cast<int*>(jobs)[i] = value_jobs[group * PARTS * segments_room * 8 + i];
@@ -634,70 +636,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             for (int t = 0; t < NT; t++)
 #pragma unroll
                 for (int k = 0; k < 4; k++) score[i][t][k] = 0;
-        {
-            find_turns(block);
-            // The mean key's, in three products of float16 as good as one of float32.
-            const float2* turn = turns + set * table_padded;
+        find_turns(block);
+        // The mean key's, in three products of float16 as good as one of float32.
+        const float2* turn = turns + set * table_padded;
 #pragma unroll 1
-            for (int step = part; step < table_padded / 8; step += PARTS) {
-                u32 large[NT][2], small[NT][2];
+        for (int step = part; step < table_padded / 8; step += PARTS) {
+            u32 large[NT][2], small[NT][2];
 #pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    float2 cs = turn[step * 8 + c + 4 * k];
+            for (int k = 0; k < 2; k++) {
+                float2 cs = turn[step * 8 + c + 4 * k];
 #pragma unroll
-                    for (int t = 0; t < NT; t++) {
-                        float2 m = mean_parts[(t * 8 + g) * table_padded + step * 8 + c + 4 * k];
-                        float x = m.x * cs.x + m.y * cs.y, y = m.y * cs.x - m.x * cs.y;
-                        u32 high = pair(x, y);
-                        large[t][k] = high;
-                        small[t][k] = pair(x - half_to_float((u16)high), y - half_to_float((u16)(high >> 16)));
-                    }
+                for (int t = 0; t < NT; t++) {
+                    float2 m = mean_parts[(t * 8 + g) * table_padded + step * 8 + c + 4 * k];
+                    float x = m.x * cs.x + m.y * cs.y, y = m.y * cs.x - m.x * cs.y;
+                    u32 high = pair(x, y);
+                    large[t][k] = high;
+                    small[t][k] = pair(x - half_to_float((u16)high), y - half_to_float((u16)(high >> 16)));
                 }
-                uint4 table[2][4];
-#pragma unroll
-                for (int k = 0; k < 2; k++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) table[k][i] = load_kept(places + ((step * 4 + i) * 2 + k) * 32 + lane);
-#pragma unroll
-                for (int k = 0; k < 3; k++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++)
-#pragma unroll
-                        for (int t = 0; t < NT; t++) {
-                            const uint4 a = table[k == 0][i];
-                            mma(score[i][t], a.x, a.y, a.z, a.w, k == 1 ? small[t][0] : large[t][0],
-                                k == 1 ? small[t][1] : large[t][1]);
-                        }
             }
-            const u8* keys = rows + tile_at(4 * block + (g >> 1)) + key_byte * 16 + (g & 1) * 8;
-#pragma unroll 1
-            for (int s = 0; s < key_count; s++) {
-                const KeySegment segment = key_segment[s];
-                const uint2 levels = load8(keys + segment.scale_row * 16);
-#if PARTS == 1
-                if (s + 1 < key_count)
-                    prefetch_rows(block, key_byte + key_segment[s + 1].scale_row,
-                                  key_segment[s + 1].next_row - key_segment[s + 1].scale_row);
-                else
-                    prefetch_rows(block, value_byte, value_bytes);
-#endif
-                float scores[4][NT][4];
+            uint4 table[2][4];
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) table[k][i] = load_kept(places + ((step * 4 + i) * 2 + k) * 32 + lane);
+#pragma unroll
+            for (int k = 0; k < 3; k++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
-                    for (int t = 0; t < NT; t++)
+                    for (int t = 0; t < NT; t++) {
+                        const uint4 a = table[k == 0][i];
+                        mma(score[i][t], a.x, a.y, a.z, a.w, k == 1 ? small[t][0] : large[t][0],
+                            k == 1 ? small[t][1] : large[t][1]);
+                    }
+        }
+        const u8* keys = rows + tile_at(4 * block + (g >> 1)) + key_byte * 16 + (g & 1) * 8;
+#pragma unroll 1
+        for (int s = 0; s < key_count; s++) {
+            const KeySegment segment = key_segment[s];
+            const uint2 levels = load8(keys + segment.scale_row * 16);
+#if PARTS == 1
+            if (s + 1 < key_count)
+                prefetch_rows(block, key_byte + key_segment[s + 1].scale_row,
+                              key_segment[s + 1].next_row - key_segment[s + 1].scale_row);
+            else
+                prefetch_rows(block, value_byte, value_bytes);
+#endif
+            float scores[4][NT][4];
 #pragma unroll
-                        for (int k = 0; k < 4; k++) scores[i][t][k] = 0;
-                switch (segment.bits) {
-                    case 1: score_segment<1>(scores, keys, segment, query_parts, lane, part); break;
-                    case 2: score_segment<2>(scores, keys, segment, query_parts, lane, part); break;
-                    case 3: score_segment<3>(scores, keys, segment, query_parts, lane, part); break;
-                    case 4: score_segment<4>(scores, keys, segment, query_parts, lane, part); break;
-                    case 6: score_segment<6>(scores, keys, segment, query_parts, lane, part); break;
-                    default: score_segment<8>(scores, keys, segment, query_parts, lane, part); break;
-                }
-                add_scaled(score, scores, levels);
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int t = 0; t < NT; t++)
+#pragma unroll
+                    for (int k = 0; k < 4; k++) scores[i][t][k] = 0;
+            switch (segment.bits) {
+                case 1: score_segment<1>(scores, keys, segment, query_parts, lane, part); break;
+                case 2: score_segment<2>(scores, keys, segment, query_parts, lane, part); break;
+                case 3: score_segment<3>(scores, keys, segment, query_parts, lane, part); break;
+                case 4: score_segment<4>(scores, keys, segment, query_parts, lane, part); break;
+                case 6: score_segment<6>(scores, keys, segment, query_parts, lane, part); break;
+                default: score_segment<8>(scores, keys, segment, query_parts, lane, part); break;
             }
+            add_scaled(score, scores, levels);
         }
         // Levels of the scales of four slots of two segments of values, which are needed soon.
         const int four = lane & 15;
@@ -785,9 +785,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 // Eight tokens of a query in the order 0, 2, 1, 3, 4, 6, 5, 7.
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
-                    uint4 packed = make_uint4(
-                        pair(score[0][t][k], score[1][t][k]), pair(score[0][t][2 + k], score[1][t][2 + k]),
-                        pair(score[2][t][k], score[3][t][k]), pair(score[2][t][2 + k], score[3][t][2 + k]));
+                    uint4 packed =
+                        make_uint4(pair(score[0][t][k], score[1][t][k]), pair(score[0][t][2 + k], score[1][t][2 + k]),
+                                   pair(score[2][t][k], score[3][t][k]), pair(score[2][t][2 + k], score[3][t][2 + k]));
                     *reinterpret_cast<uint4*>(weights + (t * 8 + 2 * c + k) * WEIGHT_STRIDE + g * 16) = packed;
                 }
             }
@@ -798,8 +798,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                     for (int t = 0; t < NT; t++) {
                         float4* at = sums + (i * NT + t) * 32 + lane;
                         const float4 x = *at;
-                        *at = make_float4(x.x * shrink[t][0], x.y * shrink[t][1], x.z * shrink[t][0],
-                                          x.w * shrink[t][1]);
+                        *at =
+                            make_float4(x.x * shrink[t][0], x.y * shrink[t][1], x.z * shrink[t][0], x.w * shrink[t][1]);
                     }
             }
         }
