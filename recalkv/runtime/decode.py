@@ -71,9 +71,9 @@ def decode_step(
         torch.cat([sinks, recent], 1)[:, None, None], softcap=softcap,
     )  # fmt: skip
     edge = max(layer.length - layer.window, layer.written - layer.ring, 0)
-    # Whether a mask hides more than the past's padding cannot be asked while a graph is traced.
+    # Whether a mask hides more than the past's padding cannot be asked while a graph is traced, and waits for the device.
     served = not torch.compiler.is_compiling() and kernel_serves(layer.codec, query)
-    if served and bool((allowed == (slots >= layer.first[:, None])).all()):
+    if served and (mask is None or bool((allowed == (slots >= layer.first[:, None])).all())):
         begin = (layer.first + layer.sinks).clamp_min(max(low, layer.base)) - layer.base
         end = torch.full_like(begin, edge - layer.base)
         coded_part = attend_rows(

@@ -473,6 +473,114 @@ __device__ __forceinline__ void meet(int set) {
 #endif
 }
 
+// Add the mean key's scores, in three products of float16 as good as one of float32.
+__device__ __forceinline__ void add_mean_scores(float (&score)[4][NT][4], const float2* mean_parts, const float2* turn,
+                                                const uint4* places, int table_padded, int part, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll 1
+    for (int step = part; step < table_padded / 8; step += PARTS) {
+        u32 large[NT][2], small[NT][2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            float2 cs = turn[step * 8 + c + 4 * k];
+#pragma unroll
+            for (int t = 0; t < NT; t++) {
+                float2 m = mean_parts[(t * 8 + g) * table_padded + step * 8 + c + 4 * k];
+                float x = m.x * cs.x + m.y * cs.y, y = m.y * cs.x - m.x * cs.y;
+                u32 high = pair(x, y);
+                large[t][k] = high;
+                small[t][k] = pair(x - half_to_float((u16)high), y - half_to_float((u16)(high >> 16)));
+            }
+        }
+        uint4 table[2][4];
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) table[k][i] = load_kept(places + ((step * 4 + i) * 2 + k) * 32 + lane);
+#pragma unroll
+        for (int k = 0; k < 3; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int t = 0; t < NT; t++) {
+                    const uint4 a = table[k == 0][i];
+                    mma(score[i][t], a.x, a.y, a.z, a.w, k == 1 ? small[t][0] : large[t][0],
+                        k == 1 ? small[t][1] : large[t][1]);
+                }
+    }
+}
+
+// Scores into weights, relative to the largest score so far; sums are put right where that has moved.
+__device__ __forceinline__ void weigh(float (&score)[4][NT][4], float (&most)[NT][2], float (&weight)[NT][2],
+                                      const float* unit, u8* weights, float4* sums, int tiles, int block, int first,
+                                      int length, double softcap, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    float shrink[NT][2];
+    bool moved = false;
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+        // Scores in base 2, and the largest of each query.
+        float largest[2] = {most[t][0], most[t][1]};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                float x = score[i][t][k] * unit[t * 8 + 2 * c + (k & 1)];
+#if CAPPED
+                const float cap = (float)softcap;
+                x = fminf(x * (2.0f * LOG2E / cap), 64.0f);
+                x = cap * (1.0f - 2.0f / (exp2_fast(x) + 1.0f));
+#endif
+                const int slot = block * 64 + g * 8 + 2 * i + (k >> 1);
+                x = slot >= first && slot < length ? x * LOG2E : NEGATIVE_INFINITY;
+                score[i][t][k] = x;
+                largest[k & 1] = fmaxf(largest[k & 1], x);
+            }
+#pragma unroll
+        for (int i = 4; i < 32; i <<= 1) {
+            largest[0] = fmaxf(largest[0], __shfl_xor_sync(~0u, largest[0], i));
+            largest[1] = fmaxf(largest[1], __shfl_xor_sync(~0u, largest[1], i));
+        }
+        float finite[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            // Somewhat above the largest, that sums are seldom put right.
+            if (largest[k] > most[t][k]) largest[k] += 2;
+            const bool any = largest[k] != NEGATIVE_INFINITY;
+            finite[k] = any ? largest[k] - LIFT : 0;
+            shrink[t][k] = any ? exp2_fast(most[t][k] - largest[k]) : 1;
+            weight[t][k] *= shrink[t][k];
+            moved |= most[t][k] != largest[k];
+            most[t][k] = largest[k];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                score[i][t][k] = exp2_fast(score[i][t][k] - finite[k & 1]);
+                weight[t][k & 1] += score[i][t][k];
+            }
+        // Eight tokens of a query in the order 0, 2, 1, 3, 4, 6, 5, 7.
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            uint4 packed =
+                make_uint4(pair(score[0][t][k], score[1][t][k]), pair(score[0][t][2 + k], score[1][t][2 + k]),
+                           pair(score[2][t][k], score[3][t][k]), pair(score[2][t][2 + k], score[3][t][2 + k]));
+            *reinterpret_cast<uint4*>(weights + (t * 8 + 2 * c + k) * WEIGHT_STRIDE + g * 16) = packed;
+        }
+    }
+    if (__any_sync(~0u, moved)) {
+#pragma unroll 1
+        for (int i = 0; i < tiles; i++)
+#pragma unroll
+            for (int t = 0; t < NT; t++) {
+                float4* at = sums + (i * NT + t) * 32 + lane;
+                const float4 x = *at;
+                *at = make_float4(x.x * shrink[t][0], x.y * shrink[t][1], x.z * shrink[t][0], x.w * shrink[t][1]);
+            }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     attend(const u8* rows, const int* pages, const int* key_segments, const int* value_segments, const int* value_jobs,
            const int* numbers, const int* product_numbers, const void* queries, const float* means,
@@ -637,39 +745,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
                 for (int k = 0; k < 4; k++) score[i][t][k] = 0;
         find_turns(block);
-        // The mean key's, in three products of float16 as good as one of float32.
-        const float2* turn = turns + set * table_padded;
-#pragma unroll 1
-        for (int step = part; step < table_padded / 8; step += PARTS) {
-            u32 large[NT][2], small[NT][2];
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-                float2 cs = turn[step * 8 + c + 4 * k];
-#pragma unroll
-                for (int t = 0; t < NT; t++) {
-                    float2 m = mean_parts[(t * 8 + g) * table_padded + step * 8 + c + 4 * k];
-                    float x = m.x * cs.x + m.y * cs.y, y = m.y * cs.x - m.x * cs.y;
-                    u32 high = pair(x, y);
-                    large[t][k] = high;
-                    small[t][k] = pair(x - half_to_float((u16)high), y - half_to_float((u16)(high >> 16)));
-                }
-            }
-            uint4 table[2][4];
-#pragma unroll
-            for (int k = 0; k < 2; k++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) table[k][i] = load_kept(places + ((step * 4 + i) * 2 + k) * 32 + lane);
-#pragma unroll
-            for (int k = 0; k < 3; k++)
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int t = 0; t < NT; t++) {
-                        const uint4 a = table[k == 0][i];
-                        mma(score[i][t], a.x, a.y, a.z, a.w, k == 1 ? small[t][0] : large[t][0],
-                            k == 1 ? small[t][1] : large[t][1]);
-                    }
-        }
+        add_mean_scores(score, mean_parts, turns + set * table_padded, places, table_padded, part, lane);
         const u8* keys = rows + tile_at(4 * block + (g >> 1)) + key_byte * 16 + (g & 1) * 8;
 #pragma unroll 1
         for (int s = 0; s < key_count; s++) {
@@ -736,73 +812,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                     }
         }
 #endif
-        if (!part) {
-            float shrink[NT][2];
-            bool moved = false;
-#pragma unroll
-            for (int t = 0; t < NT; t++) {
-                // Scores in base 2, and the largest of each query.
-                float largest[2] = {most[t][0], most[t][1]};
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        float x = score[i][t][k] * shared.unit[t * 8 + 2 * c + (k & 1)];
-#if CAPPED
-                        const float cap = (float)softcap;
-                        x = fminf(x * (2.0f * LOG2E / cap), 64.0f);
-                        x = cap * (1.0f - 2.0f / (exp2_fast(x) + 1.0f));
-#endif
-                        const int slot = block * 64 + g * 8 + 2 * i + (k >> 1);
-                        x = slot >= first && slot < length ? x * LOG2E : NEGATIVE_INFINITY;
-                        score[i][t][k] = x;
-                        largest[k & 1] = fmaxf(largest[k & 1], x);
-                    }
-#pragma unroll
-                for (int i = 4; i < 32; i <<= 1) {
-                    largest[0] = fmaxf(largest[0], __shfl_xor_sync(~0u, largest[0], i));
-                    largest[1] = fmaxf(largest[1], __shfl_xor_sync(~0u, largest[1], i));
-                }
-                float finite[2];
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    // Somewhat above the largest, that sums are seldom put right.
-                    if (largest[k] > most[t][k]) largest[k] += 2;
-                    const bool any = largest[k] != NEGATIVE_INFINITY;
-                    finite[k] = any ? largest[k] - LIFT : 0;
-                    shrink[t][k] = any ? exp2_fast(most[t][k] - largest[k]) : 1;
-                    weight[t][k] *= shrink[t][k];
-                    moved |= most[t][k] != largest[k];
-                    most[t][k] = largest[k];
-                }
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        score[i][t][k] = exp2_fast(score[i][t][k] - finite[k & 1]);
-                        weight[t][k & 1] += score[i][t][k];
-                    }
-                // Eight tokens of a query in the order 0, 2, 1, 3, 4, 6, 5, 7.
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    uint4 packed =
-                        make_uint4(pair(score[0][t][k], score[1][t][k]), pair(score[0][t][2 + k], score[1][t][2 + k]),
-                                   pair(score[2][t][k], score[3][t][k]), pair(score[2][t][2 + k], score[3][t][2 + k]));
-                    *reinterpret_cast<uint4*>(weights + (t * 8 + 2 * c + k) * WEIGHT_STRIDE + g * 16) = packed;
-                }
-            }
-            if (__any_sync(~0u, moved)) {
-#pragma unroll 1
-                for (int i = 0; i < tiles; i++)
-#pragma unroll
-                    for (int t = 0; t < NT; t++) {
-                        float4* at = sums + (i * NT + t) * 32 + lane;
-                        const float4 x = *at;
-                        *at =
-                            make_float4(x.x * shrink[t][0], x.y * shrink[t][1], x.z * shrink[t][0], x.w * shrink[t][1]);
-                    }
-            }
-        }
+        if (!part) weigh(score, most, weight, shared.unit, weights, sums, tiles, block, first, length, softcap, lane);
         // Scales of the values' segments, in the same order.
 #pragma unroll 1
         for (int i = 0, segment = (lane >> 4) + 2 * part; segment < value_count; i++, segment += 2 * PARTS) {
