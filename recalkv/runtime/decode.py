@@ -71,7 +71,7 @@ def decode_step(
         torch.cat([sinks, recent], 1)[:, None, None], softcap=softcap,
     )  # fmt: skip
     edge = max(layer.length - layer.window, layer.written - layer.ring, 0)
-    # Whether a mask hides more than the past's padding cannot be asked while a graph is traced, and waits for the device.
+    # Whether a mask hides more than the past's padding is asked of the device, which a traced graph cannot.
     served = not torch.compiler.is_compiling() and kernel_serves(layer.codec, query)
     if served and (mask is None or bool((allowed == (slots >= layer.first[:, None])).all())):
         begin = (layer.first + layer.sinks).clamp_min(max(low, layer.base)) - layer.base
