@@ -56,7 +56,6 @@ class _TextParams(_Section):
     subset: str | None = Field(None, description="configuration name of a hub data set")
     field: str = Field("text", description="column that holds the text")
     revision: str | None = Field(None, description="revision of a hub data set")
-    max_documents: int | None = Field(None, ge=1, description="use at most this many documents; null for all")
 
 
 def _listed(value: Any) -> Any:
@@ -129,7 +128,6 @@ class CompressionParams(_Section):
         "the output projection; auto is the method's own, but none in mixed bits up to a ratio of 0.9",
     )
     refit_ridge: float = Field(0.3, ge=0, description="ridge of the output's fit, relative to the mean diagonal")
-    refit_samples: int | None = Field(None, ge=1, description="calibration windows of the fit; null for all")
     bits: Literal["auto", 16, 8, 4, 3, 2, "mixed"] = Field(
         "auto",
         description="bits per cached element; 16 leaves latents in the model's type, mixed gives every direction 0 to "
@@ -142,7 +140,6 @@ class CompressionParams(_Section):
         description="newest tokens that are read as 16-bit latents, beside the rows that are cached of all; below 16 "
         "bits. They cost a fixed size for each sequence, which `ratio` does not count",
     )
-    rotation_seed: int = Field(0, ge=0, description="seed of the rotations of quantized latents")
     rank_multiple: int = Field(
         1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs, with 16-bit latents alone"
     )

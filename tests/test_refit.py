@@ -162,17 +162,6 @@ def test_batch_size_changes_nothing(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("settings", REFITS.values(), ids=REFITS)
-def test_windows_beyond_the_refits_are_not_used(settings: dict[str, Any]) -> None:
-    few = steps("llama-gqa", refit_samples=2, **settings)
-    whole = steps("llama-gqa", **settings)
-    cut = copy.copy(whole)
-    cut.ids = whole.ids[:2]
-    for index, layer in cut.refit(batch_size=2).items():
-        assert_same(few.refit(batch_size=2)[index], layer)
-    assert not torch.equal(parts(few.refits[1])[-1], parts(whole.refits[1])[-1])
-
-
-@pytest.mark.parametrize("settings", REFITS.values(), ids=REFITS)
 def test_model_and_starts_are_left_as_they_are(settings: dict[str, Any]) -> None:
     given = Steps("llama-gqa", **settings)
     weights = {name: tensor.clone() for name, tensor in given.model.state_dict().items()}

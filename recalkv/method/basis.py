@@ -45,14 +45,14 @@ def quantizable(
             zip(factors.down, factors.up, parts, segments, strict=True)
         ):
             gradient = part.gradient if method.bits == "mixed" else None
-            seed = (method.rotation_seed, index, side, number)
+            seed = (0, index, side, number)
             new_left, new_right = _turn(left.to(part.moment), right.to(part.moment), gram, gradient, pieces, seed)
             down.append(new_left)
             up.append(new_right)
         return LowRank(down, up).float()
 
     if spec.parts:
-        return _chained(refit, problem.chains(groups, key_parts, spec), (method.rotation_seed, index, 0), spec)
+        return _chained(refit, problem.chains(groups, key_parts, spec), (0, index, 0), spec)
     if spec.joint:
         both = LowRank(
             refit.keys.down, [torch.cat(pair, dim=1) for pair in zip(refit.keys.up, refit.values.up, strict=True)]

@@ -72,8 +72,6 @@ class Method(Choices):
     damping: float
     gradient_damping: float
     refit_ridge: float
-    refit_samples: int | None
-    rotation_seed: int
     exact_window: int
 
     @property
@@ -126,8 +124,6 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
         damping=DAMPING.get(metric, 1e-6) if parameters.damping is None else parameters.damping,
         gradient_damping=parameters.gradient_damping,
         refit_ridge=parameters.refit_ridge,
-        refit_samples=parameters.refit_samples,
-        rotation_seed=parameters.rotation_seed,
         exact_window=parameters.exact_window,
     )
     if method.refit == "values" and joint:

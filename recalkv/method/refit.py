@@ -81,7 +81,7 @@ def refit_layers(
     Parameters
     ----------
     windows : (samples, length) int64
-        Calibration windows; ``method.refit_samples`` of them are used.
+        Calibration windows.
     batch_size
         Windows per step: memory, not results.
     starts
@@ -95,9 +95,8 @@ def refit_layers(
                 own = starts(number).factors
                 yield number, LayerRefit(own.keys, own.values, None, own.value_error, own.value_error)
         return
-    used = windows[: method.refit_samples]
-    mine = distributed.share(len(used))
-    hidden = source.embed(used[mine.start : mine.stop], batch_size)
+    mine = distributed.share(len(windows))
+    hidden = source.embed(windows[mine.start : mine.stop], batch_size)
     dense_hidden = list(hidden) if method.refit == "output" else []
     for place, index in source.decoder_layers():
         if place > source.places[-1]:

@@ -81,7 +81,6 @@ def calibration_documents(wanted: CalibrationParams) -> dict[str, list[Document]
             split=wanted.split,
             subset=wanted.subset,
             field=wanted.field,
-            max_documents=wanted.max_documents,
             revision=wanted.revision,
         )
         for text in wanted.text
@@ -163,7 +162,7 @@ def main_documents(wanted: EvaluationParams) -> list[Document]:
         split=protocol.split if wanted.split == "test" else wanted.split,
         subset=wanted.subset,
         field=wanted.field,
-        max_documents=wanted.max_documents or protocol.max_documents,
+        max_documents=protocol.max_documents,
         revision=wanted.revision,
     )
 
