@@ -76,6 +76,9 @@ CASES = {
     "soft-capped": Case((((32, 4),),), (((32, 4),),), softcap=3.0, mean=2.0),
     "many queries": Case((((16, 4),),), (((16, 4),),), per_head=37, length=(16, 17, 30)),
     "empty sequences": Case((((16, 8),),), (((16, 8),),), first=(0, 40, 20), length=(0, 40, 66), splits=4),
+    "many blocks of a run": Case(
+        (((16, 4), (16, 2)),), (((24, 4), (8, 8)),), first=(0, 700), length=(1500, 1403), offset=(0, 9), splits=1,
+    ),
     "far away": Case((((16, 8),),), (((16, 8),),), first=(1,), length=(80,), offset=(9_999_999,)),
 }  # fmt: skip
 
@@ -364,17 +367,18 @@ def test_codes_are_searched_as_plain_torch_does(bits: int) -> None:
         assert own.dtype == expected.dtype and torch.equal(own.cpu(), expected)
 
 
-@pytest.mark.parametrize(("batch", "per_head"), [(1, 1), (1, 4), (9, 2)])
+@pytest.mark.parametrize(("batch", "per_head"), [(1, 1), (1, 4), (9, 2), (33, 2)])
+@pytest.mark.parametrize(("dim", "width"), [(24, 40), (128, 256), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_around_attention(batch: int, per_head: int, dtype: torch.dtype) -> None:
-    """Of queries with strides, in two groups of two KV heads, of widths that no block divides."""
-    groups, heads, dim, width, kv_heads = 2, 2, 24, 40, 4
+def test_products_around_attention(batch: int, per_head: int, dim: int, width: int, dtype: torch.dtype) -> None:
+    """Of queries with strides, in two groups of two KV heads, of widths that blocks divide and others."""
+    groups, heads, kv_heads = 2, 2, 4
     query = torch.randn(batch, 5, kv_heads * per_head, dim, dtype=dtype, device=DEVICE)[:, 3]
     back, mean = torch.randn(kv_heads, dim, width, device=DEVICE), torch.randn(kv_heads, dim, device=DEVICE)
     pairs = torch.arange(dim, device=DEVICE).view(-1, heads).T.contiguous()
     given = query, back, mean, pairs, groups, SCALE
     for found, expected in zip(triton_basis.coordinates(*given), coordinates_torch(*given), strict=True):
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
     numbers = torch.randn(batch, groups, heads * per_head, width, device=DEVICE)
     others = back.transpose(1, 2).contiguous(), mean
-    assert torch.allclose(triton_basis.outputs(numbers, *others), outputs_torch(numbers, *others), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(triton_basis.outputs(numbers, *others), outputs_torch(numbers, *others), rtol=1e-4, atol=1e-3)

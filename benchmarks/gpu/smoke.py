@@ -27,7 +27,7 @@ COMPILED = ("mistral-7b joint s=2 70%", "llama-2-7b joint s=2 50%, one pass")
 KERNEL_TESTS, CODEC_TESTS = "tests/test_gpu_kernels.py", "tests/test_codec_triton.py"
 SANITIZED = {
     "memcheck": (CODEC_TESTS, "CUDA and unequal and paged"),
-    "racecheck": (CODEC_TESTS, "CUDA and wide and contiguous"),
+    "racecheck": (CODEC_TESTS, "CUDA and blocks and contiguous"),
     "memcheck, two passes": (KERNEL_TESTS, "test_two_passes and gqa and separate and bfloat16"),
     "memcheck, one pass": (KERNEL_TESTS, "test_one_pass and gqa and 160 and bfloat16"),
 }

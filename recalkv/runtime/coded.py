@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recalkv.codec.sidecar import LayerCodec
-from recalkv.runtime.reference import MOST_WIDTH, DeviceLayout, DeviceRotation
+from recalkv.runtime.reference import MOST_WIDTH, DeviceLayout, DeviceRotation, coded_attention_torch
 
 __all__ = ["attend_rows", "coordinates_torch", "kernel", "kernel_serves", "outputs_torch"]
 
@@ -56,7 +56,8 @@ def attend_rows(
     first, length, offset : (batch,)
         Slots, counted from the first of ``rows``, and what is added to give positions.
     attention
-        In place of the kernel, with its signature.
+        In place of the kernel, with its signature; plain torch throughout with
+        :func:`recalkv.runtime.reference.coded_attention_torch`.
     block_table : (batch, any) int32, or None
         Of paged rows (blocks, tiles of a block, row bytes, TILE).
 
@@ -66,10 +67,9 @@ def attend_rows(
         Outputs, and the log-sum-exp of the scores.
     """
     own = _prepared(codec, query.device)
-    if query.is_cuda:
+    coordinates, outputs = coordinates_torch, outputs_torch
+    if query.is_cuda and attention is not coded_attention_torch:
         from recalkv.runtime.triton_basis import coordinates, outputs
-    else:
-        coordinates, outputs = coordinates_torch, outputs_torch
     queries = coordinates(query[:, :, 0], own.key_back, own.key_mean, own.pairs, codec.groups, scale)
     numbers, lse = (attention or kernel())(
         rows, own.layout, *queries, own.rotation, first, length, offset, softcap=softcap, block_table=block_table

@@ -162,8 +162,8 @@ def prepare(
 ) -> dict[int, tuple[DeviceLayout, DeviceRotation]]:
     """Upload what decoding needs of each layer; layers of one rotation share its tables.
 
-    After it no attention copies anything from the host; the first compiles, so call it once before a CUDA graph is
-    captured.
+    The first attention at a batch size and capacity may compile and copy tables from the host: call each once before a
+    CUDA graph of it is captured.
     """
     rotations: dict[bytes, DeviceRotation] = {}
     found = {}

@@ -17,6 +17,8 @@ __all__ = ["coordinates", "coordinates_kernel", "outputs", "outputs_kernel"]
 
 _COLUMNS = 32
 """Columns of a program."""
+_INNER = 64
+"""Terms of its sums that it reads at once."""
 
 
 @triton.jit
@@ -46,11 +48,14 @@ def coordinates_kernel(
     # Of (batch, groups, queries): queries of a group's heads follow each other.
     out = (batch.to(tl.int64) * tl.num_programs(0) + head) * per_head + query
     if block < tl.num_programs(1) - 1:
-        k, n = tl.arange(0, BLOCK_K), block * BLOCK_N + tl.arange(0, BLOCK_N)
-        own = tl.load(at + k[None], mask=ok & (k < dim)[None], other=0).to(tl.float32) * scale
-        inside = (k < dim)[:, None] & (n < width)[None]
-        basis = tl.load(back_ptr + head * dim * width + k[:, None] * width + n[None], mask=inside, other=0)
-        codes = tl.dot(own, basis, input_precision="tf32x3")
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        codes = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, dim, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            own = tl.load(at + k[None], mask=ok & (k < dim)[None], other=0).to(tl.float32) * scale
+            inside = (k < dim)[:, None] & (n < width)[None]
+            basis = tl.load(back_ptr + head * dim * width + k[:, None] * width + n[None], mask=inside, other=0)
+            codes += tl.dot(own, basis, input_precision="tf32x3")
         tl.store(codes_ptr + out[:, None] * width + n[None], codes, mask=ok & (n < width)[None])
     else:
         p = tl.arange(0, BLOCK_P)
@@ -127,7 +132,7 @@ def coordinates(query: Tensor, back: Tensor, mean: Tensor, pairs: Tensor, groups
         with _on(query.device):
             coordinates_kernel[(kv_heads, triton.cdiv(width, _COLUMNS) + 1, triton.cdiv(rows, _block(rows)))](
                 query, back, mean, pairs, codes, means, rows, heads // kv_heads, dim, width, count, scale,
-                *query.stride()[:2], BLOCK_M=_block(rows), BLOCK_K=max(16, triton.next_power_of_2(dim)),
+                *query.stride()[:2], BLOCK_M=_block(rows), BLOCK_K=_INNER,
                 BLOCK_N=_COLUMNS, BLOCK_P=triton.next_power_of_2(count),
             )  # fmt: skip
     return [codes, means]
@@ -154,7 +159,7 @@ def outputs(numbers: Tensor, back: Tensor, mean: Tensor) -> Tensor:
     if batch:
         with _on(numbers.device):
             outputs_kernel[(kv_heads, triton.cdiv(dim, _COLUMNS), triton.cdiv(rows, _block(rows)))](
-                numbers, back, mean, out, rows, per_head, width, dim, BLOCK_M=_block(rows), BLOCK_K=64,
+                numbers, back, mean, out, rows, per_head, width, dim, BLOCK_M=_block(rows), BLOCK_K=_INNER,
                 BLOCK_N=_COLUMNS,
             )  # fmt: skip
     return out

@@ -176,7 +176,7 @@ def attend_kernel(
     for _ in tl.static_range(VALUES):
         sums += (tl.zeros((BLOCK_M, CHUNK), dtype=tl.float32),)
     # An even share of the tiles that are attended to, however large the cache is.
-    start, end = first // BLOCK_N, tl.cdiv(length, BLOCK_N)
+    start, end = first // BLOCK_N, tl.where(first < length, tl.cdiv(length, BLOCK_N), 0)
     share = tl.cdiv(tl.maximum(end - start, 0), runs)
     start += run * share
     for tile in range(start, tl.minimum(start + share, end)):

@@ -613,7 +613,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int value_count = value_table[0], key_byte = value_table[1], value_bytes = value_table[2];
     const int value_byte = key_byte + key_bytes, own_width = value_table[3];
     const int first = max(first_at[batch], 0), length = min(length_at[batch], capacity), offset = offset_at[batch];
-    const int begin_all = first >> 6, end_all = (length + 63) >> 6;
+    const int begin_all = first >> 6, end_all = first < length ? (length + 63) >> 6 : 0;
     const int share = (max(end_all - begin_all, 0) + runs - 1) / runs;
     const int begin = begin_all + run * share, end = min(begin + share, end_all);
     const i64 row = ((i64)batch * groups + group) * count;
