@@ -167,16 +167,16 @@ def test_who_waits_for_compiled_loops_is_told(
         """Finds no module, after a while."""
 
         def find_spec(self, name: str, *_: object) -> None:
-            if name == "recalkv.runtime.cpu.step":
+            if name == "recalkv.runtime.cpu.layer":
                 time.sleep(0.3)
 
-    from recalkv.runtime.cpu import step
+    from recalkv.runtime.cpu import layer
 
     monkeypatch.setattr(cpu, "_PATIENCE", patience)
-    monkeypatch.delattr(cpu, "step")
-    monkeypatch.delitem(sys.modules, step.__name__)
+    monkeypatch.delattr(cpu, "layer")
+    monkeypatch.delitem(sys.modules, layer.__name__)
     monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
-    assert cpu.compiled_loops.__wrapped__().__name__ == step.__name__
+    assert cpu.compiled_loops.__wrapped__().__name__ == layer.__name__
     assert ("compiling the codec's loops" in capfd.readouterr().err) == (patience < 1)
 
 

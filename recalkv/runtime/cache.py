@@ -243,7 +243,7 @@ class CodecLayer(CacheLayerMixin):
 
     def step_cache(self, low: int) -> Any:
         """What compiled loops need for a step whose token is counted already, and attends to slots from one on."""
-        from recalkv.runtime.cpu.step import StepCache
+        from recalkv.runtime.cpu.layer import StepCache
 
         assert self.first is not None and self.offset is not None
         edge = max(self.length - self.window, self.written - self.ring, 0)

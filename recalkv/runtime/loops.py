@@ -11,7 +11,7 @@ __all__ = ["layer_loops"]
 
 
 def layer_loops(codec: LayerCodec, tensor: Tensor) -> Any:
-    """The loops of a layer (:class:`recalkv.runtime.cpu.step.LayerLoops`), or None where torch does the work.
+    """The loops of a layer (:class:`recalkv.runtime.cpu.layer.LayerLoops`), or None where torch does the work.
 
     Torch does it on other devices, in float64, while it compiles or traces what is done, and without Numba.
     """

@@ -209,7 +209,7 @@ class PagedLayer:
                 output[chunk.first : chunk.first + chunk.size] = own[number, :, : chunk.size].transpose(0, 1)
 
     def _decode_by_loops(self, loops: Any, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> Tensor:
-        from recalkv.runtime.cpu.step import StepCache
+        from recalkv.runtime.cpu.layer import StepCache
 
         lengths = tokens.lengths
         low = torch.zeros_like(lengths) if self.sliding_window is None else (lengths - self.sliding_window).clamp_min(0)

@@ -1,7 +1,7 @@
 """Decoding and packing on a CPU by loops that Numba compiles.
 
 ``vectors`` has the products and the decoding of a tile, ``threads`` runs the loops on torch's own threads, ``rows``
-packs and unpacks prompts, and ``step`` attends from a new token.
+packs and unpacks prompts, ``step`` attends from a new token, and ``layer`` calls them for a layer's codec.
 """
 
 import functools
@@ -18,7 +18,7 @@ _PATIENCE = 4.0
 
 @functools.cache
 def compiled_loops() -> Any:
-    """:mod:`recalkv.runtime.cpu.step`; None without Numba, or without a folder for what it compiles."""
+    """:mod:`recalkv.runtime.cpu.layer`; None without Numba, or without a folder for what it compiles."""
     notice = threading.Timer(
         _PATIENCE, print, ["recalkv: compiling the codec's loops for this processor; up to a minute, once"],
         {"file": sys.stderr, "flush": True},
@@ -26,7 +26,7 @@ def compiled_loops() -> Any:
     notice.daemon = True
     notice.start()
     try:
-        from recalkv.runtime.cpu import step
+        from recalkv.runtime.cpu import layer
     except ImportError:
         return None
     except RuntimeError as error:
@@ -38,4 +38,4 @@ def compiled_loops() -> Any:
         return None
     finally:
         notice.cancel()
-    return step
+    return layer

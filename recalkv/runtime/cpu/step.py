@@ -5,30 +5,14 @@ Scores are ``q' z_n + q R_n mu``, the second product being one of a constant tab
 values are summed in code coordinates and mapped back once. Exact tokens, the first and the newest, are one more piece.
 """
 
-import functools
-import threading
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
-import torch
 from numba import carray
-from torch import Tensor
 
 from recalkv.codec.codes import BITS, GRAIN, levels
-from recalkv.codec.layout import TILE, Segment
-from recalkv.codec.sidecar import LayerCodec
-from recalkv.runtime.cpu.codes import decode, decode_pairs, partner, scales_at
-from recalkv.runtime.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles, write_row
-from recalkv.runtime.cpu.threads import (
-    array,
-    floats,
-    run,
-    thread_count,
-    thread_number,
-    threads_of_torch,
-    wait_for_all,
-)
+from recalkv.codec.layout import TILE
+from recalkv.runtime.cpu.codes import decode, decode_pairs, scales_at
+from recalkv.runtime.cpu.rows import write_row
+from recalkv.runtime.cpu.threads import array, floats, thread_count, thread_number, wait_for_all
 from recalkv.runtime.cpu.vectors import (
     LEAST,
     add_dots,
@@ -43,18 +27,18 @@ from recalkv.runtime.cpu.vectors import (
     to_integers,
 )
 
-__all__ = ["PIECE", "LayerLoops", "StepCache", "loops_of"]
+__all__ = ["COLUMNS", "PIECE", "ROOM", "attend"]
 
 PIECE = 256
 """Slots that are decoded at once: their numbers fit a core's second cache."""
 
-_ROOM = PIECE + 2 * TILE
+ROOM = PIECE + 2 * TILE
 """float32 numbers of memory for two decoded numbers of a piece. Their rows are a cache line longer than they need to
 be: rows of a power of two would share a few sets of the first cache."""
 
 _TILE = TILE
 _PAIR = 2 * TILE
-_COLUMNS = 64
+COLUMNS = 64
 """Columns of products are multiples of it."""
 
 _INTEGER = 32767
@@ -63,8 +47,6 @@ _WITHIN = np.array([2**31 / GRAIN / float(levels(bits)[-1]) if bits in BITS else
 a segment's width times a query's norm there, and of the sum of a piece's weights."""
 
 _TINY = np.float32(1e-30)
-
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # Places in the list of numbers that a step works on.
 (
@@ -91,7 +73,7 @@ def _partial_size(queries, dv, wv):
 @nested
 def _padded(width):
     """Columns that a product of so many is computed in."""
-    return (width + _COLUMNS - 1) // _COLUMNS * _COLUMNS
+    return (width + COLUMNS - 1) // COLUMNS * COLUMNS
 
 
 @nested
@@ -326,7 +308,7 @@ def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scal
 def _piece_size(a, queries):
     """float32 numbers of memory that a piece is worked on in."""
     most = max(a[_WK], a[_WV])
-    return most // 2 * _ROOM + (2 * queries + 2) * PIECE + queries * (2 * a[_COUNT] + _padded(a[_INNER]) + 1) + 48
+    return most // 2 * ROOM + (2 * queries + 2) * PIECE + queries * (2 * a[_COUNT] + _padded(a[_INNER]) + 1) + 48
 
 
 @nested
@@ -340,7 +322,7 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
     places, own = array(own.ctypes.data, PIECE // _TILE, np.int64), own[2 * PIECE // _TILE :]
     tiles = _tiles_of(a, b, slot, end, places)
     numbers = own.ctypes.data
-    rest = own[most * _ROOM :]
+    rest = own[most * ROOM :]
     scores, scale = rest[: queries * PIECE], rest[queries * PIECE : (queries + 1) * PIECE]
     rest = rest[(queries + 1) * PIECE :]
     # Sums of scores first, and weights when they are no longer needed.
@@ -490,7 +472,8 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
 
 
 @called
-def _step(address):
+def attend(address):
+    """What each thread does of a step, given the address of its list of numbers."""
     a = carray(address, (_PLACES,), np.int64)
     real = floats(a[_REAL], 2)
     threads = a[_THREADS]
@@ -504,7 +487,7 @@ def _step(address):
     partials = floats(at, threads * step)
     most = max(a[_WK], a[_WV])
     own_size = _piece_size(a, queries) + queries * (a[_SINKS] + a[_RING])
-    own_size += (queries + a[_KV]) * (dk + dv + most + 3 * _COLUMNS)
+    own_size += (queries + a[_KV]) * (dk + dv + most + 3 * COLUMNS)
     own = floats(at + 4 * (threads * step + me * own_size), own_size)
     mine = partials[me * step : (me + 1) * step]
     mine[:] = 0
@@ -546,249 +529,3 @@ def _step(address):
     wait_for_all(threads)
     for task in range(me, batch * a[_KV], many):
         _finish(a, task // a[_KV], task % a[_KV], queries, many, partials, step, own)
-
-
-@functools.cache
-def _mean_table(frequencies: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of a piece's offsets as a product with as few rows in between as float32 needs.
-
-    Pairs that turn little within a piece are nearly polynomials of the offset: 28 rows serve the 64 of SmolLM2.
-
-    Parameters
-    ----------
-    frequencies
-        float64.
-
-    Returns
-    -------
-    reduced : (2 pairs, rows)
-    table : (rows, PIECE)
-    """
-    angles = np.frombuffer(frequencies)[:, None] * np.arange(PIECE)
-    left, sizes, right = np.linalg.svd(np.concatenate([np.cos(angles), np.sin(angles)]), full_matrices=False)
-    rows = int((sizes > 3e-8 * sizes.max(initial=0)).sum())
-    return left[:, :rows] * sizes[:rows], right[:rows]
-
-
-def _partners(segments: Sequence[Segment]) -> np.ndarray:
-    """Numbers of a row in the order in which pairs of them are decoded: (width,) int64."""
-    order, start = list[int](), 0
-    for segment in segments:
-        for pair in zip(*partner(segment.width, segment.bits), strict=True):
-            order += [start + number for number in pair]
-        start += segment.width
-    return np.array(order, np.int64)
-
-
-class StepCache(NamedTuple):
-    """Where a step finds and leaves rows and exact states.
-
-    Attributes
-    ----------
-    rows : (blocks, tiles, row bytes, TILE) uint8
-        Contiguous but for the first dimension.
-    pages : (batch, any) int64
-        Blocks of each sequence, in the order of its slots from ``base`` on.
-    bounds : (batch, 3) int64
-        Slots of each sequence, the new one included; the first that is attended to; the first that is read exactly.
-    longest
-        The largest of the first.
-    exact : (batch, kv heads, sinks + ring, d_k + d_v), or (blocks, slots, any)
-        Exact states: of the first tokens and of the newest, slot n at ``n % ring``, contiguous. Or, with
-        ``exact_pages``, those of all slots, of which one has all KV heads, each ``d_k + d_v``.
-    exact_pages : (batch, any) int64, or None
-        Their blocks.
-    first, offset : (batch,) int64
-        First slot of each sequence, and what is added to slots to give positions.
-    sinks, ring
-        First tokens, and newest ones, that can be read exactly.
-    base
-        First slot that there are rows of.
-    """
-
-    rows: Tensor
-    pages: Tensor
-    bounds: Tensor
-    longest: int
-    exact: Tensor
-    exact_pages: Tensor | None
-    first: Tensor
-    offset: Tensor
-    sinks: int
-    ring: int
-    base: int = 0
-
-
-class LayerLoops:
-    """What the loops need of one layer's codec; made once.
-
-    Parameters
-    ----------
-    codec
-        Of the layer.
-    """
-
-    def __init__(self, codec: LayerCodec) -> None:
-        self.codec = codec
-        self._kept: list[np.ndarray] = []
-        groups, start = [], 0
-        self.tables: list[tuple[np.ndarray, np.ndarray]] = []
-        for keys, values in zip(codec.keys, codec.values, strict=True):
-            pair = segment_table(keys.segments, start), segment_table(values.segments, start + keys.row_bytes)
-            start += keys.row_bytes + values.row_bytes
-            self.tables.append(pair)
-            heads = codec.kv_heads // codec.groups
-            value_back = values.back.unflatten(1, (heads, -1)).transpose(0, 1)
-            groups += [
-                keys.width, values.width, self._at(pair[0]), len(pair[0]), self._at(pair[1]), len(pair[1]),
-                self._tensor(keys.into, True), self._tensor(keys.back.T, True), self._tensor(values.into, True),
-                self._tensor(value_back, True),
-                self._at(_partners(keys.segments)),
-            ]  # fmt: skip
-        self._most = max(len(code.segments) for code in codec.keys)
-        self._widest = max(code.width for code in codec.keys), max(code.width for code in codec.values)
-        rotation = codec.rotation
-        frequencies, pairs = rotation.frequencies.double().numpy(), np.ascontiguousarray(rotation.pairs.numpy())
-        reduced, table = (torch.from_numpy(each) for each in _mean_table(frequencies.tobytes()))
-        self._frequencies, self._pieces = frequencies, np.zeros((0, 2, len(frequencies)), np.float32)
-        fixed = (
-            self._at(pairs), self._at(np.ascontiguousarray(frequencies)), len(table), self._tensor(reduced, True),
-            self._tensor(table),
-        )  # fmt: skip
-        means = self._tensor(codec.key_mean), self._tensor(codec.value_mean)
-        self._row_bytes = codec.row_bytes
-        codes, lookup = self._at(np.array(groups, np.int64)), self._at(np.array(tables().addresses, np.int64))
-        self._fixed = (*fixed, codes, *means, lookup)
-
-    def _at(self, numbers: np.ndarray) -> int:
-        self._kept.append(numbers)
-        return int(numbers.ctypes.data)
-
-    def _tensor(self, tensor: Tensor, padded: bool = False) -> int:
-        lack = -tensor.shape[-1] % _COLUMNS if padded else 0
-        whole = torch.nn.functional.pad(tensor.detach().float().cpu(), (0, lack)).contiguous()
-        return self._at(whole.numpy())
-
-    def _turns(self, pieces: int) -> int:
-        """Cosines and sines of the first slots of so many pieces."""
-        if len(self._pieces) < pieces:
-            angles = np.arange(max(pieces, 2 * len(self._pieces)))[:, None] * float(PIECE) * self._frequencies
-            self._pieces = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
-        return int(self._pieces.ctypes.data)
-
-    def step(
-        self, cache: "StepCache", query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
-        softcap: float | None, s_aux: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Store a token of every sequence in a cache that has room for it, and attend: (batch, heads, d_v) float32.
-
-        Parameters
-        ----------
-        cache
-            Of the lengths that include the new tokens.
-        query : (batch, heads, 1, d_k)
-        key, value : (batch, kv heads, 1, d)
-            All of the exact states' type, contiguous.
-        mask : (batch or 1, slots from the first that is attended to on) bool, or None
-        """
-        threads, (batch, heads) = threads_of_torch(), query.shape[:2]
-        dv, repeats = self.codec.head_dims[1], heads // self.codec.kv_heads
-        out = torch.empty(batch, heads, dv, dtype=torch.float32, device="cpu")
-        real = np.array([scale, softcap or 0.0], np.float32)
-        aux = None if s_aux is None else s_aux.detach().float().contiguous()
-        mask = None if mask is None else mask.contiguous()
-        scratch = _scratch(self._scratch_size(cache, batch, repeats, threads))
-        codec, (wk, wv), (dk, dv) = self.codec, self._widest, self.codec.head_dims
-        rows, exact, found = cache.rows, cache.exact, (0, 0, 0, 0, 0)
-        if cache.exact_pages is not None:
-            pages = cache.exact_pages
-            found = pages.data_ptr(), pages.stride(0), exact.shape[1], exact.stride(0), exact.stride(1)
-            found = (*found[:3], *(step * exact.element_size() for step in found[3:]))
-        # In the order of the places above.
-        numbers = np.array(
-            [
-                threads, batch, codec.groups, codec.kv_heads, repeats, dk, dv, self._row_bytes, rows.shape[1],
-                rows.stride(0), cache.pages.data_ptr(), cache.pages.stride(0), cache.base, cache.bounds.data_ptr(),
-                cache.sinks, cache.ring, _KINDS[query.dtype], rows.data_ptr(), exact.data_ptr(), *found,
-                query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), cache.first.data_ptr(),
-                cache.offset.data_ptr(), 0 if mask is None else mask.data_ptr(),
-                mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, real.ctypes.data,
-                0 if aux is None else aux.data_ptr(), scratch.ctypes.data, *self._fixed[:2], len(self._frequencies),
-                self._turns((cache.longest - cache.base) // PIECE + 1), *self._fixed[2:], wk, wv, self._most,
-            ],
-            np.int64,
-        )  # fmt: skip
-        run(_step, numbers, threads)
-        return out
-
-    def _scratch_size(self, cache: "StepCache", batch: int, repeats: int, threads: int) -> int:
-        (wk, wv), (dk, dv) = self._widest, self.codec.head_dims
-        kv, pairs, most = self.codec.kv_heads, len(self._frequencies), max(self._widest)
-        heads = kv * repeats
-        queries = heads // self.codec.groups
-        partial = batch * heads * (3 + dv + wv)
-        own = most // 2 * _ROOM + (2 * queries + 2) * PIECE + queries * (4 * pairs + _COLUMNS + 1) + 48
-        own += queries * (cache.sinks + cache.ring) + (queries + kv) * (dk + dv + most + 3 * _COLUMNS)
-        return batch * heads * (wk // 2 + self._most + 2 * pairs + dk) + threads * (partial + own)
-
-    def pack(self, keys: Tensor, values: Tensor, tiles: Tensor, slots: Tensor) -> None:
-        """Write rows of centered states of tokens.
-
-        Parameters
-        ----------
-        keys, values : (kv heads, tokens, d) float32
-        tiles : (blocks, tiles, row bytes, TILE) uint8
-        slots : (tokens,) int64
-            As for :func:`recalkv.runtime.cpu.rows.pack_tiles`.
-        """
-        for group, (pair, codes) in enumerate(
-            zip(self.tables, zip(self.codec.keys, self.codec.values, strict=True), strict=True)
-        ):
-            for table, code, states in zip(pair, codes, (keys, values), strict=True):
-                own = states.unflatten(0, (self.codec.groups, -1))[group].transpose(0, 1).flatten(1)
-                pack_tiles((own @ code.into).contiguous(), table, tiles, slots)
-
-    def unpack(self, tiles: Tensor, blocks: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Undo :meth:`pack` for so many slots of sequences.
-
-        Parameters
-        ----------
-        blocks : (batch, any) int64
-            Of each sequence, in the order of its slots.
-
-        Returns
-        -------
-        keys, values : (batch, kv heads, count, d) float32
-            Centered.
-        """
-        result: list[list[Tensor]] = [[], []]
-        for group, pair in enumerate(self.tables):
-            for side, table in enumerate(pair):
-                code = (self.codec.keys, self.codec.values)[side][group]
-                numbers = torch.empty(len(blocks), count, code.width, dtype=torch.float32, device="cpu")
-                for b in range(len(blocks)):
-                    unpack_tiles(tiles, table, blocks[b], start, numbers[b])
-                states = numbers @ code.back
-                result[side].append(states.unflatten(2, (self.codec.kv_heads // self.codec.groups, -1)).transpose(1, 2))
-        keys, values = (own[0] if len(own) == 1 else torch.cat(own, 1) for own in result)
-        return keys, values
-
-
-_local = threading.local()
-
-
-def _scratch(size: int) -> np.ndarray:
-    """Memory of this thread that steps use one after the other."""
-    kept: np.ndarray | None = getattr(_local, "scratch", None)
-    if kept is None or len(kept) < size:
-        kept = _local.scratch = np.empty(size + size // 4, np.float32)
-    return kept
-
-
-def loops_of(codec: LayerCodec) -> LayerLoops:
-    """Loops of a layer's codec, made when they are first asked for."""
-    found: LayerLoops | None = codec.__dict__.get("_loops")
-    if found is None:
-        with torch.inference_mode(False):
-            found = codec.__dict__["_loops"] = LayerLoops(codec)
-    return found
