@@ -106,13 +106,11 @@ def test_dry_run_measures_everything(dry: Path) -> None:
     lines = {part: records(dry / f"{part}.jsonl") for part in ("smoke", "kernels", "models")}
     for part, own in lines.items():
         assert not of(own, "failure") and not of(own, "left out"), part
-        assert len(of(own, "begin")) == len(of(own, "end")) > 2
+        assert len(of(own, "begin")) == len(of(own, "end")) > 1
     what = {part: [each["what"] for each in own if each["event"] == "result"] for part, own in lines.items()}
-    assert {"environment", "copy", "bfloat16 product", "tests"} == set(what["smoke"])
+    assert {"environment", "copy", "bfloat16 product"} == set(what["smoke"])
     assert {"dense", "latent", "profile"} == set(what["kernels"])
     assert {"built", "decode", "compress", "compressed"} == set(what["models"])
-    tests = of(lines["smoke"], "result")["interpreter"]
-    assert tests["passed"] == 1 and not tests["failed"]
     errors = {(each["way"], each["kind"]): each["error"] for each in lines["kernels"] if each.get("what") == "latent"}
     assert {way for way, _ in errors} == {"two passes", "one pass"}
     assert all(error < 1e-5 for error in errors.values()), errors

@@ -121,7 +121,7 @@ def steps(setting: Setting) -> list[Step]:
     if setting.kind == "none":
         return [*first, interpreted, Step("compile gate", _compile_gate, 240.0)]
     if setting.kind == "cpu":
-        return [first[0], Step("ceilings", _ceilings), interpreted]
+        return [first[0], Step("ceilings", _ceilings)]
     spread = ("-n", "8") if importlib.util.find_spec("xdist") else ()
     sanitized = [
         Step(f"sanitizer, {name}", functools.partial(_sanitize, name.split(",")[0], *which), 90.0)
