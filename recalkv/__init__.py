@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "codec_cache", "compress", "fit", "stop_codec", "use_codec"]
 __version__ = "0.2.0"
 
-# The auto classes import torch, for which the help of the command is not to wait: its tools register the classes where
-# they load a model.
-if "recalkv_command" not in sys.modules:
+# The auto classes take seconds to import, for which neither the command's help nor a stage without a model is to wait:
+# the command's tools, stages and benchmarks register the classes where they load a model.
+_MAIN = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "")
+if "recalkv_command" not in sys.modules and not _MAIN.startswith(("stages.", "benchmarks.")):
     from recalkv.model.modeling import register
 
     register()

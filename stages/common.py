@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
 import transformers
@@ -21,7 +21,6 @@ import recalkv
 from recalkv.errors import ParameterError, StoreError, user_errors
 from recalkv.evaluation.resources import peak_device_mib, peak_resident_mib
 from recalkv.model.device import device_of
-from recalkv.model.layers import CheckpointSource, LayerSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype, read_reference
 from recalkv.params import Params, load_params
@@ -38,6 +37,9 @@ from recalkv.store.stores import (
     writing_layers,
     writing_store,
 )
+
+if TYPE_CHECKING:
+    from recalkv.model.layers import CheckpointSource, LayerSource
 
 __all__ = ["Stage", "stage", "write_json"]
 
@@ -83,11 +85,14 @@ class Stage:
         """Type of a checkpoint's weights where perplexity is measured: its own, but no coarser than is asked for."""
         return torch.float32 if self.params.evaluation.precision == "float32" else checkpoint_dtype(folder)
 
-    def source(self, precision: str = "float32") -> CheckpointSource:
+    def source(self, precision: str = "float32") -> "CheckpointSource":
         """Open the dense model, layer by layer; ``precision`` matters to who runs the layers."""
+        # With it come transformers' models, which not every stage needs and which take seconds to import.
+        from recalkv.model.layers import CheckpointSource
+
         return CheckpointSource(self.model().folder, self.device, precision)
 
-    def layer_inputs(self, source: LayerSource, windows: Tensor) -> LayerInputs:
+    def layer_inputs(self, source: "LayerSource", windows: Tensor) -> LayerInputs:
         """Inputs of the windows that the gradients are of, which whiten leaves in DATA/activations for fisher."""
         samples, length = windows[: self.params.calibration.fisher_samples].shape
         return LayerInputs(self.data / "activations", (samples, length, source.geometry.hidden), source.precision)

@@ -18,6 +18,9 @@ def latency(run: Stage) -> None:
     """Time decoding; write REPORTS/latency.json, latency_rows.json (a record a comparison) and latency.png."""
     from transformers import AutoConfig
 
+    from recalkv.model.modeling import register
+
+    register()
     wanted, machine = run.params.latency, Machine(run.device, run.params.runtime)
     folders = {"dense": run.model().folder, "compressed": run.data / "compressed"}
     config = AutoConfig.from_pretrained(folders["compressed"])

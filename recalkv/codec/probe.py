@@ -1,12 +1,11 @@
 """Watch a model's attention function: every architecture hands its queries, keys and values to it."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from recalkv.codec.attention import dense_attention
 from recalkv.errors import UnsupportedModelError
@@ -23,8 +22,14 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     return dense_attention(module, query, key, value, attention_mask, **further)
 
 
-AttentionInterface.register(_NAME, _attention)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+@functools.cache
+def _register() -> None:
+    # Transformers takes seconds to import these.
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
 def attention_name(model: Any) -> str:
@@ -56,6 +61,7 @@ def watching(model: Any, watcher: Callable[[int, Tensor, Tensor], None]) -> Iter
     """Call ``watcher(layer, keys, values)`` at every attention: keys behind RoPE, (batch, kv heads, tokens, d)."""
     global _watcher
     before, training = attention_name(model), [each for each in model.modules() if each.training]
+    _register()
     set_attention(model, _NAME)
     model.eval()
     _watcher = watcher

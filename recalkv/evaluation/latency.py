@@ -146,6 +146,9 @@ def measure_models(
     """
     from transformers import AutoConfig
 
+    from recalkv.model.modeling import register
+
+    register()
     config = AutoConfig.from_pretrained(folders["compressed"])
     spec, layer = LatentSpec.from_config(config), typical_layer(config)
     times = {side: _Times() for side in folders}

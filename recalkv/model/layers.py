@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError
 from recalkv.model.families import (
@@ -30,7 +29,6 @@ from recalkv.model.families import (
     layer_attention_types,
 )
 from recalkv.model.family import family_of, text_config
-from recalkv.model.origins import Origins
 from recalkv.model.precision import PRECISIONS
 from recalkv.model.stored_weights import StoredWeights, stored_weights
 
@@ -77,6 +75,9 @@ class LayerSource(ABC):
             attention = self.family.attention_implementation
             self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
         self._weights = held.weight_types(self.stored_types())
+        # Transformers takes seconds to import its conversions.
+        from recalkv.model.origins import Origins
+
         self._origins = Origins(self._skeleton, self._weights, within)
         check_tensors(config.model_type, self.types(), self._skeleton.state_dict().keys())
         if within:
@@ -216,6 +217,9 @@ class LayerSource(ABC):
 
     def context(self, hidden: Tensor) -> dict[str, Any]:
         """Positions, rotary tables and causal masks for windows of this shape; computed once per shape."""
+        # Transformers takes seconds to import these, and not all who read a layer's weights run it.
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
         if hidden.shape != self._context_for:
             positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
             mask_inputs = {

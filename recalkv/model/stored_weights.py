@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from recalkv.errors import ModelUnavailableError, UnsupportedModelError
 from recalkv.model.families import DEQUANTIZE, check_not_quantized
@@ -269,6 +268,9 @@ class _Mxfp4(StoredWeights):
                 f"{module}_scales has the shape {tuple(scales.shape)}; blocks of {tuple(blocks.shape)} have one for "
                 f"each row of bytes, {tuple(blocks.shape[:-1])}: download the checkpoint again."
             )
+        # Transformers takes seconds to import what this comes with.
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
         return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
 
 
