@@ -5,6 +5,7 @@ is imported first.
 """
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ __version__ = "0.2.0"
 
 # The auto classes take seconds to import, for which neither the command's help nor a stage without a model is to wait:
 # the command's tools, stages and benchmarks register the classes where they load a model.
-_MAIN = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "")
-if "recalkv_command" not in sys.modules and not _MAIN.startswith(("stages.", "benchmarks.")):
+_MAIN, _ROOT = getattr(sys.modules.get("__main__"), "__file__", None) or "", Path(__file__).resolve().parents[1]
+_OURS = any(Path(_MAIN).resolve().is_relative_to(_ROOT / tools) for tools in ("stages", "benchmarks"))
+if "recalkv_command" not in sys.modules and not _OURS:
     from recalkv.model.modeling import register
 
     register()

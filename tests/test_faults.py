@@ -268,8 +268,19 @@ def test_import_does_the_same_under_any_program_name(tmp_path: Path) -> None:
         "import sys; sys.argv[0] = '/usr/bin/recalkv'; import recalkv; from transformers import AutoModelForCausalLM; "
         f"print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "ReCalKVLlamaForCausalLM\n", done.stderr[-2000:]
+    # A package of the caller's may have the name of ours.
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "load.py").write_text(code)
+    for command in (["-c", code], ["-m", "stages.load"]):
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout == "ReCalKVLlamaForCausalLM\n", done.stderr[-2000:]
+
+
+def test_a_stage_without_a_model_waits_for_no_models() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "stages.machine", "--help"]
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert "recalkv.model.source" in done.stderr and "transformers.modeling_utils" not in done.stderr
 
 
 def test_compress_takes_a_revision_and_a_split(

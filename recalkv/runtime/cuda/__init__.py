@@ -73,7 +73,7 @@ def _compiles(device: int) -> bool:
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
-        _kernel(device, torch.float32, 1, False, False, (4, 1, 4))
+        _kernel(device, torch.float32, 1, False, False, (10, 1, 2))
     except (AttributeError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[:1]
         warnings.warn(f"codec: the CUDA kernel does not compile ({reason}); decoding by Triton, slower.", stacklevel=2)
