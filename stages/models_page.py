@@ -71,6 +71,10 @@ def _further(run: Stage) -> dict[str, dict[str, Any]]:
         folder.name: {name: rows_of(name, cell, text)[0] for name, cell in _files(folder).items()}
         for folder in sorted((cells / "written").glob("*"))
     }
+    found["calibrations"] = {
+        folder.name: {name: rows_of(name, cell, text) for name, cell in _files(folder).items()}
+        for folder in sorted((cells / "calibrations").glob("*"))
+    }
     found["answers"] = {folder.name: _compared(_files(folder)) for folder in sorted((cells / "answers").glob("*"))}
     return found
 

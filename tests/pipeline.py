@@ -31,9 +31,9 @@ def invoke(stage: str, **arguments: Any) -> int:
 
 
 def invoke_in_pipeline(stage: str, **arguments: Any) -> int:
-    """The same, with the arguments that dvc.yaml gives it, of its first item where it has several."""
+    """The same, with the arguments that dvc.yaml gives it."""
     if stage == "cell":
-        arguments |= {"out": Path("data/cells/compare/palu.json"), "changes": ["compression.method=palu"]}
+        arguments |= {"out": Path("data/cells/compare/recalkv.json"), "changes": ["compression.method=recalkv"]}
     if stage == "quantizer":
         arguments |= {"out": Path("data/cells/compare/fp8.json"), "name": "fp8"}
     if stage == "codec_cell":

@@ -67,6 +67,9 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     own = Path("data/models/tiny")
     own.mkdir(parents=True)
     shutil.copytree(read_reference(Path("data/model")).folder, own / "checkpoint")
+    calibrated = Path("data/cells/calibrations/tiny")
+    calibrated.mkdir(parents=True)
+    shutil.copy(out / "codec-4.json", calibrated / "2 windows.json")
     assert invoke("models_page") == 0
     model = json.loads(Path("reports/models.json").read_text())["models"]["tiny"]
     bits = {row["method"]: row["bits_per_element"] for row in model["rows"]}
@@ -75,6 +78,8 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     assert 3.5 < bits["codec-4"] - 36 * 16 / 2048 <= 4
     page = Path("reports/models.md").read_text()
     assert "| **codec-4** |" in page and "![Divergence by bits](models/tiny.png)" in page
+    kl = next(row["kl"] for row in model["rows"] if row["method"] == "codec-4")
+    assert f"| 2 windows | {kl:.4f} ±" in page.partition("## Calibration")[2]
     assert Path("reports/models/tiny.png").read_bytes().startswith(b"\x89PNG")
     # Elsewhere measured models stay.
     report = json.loads(Path("reports/models.json").read_text())

@@ -16,10 +16,7 @@ from recalkv.params import Params
 from tests.conftest import ROOT, Finished
 from tests.pipeline import STAGES, STATISTICS
 
-PIPELINE: dict[str, dict[str, Any]] = {
-    name: stage.get("do", stage) | {"items": stage.get("foreach")}
-    for name, stage in yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].items()
-}
+PIPELINE: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 GRIDS = {
     f"{file} {name}": stage.get("do", stage)
     for file in ("grids/dvc.yaml", "grids/wikitext/dvc.yaml", "grids/frontier/dvc.yaml", "grids/models/dvc.yaml")
@@ -119,15 +116,14 @@ def test_stage_is_described_and_is_a_command(stage: str) -> None:
 
 
 def in_pipeline(stage: str) -> dict[str, Any]:
-    """Definition of a stage; a cell's is that of the comparison's first item."""
-    return PIPELINE["compare" if stage == "cell" else stage]
+    """Definition of a stage; a cell's is that of the paper's method."""
+    return PIPELINE["paper" if stage == "cell" else stage]
 
 
 def outputs(stage: dict[str, Any]) -> list[str]:
-    """Everything that a stage leaves, of all items."""
+    """Everything that a stage leaves."""
     listed = [*as_list(stage.get("outs", [])), *as_list(stage.get("metrics", []))]
-    names = [next(iter(each)) if isinstance(each, dict) else each for each in listed]
-    return [each.replace("${item}", item) for each in names for item in (stage["items"] or [""])]
+    return [next(iter(each)) if isinstance(each, dict) else each for each in listed]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -155,7 +151,7 @@ def test_stages_leave_nothing_that_is_no_output(finished: Finished) -> None:
     left = [path.relative_to(finished.folder) for path in finished.folder.rglob("*") if path.is_file()]
     assert sorted(str(path) for path in left if len(path.parts) > 1 and not tracked(str(path), known)) == []
     missing = [out for out in declared if not (finished.folder / out).exists()]
-    assert missing == ["data/cells/compare/svd.json", "data/cells/compare/recalkv.json"]
+    assert missing == []
 
 
 def rerun_by(section: str) -> set[str]:
@@ -180,7 +176,7 @@ def test_what_reruns_follows_from_the_graph() -> None:
     assert rerun_by("calibration") == everything - {"model", "baseline", "quantizer", "machine"}
     assert rerun_by("compression") == after_statistics
     assert rerun_by("codec") == codec | {"report"}
-    assert rerun_by("evaluation") == {"baseline", "evaluate", "compare", "quantizer", "codec_cell", "report"}
+    assert rerun_by("evaluation") == {"baseline", "evaluate", "paper", "quantizer", "codec_cell", "report"}
     assert rerun_by("latency") == {"latency", "report"}
     assert rerun_by("zeroshot") == rerun_by("needle") == rerun_by("longbench") == set()
     for name, stage in PIPELINE.items():

@@ -80,6 +80,7 @@ def page(
         *_forms(models, text),
         *_biases(further["biases"]),
         *_contexts(further["contexts"]),
+        *_calibrations(further["calibrations"]),
         *_written(further["written"]),
         *_answers(further["answers"]),
         *_costs(models),
@@ -203,6 +204,22 @@ def _contexts(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
         found += [f"One text of {each['length']:,} tokens, {model}; KL by position.", ""]
         found += [markdown(["cache", "bits", *spans], lines), ""]
     return ["## Context", "", *found] if found else []
+
+
+def _calibrations(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
+    """Divergence of codecs of other calibration windows, by the text that they are measured on."""
+    found: list[str] = []
+    for model, rows in cells.items():
+        texts = [row["text"] for row in next(iter(rows.values()))]
+        lines = [[setting, *(f"{row['kl']:.4f} ± {row['error']:.4f}" for row in own)] for setting, own in rows.items()]
+        found += [
+            f"KL of {model} with codec-3, by what it was fitted on (windows of all three kinds of text where "
+            "none is named).",
+            "",
+            markdown(["calibration", *texts], lines),
+            "",
+        ]
+    return ["## Calibration", "", *found] if found else []
 
 
 def _ends(models: Mapping[str, Mapping[str, Any]], text: str) -> str:

@@ -55,7 +55,7 @@ def solve(
     questions: Sequence[Question],
     *,
     tokens: int = 320,
-    batch_size: int = 50,
+    batch_size: int = 20,
     cache: Callable[[], Any] | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> list[str]:
