@@ -261,27 +261,6 @@ class LatencyParams(_Section):
     batches: list[Annotated[int, Field(ge=1)]] = Field(
         default_factory=lambda: [1], min_length=1, description="sequences that are decoded together"
     )
-    geometries: list[str] = Field(
-        default_factory=list,
-        description="known models of which one attention module with random weights is timed as well, e.g. llama-2-7b",
-    )
-    geometry_contexts: list[Annotated[int, Field(ge=16)]] = Field(
-        default_factory=lambda: [4096, 16384, 65536],
-        min_length=1,
-        description="contexts of those modules; random weights have no limit of positions",
-    )
-    ratios: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
-        default_factory=lambda: [0.5, 0.6, 0.7, 0.8], min_length=1, description="fractions removed from those modules"
-    )
-    group_sizes: list[Annotated[int, Field(ge=1)]] = Field(
-        default_factory=lambda: [2], min_length=1, description="key/value heads per group of those modules"
-    )
-    repeats: int = Field(30, ge=1, description="timed runs of an attention module; median and quartiles are reported")
-    decode_tokens: int = Field(6, ge=1, description="timed steps of whole-model decoding")
-    prompt_tokens: int = Field(512, ge=1, description="tokens of the prompt whose reading is timed")
-    largest_batch: bool = Field(
-        False, description="find the largest batch that fits at each context, by allocation; needs a CUDA device"
-    )
 
 
 class RuntimeParams(_Section):

@@ -6,8 +6,7 @@ from typing import Any
 import typer
 
 from recalkv.evaluation.attention_step import BASELINES
-from recalkv.evaluation.latency import Machine, Row, checked_geometries, measure_models, measure_random
-from recalkv.model.spec import LatentSpec
+from recalkv.evaluation.latency import Machine, Row, check_contexts, measure_models
 from recalkv.reports.latency import OWN
 from recalkv.reports.plots import latency_lines
 from stages.common import Stage, stage, write_json
@@ -23,15 +22,10 @@ def latency(run: Stage) -> None:
     register()
     wanted, machine = run.params.latency, Machine(run.device, run.params.runtime)
     folders = {"dense": run.model().folder, "compressed": run.data / "compressed"}
-    config = AutoConfig.from_pretrained(folders["compressed"])
-    geometries, joint = checked_geometries(wanted, config, machine), LatentSpec.from_config(config).joint
+    check_contexts(AutoConfig.from_pretrained(folders["compressed"]), wanted.contexts)
     total = len(folders) * len(wanted.contexts) * len(wanted.batches) * machine.rounds
     with run.bar(total, "setting") as bar:
         rows, figures = measure_models(folders, OWN, wanted, machine, bar.update)
-    variants = len(wanted.ratios) * len(wanted.group_sizes)
-    for name, sizes in geometries.items():
-        for more in run.progress(measure_random(name, sizes, joint, wanted, machine), variants, f"module of {name}"):
-            rows += more
     measured = {"machine": json.loads((run.data / "machine.json").read_text())}
     write_json(run.reports / "latency.json", measured | {"attention_us_per_step": _by_place(rows), **figures})
     write_json(run.reports / "latency_rows.json", rows)

@@ -76,7 +76,7 @@ def _tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[s
     parameters["evaluation"] |= {"text": str(tiny_texts[1]), "window": 32, "max_windows": 3, "sample_tokens": 4}
     parameters["zeroshot"]["limit"] = 6
     parameters["needle"] |= {"lengths": [200], "depths": [0.0, 1.0]}
-    parameters["latency"] |= {"contexts": [32], "repeats": 2, "decode_tokens": 2, "prompt_tokens": 16}
+    parameters["latency"] |= {"contexts": [32]}
     parameters["runtime"]["device"] = "cpu"
     return parameters
 

@@ -24,8 +24,8 @@ from recalkv.evaluation.attention_step import (
     module_of,
     typical_layer,
 )
-from recalkv.evaluation.decoding import CACHES, check_same, largest, largest_batch, prompt_contents, time_decoding
-from recalkv.evaluation.latency import Machine, checked_geometries, comparison_row
+from recalkv.evaluation.decoding import CACHES, check_same, largest, prompt_contents, time_decoding
+from recalkv.evaluation.latency import Machine, check_contexts, comparison_row
 from recalkv.evaluation.reference import reference_output
 from recalkv.evaluation.resources import allocated_mib, peak_device_mib
 from recalkv.evaluation.step_work import StepWork, step_work
@@ -212,23 +212,6 @@ def test_largest_batch_is_found_to_one_in_64(room: int) -> None:
     assert len(asked) < 25
 
 
-def test_largest_batch_is_the_last_that_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, freed = pair("llama-gqa")[1], []
-
-    def forward(token: Any, past_key_values: Any, **_: Any) -> None:
-        # The whole context but the token itself is in every layer's cache.
-        assert [layer.keys.shape[:3] for layer in past_key_values.layers] == [(len(token), 1, 99)] * 3
-        if len(token) > 37:
-            raise torch.OutOfMemoryError("no room")
-
-    contents = prompt_contents(model)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: freed.append(True))
-    monkeypatch.setattr(model, "forward", forward)
-    assert largest_batch(model, contents, 100) == 37
-    assert len(freed) == 7 + 5
-
-
 def test_typical_layer_is_nearest_to_the_mean_and_full() -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 32}
     config = pair("llama-gqa")[1].config.__class__(num_hidden_layers=4, **sizes)
@@ -241,8 +224,7 @@ def test_typical_layer_is_nearest_to_the_mean_and_full() -> None:
 
 def test_contexts_beyond_the_model_are_refused() -> None:
     def check(family: str, contexts: list[int]) -> None:
-        here = Machine(CPU, RuntimeParams())
-        assert checked_geometries(LatencyParams(contexts=contexts), tiny.dense_model(family).config, here) == {}
+        check_contexts(tiny.dense_model(family).config, contexts)
 
     check("llama-gqa", [256])
     with pytest.raises(ParameterError, match=r"latency.contexts=257 is more than the 256 positions .* at most 256"):
@@ -253,42 +235,35 @@ def test_contexts_beyond_the_model_are_refused() -> None:
 
 
 def test_stage_writes_rows_metrics_and_a_picture(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], monkeypatch: pytest.MonkeyPatch
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None]
 ) -> None:
-    monkeypatch.setattr("recalkv.model.sizes.KNOWN", {"smollm2-135m": TINY})
-    change_parameters(prepared, "latency.geometries", ["smollm2-135m"])
-    change_parameters(prepared, "latency.geometry_contexts", [16])
-    change_parameters(prepared, "latency.ratios", [0.5, 0.75])
     change_parameters(prepared, "latency.batches", [1, 2])
     assert invoke("latency") == 0
     rows = json.loads((prepared / "reports/latency_rows.json").read_text())
     # Of each setting: static beside two baselines, growing beside one.
-    assert len(rows) == 2 * 3 + 2 * 2 * 3
+    assert len(rows) == 2 * 3
     assert {(row["cache"], row["baseline"].split(" (")[0]) for row in rows} == {
         ("static", BASELINES["eager_growing"]), ("static", BASELINES["sdpa_static"]),
         ("growing", BASELINES["eager_growing"]),
     }  # fmt: skip
     assert {(row["geometry"], row["context"], row["batch"]) for row in rows} == {
-        (name, context, batch) for name, context in (("pipeline", 32), ("smollm2-135m", 16)) for batch in (1, 2)
+        ("pipeline", 32, 1),
+        ("pipeline", 32, 2),
     }
     assert all(set(row) == set(rows[0]) and set(environment(CPU)) < set(row) for row in rows)
     assert rows[0]["path"] == "on a CPU; the kernels need a CUDA device"
     assert rows[0]["ratio"] == pytest.approx(0.5, abs=1 / 144)
 
     metrics = json.loads((prepared / "reports/latency.json").read_text())
-    place = metrics["attention_us_per_step"]["smollm2-135m"]["16_tokens"]["batch_2"]
-    assert set(place) == {
-        "dense_eager_growing", "dense_sdpa_static", "removed_50_percent_groups_of_2", "removed_75_percent_groups_of_2",
-    }  # fmt: skip
+    place = metrics["attention_us_per_step"]["pipeline"]["32_tokens"]["batch_2"]
+    assert set(place) == {"dense_eager_growing", "dense_sdpa_static", "removed_50_percent_groups_of_2"}
     rates = metrics["decode_tokens_per_second"]["32_tokens"]["batch_1"]
     assert set(rates) == set(CACHES) and rates["static"]["compressed"] > 0
-    assert "largest_batch" not in metrics
     assert metrics["prefill_seconds"].keys() == {"dense", "compressed"}
     assert (prepared / "reports/latency.png").stat().st_size > 1000
 
-    page = latency_section({**metrics, "largest_batch": {"32_tokens": {"dense": 10, "compressed": 21}}}, rows)
+    page = latency_section(metrics, rows)
     assert "**on a CPU; the kernels need a CUDA device**" in "\n".join(page)
-    assert "| 32 | 10 | 21 | 2.10 |" in page
     assert len([line for line in page if line.startswith("| pipeline |")]) == 6
     assert not any("flash_attn" in line for line in page)
 
@@ -296,11 +271,9 @@ def test_stage_writes_rows_metrics_and_a_picture(
 @pytest.mark.parametrize(
     ("parameter", "value", "words"),
     [
-        ("latency.geometries", ["gpt-5"], ("latency.geometries: 'gpt-5'", "llama-2-7b", "mistral-7b")),
         ("latency.contexts", [0], ("latency.contexts.0=0 is not allowed", "greater than or equal to 16")),
         ("latency.batches", [-1], ("latency.batches.0=-1 is not allowed", "greater than or equal to 1")),
         ("latency.contexts", [32, 300], ("latency.contexts=300", "256 positions", "at most 256")),
-        ("latency.largest_batch", True, ("latency.largest_batch=true", "cpu", "set it to false")),
     ],
 )
 def test_bad_input_names_value_rule_and_remedy(
@@ -322,15 +295,6 @@ def test_bad_input_names_value_rule_and_remedy(
     for word in words:
         assert word in message, message
     assert folder_hash(prepared / "reports") == before
-
-
-def test_group_size_beyond_the_geometry_is_refused(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    change_parameters(prepared, "latency.geometries", ["smollm2-135m"])
-    change_parameters(prepared, "latency.group_sizes", [4])
-    assert invoke("latency") == 1
-    assert "latency.group_sizes=4 is more than the 3 key/value heads of smollm2-135m" in capsys.readouterr().err
 
 
 def test_memory_on_a_device_is_reported_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +322,9 @@ def test_both_models_are_measured_in_turn_on_a_cpu_and_one_at_a_time_elsewhere(
     monkeypatch.setattr(latency, "load_model", loading)
     monkeypatch.setattr(latency._Times, "take_round", taking)
     folders = {"dense": read_reference(Path("data/model")).folder, "compressed": Path("data/compressed")}
-    wanted = LatencyParams(contexts=[32], repeats=6, decode_tokens=4, prompt_tokens=16)
+    wanted = LatencyParams(contexts=[32])
+    for name, number in (("REPEATS", 6), ("DECODE_TOKENS", 4), ("PROMPT_TOKENS", 16)):
+        monkeypatch.setattr(latency, name, number)
     machine = Machine(CPU, RuntimeParams())
     assert machine.rounds == 3 and Machine(torch.device("cuda"), RuntimeParams()).rounds == 1
     for rounds in (3, 1):

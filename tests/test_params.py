@@ -121,7 +121,7 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("evaluation.window", 1, "greater than or equal to 2"),
         ("evaluation.prompts", "one", "valid list"),
         ("evaluation.precision", "half", "'auto', 'float32' or 'bfloat16'"),
-        ("latency.ratios", [], "at least 1 item"),
+        ("latency.contexts", [], "at least 1 item"),
         ("needle.lengths", [], "at least 1 item"),
         ("needle.depths", [0.5] * 11, "at most 10 items"),
         ("runtime.kernels", "cuda", "'auto', 'triton' or 'torch'"),

@@ -1,4 +1,4 @@
-"""The whole model: time of a prompt and of single tokens at a context and batch, and the largest batch that fits.
+"""The whole model: time of a prompt, and of single tokens at a context and batch.
 
 When single tokens are timed, the cache's contents are those of a short random prompt, repeated up to the context: the
 prefill of a long prompt says nothing about decoding.
@@ -24,7 +24,6 @@ __all__ = [
     "Contents",
     "check_same",
     "largest",
-    "largest_batch",
     "prompt_contents",
     "time_decoding",
     "time_prefill",
@@ -161,26 +160,3 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def largest_batch(model: Any, contents: Contents, context: int) -> int:
-    """The largest batch that decodes one token over a growing cache of so many tokens on this GPU; measured."""
-
-    @torch.no_grad()
-    def decodes(batch: int) -> bool:
-        try:
-            cache = _filled(model, contents, "growing", batch, context - 1, context)
-            token = torch.ones(batch, 1, dtype=torch.int64, device=model.device)
-            model(token, past_key_values=cache, logits_to_keep=1)
-            torch.accelerator.synchronize(model.device)
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
-    def fits(batch: int) -> bool:
-        found = decodes(batch)
-        # After the call, when nothing of it is referred to any more.
-        torch.accelerator.empty_cache()
-        return found
-
-    return largest(fits)

@@ -24,22 +24,29 @@ from recalkv.evaluation.attention_step import (
     module_of,
     typical_layer,
 )
-from recalkv.evaluation.decoding import CACHES, check_same, largest_batch, prompt_contents, time_decoding, time_prefill
+from recalkv.evaluation.decoding import CACHES, check_same, prompt_contents, time_decoding, time_prefill
 from recalkv.evaluation.resources import allocated_mib, forget_peak, peak_device_mib
 from recalkv.evaluation.timing import Timing, environment
 from recalkv.kernels.module import KernelAttention, choose_kernels, why_not
 from recalkv.model.families import layer_attention_types
 from recalkv.model.loading import load_model
-from recalkv.model.random_models import random_dense, random_latent
-from recalkv.model.sizes import ModelSizes, known_sizes
 from recalkv.model.source import checkpoint_dtype
 from recalkv.model.spec import LatentSpec
 from recalkv.params import LatencyParams, RuntimeParams
 
-__all__ = ["Machine", "Row", "checked_geometries", "comparison_row", "measure_models", "measure_random"]
+__all__ = ["Machine", "Row", "check_contexts", "comparison_row", "measure_models"]
 
 ROUNDS = 3
 """Rounds on a CPU, in which both models are measured in turn."""
+
+REPEATS = 30
+"""Timed runs of an attention module, all rounds together."""
+
+DECODE_TOKENS = 6
+"""Timed steps of whole-model decoding, all rounds together."""
+
+PROMPT_TOKENS = 512
+"""Tokens of the prompt whose reading is timed; fewer where the model has fewer positions."""
 
 Place = tuple[int, int]
 """Context and batch."""
@@ -96,7 +103,6 @@ class _Times:
     steps: dict[Place, dict[str, StepTime]] = field(default_factory=dict)
     decoding: dict[Place, dict[str, Timing]] = field(default_factory=dict)
     prefill: Timing = field(default_factory=lambda: Timing(()))
-    largest_batch: dict[int, int] = field(default_factory=dict)
     loaded_mib: float | None = None
     peak_mib: float | None = None
 
@@ -104,17 +110,15 @@ class _Times:
         """Measure once more, a part of the runs."""
         device = side.module.device
         forget_peak(device)
-        self.prefill += time_prefill(side.model, wanted.prompt_tokens)
+        self.prefill += time_prefill(side.model, min(PROMPT_TOKENS, side.model.config.max_position_embeddings))
         self.loaded_mib, self.peak_mib = side.loaded_mib, peak_device_mib(device)
-        repeats, tokens = -(-wanted.repeats // rounds), -(-wanted.decode_tokens // rounds)
+        repeats, tokens = -(-REPEATS // rounds), -(-DECODE_TOKENS // rounds)
         for place in itertools.product(wanted.contexts, wanted.batches):
             for each in _timed(side.step(place[0]), place[1], repeats):
                 _add(self.steps.setdefault(place, {}), each.name, each)
             for kind, timing in _decoding(side, place, tokens).items():
                 _add(self.decoding.setdefault(place, {}), kind, timing)
             progress()
-        for context in wanted.contexts if wanted.largest_batch else ():
-            self.largest_batch[context] = largest_batch(side.model, side.contents, context)
 
 
 def _add(found: dict[str, Any], name: str, more: Any) -> None:
@@ -133,7 +137,7 @@ def measure_models(
     name
         Of their geometry, in the rows.
     wanted
-        Contexts, batches, and numbers of runs.
+        Contexts and batches.
     machine
         Where they run.
     progress
@@ -185,81 +189,20 @@ def _whole_models(times: Mapping[str, _Times]) -> dict[str, Any]:
             place = figures["decode_tokens_per_second"].setdefault(f"{context}_tokens", {})
             for kind, timing in kinds.items():
                 place.setdefault(f"batch_{batch}", {}).setdefault(kind, {}).update(_rates(side, timing, batch))
-        for context, size in found.largest_batch.items():
-            figures.setdefault("largest_batch", {}).setdefault(f"{context}_tokens", {})[side] = size
         for name, mib in (("loaded_memory_mib", found.loaded_mib), ("peak_memory_mib", found.peak_mib)):
             if mib is not None:
                 figures.setdefault(name, {})[side] = mib
     return figures
 
 
-def measure_random(
-    name: str, sizes: ModelSizes, joint: bool, wanted: LatencyParams, machine: Machine
-) -> Iterator[list[Row]]:
-    """Measure one attention module of a known geometry with random weights, dense and at every ratio and group size.
-
-    Yields
-    ------
-    list of dict
-        Rows of one ratio and group size (:func:`comparison_row`).
-    """
-    dtype = torch.bfloat16 if machine.device.type == "cuda" else torch.float32
-    places = list(itertools.product(wanted.geometry_contexts, wanted.batches))
-
-    def module(model: Any) -> AttentionModule:
-        choose_kernels(model, machine.runtime.kernels)
-        return module_of(model, 0)
-
-    dense = module(random_dense(sizes, machine.device, dtype))
-    baselines = {
-        (context, batch): list(_timed(Step(dense, context), batch, wanted.repeats)) for context, batch in places
-    }
-    del dense
-    for ratio, size in itertools.product(wanted.ratios, wanted.group_sizes):
-        latent = module(random_latent(sizes, ratio, size, joint, machine.device, dtype))
-        shared = {"geometry": name, "layer": 0, **_kind(latent), "ratio": ratio, "group_size": size}
-        rows = []
-        for context, batch in places:
-            ours = list(_timed(Step(latent, context), batch, wanted.repeats))
-            setting = {**shared, "context": context, "batch": batch, **environment(machine.device)}
-            rows += _rows(setting, ours, baselines[context, batch])
-        yield rows
-
-
-def checked_geometries(wanted: LatencyParams, config: Any, machine: Machine) -> dict[str, ModelSizes]:
-    """Sizes of ``latency.geometries``; refuses what cannot be timed before anything is.
-
-    Parameters
-    ----------
-    wanted
-        What is asked for.
-    config
-        The compressed model's.
-    machine
-        Where it is to run.
+def check_contexts(config: Any, contexts: list[int]) -> None:
+    """Refuse a context that the model was not made for, or that its window cuts off, before anything is timed.
 
     Raises
     ------
     ParameterError
         Names the value, the rule and the remedy.
     """
-    _check_contexts(config, wanted.contexts)
-    geometries = {name: known_sizes(name, "latency.geometries") for name in wanted.geometries}
-    for (name, sizes), size in itertools.product(geometries.items(), wanted.group_sizes):
-        heads = sizes.attention.kv_heads
-        if size > heads:
-            raise ParameterError(
-                f"latency.group_sizes={size} is more than the {heads} key/value heads of {name}; use at most {heads}."
-            )
-    if wanted.largest_batch and machine.device.type != "cuda":
-        raise ParameterError(
-            f"latency.largest_batch=true allocates a GPU's memory, and the device is {machine.device}; set it to false."
-        )
-    return geometries
-
-
-def _check_contexts(config: Any, contexts: list[int]) -> None:
-    """Refuse a context that the model was not made for, or that its window cuts off."""
     limits = {"positions": config.max_position_embeddings}
     if "full_attention" not in layer_attention_types(config):
         limits["tokens of the sliding window, all that a cache holds,"] = config.sliding_window

@@ -24,9 +24,9 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
         "![Speed-up over context](latency.png)",
         "",
         f"Compressed: **{first['path']}**. {first['device']}{clock}, {threads}, torch "
-        f"{first['torch']}{triton}. Layer {first['layer']} of the pipeline's model, whose ranks are the most typical; "
-        "other geometries have random weights. One new token; projections are included on all sides; contexts count "
-        "it. Medians, and quartiles in brackets, of as many runs as `latency.repeats` says; every output was first "
+        f"{first['torch']}{triton}. Layer {first['layer']} of the pipeline's model, whose ranks are the most typical. "
+        "One new token; projections are included on all sides; contexts count it. Medians, and quartiles in "
+        f"brackets, of {first['runs']} runs; every output was first "
         "compared with float64 attention over reconstructed keys and values. GB/s: weights and cache counted once; "
         "GFLOP/s: matrix products, keys rebuilt included."
         + (" No row is against flash_attn or flashinfer: neither is there, or takes this type." if missing else ""),
@@ -55,17 +55,6 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
                 cells += [_rate(rates, side) for side in ("dense", "compressed")]
                 lines.append("| " + " | ".join([*cells, f"{rates['compressed'] / rates['dense']:.2f}"]) + " |")
     lines.append("")
-    if "largest_batch" in metrics:
-        lines += [
-            "Largest batch that decodes on this GPU, found by allocation, to 1 in 64 (growing cache):",
-            "",
-            "| context | dense | compressed | compressed / dense |",
-            "|---:|---:|---:|---:|",
-        ]
-        for context, found in sorted(metrics["largest_batch"].items(), key=lambda item: _number(item[0])):
-            times = f"{found['compressed'] / found['dense']:.2f}" if found["dense"] else ""
-            lines.append(f"| {_number(context):,} | {found['dense']:,} | {found['compressed']:,} | {times} |")
-        lines.append("")
     return lines
 
 
