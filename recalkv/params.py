@@ -49,13 +49,11 @@ class ModelParams(_Section):
 class _TextParams(_Section):
     text: str = Field(
         "embedded",
-        description="`embedded` (articles), embedded-news, embedded-code, wikitext2, ptb, c4, ultrachat, a hub id, or "
-        "a file",
+        description="`embedded` (articles), embedded-news, embedded-code, wikitext2, ptb, c4, ultrachat, a hub data "
+        "set (ID, ID:SUBSET or ID@REVISION), or a file",
     )
     split: str = Field("train", description="split of the data set; ignored for local files")
-    subset: str | None = Field(None, description="configuration name of a hub data set")
     field: str = Field("text", description="column that holds the text")
-    revision: str | None = Field(None, description="revision of a hub data set")
 
 
 def _listed(value: Any) -> Any:
@@ -69,7 +67,8 @@ class CalibrationParams(_TextParams):
         ["embedded", "embedded-news", "embedded-code"],
         min_length=1,
         description="one or several texts, each of which gives as many windows: "
-        "embedded (articles), embedded-news, embedded-code, wikitext2, ptb, c4, ultrachat, a hub id, or a file",
+        "embedded (articles), embedded-news, embedded-code, wikitext2, ptb, c4, ultrachat, a hub data set (ID, "
+        "ID:SUBSET or ID@REVISION), or a file",
     )
     samples: int = Field(32, ge=1, description="token windows")
     length: int = Field(1024, ge=2, description="tokens per window")
@@ -82,9 +81,6 @@ class CalibrationParams(_TextParams):
         None, ge=1, description="use the first so many windows for the Fisher scores; null for all. Their layer "
         "inputs take fisher_samples * length * hidden size * layers * 2 or 4 bytes of disk",
     )  # fmt: skip
-    sink_tokens: int = Field(
-        1, ge=0, description="tokens at the start of each window kept out of the loss-aware moments as attention sinks"
-    )
     batch_size: int = Field(2, ge=1, description="windows per step: changes memory, not results")
     precision: Precision = Field(
         "auto",
@@ -199,7 +195,6 @@ class EvaluationParams(_TextParams):
         default_factory=lambda: ["To bake a loaf of bread, you first", "The ship left the harbour at dawn, and"],
         description="prompts of the side-by-side samples",
     )
-    sample_tokens: int = Field(32, ge=1, description="length of each side-by-side sample, tokens")
 
 
 class ZeroShotParams(_Section):
@@ -215,8 +210,6 @@ class ZeroShotParams(_Section):
         None, description="folder with TASK.SPLIT.jsonl in the schema of the hub's sets; null for the hub"
     )
     limit: int | None = Field(50, ge=2, description="first items of each task; null for all")
-    batch_size: int = Field(16, ge=1, description="continuations per forward pass: memory, not results")
-    seed: int = Field(0, ge=0, description="seed of the items of `continuation`")
 
 
 class NeedleParams(_Section):

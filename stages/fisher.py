@@ -3,7 +3,7 @@
 import typer
 
 from recalkv.statistics import distributed
-from recalkv.statistics.fisher import collect_gradients
+from recalkv.statistics.fisher import SINK_TOKENS, collect_gradients
 from recalkv.statistics.whitening import collect_input_moments
 from recalkv.store.folders import telling_full_disk
 from recalkv.store.moments import put_loss_moments
@@ -26,7 +26,7 @@ def fisher(run: Stage) -> None:
             for _ in run.progress(again, source.num_layers):
                 pass
         inputs.sign(moments)
-    record = {"precision": run.precision, "sink_tokens": wanted.sink_tokens, "tokens": used.numel()}
+    record = {"precision": run.precision, "sink_tokens": SINK_TOKENS, "tokens": used.numel()}
     settings = wanted.model_dump(mode="json", exclude={"precision"})
     with run.write_layers(record, ["sample", "whiten"], settings) as store:
         layers = collect_gradients(source, used, wanted, inputs, store.finished)

@@ -73,7 +73,7 @@ def _tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[s
     parameters["calibration"] |= {"text": str(tiny_texts[0]), "samples": 6, "length": 32, "precision": "float32"}
     # 16-bit latents of pairs of heads at half of the bytes; tests/test_cli.py runs the stages with the defaults.
     parameters["compression"] |= {"ratio": 0.5, "group_size": 2, "bits": 16}
-    parameters["evaluation"] |= {"text": str(tiny_texts[1]), "window": 32, "max_windows": 3, "sample_tokens": 4}
+    parameters["evaluation"] |= {"text": str(tiny_texts[1]), "window": 32, "max_windows": 3}
     parameters["zeroshot"]["limit"] = 6
     parameters["needle"] |= {"lengths": [200], "depths": [0.0, 1.0]}
     parameters["latency"] |= {"contexts": [32]}

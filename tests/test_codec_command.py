@@ -114,7 +114,7 @@ def test_defaults_are_those_of_the_parameters() -> None:
     options = {option.name: option for option in group.commands["fit"].params}  # type: ignore[attr-defined]
     for section in (CodecParams, CalibrationParams):
         for name, field in section.model_fields.items():
-            if name in options and name not in ("samples", "revision", "seed"):
+            if name in options and name not in ("samples", "seed"):
                 shown = options[name].show_default if name == "bits" else options[name].default
                 assert str(shown).removesuffix(".0") == str(field.default).removesuffix(".0"), name
                 assert field.description in options[name].help

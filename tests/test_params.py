@@ -116,7 +116,6 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("calibration.length", 1, "greater than or equal to 2"),
         ("calibration.batch_size", 0, "greater than or equal to 1"),
         ("calibration.precision", "float16", "'auto', 'float32' or 'bfloat16'"),
-        ("calibration.sink_tokens", -1, "greater than or equal to 0"),
         ("calibration.fisher_samples", 0, "greater than or equal to 1"),
         ("evaluation.window", 1, "greater than or equal to 2"),
         ("evaluation.prompts", "one", "valid list"),
@@ -191,8 +190,8 @@ def test_python_defaults_need_no_file() -> None:
 
 
 def test_illegal_item_of_a_list_is_named(raw: dict[str, Any]) -> None:
-    raw["latency"]["ratios"] = [0.5, 1.0]
-    with pytest.raises(ParameterError, match=r"latency\.ratios\.1=1\.0 is not allowed: .*less than 1"):
+    raw["needle"]["depths"] = [0.5, 1.5]
+    with pytest.raises(ParameterError, match=r"needle\.depths\.1=1\.5 is not allowed: .*less than or equal to 1"):
         parse_params(raw, "params.yaml")
 
 

@@ -252,9 +252,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_hub_rows_are_verbatim(hub: Any) -> None:
     hub.rows(text=["", "one\n", "two"], other=[1, 2, 3])
-    assert load_documents("org/set", split="train", subset="en", revision="abc") == ["", "one\n", "two"]
+    assert load_documents("org/set:en@abc", split="train") == ["", "one\n", "two"]
     assert hub.calls == [(("org/set", "en"), {"split": "train", "revision": "abc"})]
-    assert load_documents("org/set", split="train", max_documents=2) == ["", "one\n"]
+    assert load_documents("org/set@abc", split="train", max_documents=2) == ["", "one\n"]
+    assert hub.calls[1] == (("org/set", None), {"split": "train", "revision": "abc"})
     assert load_documents("org/set", split="train", max_documents=9) == ["", "one\n", "two"]
 
 
@@ -381,7 +382,7 @@ def test_short_name_is_not_shadowed_by_a_folder(hub: Any, tmp_path: Path, monkey
     (tmp_path / "ptb").mkdir()
     monkeypatch.chdir(tmp_path)
     hub.rows(sentence=["words"])
-    assert load_documents("ptb", split="train", revision="mine") == ["words"]
+    assert load_documents("ptb@mine", split="train") == ["words"]
     assert hub.calls[0][1]["revision"] == "mine"
 
 

@@ -45,7 +45,6 @@ def compress(
     exact_window: Annotated[int, _option(CompressionParams, "exact_window")] = _COMPRESSION.exact_window,
     text: Annotated[list[str], _option(CalibrationParams, "text")] = _CALIBRATION.text,
     split: Annotated[str, _option(CalibrationParams, "split")] = _CALIBRATION.split,
-    subset: Annotated[str | None, _option(CalibrationParams, "subset")] = None,
     field: Annotated[str, _option(CalibrationParams, "field")] = _CALIBRATION.field,
     samples: Annotated[int, _option(CalibrationParams, "samples")] = _CALIBRATION.samples,
     length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
@@ -60,7 +59,7 @@ def compress(
     """Compress a model in one call, without the pipeline, and save the checkpoint."""
     given = {"method": method, "group_size": group_size, "bits": yaml.safe_load(bits), "exact_window": exact_window}
     given |= {} if ratio is None else {"ratio": ratio}
-    sampling = {"text": text, "split": split, "subset": subset, "field": field, "samples": samples, "length": length}
+    sampling = {"text": text, "split": split, "field": field, "samples": samples, "length": length}
     sampling |= {"seed": seed, "batch_size": batch_size, "precision": precision}
     with user_errors():
         parameters = parse_section(CompressionParams, given, "recalkv compress")

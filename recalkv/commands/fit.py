@@ -40,7 +40,6 @@ def fit(
     context: Annotated[int | None, _option(CodecParams, "context", "the model's own")] = None,
     text: Annotated[list[str], _option(CalibrationParams, "text")] = _CALIBRATION.text,
     split: Annotated[str, _option(CalibrationParams, "split")] = _CALIBRATION.split,
-    subset: Annotated[str | None, _option(CalibrationParams, "subset")] = None,
     field: Annotated[str, _option(CalibrationParams, "field")] = _CALIBRATION.field,
     samples: Annotated[int, _option(CalibrationParams, "samples")] = _SAMPLES,
     length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
@@ -50,7 +49,7 @@ def fit(
 ) -> None:
     """Fit a codec to a model: a side-car that lets it cache fewer bits, its weights as they are."""
     sampling = {
-        "text": text, "split": split, "subset": subset, "field": field, "samples": samples, "length": length,
+        "text": text, "split": split, "field": field, "samples": samples, "length": length,
         "seed": seed,
     }  # fmt: skip
     with user_errors():

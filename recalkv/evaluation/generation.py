@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _CACHE_TOKENS = 64
+_SAMPLE_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,12 @@ def measure_generation(model: Any, tokenizer: Any, windows: Tensor, wanted: "Eva
     windows : (windows, tokens) int64
         Evaluation text; the cache is that of its start.
     wanted
-        ``prompts`` and ``sample_tokens``.
+        ``prompts``.
     """
     samples = []
     for prompt in wanted.prompts:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        output = _generate(model, ids, wanted.sample_tokens)
+        output = _generate(model, ids, _SAMPLE_TOKENS)
         samples.append(str(tokenizer.decode(output.sequences[0, ids.shape[1] :])))
     cache = fill_cache(model, windows[:1, :_CACHE_TOKENS])
     sizes = cache_bytes_per_token(cache), window_bytes(cache), parameter_count(model)

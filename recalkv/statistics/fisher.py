@@ -21,7 +21,10 @@ from recalkv.statistics import distributed
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator
 
-__all__ = ["FisherScores", "LayerGradients", "collect_gradients"]
+__all__ = ["SINK_TOKENS", "FisherScores", "LayerGradients", "collect_gradients"]
+
+SINK_TOKENS = 1
+"""Tokens at the start of each window that are kept out of the loss-aware moments, as attention sinks."""
 
 # Tokens whose logits exist at once: 256 x 128k vocabulary x 4 bytes = 128 MiB.
 _HEAD_TOKENS = 256
@@ -85,7 +88,7 @@ def collect_gradients(
     windows : (samples, length) int64
         Token windows whose layer inputs are in ``inputs``, in the same order.
     parameters
-        ``batch_size`` changes memory, not the result; ``sink_tokens`` are kept out of the moments.
+        ``batch_size`` changes memory, not the result.
     inputs
         Every decoder layer's inputs, from :func:`recalkv.statistics.whitening.collect_input_moments`.
     done
@@ -110,7 +113,7 @@ def collect_gradients(
                 continue
             geometry = source.geometry
             squared = torch.zeros(2, geometry.hidden, geometry.kv_width, device=source.device)
-            moments = LossMomentsAccumulator(geometry.hidden, geometry.kv_width, parameters.sink_tokens, source.device)
+            moments = LossMomentsAccumulator(geometry.hidden, geometry.kv_width, SINK_TOKENS, source.device)
             for batch, span in enumerate(batches):
                 states = inputs.get(place, *span).to(source.device)
                 read, at_outputs, gradients[batch] = _projection_gradients(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.errors import NonFiniteError, ParameterError
+from recalkv.errors import NonFiniteError
 from recalkv.statistics import distributed
 
 __all__ = ["LossMoments", "LossMomentsAccumulator"]
@@ -114,11 +114,6 @@ class LossMomentsAccumulator:
             raise NonFiniteError(
                 f"NaN or infinity in the gradients of {where}; run the calibration in float32 "
                 f"(calibration.precision) and check the model's weights."
-            )
-        if self._tokens == 0:
-            raise ParameterError(
-                f"calibration.sink_tokens={self._sink_tokens} leaves no token of a window; set it below "
-                f"calibration.length."
             )
         if self._weight > 0:
             gram, mean = self._gram / self._weight, self._sums[0] / self._weight

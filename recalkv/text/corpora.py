@@ -79,9 +79,7 @@ def calibration_documents(wanted: CalibrationParams) -> dict[str, list[Document]
         text: load_documents(
             text,
             split=wanted.split,
-            subset=wanted.subset,
             field=wanted.field,
-            revision=wanted.revision,
         )
         for text in wanted.text
     }
@@ -160,10 +158,8 @@ def main_documents(wanted: EvaluationParams) -> list[Document]:
     return load_documents(
         wanted.text,
         split=protocol.split if wanted.split == "test" else wanted.split,
-        subset=wanted.subset,
         field=wanted.field,
         max_documents=protocol.max_documents,
-        revision=wanted.revision,
     )
 
 

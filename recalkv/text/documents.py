@@ -64,10 +64,8 @@ def load_documents(
     name: str,
     *,
     split: str,
-    subset: str | None = None,
     field: str = "text",
     max_documents: int | None = None,
-    revision: str | None = None,
 ) -> list[Document]:
     """Load the documents of a data set of texts or conversations.
 
@@ -75,12 +73,10 @@ def load_documents(
     ----------
     name
         ``embedded`` (Wikipedia articles), ``embedded-news``, ``embedded-code``, all files of the package gensim;
-        ``wikitext2``, ``ptb``, ``c4``, ``ultrachat``, a local .txt, .raw, .json or .jsonl file, or a data set id of the
-        hub.
+        ``wikitext2``, ``ptb``, ``c4``, ``ultrachat``, a local .txt, .raw, .json or .jsonl file, or a data set of the
+        hub, ``ID:SUBSET@REVISION``, of which the id alone is enough for most.
     split
         ``train`` or ``test`` of an embedded set, or a split on the hub; ignored for local files.
-    subset, revision
-        Configuration, and branch, tag or commit, of a hub data set.
     field
         Column that holds the text, or the messages of a conversation; where there is no column ``text``, the default
         stands for ``messages``, and for ``ptb`` for its column ``sentence``.
@@ -104,7 +100,7 @@ def load_documents(
     elif name not in _SHORT_NAMES and (name.lower().endswith(_LOCAL) or Path(name).exists()):
         documents = _local_documents(Path(name), field)
     else:
-        documents = _hub_documents(name, split, subset, field, revision, max_documents)
+        documents = _hub_documents(name, split, field, max_documents)
     chosen = list(islice(documents, max_documents))
     if not any(plain_text(document).strip() for document in chosen):
         raise DataError(f"{name!r} holds no text; choose another data set, or `embedded`.")
@@ -201,11 +197,11 @@ def _described(value: Any) -> str:
     return type(value).__name__
 
 
-def _hub_documents(
-    name: str, split: str, subset: str | None, field: str, revision: str | None, limit: int | None
-) -> list[Document]:
-    known = _SHORT_NAMES.get(name, _HubSet(name))
-    subset, revision = subset or known.subset, revision or known.revision
+def _hub_documents(name: str, split: str, field: str, limit: int | None) -> list[Document]:
+    rest, _, own_revision = name.partition("@")
+    short, _, own_subset = rest.partition(":")
+    known = _SHORT_NAMES.get(short, _HubSet(short))
+    subset, revision = own_subset or known.subset, own_revision or known.revision
     field = known.field if field == "text" else field
     split = {"train": known.train_split, "test": known.test_split}.get(split, split)
     files = known.data_files

@@ -181,7 +181,7 @@ class ZeroShot(Suite):
             tasks |= local_data(Path(wanted.items), [task for task in tasks if task != CONTINUATION])
         if CONTINUATION in tasks:
             documents = main_documents(params.evaluation)
-            items = continuation_items(documents, wanted.limit or max(50, len(documents)), wanted.seed)
+            items = continuation_items(documents, wanted.limit or max(50, len(documents)), seed=0)
             scratch.mkdir(parents=True, exist_ok=True)
             path = tasks[CONTINUATION] = scratch / "continuation.jsonl"
             path.write_text("".join(json.dumps(item) + "\n" for item in items))
@@ -195,7 +195,7 @@ class ZeroShot(Suite):
         for task, path in self._tasks.items():
             scores += zero_shot(
                 model, tokenizer, {task: path},
-                limit=self._wanted.limit, batch_size=self._wanted.batch_size, precision=precision,
+                limit=self._wanted.limit, precision=precision,
             )  # fmt: skip
             progress()
         return scores
