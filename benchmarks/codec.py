@@ -27,10 +27,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from recalkv.codec.sidecar import Codec
 from recalkv.evaluation.perplexity import divergences
 from recalkv.evaluation.resources import device_name
-from recalkv.runtime import codec_cache, stop_codec, use_codec
 from recalkv.runtime.attention import NAME
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.decode import decode_step
+from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 from stages.common import write_json
 
 __all__ = ["interleaved", "main"]

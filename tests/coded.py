@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from recalkv.codec.fit import fit
 from recalkv.codec.sidecar import Codec
-from recalkv.runtime import use_codec
+from recalkv.runtime.models import use_codec
 from tests import tiny
 
 WINDOW = 8

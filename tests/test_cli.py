@@ -67,20 +67,6 @@ print(sorted({"torch", "transformers"} & set(sys.modules)))
     assert output.endswith("[]\n")
 
 
-def test_auto_classes_imported_first_load_a_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
-    """The other order of imports is that of tests/test_packaging.py."""
-    config = json.loads((tiny_folder / "config.json").read_text()) | {"model_type": "recalkv_llama"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    code = f"""
-from transformers import AutoConfig, AutoModelForCausalLM
-import recalkv
-config = AutoConfig.from_pretrained({str(tmp_path)!r})
-print(AutoModelForCausalLM._model_mapping[type(config)].__name__)
-"""
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output == "ReCalKVLlamaForCausalLM\n"
-
-
 def test_defaults_are_those_of_the_parameters() -> None:
     command = typer.main.get_command(app)
     assert isinstance(command, click.Group) or hasattr(command, "commands")
@@ -143,18 +129,6 @@ def test_arguments_are_checked_before_anything_is_loaded(
     assert refused.exit_code == 1, refused.output
     assert message in refused.output
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [([], False), (["--bits", "4"], True), (["--bits", "16"], False), (["--method", "palu", "--bits", "4"], False)],
-)
-def test_equal_bits_are_said_to_lose_more(
-    arguments: list[str], said: bool, unloaded: None, settings: list[str | Path], tmp_path: Path
-) -> None:
-    """Where mixed bits could be had; the model is not loaded, so the call itself fails."""
-    output = compress(*settings, *arguments, "--ratio", "0.8", "--out", tmp_path / "out").output
-    assert ("mixed bits lose less at the same bytes" in output) == said
 
 
 OURS = {"config.json": json.dumps({"recalkv": {"version": 5}}), "model.safetensors": "x"}
@@ -243,28 +217,6 @@ def test_a_target_is_the_budget(settings: list[str | Path], tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     spec = LatentSpec.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
     assert 45 < spec.cached_bytes_per_token() <= 56
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["--ratio", "0"], True), (["--target", "0"], True), (["--ratio", "0", "--bits", "16"], False), ([], False)],
-)
-def test_more_removed_than_asked_is_said(
-    arguments: list[str], said: bool, settings: list[str | Path], tmp_path: Path
-) -> None:
-    done = compress(*settings, *arguments, "--out", tmp_path / "out")
-    assert done.exit_code == 0, done.output
-    assert ("more than the ratio 0 asked for" in done.output and "--bits 16" in done.output) == said
-
-
-def test_a_loss_target_is_met(settings: list[str | Path], tmp_path: Path) -> None:
-    done = compress(*settings, "--target", "max_excess=0.5", "--out", tmp_path / "out")
-    assert done.exit_code == 0, done.output
-    assert LatentSpec.from_config(AutoConfig.from_pretrained(tmp_path / "out")).parameters["ratio"] > 0.5
-    refused = compress(*settings, "--target", "max_excess=1e-9", "--out", tmp_path / "other")
-    # Random weights can be better than themselves on a text, but hardly by chance at every ratio.
-    assert refused.exit_code == 1 and "is not met on held-out windows" in refused.output
-    assert not (tmp_path / "other").exists()
 
 
 def test_compress_ends_with_a_quick_evaluation(settings: list[str | Path], tmp_path: Path) -> None:

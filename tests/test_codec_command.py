@@ -1,15 +1,11 @@
 """`recalkv fit` and `recalkv.fit`: budgets, what is written, and what is refused before the work."""
 
-import inspect
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 from click.testing import Result
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -21,12 +17,9 @@ from recalkv.codec.budget import bits_within, target_bits
 from recalkv.codec.fit import build_codec
 from recalkv.codec.moments import take_moments
 from recalkv.codec.sidecar import Codec
-from recalkv.commands import fit as command
 from recalkv.errors import BudgetError, DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
-from recalkv.fitting import SAMPLES, divergence
+from recalkv.fitting import divergence
 from recalkv.method.target import Target
-from recalkv.params import CalibrationParams, CodecParams
-from recalkv.store.folders import writing_folder
 from recalkv.text.windows import Windows
 from tests.tiny import SIZES, dense_model, windows
 
@@ -109,19 +102,6 @@ def test_divergence_is_that_of_the_logits() -> None:
 # ---- the command
 
 
-def test_defaults_are_those_of_the_parameters() -> None:
-    group = typer.main.get_command(app)
-    options = {option.name: option for option in group.commands["fit"].params}  # type: ignore[attr-defined]
-    for section in (CodecParams, CalibrationParams):
-        for name, field in section.model_fields.items():
-            if name in options and name not in ("samples", "seed"):
-                shown = options[name].show_default if name == "bits" else options[name].default
-                assert str(shown).removesuffix(".0") == str(field.default).removesuffix(".0"), name
-                assert field.description in options[name].help
-    assert options["samples"].default == SAMPLES == inspect.signature(recalkv.fit).parameters["samples"].default
-    assert command._SAMPLES == SAMPLES
-
-
 def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[str | Path], tmp_path: Path) -> None:
     out = tmp_path / "new" / "codec"
     done = fit(*settings, "--out", out, "--seed", "3")
@@ -152,21 +132,6 @@ def test_fit_in_python_is_the_same(settings: list[str | Path], tmp_path: Path, t
     assert codec.bytes_per_token == Codec.load(tmp_path / "a").bytes_per_token
     with torch.inference_mode():
         recalkv.fit(model, dataset=texts, **given)
-
-
-@pytest.mark.parametrize(
-    ("budget", "most"),
-    [
-        (["--bits", "2"], DENSE / 8),
-        (["--target", "0.5"], DENSE / 2),
-        (["--target", "7KiB@128"], 56),
-        (["--target", "bytes_per_token=100"], 100),
-    ],
-)
-def test_budgets(budget: list[str], most: float, settings: list[str | Path], tmp_path: Path) -> None:
-    done = fit(*settings, *budget, "--out", tmp_path / "codec")
-    assert done.exit_code == 0, done.output
-    assert 0.8 * most < Codec.load(tmp_path / "codec").bytes_per_token <= most
 
 
 def test_a_loss_target_is_met(settings: list[str | Path], tmp_path: Path) -> None:
@@ -246,52 +211,6 @@ def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[str | Path
     assert refused.exit_code == 1 and "--overwrite replaces codecs alone" in refused.output
     refused = fit(*settings, "--out", settings[0], "--overwrite")
     assert refused.exit_code == 1 and "is, holds or lies in the model's folder" in refused.output
-
-
-@pytest.mark.parametrize("left", [None, "codec.safetensors", "notes.txt"])
-def test_what_a_killed_run_left_is_removed_when_asked(
-    left: str | None, settings: list[str | Path], tmp_path: Path
-) -> None:
-    partial = tmp_path / "codec.partial"
-    partial.mkdir()
-    if left is not None:
-        (partial / left).write_text("half")
-    refused = fit(*settings, "--out", tmp_path / "codec")
-    assert refused.exit_code == 1 and "`recalkv fit --overwrite` removes" in refused.output
-    done = fit(*settings, "--out", tmp_path / "codec", "--overwrite")
-    assert (done.exit_code == 0) == (left != "notes.txt"), done.output
-    assert partial.exists() == (left == "notes.txt")
-
-
-def test_the_folder_of_a_run_that_goes_on_is_kept(unloaded: None, settings: list[str | Path], tmp_path: Path) -> None:
-    with writing_folder(tmp_path / "codec"):
-        refused = fit(*settings, "--out", tmp_path / "codec", "--overwrite")
-        assert refused.exit_code == 1 and "is being written by another process" in refused.output
-
-
-@pytest.mark.parametrize("moment", ["resolve_model", "build_codec", "take_moments"])
-def test_a_terminated_run_leaves_nothing(
-    moment: str, settings: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a process of its own, which the signal would end."""
-    (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
-
-    def terminate(*args: Any, **options: Any) -> None:
-        assert any(tmp_path.glob("codec.partial"))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(recalkv.fitting, moment, terminate)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            code = fit(*settings, "--out", tmp_path / "codec").exit_code
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
-    assert [path.name for path in tmp_path.iterdir()] == ["scratch"] and not any((tmp_path / "scratch").iterdir())
 
 
 # ---- in Python

@@ -191,13 +191,6 @@ def test_the_model_stays_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPatc
     model.eval()(input_ids=windows(1, 8)).logits.sum().backward()
 
 
-def test_fit_works_where_no_gradients_are_taken(model: Any) -> None:
-    with torch.no_grad():
-        fit(model, windows(2, 24))
-    with torch.inference_mode():
-        fit(model, windows(2, 24))
-
-
 # ---- the file
 
 

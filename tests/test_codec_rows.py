@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from recalkv.codec import codes
 from recalkv.codec.codes import BITS, CURVES, DISTORTION, GRAIN, PLANES, decoded, levels, search
 from recalkv.codec.layout import (
     BLOCK,
@@ -234,24 +233,3 @@ def test_segments_that_cannot_be_packed_are_refused(pieces: list[list[int]]) -> 
     with pytest.raises(CheckpointError, match=r"cannot be packed: widths are multiples of 8"):
         checked(pieces)
     assert checked([[8, 4], [16, 2]]) == (Segment(8, 4), Segment(16, 2))
-
-
-@pytest.mark.parametrize("bits", BITS[1:])
-def test_curves_have_the_least_error_of_their_neighbors(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, cubic, quintic = CURVES[bits]
-    own = error(bits, 1500)
-    end = (((2 << bits) - 1) / 2) ** 2
-
-    def changed(*curve: float) -> float:
-        monkeypatch.setitem(codes.CURVES, bits, curve)
-        levels.cache_clear()
-        return error(bits, 1500)
-
-    try:
-        # The ends farther out, or nearer. Another size of all levels is another choice of the scales.
-        farther = 0.15 if bits <= 4 else 0.3
-        for step in (-farther, farther):
-            assert changed(linear, cubic + step * linear / end, quintic) > own
-    finally:
-        monkeypatch.undo()
-        levels.cache_clear()

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -33,7 +32,7 @@ from recalkv.model.identity import gauge_pairs
 from recalkv.model.spec import LatentSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
 from tests import tiny
-from tests.covering import cover, covering, pairs, settings
+from tests.covering import cover, covering, settings
 from tests.tiny import FAMILIES, FURTHER_FAMILIES, windows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -165,15 +164,6 @@ FURTHER_CASES = list(further_cases())
 CHOSEN_KINDS = list(dict.fromkeys(kind for kind, _ in CASES))
 
 
-def test_every_legal_pair_is_covered() -> None:
-    held = set().union(*(pairs(*case) for case in CASES))
-    for rows in (settings(Kind, KINDS, legal_kind), settings(Way, WAYS, legal_way)):
-        assert set().union(*map(pairs, rows)) <= held
-    # Every kind goes with every way.
-    atoms = [[(factor, value) for factor in side for value in side[factor]] for side in (KINDS, WAYS)]
-    assert {tuple(sorted(pair, key=lambda atom: atom[0])) for pair in itertools.product(*atoms)} <= held
-
-
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -302,14 +292,6 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
     monkeypatch.setattr("recalkv.cache.rows.RowLayout.unpack", lambda rows, packed, dtype: packed)
     ids = windows(2, 24, seed=5)
     assert_near(compressed(ids).logits, twin(ids).logits, 1e-4)
-
-
-def test_kinds_differ_where_it_matters() -> None:
-    """Else a wrong order of heads, or a wrong rank, would not show."""
-    specs = [LatentSpec.from_config(models(kind)[0].config) for kind in CHOSEN_KINDS]
-    orders = [layer.head_permutation for spec in specs for layer in spec.layers]
-    assert sum(order != tuple(sorted(order)) for order in orders) > len(orders) / 10
-    assert sum(len({layer.cached_elements for layer in spec.layers}) > 1 for spec in specs) > len(specs) / 2
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -528,14 +510,6 @@ def kernel_cases(families: list[str]) -> list[Any]:
 
 OTHERS = [family for family in FAMILIES if family not in FEW]
 KERNEL_CASES = named(kernel_cases(FEW)) + named(kernel_cases(OTHERS), marks=[pytest.mark.slow])
-
-
-@pytest.mark.parametrize("families", [FEW, OTHERS], ids=["few", "others"])
-def test_every_legal_pair_of_kernels_is_covered(families: list[str]) -> None:
-    kinds = settings(Kind, KERNEL_KINDS | {"family": families}, legal_kind)
-    ways = settings(KernelWay, KERNEL_WAYS, legal_kernel_way)
-    held = set().union(*(pairs(*case) for case in kernel_cases(families)))
-    assert all(pairs(kind, way) <= held for kind in kinds for way in ways if legal_kernel(kind, way))
 
 
 class Counting:

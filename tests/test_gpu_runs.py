@@ -13,13 +13,12 @@ from torch import nn
 from transformers import DynamicCache
 
 from benchmarks.gpu import kernels, models, smoke
-from benchmarks.gpu.kernels import DenseStep, Latents, fastest, signed, way_of
+from benchmarks.gpu.kernels import DenseStep, Latents, signed, way_of
 from benchmarks.gpu.packages import unpack_missing
 from benchmarks.gpu.page import write_page
 from benchmarks.gpu.runner import Setting, run
 from benchmarks.gpu.shapes import GEOMETRIES, dense_model
 from recalkv.evaluation.step_caches import FullCache
-from tests.launches import Operations
 
 # What they share is made once, and not by every worker.
 pytestmark = pytest.mark.xdist_group("gpu_runs")
@@ -59,40 +58,6 @@ def test_failures_are_recorded_and_the_rest_goes_on(faulty: tuple[int, list[dict
     assert set(of(lines, "end")) == {"good", "good again"}
 
 
-def test_what_has_no_time_is_left_out(faulty: tuple[int, list[dict[str, Any]]], tmp_path: Path) -> None:
-    left = of(faulty[1], "left out")
-    assert {step: each["reason"] for step, each in left.items()} == {"long": "no time was left"}
-    path = tmp_path / "kernels.jsonl"
-    assert run("tests.gpu_steps", path, 0.0, cpu=True) == 0
-    assert set(of(records(path), "left out")) == {"good", "fault", "raise", "hang", "long", "good again"}
-
-
-def test_a_part_that_cannot_be_imported_is_recorded(tmp_path: Path) -> None:
-    assert run("benchmarks.gpu.no_such_part", tmp_path / "part.jsonl", 60.0, cpu=True) == 1
-    assert "no_such_part" in of(records(tmp_path / "part.jsonl"), "failure")["start"]["reason"]
-
-
-def test_records_name_machine_and_versions(faulty: tuple[int, list[dict[str, Any]]]) -> None:
-    for each in faulty[1]:
-        if each["event"] != "left out":
-            assert each["torch"] == torch.__version__ and each["device"].startswith("CPU") and each["transformers"]
-
-
-def test_page_says_what_is_missing(faulty: tuple[int, list[dict[str, Any]]], tmp_path: Path) -> None:
-    write_page(tmp_path)
-    assert "Nothing has been measured." in (tmp_path / "README.md").read_text()
-    (tmp_path / "smoke.jsonl").write_text("".join(json.dumps(each) + "\n" for each in faulty[1]))
-    write_page(tmp_path)
-    page = (tmp_path / "README.md").read_text()
-    for line in (
-        "- `kernels`: no lines",
-        "- `smoke`, fault: **failed** (signal SIGSEGV): `about to fault`",
-        "- `smoke`, hang: **failed** (its time limit)",
-        "- `smoke`, left out (no time was left), steps 1: long",
-    ):
-        assert line in page
-
-
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All parts at tiny sizes."""
@@ -102,6 +67,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_dry_run_measures_everything(dry: Path) -> None:
     lines = {part: records(dry / f"{part}.jsonl") for part in ("smoke", "kernels", "models")}
     for part, own in lines.items():
@@ -128,6 +94,7 @@ def test_unknown_parts_are_refused() -> None:
     assert "kernel: the parts are codec, smoke, kernels, models, and page by itself" in done.stderr
 
 
+@pytest.mark.slow
 def test_page_of_a_whole_run(dry: Path) -> None:
     write_page(dry)
     page = (dry / "README.md").read_text()
@@ -240,47 +207,8 @@ def test_dense_baseline_is_the_dense_layer(geometry: str) -> None:
     full = FullCache(cache.layers[0].keys, cache.layers[0].values)
     rope = signed(model.model.rotary_emb(states, places[:, -1:]))
     for packed in (False, True):
-        with Operations() as operations:
-            output, _ = DenseStep(layer, packed)(states[:, -1:], rope, full)
+        output, _ = DenseStep(layer, packed)(states[:, -1:], rope, full)
         torch.testing.assert_close(output, expected)
-        if "llama" in geometry:
-            # Two products, three of RoPE, two copies into the cache, attention, and the weights together, once.
-            assert operations.counts.total() == 9, operations.counts
-
-
-def test_profiles_go_over_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One alone would stay in the level-2 cache."""
-    called, told = [], []
-    calls = [lambda number=number: called.append(number) or torch.ones(9).exp() for number in range(3)]
-    monkeypatch.setattr(Latents, "calls", lambda *_: (calls, 1, None))
-    kernels._profile(Latents("llama-3.1-8b", "joint s=2", "16 bits, 70 %"), 40, CPU, lambda **each: told.append(each))
-    assert called == [0, 0, 1, 2] and told[0]["us_of"]
-
-
-def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every kind of latents once, and what fails is on the page."""
-    taken: list[tuple[Latents, int]] = []
-    monkeypatch.setattr(Latents, "calls", lambda self, *given: taken.append((self, given[2])) or ([], 0, None))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for number in range(4):
-        kernels.compile_share(number, 4)
-    assert len(set(taken)) == len(taken) and {batch for _, batch in taken} == {1}
-    assert {latents.words[:3] for latents, _ in taken} == {each.words for each in kernels._everything()}
-    told: list[dict[str, Any]] = []
-    monkeypatch.setattr(sys, "executable", "false")
-    kernels._compile_ahead(CPU, lambda **record: told.append(record))
-    assert len(told[0]["failed"]) == told[0]["processes"]
-
-
-def test_no_backend_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> float:
-        raise RuntimeError("No available kernel. Aborting execution.\nmore")
-
-    seconds, told = fastest({"": refuse, ", heads packed": refuse}, Setting("gpu"))
-    assert seconds is None
-    assert told.startswith("no backend takes it (FLASH_ATTENTION: No available kernel. Aborting execution.; FLASH_ATT")
-    seconds, told = fastest({"": refuse, ", heads packed": lambda: 2.0}, Setting("gpu"))
-    assert seconds == 2.0 and told.endswith("_ATTENTION, heads packed")
 
 
 def test_only_missing_packages_are_unpacked(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from recalkv.cache.growing import GrowingLayer, growing_cache
 from recalkv.cache.size import markdown, table
 from recalkv.compression import compress_layers
 from recalkv.errors import UnsupportedModelError
-from recalkv.evaluation.decoding import CACHES, check_same, prompt_contents, time_decoding
 from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, kept_states, state_bytes
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import quantizer
@@ -99,23 +98,6 @@ def test_the_states_are_those_of_the_dense_model(family: str) -> None:
     assert cache_bytes_per_token(fill_cache(compressed, ids)) == spec.cached_bytes_per_token(4)
     # A state of four times as many tokens is as large.
     assert state_bytes(fill_cache(compressed, windows(1, 80))) == state_bytes(caches[0])
-
-
-@pytest.mark.parametrize("family", [QWEN, GRANITE])
-def test_decoding_is_timed_over_both_caches(family: str) -> None:
-    """The logits of a first step must agree, which they do not without the states."""
-    _, model, _ = compressed_pair(family)
-    contents = prompt_contents(model)
-    logits = {kind: time_decoding(model, contents, kind, 2, 100, 2)[1] for kind in CACHES}
-    check_same(logits, "both")
-    stateful = [isinstance(held[0], dict) for held in contents]
-    assert stateful == [kind == "linear_attention" for kind in model.config.layer_types]
-    zeroed = [
-        tuple({number: 0 * state for number, state in part.items()} for part in held) if own else held
-        for held, own in zip(contents, stateful, strict=True)
-    ]
-    without = time_decoding(model, zeroed, "growing", 2, 100, 2)[1]
-    assert not torch.allclose(without, logits["growing"], rtol=0.01)
 
 
 @pytest.mark.parametrize("family", [QWEN, GRANITE])

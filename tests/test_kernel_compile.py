@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from recalkv.kernels.compile_gate import CONFIGURATIONS, Compiled, faults, main
+from recalkv.kernels.compile_gate import CONFIGURATIONS
 
 ALL = [configuration.name for configuration in CONFIGURATIONS]
 # Of every kernel one.
@@ -38,32 +38,3 @@ def test_configurations_compile_within_limits(names: list[str]) -> None:
     wide = {name.strip(): (int(one[5]) > 0, int(one[6]) > 0) for name, one in columns if one[0] == "90"}
     assert wide["llama-2-7b joint s=2 50%, all direct"] == (True, False)
     assert all(found[0] for found in wide.values())
-
-
-def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["llama-2-7b", SOME[0]]) == 2
-    assert capsys.readouterr().err.startswith("llama-2-7b: none of llama-2-7b joint s=2 50%, ")
-
-
-def test_the_gate_does_not_interpret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert main() == 2
-    assert "TRITON_INTERPRET=1 interprets kernels; unset it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("shared", "spilled", "tensor_core", "copies", "message"),
-    [
-        (170_000, 0, 8, 4, "170000 bytes of shared memory, limit 166912"),
-        (100, 300, 8, 4, "300 bytes spilled, limit 256"),
-        (100, 0, 0, 4, "no tensor-core instruction"),
-        (100, 0, 8, 0, "latents are read in small pieces"),
-    ],
-)
-def test_faults_are_named(shared: int, spilled: int, tensor_core: int, copies: int, message: str) -> None:
-    good = Compiled("scores", CONFIGURATIONS[0], 80, 100, 128, 0, 0, 8, 4, 4)
-    assert faults(good) == []
-    assert faults(Compiled("scores", CONFIGURATIONS[0], 80, shared, 128, spilled, 0, tensor_core, copies, 4)) == [
-        message
-    ]
-    assert faults(Compiled("combine", CONFIGURATIONS[0], 80, 100, 128, 0, 0, 0, 0, 4)) == []

@@ -14,25 +14,19 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from recalkv.errors import ParameterError
-from recalkv.kernels.plan import ScoresLaunch, cover_rank, scores_launch, value_blocks
+from recalkv.kernels.plan import cover_rank, value_blocks
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import group_sizes
 from tests import tiny
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import triton
-import triton.language as tl
 
 from recalkv.kernels import module
 from recalkv.kernels.attention import latent_attention
-from recalkv.kernels.blocks import run_of_tiles
-from recalkv.kernels.launch import resident_programs, row_alignment
 from recalkv.kernels.module import KernelAttention, use_kernels
 from recalkv.kernels.plan import LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
-from tests.launches import GEOMETRIES as LAUNCHES
-from tests.launches import step_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -285,26 +279,6 @@ def test_blocks_cover_the_rank(rank: int) -> None:
     assert first + second <= max(32, 1.5 * rank)
 
 
-def test_factors_stay_where_there_is_room() -> None:
-    h100, a100, desktop = 232_448, 166_912, 101_376
-    assert scores_launch(256, 128, 1, 2, h100) == ScoresLaunch(256, 0, True, 128, 8)
-    assert scores_launch(160, 128, 4, 2, h100) == ScoresLaunch(128, 32, True, 128, 8)
-    assert scores_launch(256, 128, 4, 2, h100) == ScoresLaunch(256, 0, True, 64, 4)
-    assert scores_launch(256, 128, 1, 2, a100) == ScoresLaunch(256, 0, True, 64, 4)
-    for rank, head_dim, rows, element, limit in (
-        (256, 128, 4, 2, a100),
-        (256, 128, 1, 2, desktop),
-        (512, 128, 1, 2, h100),
-        (256, 128, 1, 4, h100),
-        (64, 256, 1, 2, h100),
-    ):
-        assert not scores_launch(rank, head_dim, rows, element, limit).resident
-    assert scores_launch(128, 64, 3, 2, h100).warps == 4
-    # Wide heads take all registers of an A100 but for small tiles.
-    assert scores_launch(256, 256, 2, 2, h100).tile == 64
-    assert scores_launch(256, 256, 2, 2, a100) == ScoresLaunch(32, 0, False, 16, 4)
-
-
 @pytest.mark.parametrize(("ranks", "heads", "rows"), [([40], [4], 1), ([150, 7], [2, 1], 3), ([300], [8], 9)])
 def test_value_blocks_tile_the_context(ranks: list[int], heads: list[int], rows: int) -> None:
     """Every element of every group's context is written once."""
@@ -413,13 +387,6 @@ def test_a_model_with_kernels_is_saved_whole(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
-def test_launches_of_a_step() -> None:
-    """Three kernels and what cache and projections need, whatever the number of groups."""
-    counts = step_launches(LAUNCHES["32 heads"], "triton", static=False, device=DEVICE)
-    counts.pop("fill_")  # of this file's fixture
-    assert counts == {"mm": 3, "cat": 2, "scores_kernel": 1, "values_kernel": 1, "combine_kernel": 1}
-
-
 def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
     model = model.to(DEVICE)
@@ -520,44 +487,3 @@ def test_auto_leaves_float32_on_a_gpu_to_torch(
 
 
 # --- how work is split -----------------------------------------------------------------------------------------------
-
-
-def test_what_is_read_at_once_divides_the_strides_too() -> None:
-    """Rows and sequences of a cache may stand apart by any number of elements."""
-    whole = torch.zeros(3, 16, 48)
-    assert [row_alignment(whole, own) for own in (16, 4)] == [16, 4]
-    assert row_alignment(torch.zeros(3, 16, 51)[..., :48], 16) == 1
-    assert row_alignment(torch.zeros(3, 17, 48)[:, :16, :44], 4) == 4
-    assert row_alignment(torch.zeros(3, 16 * 48 + 8)[:, : 16 * 48].unflatten(1, (16, 48)), 16) == 8
-
-
-@pytest.mark.parametrize("slots", [64, 500])
-def test_runs_share_what_is_seen(slots: int) -> None:
-    """In a static cache of any size every run has work: tiles that are seen are cut, not slots that are there."""
-    case = Case(slots=300, runs=4, spare_slots=slots)
-    assert Problem(case).error() < 2e-6
-    starts = [list(range(*run_of(300, run, 4))) for run in range(4)]
-    assert [len(tiles) for tiles in starts] == [2, 2, 1, 0]
-
-
-def run_of(seen: int, run: int, runs: int) -> tuple[int, int]:
-    """What :func:`recalkv.kernels.blocks.run_of_tiles` gives, with tiles of 64 slots."""
-    out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    _run_kernel[(1,)](out, seen, run, runs)
-    return int(out[0]), int(out[1])
-
-
-@triton.jit
-def _run_kernel(out_ptr, seen, run, runs):
-    start, end = run_of_tiles(seen, run, runs, 64)
-    tl.store(out_ptr, start)
-    tl.store(out_ptr + 1, end)
-
-
-def test_programs_that_fit_a_processor() -> None:
-    """By registers (256 at a time to a warp), shared memory (and a KB for the system), and warps."""
-    assert resident_programs(32, 0, 4, 233_472) == 16
-    assert resident_programs(255, 0, 8, 233_472) == 1
-    assert resident_programs(96, 34_880, 4, 233_472) == 5
-    assert resident_programs(96, 197_120, 4, 233_472) == 1
-    assert resident_programs(64, 50_000, 4, 233_472) == 4

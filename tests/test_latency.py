@@ -13,11 +13,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from recalkv.errors import CheckpointError, ParameterError
-from recalkv.evaluation import latency
 from recalkv.evaluation.attention_step import (
     BASELINES,
     Step,
-    StepTime,
     attention_function,
     dense_steps,
     latent_steps,
@@ -25,19 +23,16 @@ from recalkv.evaluation.attention_step import (
     typical_layer,
 )
 from recalkv.evaluation.decoding import CACHES, check_same, largest, prompt_contents, time_decoding
-from recalkv.evaluation.latency import Machine, check_contexts, comparison_row
+from recalkv.evaluation.latency import check_contexts
 from recalkv.evaluation.reference import reference_output
-from recalkv.evaluation.resources import allocated_mib, peak_device_mib
-from recalkv.evaluation.step_work import StepWork, step_work
-from recalkv.evaluation.timing import Timing, environment
+from recalkv.evaluation.step_work import step_work
+from recalkv.evaluation.timing import environment
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import AttentionGeometry, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.random_models import random_dense, random_latent
 from recalkv.model.sizes import ModelSizes
-from recalkv.model.source import read_reference
 from recalkv.model.spec import LatentSpec, LayerSpec
-from recalkv.params import LatencyParams, RuntimeParams
 from recalkv.reports.latency import latency_section
 from tests import tiny
 from tests.pipeline import folder_hash, invoke
@@ -169,25 +164,6 @@ def test_a_wrong_module_is_not_timed(growing: bool, monkeypatch: pytest.MonkeyPa
         step.measure("static", 1, 1, growing)
 
 
-def test_a_row_holds_both_sides_and_names_the_baseline() -> None:
-    ours = StepTime("static", "", Timing((1e-6, 1e-6, 2e-6, 4e-6, 5e-6)), StepWork(4000, 8000), 1e-6)
-    theirs = StepTime("sdpa_static", "FLASH_ATTENTION", Timing((3e-6,) * 5), StepWork(9000, 3000), 1e-6)
-    row = comparison_row({"context": 32}, ours, theirs)
-    assert row["baseline"] == "SDPA, static cache (FLASH_ATTENTION)"
-    assert row["speed_up"] == pytest.approx(1.5)
-    assert (row["us"], row["gb_per_s"], row["gflop_per_s"]) == pytest.approx((2, 2, 4))
-    assert (row["baseline_us"], row["baseline_gb_per_s"], row["baseline_gflop_per_s"]) == pytest.approx((3, 3, 1))
-    assert (row["us_first_quartile"], row["us_third_quartile"], row["bytes_moved"]) == pytest.approx((1, 4, 4000))
-
-
-def test_times_of_rounds_add_up() -> None:
-    rounds = Timing((1.0, 5.0, 3.0)) + Timing((2.0, 4.0))
-    assert (rounds.median, rounds.quartiles, rounds.runs) == (3.0, (2.0, 4.0), 5)
-    assert (Timing((1.0,)).median, Timing((1.0,)).quartiles) == (1.0, (1.0, 1.0))
-    first, second = (StepTime("static", "", Timing((time,)), StepWork(1, 1), error) for time, error in ((1, 2), (3, 1)))
-    assert first + second == StepTime("static", "", Timing((1, 3)), StepWork(1, 1), 2)
-
-
 @pytest.mark.parametrize(
     "changes", [{}, {"bits": 4, "ratio": 0.8}, {"method": "loss-aware", "bits": 4, "ratio": 0.8, "exact_window": 5}]
 )
@@ -295,51 +271,3 @@ def test_bad_input_names_value_rule_and_remedy(
     for word in words:
         assert word in message, message
     assert folder_hash(prepared / "reports") == before
-
-
-def test_memory_on_a_device_is_reported_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Resident memory of a process with memory-mapped weights is no such figure.
-    assert peak_device_mib(CPU) is None and allocated_mib(CPU) is None
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 3 << 20)
-    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 2 << 20)
-    assert peak_device_mib(torch.device("cuda")) == 3.0 and allocated_mib(torch.device("cuda")) == 2.0
-
-
-def test_both_models_are_measured_in_turn_on_a_cpu_and_one_at_a_time_elsewhere(
-    prepared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order, loaded, calls = [], [], []
-    load, take = latency.load_model, latency._Times.take_round
-
-    def loading(folder: Path, *arguments: Any) -> Any:
-        loaded.append(Path(folder).name)
-        return load(folder, *arguments)
-
-    def taking(times: Any, side: Any, *arguments: Any) -> None:
-        order.append(type(side.model).__name__)
-        take(times, side, *arguments)
-
-    monkeypatch.setattr(latency, "load_model", loading)
-    monkeypatch.setattr(latency._Times, "take_round", taking)
-    folders = {"dense": read_reference(Path("data/model")).folder, "compressed": Path("data/compressed")}
-    wanted = LatencyParams(contexts=[32])
-    for name, number in (("REPEATS", 6), ("DECODE_TOKENS", 4), ("PROMPT_TOKENS", 16)):
-        monkeypatch.setattr(latency, name, number)
-    machine = Machine(CPU, RuntimeParams())
-    assert machine.rounds == 3 and Machine(torch.device("cuda"), RuntimeParams()).rounds == 1
-    for rounds in (3, 1):
-        for each in (order, loaded, calls):
-            each.clear()
-        monkeypatch.setattr(Machine, "rounds", rounds)
-        rows, figures = latency.measure_models(folders, "own", wanted, machine, lambda: calls.append(None))
-        assert order == ["LlamaForCausalLM", "ReCalKVLlamaForCausalLM"] * rounds
-        assert len(loaded) == 2 and len(calls) == 2 * rounds
-        assert all(row["runs"] == row["baseline_runs"] == 6 and row["geometry"] == "own" for row in rows)
-        assert figures["prefill_seconds"]["dense"] > 0
-        assert "loaded_memory_mib" not in figures and "peak_memory_mib" not in figures
-    allocated, peaks = iter([1.0, 5.0, 2.0, 5.0]), iter([9.0, 8.0])
-    monkeypatch.setattr(latency, "allocated_mib", lambda device: next(allocated))
-    monkeypatch.setattr(latency, "peak_device_mib", lambda device: next(peaks))
-    _, figures = latency.measure_models(folders, "own", wanted, machine, lambda: None)
-    assert figures["loaded_memory_mib"] == {"dense": 4.0, "compressed": 3.0}
-    assert figures["peak_memory_mib"] == {"dense": 9.0, "compressed": 8.0}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers import DynamicCache, QuantizedCache
 
 from recalkv.errors import ParameterError
 from recalkv.model.spec import LatentSpec
@@ -88,16 +88,6 @@ def test_full_rank_equals_the_dense_model(family: str, method: str) -> None:
     expected = dense(ids).logits
     assert_close(compressed(ids).logits, expected)
     assert_close(in_pieces(compressed, ids, [LONG - 4, 1, 3]), expected)
-
-
-@pytest.mark.parametrize("mode", VALUES)
-@pytest.mark.parametrize("prompt", [MAX_EXPLICIT_QUERIES, MAX_EXPLICIT_QUERIES + 1])
-def test_prompts_at_the_limit_of_explicit_scores(prompt: int, mode: str) -> None:
-    compressed = compressed_model("llama-gqa", values=mode)
-    ids = windows(2, LONG)
-    for cache in (None, StaticCache(config=compressed.config, max_cache_len=LONG + 7)):
-        actual = in_pieces(compressed, ids, [prompt, LONG - prompt], cache)
-        assert_close(actual, compressed(ids).logits)
 
 
 class LargestMatrix(TorchDispatchMode):
@@ -251,16 +241,3 @@ def test_continuous_batching_is_refused() -> None:
     model = compressed_model("llama-gqa", method="loss-aware")
     with pytest.raises(ParameterError, match="has no cache of latents in"):
         model.generate_batch(inputs=[[5, 6, 7], [8, 9]])
-
-
-def test_rotary_tables_stand_where_they_are_asked_for() -> None:
-    """A model that is spread over devices has its rotary module on one of them."""
-    slots = compressed_model("llama-gqa").model.layers[0].self_attn.slots
-    right = slots._rotary.forward
-    slots._rotary.forward = lambda *given: tuple(each.to("meta") for each in right(*given))
-    slots._tables.clear()
-    try:
-        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-            slots.upto(12, torch.zeros(1))
-    finally:
-        slots._rotary.forward = right

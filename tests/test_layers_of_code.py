@@ -94,10 +94,6 @@ def test_what_decodes_imports_nothing_that_calibrates(module: str) -> None:
     assert not crossings(module, offline)
 
 
-# Where they are missing, a CPU decodes as any other device.
-_LOOPS = {"numpy", "numba", "llvmlite"}
-
-
 @pytest.mark.parametrize("module", DECODING)
 def test_what_decodes_needs_few_packages(module: str) -> None:
     packages = {name for name in reached(module) if name not in FILES} - set(sys.stdlib_module_names)

@@ -1,7 +1,6 @@
 """LongBench: official prompts and truncation, lm-eval's metrics, and the suite."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites.longbench import TASKS, cut_middle, longbench
 from recalkv.params import LongBenchParams
 from tests import tiny
-from tests.pipeline import invoke
 
 pytest.importorskip("jieba", reason="the packages of LongBench's metrics are not installed")
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -152,40 +150,3 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         longbench(Scripted("a"), Characters(), "trec", path, ASKED)
     with pytest.raises(ParameterError, match=r"max_length=4000 leaves no positions .* 4000 in all"):
         longbench(Scripted("a"), Characters(), "lcc", None, asked(max_length=4000))
-
-
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        (["trec", "narrative"], "'narrative' is not one of qasper"),
-        ([], "longbench.tasks is empty; name some of qasper"),
-    ],
-)
-def test_all_sets_are_checked_before_the_first_is_answered(
-    prepared: Path,
-    change_parameters: Callable[[Path, str, Any], None],
-    capfd: pytest.CaptureFixture[str],
-    tasks: list[str],
-    message: str,
-) -> None:
-    change_parameters(prepared, "longbench.tasks", tasks)
-    assert invoke("suite", name="longbench") == 1
-    assert message in capfd.readouterr().err
-    assert not (prepared / "reports/suites").exists()
-
-
-def test_suite_answers_the_same_items_with_both_models(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], tmp_path: Path
-) -> None:
-    folder = tmp_path / "items"
-    folder.mkdir()
-    for task in ("qasper", "trec"):
-        write(folder, task, all_classes=["a cache"])
-    for name, value in {"tasks": ["qasper", "trec"], "items": str(folder), "max_length": 64, "limit": 1}.items():
-        change_parameters(prepared, f"longbench.{name}", value)
-    assert invoke("suite", name="longbench") == 0
-    metrics = json.loads((prepared / "reports/suites/longbench.json").read_text())
-    assert set(metrics["tasks"]) == {"qasper", "trec"}
-    assert metrics["tasks"]["trec"]["items"] == 1
-    assert 0 <= metrics["average"]["compressed"] <= 100
-    assert "| trec | 1 | " in (prepared / "reports/suites/longbench.md").read_text()

@@ -22,8 +22,6 @@ from recalkv.evaluation.suites.needle import (
     needle_context,
 )
 from recalkv.params import NeedleParams
-from recalkv.reports.needle import ALL, report
-from recalkv.reports.tables import needle
 from tests import tiny
 from tests.pipeline import invoke
 from tests.test_quantizers import small
@@ -214,27 +212,6 @@ def test_prompts_that_cannot_be_made_are_refused() -> None:
         find_needles(model, Characters(), HAYSTACK[:100], asked([250], [0.5]))
 
 
-def cell(bits: float, digits: list[list[list[float]]]) -> dict[str, Any]:
-    scores = dict.fromkeys(SCORES, digits)
-    return {"bits_per_element": bits, "lengths": [100, 200], "depths": [0.0, 1.0], "scores": scores}
-
-
-def test_report_has_means_and_errors_over_prompts() -> None:
-    digits = [[[1.0, 0.0], [1.0, 1.0]], [[0.5, 0.5], [0.5, 0.5]]]
-    found = report({"kivi": cell(5, digits), "dense": cell(16, digits)})
-    assert [row["method"] for row in found["rows"]] == ["dense"] * 3 + ["kivi"] * 3  # by falling bits
-    first, second, both = found["rows"][:3]
-    assert (first["length"], first["digits"], first["digits_error"]) == (100, 0.75, pytest.approx(0.25))
-    assert (second["digits"], second["digits_error"], second["prompts"]) == (0.5, 0, 2)
-    assert (both["length"], both["digits"], both["prompts"]) == (ALL, 0.625, 4)
-    assert both["digits_error"] == pytest.approx(0.125)
-    assert [row["digits"] for row in found["places"][:4]] == [1.0, 0.5, 0.5, 0.5]
-    table = needle(found).splitlines()
-    assert table[0].startswith("| model | bits | digits, 100 | digits, 200 | log-probability, 100 |")
-    assert table[2].startswith("| dense | 16.00 | 75.0% ± 25.0% | 50.0% ± 0.0% |")
-    assert table[2].endswith("62.5% ± 12.5% |")
-
-
 def test_stages_measure_models_and_make_a_page(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None]
 ) -> None:
@@ -252,14 +229,3 @@ def test_stages_measure_models_and_make_a_page(
     assert Path("reports/suites/needle.png").read_bytes().startswith(b"\x89PNG")
     # They are not of the default run, whose costs are kept.
     assert not {"needle", "needle_page"} & set(json.loads(Path("reports/timings.json").read_text()))
-
-
-def test_stage_refuses_before_it_loads_a_model(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert invoke("needle", out=Path("x.json"), name="kivi-9") == 1
-    assert "'kivi-9' is none of the models that can be asked; choose one of dense" in capsys.readouterr().err
-    change_parameters(prepared, "needle.lengths", [64, 5000])
-    assert invoke("needle", out=Path("x.json"), name="dense") == 1
-    assert "needle.lengths=5000" in capsys.readouterr().err
-    assert not Path("x.json").exists()

@@ -127,26 +127,6 @@ def test_rank_above_that_of_the_weight() -> None:
     torch.testing.assert_close(result.factors.dense(), weight, rtol=1e-6, atol=1e-6)
 
 
-def test_two_runs_agree_bit_for_bit() -> None:
-    weight, dense, compressed = setting(11)
-    columns = group_columns([[0, 2], [1]], HEAD_DIM)
-    factors = start(weight, dense, columns, [3, 2])
-    first, second = (
-        calibrate_values(factors, columns, weight, compressed.T @ compressed, 1e-6).factors for _ in range(2)
-    )
-    for a, b in zip([*first.down, *first.up], [*second.down, *second.up], strict=True):
-        assert torch.equal(a, b)
-
-
-def test_start_is_left_as_it_is() -> None:
-    weight, dense, compressed = setting(12)
-    columns = [torch.arange(weight.shape[1])]
-    factors = start(weight, dense, columns, [4])
-    before = factors.dense()
-    calibrate_values(factors, columns, weight, compressed.T @ compressed, 1e-6)
-    assert torch.equal(factors.dense(), before)
-
-
 def test_solver_on_regular_and_on_singular_systems() -> None:
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(6, 6, generator=generator, dtype=torch.float64)

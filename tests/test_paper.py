@@ -25,17 +25,6 @@ def test_averages_are_those_of_the_scores_but_one() -> None:
     assert off == [("2", "llama-2-7b", "palu", 0.7)]
 
 
-def test_all_tables_are_there() -> None:
-    count = {table: sum(row["table"] == table for row in ROWS) for table in "1234"}
-    assert count == {"1": 28, "2": 28, "3": 4, "4": 13}
-
-
-def test_rows_of_a_model_by_its_id() -> None:
-    assert {row["model"] for row in paper_rows(PAPER, "meta-llama/Llama-2-7b-hf")} == {"llama-2-7b"}
-    assert paper_rows(PAPER, "embedded") == []
-    assert paper_rows(ROOT / "missing.json", "meta-llama/Llama-2-7b-hf") == []
-
-
 def test_ours_stand_beside_the_same_setting() -> None:
     rows = paper_rows(PAPER, "meta-llama/Llama-2-7b-hf")
     measured = [

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv
 from tests.conftest import Finished
-from tests.pipeline import COMPRESSION, STAGES, folder_hash, invoke, invoke_in_pipeline
+from tests.pipeline import COMPRESSION, STAGES, folder_hash, invoke
 from tests.warm_python import warm_python
 
 # As one group they are begun early: the first of them takes longer than any other.
@@ -83,12 +83,6 @@ def test_who_pulls_has_nothing_to_compute(project: Path) -> None:
     assert ran == {*COMPRESSION, "evaluate", "latency", "report"}
 
 
-def test_a_group_of_tests_goes_to_one_process(request: pytest.FixtureRequest) -> None:
-    """Or each would make what they share; nothing fails where pytest and its plugin do not fit together."""
-    if getattr(request.config.option, "loadgroup", False):
-        assert request.node.nodeid.endswith("@pipeline")
-
-
 def test_figures_of_the_run(finished: Finished) -> None:
     metrics = json.loads((finished.folder / "reports/metrics.json").read_text())
     cache = metrics["cache"]
@@ -101,15 +95,6 @@ def test_figures_of_the_run(finished: Finished) -> None:
     assert {row["method"] for row in rows} == {"recalkv", "fp8", "codec", "loss-aware"}
     for row in rows:
         assert row["removed"] == pytest.approx(0.75 if row["method"] == "codec" else 0.5, abs=1 / 144), row
-
-
-def test_report_names_what_it_was_made_from_and_shows_its_pictures(finished: Finished) -> None:
-    reports = finished.folder / "reports"
-    page = (reports / "README.md").read_text()
-    assert "on a CPU; the kernels need a CUDA device" in page
-    for picture in ("comparison.png", "latency.png", *(f"figures/{name}.png" for name in ("cka", "ranks", "errors"))):
-        assert picture in page
-        assert (reports / picture).stat().st_size > 1000
 
 
 def test_the_checkpoint_generates_and_is_that_of_the_one_call(
@@ -255,32 +240,6 @@ def test_a_cell_takes_the_method_as_it_is_meant(
     assert plain["perplexity"] != uniform["perplexity"]
     compared = json.loads((prepared / "data/cells/compare/recalkv.json").read_text())
     assert compared["perplexity_dense"] == plain["perplexity_dense"]
-
-
-def test_a_cell_reads_numbers_as_the_parameter_file_does(prepared: Path) -> None:
-    # YAML 1.1 reads 1e-6 as a string.
-    assert invoke("cell", out=prepared / "cell.json", changes=["compression.damping=1e-6"]) == 0
-    assert json.loads((prepared / "cell.json").read_text())["bits"] == "16"
-
-
-def test_a_grid_becomes_a_table(prepared: Path) -> None:
-    for ratio in (0.5, 0.7):
-        out = prepared / f"data/cells/methods/ratio={ratio}.json"
-        assert invoke("cell", out=out, changes=[f"compression.ratio={ratio}"]) == 0
-    assert invoke("table", name="methods", title="Methods") == 0
-    cells = json.loads((prepared / "reports/grids/methods.json").read_text())
-    assert set(cells) == {"ratio=0.5", "ratio=0.7"}
-    page = (prepared / "reports/grids/methods.md").read_text()
-    for cell in cells.values():
-        assert f"| {cell['perplexity']:.2f} |" in page
-    assert f"| {cells['ratio=0.5']['perplexity_dense']:.2f} |" in page
-    assert (prepared / "reports/grids/methods.png").stat().st_size > 1000
-
-
-def test_unknown_change_of_a_parameter_is_refused(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for change, words in (("compression.rato=0.5", "compression.rato"), ("ratio=0.5", "SECTION.KEY=VALUE")):
-        assert invoke_in_pipeline("reorder", changes=[change]) == 1
-        assert words in capsys.readouterr().err
 
 
 def _unreachable(*_: Any, **__: Any) -> None:

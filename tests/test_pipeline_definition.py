@@ -2,15 +2,12 @@
 
 import ast
 import functools
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
-from typer.testing import CliRunner
 
 from recalkv.params import Params
 from tests.conftest import ROOT, Finished
@@ -104,17 +101,6 @@ def test_code_dependencies_of_grids_are_what_they_import(stage: str) -> None:
     assert [dep for dep in code if not any(tracked(path, [dep]) for path in needed)] == []
 
 
-@pytest.mark.parametrize("stage", PIPELINE)
-def test_stage_is_described_and_is_a_command(stage: str) -> None:
-    assert PIPELINE[stage]["desc"]
-    name = Path(module_of(stage)).stem
-    app = typer.Typer()
-    app.command()(getattr(importlib.import_module(f"stages.{name}"), name))
-    result = CliRunner().invoke(app, ["--help"])
-    assert result.exit_code == 0, result.output
-    assert "--params" in result.output and "--set" in result.output
-
-
 def in_pipeline(stage: str) -> dict[str, Any]:
     """Definition of a stage; a cell's is that of the paper's method."""
     return PIPELINE["paper" if stage == "cell" else stage]
@@ -181,16 +167,3 @@ def test_what_reruns_follows_from_the_graph() -> None:
     assert rerun_by("zeroshot") == rerun_by("needle") == rerun_by("longbench") == set()
     for name, stage in PIPELINE.items():
         assert not [dep for dep in stage["deps"] if "timings" in dep], name
-
-
-def test_every_data_dependency_is_made_by_a_stage_and_every_output_by_one() -> None:
-    made = [out for stage in PIPELINE.values() for out in outputs(stage)]
-    assert len(made) == len(set(made))
-    for name, stage in PIPELINE.items():
-        for dep in stage["deps"]:
-            if dep.startswith(("data/", "reports/")) and dep != "reports/paper.json":
-                assert any(tracked(out, [dep]) for out in made), (name, dep)
-
-
-def test_pipeline_file_is_short() -> None:
-    assert len((ROOT / "dvc.yaml").read_text().splitlines()) <= 400

@@ -1,33 +1,24 @@
 """Quantized latents: packing by hand, distortion, allocation of bits, and models that cache packed rows."""
 
-import copy
 import itertools
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 from recalkv.cache import rows
 from recalkv.cache.codebooks import CODES, DISTORTION, MIXED_CODES, UNIFORM_CODES, Code, nearest, trained_words, words
 from recalkv.cache.rotation import random_rotation
 from recalkv.cache.rows import RowLayout, Segment, pack_codes, unpack_codes
 from recalkv.compression import compress_layers
-from recalkv.errors import BudgetError, CheckpointError, NonFiniteError, ParameterError
-from recalkv.evaluation.perplexity import window_losses
+from recalkv.errors import BudgetError, NonFiniteError, ParameterError
 from recalkv.method.basis import natural_basis, shared_scales
-from recalkv.method.bits import budget_bits, equal_bits_elements, mixed_bits
+from recalkv.method.bits import equal_bits_elements, mixed_bits
 from recalkv.model.layers import ModuleSource
-from recalkv.params import CompressionParams
 from recalkv.statistics.whitening import damped
-from recalkv.store.stores import open_store
 from tests import tiny
-from tests.pipeline import COMPRESSION, invoke
 from tests.tiny import plain
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -125,27 +116,6 @@ def test_every_token_has_its_own_scale() -> None:
     assert torch.equal(together[4:], alone[4:])
 
 
-def test_packing_takes_as_many_operations_for_any_number_of_segments() -> None:
-    """On a GPU each is a launch, for every token and layer."""
-
-    class Counted(TorchDispatchMode):
-        operations = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.operations += 1
-            return function(*args, **(kwargs or {}))
-
-    counts = []
-    for groups in (1, 20):
-        layout = RowLayout([[Segment(13, *code) for code in CODES]] * groups)
-        latents = torch.randn(1, layout.width)
-        layout.pack(latents)
-        with Counted() as counted:
-            layout.pack(latents)
-        counts.append(counted.operations)
-    assert 0 < counts[0] == counts[1]
-
-
 def test_rows_are_the_same_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables made there first included."""
     for module, name in ((rows, "_all_cells"), (rows, "nearest_of_cells")):
@@ -207,38 +177,6 @@ def code_bits(segments: list[list[Segment]]) -> float:
     return sum(segment.width * segment.code.rate for unit in segments for segment in unit)
 
 
-def random_energies(spread: float, seed: int) -> list[list[float]]:
-    """Log-normal energies of two latents of three and two blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(n, generator=generator) * spread).exp().sort().values.flip(0).tolist() for n in (3, 2)]
-
-
-SPECTRA = {
-    **{f"steep-{seed}": random_energies(3, seed) for seed in range(3)},
-    **{f"gentle-{seed}": random_energies(0.5, seed) for seed in range(3)},
-    "geometric": [[0.9 ** (4 * block) for block in range(n)] for n in (3, 2)],
-    # Four more bits of the first block save more than two of any other, but not more than two of two others.
-    "one-strong": [[14.0, 1.0, 0.8], [1.2, 1.0]],
-}
-
-
-@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7, 0.85])
-@pytest.mark.parametrize("spectrum", SPECTRA)
-def test_mixed_bits_beside_exhaustive_search(spectrum: str, ratio: float) -> None:
-    """No assignment of codes to blocks of four latents loses less with bits for one step less."""
-    energies = [[energy for energy in unit for _ in range(4)] for unit in SPECTRA[spectrum]]
-    found = mixed_bits(energies, ratio)
-    assert 8 * RowLayout(found).row_bytes <= budget_bits(20, ratio)
-    step, best = 4 * max(a.rate - b.rate for a, b in itertools.pairwise(MIXED_CODES)), math.inf
-    for choice in itertools.product((None, *MIXED_CODES), repeat=5):
-        rates = [0.0 if code is None else code.rate for code in choice]
-        if 4 * sum(rates) <= code_bits(found) - step and rates[0] and rates[3]:
-            split = [choice[:3], choice[3:]]
-            if all(own == sorted(own, reverse=True) for own in (rates[:3], rates[3:])):
-                best = min(best, loss_of(energies, [[Segment(4, *code) for code in own if code] for own in split]))
-    assert loss_of(energies, found) <= best
-
-
 @pytest.mark.parametrize("ratio", [0.5, 0.75, 0.9])
 def test_mixed_bits_are_as_good_as_any(ratio: float) -> None:
     """Lagrange: at any price of a bit, no assignment with as many bits loses less than the cheapest of all."""
@@ -296,29 +234,6 @@ def test_bad_budgets_name_the_remedy() -> None:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def quantized(family: str, bits: Any, ratio: float = 0.8) -> Any:
-    model = tiny.compressed_pair(family, method="loss-aware", bits=bits, ratio=ratio)[1]
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def greedy(model: Any, ids: Tensor, tokens: int = 20, **options: Any) -> Tensor:
-    return model.generate(ids, max_new_tokens=tokens, do_sample=False, **options)
-
-
-@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
-def test_eight_bits_at_full_rank_are_almost_the_dense_model(family: str) -> None:
-    """Mean, gauge, rotation and biases are folded rightly in every family."""
-    ids = tiny.windows(4, 32, seed=5)
-    dense = window_losses(tiny.dense_model(family), ids)
-    model = quantized(family, bits=8, ratio=0.2)
-    assert all(
-        sum(layer["key_ranks"]) == 2 * tiny.dense_model(family).config.num_key_value_heads * 8
-        for layer in model.config.recalkv["layers"]
-    )
-    torch.testing.assert_close(window_losses(model, ids), dense, atol=0.1, rtol=0)
-
-
 def test_shared_scales_leave_the_least_noise_for_one_step() -> None:
     variances = torch.tensor([100.0, 4.0, 1.0, 0.01], dtype=torch.float64)
     sizes = shared_scales(variances)
@@ -353,52 +268,3 @@ def test_noise_costs_most_where_latents_vary_most() -> None:
         covariance, cost = covariance / covariance.trace(), cost / cost.trace()
         torch.testing.assert_close(covariance, cost, rtol=0, atol=1e-4)
         assert float((cost - torch.eye(len(cost)) / len(cost)).abs().max()) > 1e-2
-
-
-def test_same_input_same_bytes() -> None:
-    dense = tiny.dense_model("llama-gqa")
-
-    def factors() -> Tensor:
-        parameters = plain(bits=4, ratio=0.85, group_size=2)
-        result = compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters)
-        return torch.cat(result.refits[0].keys.down, dim=1)
-
-    assert torch.equal(factors(), factors())
-
-
-def test_checkpoint_round_trip_and_broken_segments(tmp_path: Path) -> None:
-    model, ids = quantized("llama-gqa", bits="mixed"), tiny.windows(1, 12, seed=7)
-    model.save_pretrained(tmp_path / "whole")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    again.generation_config.eos_token_id = None
-    assert torch.equal(greedy(again, ids), greedy(model, ids))
-    for change, message in (
-        (lambda segments: segments[0].append([4, 4, 8]), "do not fit groups of rank"),
-        (lambda segments: segments[0][0].__setitem__(1, 5), "cannot be packed"),
-        (lambda segments: segments[0].__setitem__(0, [8, 8]), "must be triples of width, latents, bits"),
-    ):
-        config = copy.deepcopy(json.loads((tmp_path / "whole" / "config.json").read_text()))
-        change(config["recalkv"]["layers"][1]["key_segments"])
-        broken = tmp_path / message.replace(" ", "-")
-        broken.mkdir()
-        for path in (tmp_path / "whole").iterdir():
-            (broken / path.name).write_bytes(path.read_bytes())
-        (broken / "config.json").write_text(json.dumps(config))
-        with pytest.raises(CheckpointError, match=message):
-            AutoModelForCausalLM.from_pretrained(broken)
-
-
-@pytest.mark.parametrize("bits", [3, "mixed"])
-def test_pipeline_agrees_with_the_one_call_interface(prepared: Path, bits: Any) -> None:
-    for stage in COMPRESSION:
-        assert invoke(stage, changes=[f"compression.bits={bits}", "compression.ratio=0.85"]) == 0
-    model = AutoModelForCausalLM.from_pretrained(prepared / "data" / "compressed")
-    windows = open_store(prepared / "data" / "sample.zarr", "sample").get("windows")
-    dense = tiny.dense_model("llama-gqa")
-    parameters = CompressionParams(bits=bits, ratio=0.85, group_size=2)
-    calibration = tiny.calibration(samples=6, length=32, batch_size=2)
-    result = compress_layers(ModuleSource(dense), windows, calibration, parameters)
-    same = tiny.assemble(dense, result, parameters)
-    assert same.config.recalkv["layers"] == model.config.recalkv["layers"]
-    for name, tensor in same.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], tensor, atol=1e-4, rtol=1e-4)

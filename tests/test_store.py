@@ -74,13 +74,6 @@ def test_round_trip(path: Path) -> None:
     assert not partial_path(path).exists()
 
 
-def test_read_tensors_are_writable_copies(path: Path) -> None:
-    write(path)
-    reader = open_store(path, "whiten")
-    reader.get("float64").fill_(9)
-    assert torch.equal(reader.get("float64"), TENSORS["float64"])
-
-
 def test_factors_round_trip(path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     down = [torch.randn(6, rank, generator=generator, dtype=torch.float64) for rank in (3, 1, 2)]
@@ -91,16 +84,6 @@ def test_factors_round_trip(path: Path) -> None:
     assert actual.ranks == [3, 1, 2]
     for read, written in zip([*actual.down, *actual.up], [*down, *up], strict=True):
         assert torch.equal(read, written.float())
-
-
-def test_groups_serve_arrays_written_in_parts(path: Path) -> None:
-    with writing_store(path, "whiten", "abc", {}) as store:
-        array = store.group.create_array("parts", shape=(4,), dtype="float32", chunks=(2,), fill_value=float("nan"))
-        array[:2] = 1.0
-        array[2:] = 2.0
-    reader = open_store(path, "whiten")
-    assert reader.group["parts"][...].tolist() == [1.0, 1.0, 2.0, 2.0]
-    assert reader.get("parts").tolist() == [1.0, 1.0, 2.0, 2.0]
 
 
 def test_same_content_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
@@ -131,19 +114,6 @@ def test_digest_is_that_of_the_arrays_alone(path: Path) -> None:
             store.put("x", torch.tensor(content))
         digests.append(open_store(path, "whiten").digest)
     assert len(set(digests)) == 1 + len(contents)
-
-
-def test_a_store_of_windows_is_named_by_its_digest(path: Path) -> None:
-    write(path, stage="sample")
-    reader = open_store(path, "sample")
-    assert reader.windows == reader.digest
-
-
-def test_one_file_per_array(path: Path) -> None:
-    write(path)
-    chunks = [p for p in (path / "layers/000/float32").rglob("*") if p.is_file() and p.name != "zarr.json"]
-    assert len(chunks) == 1
-    assert chunks[0].stat().st_size == 2 * 3 * 4 * 4
 
 
 def test_failed_writer_leaves_nothing_and_keeps_the_old_store(path: Path) -> None:
@@ -260,11 +230,6 @@ def test_full_disk_is_said_and_leaves_nothing(path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(StoreError, match="no space left"):
         write(path)
-
-
-def test_other_system_errors_are_not_called_a_full_disk(path: Path) -> None:
-    with pytest.raises(PermissionError), writing_folder(path):
-        raise PermissionError(errno.EACCES, "no")
 
 
 def test_folder_replaces_the_old_one_whole(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -192,22 +191,6 @@ def test_transformers_keeps_the_codes_where_it_can_multiply_them(
             if coded:
                 assert module.weight.view(torch.uint8).numpy().tobytes() == before[f"{name}.weight"][2]
                 assert module.weight_scale_inv.detach().numpy().tobytes() == before[f"{name}.weight_scale_inv"][2]
-
-
-# Of packed zeros its loader expects another shape than compressed-tensors writes, in the dense model too.
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "fp8" not in kind and kind != "pack-quantized with zeros"])
-@torch.no_grad()
-def test_other_loaders_of_transformers_run_it(kind: str, exported: Any) -> None:
-    """Where their package is installed."""
-    package = "bitsandbytes" if kind == "bitsandbytes" else "compressed_tensors"
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    _, compressed, twin = exported(kind)
-    mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
-    ids = windows(2, 20)
-    # Activations are rounded to 8 bits there, and products to the scale's type.
-    off = (mine(ids).logits.float() - theirs(ids).logits.float()).norm() / theirs(ids).logits.float().norm()
-    assert off < 0.15
 
 
 @torch.no_grad()

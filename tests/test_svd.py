@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.method import svd
 from recalkv.method.lowrank import LowRank
 from recalkv.method.svd import (
     GroupPart,
@@ -14,7 +13,6 @@ from recalkv.method.svd import (
     log_volume,
     relative_error,
     spectrum,
-    symmetric_roots,
 )
 
 WIDTH, HEADS, HEAD_DIM = 20, 5, 4
@@ -178,21 +176,3 @@ def test_log_volume_is_that_of_the_spectrum(metric: str) -> None:
     kept = moment.clone()
     assert log_volume(moment, gradient) == pytest.approx(float(spectrum(moment, gradient).log1p().sum()), rel=1e-9)
     assert torch.equal(moment, kept)
-
-
-def test_one_decomposition_serves_energies_and_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A root of G by Cholesky: one set of eigenvalues a group, and the factors of the symmetric root."""
-    generator = torch.Generator().manual_seed(0)
-    weight, metric = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((12, 6), (6, 6)))
-    gram, gradient = torch.eye(12, dtype=torch.float64), metric @ metric.T
-    (part,) = group_parts(weight, gram, [torch.arange(6)], gradient, 1e-3)
-    found: list[int] = []
-    eigh = torch.linalg.eigh
-    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: found.append(len(matrix)) or eigh(matrix))
-    energies, (left, right) = part.energies(), part.factors(3)
-    assert found == [6]
-    monkeypatch.setattr(svd, "_roots", symmetric_roots)
-    (again,) = group_parts(weight, gram, [torch.arange(6)], gradient, 1e-3)
-    torch.testing.assert_close(again.energies(), energies, rtol=1e-10, atol=1e-10)
-    for ours, theirs in zip((left, right), again.factors(3), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)

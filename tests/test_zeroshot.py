@@ -170,17 +170,6 @@ def test_stage_scores_both_models_on_the_same_items(
     assert f"| average |  | {mean:.1%} | " in page
 
 
-def test_stage_names_an_unknown_task(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capfd: pytest.CaptureFixture[str]
-) -> None:
-    change_parameters(prepared, "zeroshot.tasks", ["continuations"])
-    assert invoke("suite", name="zeroshot") == 1
-    assert "lm-eval has no single task continuations; `lm-eval ls subtasks`" in capfd.readouterr().err
-    assert not (prepared / "reports/suites").exists()
-    assert invoke("suite", name="questions") == 1
-    assert "'questions' is no suite; choose one of zeroshot, longbench" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

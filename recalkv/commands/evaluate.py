@@ -13,8 +13,6 @@ from recalkv.presets import describe
 
 __all__ = ["evaluate", "quick_check"]
 
-_TEXT = ["embedded"]
-
 
 def evaluate(
     small: Annotated[

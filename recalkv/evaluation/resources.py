@@ -17,7 +17,6 @@ __all__ = [
     "now",
     "peak_device_mib",
     "peak_resident_mib",
-    "resident_mib",
 ]
 
 
@@ -56,11 +55,6 @@ def peak_device_mib(device: torch.device) -> float | None:
         return torch.accelerator.max_memory_allocated(device) / 2**20
     except RuntimeError:  # a device without such statistics
         return None
-
-
-def resident_mib() -> float:
-    """Resident memory of this process now, MiB; 0 where the system does not tell."""
-    return _status_mib("VmRSS") or 0.0
 
 
 def allocated_mib(device: torch.device) -> float | None:

@@ -3,15 +3,3 @@
 ``cache`` holds rows and exact tokens, ``attention`` is the function that models call, ``prefill`` attends from chunks
 and ``decode`` from single tokens: on a CPU by the compiled loops of ``cpu``, on CUDA by ``cuda`` or ``triton_decode``.
 """
-
-from typing import Any
-
-__all__ = ["codec_cache", "stop_codec", "use_codec"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from recalkv.runtime import models
-
-        return getattr(models, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -391,8 +391,3 @@ class CodecLayer(CacheLayerMixin):
         """Move back."""
         for name in self._states():
             setattr(self, name, getattr(self, name).to(self.device, non_blocking=True))
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of memory that the layer holds, room that is kept ahead included."""
-        return sum(getattr(self, name).nbytes for name in self._states())

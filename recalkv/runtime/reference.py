@@ -5,7 +5,6 @@ mean key, which depends on the position alone, is a sum over RoPE pairs of two c
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +14,10 @@ from recalkv.codec.layout import TILE, Segment, number_table, unpack
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError
+from recalkv.runtime.prefill import merge
 
 __all__ = ["BLOCK_N", "CHUNK", "DIGITS", "MOST_RUNS", "DeviceLayout", "DeviceRotation", "check", "check_rows",
-           "coded_attention_torch", "merge", "prepare", "runs_for"]  # fmt: skip
+           "coded_attention_torch", "runs_for"]  # fmt: skip
 
 BLOCK_N = 64
 """Slots that a kernel scores at once; a multiple of TILE."""
@@ -155,49 +155,6 @@ class DeviceLayout:
             tuple((own.segments, other.segments) for own, other in zip(*sides, strict=True)),
             (max(len(code.matrix) for code in sides[0]), max(len(code.matrix) for code in sides[1])), byte,
         )  # fmt: skip
-
-
-def prepare(
-    layers: Mapping[int, LayerCodec], device: torch.device | str
-) -> dict[int, tuple[DeviceLayout, DeviceRotation]]:
-    """Upload what decoding needs of each layer; layers of one rotation share its tables.
-
-    The first attention at a batch size and capacity may compile and copy tables from the host: call each once before a
-    CUDA graph of it is captured.
-    """
-    rotations: dict[bytes, DeviceRotation] = {}
-    found = {}
-    for index, layer in layers.items():
-        key = layer.rotation.frequencies.detach().cpu().double().numpy().tobytes()
-        if key not in rotations:
-            rotations[key] = DeviceRotation.of(layer.rotation, device)
-        found[index] = DeviceLayout.of(layer, device), rotations[key]
-    return found
-
-
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of slots as one.
-
-    Parameters
-    ----------
-    out_a, out_b : (..., d) float
-        Normalized outputs over each set.
-    lse_a, lse_b : (...) float32
-        Natural logarithms of the sums of exponentials of the scores; minus infinity for no slots, whose output is not
-        looked at but to be finite.
-
-    Returns
-    -------
-    (..., d), (...)
-        Zero and minus infinity where neither set has a slot.
-    """
-    most = torch.maximum(lse_a, lse_b)
-    finite = most.masked_fill(most == -math.inf, 0)
-    part_a, part_b = (lse_a - finite).exp(), (lse_b - finite).exp()
-    total = part_a + part_b
-    share = 1 / total.masked_fill(total == 0, 1)
-    out = out_a * (part_a * share)[..., None] + out_b * (part_b * share)[..., None]
-    return out, finite + total.log()
 
 
 def check(

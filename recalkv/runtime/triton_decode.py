@@ -37,13 +37,11 @@ from recalkv.runtime.reference import (
     DeviceRotation,
     check,
     check_rows,
-    merge,
-    prepare,
     runs_for,
 )
 
 __all__ = ["DeviceLayout", "DeviceRotation", "attend_kernel", "coded_attention", "combine",
-           "combine_kernel", "constants", "merge", "prepare"]  # fmt: skip
+           "combine_kernel", "constants"]  # fmt: skip
 
 STAGES = 2
 _COLUMNS = 32

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from recalkv.runtime import use_codec
+from recalkv.runtime.models import use_codec
 
 __all__ = ["own_model"]
 
