@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import recalkv
+from recalkv.cli import app
 from recalkv.codec.fit import fit
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.runtime.models import use_codec
@@ -117,10 +119,10 @@ def test_lone_surrogates_and_foreign_bytes(tmp_path: Path, tiny_tokenizer: PreTr
 def test_standard_input_in_another_encoding(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     compressed().save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
-    command = [sys.executable, "-c", "from recalkv_command import main; main()", "generate", str(tmp_path), "-"]
-    done = subprocess.run([*command, "--tokens", "2"], input=b"the caf\xe9 is", capture_output=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert b"1 characters of the input are not utf-8; read as U+FFFD" in done.stderr
+    command = ["generate", str(tmp_path), "-", "--tokens", "2", "--device", "cpu"]
+    done = CliRunner().invoke(app, command, input=b"the caf\xe9 is")
+    assert done.exit_code == 0, done.output
+    assert "1 characters of the input are not utf-8; read as U+FFFD" in done.stderr
 
 
 # --- caches ---------------------------------------------------------------------------------------------------------

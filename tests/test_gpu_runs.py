@@ -43,6 +43,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str
     return run("tests.gpu_steps", path, 900.0, cpu=True), records(path)
 
 
+@pytest.mark.slow
 def test_failures_are_recorded_and_the_rest_goes_on(faulty: tuple[int, list[dict[str, Any]]]) -> None:
     failed, lines = faulty
     assert failed == 3
