@@ -59,10 +59,12 @@ frontier-quick: setup
 	@cat reports/frontier-quick.md
 
 # Three more real models, and ours beside what engines ship on all four: downloads of 1.8 GiB, 8 GiB of disk, hours on two
-# cores. What is measured is kept, whenever it is stopped; NAME=qwen2.5-0.5b takes one model.
+# cores. What is measured is kept, whenever it is stopped; NAME=qwen2.5-0.5b takes one model, and PART another stage of
+# grids/models/dvc.yaml: calibrations, answers (which needs data/gsm8k/test.jsonl), biases, contexts or written.
+PART ?= cells
 models: $(VENV)/.models
-	$(IN_VENV) nice dvc repro grids/models/dvc.yaml:cells$(if $(NAME),@$(NAME))
-	$(IN_VENV) dvc repro --single-item grids/models/dvc.yaml:page
+	$(IN_VENV) nice dvc repro grids/models/dvc.yaml:$(PART)$(if $(NAME),@$(NAME))
+	$(IN_VENV) dvc repro --single-item --force grids/models/dvc.yaml:page
 	@sed -n '/^## Where ours ends/,/^## What fitting/p' reports/models.md | sed '$$d'
 
 $(VENV)/.models: requirements-models.txt $(INSTALLED)

@@ -323,3 +323,27 @@ def test_families_are_listed_with_reasons() -> None:
     assert "mamba: refused, as it keeps no keys and values in any layer" in lines
     assert any(line.startswith("falcon_h1: refused, as it has layers that keep a state instead") for line in lines)
     assert "gemma3: supported" not in lines, "a multimodal wrapper is what its text model is"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [([], False), (["--bits", "4"], True), (["--bits", "16"], False), (["--method", "palu", "--bits", "4"], False)],
+)
+def test_equal_bits_are_said_to_lose_more(
+    arguments: list[str], said: bool, unloaded: None, settings: list[str | Path], tmp_path: Path
+) -> None:
+    """Where mixed bits could be had; the model is not loaded, so the call itself fails."""
+    output = compress(*settings, *arguments, "--ratio", "0.8", "--out", tmp_path / "out").output
+    assert ("mixed bits lose less at the same bytes" in output) == said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--ratio", "0"], True), (["--target", "0"], True), (["--ratio", "0", "--bits", "16"], False), ([], False)],
+)
+def test_more_removed_than_asked_is_said(
+    arguments: list[str], said: bool, settings: list[str | Path], tmp_path: Path
+) -> None:
+    done = compress(*settings, *arguments, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert ("more than the ratio 0 asked for" in done.output and "--bits 16" in done.output) == said

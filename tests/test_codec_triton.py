@@ -21,7 +21,12 @@ from recalkv.runtime.reference import DeviceLayout, DeviceRotation, coded_attent
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from recalkv.runtime import triton_basis
+import ast
+from pathlib import Path
+
+import pytest
+
+from recalkv.runtime import reference, triton_basis
 from recalkv.runtime.coded import coordinates_torch, outputs_torch
 from recalkv.runtime.triton_decode import coded_attention
 from recalkv.runtime.triton_search import trellis_search
@@ -333,3 +338,26 @@ def test_products_around_attention(batch: int, per_head: int, dim: int, width: i
     numbers = torch.randn(batch, groups, heads * per_head, width, device=DEVICE)
     others = back.transpose(1, 2).contiguous(), mean
     assert torch.allclose(triton_basis.outputs(numbers, *others), outputs_torch(numbers, *others), rtol=1e-4, atol=1e-3)
+
+
+def test_tables_do_not_hang_on_defaults() -> None:
+    layer = Problem(CASES["one group"]).layer
+    expected = DeviceLayout.of(layer, "cpu"), DeviceRotation.of(layer.rotation, "cpu")
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            found = DeviceLayout.of(layer, "cpu"), DeviceRotation.of(layer.rotation, "cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found[0].table, expected[0].table) and torch.equal(found[0].places, expected[0].places)
+    assert torch.equal(found[1].anchors, expected[1].anchors) and torch.equal(found[1].places, expected[1].places)
+    assert not found[0].table.is_inference()
+
+
+def test_plain_torch_needs_no_triton() -> None:
+    tree = ast.parse(Path(reference.__file__).read_text())
+    found = {each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
+    found |= {name.name for each in ast.walk(tree) if isinstance(each, ast.Import) for name in each.names}
+    assert {name.split(".")[0] for name in found} == {"math", "dataclasses", "torch", "recalkv"}
+    ours = {name for name in found if name.startswith("recalkv") and not name.startswith("recalkv.codec.")}
+    assert ours == {"recalkv.errors", "recalkv.runtime.prefill"}

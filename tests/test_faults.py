@@ -271,3 +271,10 @@ def test_one_thread_is_said_where_openmp_is_another(monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert threads.threads_of_torch() == 1
+
+
+def test_a_stage_without_a_model_waits_for_no_models() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "stages.machine", "--help"]
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert "recalkv.model.source" in done.stderr and "transformers.modeling_utils" not in done.stderr

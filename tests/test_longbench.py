@@ -1,6 +1,7 @@
 """LongBench: official prompts and truncation, lm-eval's metrics, and the suite."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites.longbench import TASKS, cut_middle, longbench
 from recalkv.params import LongBenchParams
 from tests import tiny
+from tests.pipeline import invoke
 
 pytest.importorskip("jieba", reason="the packages of LongBench's metrics are not installed")
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -150,3 +152,23 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         longbench(Scripted("a"), Characters(), "trec", path, ASKED)
     with pytest.raises(ParameterError, match=r"max_length=4000 leaves no positions .* 4000 in all"):
         longbench(Scripted("a"), Characters(), "lcc", None, asked(max_length=4000))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (["trec", "narrative"], "'narrative' is not one of qasper"),
+        ([], "longbench.tasks is empty; name some of qasper"),
+    ],
+)
+def test_all_sets_are_checked_before_the_first_is_answered(
+    prepared: Path,
+    change_parameters: Callable[[Path, str, Any], None],
+    capfd: pytest.CaptureFixture[str],
+    tasks: list[str],
+    message: str,
+) -> None:
+    change_parameters(prepared, "longbench.tasks", tasks)
+    assert invoke("suite", name="longbench") == 1
+    assert message in capfd.readouterr().err
+    assert not (prepared / "reports/suites").exists()

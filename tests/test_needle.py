@@ -229,3 +229,14 @@ def test_stages_measure_models_and_make_a_page(
     assert Path("reports/suites/needle.png").read_bytes().startswith(b"\x89PNG")
     # They are not of the default run, whose costs are kept.
     assert not {"needle", "needle_page"} & set(json.loads(Path("reports/timings.json").read_text()))
+
+
+def test_stage_refuses_before_it_loads_a_model(
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke("needle", out=Path("x.json"), name="kivi-9") == 1
+    assert "'kivi-9' is none of the models that can be asked; choose one of dense" in capsys.readouterr().err
+    change_parameters(prepared, "needle.lengths", [64, 5000])
+    assert invoke("needle", out=Path("x.json"), name="dense") == 1
+    assert "needle.lengths=5000" in capsys.readouterr().err
+    assert not Path("x.json").exists()

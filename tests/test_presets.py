@@ -36,7 +36,7 @@ from recalkv.model.chained import ChainedRows
 from recalkv.model.layers import ModuleSource
 from recalkv.model.spec import LatentSpec
 from recalkv.params import load_params
-from recalkv.presets import preset, preset_names, render
+from recalkv.presets import is_rendered, preset, preset_names, render
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,3 +211,19 @@ def test_refused_presets_write_nothing(arguments: list[str], named: str, tmp_pat
     assert refused.exit_code == 1
     assert named in refused.output
     assert not path.exists()
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "a: {", "compression:\n  ratio: 7\n"])
+def test_any_other_file_counts_as_changed(content: str) -> None:
+    assert not is_rendered(content)
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+@pytest.mark.parametrize("out", ["missing/params.yaml", "."])
+def test_places_that_cannot_be_written_are_refused(
+    out: str, overwrite: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = run("tiny", "--out", out, *overwrite)
+    assert isinstance(refused.exception, SystemExit)
+    assert f"error: --out {out} cannot be written" in refused.output and not list(tmp_path.iterdir())

@@ -187,3 +187,14 @@ def test_a_file_of_another_schema_is_refused_by_line(arc_file: Path, line: str, 
 
 def test_the_papers_tasks_are_known_to_lm_eval() -> None:
     check_tasks(dict.fromkeys(PAPER_TASKS))
+
+
+def test_stage_names_an_unknown_task(
+    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    change_parameters(prepared, "zeroshot.tasks", ["continuations"])
+    assert invoke("suite", name="zeroshot") == 1
+    assert "lm-eval has no single task continuations; `lm-eval ls subtasks`" in capfd.readouterr().err
+    assert not (prepared / "reports/suites").exists()
+    assert invoke("suite", name="questions") == 1
+    assert "'questions' is no suite; choose one of zeroshot, longbench" in capfd.readouterr().err

@@ -11,6 +11,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,16 +46,18 @@ with socket.socket(socket.AF_UNIX) as server:
 def warm_python(project: Path, bin_folder: Path) -> Iterator[None]:
     """While it lasts, ``bin_folder/python -m MODULE ...`` runs in such a fork, with the code of ``project``."""
     bin_folder.mkdir()
-    address, client = str(bin_folder / "socket"), bin_folder / "python"
-    client.write_text(_CLIENT.format(python=Path(sys.executable).resolve(), address=address))
-    client.chmod(0o755)
-    environment = os.environ | {"PYTHONPATH": str(project)}
-    with subprocess.Popen([sys.executable, __file__, address], cwd=project, env=environment, stdout=-1) as server:
-        try:
-            assert server.stdout is not None and server.stdout.readline() == b"ready\n"
-            yield
-        finally:
-            server.terminate()
+    # Addresses of sockets have at most some 100 characters, which a test's own folder may use up.
+    with tempfile.TemporaryDirectory() as short:
+        address, client = f"{short}/socket", bin_folder / "python"
+        client.write_text(_CLIENT.format(python=Path(sys.executable).resolve(), address=address))
+        client.chmod(0o755)
+        command, environment = [sys.executable, __file__, address], os.environ | {"PYTHONPATH": str(project)}
+        with subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE) as server:
+            try:
+                assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+                yield
+            finally:
+                server.terminate()
 
 
 def _serve(address: str) -> None:
@@ -71,7 +74,7 @@ def _serve(address: str) -> None:
             if child == 0:
                 listener.close()
                 os._exit(_run(connection))
-            connection.sendall(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]).to_bytes(1, "big", signed=True))
+            connection.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256]))
             connection.close()
 
 

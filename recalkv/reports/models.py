@@ -58,8 +58,10 @@ def page(
     lines = [
         "# Real models",
         "",
-        "Written by `stages.models_page`; do not edit. `make models` measures all of it. Bits count everything that is "
-        f"cached of a sequence of {CONTEXT:,} tokens: codes, scales, zero points, and tokens and layers that stay in "
+        "Written by `stages.models_page`; do not edit. `make models` measures the tables by model, and `make models "
+        "PART=calibrations`, `answers`, `biases`, `contexts` or `written` what has a section of its own. Bits count "
+        f"everything that is cached of a sequence of {CONTEXT:,} tokens: codes, scales, zero points, and tokens and "
+        "layers that stay in "
         "16 bits; layers with sliding windows cache no more than those. KL is the divergence of the next token's "
         "distribution from the dense model's, nats per token, with its standard error over documents; top-1 how often "
         f"both think the same token the likeliest; excess the rise of the loss. Windows of {window:,} tokens of each "
@@ -148,7 +150,8 @@ def _answers(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
         "## GSM8K, through decoding",
         "",
-        "Greedy answers of up to 320 tokens by the chat template, without examples; the difference from the dense "
+        "Greedy answers of up to 320 tokens to the first questions of the test set (`data/gsm8k/test.jsonl`, in the "
+        "hub's schema) by the chat template, without examples; the difference from the dense "
         "model on the same questions with its standard error, and how many answers are the dense model's to the "
         "last letter.",
         "",
