@@ -141,8 +141,8 @@ def cache_size(
     group_size: Annotated[int, typer.Option(help="Key heads per group.", min=1)] = 4,
 ) -> None:
     """Print how large the cache is, dense and compressed, and how much of it fits beside the weights."""
-    from recalkv.cache.size import markdown, table
     from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
+    from recalkv.reports.cache_size import markdown, table
 
     with user_errors():
         if not config:

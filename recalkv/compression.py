@@ -20,7 +20,7 @@ from recalkv.evaluation.streamed import dense_text
 from recalkv.method.allocation import allocate, check_budget, predicted_loss
 from recalkv.method.basis import quantizable
 from recalkv.method.factors import LayerFactors, factorize_layer
-from recalkv.method.fusion import fuse_layer, stored_layers
+from recalkv.method.fusion import fuse_layer, stored_latents
 from recalkv.method.grouping import group_layers, layer_energies
 from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
@@ -152,14 +152,14 @@ def compress_checkpoint(
     others = functools.partial(held_out_windows, tokenizer, texts, calibration)
     parameters, result = compress_to_target(source, windows, calibration, parameters, goal, dtype, others, progress)
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
-    specs = stored_layers(source.geometry, result.specs, result.permutations)
-    config = compressed_config(source, specs, parameters, provenance, calibration)
-    layers, convert = _fused(source, specs, result, dtype), parameters.dtype != "auto"
+    latents = stored_latents(source, result.specs, result.permutations, parameters, provenance, calibration)
+    config, layers = compressed_config(source, latents), _fused(source, latents.layers, result, dtype)
+    convert = parameters.dtype != "auto"
     save_checkpoint(folder, config, source.stored_others(), layers, dtype, convert)
     tokenizer.save_pretrained(folder)
     if (reference.folder / "generation_config.json").exists():
         GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)
-    return LatentSpec.from_config(config)
+    return latents
 
 
 def collect_statistics(
@@ -338,10 +338,9 @@ def assemble(
     convert: bool = True,
 ) -> Any:
     """Build the compressed model in memory from its factors; ``convert`` gives what is not replaced that type too."""
-    specs = stored_layers(source.geometry, result.specs, result.permutations)
-    config = compressed_config(source, specs, parameters, provenance, calibration)
-    layers = _fused(source, specs, result, dtype)
-    return build_model(config, source.stored_others(), layers, dtype if convert else None)
+    latents = stored_latents(source, result.specs, result.permutations, parameters, provenance, calibration)
+    layers = _fused(source, latents.layers, result, dtype)
+    return build_model(compressed_config(source, latents), source.stored_others(), layers, dtype if convert else None)
 
 
 def _fused(

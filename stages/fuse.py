@@ -4,7 +4,7 @@ import torch
 import typer
 from transformers import AutoTokenizer, GenerationConfig
 
-from recalkv.method.fusion import fuse_layer, stored_layers
+from recalkv.method.fusion import fuse_layer, stored_latents
 from recalkv.model.export import compressed_config, decoder_layers, save_checkpoint
 from recalkv.model.source import checkpoint_dtype
 from recalkv.store.folders import writing_folder
@@ -19,11 +19,11 @@ def fuse(run: Stage) -> None:
     wanted, reference, stored = run.params.compression, run.model(), Stored(run)
     source, refitted = stored.source, run.read("calibrate")
     permutations = [stored.permutation(index) for index in range(source.num_layers)]
-    specs = stored_layers(source.geometry, stored.specs(), permutations)
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
     # What the statistics were taken in, where the parameter leaves it to the machine.
     calibration = run.params.calibration.model_copy(update={"precision": run.precision})
-    config = compressed_config(source, specs, wanted, provenance, calibration)
+    latents = stored_latents(source, stored.specs(), permutations, wanted, provenance, calibration)
+    specs, config = latents.layers, compressed_config(source, latents)
     dtype = checkpoint_dtype(reference.folder) if wanted.dtype == "auto" else getattr(torch, wanted.dtype)
     means = (refitted.find(f"{layer_name(index)}/input_mean") for index in range(len(specs)))
     layers = (

@@ -8,13 +8,13 @@ import torch
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from recalkv.cache.size import GIB, KINDS, CacheKind, bytes_per_token, table
 from recalkv.cli import app
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.evaluation.generation import cache_bytes_per_token, parameter_count
 from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 from recalkv.model.spec import LatentSpec
 from recalkv.presets import preset_names
+from recalkv.reports.cache_size import GIB, KINDS, CacheKind, bytes_per_token, table
 from tests.tiny import ALL_FAMILIES, compressed_pair, dense_model, windows
 
 

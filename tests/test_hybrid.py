@@ -11,18 +11,18 @@ from transformers import AutoModelForCausalLM, DynamicCache, GraniteMoeHybridCon
 from transformers.cache_utils import LinearAttentionLayer
 
 from recalkv.cache.growing import GrowingLayer, growing_cache
-from recalkv.cache.size import markdown, table
 from recalkv.compression import compress_layers
 from recalkv.errors import UnsupportedModelError
 from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, kept_states, state_bytes
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import quantizer
-from recalkv.method.fusion import fuse_layer, stored_layers
+from recalkv.method.fusion import fuse_layer, stored_latents
 from recalkv.model.export import compressed_config, decoder_layers, save_checkpoint
 from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.layers import CheckpointSource
 from recalkv.model.sizes import ModelSizes
 from recalkv.model.spec import LatentSpec
+from recalkv.reports.cache_size import markdown, table
 from tests.tiny import SIZES, attending_layers, calibration, compressed_pair, dense_model, plain, windows
 
 QWEN, GRANITE = "qwen3-next-hybrid", "granite4-hybrid"
@@ -36,12 +36,12 @@ def compressed_folder(dense: Path, folder: Path) -> Path:
     """As the pipeline compresses a folder."""
     source, parameters = CheckpointSource(dense), plain(method="loss-aware", bits="mixed", ratio=0.75)
     result = compress_layers(source, windows(), calibration(), parameters)
-    specs = stored_layers(source.geometry, result.specs, result.permutations)
+    latents = stored_latents(source, result.specs, result.permutations, parameters, {})
     layers = (
         fuse_layer(source, index, spec, refit, mean, torch.bfloat16)
-        for index, (spec, refit, mean) in enumerate(zip(specs, result.refits, result.input_means, strict=True))
+        for index, (spec, refit, mean) in enumerate(zip(latents.layers, result.refits, result.input_means, strict=True))
     )
-    config = compressed_config(source, specs, parameters, {})
+    config = compressed_config(source, latents)
     folder.mkdir()
     save_checkpoint(folder, config, source.stored_others(), decoder_layers(source, layers), torch.bfloat16)
     return folder

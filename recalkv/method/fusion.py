@@ -13,13 +13,27 @@ import torch
 from torch import Tensor
 
 from recalkv.method.lowrank import LowRank
+from recalkv.method.methods import resolve_method
 from recalkv.method.refit import LayerRefit
 from recalkv.model.families import AttentionGeometry, head_order
 from recalkv.model.identity import direct_columns, gauge_basis, gauge_pairs, regauged
 from recalkv.model.layers import LayerSource
-from recalkv.model.spec import LayerSpec
+from recalkv.model.spec import LatentSpec, LayerSpec
+from recalkv.params import CalibrationParams, CompressionParams
 
-__all__ = ["choose_value_layout", "fuse_layer", "fuse_output", "fused_attention_tensors", "in_gauge", "stored_layers"]
+__all__ = [
+    "choose_value_layout",
+    "fuse_layer",
+    "fuse_output",
+    "fused_attention_tensors",
+    "in_gauge",
+    "stored_latents",
+    "stored_layers",
+]
+
+_CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
+_RESOLVED = ("metric", "joint", "chain", "grouping", "allocation", "refit", "bits", "damping")
+"""Parameters whose ``auto`` the method decides; the checkpoint says what was done."""
 
 
 def stored_layers(
@@ -32,6 +46,42 @@ def stored_layers(
         )
         for spec, permutation in zip(specs, permutations, strict=True)
     ]
+
+
+def stored_latents(
+    source: LayerSource,
+    specs: Sequence[LayerSpec],
+    permutations: Sequence[Sequence[int]],
+    parameters: CompressionParams,
+    provenance: dict[str, str | None],
+    calibration: CalibrationParams | None = None,
+) -> LatentSpec:
+    """What a checkpoint says of its latents.
+
+    Parameters
+    ----------
+    provenance
+        ``name``, ``revision`` and ``fingerprint`` of the dense model.
+    calibration
+        What the statistics were taken on, for the model card; None where it is not known.
+    """
+    geometry, names = source.geometry, source.layer_tensor_names(source.places[0])
+    method = resolve_method(parameters, geometry.kv_heads)
+    return LatentSpec(
+        geometry,
+        stored_layers(geometry, specs, permutations),
+        key_group_size=method.group_size,
+        value_group_size=method.value_group_size(geometry.kv_heads),
+        joint=method.joint,
+        biases=[letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
+        latents_centered=method.quantized,
+        exact_window=method.exact_window if method.quantized else 0,
+        qk_norm="self_attn.k_norm.weight" in names,
+        method=parameters.method,
+        parameters=parameters.model_dump(mode="json") | {name: getattr(method, name) for name in _RESOLVED},
+        source=provenance,
+        calibration=None if calibration is None else calibration.model_dump(mode="json", include=_CALIBRATION),
+    )
 
 
 def fuse_layer(

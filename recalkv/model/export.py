@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,67 +10,35 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from recalkv.method.methods import resolve_method
 from recalkv.model.card import CARD, model_card
 from recalkv.model.families import attention_layers
 from recalkv.model.family import family_of
 from recalkv.model.layers import LayerSource
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
 from recalkv.model.origins import Origins
-from recalkv.model.spec import LatentSpec, LayerSpec
+from recalkv.model.spec import LatentSpec
 from recalkv.model.stored_weights import stored_weights
-from recalkv.params import CalibrationParams, CompressionParams
 
 __all__ = ["build_model", "compressed_config", "decoder_layers", "save_checkpoint"]
 
-_CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
-_RESOLVED = ("metric", "joint", "chain", "grouping", "allocation", "refit", "bits", "damping")
-"""Parameters whose ``auto`` the method decides; the checkpoint says what was done."""
 
-
-def compressed_config(
-    source: LayerSource,
-    layers: Sequence[LayerSpec],
-    parameters: CompressionParams,
-    provenance: dict[str, str | None],
-    calibration: CalibrationParams | None = None,
-) -> Any:
+def compressed_config(source: LayerSource, latents: LatentSpec) -> Any:
     """Config of the compressed model: the dense one plus a ``recalkv`` section.
 
     Parameters
     ----------
-    layers
-        Latents of each compressed layer, complete (:func:`recalkv.method.fusion.stored_layers`).
-    provenance
-        ``name``, ``revision`` and ``fingerprint`` of the dense model.
-    calibration
-        What the statistics were taken on, for the model card; None where it is not known.
+    latents
+        Of :func:`recalkv.method.fusion.stored_latents`.
     """
     content = source.config.to_dict()
     for key in ("model_type", "architectures", "_name_or_path", "quantization_config"):
         content.pop(key, None)
-    family, geometry = source.config.model_type, source.geometry
-    names = source.layer_tensor_names(source.places[0])
+    family = source.config.model_type
     config = CONFIG_CLASSES[family](**content)
     config.architectures = [MODEL_CLASSES[family].__name__]
     if source.held.quantized:
         config.quantization_config = dict(source.held.config)
-    method = resolve_method(parameters, geometry.kv_heads)
-    config.recalkv = LatentSpec(
-        geometry,
-        layers,
-        key_group_size=method.group_size,
-        value_group_size=method.value_group_size(geometry.kv_heads),
-        joint=method.joint,
-        biases=[letter for letter in "qkvo" if f"self_attn.{letter}_proj.bias" in names],
-        latents_centered=method.quantized,
-        exact_window=method.exact_window if method.quantized else 0,
-        qk_norm="self_attn.k_norm.weight" in names,
-        method=parameters.method,
-        parameters=parameters.model_dump(mode="json") | {name: getattr(method, name) for name in _RESOLVED},
-        source=provenance,
-        calibration=None if calibration is None else calibration.model_dump(mode="json", include=_CALIBRATION),
-    ).to_dict()
+    config.recalkv = latents.to_dict()
     return config
 
 

@@ -1,8 +1,6 @@
 """vLLM's attention backend over rows of codes: what layers hand over is coded, and no model is changed for it."""
 
-import functools
-import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,162 +8,17 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-    MultipleOf,
-)
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, MultipleOf
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from recalkv.codec.layout import TILE
 from recalkv.errors import UnsupportedModelError
-from recalkv.runtime.coded import kernel
 from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
 from recalkv.vllm import BACKEND
-from recalkv.vllm.served import ServedModel, as_paged, served_model, start_state_kernels
+from recalkv.vllm.served import ServedModel, served_model
+from recalkv.vllm.steps import Step, StepBuilder
 
-__all__ = ["CodecBackend", "CodecImpl", "ExactBackend", "Step"]
-
-_DECODED = 8
-"""New tokens of a request up to which each is decoded as a sequence of its own: drafts, above all. More are a chunk,
-for which the rows of all older tokens are unpacked once."""
-
-
-@dataclass
-class Step(AttentionMetadata):
-    """One step's requests, in one of their lists of blocks.
-
-    What is on the device stays there until it is asked for as a list, so that a step in which each request has one new
-    token can be captured into a CUDA graph.
-
-    Attributes
-    ----------
-    tokens
-        Of all requests, without padding but for a captured step's.
-    starts
-        First token of each request in the step, and the end of the last.
-    longest
-        Tokens that no request has more of, the new ones included.
-    lengths : (requests,)
-        Tokens of each request, the new ones included.
-    table : (requests, any) int32, on a CPU int64
-        Blocks of the cache, in the order of the tokens.
-    slots : (tokens,) int64
-        Where the new tokens go: block times its size, plus the place in it.
-    """
-
-    tokens: int
-    starts: list[int]
-    longest: int
-    lengths: Tensor
-    table: Tensor
-    slots: Tensor
-
-    @functools.cached_property
-    def seen(self) -> list[int]:
-        """Lengths, on the CPU."""
-        lengths: list[int] = self.lengths.tolist()
-        return lengths
-
-    @property
-    def single(self) -> bool:
-        """Whether each request has one new token."""
-        return self.tokens == len(self.table)
-
-    @functools.cached_property
-    def decoded(self) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Tokens that are decoded, None for all; their lengths, and their requests' blocks."""
-        if self.single:
-            return None, self.lengths, self.table
-        tokens: list[int] = []
-        requests: list[int] = []
-        lengths: list[int] = []
-        for number, (start, end) in enumerate(itertools.pairwise(self.starts)):
-            if end - start <= _DECODED:
-                tokens += range(start, end)
-                requests += [number] * (end - start)
-                lengths += range(self.seen[number] - (end - start) + 1, self.seen[number] + 1)
-        places = torch.tensor(tokens, dtype=torch.int64, device=self.table.device)
-        if not tokens:
-            return places, places, self.table[:0]
-        return places, places.new_tensor(lengths), self.table[places.new_tensor(requests)]
-
-    @functools.cached_property
-    def chunks(self) -> list[tuple[int, int, int, int]]:
-        """Of requests with more tokens: request, first token, slot of it in the sequence, tokens."""
-        if self.single:
-            return []
-        spans = enumerate(itertools.pairwise(self.starts))
-        return [
-            (n, start, self.seen[n] - end + start, end - start) for n, (start, end) in spans if end - start > _DECODED
-        ]
-
-    @functools.cached_property
-    def chunked(self) -> Tensor | None:
-        """Tokens of chunks, None for all."""
-        if sum(count for *_, count in self.chunks) == self.tokens:
-            return None
-        places = [torch.arange(start, start + count) for _, start, _, count in self.chunks]
-        return torch.cat(places).to(self.table.device)
-
-    @functools.cached_property
-    def positions(self) -> Tensor:
-        """Place of each token in its sequence, (tokens,)."""
-        if self.single:
-            return self.lengths.long() - 1
-        spans = zip(self.seen, itertools.pairwise(self.starts), strict=True)
-        return torch.cat([torch.arange(seen - end + start, seen) for seen, (start, end) in spans]).to(self.table.device)
-
-
-class StepBuilder(AttentionMetadataBuilder[Step]):
-    """Makes :class:`Step`, once for all layers that have the same lists of blocks."""
-
-    _last: ClassVar[tuple[Any, Step] | None] = None
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Steps of one new token a request, where the kernel decodes."""
-        served = kernel() is not None
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if served else AttentionCGSupport.NEVER
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Step:
-        """Of what vLLM knows of the step."""
-        common = common_attn_metadata
-        # Layers with rows of unequal size have builders of their own.
-        if StepBuilder._last is not None and StepBuilder._last[0] is common:
-            return StepBuilder._last[1]
-        requests = common.num_reqs
-        table = common.block_table_tensor[:requests]
-        step = Step(
-            common.num_actual_tokens,
-            common.query_start_loc_cpu[: requests + 1].tolist(),
-            common.max_seq_len,
-            common.seq_lens[:requests],
-            # Compiled loops read it as 64-bit; kernels as it is, where captured steps find it again.
-            table.long() if table.device.type == "cpu" else table,
-            common.slot_mapping[: common.num_actual_tokens],
-        )
-        if table.device.type == "cpu":
-            step.lengths = step.lengths.long()
-        StepBuilder._last = common, step
-        return step
-
-
-class ExactStepBuilder(StepBuilder):
-    """The same of the exact states, of which a process has one."""
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        start_state_kernels(vllm_config)
+__all__ = ["CodecBackend", "CodecImpl"]
 
 
 class CodecBackend(AttentionBackend):
@@ -216,35 +69,6 @@ class CodecBackend(AttentionBackend):
     def supports_sink(cls) -> bool:
         """And learned sinks."""
         return True
-
-
-class ExactBackend(CodecBackend):
-    """Of the exact states, whose blocks are not those of rows cut anew: every block's bytes must stand together."""
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        """None: vLLM asks where it has to know what an implementation can do, and takes this for nothing special."""
-        raise NotImplementedError
-
-    @staticmethod
-    def get_builder_cls() -> type[StepBuilder]:
-        """What describes a step."""
-        return ExactStepBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Any."""
-        return [MultipleOf(1)]
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """As it is."""
-        return spec
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Blocks first."""
-        return (KVCacheLayout.BLHNC,)
 
 
 class CodecImpl(AttentionImpl[Step]):
@@ -345,5 +169,11 @@ class CodecImpl(AttentionImpl[Step]):
         assert paged is not None
         if self._cache != kv_cache.data_ptr():
             self._cache = kv_cache.data_ptr()
-            paged.bind(as_paged(kv_cache, paged.codec.row_bytes, TILE), self.served.exact.states(self._name))
+            paged.bind(_as_paged(kv_cache, paged.codec.row_bytes, TILE), self.served.exact.states(self._name))
         return paged
+
+
+def _as_paged(rows: Tensor, row_bytes: int, tile: int) -> Tensor:
+    """View a cache of vLLM (blocks, 1, slots, bytes) as (blocks, tiles, row bytes, TILE)."""
+    shape = rows.shape[0], rows.shape[2] // tile, row_bytes, tile
+    return rows.as_strided(shape, (rows.stride(0), row_bytes * tile, tile, 1), rows.storage_offset())

@@ -3,15 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm import __version__
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
-from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_ssu_backend
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from recalkv.codec.context import checkpoint_fingerprint
 from recalkv.codec.sidecar import Codec, LayerCodec
@@ -152,20 +148,3 @@ class ServedModel:
         """
         window, own = self._taken[name]
         return own if window is None else max(size for each, size in self._taken.values() if each is not None)
-
-
-def as_paged(rows: torch.Tensor, row_bytes: int, tile: int) -> torch.Tensor:
-    """View a cache of vLLM (blocks, 1, slots, bytes) as (blocks, tiles, row bytes, TILE)."""
-    shape = rows.shape[0], rows.shape[2] // tile, row_bytes, tile
-    return rows.as_strided(shape, (rows.stride(0), row_bytes * tile, tile, 1), rows.storage_offset())
-
-
-def start_state_kernels(config: VllmConfig) -> None:
-    """Choose the kernels of Mamba layers, as vLLM does only where their groups of blocks are not packed with others."""
-    layers = config.compilation_config.static_forward_context.values()
-    specs = [layer.get_kv_cache_spec(config) for layer in layers if isinstance(layer, MambaBase)]
-    groups = [KVCacheGroupSpec([], spec) for spec in specs if spec is not None]
-    if groups:
-        initialize_mamba_ssu_backend(
-            config.mamba_config, KVCacheConfig(1, [], groups), use_replayssm=config.cache_config.use_replayssm
-        )

@@ -5,24 +5,68 @@ in the others. It holds the keys and values of all layers of a process, in block
 as many bytes as a block of rows, since blocks of both come from one pool.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
+from recalkv.vllm import BACKEND
 from recalkv.vllm.blocks import ExactTokensSpec
+from recalkv.vllm.steps import ExactStepBuilder
 
-__all__ = ["ExactTokens"]
+__all__ = ["ExactBackend", "ExactTokens"]
 
 _FOUND_EVERY = 256
 """Tokens of a prompt, where vLLM's ``--prefix-cache-retention-interval`` is left at 0."""
 
 _BEYOND = 1.03
 """A block of exact states may be so much larger than one of rows, which is then padded, to hold one token more."""
+
+
+class ExactBackend(AttentionBackend):
+    """Of the exact states, whose blocks are not those of rows cut anew: every block's bytes must stand together."""
+
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        """As vLLM's log has it."""
+        return BACKEND
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        """None: vLLM asks where it has to know what an implementation can do, and takes this for nothing special."""
+        raise NotImplementedError
+
+    @staticmethod
+    def get_builder_cls() -> type[ExactStepBuilder]:
+        """What describes a step."""
+        return ExactStepBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Any."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """As it is."""
+        return spec
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """It is one."""
+        return True
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Blocks first."""
+        return (KVCacheLayout.BLHNC,)
 
 
 class ExactTokens(AttentionLayerBase):
@@ -65,8 +109,6 @@ class ExactTokens(AttentionLayerBase):
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The plugin's."""
-        from recalkv.vllm.backend import ExactBackend
-
         return ExactBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:

@@ -19,7 +19,8 @@ import torch
 
 from recalkv.runtime import coded, loops, paged
 from recalkv.runtime.triton_decode import coded_attention
-from recalkv.vllm.backend import CodecImpl, Step
+from recalkv.vllm.backend import CodecImpl
+from recalkv.vllm.steps import Step
 from tests.served.tiny import serve
 
 _WAITING = ("item", "tolist", "numpy", "__int__", "__index__", "__bool__", "__float__")
