@@ -6,10 +6,9 @@ side-car are served as if this package were not there.
 
 from typing import Any
 
-__all__ = ["BACKEND", "register"]
+from recalkv.vllm.checks import BACKEND
 
-BACKEND = "RECALKV"
-"""Name of the backend in vLLM's log."""
+__all__ = ["BACKEND", "register"]
 
 
 def register() -> None:

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from recalkv.codec.layout import TILE
 from recalkv.errors import UnsupportedModelError
 from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
-from recalkv.vllm import BACKEND
+from recalkv.vllm.checks import BACKEND
 from recalkv.vllm.served import ServedModel, served_model
 from recalkv.vllm.steps import Step, StepBuilder
 

@@ -4,7 +4,10 @@ from typing import Any
 
 from recalkv.errors import CheckpointError, ParameterError
 
-__all__ = ["TESTED", "check"]
+__all__ = ["BACKEND", "TESTED", "check"]
+
+BACKEND = "RECALKV"
+"""Name of the backend in vLLM's log."""
 
 TESTED = ((0, 32), (0, 33))
 """vLLM versions from the first on and before the second."""

@@ -12,8 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from recalkv.codec.context import checkpoint_fingerprint
 from recalkv.codec.sidecar import Codec, LayerCodec
 from recalkv.errors import CheckpointError, ParameterError
-from recalkv.vllm import BACKEND
-from recalkv.vllm.checks import check
+from recalkv.vllm.checks import BACKEND, check
 from recalkv.vllm.shards import shard
 from recalkv.vllm.window import ExactTokens
 

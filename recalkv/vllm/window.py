@@ -14,8 +14,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
-from recalkv.vllm import BACKEND
 from recalkv.vllm.blocks import ExactTokensSpec
+from recalkv.vllm.checks import BACKEND
 from recalkv.vllm.steps import ExactStepBuilder
 
 __all__ = ["ExactBackend", "ExactTokens"]
