@@ -72,7 +72,7 @@ class CalibrationParams(_TextParams):
     )
     samples: int = Field(32, ge=1, description="token windows")
     length: int = Field(1024, ge=2, description="tokens per window")
-    seed: int = Field(0, ge=0, description="seed of the choice of windows")
+    seed: int = Field(0, ge=0, description="seed of the choice of windows, and of the labels that the codec draws")
     recall: float = Field(
         0.25, ge=0, le=1, description="fraction of the windows whose second half repeats passages of their first, "
         "which shows what is read from far back",
@@ -123,7 +123,6 @@ class CompressionParams(_Section):
         description="what is fitted again on inputs behind the compressed prefix: value factors (the paper's OVC), or "
         "the output projection; auto is the method's own, but none in mixed bits up to a ratio of 0.9",
     )
-    refit_ridge: float = Field(0.3, ge=0, description="ridge of the output's fit, relative to the mean diagonal")
     bits: Literal["auto", 16, 8, 4, 3, 2, "mixed"] = Field(
         "auto",
         description="bits per cached element; 16 leaves latents in the model's type, mixed gives every direction 0 to "
@@ -142,11 +141,9 @@ class CompressionParams(_Section):
     damping: float | None = Field(
         None,
         ge=0,
-        description="ridge on Gram matrices, relative to their mean diagonal; null for 0.1 in the loss metric, which "
-        "serves text unlike that of the calibration, and 1e-6 in others, which keeps them regular",
-    )
-    gradient_damping: float = Field(
-        0.1, ge=0, description="ridge on the gradients' second moments, relative to their mean diagonal"
+        description="ridge on Gram matrices, and on the gradients' second moments in the loss metric, relative to "
+        "their mean diagonal; null for 0.1 in the loss metric, which serves text unlike that of the calibration, and "
+        "1e-6 in others, which keeps them regular",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the exported weights; auto is the dense checkpoint's"
@@ -163,7 +160,6 @@ class CodecParams(_Section):
         None, ge=1, description="positions that it is fitted for; null for those that the model was made for"
     )
     samples: int = Field(12, ge=1, description="use the first so many calibration windows; few are enough")
-    seed: int = Field(0, ge=0, description="seed of the labels that are drawn from the model")
 
 
 class EvaluationParams(_TextParams):
@@ -190,10 +186,6 @@ class EvaluationParams(_TextParams):
     )
     precision: Precision = Field(
         "auto", description="type of the matrix products where perplexity is measured, dense and compressed alike"
-    )
-    prompts: list[str] = Field(
-        default_factory=lambda: ["To bake a loaf of bread, you first", "The ship left the harbour at dawn, and"],
-        description="prompts of the side-by-side samples",
     )
 
 
@@ -242,7 +234,6 @@ class LongBenchParams(_Section):
     max_length: int | None = Field(
         None, ge=16, description="tokens of a prompt, longer ones lose their middle; null for what the positions leave"
     )
-    chat: bool = Field(False, description="use the chat template where LongBench does so for chat models")
 
 
 class LatencyParams(_Section):

@@ -36,7 +36,7 @@ def baseline(
     with run.bar(sum(map(len, texts.values())), "window") as bar, run.write(record) as store:
         for place, windows in texts.items():
             MeasuredText(windows, measured(model, windows.tokens, wanted, bar.update, keep=True)).write(store, place)
-        generated = measure_generation(model, tokenizer, texts[MAIN_TEXT].tokens, wanted)
+        generated = measure_generation(model, tokenizer, texts[MAIN_TEXT].tokens)
         store.describe(record | {"dense": generated.record()})
 
 

@@ -16,7 +16,7 @@ def calibrate(run: Stage) -> None:
     stored = Stored(run, run.precision)
     method = stored.method
     specs, windows = stored.specs(), run.read("sample").get("windows")
-    record = run.params.compression.model_dump(mode="json", include={"method", "refit", "refit_ridge"})
+    record = run.params.compression.model_dump(mode="json", include={"method", "refit"})
     settings = run.params.model_dump(mode="json", include={"calibration", "compression"}) | {"precision": run.precision}
     read = ["sample", "whiten", "fisher", "reorder", "allocate", "factorize"]
     with run.write_layers(record, read, settings) as store:

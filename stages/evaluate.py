@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from recalkv.evaluation.generation import Generated, cache_metrics, measure_generation, parameter_metrics
+from recalkv.evaluation.generation import PROMPTS, Generated, cache_metrics, measure_generation, parameter_metrics
 from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText
 from recalkv.evaluation.resources import device_name
 from recalkv.model.loading import load_model
@@ -34,7 +34,7 @@ def evaluate(
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
         against = {place: text.compare(model, wanted, bar.update) for place, text in texts.items()}
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    compressed = measure_generation(model, tokenizer, texts[MAIN_TEXT].windows.tokens, wanted)
+    compressed = measure_generation(model, tokenizer, texts[MAIN_TEXT].windows.tokens)
     spec = LatentSpec.from_config(model.config)
     metrics = {
         "perplexity": against.pop(MAIN_TEXT),
@@ -43,7 +43,7 @@ def evaluate(
         "parameters": parameter_metrics(spec, dense, compressed),
     }
     write_json(run.reports / "metrics.json", metrics)
-    samples = zip(wanted.prompts, dense.samples, compressed.samples, strict=True)
+    samples = zip(PROMPTS, dense.samples, compressed.samples, strict=True)
     write_json(
         run.reports / "samples.json",
         [{"prompt": prompt, "dense": before, "compressed": after} for prompt, before, after in samples],

@@ -15,7 +15,7 @@ def moments(run: Stage) -> None:
     """Take the moments of all layers at the attention function, forward and backward over the first windows."""
     from transformers import AutoModelForCausalLM
 
-    wanted, folder = run.params.codec, run.model().folder
+    wanted, seed, folder = run.params.codec, run.params.calibration.seed, run.model().folder
     windows = run.read("sample").get("windows")[: wanted.samples]
     # A CPU multiplies 16-bit numbers no faster.
     dtype = torch.float32 if run.device.type == "cpu" else checkpoint_dtype(folder)
@@ -30,10 +30,10 @@ def moments(run: Stage) -> None:
                 bar.set_description(step)
             bar.update()
 
-        found = take_moments(model, windows, context, wanted.seed, advance)
+        found = take_moments(model, windows, context, seed, advance)
     tokens = cached_tokens(model, context)
     record = {
-        "context": context, "seed": wanted.seed, "shape": list(windows.shape), "fingerprint": model_fingerprint(model),
+        "context": context, "seed": seed, "shape": list(windows.shape), "fingerprint": model_fingerprint(model),
         "tokens": {str(index): tokens[index] for index in found}, "dtype": str(dtype),
     }  # fmt: skip
     with run.write(record) as store:

@@ -25,7 +25,7 @@ _TOLERANCE = 1e-3
 def compressed(setting: str, device: str, batch: int) -> CompressedLayers:
     source = ModuleSource(dense_model("llama-gqa"), device)
     # Ridges keep solutions from turning on the last bits of the sums.
-    parameters = plain(**SETTINGS[setting], damping=1e-2, gradient_damping=0.1)
+    parameters = plain(**SETTINGS[setting], damping=1e-2)
     return compress_layers(source, windows(), calibration(batch_size=batch), parameters)
 
 
@@ -52,6 +52,6 @@ def test_factors_do_not_depend_on_the_device(setting: str, where: tuple[str, int
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_models_of_the_gpu_decode_there(setting: str) -> None:
     dense, result = dense_model("llama-gqa").cuda(), compressed(setting, "cuda", 4)
-    model = assemble(dense, result, plain(**SETTINGS[setting], damping=1e-2, gradient_damping=0.1)).cuda()
+    model = assemble(dense, result, plain(**SETTINGS[setting], damping=1e-2)).cuda()
     tokens = model.generate(windows(2, 12).cuda(), max_new_tokens=4, do_sample=False)
     assert tokens.is_cuda and tokens.shape == (2, 16)

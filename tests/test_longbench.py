@@ -22,7 +22,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 class Characters:
     """A tokenizer of single characters, with a chat template."""
 
-    chat_template: str | None = "yes"
+    chat_template: str | None = None
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) for character in text]}
@@ -130,13 +130,10 @@ def test_long_prompts_lose_their_middle(tmp_path: Path) -> None:
 
 def test_chat_template_where_officially_used(tmp_path: Path) -> None:
     for task, wrapped in (("qasper", True), ("trec", False), ("lcc", False)):
-        model = Scripted("a")
-        longbench(model, Characters(), task, write(tmp_path, task, all_classes=["a"]), asked(limit=1, chat=True))
+        model, tokenizer = Scripted("a"), Characters()
+        tokenizer.chat_template = "yes"
+        longbench(model, tokenizer, task, write(tmp_path, task, all_classes=["a"]), asked(limit=1))
         assert model.prompts[0].startswith("<user>") is wrapped
-    plain = Characters()
-    plain.chat_template = None
-    with pytest.raises(ParameterError, match="chat=true needs a tokenizer with a chat template"):
-        longbench(Scripted("a"), plain, "qasper", write(tmp_path, "qasper"), asked(chat=True))
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("compression.grouping", "perhaps", "'auto', 'neighbors', 'cka' or 'tail-energy'"),
         ("compression.allocation", 0.5, "'auto', 'water-filling', 'fisher' or 'uniform'"),
         ("compression.refit", "factors", "'auto', 'none', 'values' or 'output'"),
-        ("compression.refit_ridge", -0.1, "greater than or equal to 0"),
+        ("compression.damping", -0.1, "greater than or equal to 0"),
         ("compression.bits", 5, "16, 8, 4, 3, 2 or 'mixed'"),
         ("compression.joint", 3, "'auto', True or False"),
         ("compression.chain", "yes", "'auto', True or False"),
@@ -117,7 +117,7 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("calibration.precision", "float16", "'auto', 'float32' or 'bfloat16'"),
         ("calibration.fisher_samples", 0, "greater than or equal to 1"),
         ("evaluation.window", 1, "greater than or equal to 2"),
-        ("evaluation.prompts", "one", "valid list"),
+        ("evaluation.further_texts", "one", "valid list"),
         ("evaluation.precision", "half", "'auto', 'float32' or 'bfloat16'"),
         ("latency.contexts", [], "at least 1 item"),
         ("needle.lengths", [], "at least 1 item"),
@@ -233,7 +233,10 @@ def test_a_change_of_another_form_is_told_the_form(raw: dict[str, Any], tmp_path
         ("compression.ration=0.7", r"unknown parameter `compression\.ration`; known here: method, ratio"),
         ("compression.ratio=1.5", r"compression\.ratio=1\.5 is not allowed: .*less than 1"),
         ("compression.ratio=", r"compression\.ratio=None is not allowed: .*valid number"),
-        ("evaluation.prompts=[one", r"--set 'evaluation\.prompts=\[one': the value is not valid YAML.*quote it"),
+        (
+            "evaluation.further_texts=[one",
+            r"--set 'evaluation\.further_texts=\[one': the value is not valid YAML.*quote it",
+        ),
     ],
 )
 def test_a_change_is_checked_as_the_file_is(raw: dict[str, Any], tmp_path: Path, change: str, message: str) -> None:

@@ -55,7 +55,7 @@ def test_order_is_that_of_the_groups_heads() -> None:
 def test_parts_are_those_of_the_definition(metric: str, shape: str) -> None:
     """Weight, second moment of the outputs and output metric of every latent, from the layer's own statistics."""
     method, joint = ("recalkv", False) if shape == "whole-values" else ("palu", shape == "joint")
-    given = steps("llama-mha", method=method, joint=joint, metric=metric, gradient_damping=0.01)
+    given = steps("llama-mha", method=method, joint=joint, metric=metric, damping=0.01)
     problem = given.problem(1)
     loss = problem.statistics.loss
     assert loss is not None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +10,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from recalkv.model.spec import LatentSpec
 
-if TYPE_CHECKING:  # benchmarks of decoding import this module where pydantic may be missing
-    from recalkv.params import EvaluationParams
-
 __all__ = [
+    "PROMPTS",
     "Generated",
     "cache_bytes_per_token",
     "cache_metrics",
@@ -29,6 +27,7 @@ __all__ = [
 
 _CACHE_TOKENS = 64
 _SAMPLE_TOKENS = 32
+PROMPTS = "To bake a loaf of bread, you first", "The ship left the harbour at dawn, and"
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Generated:
     parameters
         Of the model, tied ones once.
     samples
-        Continuation of each of ``evaluation.prompts``.
+        Continuation of each of :data:`PROMPTS`.
     state_bytes
         Of what layers without keys and values keep instead, per sequence.
     """
@@ -60,8 +59,8 @@ class Generated:
         return asdict(self)
 
 
-def measure_generation(model: Any, tokenizer: Any, windows: Tensor, wanted: "EvaluationParams") -> Generated:
-    """Let a model go on from the prompts, and fill its cache.
+def measure_generation(model: Any, tokenizer: Any, windows: Tensor) -> Generated:
+    """Let a model go on from :data:`PROMPTS`, and fill its cache.
 
     Parameters
     ----------
@@ -69,11 +68,9 @@ def measure_generation(model: Any, tokenizer: Any, windows: Tensor, wanted: "Eva
         Dense or compressed, and its tokenizer.
     windows : (windows, tokens) int64
         Evaluation text; the cache is that of its start.
-    wanted
-        ``prompts``.
     """
     samples = []
-    for prompt in wanted.prompts:
+    for prompt in PROMPTS:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         output = _generate(model, ids, _SAMPLE_TOKENS)
         samples.append(str(tokenizer.decode(output.sequences[0, ids.shape[1] :])))

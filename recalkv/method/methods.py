@@ -70,8 +70,6 @@ class Method(Choices):
     bits: int | str
     rank_multiple: int
     damping: float
-    gradient_damping: float
-    refit_ridge: float
     exact_window: int
 
     @property
@@ -122,8 +120,6 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
         bits=bits,
         rank_multiple=parameters.rank_multiple,
         damping=DAMPING.get(metric, 1e-6) if parameters.damping is None else parameters.damping,
-        gradient_damping=parameters.gradient_damping,
-        refit_ridge=parameters.refit_ridge,
         exact_window=parameters.exact_window,
     )
     if method.refit == "values" and joint:

@@ -54,7 +54,11 @@ class OutputMoments:
         return OutputMoments(distributed.total(self.gram), distributed.total(self.cross), float(target))
 
 
-def fit_output(moments: OutputMoments, weight: Tensor, ridge: float) -> Tensor:
+RIDGE = 0.3
+"""Enough for text unlike that of the calibration: the fit is of a few thousand tokens."""
+
+
+def fit_output(moments: OutputMoments, weight: Tensor, ridge: float = RIDGE) -> Tensor:
     """Ridge regression towards the dense output projection.
 
     Parameters

@@ -143,7 +143,7 @@ class LayerProblem:
         key_gradient = value_gradient = None
         if self.method.metric == "loss":
             key_gradient, value_gradient = self._loss.key_gradient, self._loss.value_gradient
-        gram, ridge = self.input_metric, self.method.gradient_damping
+        gram, ridge = self.input_metric, self.method.damping
         columns = group_columns(groups, self.head_dim)
         if self.method.joint:
             both, gradient = torch.cat([self.keys, self.values], dim=1), None

@@ -170,7 +170,7 @@ def _fit_output(
             moments.add(contexts[-1], added if family.post_norm else added + (before - states) / scale)
     if done is None:
         moments = moments.total()
-        output = fit_output(moments, weight, method.refit_ridge)
+        output = fit_output(moments, weight)
         errors = output_error(moments, weight), output_error(moments, output)
         done = LayerRefit(start.keys, start.values, output.float(), *errors)
     layer.install(start.keys, start.values, done.output)

@@ -92,7 +92,7 @@ def longbench(
     DataError
         If a local file lacks a column.
     """
-    check_sets({task: items}, model.config, tokenizer, wanted)
+    check_sets({task: items}, model.config, wanted)
     with quiet("lm_eval"):
         with needing("eval"):
             import jieba  # noqa: F401  (imported by lm-eval's metrics)
@@ -120,7 +120,7 @@ class LongBench(Suite):
     """The sets of ``longbench.tasks``."""
 
     def __init__(self, params: Params, dense: Path, scratch: Path) -> None:
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
         wanted = self._wanted = params.longbench
         if not wanted.tasks:
@@ -128,8 +128,7 @@ class LongBench(Suite):
         items: dict[str, Path | None] = dict.fromkeys(wanted.tasks)
         if wanted.items is not None:
             items |= local_data(Path(wanted.items), [task for task in items if task in TASKS])
-        tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=False)
-        check_sets(items, AutoConfig.from_pretrained(dense), tokenizer, wanted)
+        check_sets(items, AutoConfig.from_pretrained(dense), wanted)
         self._items = items
 
     def score(self, model: Any, tokenizer: Any, progress: Progress) -> list[LongBenchScore]:
@@ -157,21 +156,19 @@ class LongBench(Suite):
         return ["# LongBench", "", *table(["set", "items", "dense", "compressed"], rows)]
 
 
-def check_sets(items: Mapping[str, Path | None], config: Any, tokenizer: Any, wanted: LongBenchParams) -> None:
+def check_sets(items: Mapping[str, Path | None], config: Any, wanted: LongBenchParams) -> None:
     """Refuse what could not be answered or scored, before the first item is.
 
     Raises
     ------
     ParameterError
-        If a task is unknown, prompts may exceed the model's positions, or there is no chat template.
+        If a task is unknown, or prompts may exceed the model's positions.
     DataError
         If a local file lacks a column.
     """
     unknown = [task for task in items if task not in TASKS]
     if unknown:
         raise ParameterError(f"longbench.tasks: {unknown[0]!r} is not one of {', '.join(TASKS)}.")
-    if wanted.chat and not getattr(tokenizer, "chat_template", None):
-        raise ParameterError("longbench.chat=true needs a tokenizer with a chat template; set it to false.")
     positions = getattr(config, "max_position_embeddings", None)
     if wanted.max_length is not None and positions is not None and wanted.max_length >= positions:
         raise ParameterError(
@@ -219,7 +216,7 @@ def _reader(model: Any, tokenizer: Any, task: str, wanted: LongBenchParams, prog
             kept, half = cut_middle(ids, length), length // 2
             prompt = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (kept[:half], kept[half:]))
         special = True
-        if wanted.chat and task not in _PLAIN:
+        if getattr(tokenizer, "chat_template", None) and task not in _PLAIN:
             message = [{"role": "user", "content": prompt}]
             prompt, special = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True), False
         inputs = torch.tensor([tokenizer(prompt, add_special_tokens=special)["input_ids"]], device=device)
