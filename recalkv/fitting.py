@@ -19,25 +19,28 @@ from recalkv.codec.fit import (
 )
 from recalkv.codec.moments import SINKS, take_moments
 from recalkv.codec.sidecar import Codec, model_fingerprint
-from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, ReCalKVError, UnsupportedModelError
+from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, ReCalKVError
 from recalkv.evaluation.perplexity import over_documents
 from recalkv.method.target import Target
 from recalkv.model.device import device_of
-from recalkv.model.loading import load_model
+from recalkv.model.loading import check_causal, load_model
 from recalkv.model.source import EMBEDDED, resolve_model
-from recalkv.params import CalibrationParams, CodecParams, RuntimeParams, parse_section
+from recalkv.params import CalibrationParams, CodecParams, RuntimeParams
 from recalkv.store.folders import CODEC, check_output, writing_folder
 from recalkv.text.chat import Document
-from recalkv.text.corpora import calibration_documents, calibration_windows, held_out_windows, load_tokenizer
-from recalkv.text.documents import given_documents
+from recalkv.text.corpora import (
+    calibration_windows,
+    given_calibration,
+    held_out_windows,
+    load_tokenizer,
+    tokenizer_of,
+)
 from recalkv.text.windows import Windows
 
 __all__ = ["SAMPLES", "fit", "fit_loaded", "load_dense"]
 
 SAMPLES = CodecParams().samples
 """Calibration windows of a codec."""
-
-_OWN_TEXTS = "texts of the caller's"
 
 Progress = Callable[[str, int, int], None]
 
@@ -109,16 +112,9 @@ def fit(
     goal: Target | float = CodecParams().bits if bits is None else bits
     if target is not None:
         goal = Target.of(target)
-    given = {"samples": samples, "length": length, "seed": seed}
-    given = {name: value for name, value in given.items() if value is not None}
-    texts: Mapping[str, Sequence[Document]]
-    if dataset is None or isinstance(dataset, str | Path):
-        named = {} if dataset is None else {"text": str(dataset)}
-        calibration = parse_section(CalibrationParams, given | named, "fit")
-        texts = calibration_documents(calibration)
-    else:
-        calibration = parse_section(CalibrationParams, given | {"text": _OWN_TEXTS}, "fit")
-        texts = {_OWN_TEXTS: given_documents(dataset)}
+    if not isinstance(model, str | Path):
+        check_causal(model)
+    calibration, texts = given_calibration(dataset, {"samples": samples, "length": length, "seed": seed})
     local = not isinstance(model, nn.Module) and model != EMBEDDED and Path(model).exists()
     folder = None if out is None else Path(out)
     if folder is not None:
@@ -129,7 +125,7 @@ def fit(
             if isinstance(model, nn.Module)
             else load_dense(str(model), None, Path(scratch), device_of(device), tokenizer)
         )
-        tokenizer = tokenizer or own or _tokenizer_of(loaded)
+        tokenizer = tokenizer or own or tokenizer_of(loaded)
         codec = fit_loaded(loaded, tokenizer, texts, calibration, goal, context, progress, heads)
     if folder is not None:
         with writing_folder(folder.resolve()) as partial:
@@ -280,21 +276,3 @@ def divergence(
 def _log_probabilities(model: Any, ids: Tensor) -> Tensor:
     logits: Tensor = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
     return logits.float().log_softmax(-1)
-
-
-def _tokenizer_of(model: Any) -> Any:
-    """Tokenizer of the folder or id that a model was loaded from."""
-    from transformers import AutoTokenizer
-
-    name = getattr(getattr(model, "config", None), "name_or_path", None)
-    if name is None:
-        raise UnsupportedModelError(
-            f"model is a {type(model).__name__} without a config; give an id, a folder, or what "
-            f"AutoModelForCausalLM.from_pretrained returns."
-        )
-    try:
-        if not name:
-            raise OSError("the model has no name")
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ParameterError(f"no tokenizer is given, and none is found where the model is from ({name!r}).") from error

@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 from recalkv.compression import Progress, assemble, compress_checkpoint, compress_to_target
-from recalkv.errors import ParameterError, UnsupportedModelError
+from recalkv.errors import ParameterError
 from recalkv.method.target import Target
 from recalkv.model.device import device_of
 from recalkv.model.layers import ModuleSource
-from recalkv.model.loading import load_model
+from recalkv.model.loading import check_causal, load_model
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import EMBEDDED, checkpoint_dtype, resolve_model
 from recalkv.params import CalibrationParams, CompressionParams, RuntimeParams, parse_section
 from recalkv.store.folders import check_output, writing_folder
 from recalkv.text.chat import Document
-from recalkv.text.corpora import calibration_documents, calibration_windows, check_length, held_out_windows
-from recalkv.text.documents import given_documents
+from recalkv.text.corpora import (
+    calibration_windows,
+    check_length,
+    given_calibration,
+    held_out_windows,
+    tokenizer_of,
+)
 
 __all__ = ["compress"]
-
-_LONGEST_NAME = 255
-"""Characters of a data set's name or path; more is a text."""
-
-_OWN_TEXTS = "texts of the caller's"
 
 
 @torch.inference_mode(False)
@@ -100,30 +100,17 @@ def compress(
     DataError
         If the data cannot be had or hold too few tokens, or are conversations and the tokenizer has no chat template.
     """
-    given = {
-        "samples": samples, "length": length, "seed": seed, "batch_size": batch_size, "precision": precision,
-        "split": split,
-    }  # fmt: skip
-    given = {name: value for name, value in given.items() if value is not None}
     if target is not None and "ratio" in compression:
         raise ParameterError(f"target={target!r} and ratio={compression['ratio']!r} are both given; give one of them.")
     if not isinstance(model, str | Path):
-        _check_causal(model)
+        check_causal(model)
     parameters = parse_section(CompressionParams, compression, "compress")
     goal = Target(ratio=parameters.ratio) if target is None else Target.of(target)
-    texts: Mapping[str, Sequence[Document]]
-    if isinstance(dataset, str) and (len(dataset) > _LONGEST_NAME or "\n" in dataset):
-        raise ParameterError(
-            f"dataset is one text of {len(dataset)} characters; give a list of texts, such as [text], or a name."
-        )
-    if dataset is None or isinstance(dataset, str | Path):
-        named = {} if dataset is None else {"text": str(dataset)}
-        calibration = parse_section(CalibrationParams, given | named, "compress")
-        texts = calibration_documents(calibration)
-    else:
-        name = text_name or _OWN_TEXTS
-        calibration = parse_section(CalibrationParams, given | {"text": name}, "compress")
-        texts = {name: given_documents(dataset)}
+    settings = {
+        "samples": samples, "length": length, "seed": seed, "batch_size": batch_size, "precision": precision,
+        "split": split,
+    }  # fmt: skip
+    calibration, texts = given_calibration(dataset, settings, text_name)
     folder = None if out is None else Path(out)
     name_or_path = None if isinstance(model, nn.Module) else str(model)
     saved = folder is not None or name_or_path is not None
@@ -135,7 +122,7 @@ def compress(
         local = name_or_path not in (None, EMBEDDED) and Path(str(model)).exists()
         check_output(folder, Path(str(model)) if local else None, overwrite=False)
     if name_or_path is None:
-        tokenizer = tokenizer or _tokenizer_of(model)
+        tokenizer = tokenizer or tokenizer_of(model)
         compressed = _in_memory(model, tokenizer, texts, calibration, parameters, goal, progress)
         if folder is None:
             return compressed
@@ -177,34 +164,3 @@ def _in_memory(
     compressed = assemble(source, result, parameters, dtype, provenance, calibration, convert)
     compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
     return compressed
-
-
-def _check_causal(model: Any) -> None:
-    """Refuse what has no output head, or wraps a model."""
-    if hasattr(model, "_orig_mod"):
-        raise UnsupportedModelError("model was compiled by torch.compile; give the model as it was before.")
-    if hasattr(model, "get_base_model") or hasattr(model, "peft_config"):
-        raise UnsupportedModelError(
-            f"model is a {type(model).__name__} with adapters; merge them first: `model = model.merge_and_unload()`."
-        )
-    if isinstance(getattr(model, "module", None), nn.Module):
-        raise UnsupportedModelError(f"model is wrapped in {type(model).__name__}; give `model.module`.")
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if not hasattr(model, "config") or head is None:
-        raise UnsupportedModelError(
-            f"model is a {type(model).__name__}, no causal language model with an output head; give an id, a folder, "
-            f"or what AutoModelForCausalLM.from_pretrained returns."
-        )
-
-
-def _tokenizer_of(model: Any) -> Any:
-    """Tokenizer of the folder or id that a model was loaded from."""
-    from transformers import AutoTokenizer
-
-    name = getattr(model.config, "_name_or_path", None)
-    try:
-        if not name:
-            raise OSError("the model has no name")
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ParameterError(f"no tokenizer is given, and none is found where the model is from ({name!r}).") from error

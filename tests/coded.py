@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recalkv.codec.fit import fit
+from recalkv.codec.context import cached_tokens, model_context, model_fingerprint
+from recalkv.codec.fit import build_codec, check_bits
+from recalkv.codec.moments import take_moments
 from recalkv.codec.sidecar import Codec
 from recalkv.runtime.models import use_codec
 from tests import tiny
@@ -25,6 +27,23 @@ FAMILIES = (
     "gpt-oss-sinks", "glm-partial", "ernie4.5", "smollm3-nope", "gpt2", "qwen3-next-hybrid", "granite4-hybrid",
 )  # fmt: skip
 """What models hand to their attention: every kind that there is."""
+
+
+@torch.inference_mode(False)
+def fit(
+    model: Any,
+    windows: Tensor,
+    bits: float = 4,
+    context: int | None = None,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+) -> Codec:
+    """Fit a codec to a loaded model on calibration windows, (samples, length) int64."""
+    check_bits(bits)
+    context = context or model_context(model)
+    moments = take_moments(model, windows, context, seed, progress)
+    record = {"bits": bits, "windows": list(windows.shape), "seed": seed}
+    return build_codec(moments, bits, context, model_fingerprint(model), cached_tokens(model, context), record)
 
 
 def dense(family: str = "llama-gqa", **changes: Any) -> Any:

@@ -20,12 +20,11 @@ from transformers import (
 
 import recalkv.runtime.means
 from recalkv.codec.codes import levels
-from recalkv.codec.fit import fit
 from recalkv.errors import CheckpointError, ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 from tests import tiny
-from tests.coded import WINDOW, assert_agree, codec_of, coded_model, dense, in_chunks, one_pass, token_ids
+from tests.coded import WINDOW, assert_agree, codec_of, coded_model, dense, fit, in_chunks, one_pass, token_ids
 
 STEPS = [20, *range(21, 61)]
 

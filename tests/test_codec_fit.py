@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
-from recalkv.codec import fit as fitting
+from recalkv import fitting
 from recalkv.codec.context import cached_tokens, model_context
-from recalkv.codec.fit import build_codec, fit, heads_per_code
+from recalkv.codec.fit import build_codec, heads_per_code
 from recalkv.codec.moments import take_moments
 from recalkv.codec.probe import watching
 from recalkv.codec.sidecar import Codec, model_fingerprint
@@ -25,6 +25,7 @@ from recalkv.errors import (
     ParameterError,
     UnsupportedModelError,
 )
+from tests.coded import fit
 from tests.tiny import dense_model, windows
 
 CONTEXT = 256
@@ -315,11 +316,11 @@ def test_other_models_have_other_fingerprints(model: Any) -> None:
 
 @pytest.mark.parametrize("bits", [0, -1, 16.5, float("nan"), float("inf")])
 def test_bits_out_of_range_are_refused_before_the_work(
-    model: Any, bits: float, monkeypatch: pytest.MonkeyPatch
+    model: Any, tiny_tokenizer: Any, bits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fitting, "take_moments", lambda *_: pytest.fail("too late"))
     with pytest.raises(ParameterError, match=rf"bits={bits} must lie above 0 and up to 16"):
-        fit(model, windows(2, 24), bits=bits)
+        fitting.fit(model, tiny_tokenizer, ["text " * 400], bits=bits, length=32)
 
 
 def test_too_few_bits_are_refused(model: Any) -> None:

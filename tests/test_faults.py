@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import recalkv
 from recalkv.cli import app
-from recalkv.codec.fit import fit
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.runtime.models import use_codec
 from recalkv.text.chat import is_conversation, plain_text, rendered
@@ -25,6 +24,7 @@ from recalkv.text.documents import load_documents
 from recalkv.text.unicode import well_formed
 from recalkv.text.windows import document_tokens
 from tests import tiny
+from tests.coded import fit
 
 WINDOW: dict[str, Any] = {"method": "loss-aware", "bits": "mixed", "ratio": 0.5, "exact_window": 8}
 

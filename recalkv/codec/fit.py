@@ -1,10 +1,6 @@
-"""Fit a codec to a model: moments, bases, bits.
+"""Build a codec from the moments of a model: bases and bits."""
 
-codec = fit(model, windows, bits=4)
-codec.save("codec")
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +10,9 @@ from torch import Tensor
 from recalkv.cache.rotation import random_rotation
 from recalkv.codec.allocation import allocate_bits
 from recalkv.codec.codes import DISTORTION
-from recalkv.codec.context import cached_tokens, model_context
 from recalkv.codec.layout import BLOCK, Segment
-from recalkv.codec.moments import SINKS, LayerMoments, take_moments
-from recalkv.codec.sidecar import Code, Codec, LayerCodec, model_fingerprint
+from recalkv.codec.moments import SINKS, LayerMoments
+from recalkv.codec.sidecar import Code, Codec, LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.method.basis import natural_basis, shared_scales
 
@@ -27,7 +22,6 @@ __all__ = [
     "allocated",
     "build_codec",
     "check_bits",
-    "fit",
     "natural_units",
 ]
 
@@ -188,20 +182,3 @@ def _scaled(unit: Unit, segments: tuple[Segment, ...]) -> Tensor:
 def _shrunk(matrix: Tensor) -> Tensor:
     ridge = SHRINKAGE * matrix.diagonal().mean().clamp_min(1e-30)
     return matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-
-
-@torch.inference_mode(False)
-def fit(
-    model: Any,
-    windows: Tensor,
-    bits: float = 4,
-    context: int | None = None,
-    seed: int = 0,
-    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
-) -> Codec:
-    """Fit a codec to a loaded model on calibration windows, (samples, length) int64."""
-    check_bits(bits)
-    context = context or model_context(model)
-    moments = take_moments(model, windows, context, seed, progress)
-    record = {"bits": bits, "windows": list(windows.shape), "seed": seed}
-    return build_codec(moments, bits, context, model_fingerprint(model), cached_tokens(model, context), record)

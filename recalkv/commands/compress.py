@@ -3,13 +3,13 @@
 import contextlib
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
-from pydantic import BaseModel
 
 from recalkv.commands.evaluate import quick_check
+from recalkv.commands.options import option, step_bar
 from recalkv.errors import ParameterError, user_errors
 from recalkv.params import CalibrationParams, CompressionParams, ModelParams, RuntimeParams, parse_section
 from recalkv.presets import describe
@@ -25,33 +25,28 @@ _TARGET = (
 )
 
 
-def _option(section: type[BaseModel], name: str, default: str | bool = True) -> Any:
-    """Option with a parameter's description; ``default`` is what help shows where it is not the argument's own."""
-    return typer.Option(help=describe(section.model_fields[name]), show_default=default)
-
-
 def compress(
     source: Annotated[str, typer.Argument(help=describe(ModelParams.model_fields["id"]))],
     out: Annotated[Path, typer.Option(help="New folder for the compressed checkpoint.")],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the folder, if it holds a compressed checkpoint.")
     ] = False,
-    revision: Annotated[str | None, _option(ModelParams, "revision")] = None,
-    method: Annotated[str, _option(CompressionParams, "method")] = _COMPRESSION.method,
-    ratio: Annotated[float | None, _option(CompressionParams, "ratio", str(_COMPRESSION.ratio))] = None,
+    revision: Annotated[str | None, option(ModelParams, "revision")] = None,
+    method: Annotated[str, option(CompressionParams, "method")] = _COMPRESSION.method,
+    ratio: Annotated[float | None, option(CompressionParams, "ratio", str(_COMPRESSION.ratio))] = None,
     target: Annotated[str | None, typer.Option(help=_TARGET)] = None,
-    group_size: Annotated[int, _option(CompressionParams, "group_size")] = _COMPRESSION.group_size,
-    bits: Annotated[str, _option(CompressionParams, "bits")] = str(_COMPRESSION.bits),
-    exact_window: Annotated[int, _option(CompressionParams, "exact_window")] = _COMPRESSION.exact_window,
-    text: Annotated[list[str], _option(CalibrationParams, "text")] = _CALIBRATION.text,
-    split: Annotated[str, _option(CalibrationParams, "split")] = _CALIBRATION.split,
-    field: Annotated[str, _option(CalibrationParams, "field")] = _CALIBRATION.field,
-    samples: Annotated[int, _option(CalibrationParams, "samples")] = _CALIBRATION.samples,
-    length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
-    seed: Annotated[int, _option(CalibrationParams, "seed")] = _CALIBRATION.seed,
-    batch_size: Annotated[int, _option(CalibrationParams, "batch_size")] = _CALIBRATION.batch_size,
-    precision: Annotated[str, _option(CalibrationParams, "precision")] = _CALIBRATION.precision,
-    device: Annotated[str, _option(RuntimeParams, "device")] = RuntimeParams().device,
+    group_size: Annotated[int, option(CompressionParams, "group_size")] = _COMPRESSION.group_size,
+    bits: Annotated[str, option(CompressionParams, "bits")] = str(_COMPRESSION.bits),
+    exact_window: Annotated[int, option(CompressionParams, "exact_window")] = _COMPRESSION.exact_window,
+    text: Annotated[list[str], option(CalibrationParams, "text")] = _CALIBRATION.text,
+    split: Annotated[str, option(CalibrationParams, "split")] = _CALIBRATION.split,
+    field: Annotated[str, option(CalibrationParams, "field")] = _CALIBRATION.field,
+    samples: Annotated[int, option(CalibrationParams, "samples")] = _CALIBRATION.samples,
+    length: Annotated[int, option(CalibrationParams, "length")] = _CALIBRATION.length,
+    seed: Annotated[int, option(CalibrationParams, "seed")] = _CALIBRATION.seed,
+    batch_size: Annotated[int, option(CalibrationParams, "batch_size")] = _CALIBRATION.batch_size,
+    precision: Annotated[str, option(CalibrationParams, "precision")] = _CALIBRATION.precision,
+    device: Annotated[str, option(RuntimeParams, "device")] = RuntimeParams().device,
     check: Annotated[
         bool, typer.Option("--eval/--no-eval", help="End with a quick evaluation on held-out windows.")
     ] = True,
@@ -76,8 +71,6 @@ def compress(
 
         check_output(out, Path(source) if source != EMBEDDED and Path(source).exists() else None, overwrite)
 
-        from tqdm import tqdm
-
         from recalkv.cache.codebooks import UNIFORM_CODES
         from recalkv.compression import compress_checkpoint
         from recalkv.method.methods import resolve_method
@@ -94,14 +87,7 @@ def compress(
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, contextlib.ExitStack() as writing:
             folder = writing.enter_context(writing_folder(out.resolve()))
             reference = resolve_model(source, revision, Path(scratch))
-            with tqdm(unit="layer", mininterval=1.0) as bar:
-
-                def advance(step: str, done: int, total: int) -> None:
-                    if done == 1:
-                        bar.reset(total)
-                        bar.set_description(step)
-                    bar.update()
-
+            with step_bar("layer") as advance:
                 spec = compress_checkpoint(reference, documents, calibration, parameters, where, folder, advance, goal)
             writing.close()
             print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense model in 16 bits")

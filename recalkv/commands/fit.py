@@ -3,11 +3,11 @@
 import contextlib
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from pydantic import BaseModel
 
+from recalkv.commands.options import option, step_bar
 from recalkv.errors import ParameterError, user_errors
 from recalkv.params import CalibrationParams, CodecParams, ModelParams, RuntimeParams, parse_section
 from recalkv.presets import describe
@@ -25,27 +25,22 @@ _TARGET = (
 _HEADS = "KV heads of a layer that share a code; those of each process of tensor parallelism must be a multiple."
 
 
-def _option(section: type[BaseModel], name: str, default: str | bool = True) -> Any:
-    """Option with a parameter's description; ``default`` is what help shows where it is not the argument's own."""
-    return typer.Option(help=describe(section.model_fields[name]), show_default=default)
-
-
 def fit(
     source: Annotated[str, typer.Argument(help=describe(ModelParams.model_fields["id"]))],
     out: Annotated[Path, typer.Option(help="New folder for the codec, a side-car of the model.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder, if it holds a codec.")] = False,
-    revision: Annotated[str | None, _option(ModelParams, "revision")] = None,
-    bits: Annotated[float | None, _option(CodecParams, "bits", str(_CODEC.bits))] = None,
+    revision: Annotated[str | None, option(ModelParams, "revision")] = None,
+    bits: Annotated[float | None, option(CodecParams, "bits", str(_CODEC.bits))] = None,
     target: Annotated[str | None, typer.Option(help=_TARGET)] = None,
-    context: Annotated[int | None, _option(CodecParams, "context", "the model's own")] = None,
-    text: Annotated[list[str], _option(CalibrationParams, "text")] = _CALIBRATION.text,
-    split: Annotated[str, _option(CalibrationParams, "split")] = _CALIBRATION.split,
-    field: Annotated[str, _option(CalibrationParams, "field")] = _CALIBRATION.field,
-    samples: Annotated[int, _option(CalibrationParams, "samples")] = _SAMPLES,
-    length: Annotated[int, _option(CalibrationParams, "length")] = _CALIBRATION.length,
-    seed: Annotated[int, _option(CalibrationParams, "seed")] = _CALIBRATION.seed,
+    context: Annotated[int | None, option(CodecParams, "context", "the model's own")] = None,
+    text: Annotated[list[str], option(CalibrationParams, "text")] = _CALIBRATION.text,
+    split: Annotated[str, option(CalibrationParams, "split")] = _CALIBRATION.split,
+    field: Annotated[str, option(CalibrationParams, "field")] = _CALIBRATION.field,
+    samples: Annotated[int, option(CalibrationParams, "samples")] = _SAMPLES,
+    length: Annotated[int, option(CalibrationParams, "length")] = _CALIBRATION.length,
+    seed: Annotated[int, option(CalibrationParams, "seed")] = _CALIBRATION.seed,
     heads: Annotated[int | None, typer.Option(help=_HEADS, show_default="as many as are worth it")] = None,
-    device: Annotated[str, _option(RuntimeParams, "device")] = RuntimeParams().device,
+    device: Annotated[str, option(RuntimeParams, "device")] = RuntimeParams().device,
 ) -> None:
     """Fit a codec to a model: a side-car that lets it cache fewer bits, its weights as they are."""
     sampling = {
@@ -70,8 +65,6 @@ def fit(
         local = source != EMBEDDED and Path(source).exists()
         check_output(out, Path(source) if local else None, overwrite, CODEC)
 
-        from tqdm import tqdm
-
         from recalkv.fitting import fit_loaded, load_dense
         from recalkv.model.device import device_of
         from recalkv.text.corpora import calibration_documents
@@ -82,14 +75,7 @@ def fit(
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, contextlib.ExitStack() as writing:
             folder = writing.enter_context(writing_folder(out.resolve()))
             model, tokenizer = load_dense(source, revision, Path(scratch), where)
-            with tqdm(unit="window", mininterval=1.0) as bar:
-
-                def advance(step: str, done: int, total: int) -> None:
-                    if done == 1:
-                        bar.reset(total)
-                        bar.set_description(step)
-                    bar.update()
-
+            with step_bar("window") as advance:
                 codec = fit_loaded(model, tokenizer, documents, calibration, goal, own.context, advance, heads)
             codec.write(folder)
             writing.close()

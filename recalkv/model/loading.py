@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
+from recalkv.errors import UnsupportedModelError
 from recalkv.model.modeling import register
 
-__all__ = ["load_model"]
+__all__ = ["check_causal", "load_model"]
 
 
 def load_model(
@@ -32,3 +34,26 @@ def load_model(
     # A map, even of one device, needs accelerate, which a CPU does not.
     placed = device_map or (None if device.type == "cpu" else {"": device})
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=placed).eval()
+
+
+def check_causal(model: Any) -> None:
+    """Refuse what has no output head, or wraps a model.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModelError("model was compiled by torch.compile; give the model as it was before.")
+    if hasattr(model, "get_base_model") or hasattr(model, "peft_config"):
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__} with adapters; merge them first: `model = model.merge_and_unload()`."
+        )
+    if isinstance(getattr(model, "module", None), nn.Module):
+        raise UnsupportedModelError(f"model is wrapped in {type(model).__name__}; give `model.module`.")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if not hasattr(model, "config") or head is None:
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__}, no causal language model with an output head; give an id, a folder, "
+            f"or what AutoModelForCausalLM.from_pretrained returns."
+        )

@@ -4,7 +4,7 @@ A name of the paper's stands for a corpus as the paper and the public releases u
 consecutive windows. Of other texts the windows are spread over the documents.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError
-from recalkv.params import CalibrationParams, EvaluationParams
+from recalkv.params import CalibrationParams, EvaluationParams, parse_section
 from recalkv.text.chat import Document, plain_text
-from recalkv.text.documents import load_documents
+from recalkv.text.documents import given_documents, load_documents
 from recalkv.text.windows import (
     Windows,
     consecutive_windows,
@@ -34,12 +34,17 @@ __all__ = [
     "calibration_windows",
     "check_length",
     "further_windows",
+    "given_calibration",
     "held_out_windows",
     "load_tokenizer",
     "main_documents",
     "main_windows",
     "text_names",
+    "tokenizer_of",
 ]
+
+_LONGEST_NAME = 255
+"""Characters of a data set's name or path; more is a text."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,56 @@ def calibration_documents(wanted: CalibrationParams) -> dict[str, list[Document]
         )
         for text in wanted.text
     }
+
+
+def given_calibration(
+    dataset: str | Path | Iterable[Document | Mapping[str, Any]] | None,
+    settings: Mapping[str, Any],
+    name: str | None = None,
+) -> tuple[CalibrationParams, dict[str, list[Document]]]:
+    """What a caller wants calibrated on: a named data set or file, documents, or the embedded texts for None.
+
+    Parameters
+    ----------
+    settings
+        Fields of the parameters; those that are None have their defaults.
+    name
+        What documents that have no name are called.
+
+    Raises
+    ------
+    ParameterError, DataError
+    """
+    given = {key: value for key, value in settings.items() if value is not None}
+    if isinstance(dataset, str) and (len(dataset) > _LONGEST_NAME or "\n" in dataset):
+        raise ParameterError(
+            f"dataset is one text of {len(dataset)} characters; give a list of texts, such as [text], or a name."
+        )
+    if dataset is None or isinstance(dataset, str | Path):
+        given |= {} if dataset is None else {"text": str(dataset)}
+        calibration = parse_section(CalibrationParams, given, "calibration")
+        return calibration, calibration_documents(calibration)
+    name = name or "texts of the caller's"
+    return parse_section(CalibrationParams, given | {"text": name}, "calibration"), {name: given_documents(dataset)}
+
+
+def tokenizer_of(model: Any) -> Any:
+    """Tokenizer of the folder or id that a model was loaded from.
+
+    Raises
+    ------
+    ParameterError
+        If there is none.
+    """
+    from transformers import AutoTokenizer
+
+    name = model.config.name_or_path
+    try:
+        if not name:
+            raise OSError("the model has no name")
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"no tokenizer is given, and none is found where the model is from ({name!r}).") from error
 
 
 def load_tokenizer(folder: Path) -> Any:

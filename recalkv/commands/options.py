@@ -1,0 +1,33 @@
+"""What commands share: options that a parameter describes, and the bar of a step's progress."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+
+from recalkv.presets import describe
+
+__all__ = ["option", "step_bar"]
+
+
+def option(section: type[BaseModel], name: str, default: str | bool = True) -> Any:
+    """Option with a parameter's description; ``default`` is what help shows where it is not the argument's own."""
+    return typer.Option(help=describe(section.model_fields[name]), show_default=default)
+
+
+@contextlib.contextmanager
+def step_bar(unit: str) -> Iterator[Any]:
+    """A bar of the step at hand, as a function of its name, what is done of it, and all of it."""
+    from tqdm import tqdm
+
+    with tqdm(unit=unit, mininterval=1.0) as bar:
+
+        def advance(step: str, done: int, total: int) -> None:
+            if done == 1:
+                bar.reset(total)
+                bar.set_description(step)
+            bar.update()
+
+        yield advance
