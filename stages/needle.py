@@ -10,7 +10,7 @@ from recalkv.errors import ParameterError
 from recalkv.evaluation.quantized_cache import quantized_cache
 from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, quantizer
 from recalkv.evaluation.suites.needle import SCORES, check_lengths, find_needles
-from recalkv.kernels.module import choose_kernels
+from recalkv.kernels.decoder import choose_kernels
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from recalkv.model.source import checkpoint_dtype

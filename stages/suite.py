@@ -6,7 +6,7 @@ import typer
 
 from recalkv.errors import ParameterError
 from recalkv.evaluation.suites import SUITES
-from recalkv.kernels.module import choose_kernels
+from recalkv.kernels.decoder import choose_kernels
 from recalkv.model.loading import load_model
 from recalkv.model.source import checkpoint_dtype, fingerprint
 from stages.common import Stage, stage, write_json

@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from recalkv.cache.codebooks import MIXED_CODES
 from recalkv.errors import ParameterError
-from recalkv.kernels.module import use_kernels
+from recalkv.kernels.decoder import use_kernels
 from recalkv.kernels.plan import MAX_ROWS
 from recalkv.model import recent
 from recalkv.model.family import FAMILIES as DESCRIPTIONS

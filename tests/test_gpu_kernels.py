@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from recalkv.kernels.module import use_kernels
+from recalkv.kernels.decoder import use_kernels
 from recalkv.model.families import group_sizes
 from tests import tiny
 from tests.test_kernels import DEVICE, Case, Problem

@@ -22,9 +22,9 @@ from tests import tiny
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-from recalkv.kernels import module
+from recalkv.kernels import decoder as module
 from recalkv.kernels.attention import latent_attention
-from recalkv.kernels.module import KernelAttention, use_kernels
+from recalkv.kernels.decoder import KernelDecoder, decoder_of, use_kernels
 from recalkv.kernels.plan import LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 
@@ -364,14 +364,14 @@ def test_new_factors_are_seen() -> None:
 def test_written_and_moved_factors_are_seen() -> None:
     _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", values="absorbed")
     layer = use_kernels(model.to(DEVICE)).model.layers[0].self_attn
-    plan = layer._layer_plan()
+    plan = layer.decoder.plan()
     # Written by `.data`, which torch does not count: the kernels read the parameters themselves.
     layer.key_up[0].data.fill_(7.0)
-    assert layer._layer_plan() is plan
+    assert layer.decoder.plan() is plan
     assert bool((plan.key_up[: layer.key_up[0].numel()] == 7.0).all())
     for change in (lambda: setattr(layer.value_up[0], "data", layer.value_up[0].data.clone()), model.half):
         change()
-        plan, old = layer._layer_plan(), plan
+        plan, old = layer.decoder.plan(), plan
         assert plan is not old
         assert plan.value_up.dtype == layer.value_up[0].dtype
         assert torch.equal(plan.value_up[: layer.value_up[0].numel()], layer.value_up[0].flatten())
@@ -395,7 +395,7 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ParameterError, match=r"kernel=triton cannot be used: the model has no latent attention"):
         use_kernels(dense)
     use_kernels(model)
-    assert all(type(layer.self_attn) is KernelAttention for layer in model.model.layers)
+    assert all(decoder_of(layer.self_attn) for layer in model.model.layers)
     with pytest.raises(ParameterError, match=r"float64, and the kernels take float16"):
         use_kernels(model.double())
     with pytest.warns(UserWarning, match="decoding in plain torch: the weights are torch.float64"):
@@ -403,7 +403,7 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "version", lambda name: "3.5.1")
     with pytest.raises(ParameterError, match=r"triton is 3\.5\.1, and the kernels are tested with 3\.6 and newer"):
         use_kernels(model.float())
-    assert not any(isinstance(layer.self_attn, KernelAttention) for layer in model.model.layers)
+    assert not any(decoder_of(layer.self_attn) for layer in model.model.layers)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ParameterError, match="triton is not installed"):
         use_kernels(model.float())
@@ -442,7 +442,7 @@ def test_one_layer_of_packed_latents_leaves_all_to_torch() -> None:
         use_kernels(model)
     with pytest.warns(UserWarning, match="latents of layer 1 are packed"):
         use_kernels(model, "auto")
-    assert not any(isinstance(layer.self_attn, KernelAttention) for layer in model.model.layers)
+    assert not any(decoder_of(layer.self_attn) for layer in model.model.layers)
 
 
 @pytest.mark.parametrize("settings", [{"method": "loss-aware"}, {"method": "recalkv"}])
@@ -453,17 +453,17 @@ def test_auto_trusts_the_kernels_after_a_trial(settings: dict[str, Any], monkeyp
         warnings.simplefilter("error")
         use_kernels(model, "auto")
     layer = model.model.layers[1].self_attn
-    assert isinstance(layer, KernelAttention)
-    right = module.KernelAttention._attend
+    assert decoder_of(layer) is not None
+    right = KernelDecoder.attend
     for wrong, message in (
         (lambda *args: right(*args) * 1.1, r"a trial step by the kernels was off by .*e-0\d of"),
         (lambda *args: right(*args) * torch.nan, "a trial step by the kernels was off by nan"),
         (lambda *args: 1 / 0, r"a trial step by the kernels failed \(ZeroDivisionError: division by zero\)"),
     ):
-        monkeypatch.setattr(module.KernelAttention, "_attend", wrong)
+        monkeypatch.setattr(KernelDecoder, "attend", wrong)
         with pytest.warns(UserWarning, match=message):
             use_kernels(model, "auto")
-        assert type(layer) is LatentAttention
+        assert decoder_of(layer) is None
 
 
 @pytest.mark.parametrize(
@@ -481,9 +481,9 @@ def test_auto_leaves_float32_on_a_gpu_to_torch(
         warnings.simplefilter("always")
         use_kernels(model, "auto")
     assert [str(each.message) for each in told] == ([f"decoding in plain torch: {reason}."] if slow else [])
-    assert isinstance(model.model.layers[0].self_attn, KernelAttention) != slow
+    assert (decoder_of(model.model.layers[0].self_attn) is None) == slow
     use_kernels(model, "triton")
-    assert isinstance(model.model.layers[0].self_attn, KernelAttention)
+    assert decoder_of(model.model.layers[0].self_attn) is not None
 
 
 # --- how work is split -----------------------------------------------------------------------------------------------

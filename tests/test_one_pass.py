@@ -11,8 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from recalkv.kernels.attention import latent_attention
+from recalkv.kernels.decoder import KernelDecoder, use_kernels
 from recalkv.kernels.joint import JointTables
-from recalkv.kernels.module import use_kernels
 from recalkv.kernels.plan import JOINT_TILE, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 from recalkv.model.identity import direct_columns, gauge_pairs
@@ -224,15 +224,17 @@ def test_other_factors_leave_the_gauge(model: Any, counted: list[str]) -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="heads of a tiny model are too small for tensor cores")
 def test_a_trial_is_made_of_each_way(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer in one pass and one in two; groups of more rows than one pass takes are of the latter."""
-    layer, tried = model.model.layers[0].self_attn, []
-    monkeypatch.setattr("recalkv.kernels.trial.why_wrong", lambda layer: tried.append(layer.in_one_pass))
-    assert use_kernels(model, "auto").model.layers[0].self_attn.in_one_pass
+    first, tried = model.model.layers[0].self_attn, []
+    monkeypatch.setattr("recalkv.kernels.trial.why_wrong", tried.append)
+    use_kernels(model, "auto")
+    assert first.decoder.in_one_pass and tried == [first]
+    with monkeypatch.context() as few:
+        few.setattr("recalkv.kernels.joint.MAX_JOINT_ROWS", 1)
+        assert not first.decoder.in_one_pass
     other = copy.deepcopy(model.model.layers[0])
-    other.self_attn.one_pass = False
     model.model.layers.append(other)
     tried.clear()
-    use_kernels(use_kernels(model, "torch"), "auto")
-    assert sorted(tried) == [False, True]
-    monkeypatch.setattr("recalkv.kernels.joint.MAX_JOINT_ROWS", 1)
-    assert not layer.in_one_pass
-    assert not {"_joint", "tile_rotary"} & vars(use_kernels(model, "torch").model.layers[0].self_attn).keys()
+    monkeypatch.setattr(KernelDecoder, "in_one_pass", property(lambda self: self.layer is first))
+    use_kernels(model, "auto")
+    assert {id(layer) for layer in tried} == {id(first), id(other.self_attn)}
+    assert use_kernels(model, "torch").model.layers[0].self_attn.decoder is None

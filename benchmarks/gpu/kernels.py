@@ -27,7 +27,7 @@ from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import GEOMETRIES, LAYOUTS, MEASURED, dense_model, filled, latent_model
 from recalkv.evaluation.resources import now
 from recalkv.evaluation.timing import cold_copies, time_calls
-from recalkv.kernels.module import KernelAttention, use_kernels
+from recalkv.kernels.decoder import decoder_of, use_kernels
 from recalkv.model.families import AttentionGeometry
 
 __all__ = [
@@ -229,9 +229,7 @@ class Latents:
     def layer(self, setting: Setting) -> tuple[Any, Any, Any]:
         """A layer by the kernels, the same in plain torch, and the rotary module."""
         model = latent_model(self.geometry, self.layout, self.kind, setting)
-        for layer in model.model.layers:
-            layer.self_attn.one_pass = self.way == "one pass"
-        use_kernels(model, "triton")
+        use_kernels(model, "triton", one_pass=self.way == "one pass")
         plain = use_kernels(copy.deepcopy(model), "torch")
         return model.model.layers[0].self_attn, plain.model.layers[0].self_attn, model.model.rotary_emb
 
@@ -254,9 +252,10 @@ class Latents:
 
 def way_of(layer: Any) -> str | None:
     """How the kernels take a token over a full cache, ``one pass`` or ``two passes``; None where plain torch does."""
-    if not isinstance(layer, KernelAttention) or not layer.over_latents(1, 1, None):
+    decoder = decoder_of(layer)
+    if decoder is None or not layer.over_latents(1, 1, None):
         return None
-    return "one pass" if layer.in_one_pass else "two passes"
+    return "one pass" if decoder.in_one_pass else "two passes"
 
 
 _broken: set[Latents] = set()

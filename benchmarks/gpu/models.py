@@ -28,7 +28,7 @@ from benchmarks.gpu.shapes import dense_model, filled, latent_model, sizes_of
 from recalkv.evaluation.decoding import largest
 from recalkv.evaluation.resources import forget_peak, now, peak_device_mib, peak_resident_mib
 from recalkv.evaluation.timing import time_calls
-from recalkv.kernels.module import use_kernels
+from recalkv.kernels.decoder import use_kernels
 
 __all__ = ["steps"]
 

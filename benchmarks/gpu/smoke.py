@@ -19,7 +19,7 @@ from recalkv.evaluation.timing import time_calls
 __all__ = ["steps"]
 
 PACKAGES = ("numpy", "numba", "pydantic", "zarr", "typer", "pytest", "xdist", "matplotlib", "dvc", "lm_eval")
-MODULES = ("recalkv", "recalkv.kernels.module", "recalkv.kernels.attention", "recalkv.runtime.triton_decode",
+MODULES = ("recalkv", "recalkv.kernels.decoder", "recalkv.kernels.attention", "recalkv.runtime.triton_decode",
            "recalkv.compression", "tests.conftest")  # fmt: skip
 COMPILED = ("mistral-7b joint s=2 70%", "llama-2-7b joint s=2 50%, one pass")
 """Configurations of ``recalkv.kernels.compile_gate``: of every kernel one."""

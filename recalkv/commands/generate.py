@@ -69,7 +69,7 @@ def _open(name: str, device: str) -> tuple[Any, Any]:
     """Model and tokenizer."""
     from transformers import AutoTokenizer
 
-    from recalkv.kernels.module import choose_kernels
+    from recalkv.kernels.decoder import choose_kernels
     from recalkv.model.device import device_of
     from recalkv.model.loading import load_model
     from recalkv.model.source import checkpoint_dtype, checkpoint_folder

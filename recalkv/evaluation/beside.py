@@ -30,7 +30,7 @@ from recalkv.evaluation.resources import available_mib
 from recalkv.evaluation.suites.needle import SCORES, find_needles
 from recalkv.evaluation.suites.zeroshot import TaskScore, zero_shot
 from recalkv.evaluation.timing import Timing
-from recalkv.kernels.module import choose_kernels
+from recalkv.kernels.decoder import choose_kernels
 from recalkv.model.loading import load_model
 from recalkv.model.modeling import register
 from recalkv.model.precision import resolve_precision

@@ -27,7 +27,7 @@ from recalkv.evaluation.attention_step import (
 from recalkv.evaluation.decoding import CACHES, check_same, prompt_contents, time_decoding, time_prefill
 from recalkv.evaluation.resources import allocated_mib, forget_peak, peak_device_mib
 from recalkv.evaluation.timing import Timing, environment
-from recalkv.kernels.module import KernelAttention, choose_kernels, why_not
+from recalkv.kernels.decoder import choose_kernels, decoder_of, why_not
 from recalkv.model.families import layer_attention_types
 from recalkv.model.loading import load_model
 from recalkv.model.source import checkpoint_dtype
@@ -231,7 +231,7 @@ def _decoding(side: _Side, place: Place, tokens: int) -> dict[str, Timing]:
 def _kind(module: AttentionModule) -> dict[str, str]:
     """Type of the weights, and how latents are decoded."""
     attention = module.attention
-    if isinstance(attention, KernelAttention) and attention.over_latents(1, 1, None):
+    if decoder_of(attention) is not None and attention.over_latents(1, 1, None):
         path = "kernels"
     elif module.device.type == "cpu":
         path = "on a CPU; the kernels need a CUDA device"

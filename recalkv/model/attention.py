@@ -7,7 +7,7 @@ attention needs them; values take one of three equal paths (:mod:`recalkv.model.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from recalkv.model.values import (
     latent_context,
 )
 
-__all__ = ["Cached", "LatentAttention"]
+__all__ = ["Cached", "Decoder", "LatentAttention"]
 
 
 class Cached(NamedTuple):
@@ -59,6 +59,19 @@ class Cached(NamedTuple):
     recent: Tensor | None = None
 
 
+class Decoder(Protocol):
+    """What may attend in place of plain torch, where it can: :class:`recalkv.kernels.decoder.KernelDecoder`."""
+
+    def takes(self, query: Tensor, cached: Cached, mask: Tensor | None) -> bool:
+        """Whether it can attend for these queries, (batch, queries, h, d_h)."""
+
+    def attend(self, query: Tensor, cached: Cached, mask: Tensor | None) -> Tensor:
+        """What the output projection reads, (batch, queries, its inputs)."""
+
+    def follow(self) -> None:
+        """Follow the weights to another device or type."""
+
+
 class LatentAttention(nn.Module):
     """Drop-in for the dense attention of a supported family that caches latents.
 
@@ -76,6 +89,8 @@ class LatentAttention(nn.Module):
     slots
         The layer's rotary tables, of :func:`recalkv.model.slots.layer_slots`.
     """
+
+    decoder: Decoder | None = None
 
     def __init__(self, config: Any, spec: LatentSpec, layer_idx: int, slots: SlotRotary) -> None:
         super().__init__()
@@ -135,6 +150,8 @@ class LatentAttention(nn.Module):
         """Follow the weights to another device or type."""
         super()._apply(fn, recurse)
         self._prepare_rows()
+        if self.decoder is not None:
+            self.decoder.follow()
         return self
 
     def _prepare_rows(self) -> None:
@@ -225,6 +242,19 @@ class LatentAttention(nn.Module):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """What the output projection reads, (batch, queries, its inputs)."""
+        if self.decoder is not None and self.decoder.takes(query, cached, mask):
+            return self.decoder.attend(query, cached, mask)
+        return self.attend_in_torch(query, cached, rope, mask, kwargs)
+
+    def attend_in_torch(
+        self,
+        query: Tensor,
+        cached: Cached,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """The same by torch's operators alone."""
         z_k, z_v, seen, offset, fresh, recent = cached
         length, slots = query.shape[1], z_k.shape[2]
         if self.key_rows is not None:

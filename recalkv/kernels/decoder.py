@@ -1,4 +1,4 @@
-"""The attention module that decodes by the kernels, and how a model gets it."""
+"""What decodes by the kernels, and how the layers of a model get it."""
 
 import importlib.util
 import warnings
@@ -17,7 +17,7 @@ from recalkv.model.attention import Cached, LatentAttention
 if TYPE_CHECKING:
     from recalkv.kernels.joint import JointTables
 
-__all__ = ["KERNELS", "KernelAttention", "choose_kernels", "is_compressed", "use_kernels", "why_not"]
+__all__ = ["KERNELS", "KernelDecoder", "choose_kernels", "decoder_of", "is_compressed", "use_kernels", "why_not"]
 
 KERNELS = ("torch", "triton", "auto")
 
@@ -29,127 +29,122 @@ _PREPARED_SLOTS = 1 << 20
 """Slots up to which rotary tables are made beforehand: 8 MB at 128 dimensions of a head, once for all layers."""
 
 
-class KernelAttention(LatentAttention):
-    """:class:`LatentAttention` whose short queries over a filled cache go through the kernels.
+class KernelDecoder:
+    """Attends by the kernels for a layer's short queries over a filled cache.
 
     Prompts, more than a few queries, gradients, autocast, eager attention and masks that are not boolean stay with
-    the parent, and in compiled models more than one query. The factors are views of one buffer, so that whatever is
+    plain torch, and in compiled models more than one query. The factors are views of one buffer, so that whatever is
     written into them is seen; a factor that is put in another's place (``parameter.data = ...``, ``load_state_dict``
     with ``assign``) is noticed by its address, but not in a compiled model: compile after it. Copies of parts of R_k,
-    for one pass over joint latents, follow torch's own writes, which it counts, and not those by ``.data``. With
-    ``one_pass`` False, set before the kernels are chosen, joint latents are read in two passes, to compare. Packed
+    for one pass over joint latents, follow torch's own writes, which it counts, and not those by ``.data``. Packed
     latents are not for the kernels (:func:`why_not`).
+
+    Parameters
+    ----------
+    layer
+        The layer.
+    rotary
+        Of all layers with the same rotations.
+    slots
+        Up to which single queries find all that they need made beforehand, as compiled models cannot make it.
+    one_pass
+        Whether joint latents may be read in one pass; False to compare.
     """
 
-    _plan: LayerPlan | None = None
-    _plan_of: list[int] = []  # noqa: RUF012  (replaced, never changed)
-    _slots: int = 0
-    one_pass: bool = True
-    _joint: "JointTables | None" = None
-    tile_rotary: TileRotary
+    def __init__(self, layer: LatentAttention, rotary: TileRotary, slots: int, one_pass: bool = True) -> None:
+        self.layer, self._rotary, self._slots, self._one_pass = layer, rotary, slots, one_pass
+        self._plan: LayerPlan | None = None
+        self._plan_of: list[int] = []
+        self._joint: JointTables | None = None
+        self.follow()
 
-    def prepare(self, rotary: TileRotary, slots: int) -> None:
-        """Make whatever single queries over so many slots need, as compiled models cannot make it themselves."""
-        self.tile_rotary, self._plan, self._slots = rotary, None, slots
-        step = self._layer_plan().step(self.num_key_value_groups)
+    def follow(self) -> None:
+        """Make what single queries need where the weights are."""
+        self._plan = None
+        step = self.plan().step(self.layer.num_key_value_groups)
         for tile in {step.launch.tile, JOINT_TILE}:
-            rotary.tables(tile, slots, self.k_proj.weight.device)
+            self._rotary.tables(tile, self._slots, self.layer.k_proj.weight.device)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Follow the weights to another device or type."""
-        super()._apply(fn, recurse)
-        if self._plan is not None:
-            self.prepare(self.tile_rotary, self._slots)
-        return self
-
-    def _attend(
-        self,
-        query: Tensor,
-        cached: Cached,
-        rope: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, query: Tensor, cached: Cached, mask: Tensor | None) -> Tensor:
         """What the output projection reads, (batch, queries, its inputs)."""
-        z_k, z_v, seen, offset, _, _ = cached
-        if not self._by_kernel(query, cached, mask):
-            return super()._attend(query, cached, rope, mask, kwargs)
         from recalkv.kernels.attention import latent_attention
 
+        layer, slots = self.layer, cached.z_k.shape[2]
         return latent_attention(
             query,
-            z_k[:, 0],
-            None if self.joint else z_v[:, 0],
-            self._layer_plan(),
-            self.tile_rotary,
-            None if mask is None else mask[..., : z_k.shape[2]],
-            seen,
-            self.scaling,
-            self.key_bias,
-            self.key_norm,
-            offset,
+            cached.z_k[:, 0],
+            None if layer.joint else cached.z_v[:, 0],
+            self.plan(),
+            self._rotary,
+            None if mask is None else mask[..., :slots],
+            cached.seen,
+            layer.scaling,
+            layer.key_bias,
+            layer.key_norm,
+            cached.offset,
             0,
             self._joint,
         )
 
-    def _by_kernel(self, query: Tensor, cached: Cached, mask: Any) -> bool:
-        length, slots = query.shape[1], cached.z_k.shape[2]
+    def takes(self, query: Tensor, cached: Cached, mask: Any) -> bool:
+        """Whether the kernels can attend for these queries."""
+        layer, length, slots = self.layer, query.shape[1], cached.z_k.shape[2]
         # Autocast keeps to plain torch, and so does whatever needs a gradient.
         if cached.fresh or torch.is_autocast_enabled(query.device.type):
             return False
-        given = (query, self.k_proj.weight, cached.z_k, cached.z_v)
+        given = (query, layer.k_proj.weight, cached.z_k, cached.z_v)
         if torch.is_grad_enabled() and any(each.requires_grad for each in given):
             return False
-        if length * self.num_key_value_groups > MAX_ROWS:
+        if length * layer.num_key_value_groups > MAX_ROWS:
             return False
         if torch.compiler.is_compiling() and not self._prepared(length, slots, query.device):
             return False
         readable = mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape[1] == 1)
-        return readable and self.over_latents(length, slots, mask)
+        return readable and layer.over_latents(length, slots, mask)
 
     def _prepared(self, length: int, slots: int, device: torch.device) -> bool:
-        rows = length * self.num_key_value_groups
+        rows = length * self.layer.num_key_value_groups
         if self._plan is None or not self._plan.has(rows) or self._plan.key_up.device != device:
             return False
         tiles = {self._plan.step(rows).launch.tile, JOINT_TILE}
-        return all(self.tile_rotary.has(tile, slots, device) for tile in tiles)
+        return all(self._rotary.has(tile, slots, device) for tile in tiles)
 
-    def _layer_plan(self) -> LayerPlan:
+    def plan(self) -> LayerPlan:
         """Made once, and again when a factor stands elsewhere or what one pass copies of it is out of date."""
         if torch.compiler.is_compiling():
             assert self._plan is not None
             return self._plan
-        value_up = [] if self.value_up is None else list(self.value_up)
+        layer = self.layer
+        value_up = [] if layer.value_up is None else list(layer.value_up)
         if self._plan is None or self._plan_of != self._state(value_up):
             from recalkv.kernels.joint import JointTables
             from recalkv.kernels.launch import shared_limit
 
-            keys, values = joined(list(self.key_up)), joined(value_up) if value_up else None
+            keys, values = joined(list(layer.key_up)), joined(value_up) if value_up else None
             limit = shared_limit(keys.device)
-            self._plan = LayerPlan(
-                keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, self.head_dim, limit
-            )
+            ranks, heads = (layer.key_ranks, layer.value_ranks), (layer.key_heads, layer.value_heads)
+            self._plan = LayerPlan(keys, values, ranks[0], heads[0], ranks[1], heads[1], layer.head_dim, limit)
             self._joint = None
             if self._may_take_one_pass:
-                angles = self.tile_rotary.angles(JOINT_TILE)
-                self._joint = JointTables.of(keys, self.key_ranks, self.key_heads, self.head_dim, angles, limit)
+                angles = self._rotary.angles(JOINT_TILE)
+                self._joint = JointTables.of(keys, ranks[0], heads[0], layer.head_dim, angles, limit)
             self._plan_of = self._state(value_up)
         return self._plan
 
     @property
     def in_one_pass(self) -> bool:
         """Whether single queries read the latents once, as keys and as values."""
-        self._layer_plan()
-        return self._joint is not None and self._joint.takes(self.num_key_value_groups)
+        self.plan()
+        return self._joint is not None and self._joint.takes(self.layer.num_key_value_groups)
 
     @property
     def _may_take_one_pass(self) -> bool:
         """Whether latents are keys' and values' alike, and give keys without a norm."""
-        return self.one_pass and self.joint and self.k_norm is None
+        return self._one_pass and self.layer.joint and self.layer.k_norm is None
 
     def _state(self, value_up: Sequence[Tensor]) -> list[int]:
-        versions = [up._version for up in self.key_up] if self._may_take_one_pass else []
-        return [up.data_ptr() for up in (*self.key_up, *value_up)] + versions
+        versions = [up._version for up in self.layer.key_up] if self._may_take_one_pass else []
+        return [up.data_ptr() for up in (*self.layer.key_up, *value_up)] + versions
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -202,7 +197,7 @@ def choose_kernels(model: Any, kernel: str) -> None:
         use_kernels(model, kernel)
 
 
-def use_kernels(model: Any, kernel: str = "triton") -> Any:
+def use_kernels(model: Any, kernel: str = "triton", one_pass: bool = True) -> Any:
     """Choose how a compressed model decodes; returns the model.
 
     Parameters
@@ -213,6 +208,8 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
         ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can, get a
         trial step right (:mod:`recalkv.kernels.trial`) and are not slow, as in float32 on a GPU, and says in one
         warning why not; ``torch`` goes back to plain torch.
+    one_pass
+        Whether joint latents may be read in one pass; False to compare.
 
     Raises
     ------
@@ -230,31 +227,35 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
         weight = next(module for module in model.modules() if isinstance(module, LatentAttention)).k_proj.weight
         reason = why_not_best(weight.device, weight.dtype)
         kernel = kernel if reason is None else "torch"
-    _install(model, kernel)
+    _install(model, kernel, one_pass)
     if kernel == "auto":
         from recalkv.kernels.trial import why_wrong
 
-        layers = [module for module in model.modules() if isinstance(module, KernelAttention)]
+        decoders = [decoder for module in model.modules() if (decoder := decoder_of(module)) is not None]
         # One layer for each way that layers take.
-        tried = {layer.in_one_pass: layer for layer in reversed(layers)}.values()
+        tried = {decoder.in_one_pass: decoder.layer for decoder in reversed(decoders)}.values()
         reason = next(filter(None, map(why_wrong, tried)), None)
         if reason is not None:
-            _install(model, "torch")
+            _install(model, "torch", one_pass)
     if reason is not None:
         warnings.warn(f"decoding in plain torch: {reason}.", stacklevel=2)
     return model
 
 
-def _install(model: Any, kernel: str) -> None:
+def decoder_of(module: nn.Module) -> KernelDecoder | None:
+    """What attends for a layer by the kernels; None where plain torch does, and for other modules."""
+    decoder = module.decoder if isinstance(module, LatentAttention) else None
+    return decoder if isinstance(decoder, KernelDecoder) else None
+
+
+def _install(model: Any, kernel: str, one_pass: bool) -> None:
     rotaries: dict[int, TileRotary] = {}
     for module in model.modules():
         if isinstance(module, LatentAttention):
-            for name in ("_plan", "_plan_of", "_joint", "tile_rotary"):
-                module.__dict__.pop(name, None)
-            module.__class__ = LatentAttention if kernel == "torch" else KernelAttention
-            if kernel != "torch":
-                assert isinstance(module, KernelAttention)
-                if id(module.slots) not in rotaries:
-                    rotaries[id(module.slots)] = TileRotary(module.slots)
-                rotary = rotaries[id(module.slots)]
-                module.prepare(rotary, min(model.config.max_position_embeddings, _PREPARED_SLOTS))
+            if kernel == "torch":
+                module.decoder = None
+                continue
+            if id(module.slots) not in rotaries:
+                rotaries[id(module.slots)] = TileRotary(module.slots)
+            slots = min(model.config.max_position_embeddings, _PREPARED_SLOTS)
+            module.decoder = KernelDecoder(module, rotaries[id(module.slots)], slots, one_pass)
