@@ -63,7 +63,7 @@ def test_tables_do_not_follow_the_default_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("bits", ["mixed", 16])
+@pytest.mark.parametrize("bits", [pytest.param("mixed", marks=pytest.mark.slow), 16])
 def test_forward_compiles_as_one_graph_with_a_static_cache(bits: Any, tmp_path: Path) -> None:
     # As they are loaded: nothing has run yet. Two, as what runs first must be the compiled one.
     compressed(bits=bits).save_pretrained(tmp_path)
@@ -255,7 +255,7 @@ def test_compress_takes_a_revision_and_a_split(
         return {"text": ["the cache"]}
 
     monkeypatch.setattr("recalkv.recipe.resolve_model", resolved)
-    monkeypatch.setattr("recalkv.recipe.calibration_documents", documents)
+    monkeypatch.setattr("recalkv.text.corpora.calibration_documents", documents)
     with pytest.raises(KeyboardInterrupt):
         recalkv.compress("some/model", tiny_tokenizer, "some/data", revision="v2", split="validation")
     assert seen == ["validation", ("some/model", "v2")]

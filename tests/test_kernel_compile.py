@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from recalkv.kernels.compile_gate import CONFIGURATIONS
+from tests.compile_gate import CONFIGURATIONS
 
 ALL = [configuration.name for configuration in CONFIGURATIONS]
 # Of every kernel one.
@@ -23,7 +23,7 @@ SOME = [
 def test_configurations_compile_within_limits(names: list[str]) -> None:
     """In a process of its own: where kernels are interpreted, they cannot be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "recalkv.kernels.compile_gate", *names]
+    command = [sys.executable, "-m", "tests.compile_gate", *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.gpu.random_models import random_dense, random_latent
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.evaluation.attention_step import (
     BASELINES,
@@ -30,7 +31,6 @@ from recalkv.evaluation.timing import environment
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import AttentionGeometry, layer_attention_types
 from recalkv.model.family import family_of
-from recalkv.model.random_models import random_dense, random_latent
 from recalkv.model.sizes import ModelSizes
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.reports.latency import latency_section

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.gpu.random_models import random_dense, random_latent
 from benchmarks.gpu.runner import Setting
 from recalkv.evaluation.step_caches import FullCache
 from recalkv.model.families import AttentionGeometry
-from recalkv.model.random_models import random_dense, random_latent
 from recalkv.model.sizes import KNOWN, ModelSizes
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Latents of the newest tokens, kept as they are beside packed rows.
 
 A token attends most to those just before it, so that their rounding costs most (docs/quantization.md has how much).
-They stand beside the rows of any of transformers' caches and go with them through beams, crops and resets: the layer's
-class becomes one that knows of them.
+They stand beside the rows of any of transformers' caches and go with them through beams, crops and resets: the layer
+is replaced by one that knows of them.
 """
 
 import functools
@@ -28,7 +28,6 @@ _LONGEST_DRAFT = 512
 def _with_recent(kind: Any) -> Any:
     """Make a kind of layers remember, too."""
 
-    # Made of one base alone: a class that is mixed in would have another layout, which objects cannot change to.
     class WithRecent(kind):  # type: ignore[misc]
         """A layer with the exact latents of its newest tokens, up to the last one.
 
@@ -131,12 +130,11 @@ def with_recent(cache: Any, layers: Iterable[int]) -> None:
     for index in layers:
         layer = cache.layers[index]
         if not hasattr(layer, "recent"):
-            kind: Any = type(layer)
-            layer.__class__ = _with_recent(kind)
+            cache.layers[index] = _restored(type(layer), vars(layer))
 
 
 def _restored(kind: Any, state: dict[str, Any]) -> Any:
-    """A layer that was pickled or copied."""
+    """A layer of a kind, in a state: one that was pickled or copied, or had no recent latents yet."""
     made: Any = _with_recent(kind)
     layer = made.__new__(made)
     layer.__dict__.update(state)
