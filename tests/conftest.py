@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
 from tests.pipeline import STAGES, invoke_in_pipeline, watching
+from tests.warm_python import warm_python
 
 # Tiny tensors: a second thread costs more than it helps, here and in the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -34,6 +35,13 @@ def _text(words: int, seed: int) -> str:
         state = (state * 1103515245 + 12345) % 2**31
         picked.append(words_of[state // 65536 % len(words_of)])
     return " ".join(picked)
+
+
+@pytest.fixture(scope="session")
+def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A `python` for processes of their own, with torch and transformers imported and nothing of the project."""
+    with warm_python(tmp_path_factory.mktemp("fresh") / "bin") as python:
+        yield python
 
 
 @pytest.fixture(scope="session")

@@ -397,7 +397,7 @@ def test_a_loaded_model_without_a_name_needs_its_tokenizer(tiny_folder: Path) ->
 # Other people's programs, by the one line that docs/use.md has for each ----------------------------------
 
 
-def test_transformers_serve_finds_the_class(compressed: Path, tmp_path: Path) -> None:
+def test_transformers_serve_finds_the_class(fresh_python: Path, compressed: Path, tmp_path: Path) -> None:
     """Under our command's name, in a caller's own package `stages`, with the auto classes imported before the library.
 
     transformers' imports run its package a second time.
@@ -412,7 +412,7 @@ def test_transformers_serve_finds_the_class(compressed: Path, tmp_path: Path) ->
     ]
     (tmp_path / "stages").mkdir()
     (tmp_path / "stages" / "load.py").write_text("\n".join(lines))
-    done = subprocess.run([sys.executable, "-m", "stages.load"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([fresh_python, "-m", "stages.load"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

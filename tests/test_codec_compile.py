@@ -1,6 +1,6 @@
 """Kernels that decode rows compile for GPUs that are not here: with tensor cores, and next to no spills.
 
-``python -m tests.test_codec_compile`` prints a line for each geometry and architecture: shared memory, registers, bytes
+``python tests/test_codec_compile.py`` prints a line for each geometry and architecture: shared memory, registers, bytes
 spilled, and tensor-core instructions of warp groups and of warps.
 """
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +34,9 @@ SOME = ["qwen2.5-0.5b, 2 heads"]
 
 def main(some: Sequence[str] = ()) -> int:
     """Compile those, or all; 1 if one spills, lacks tensor cores or would not launch."""
+    from benchmarks.gpu.compile_gate import SHARED_LIMITS, _compile
     from recalkv.runtime.triton_decode import STAGES, attend_kernel, combine_kernel, constants
     from recalkv.runtime.triton_search import search_kernel
-    from tests.compile_gate import SHARED_LIMITS, _compile
 
     names = ("rows", "pages", "table", "places", "query", "mean", "anchors", "within", "first", "length", "offset",
              "partial", "most", "sum")  # fmt: skip
@@ -78,11 +79,12 @@ def main(some: Sequence[str] = ()) -> int:
 
 
 @pytest.mark.parametrize("names", [SOME, pytest.param([], marks=pytest.mark.slow)], ids=["some", "all"])
-def test_kernels_compile_within_limits(names: list[str]) -> None:
+def test_kernels_compile_within_limits(fresh_python: Path, names: list[str]) -> None:
     """In a process of its own: where kernels are interpreted, they cannot be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.test_codec_compile", *names],
+        [fresh_python, __file__, *names],
+        cwd=Path(__file__).parent.parent,
         env=environment,
         capture_output=True,
         text=True,

@@ -68,11 +68,11 @@ def drive() -> None:
     assert run_ranks("reorder", two, 2, CHANGES) == [1, 1]
 
 
-def test_two_processes_give_the_statistics_of_one(finished: Finished, tmp_path: Path) -> None:
+def test_two_processes_give_the_statistics_of_one(fresh_python: Path, finished: Finished, tmp_path: Path) -> None:
     shutil.copytree(finished.folder / "data/model", tmp_path / "one/model")
     shutil.copy(finished.folder / "params.yaml", tmp_path)
     # A process of its own, as the parent of the forks must not have used zarr.
-    command = [sys.executable, "-c", "from tests.test_distributed import drive; drive()"]
+    command = [fresh_python, "-c", "from tests.test_distributed import drive; drive()"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -55,10 +55,11 @@ with torch.no_grad():
 """
 
 
-def test_tables_do_not_follow_the_default_dtype(tmp_path: Path) -> None:
+def test_tables_do_not_follow_the_default_dtype(fresh_python: Path, tmp_path: Path) -> None:
     """In a process of its own, where nothing has been made before."""
     compressed().save_pretrained(tmp_path)
-    done = subprocess.run([sys.executable, "-c", LOADED, str(tmp_path)], capture_output=True, text=True)
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([fresh_python, "-c", LOADED, tmp_path], cwd=root, capture_output=True, text=True)
     assert done.stdout == "torch.float32 True\n", done.stderr[-2000:]
 
 

@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.compile_gate import CONFIGURATIONS
+from benchmarks.gpu.compile_gate import CONFIGURATIONS
 
 ALL = [configuration.name for configuration in CONFIGURATIONS]
 # Of every kernel one.
@@ -20,11 +20,13 @@ SOME = [
 
 
 @pytest.mark.parametrize("names", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_configurations_compile_within_limits(names: list[str]) -> None:
+def test_configurations_compile_within_limits(fresh_python: Path, names: list[str]) -> None:
     """In a process of its own: where kernels are interpreted, they cannot be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compile_gate", *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [fresh_python, "-m", "benchmarks.gpu.compile_gate", *names]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
     assert len(lines) == 2 * 3 * len(names)

@@ -138,13 +138,13 @@ def drive(stages: list[str], thorough: bool) -> None:
         print(f"killed {stage}")
 
 
-def kill_in_a_copy(finished: Finished, folder: Path, stages: list[str], thorough: bool) -> None:
+def kill_in_a_copy(python: Path, finished: Finished, folder: Path, stages: list[str], thorough: bool) -> None:
     shutil.copytree(finished.folder / "data", folder / "data")
     shutil.copytree(finished.folder / "reports", folder / "reports")
     shutil.copy(finished.folder / "params.yaml", folder)
     # A process of its own: the parent of the forks must not have used zarr, whose threads do not survive a fork.
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", f"from tests.test_kill import drive; drive({stages}, {thorough})"]
+    command = [python, "-c", f"from tests.test_kill import drive; drive({stages}, {thorough})"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("killed")] == stages
@@ -152,13 +152,13 @@ def kill_in_a_copy(finished: Finished, folder: Path, stages: list[str], thorough
         assert "layer(s) are there already" in done.stderr
 
 
-def test_killed_stages_rerun_to_the_same_bytes(finished: Finished, tmp_path: Path) -> None:
-    kill_in_a_copy(finished, tmp_path, ["calibrate", "fuse", "moments", "codec"], thorough=False)
+def test_killed_stages_rerun_to_the_same_bytes(fresh_python: Path, finished: Finished, tmp_path: Path) -> None:
+    kill_in_a_copy(fresh_python, finished, tmp_path, ["calibrate", "fuse", "moments", "codec"], thorough=False)
 
 
 @pytest.mark.slow
-def test_every_stage_killed_at_many_moments(finished: Finished, tmp_path: Path) -> None:
-    kill_in_a_copy(finished, tmp_path, list(CHAIN), thorough=True)
+def test_every_stage_killed_at_many_moments(fresh_python: Path, finished: Finished, tmp_path: Path) -> None:
+    kill_in_a_copy(fresh_python, finished, tmp_path, list(CHAIN), thorough=True)
 
 
 @pytest.mark.slow

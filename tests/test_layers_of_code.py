@@ -110,7 +110,7 @@ def test_what_decodes_needs_few_packages(module: str) -> None:
     }
 
 
-def test_what_decodes_needs_neither_numba_nor_its_folder() -> None:
+def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> None:
     """The image of a GPU machine may lack it, and a container have no folder that can be written to."""
     code = """
         import sys
@@ -131,7 +131,7 @@ def test_what_decodes_needs_neither_numba_nor_its_folder() -> None:
             assert cpu.compiled_loops() is None
         assert ["NUMBA_CACHE_DIR" in str(each.message) for each in caught] == [True]
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    subprocess.run([fresh_python, "-c", textwrap.dedent(code)], cwd=ROOT, check=True)
 
 
 def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:

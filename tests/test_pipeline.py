@@ -21,6 +21,8 @@ from tests.warm_python import warm_python
 
 # As one group they are begun early: the first of them takes longer than any other.
 pytestmark = pytest.mark.xdist_group("pipeline")
+OWN = "recalkv.compression", "recalkv.evaluation.latency", "recalkv.runtime.models", "recalkv.text.windows"
+"""What stages import of the project."""
 
 
 def dvc(project: Path, *arguments: str) -> str:
@@ -37,9 +39,9 @@ def dvc(project: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_repro_runs_every_stage_once(project: Path, finished: Finished) -> None:
+def test_repro_runs_every_stage_once(fresh_python: Path, project: Path, finished: Finished) -> None:
     dvc(project, "init", "--no-scm", "-q")
-    with warm_python(project, project / ".warm"):
+    with warm_python(project / ".warm", OWN, str(project), fresh_python):
         first = dvc(project, "repro")
     for stage in ("paper", *(set(STAGES) - {"cell"})):
         assert f"Running stage '{stage}'" in first

@@ -1,6 +1,7 @@
-"""A `python` for `dvc repro`: each stage is a fork of one process, as imports take longer than tiny stages.
+"""A `python` whose processes are forks of one that has imported what takes long, the project's own code left out.
 
-Run as a program, this is that process: it imports what all stages need, then serves the Unix socket that it is given.
+Run as a program, this is that process: it serves the Unix socket that it is given, while the process of that number is
+there.
 """
 
 import contextlib
@@ -8,29 +9,25 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# What the stages import, in them or on the way, beside the code of the project.
-_PRELOADED = (
+PACKAGES = (
     "torch._dynamo",
     "transformers.models.llama.modeling_llama",
     "matplotlib.pyplot",
     "scipy.optimize",
     "zarr",
-    "numba",
-    "recalkv.compression",
-    "recalkv.evaluation.latency",
-    "recalkv.runtime.models",
-    "recalkv.text.windows",
 )
+"""What most processes import, in them or on the way."""
 
-# Started once a stage, so it imports next to nothing, and no site-packages.
+# Started once a process, so it imports next to nothing, and no site-packages.
 _CLIENT = """#!{python} -SE
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -38,63 +35,98 @@ with socket.socket(socket.AF_UNIX) as server:
     message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(server, [len(message).to_bytes(4, "big")], [0, 1, 2])
     server.sendall(message)
-    sys.exit(int.from_bytes(server.recv(1), "big"))
+    code = server.recv(1)
+    sys.exit(int.from_bytes(code, "big") if code else 1)
 """
 
 
 @contextlib.contextmanager
-def warm_python(project: Path, bin_folder: Path) -> Iterator[None]:
-    """While it lasts, ``bin_folder/python -m MODULE ...`` runs in such a fork, with the code of ``project``."""
+def warm_python(
+    bin_folder: Path, imported: Sequence[str] = PACKAGES, path: str = "", python: Path | str = sys.executable
+) -> Iterator[Path]:
+    """While it lasts, ``bin_folder/python`` runs ``-m MODULE``, ``-c CODE`` or a file in such a fork; gives its path.
+
+    Parameters
+    ----------
+    imported
+        Modules that are there in each fork.
+    path
+        Of the process that imports them, as PYTHONPATH.
+    python
+        What that process is started by: another of these, perhaps, whose own then stays until the tests end.
+    """
     bin_folder.mkdir()
     # Addresses of sockets have at most some 100 characters, which a test's own folder may use up.
     with tempfile.TemporaryDirectory() as short:
         address, client = f"{short}/socket", bin_folder / "python"
         client.write_text(_CLIENT.format(python=Path(sys.executable).resolve(), address=address))
         client.chmod(0o755)
-        command, environment = [sys.executable, __file__, address], os.environ | {"PYTHONPATH": str(project)}
-        with subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE) as server:
+        command = [python, __file__, address, str(os.getpid()), *imported]
+        environment = os.environ | {"PYTHONPATH": path}
+        environment.pop("TRITON_INTERPRET", None)
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as server:
             try:
                 assert server.stdout is not None and server.stdout.readline() == b"ready\n"
-                yield
+                yield client
             finally:
                 server.terminate()
 
 
-def _serve(address: str) -> None:
+def _serve(address: str, owner: int, imported: Sequence[str]) -> None:
     sys.path.pop(0)  # the folder of the tests
-    for name in _PRELOADED:
+    for name in imported:
         importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
+        listener.settimeout(5.0)
         print("ready", flush=True)
-        while True:
-            connection, _ = listener.accept()
-            child = os.fork()
-            if child == 0:
+        while Path(f"/proc/{owner}").exists():
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            if os.fork() == 0:
                 listener.close()
-                os._exit(_run(connection))
-            connection.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256]))
+                os._exit(_watch(connection))
             connection.close()
 
 
-def _run(connection: socket.socket) -> int:
-    """Run what a client asks for in this process, on its files; the exit code."""
+def _watch(connection: socket.socket) -> int:
+    """Run what a client asks for in a further fork, which may end in any way; tell the client how."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     head, files, _, _ = socket.recv_fds(connection, 4, 3)
     message = b""
     while len(message) < int.from_bytes(head, "big"):
         message += connection.recv(1 << 16)
-    (flag, module, *arguments), folder, environment = json.loads(message)
-    assert flag == "-m"
-    for number, file in enumerate(files):
-        os.dup2(file, number)
+    child = os.fork()
+    if child == 0:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os._exit(_run(*json.loads(message)))
+    connection.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256]))
+    return 0
+
+
+def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> int:
+    """Do what a ``python`` of its own would do with these arguments; its exit code."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv[1:] = arguments
+    sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    first, *rest = arguments
     code = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if first == "-m":
+            sys.argv[1:] = rest[1:]
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif first == "-c":
+            sys.argv[:] = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv[:] = arguments
+            runpy.run_path(first, run_name="__main__")
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
@@ -106,4 +138,4 @@ def _run(connection: socket.socket) -> int:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

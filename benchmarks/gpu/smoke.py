@@ -22,7 +22,7 @@ PACKAGES = ("numpy", "numba", "pydantic", "zarr", "typer", "pytest", "xdist", "m
 MODULES = ("recalkv", "recalkv.kernels.decoder", "recalkv.kernels.attention", "recalkv.runtime.triton_decode",
            "recalkv.compression", "tests.conftest")  # fmt: skip
 COMPILED = ("mistral-7b joint s=2 70%", "llama-2-7b joint s=2 50%, one pass")
-"""Configurations of ``tests.compile_gate``: of every kernel one."""
+"""Configurations of ``benchmarks.gpu.compile_gate``: of every kernel one."""
 
 KERNEL_TESTS, CODEC_TESTS = "tests/test_gpu_kernels.py", "tests/test_codec_triton.py"
 SANITIZED = {
@@ -104,7 +104,7 @@ def _sanitize(tool: str, tests: str, names: str, setting: Setting, emit: Emit) -
 
 def _compile_gate(setting: Setting, emit: Emit) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compile_gate", *COMPILED]
+    command = [sys.executable, "-m", "benchmarks.gpu.compile_gate", *COMPILED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     wrong = {"failed": ["compile gate"], "tail": (done.stdout + done.stderr)[-2500:]} if done.returncode else {}
     emit(what="compile gate", configurations=COMPILED, lines=len(done.stdout.splitlines()), **wrong)

@@ -123,7 +123,7 @@ def cover_rank(rank: int) -> tuple[int, int]:
 
 
 def scores_launch(rank: int, head_dim: int, rows: int, element: int, shared_limit: int) -> ScoresLaunch:
-    """Constants that compile without spills worth mentioning and fit the device (``tests.compile_gate``).
+    """Constants that compile without spills worth mentioning and fit the device (``benchmarks.gpu.compile_gate``).
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ class JointLaunch:
 def joint_launch(
     rows: int, heads: int, half: int, direct: int, rest: int, functions: int, wide: bool = True
 ) -> JointLaunch:
-    """Constants that compile without spills worth mentioning (``tests.compile_gate``).
+    """Constants that compile without spills worth mentioning (``benchmarks.gpu.compile_gate``).
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def joint_launch(
 
 
 def joint_shared(launch: JointLaunch, heads: int, half: int, element: int) -> int:
-    """Most bytes of shared memory of a program, as compiled (``tests.compile_gate``): tiles in flight, the factors."""
+    """Most bytes of shared memory of a program, as compiled: tiles in flight, the factors."""
     latents = heads * 2 * launch.direct + launch.rests * launch.rest
     factors = 2 * heads * launch.slow * latents if launch.direct < half else 0
     return element * ((JOINT_STAGES - 1) * JOINT_TILE * latents + factors) + _JOINT_MORE

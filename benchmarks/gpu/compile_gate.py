@@ -1,6 +1,6 @@
 """Compile the shipped configurations for GPUs that need not be here, and check what came out.
 
-``python -m tests.compile_gate`` prints one line per kernel, geometry and architecture: shared
+``python -m benchmarks.gpu.compile_gate`` prints one line per kernel, geometry and architecture: shared
 memory, registers, bytes spilled, programs that fit a processor at once, tensor-core instructions (wgmma, of a warp
 group, and mma.sync, of a warp, apart) and asynchronous copies. It ends with status 1 if
 a kernel would not launch, spills heavily, multiplies matrices without tensor cores, or reads latents of
