@@ -5,7 +5,6 @@ These tools need no pipeline; its stages are `python -m stages.NAME`, or all of 
 
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from recalkv.commands.compress import compress
 from recalkv.commands.evaluate import evaluate
 from recalkv.commands.fit import fit
 from recalkv.commands.generate import chat, generate
-from recalkv.errors import ModelUnavailableError, ParameterError, user_errors
+from recalkv.errors import ParameterError, user_errors
 from recalkv.params import CompressionParams
 from recalkv.presets import describe, is_rendered, preset_names, render
 from recalkv.presets import preset as parameters_of
@@ -92,42 +91,6 @@ def families() -> None:
     for name, reason in known_families().items():
         print(f"{name}: {'supported' if reason is None else f'refused, as it {reason}'}")
     print("A multimodal model is what the language model in its text_config is.")
-
-
-@app.command()
-def push(
-    repo: Annotated[str, typer.Argument(help="Repository on the hub, OWNER/NAME.")],
-    folder: Annotated[Path, typer.Option(help="Compressed checkpoint.")] = Path("data/compressed"),
-    reports: Annotated[Path, typer.Option(help="Reports with the checkpoint's figures.")] = Path("reports"),
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be uploaded.")] = False,
-) -> None:
-    """Upload a checkpoint with a model card that has its measured figures."""
-    from huggingface_hub import HfApi
-
-    from recalkv.model.card import CARD
-    from recalkv.reports.card import measured_card
-
-    with user_errors(), tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
-        card = Path(scratch) / CARD
-        card.write_text(measured_card(folder, reports, repo))
-        files = {path.name: path for path in sorted(folder.iterdir())} | {CARD: card}
-        for name, path in files.items():
-            print(f"{path.stat().st_size:>15,}  {name}")
-        if dry_run:
-            print(card.read_text())
-            return
-        api = HfApi()
-        try:
-            api.create_repo(repo, private=private, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=[CARD])
-            api.upload_file(repo_id=repo, path_or_fileobj=card, path_in_repo=CARD)
-        except Exception as error:  # the hub client raises many unrelated types
-            raise ModelUnavailableError(
-                f"{repo!r} cannot be uploaded to ({type(error).__name__}: {error}); check the name and the network, "
-                f"and log in with `hf auth login` or set HF_TOKEN."
-            ) from error
-        print(f"uploaded to {repo}")
 
 
 @app.command()

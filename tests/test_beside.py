@@ -163,13 +163,6 @@ def test_eval_writes_a_page_and_its_figures(
     card = (compressed / CARD).read_text()
     assert f"| digits found in long prompts | {found['needle']['dense']['found']:.0%} |" in card
     assert "first choices that agree" in card
-    push = ["push", "me/smaller", "--folder", compressed, "--reports", tmp_path, "--dry-run"]
-    pushed = run(*push)
-    assert "first choices that agree" in pushed.output and "from_pretrained('me/smaller')" in pushed.output
-    (compressed / FIGURES).write_text(json.dumps(found | {"checkpoint": "another"}))
-    assert (
-        "Not evaluated" in run("push", "me/smaller", "--folder", compressed, "--reports", tmp_path, "--dry-run").output
-    )
 
 
 def test_eval_takes_tasks_from_files(

@@ -1,7 +1,6 @@
 """The model card of a compressed checkpoint: what was done to which model, and what it costs.
 
-A checkpoint carries a card from the start, without figures; ``recalkv push`` uploads it with one that has them
-(:mod:`recalkv.reports.card`).
+A checkpoint carries a card from the start, without figures; ``recalkv eval`` writes one that has them.
 """
 
 import re
@@ -33,8 +32,6 @@ tokenizer = AutoTokenizer.from_pretrained({folder!r})
 def model_card(
     spec: LatentSpec,
     metrics: Mapping[str, Any] | None = None,
-    evaluation: Mapping[str, Any] | None = None,
-    accuracy: Mapping[str, Mapping[str, Any]] | None = None,
     folder: str = "path/to/this/folder",
 ) -> str:
     """Card of a checkpoint: YAML metadata for model hubs, then Markdown.
@@ -44,12 +41,8 @@ def model_card(
     spec
         What its config says of the latents.
     metrics
-        ``reports/metrics.json`` of this checkpoint, or what `recalkv eval` measured of it
-        (:func:`recalkv.evaluation.beside.figures`), or None where it was not evaluated.
-    evaluation
-        ``text`` and ``split`` of the perplexity in ``metrics``.
-    accuracy
-        ``tasks`` of ``reports/suites/zeroshot.json``.
+        What `recalkv eval` measured of it (:func:`recalkv.evaluation.beside.figures`); None where it was not
+        evaluated.
     folder
         What a user loads it by: a hub id or a folder.
     """
@@ -65,7 +58,7 @@ def model_card(
         pipeline_tag="text-generation",
         tags=["recalkv", "kv-cache-compression", "low-rank", spec.method],
         model_name=title,
-        eval_results=_results(metrics, evaluation, accuracy),
+        eval_results=_results(metrics),
     )
     lines = [
         f"# {title}",
@@ -75,7 +68,7 @@ def model_card(
         "",
         *_table(_settings(spec)),
         "",
-        *_figures(metrics, evaluation, accuracy),
+        *_figures(metrics),
         "## Use",
         "",
         _USE.format(folder=folder),
@@ -124,14 +117,10 @@ def _settings(spec: LatentSpec) -> list[tuple[str, str]]:
     return rows
 
 
-def _figures(
-    metrics: Mapping[str, Any] | None,
-    evaluation: Mapping[str, Any] | None,
-    accuracy: Mapping[str, Mapping[str, Any]] | None,
-) -> list[str]:
+def _figures(metrics: Mapping[str, Any] | None) -> list[str]:
     if metrics is None:
-        return ["Not evaluated yet: `recalkv eval` or `dvc repro` measures it.", ""]
-    texts = {_text_name(metrics, evaluation): metrics["perplexity"], **metrics["further_texts"]}
+        return ["Not evaluated yet: `recalkv eval` measures it.", ""]
+    texts = {metrics["text"]: metrics["perplexity"], **metrics["further_texts"]}
     rows = _evaluated(metrics) + [
         (f"perplexity, {name} ({ppl['windows']} windows)", f"{ppl['dense']:.2f} | {ppl['compressed']:.2f}")
         for name, ppl in texts.items()
@@ -141,27 +130,23 @@ def _figures(
             f"accuracy, {task} ({pair['items']} items)",
             f"{pair['dense']['accuracy']:.1%} | {pair['compressed']['accuracy']:.1%}",
         )
-        for task, pair in (accuracy or metrics.get("tasks", {})).items()
+        for task, pair in metrics.get("tasks", {}).items()
     ]
     header = ["## Beside the dense model", "", "| | dense | compressed |", "|---|---:|---:|"]
     return [*header, *(f"| {name} | {values} |" for name, values in rows), ""]
 
 
-def _results(
-    metrics: Mapping[str, Any] | None,
-    evaluation: Mapping[str, Any] | None,
-    accuracy: Mapping[str, Mapping[str, Any]] | None,
-) -> list[EvalResult] | None:
+def _results(metrics: Mapping[str, Any] | None) -> list[EvalResult] | None:
     if metrics is None:
         return None
-    texts = {_text_name(metrics, evaluation): metrics["perplexity"], **metrics["further_texts"]}
+    texts = {metrics["text"]: metrics["perplexity"], **metrics["further_texts"]}
     results = [
         EvalResult("text-generation", name, name, "perplexity", round(ppl["compressed"], 4))
         for name, ppl in texts.items()
     ]
     return results + [
         EvalResult("multiple-choice", task, task, "accuracy", round(pair["compressed"]["accuracy"], 4))
-        for task, pair in (accuracy or metrics.get("tasks", {})).items()
+        for task, pair in metrics.get("tasks", {}).items()
     ]
 
 
@@ -186,11 +171,6 @@ def _evaluated(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         found = " | ".join(f"{metrics['needle'][side]['found']:.0%}" for side in ("dense", "compressed"))
         rows.append(("digits found in long prompts", found))
     return rows
-
-
-def _text_name(metrics: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
-    own = str(metrics.get("text", "evaluation text"))
-    return f"{evaluation['text']}, {evaluation['split']}" if evaluation else own
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:
