@@ -101,15 +101,14 @@ def cache_size(
             help="Folder with a config.json, dense or compressed, or a model such as llama-2-7b; default all."
         ),
     ] = "",
-    group_size: Annotated[int, typer.Option(help="Key heads per group.", min=1)] = 4,
 ) -> None:
-    """Print how large the cache is, dense and compressed, and how much of it fits beside the weights."""
+    """Print how large the cache is at 16 bits a number and fewer, and how much of it fits beside the weights."""
     from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
     from recalkv.reports.cache_size import markdown, table
 
     with user_errors():
         if not config:
-            tables = [(name, sizes, table(sizes, group_size)) for name, sizes in KNOWN.items()]
+            tables = [(name, sizes, table(sizes)) for name, sizes in KNOWN.items()]
         elif (Path(config) / "config.json").exists():
             from transformers import AutoConfig
 
@@ -120,10 +119,10 @@ def cache_size(
             loaded = AutoConfig.from_pretrained(config)
             sizes = ModelSizes.from_config(loaded)
             own = LatentSpec.from_config(loaded).cached_bytes_per_token() if hasattr(loaded, "recalkv") else None
-            tables = [(Path(config).name, sizes, table(sizes, group_size, own))]
+            tables = [(Path(config).name, sizes, table(sizes, own))]
         else:
             sizes = known_sizes(config, "--config (no folder with a config.json)")
-            tables = [(config, sizes, table(sizes, group_size))]
+            tables = [(config, sizes, table(sizes))]
         print("\n".join(markdown(*each) for each in tables))
 
 

@@ -14,7 +14,7 @@ from recalkv.evaluation.generation import cache_bytes_per_token, parameter_count
 from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 from recalkv.model.spec import LatentSpec
 from recalkv.presets import preset_names
-from recalkv.reports.cache_size import GIB, KINDS, CacheKind, bytes_per_token, table
+from recalkv.reports.cache_size import GIB, bytes_per_token, table
 from tests.tiny import ALL_FAMILIES, compressed_pair, dense_model, windows
 
 
@@ -41,21 +41,13 @@ def test_parameters_by_formula_are_the_models(family: str) -> None:
 
 def test_llama_2_7b_at_4096_tokens_takes_2_gib() -> None:
     rows = table(KNOWN["llama-2-7b"])
-    assert rows["dense, 16 bits"]["gib_at_4096_tokens"] == 2.0
-    assert rows["50 %"]["gib_at_4096_tokens"] == 1.0
+    assert rows["16 bits"]["gib_at_4096_tokens"] == 2.0
+    assert rows["8 bits"]["gib_at_4096_tokens"] == 1.0
     # 24 GiB less 2 x 6,738,415,616 bytes of weights, by half a MiB a token.
-    assert rows["dense, 16 bits"]["tokens_in_24_gib"] == (24 * GIB - 13_476_831_232) // 524_288
-    assert rows["dense, 16 bits"]["sequences_of_4096_in_24_gib"] == 5
-    assert rows["50 %"]["sequences_of_4096_in_24_gib"] == 11
-    assert table(KNOWN["llama-2-70b"])["dense, 16 bits"]["tokens_in_80_gib"] == 0
-
-
-def test_scales_and_padding_count() -> None:
-    # 8 groups of floor(0.3 x 512) = 153 latents, 77 bytes and a scale; values floor(0.3 x 4096) = 1228, 614 and one.
-    kind = CacheKind("", 0.7, 4)
-    assert bytes_per_token(KNOWN["llama-2-7b"].attention, kind) == 32 * (8 * (1 + 77) + 1 + 614)
-    # Fewer heads than a group has: one group.
-    assert bytes_per_token(KNOWN["smollm2-135m"].attention, kind) == 30 * 2 * (1 + 29)
+    assert rows["16 bits"]["tokens_in_24_gib"] == (24 * GIB - 13_476_831_232) // 524_288
+    assert rows["16 bits"]["sequences_of_4096_in_24_gib"] == 5
+    assert rows["8 bits"]["sequences_of_4096_in_24_gib"] == 11
+    assert table(KNOWN["llama-2-70b"])["16 bits"]["tokens_in_80_gib"] == 0
 
 
 @pytest.mark.parametrize("changes", [{}, {"method": "loss-aware"}, {"method": "palu", "bits": 4, "ratio": 0.8}])
@@ -65,7 +57,7 @@ def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Pa
     spec = LatentSpec.from_config(compressed.config)
     for model, expected in (
         (compressed, spec.cached_bytes_per_token(element_bytes=4)),
-        (dense, 2 * bytes_per_token(ModelSizes.from_config(dense.config).attention, KINDS[0])),
+        (dense, 2 * bytes_per_token(ModelSizes.from_config(dense.config).attention, 16)),
     ):
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
@@ -80,7 +72,7 @@ def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Pa
 def test_the_papers_presets_have_sizes(name: str) -> None:
     result = CliRunner().invoke(app, ["cache-size", "--config", name])
     assert result.exit_code == 0, result.output
-    assert "| dense, 16 bits |" in result.output
+    assert "| 16 bits |" in result.output
 
 
 def test_errors_name_the_known() -> None:
@@ -90,8 +82,6 @@ def test_errors_name_the_known() -> None:
     assert "preset" not in CliRunner().invoke(app, ["cache-size", "--help"]).output, "most have no sizes offline"
     with pytest.raises(ParameterError, match=r"here: 'x' is not known; choose of smollm2-135m, "):
         known_sizes("x", "here")
-    with pytest.raises(ParameterError, match="ratio"):
-        bytes_per_token(KNOWN["llama-7b"].attention, CacheKind("", 1.0))
     config = dense_model("llama-mha").config
     config.model_type = "gpt2"
     with pytest.raises(UnsupportedModelError, match="gpt2"):

@@ -117,7 +117,7 @@ def test_sizes_count_the_layers_with_keys_and_values() -> None:
     assert (sizes.layers, sizes.others) == (2, 2)
     assert sizes.dense_elements_per_token == 2 * 2 * 3 * 8
     known = ModelSizes.from_config(model.config)
-    assert "2 layers with keys and values of 4, hidden size 48" in markdown("granite", known, table(known, 2))
+    assert "2 layers with keys and values of 4, hidden size 48" in markdown("granite", known, table(known))
 
 
 @pytest.mark.parametrize(

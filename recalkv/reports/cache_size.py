@@ -1,15 +1,9 @@
 """Bytes of the cache, dense and compressed, and what of it fits beside the weights: arithmetic, nothing is run."""
 
-import math
-from dataclasses import dataclass
-
-from recalkv.cache.codebooks import UNIFORM_CODES
-from recalkv.cache.rows import Segment
-from recalkv.model.families import AttentionGeometry, group_sizes
+from recalkv.model.families import AttentionGeometry
 from recalkv.model.sizes import ModelSizes
-from recalkv.model.spec import LayerSpec, check_ratio
 
-__all__ = ["CONTEXTS", "KINDS", "MEMORIES_GIB", "CacheKind", "bytes_per_token", "markdown", "table"]
+__all__ = ["BITS", "bytes_per_token", "markdown", "table"]
 
 GIB = 2**30
 WEIGHT_BYTES = 2
@@ -17,82 +11,22 @@ CONTEXTS = tuple(1024 << step for step in range(2, 8))
 """4K to 128K tokens."""
 MEMORIES_GIB = (24, 80, 141)
 _SEQUENCES = (4096, 32768)
+BITS = (16, 8, 4, 3, 2)
+"""Of a cached number, scales included: what a codec and latents in mixed bits are given, and keep to."""
 
 
-@dataclass(frozen=True)
-class CacheKind:
-    """One way to cache.
-
-    Attributes
-    ----------
-    name
-        For the table.
-    ratio
-        Fraction of the elements that are removed.
-    bits
-        Bits of an element; 16 is the model's own type.
-    """
-
-    name: str
-    ratio: float
-    bits: int = 16
+def bytes_per_token(sizes: AttentionGeometry, bits: float) -> float:
+    """Bytes that all layers cache of one token, without the tokens that a window keeps in 16 bits."""
+    return sizes.dense_elements_per_token * bits / 8
 
 
-KINDS = (
-    CacheKind("dense, 16 bits", 0.0),
-    CacheKind("50 %", 0.5),
-    CacheKind("70 %", 0.7),
-    CacheKind("70 %, 4 bits", 0.7, 4),
-)
-
-
-def bytes_per_token(sizes: AttentionGeometry, kind: CacheKind, group_size: int = 4) -> int:
-    """Bytes that all layers cache of one token, at uniform ranks.
-
-    Keys share a latent in groups, values all (the paper's layout); ranks are rounded down. Below 16 bits
-    each latent carries its scale.
-
-    Parameters
-    ----------
-    sizes
-        The model's attention.
-    kind
-        Ratio and bits.
-    group_size
-        Key heads per group; all of them where the model has fewer.
-
-    Raises
-    ------
-    ParameterError
-        For a ratio outside [0, 1) or a group size below 1.
-    """
-    check_ratio(kind.ratio)
-    if kind.ratio == 0 and kind.bits == 16:
-        return 2 * sizes.dense_elements_per_token
-
-    def rank(heads: int) -> int:
-        # 1 - 0.7 is a little less than 0.3.
-        return max(1, math.floor(heads * sizes.head_dim * (1 - kind.ratio) + 1e-9))
-
-    keys = [rank(heads) for heads in group_sizes(sizes.kv_heads, min(group_size, sizes.kv_heads))]
-    values = [rank(sizes.kv_heads)]
-    layer = LayerSpec(keys, values)
-    if kind.bits != 16:
-        code = UNIFORM_CODES[kind.bits]
-        segments = [[[Segment(each, *code)] for each in own] for own in (keys, values)]
-        layer = LayerSpec(keys, values, key_segments=segments[0], value_segments=segments[1])
-    return sizes.layers * layer.cached_bytes()
-
-
-def table(sizes: ModelSizes, group_size: int = 4, own: int | None = None) -> dict[str, dict[str, float]]:
-    """Figures of one model, by kind of cache.
+def table(sizes: ModelSizes, own: int | None = None) -> dict[str, dict[str, float]]:
+    """Figures of one model, by the bits of its cache.
 
     Parameters
     ----------
     sizes
         The model.
-    group_size
-        Key heads per group.
     own
         Bytes per token of a checkpoint that is to have a line of its own.
 
@@ -102,17 +36,17 @@ def table(sizes: ModelSizes, group_size: int = 4, own: int | None = None) -> dic
         For each kind ``bytes_per_token``; ``gib_at_N_tokens``; and for each memory, beside 16-bit weights of the
         dense model, ``tokens_in_N_gib`` and ``sequences_of_M_in_N_gib`` (0 where the weights do not fit).
     """
-    kinds = {kind.name: bytes_per_token(sizes.attention, kind, group_size) for kind in KINDS}
+    kinds = {f"{bits} bits": bytes_per_token(sizes.attention, bits) for bits in BITS}
     if own is not None:
-        kinds["this checkpoint"] = own
+        kinds["this checkpoint"] = float(own)
     result = {}
     for name, size in kinds.items():
         row: dict[str, float] = {"bytes_per_token": size}
         row |= {f"gib_at_{context}_tokens": size * context / GIB for context in CONTEXTS}
         for memory in MEMORIES_GIB:
             left = max(0, memory * GIB - WEIGHT_BYTES * sizes.parameters)
-            row[f"tokens_in_{memory}_gib"] = left // size
-            row |= {f"sequences_of_{tokens}_in_{memory}_gib": left // (size * tokens) for tokens in _SEQUENCES}
+            row[f"tokens_in_{memory}_gib"] = int(left // size)
+            row |= {f"sequences_of_{tokens}_in_{memory}_gib": int(left // (size * tokens)) for tokens in _SEQUENCES}
         result[name] = row
     return result
 
