@@ -10,7 +10,7 @@ from stages.common import Stage, stage
 from stages.stored import Stored
 
 
-@stage(parallel=True)
+@stage
 def calibrate(run: Stage) -> None:
     """Fit each layer again, as the method asks; write the final factors, in the basis of the cache."""
     stored = Stored(run, run.precision)

@@ -13,20 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import torch
 import transformers
 import typer
-import zarr
 from torch import Tensor
 from tqdm import tqdm
 
 import recalkv
-from recalkv.errors import ParameterError, StoreError, user_errors
+from recalkv.errors import StoreError, user_errors
 from recalkv.evaluation.resources import peak_device_mib, peak_resident_mib
 from recalkv.model.device import device_of
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype, read_reference
 from recalkv.params import Params, load_params
-from recalkv.statistics import distributed
 from recalkv.statistics.layer_inputs import LayerInputs
-from recalkv.store.folders import partial_path
 from recalkv.store.stores import (
     SCHEMA_VERSION,
     StoreReader,
@@ -68,7 +65,7 @@ class Stage:
 
     def __init__(self, name: str, params: Params, data: Path, reports: Path, changes: Sequence[str] = ()) -> None:
         self.name, self.params, self.data, self.reports, self.changes = name, params, data, reports, changes
-        self.device = distributed.own_device(device_of(params.runtime.device))
+        self.device = device_of(params.runtime.device)
         # The first store read that is of calibration windows, and their digest.
         self._windows: tuple[Path, str] | None = None
 
@@ -121,8 +118,6 @@ class Stage:
     ) -> Iterator[StoreWriter]:
         """Create this stage's own store layer by layer, or go on with that of an interrupted run.
 
-        Of several processes the first writes.
-
         Parameters
         ----------
         record
@@ -143,21 +138,12 @@ class Stage:
                 "code": [source_digest(folder) for folder in packages],
                 "versions": [torch.__version__, transformers.__version__],
                 "device": str(self.device),
-                "processes": distributed.processes(),
             }
         )
-        with contextlib.ExitStack() as stack:
-            if distributed.is_first():
-                store = stack.enter_context(writing_layers(path, self.name, model, record, key, self._windows_digest))
-                if store.finished:
-                    print(f"{self.name}: {len(store.finished)} layer(s) are there already.", file=sys.stderr)
-            distributed.barrier()
-            if not distributed.is_first():
-                store = StoreWriter(zarr.open_group(partial_path(path), mode="r"), dropping=True)
-                store.recover()
-            distributed.barrier()
+        with writing_layers(path, self.name, model, record, key, self._windows_digest) as store:
+            if store.finished:
+                print(f"{self.name}: {len(store.finished)} layer(s) are there already.", file=sys.stderr)
             yield store
-            distributed.barrier()
 
     @property
     def _windows_digest(self) -> str | None:
@@ -172,31 +158,24 @@ class Stage:
 
     def bar(self, total: int | None, unit: str) -> tqdm:
         """Progress bar on standard error, to be moved by whoever does the work."""
-        return tqdm(
-            desc=self.name, total=total, unit=unit, file=sys.stderr, mininterval=1.0,
-            disable=not distributed.is_first(),
-        )  # fmt: skip
+        return tqdm(desc=self.name, total=total, unit=unit, file=sys.stderr, mininterval=1.0)
 
 
-def stage(
-    body: Callable[..., None] | None = None, *, parallel: bool = False, default: bool = True
-) -> Callable[..., Any]:
+def stage(body: Callable[..., None] | None = None, *, default: bool = True) -> Callable[..., Any]:
     """Turn ``def NAME(run: Stage, ...)`` into the stage's command, with --params, --data, --reports and --set.
 
-    It checks the parameters first, turns user errors into exit code 1, and prints seconds and memory of this run, or of
-    the first of several processes; REPORTS/timings.json keeps those of the default run, or of any in other folders.
+    It checks the parameters first, turns user errors into exit code 1, and prints seconds and memory of this run;
+    REPORTS/timings.json keeps those of the default run, or of any in other folders.
 
     Parameters
     ----------
     body
         Further arguments become options and arguments of the command.
-    parallel
-        Whether torchrun may start it in several processes.
     default
         Whether it belongs to the default run, which --set does not change.
     """
     if body is None:
-        return lambda function: stage(function, parallel=parallel, default=default)
+        return lambda function: stage(function, default=default)
     name = body.__name__
 
     def command(
@@ -209,15 +188,11 @@ def stage(
         with user_errors():
             started, cpu_started = time.perf_counter(), _cpu_seconds()
             loaded = load_params(params, changes or ())
-            if distributed.launched() and not parallel:
-                raise ParameterError(f"the stage {name} runs in one process; start it without torchrun.")
             run = Stage(name, loaded, data, reports, changes or ())
-            with distributed.group(run.device):
-                body(run, **further)
-                if distributed.is_first():
-                    # Runs with other parameters keep theirs where they are told to.
-                    kept = default and (not run.changes or reports != Path("reports"))
-                    _record_timing(run, time.perf_counter() - started, _cpu_seconds() - cpu_started, kept)
+            body(run, **further)
+            # Runs with other parameters keep theirs where they are told to.
+            kept = default and (not run.changes or reports != Path("reports"))
+            _record_timing(run, time.perf_counter() - started, _cpu_seconds() - cpu_started, kept)
 
     signature = inspect.signature(command)
     own = list(inspect.signature(body).parameters.values())[1:]

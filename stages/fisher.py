@@ -2,7 +2,6 @@
 
 import typer
 
-from recalkv.statistics import distributed
 from recalkv.statistics.fisher import SINK_TOKENS, collect_gradients
 from recalkv.statistics.whitening import collect_input_moments
 from recalkv.store.folders import telling_full_disk
@@ -11,12 +10,11 @@ from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 
 
-@stage(parallel=True)
+@stage
 def fisher(run: Stage) -> None:
     """Score all projections in one backward pass over the calibration windows; removes the layers' inputs."""
     windows, source, wanted = run.read("sample").get("windows"), run.source(run.precision), run.params.calibration
     used = windows[: wanted.fisher_samples]
-    distributed.share(len(used))  # too few for all processes? Before any work.
     inputs, moments = run.layer_inputs(source, windows), run.read("whiten").digest
     if not inputs.are_of(moments):
         # Whole batches, as whiten has them: the same matrix products, the same bytes.

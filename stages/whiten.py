@@ -4,14 +4,13 @@ import sys
 
 import typer
 
-from recalkv.statistics import distributed
 from recalkv.statistics.whitening import collect_input_moments
 from recalkv.store.folders import telling_full_disk
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 
 
-@stage(parallel=True)
+@stage
 def whiten(run: Stage) -> None:
     """Collect C = X^T X / N and the mean input of every layer in one forward pass over the windows.
 
@@ -19,7 +18,7 @@ def whiten(run: Stage) -> None:
     """
     windows, source, wanted = run.read("sample").get("windows"), run.source(run.precision), run.params.calibration
     hidden = source.geometry.hidden
-    if windows.numel() < hidden and distributed.is_first():
+    if windows.numel() < hidden:
         print(
             f"warning: {windows.numel()} calibration tokens are fewer than the hidden size {hidden}, so the Gram "
             f"matrices are rank-deficient; compression.damping decides what is kept of the directions that the text "

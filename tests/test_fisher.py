@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recalkv.errors import NonFiniteError
 from recalkv.model.layers import ModuleSource
-from recalkv.statistics import distributed, fisher
+from recalkv.statistics import fisher
 from recalkv.statistics.fisher import LayerGradients, collect_gradients
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.whitening import collect_input_moments
@@ -95,21 +95,6 @@ def test_batch_size_changes_nothing(tmp_path: Path) -> None:
     expected = scores_of(model, ids, tmp_path / "a", batch_size=5, kept_by=5)
     for batch_size, kept_by in ((1, 5), (2, 3), (3, 1), (50, 2)):
         assert_close(scores_of(model, ids, tmp_path / "b", batch_size, kept_by), expected, 1e-4)
-
-
-def test_one_of_several_processes_takes_its_own_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, ids = ModuleSource(dense_model("llama-gqa")), windows(samples=5, length=40)
-    inputs = kept_inputs(source, ids, tmp_path)
-    monkeypatch.setattr(distributed, "share", lambda count: range(2, 5))
-    shared = list(collect_gradients(source, ids, calibration(batch_size=2), inputs))
-    monkeypatch.undo()
-    alone = gradients_of(dense_model("llama-gqa"), ids[2:], tmp_path / "alone")
-    for own, expected in zip(shared, alone, strict=True):
-        # Sums are those of three windows, the mean is over five.
-        assert own.key_score == pytest.approx(expected.key_score * (3 / 5) ** 0.5)
-        assert own.loss == pytest.approx(expected.loss * 3 / 5)
-        assert own.moments.tokens == expected.moments.tokens
-        torch.testing.assert_close(own.moments.gram, expected.moments.gram)
 
 
 def test_logits_in_chunks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from recalkv.errors import NonFiniteError
 from recalkv.model.layers import ModuleSource
-from recalkv.statistics import distributed
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.whitening import InputMoments, MomentAccumulator, collect_input_moments, damped
 from tests.steps import inputs_of
@@ -80,25 +79,6 @@ def test_inputs_are_kept_for_the_first_windows_only(tmp_path: Path) -> None:
     for index in range(3):
         torch.testing.assert_close(keep.get(index, 0, 3), states[index][:3], rtol=1e-4, atol=1e-4)
     assert all(path.stat().st_size == 3 * 24 * 48 * 4 for path in (tmp_path / "inputs").iterdir())
-
-
-def test_one_of_several_processes_reads_and_keeps_its_own_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, ids = ModuleSource(dense_model("llama-gqa")), windows(samples=5, length=12)
-    inputs = LayerInputs(tmp_path / "inputs", (5, 12, source.geometry.hidden), torch.float32)
-    whole = LayerInputs(tmp_path / "whole", (5, 12, source.geometry.hidden), torch.float32)
-    list(collect_input_moments(source, ids, 2, whole))
-    monkeypatch.setattr(distributed, "share", lambda count: range(2, 5))
-    own = [moments for _, moments in collect_input_moments(source, ids, 2, inputs)]
-    monkeypatch.undo()
-    for index, (moments, expected) in enumerate(
-        zip(own, moments_of(dense_model("llama-gqa"), ids[2:], 2), strict=True)
-    ):
-        assert moments.tokens == 36
-        torch.testing.assert_close(moments.gram, expected.gram)
-        torch.testing.assert_close(inputs.get(index, 2, 5), whole.get(index, 2, 5))
-        assert not bool(inputs.get(index, 0, 2).any()), "another process' windows"
 
 
 def test_fewer_tokens_than_hidden_size_are_legal() -> None:

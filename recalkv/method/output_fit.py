@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.statistics import distributed
-
 __all__ = ["OutputMoments", "fit_output", "output_error"]
 
 
@@ -47,11 +45,6 @@ class OutputMoments:
         self.gram += c.T @ c
         self.cross += c.T @ t
         self.target += float(t.square().sum(dtype=torch.float64))
-
-    def total(self) -> "OutputMoments":
-        """Sums over all processes."""
-        target = distributed.total(torch.tensor(self.target, dtype=torch.float64))
-        return OutputMoments(distributed.total(self.gram), distributed.total(self.cross), float(target))
 
 
 RIDGE = 0.3

@@ -15,7 +15,6 @@ from recalkv.method.output_fit import OutputMoments, fit_output, output_error
 from recalkv.method.ovc import calibrate_values
 from recalkv.method.svd import group_columns
 from recalkv.model.layers import LayerSource, attention_input, run_layer
-from recalkv.statistics import distributed
 from recalkv.statistics.whitening import MomentAccumulator
 
 __all__ = ["LayerRefit", "LayerStart", "in_model_order", "install", "refit_layers"]
@@ -75,8 +74,7 @@ def refit_layers(
     """Yield every layer after the method's refit (Algorithm 1, Offline_Calibration, for ``values``).
 
     One pass, in order: a layer's statistics come from inputs that passed through the layers compressed and refitted
-    so far. The dense model runs beside it where its residual stream is the target. Several processes share the
-    windows, and each yields the fit to all.
+    so far. The dense model runs beside it where its residual stream is the target.
 
     Parameters
     ----------
@@ -95,8 +93,7 @@ def refit_layers(
                 own = starts(number).factors
                 yield number, LayerRefit(own.keys, own.values, None, own.value_error, own.value_error)
         return
-    mine = distributed.share(len(windows))
-    hidden = source.embed(windows[mine.start : mine.stop], batch_size)
+    hidden = source.embed(windows, batch_size)
     dense_hidden = list(hidden) if method.refit == "output" else []
     for place, index in source.decoder_layers():
         if place > source.places[-1]:
@@ -169,7 +166,6 @@ def _fit_output(
         if done is None:
             moments.add(contexts[-1], added if family.post_norm else added + (before - states) / scale)
     if done is None:
-        moments = moments.total()
         output = fit_output(moments, weight)
         errors = output_error(moments, weight), output_error(moments, output)
         done = LayerRefit(start.keys, start.values, output.float(), *errors)

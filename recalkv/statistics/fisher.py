@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from recalkv.errors import NonFiniteError
 from recalkv.model.layers import LayerSource, run_layer
 from recalkv.params import CalibrationParams
-from recalkv.statistics import distributed
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator
 
@@ -79,8 +78,6 @@ def collect_gradients(
 ) -> Iterator[LayerGradients]:
     """Yield each layer's Fisher scores and moments of the loss-aware metric, from the last layer to the first.
 
-    Several processes share the windows, and each yields the figures of all.
-
     Parameters
     ----------
     source
@@ -99,8 +96,8 @@ def collect_gradients(
     NonFiniteError
         Where a gradient or the loss is NaN or infinite; the message names the layer.
     """
-    size, mine = parameters.batch_size, distributed.share(len(windows))
-    batches = [(first, min(first + size, mine.stop)) for first in range(mine.start, mine.stop, size)]
+    size, count = parameters.batch_size, len(windows)
+    batches = [(first, min(first + size, count)) for first in range(0, count, size)]
     gradients, losses = _loss_gradients(source, windows, batches, inputs)
     # Gradients below are those of a window's mean loss; the metric counts nats of the whole window.
     predicted = windows.shape[1] - 1
@@ -126,7 +123,6 @@ def collect_gradients(
                 moments.add(read, *(gradient * predicted for gradient in at_outputs))
             if index in done:
                 continue
-            distributed.total(squared)
             if not bool(torch.isfinite(squared).all()):
                 raise NonFiniteError(
                     f"NaN or infinity in the gradients of layer {place}; run the calibration in float32 "
@@ -160,8 +156,6 @@ def _loss_gradients(
                     loss, gradient[row, span] = _token_losses(part, targets[span], norm, head, source.logits)
                     losses[window] += loss / predicted
             gradients.append(gradient / predicted)
-    # Each process has filled in its own windows.
-    distributed.total(losses)
     if not bool(torch.isfinite(losses).all()):
         raise NonFiniteError(
             f"NaN or infinity in the calibration loss: layer {last}'s output, the final norm or the output head is "

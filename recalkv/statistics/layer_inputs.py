@@ -12,15 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recalkv.statistics import distributed
-
 __all__ = ["LayerInputs"]
 
 
 class LayerInputs:
     """Layer inputs of some windows, in a folder.
-
-    Several processes may write windows of their own.
 
     Parameters
     ----------
@@ -59,7 +55,7 @@ class LayerInputs:
             raise
 
     def _write(self, layer: int, place: int, content: memoryview) -> None:
-        # Opened without truncation: other processes write other windows of the file.
+        # Opened without truncation: other windows of the file stay.
         file = os.open(self._folder / f"{layer:03d}.bin", os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             while content:
@@ -77,26 +73,20 @@ class LayerInputs:
 
     def sign(self, moments: str) -> None:
         """Say that the inputs are whole, and of the pass whose moments have this digest."""
-        distributed.barrier()
-        if distributed.is_first():
-            (self._folder / "of").write_text(self._mark(moments))
+        (self._folder / "of").write_text(self._mark(moments))
 
     def are_of(self, moments: str) -> bool:
         """Whether whole inputs of that pass are there; others are removed."""
         mark = self._folder / "of"
         whole = mark.exists() and mark.read_text() == self._mark(moments)
-        distributed.barrier()
         if not whole:
             self.remove()
         return whole
 
     def remove(self) -> None:
         """Remove the inputs; the mark first: what is half removed must not be taken for whole."""
-        distributed.barrier()
-        if distributed.is_first():
-            (self._folder / "of").unlink(missing_ok=True)
-            shutil.rmtree(self._folder, ignore_errors=True)
-        distributed.barrier()
+        (self._folder / "of").unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _mark(self, moments: str) -> str:
         return f"{moments} {self._shape} {self._dtype}"

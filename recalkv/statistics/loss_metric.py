@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import NonFiniteError
-from recalkv.statistics import distributed
 
 __all__ = ["LossMoments", "LossMomentsAccumulator"]
 
@@ -100,15 +99,10 @@ class LossMomentsAccumulator:
         self._tokens += len(rows)
 
     def finish(self, where: str) -> LossMoments:
-        """Normalize the sums of all processes; ``where`` names the layer in an error.
+        """Normalize the sums; ``where`` names the layer in an error.
 
         A layer whose gradients are all zero weighs its tokens equally.
         """
-        for part in (self._gram, self._plain, self._sinks, *self._gradients, self._sums):
-            distributed.total(part)
-        counts = torch.tensor([self._weight, self._tokens, self._sink_count], dtype=torch.float64)
-        self._weight, *whole = distributed.total(counts).tolist()
-        self._tokens, self._sink_count = map(int, whole)
         parts = (self._gram, self._sinks, *self._gradients)
         if not all(bool(torch.isfinite(part).all()) for part in parts):
             raise NonFiniteError(

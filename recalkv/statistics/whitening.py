@@ -12,7 +12,6 @@ from torch import Tensor
 
 from recalkv.errors import NonFiniteError
 from recalkv.model.layers import LayerSource, attention_input, run_layer
-from recalkv.statistics import distributed
 from recalkv.statistics.layer_inputs import LayerInputs
 
 __all__ = ["InputMoments", "MomentAccumulator", "collect_input_moments", "damped"]
@@ -58,10 +57,7 @@ class MomentAccumulator:
         self._tokens += rows.shape[0]
 
     def finish(self, where: str) -> InputMoments:
-        """Normalize by the number of tokens of all processes; ``where`` names the layer in an error."""
-        distributed.total(self._gram)
-        distributed.total(self._sum)
-        self._tokens = int(distributed.total(torch.tensor(self._tokens)))
+        """Normalize by the number of tokens; ``where`` names the layer in an error."""
         if not bool(torch.isfinite(self._gram).all()):
             raise NonFiniteError(
                 f"NaN or infinity in the calibration activations of {where}; check the weights, or run the "
@@ -81,8 +77,6 @@ def collect_input_moments(
 ) -> Iterator[tuple[int, InputMoments]]:
     """Yield each layer's input moments, in order, from one forward pass, layer by layer.
 
-    Several processes share the windows, and each yields the moments of all.
-
     Parameters
     ----------
     source
@@ -96,8 +90,7 @@ def collect_input_moments(
     done
         Layers whose moments and inputs are there already: they are run, and not yielded.
     """
-    mine = distributed.share(len(windows))
-    hidden = source.embed(windows[mine.start : mine.stop], batch_size)
+    hidden = source.embed(windows, batch_size)
     for place, index in source.decoder_layers():
         with source.layer(place) as layer:
             moments = MomentAccumulator(source.geometry.hidden, source.device)
@@ -106,7 +99,7 @@ def collect_input_moments(
                     if index is not None:
                         moments.add(attention_input(source, layer, states))
                     if keep is not None:
-                        keep.put(place, mine.start + position * batch_size, states)
+                        keep.put(place, position * batch_size, states)
                 # Nothing reads the output of the last layer.
                 if place + 1 < len(source.attention_types):
                     hidden[position] = run_layer(source, layer, place, states)

@@ -49,8 +49,6 @@ class StoreWriter:
     ----------
     group
         The store's zarr group.
-    dropping
-        Write nothing: of several processes with the same results, one writes.
 
     Attributes
     ----------
@@ -60,8 +58,8 @@ class StoreWriter:
         Figures of each finished layer (:func:`writing_layers`), those of an interrupted run included.
     """
 
-    def __init__(self, group: zarr.Group, dropping: bool = False) -> None:
-        self._group, self._dropping = group, dropping
+    def __init__(self, group: zarr.Group) -> None:
+        self._group = group
         self.digests: dict[str, str] = {}
         self.finished: dict[int, dict[str, float]] = {}
 
@@ -84,17 +82,15 @@ class StoreWriter:
         """Mark the store as complete and give it its digest."""
         self._group.attrs.pop("key", None)
         for layer in self.finished:
-            if not self._dropping:
-                self._layer_group(layer).attrs.clear()
+            self._layer_group(layer).attrs.clear()
         self._group.attrs.update({"complete": True, "digest": self.digest()})
 
     def finish(self, layer: int, **figures: float) -> None:
         """Mark a layer, all of whose arrays are put: an interrupted run goes on after it. ``figures`` are kept."""
         self.finished[layer] = figures
-        if not self._dropping:
-            prefix = f"{layer_name(layer)}/"
-            own = {name: digest for name, digest in self.digests.items() if name.startswith(prefix)}
-            self._layer_group(layer).attrs["finished"] = {"figures": figures, "digests": own}
+        prefix = f"{layer_name(layer)}/"
+        own = {name: digest for name, digest in self.digests.items() if name.startswith(prefix)}
+        self._layer_group(layer).attrs["finished"] = {"figures": figures, "digests": own}
 
     def figure(self, name: str) -> Tensor:
         """One figure of all finished layers, (layers,) float64."""
@@ -132,8 +128,6 @@ class StoreWriter:
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write one array; ``name`` may contain ``/`` for nested groups. bfloat16 is not a zarr type."""
-        if self._dropping:
-            return
         array = tensor.detach().cpu().contiguous().numpy()
         self.digests[name] = array_digest(array)
         fill = float("nan") if array.dtype.kind == "f" else 0
