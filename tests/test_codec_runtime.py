@@ -236,15 +236,14 @@ def test_assisted_decoding_gives_the_same_tokens(family: str, coded_assistant: b
         with pytest.raises(ValueError, match="(?i)assist|crop|stateful"):
             generated(model, token_ids(1, 30), prompt_lookup_num_tokens=3)
         return
-    for seed in (5, 6):
-        ids = token_ids(1, 30, seed)
-        ids = torch.cat([ids, ids], 1)
-        wanted = generated(model, ids, use_cache=False)
-        assert torch.equal(generated(model, ids, prompt_lookup_num_tokens=3), wanted)
-        assistant = coded_model(family) if coded_assistant else dense(family)
-        with torch.no_grad():  # so that it errs
-            assistant.lm_head.weight += 0.02 * torch.randn_like(assistant.lm_head.weight)
-        assert torch.equal(generated(model, ids, assistant_model=assistant), wanted)
+    ids = token_ids(1, 30)
+    ids = torch.cat([ids, ids], 1)
+    wanted = generated(model, ids, use_cache=False)
+    assert torch.equal(generated(model, ids, prompt_lookup_num_tokens=3), wanted)
+    assistant = coded_model(family) if coded_assistant else dense(family)
+    with torch.no_grad():  # so that it errs
+        assistant.lm_head.weight += 0.02 * torch.randn_like(assistant.lm_head.weight)
+    assert torch.equal(generated(model, ids, assistant_model=assistant), wanted)
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])

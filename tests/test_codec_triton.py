@@ -74,13 +74,16 @@ CASES = {
         tuple(tuple((8, bits) for bits in own) for own in ((6,), BITS[::-1], (3, 6, 4))),
         heads=2, per_head=3, value_dim=24, first=(0,), length=(75,), offset=(1000,),
     ),
-    "wide, in runs": Case((((160, 4), (40, 6)),), (((128, 4), (64, 3), (8, 1)),), heads=8, splits=3, mean=3.0),
+    "wide, in runs": Case(
+        (((160, 4), (40, 6)),), (((128, 4), (64, 3), (8, 1)),), heads=8, splits=3, mean=3.0, first=(3,), length=(130,),
+        offset=(5,),
+    ),
     "nothing cached of the keys": Case(((),), (((8, 4),),), first=(0,), length=(20,), offset=(0,)),
     "soft-capped": Case((((32, 4),),), (((32, 4),),), softcap=3.0, mean=2.0),
     "many queries": Case((((16, 4),),), (((16, 4),),), per_head=37, length=(16, 17, 30)),
     "empty sequences": Case((((16, 8),),), (((16, 8),),), first=(0, 40, 20), length=(0, 40, 66), splits=4),
     "many blocks of a run": Case(
-        (((16, 4), (16, 2)),), (((24, 4), (8, 8)),), first=(0, 700), length=(1500, 1403), offset=(0, 9), splits=1,
+        (((16, 4), (16, 2)),), (((24, 4), (8, 8)),), first=(0, 300), length=(700, 603), offset=(0, 9), splits=1,
     ),
     "far away": Case((((16, 8),),), (((16, 8),),), first=(1,), length=(80,), offset=(9_999_999,)),
 }  # fmt: skip
