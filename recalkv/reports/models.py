@@ -61,9 +61,8 @@ def page(
         "Written by `stages.models_page`; do not edit. `make models` measures the tables by model, and `make models "
         "PART=calibrations`, `answers`, `biases`, `contexts` or `written` what has a section of its own. Bits count "
         f"everything that is cached of a sequence of {CONTEXT:,} tokens: codes, scales, zero points, and tokens and "
-        "layers that stay in "
-        "16 bits; layers with sliding windows cache no more than those. KL is the divergence of the next token's "
-        "distribution from the dense model's, nats per token, with its standard error over documents; top-1 how often "
+        "layers that stay in 16 bits; layers with sliding windows cache no more than those. KL is the divergence of the next "
+        "token's distribution from the dense model's, nats per token, with its standard error over documents; top-1 how often "
         f"both think the same token the likeliest; excess the rise of the loss. Windows of {window:,} tokens of each "
         "text, float32. Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`).",
         "",
@@ -206,7 +205,13 @@ def _contexts(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
         ]
         found += [f"One text of {each['length']:,} tokens, {model}; KL by position.", ""]
         found += [markdown(["cache", "bits", *spans], lines), ""]
-    return ["## Context", "", *found] if found else []
+    if not found:
+        return []
+    reason = (
+        "How post-RoPE keys are distributed depends on how far positions reach, so a codec loses beyond the context "
+        "that it was fitted for. By default that is the model's own (`codec.context`)."
+    )
+    return ["## Context", "", reason, "", *found]
 
 
 def _calibrations(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
