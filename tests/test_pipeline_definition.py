@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,7 @@ def test_code_dependencies_are_what_a_stage_imports(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", GRIDS)
 def test_code_dependencies_of_grids_are_what_they_import(stage: str) -> None:
-    modules = [
-        line.split("python -m stages.")[1].split()[0] for line in as_list(GRIDS[stage]["cmd"]) if "stages." in line
-    ]
+    modules = [name for line in as_list(GRIDS[stage]["cmd"]) for name in re.findall(r"python -m stages\.(\w+)", line)]
     needed = set().union(*(closure(f"stages/{module}.py") for module in modules))
     code = [dep for dep in GRIDS[stage]["deps"] if dep.startswith(("recalkv", "stages"))]
     assert sorted(path for path in needed if not tracked(path, code)) == []

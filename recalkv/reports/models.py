@@ -61,10 +61,11 @@ def page(
         "Written by `stages.models_page`; do not edit. `make models` measures the tables by model, and `make models "
         "PART=calibrations`, `answers`, `biases`, `contexts` or `written` what has a section of its own. Bits count "
         f"everything that is cached of a sequence of {CONTEXT:,} tokens: codes, scales, zero points, and tokens and "
-        "layers that stay in 16 bits; layers with sliding windows cache no more than those. KL is the divergence of the next "
-        "token's distribution from the dense model's, nats per token, with its standard error over documents; top-1 how often "
-        f"both think the same token the likeliest; excess the rise of the loss. Windows of {window:,} tokens of each "
-        "text, float32. Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`).",
+        "layers that stay in 16 bits; layers with sliding windows cache no more than those. KL is the divergence of "
+        "the next token's distribution from the dense model's, nats per token, with its standard error over "
+        "documents; top-1 how often both think the same token the likeliest; excess the rise of the loss. Windows of "
+        f"{window:,} tokens of each text, float32. Quantized caches are simulated from their definitions "
+        "(`recalkv/evaluation/quantizers.py`).",
         "",
         markdown(
             ["model", "layers", "query heads", "KV heads", "head size", "windows of each text"],
