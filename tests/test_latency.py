@@ -2,22 +2,18 @@
 
 import functools
 import json
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.random_models import random_dense, random_latent
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.evaluation.attention_step import (
     BASELINES,
     Step,
-    attention_function,
     dense_steps,
     latent_steps,
     module_of,
@@ -133,27 +129,6 @@ def test_steps_are_right_and_complete(family: str, changes: dict[str, Any]) -> N
     assert all(each.error < 1e-3 and each.timing.runs == 2 for each in baselines + ours)
 
 
-@pytest.mark.parametrize("package", ["flash_attn", "flashinfer"])
-def test_flash_decoding_gets_the_packages_layout(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(query: Any, key: Any, value: Any, scale: float) -> Any:
-        return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
-
-    def flash_attn(query: Any, key: Any, value: Any, softmax_scale: float) -> Any:
-        assert query.shape == (1, 1, 6, 8) and key.shape == value.shape == (1, 32, 3, 8)
-        return attend(*(part.transpose(1, 2) for part in (query, key, value)), softmax_scale).transpose(1, 2)
-
-    def flashinfer(query: Any, key: Any, value: Any, kv_layout: str, sm_scale: float) -> Any:
-        assert query.shape == (6, 8) and key.shape == value.shape == (3, 32, 8) and kv_layout == "HND"
-        return attend(query[:, None], key, value, sm_scale)[:, 0]
-
-    fake = types.SimpleNamespace(flash_attn_with_kvcache=flash_attn, single_decode_with_kv_cache=flashinfer)
-    monkeypatch.setitem(sys.modules, package, fake)
-    monkeypatch.setattr("recalkv.evaluation.attention_step.flash_decoding", lambda: package)
-    step = Step(module_of(pair("llama-gqa")[0], 0), 32)
-    with attention_function(step.module, "recalkv_flash_decoding"):
-        assert step.measure("flash_static", 1, 1, growing=False).error < 1e-5
-
-
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_wrong_module_is_not_timed(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(module_of(pair("llama-gqa")[1], 0), 32)
@@ -241,7 +216,6 @@ def test_stage_writes_rows_metrics_and_a_picture(
     page = latency_section(metrics, rows)
     assert "**on a CPU; the kernels need a CUDA device**" in "\n".join(page)
     assert len([line for line in page if line.startswith("| pipeline |")]) == 6
-    assert not any("flash_attn" in line for line in page)
 
 
 @pytest.mark.parametrize(

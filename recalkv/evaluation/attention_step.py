@@ -7,16 +7,14 @@ in float64 over the reconstructed keys and values.
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.growing import growing_cache
 from recalkv.cache.recent import remember
@@ -38,7 +36,6 @@ __all__ = [
     "StepTime",
     "attention_function",
     "dense_steps",
-    "flash_decoding",
     "latent_steps",
     "module_of",
     "typical_layer",
@@ -48,16 +45,14 @@ BASELINES = {
     "eager_growing": "transformers' eager attention, growing DynamicCache",
     "eager_static": "transformers' eager attention, static cache",
     "sdpa_static": "SDPA, static cache",
-    "flash_static": "flash decoding, static cache",
 }
-"""What compressed steps are compared with, by the names of the metrics; SDPA and flash decoding where they know the
+"""What compressed steps are compared with, by the names of the metrics; SDPA where it knows the
 family's softmax, and else eager attention on a static cache."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest error of a step's output, relative to the reference's norm."""
 
 _CHUNK = 256
-_FLASH = "recalkv_flash_decoding"
 
 
 @dataclass(frozen=True)
@@ -262,11 +257,6 @@ def dense_steps(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
             return
     with attention_function(module, "sdpa"):
         yield min(_sdpa(step, batch, repeats), key=lambda each: each.timing.median)
-    package = flash_decoding() if module.device.type == "cuda" and module.dtype != torch.float32 else None
-    if package is not None and (package == "flash_attn" or batch == 1):
-        # An installation that does not work here is like none; the report says that there is no such row.
-        with attention_function(module, _FLASH), suppress(ImportError, RuntimeError):
-            yield step.measure("flash_static", batch, repeats, growing=False, detail=package)
 
 
 def latent_steps(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
@@ -289,29 +279,6 @@ def _sdpa(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
         yield measured
     if not found:
         yield step.measure("sdpa_static", batch, repeats, growing=False, detail="torch's choice")
-
-
-def flash_decoding() -> str | None:
-    """The package for flash decoding that is installed; None without one."""
-    return next((name for name in ("flash_attn", "flashinfer") if importlib.util.find_spec(name)), None)
-
-
-def _flash(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
-) -> tuple[Tensor, None]:
-    """Flash decoding of one token as an attention function of transformers: (batch, 1, heads, d_h)."""
-    if flash_decoding() == "flash_attn":
-        from flash_attn import flash_attn_with_kvcache
-
-        rows = (part.transpose(1, 2) for part in (query, key, value))
-        return flash_attn_with_kvcache(*rows, softmax_scale=scaling), None
-    from flashinfer import single_decode_with_kv_cache
-
-    output = single_decode_with_kv_cache(query[0, :, 0], key[0], value[0], kv_layout="HND", sm_scale=scaling)
-    return output[None, None], None
-
-
-ALL_ATTENTION_FUNCTIONS.register(_FLASH, _flash)
 
 
 @contextmanager

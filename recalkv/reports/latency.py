@@ -14,8 +14,6 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
     clock = f", {first['clock_mhz']} MHz" if first["clock_mhz"] else ""
     threads = f"{first['threads']} thread{'s' if first['threads'] > 1 else ''}"
     triton = f", triton {first['triton']}" if first["triton"] else ""
-    on_gpu = not first["path"].startswith("on a CPU")
-    missing = on_gpu and not any(row["baseline"].startswith("flash decoding") for row in rows)
     eager = any(row["baseline"].startswith("transformers' eager attention, static") for row in rows)
     attention = "eager attention" if eager else "SDPA"
     lines = [
@@ -28,8 +26,7 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
         "One new token; projections are included on all sides; contexts count it. Medians, and quartiles in "
         f"brackets, of {first['runs']} runs; every output was first "
         "compared with float64 attention over reconstructed keys and values. GB/s: weights and cache counted once; "
-        "GFLOP/s: matrix products, keys rebuilt included."
-        + (" No row is against flash_attn or flashinfer: neither is there, or takes this type." if missing else ""),
+        "GFLOP/s: matrix products, keys rebuilt included.",
         "",
         "| module | type | context | batch | removed | group | cache | µs | GB/s | GFLOP/s | beside dense | µs | GB/s "
         "| GFLOP/s | speed-up |",
