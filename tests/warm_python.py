@@ -82,7 +82,7 @@ def _serve(address: str, owner: int, imported: Sequence[str]) -> None:
         listener.listen()
         listener.settimeout(5.0)
         print("ready", flush=True)
-        while Path(f"/proc/{owner}").exists():
+        while _is_there(owner):
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
@@ -91,6 +91,14 @@ def _serve(address: str, owner: int, imported: Sequence[str]) -> None:
                 listener.close()
                 os._exit(_watch(connection))
             connection.close()
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _watch(connection: socket.socket) -> int:
