@@ -19,11 +19,11 @@ from recalkv.codec.fit import (
 )
 from recalkv.codec.moments import SINKS, take_moments
 from recalkv.codec.sidecar import Codec, model_fingerprint
-from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, ReCalKVError
+from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.evaluation.perplexity import over_documents
 from recalkv.method.target import Target
 from recalkv.model.device import device_of
-from recalkv.model.loading import check_causal, load_model
+from recalkv.model.loading import load_model
 from recalkv.model.source import EMBEDDED, resolve_model
 from recalkv.params import CalibrationParams, CodecParams, RuntimeParams
 from recalkv.store.folders import CODEC, check_output, writing_folder
@@ -112,8 +112,12 @@ def fit(
     goal: Target | float = CodecParams().bits if bits is None else bits
     if target is not None:
         goal = Target.of(target)
-    if not isinstance(model, str | Path):
-        check_causal(model)
+    # No more is asked of it: with adapters or compiled, it is calibrated as it runs.
+    if not isinstance(model, str | Path) and getattr(model, "config", None) is None:
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__} without a config; give an id, a folder, or what "
+            f"AutoModelForCausalLM.from_pretrained returns."
+        )
     calibration, texts = given_calibration(dataset, {"samples": samples, "length": length, "seed": seed})
     local = not isinstance(model, nn.Module) and model != EMBEDDED and Path(model).exists()
     folder = None if out is None else Path(out)

@@ -238,7 +238,10 @@ def test_what_python_refuses(tiny_folder: Path, tiny_tokenizer: Any, tmp_path: P
         recalkv.fit(model, tiny_tokenizer, ["text " * 400], context=0, length=32)
     with pytest.raises(ParameterError, match="no tokenizer is given"):
         recalkv.fit(model, None, ["text"])
-    with pytest.raises(UnsupportedModelError, match="Linear, no causal language model"):
+    adapted = type("PeftModelForCausalLM", (torch.nn.Module,), {"config": model.config, "peft_config": {}})()
+    with pytest.raises(ParameterError, match="no tokenizer is given"):  # adapters are none of its business
+        recalkv.fit(adapted, None, ["text"])
+    with pytest.raises(UnsupportedModelError, match="Linear without a config"):
         recalkv.fit(torch.nn.Linear(2, 2), None, ["text"])
     with pytest.raises(DataError):
         recalkv.fit(model, tiny_tokenizer, ["short"], length=32)
