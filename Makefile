@@ -60,7 +60,7 @@ frontier-quick: setup
 
 # Three more real models, and ours beside what engines ship on all four: downloads of 1.8 GiB, 8 GiB of disk, hours on two
 # cores. What is measured is kept, whenever it is stopped; NAME=qwen2.5-0.5b takes one model, and PART another stage of
-# grids/models/dvc.yaml: calibrations, answers (which needs data/gsm8k/test.jsonl), biases, contexts or written.
+# grids/models/dvc.yaml: calibrations, biases, contexts, written, or answers, with a suite as NAME and its items in data/.
 PART ?= cells
 models: $(VENV)/.models
 	$(IN_VENV) nice dvc repro grids/models/dvc.yaml:$(PART)$(if $(NAME),@$(NAME))

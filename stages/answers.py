@@ -1,39 +1,65 @@
-"""Step 9, through decoding: GSM8K answered by one model in one form of cache."""
+"""Step 9, tasks: GSM8K, MultiNews, RULER and zero-shot choices, by one model with several forms of cache."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from recalkv.evaluation.suites.gsm8k import final_number, read_questions, solve
+from recalkv.errors import ParameterError
+from recalkv.evaluation.suites.answers import SUITES, generate_answers, read_prompts, score
+from recalkv.evaluation.suites.items import local_data
+from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, zero_shot
 from stages.common import Stage, stage, write_json
 from stages.forms import HELP, check_names, opened
+
+_CHOICES = "zeroshot"
 
 
 @stage(default=False)
 def answers(
     run: Stage,
     out: Annotated[Path, typer.Argument(help="Folder of the answers, a file a cache.")],
+    suite: Annotated[str, typer.Argument(help=f"One of {', '.join((*SUITES, _CHOICES))}.")],
     names: Annotated[list[str], typer.Argument(help=f"dense, {HELP}")],
-    items: Annotated[Path, typer.Option(help="Questions, .jsonl in the schema of the hub's set.")],
-    limit: Annotated[int | None, typer.Option(help="First questions; default all.")] = None,
-    tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 320,
+    items: Annotated[Path, typer.Option(help="Items, .jsonl in the schema of the hub's set, or a folder of them.")],
+    limit: Annotated[int | None, typer.Option(help="First items of a file; default all.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a prompt; longer ones lose their middle.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts at a time: memory, not results.")] = 20,
 ) -> None:
-    """Answer the questions greedily; write texts and which are right to OUT/NAME.json, unless they are there."""
+    """Do the tasks greedily; write scores and texts by task to OUT/NAME.json, unless they are there."""
     from transformers import AutoTokenizer
 
+    if suite not in (*SUITES, _CHOICES):
+        raise ParameterError(f"suite {suite!r} is unknown; choose one of {', '.join((*SUITES, _CHOICES))}.")
     check_names([name for name in names if name != "dense"])
-    questions, tokenizer = read_questions(items, limit), AutoTokenizer.from_pretrained(run.model().folder)
+    tokenizer = AutoTokenizer.from_pretrained(run.model().folder, trust_remote_code=False)
+    prompts = [] if suite == _CHOICES else read_prompts(suite, items, limit)
+
+    def generated(model: Any, cache: Callable[[], Any] | None, progress: Callable[[], object]) -> dict[str, Any]:
+        made = generate_answers(
+            model, tokenizer, prompts, batch_size=batch_size, length=length, cache=cache, progress=progress
+        )
+        scores: dict[str, list[float]] = {}
+        texts: dict[str, list[str]] = {}
+        for prompt, text in zip(prompts, made, strict=True):
+            scores.setdefault(prompt.task, []).append(score(prompt, text))
+            texts.setdefault(prompt.task, []).append(text)
+        return {"scores": scores, "texts": texts}
+
+    def chosen(model: Any) -> dict[str, Any]:
+        found = zero_shot(model, tokenizer, local_data(items, PAPER_TASKS), limit=limit, batch_size=batch_size)
+        return {"scores": {each.task: [float(right) for right in each.correct] for each in found}, "texts": {}}
+
     for name in names:
-        path, record = out / f"{name}.json", {"questions": len(questions), "tokens": tokens}
+        path, record = out / f"{name}.json", {"suite": suite, "limit": limit, "length": length}
         if path.exists() and record.items() <= json.loads(path.read_text()).items():
             continue
-        with opened(run, name) as (model, cache), run.bar(len(questions), "question") as bar:
+        with opened(run, name, one_pass=suite == _CHOICES) as (model, cache), run.bar(len(prompts), "answer") as bar:
             bar.set_description(name)
-            texts = solve(model, tokenizer, questions, tokens=tokens, cache=cache, progress=bar.update)
-        right = [final_number(text) == each.answer for text, each in zip(texts, questions, strict=True)]
-        write_json(path, record | {"right": right, "texts": texts})
+            found = chosen(model) if suite == _CHOICES else generated(model, cache, bar.update)
+        write_json(path, record | found)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from recalkv.errors import ParameterError
-from recalkv.evaluation.quantized_cache import quantized_layers
+from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import QUANTIZERS, quantizer
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
@@ -53,8 +53,11 @@ def latent_setting(form: str, bits: float) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def opened(run: Stage, name: str) -> Iterator[tuple[Any, Callable[[], Any] | None]]:
-    """A model that caches in a form, or ``dense``, to decode with; and what makes its cache, or None for its own."""
+def opened(run: Stage, name: str, one_pass: bool = False) -> Iterator[tuple[Any, Callable[[], Any] | None]]:
+    """A model that caches in a form, or ``dense``; and what makes its cache to decode with, or None for its own.
+
+    With ``one_pass``, a quantized cache is simulated where the model reads whole texts without one.
+    """
     folder = run.model().folder
     form, bits = ("dense", 16.0) if name == "dense" else form_of(name)
     if form in ("latents", "recalkv", "palu"):
@@ -63,7 +66,11 @@ def opened(run: Stage, name: str) -> Iterator[tuple[Any, Callable[[], Any] | Non
     model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
     if form == "quantizer":
         rounding = quantizer(name, check_supported(model.config).head_dim)
-        yield model, lambda: quantized_layers(model, rounding)
+        if one_pass:
+            with quantized_cache(model, rounding):
+                yield model, None
+        else:
+            yield model, lambda: quantized_layers(model, rounding)
         return
     if form != "dense":
         use_codec(model, stored_codec(run, bits, 1 if form == "codec-per-head" else None))

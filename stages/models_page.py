@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import typer
 from transformers import AutoConfig
 
@@ -75,17 +76,30 @@ def _further(run: Stage) -> dict[str, dict[str, Any]]:
         folder.name: {name: rows_of(name, cell, text) for name, cell in _files(folder).items()}
         for folder in sorted((cells / "calibrations").glob("*"))
     }
-    found["answers"] = {folder.name: _compared(_files(folder)) for folder in sorted((cells / "answers").glob("*"))}
+    found["answers"] = {
+        folder.name: {suite.name: compared(_files(suite)) for suite in sorted(folder.glob("*"))}
+        for folder in sorted((cells / "answers").glob("*"))
+    }
     return found
 
 
-def _compared(answers: dict[str, Any]) -> dict[str, Any]:
-    """Which answers are right, and which the dense model's to the letter."""
-    dense = answers["dense"]["texts"]
-    return {
-        name: {"right": each["right"], "same": [own == other for own, other in zip(each["texts"], dense, strict=True)]}
-        for name, each in answers.items()
-    }
+def compared(answers: dict[str, Any]) -> dict[str, Any]:
+    """Mean scores by cache and task, and differences from the dense model on the same, the first, items."""
+    dense = answers["dense"]
+    found: dict[str, Any] = {}
+    for name, own in answers.items():
+        tasks = found[name] = {}
+        for task, scores in own["scores"].items():
+            gaps = np.subtract(scores, dense["scores"][task][: len(scores)])
+            pairs = list(zip(own["texts"].get(task, ()), dense["texts"].get(task, ()), strict=False))
+            tasks[task] = {
+                "items": len(scores),
+                "score": float(np.mean(scores)),
+                "difference": float(gaps.mean()),
+                "error": float(gaps.std(ddof=1) / len(gaps) ** 0.5),
+                "same": sum(text == other for text, other in pairs) / len(pairs) if pairs else None,
+            }
+    return found
 
 
 def _files(folder: Path) -> dict[str, Any]:

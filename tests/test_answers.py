@@ -1,20 +1,22 @@
-"""Step 9 through decoding and by cause: GSM8K's answers, key biases, and windows that the model writes itself."""
+"""Step 9 through decoding and by cause: answers to suites, key biases, and windows that the model writes itself."""
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from recalkv.errors import DataError
+from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.key_bias import bias_shares, rotated_biases, without_bias
 from recalkv.evaluation.perplexity import window_scores
 from recalkv.evaluation.quantized_cache import quantized_cache
 from recalkv.evaluation.quantizers import quantizer
-from recalkv.evaluation.suites.gsm8k import Question, final_number, read_questions, solve
+from recalkv.evaluation.suites.answers import Prompt, final_number, generate_answers, read_prompts, score
 from recalkv.text.windows import Windows
 from stages.baseline import own_words
+from stages.models_page import compared
 from tests import tiny
 
 
@@ -27,15 +29,38 @@ def test_the_final_number_of_an_answer() -> None:
     assert final_number("no number") is None
 
 
-def test_questions_are_read(tmp_path: Path) -> None:
+def test_prompts_are_read(tmp_path: Path) -> None:
     file = tmp_path / "items.jsonl"
-    rows = [{"question": "2 and 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}, {"question": "?", "answer": "#### 1,000"}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_questions(file) == [Question("2 and 2?", 4), Question("?", 1000)]
-    assert len(read_questions(file, 1)) == 1
-    file.write_text(json.dumps({"question": "?", "answer": "four"}) + "\n")
-    with pytest.raises(DataError, match="line 1: a question and an answer that ends in `#### NUMBER` are needed"):
-        read_questions(file)
+
+    def read(suite: str, *rows: dict[str, object], limit: int | None = None) -> list[Prompt]:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read_prompts(suite, file, limit)
+
+    rows = {"question": "2 and 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}, {"question": "?", "answer": "#### 1,000"}
+    first, second = read("gsm8k", *rows)
+    assert first.text.startswith("2 and 2?\n") and (first.tokens, first.prefix) == (320, "")
+    assert score(first, "It is \\boxed{4}.") == 1 and score(first, "5") == 0 and score(second, "So, 1000") == 1
+    assert len(read("gsm8k", *rows, limit=1)) == 1
+    needle = {"task": "vt", "max_length": 4096, "input": "Track.", "outputs": ["AB", "CD"], "gen_prefix": "They are"}
+    (asked,) = read("ruler", needle)
+    assert asked == Prompt("vt, 4,096", "Track.", ["AB", "CD"], 30, "They are")
+    assert [score(asked, text) for text in ("ab and cd", "AB", "x")] == [1, 0.5, 0]
+    (news,) = read("multi_news", {"context": "It rained.", "answers": ["it rained today", "no"]})
+    assert "News:\nIt rained." in news.text and news.tokens == 512
+    with pytest.raises(DataError, match="line 1: an answer that ends in `#### NUMBER` is needed"):
+        read("gsm8k", {"question": "?", "answer": "four"})
+    with pytest.raises(DataError, match="line 2: column 'outputs' is missing; ruler needs it"):
+        read("ruler", needle, {"task": "vt", "input": ""})
+    with pytest.raises(ParameterError, match="'mmlu' is no suite of answers; choose one of gsm8k, multi_news, ruler"):
+        read("mmlu", {})
+
+
+def test_a_summary_is_scored_by_its_longest_common_words() -> None:
+    pytest.importorskip("rouge")
+    news = Prompt("multi_news", "", ["it rained all day", "the sun shone"], 512)
+    # Of 4 and 3 words, 3 in common in order: precision 3/4, recall 1.
+    assert score(news, "the sun shone today") == pytest.approx(6 / 7, abs=1e-6)
+    assert score(news, "") == 0
 
 
 class Characters:
@@ -63,13 +88,46 @@ class Batch(dict):  # type: ignore[type-arg]
         return self
 
 
-def test_answers_are_those_of_each_question_alone() -> None:
+def test_answers_are_those_of_each_prompt_alone() -> None:
     model = tiny.dense_model("llama-gqa", max_position_embeddings=512)
-    questions = [Question("Why? " * count, 0) for count in (3, 1, 5, 2)]
+    prompts = [
+        Prompt("a", "Why? " * count, [], tokens, "So ") for count, tokens in ((3, 8), (1, 8), (5, 4), (2, 8), (4, 4))
+    ]
     made: list[int] = []
-    together = solve(model, Characters(), questions, tokens=8, batch_size=3, progress=lambda: made.append(1))
-    alone = [solve(model, Characters(), [each], tokens=8)[0] for each in questions]
-    assert together == alone and len(made) == 4 and len(set(alone)) > 1
+    together = generate_answers(model, Characters(), prompts, batch_size=3, progress=lambda: made.append(1))
+    alone = [generate_answers(model, Characters(), [each])[0] for each in prompts]
+    assert together == alone and len(made) == 5 and len(set(alone)) > 1
+    # Answers are as long as each may be, and the start that is given counts.
+    assert [len(text.split()) for text in together] == [each.tokens for each in prompts]
+    assert together != generate_answers(model, Characters(), [each._replace(prefix="No ") for each in prompts])
+
+
+def test_long_prompts_lose_their_middle() -> None:
+    asked: list[str] = []
+
+    class Words(Characters):
+        def __call__(self, texts: Any, **_: object) -> Any:
+            if isinstance(texts, str):
+                return {"input_ids": texts.split()}
+            asked.extend(texts)
+            return super().__call__(texts)
+
+        def decode(self, ids: list[str], **_: object) -> str:
+            return " ".join(ids)
+
+    model = tiny.dense_model("llama-gqa", max_position_embeddings=512)
+    generate_answers(model, Words(), [Prompt("a", "1 2 3 4 5 6 7", [], 1), Prompt("a", "1 2", [], 1)], length=4)
+    assert sorted(asked) == ["1 2", "1 2 6 7"]
+
+
+def test_scores_are_compared_on_the_items_that_both_have() -> None:
+    cells = {
+        "dense": {"scores": {"a": [1.0, 0.0, 1.0, 1.0]}, "texts": {"a": ["x", "y", "z", "w"]}},
+        "few": {"scores": {"a": [1.0, 1.0]}, "texts": {"a": ["x", "n"]}},
+    }
+    found = compared(cells)
+    assert found["few"]["a"] == {"items": 2, "score": 1.0, "difference": 0.5, "error": 0.5, "same": 0.5}
+    assert found["dense"]["a"]["difference"] == 0 and found["dense"]["a"]["score"] == 0.75
 
 
 def test_keys_are_rounded_without_their_bias() -> None:

@@ -133,31 +133,64 @@ def _written(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _answers(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """GSM8K: accuracy, and the paired difference from the dense model."""
-    lines = []
-    for model, answers in cells.items():
-        dense = answers["dense"]["right"]
-        for method, each in answers.items():
-            gaps = [own - other for own, other in zip(each["right"], dense, strict=True)]
-            mean = sum(gaps) / len(gaps)
-            error = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1) / len(gaps))
-            accuracy = f"{sum(each['right']) / len(dense):.1%}"
-            gap = "" if method == "dense" else f"{mean:+.1%} ± {error:.1%}"
-            lines.append([model, method, str(len(dense)), accuracy, gap, f"{sum(each['same']) / len(dense):.0%}"])
-    if not lines:
+_SUITES = {
+    "gsm8k": (
+        "GSM8K",
+        "Answers of up to 320 tokens to the first questions of the test set, zero-shot, float32: the right number.",
+    ),
+    "ruler": (
+        "RULER",
+        "lm-eval's tasks of RULER that need no download, by length of the prompt: one needle among needles, variable "
+        "tracking, common and frequent words; the part of the expected words that an answer names.",
+    ),
+    "multi_news": ("MultiNews", "Summaries of up to 512 tokens of prompts of up to 8,000 (LongBench): ROUGE-L."),
+    "zeroshot": (
+        "Zero-shot choices",
+        "The paper's six tasks by lm-eval: accuracy, over length where the paper has it so.",
+    ),
+}
+
+
+def _answers(cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> list[str]:
+    """Tasks: the dense model's scores, and paired differences from them."""
+    found: list[str] = []
+    for suite, (title, what) in _SUITES.items():
+        measured = {model: each[suite] for model, each in cells.items() if suite in each}
+        if not measured:
+            continue
+        found += [f"### {title}", "", what, ""]
+        for model, methods in measured.items():
+            dense, others = methods["dense"], [name for name in methods if name != "dense"]
+            lines = [
+                [
+                    task,
+                    str(own["items"]),
+                    f"{own['score']:.1%}",
+                    *(_gap(methods[name].get(task), own) for name in others),
+                ]
+                for task, own in dense.items()
+            ]
+            found += [markdown([model, "items", "dense", *others], lines), ""]
+    if not found:
         return []
     return [
-        "## GSM8K, through decoding",
+        "## Tasks",
         "",
-        "Greedy answers of up to 320 tokens to the first questions of the test set (`data/gsm8k/test.jsonl`, in the "
-        "hub's schema) by the chat template, without examples; the difference from the dense "
-        "model on the same questions with its standard error, and how many answers are the dense model's to the "
-        "last letter.",
+        "Greedy answers by the chat template, decoded token by token through the cache: the dense model's score, and "
+        "differences from it on the same items, points with their standard errors; in brackets how many answers are "
+        "the dense model's to the last letter, and on how many items where not on all.",
         "",
-        markdown(["model", "cache", "questions", "right", "difference", "same text"], lines, left=2),
-        "",
+        *found,
     ]
+
+
+def _gap(own: Mapping[str, Any] | None, dense: Mapping[str, Any]) -> str:
+    if own is None:
+        return ""
+    further = [] if own["same"] is None else [f"{own['same']:.0%}"]
+    further += [f"{own['items']} items"] if own["items"] != dense["items"] else []
+    told = f" ({', '.join(further)})" if further else ""
+    return f"{100 * own['difference']:+.1f} ± {100 * own['error']:.1f}{told}"
 
 
 def _biases(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
