@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from recalkv.codec.layout import Segment
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
+from recalkv.runtime import cache as cache_module
 from recalkv.runtime import coded, decode
 from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.models import use_codec
 from recalkv.runtime.reference import coded_attention_torch
+from recalkv.runtime.shared import of_mask
+from tests import tiny
+from tests.coded import dense, fit
 
 _KEYS = (Segment(8, 8), Segment(8, 6), Segment(16, 4), Segment(16, 3), Segment(8, 2))
 _VALUES = (Segment(16, 4), Segment(24, 3), Segment(8, 1))
@@ -94,3 +101,68 @@ def test_copies_of_a_cache_outlive_the_codec_that_they_were_made_with() -> None:
     loaded = pickle.loads(stored)
     assert not any(name.startswith("_") for name in loaded.codec.__dict__)
     torch.testing.assert_close(step(loaded), wanted, rtol=0, atol=0)
+
+
+class Questions(TorchDispatchMode):
+    """Counts how often a number is asked of the device."""
+
+    asked = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_of_padded_sequences_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a layer: each time, a GPU would have to finish what it was given."""
+    monkeypatch.setattr(decode, "kernel_serves", lambda *_: True)
+    monkeypatch.setattr(coded, "kernel", lambda: coded_attention_torch)
+    for module in (cache_module, decode):
+        monkeypatch.setattr(module, "layer_loops", lambda *_: None)
+    model = dense("llama-gqa")
+    ids = torch.randint(3, tiny.VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0))
+    use_codec(model, fit(model, ids))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    counts: list[int] = []
+
+    def logits(own: torch.Tensor) -> torch.Tensor:
+        cache, found = DynamicCache(config=model.config), []
+        for start, end in ((0, 36), (36, 37), (37, 38), (38, 39)):
+            positions = (own[:, :end].cumsum(1) - 1).clamp_min(0)[:, start:]
+            with torch.no_grad(), Questions() as questions:
+                output = model(
+                    ids[:, start:end], attention_mask=own[:, :end], position_ids=positions, past_key_values=cache
+                )
+            counts.append(questions.asked)
+            found.append(output.logits[:, -1])
+        return torch.stack(found)
+
+    padded = logits(mask)
+    first, later = counts[1], counts[2:]
+    counts.clear()
+    logits(torch.ones_like(mask))
+    # The first step prepares what layers keep. Transformers' own questions are as many without padding.
+    assert first >= later[0] == later[1] == counts[2] + 1 and counts[2] == counts[3]
+    assert len(model.model.layers) > 1
+    # A sequence that is padded reads as it does alone.
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[1:, 7:36], past_key_values=cache)
+        alone = model(ids[1:, 36:37], past_key_values=cache).logits[0, -1]
+    torch.testing.assert_close(padded[1, 1], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_mask_gives_is_made_again_once_the_mask_was_written_to() -> None:
+    mask, made = torch.ones(2, 3, dtype=torch.bool), []
+
+    def sums(own: torch.Tensor) -> torch.Tensor:
+        return of_mask(own, "sum", lambda: made.append(1) or own.sum())
+
+    assert sums(mask) is sums(mask) and len(made) == 1
+    assert sums(mask[:1]) == 3 and len(made) == 2
+    mask[0, 0] = False
+    assert sums(mask) == 5 and len(made) == 3
+    with torch.inference_mode():
+        other = torch.ones(2, dtype=torch.bool)
+        assert sums(other) == 2 and sums(other) == 2 and len(made) == 5

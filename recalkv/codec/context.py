@@ -17,14 +17,10 @@ def model_context(model: Any) -> int:
 
 def cached_tokens(model: Any, context: int) -> dict[int, int]:
     """Tokens that each layer caches at a context: all of them, or a sliding window's."""
-    from transformers.cache_utils import get_layer_types_and_kwargs
+    from transformers import DynamicCache
 
-    kinds, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    result = {}
-    for index, (_, own) in enumerate(zip(kinds, settings, strict=True)):
-        window = own.get("sliding_window")
-        result[index] = min(context, int(window)) if window else context
-    return result
+    windows = (getattr(layer, "sliding_window", None) for layer in DynamicCache(config=model.config).layers)
+    return {index: min(context, int(window)) if window else context for index, window in enumerate(windows)}
 
 
 def model_fingerprint(model: Any) -> str:

@@ -15,6 +15,7 @@ from recalkv.errors import ReCalKVError, UnsupportedModelError
 from recalkv.runtime import prefill
 from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.decode import decode_step
+from recalkv.runtime.shared import of_mask
 
 __all__ = ["NAME", "check_positions"]
 
@@ -126,9 +127,8 @@ def _cached(
     seen = None
     if mask is not None and layer.unsettled:
         # Padding of new tokens: no query sees them.
-        seen = mask[:, 0, :, visible - count :].any(1)
-        if seen.shape[0] != query.shape[0]:
-            seen = seen.expand(query.shape[0], -1)
+        own, batch = mask[:, 0, :, visible - count :], query.shape[0]
+        seen = of_mask(own, ("seen", batch), lambda: own.any(1).expand(batch, -1))
     if count == 1:
         return decode_step(layer, query, key, value, positions, seen, mask, scale, softcap, s_aux)
     before = layer.exact_slots() if layer.length else None

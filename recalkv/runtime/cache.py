@@ -17,6 +17,7 @@ from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.runtime.loops import layer_loops
 from recalkv.runtime.means import mean_keys
+from recalkv.runtime.shared import of_mask
 
 __all__ = ["SLACK", "CodecLayer"]
 
@@ -80,8 +81,9 @@ class CodecLayer(CacheLayerMixin):
         self.pending: tuple[Tensor, Tensor] | None = None
         self.first: Tensor | None = None
         self.offset: Tensor | None = None
-        # Whether sequences start at other slots or have other positions, and whether some have not begun.
-        self.ragged, self.unsettled = False, True
+        # Whether sequences start at other slots or have other positions, and whether some have not begun; and the
+        # most that is added to a slot.
+        self.ragged, self.unsettled, self.most = False, True, 0
 
     @property
     def ring(self) -> int:
@@ -192,10 +194,16 @@ class CodecLayer(CacheLayerMixin):
             begins = torch.full_like(self.first, start)
         else:
             self.ragged = True
-            begins = torch.where(seen.any(1), start + seen.int().argmax(1), _UNSET)
-        self.first = torch.where(fresh, begins, self.first)
+            begins = of_mask(
+                seen, ("begins", start), lambda: torch.where(seen.any(1), start + seen.int().argmax(1), _UNSET)
+            )
+        if start or self.capacity is not None:
+            begins = torch.where(fresh, begins, self.first)
+        # Else layers of one model have one tensor, by which later steps know that their sequences begin alike.
+        self.first = begins
         if positions is not None:
             self.offset = torch.where(fresh, positions[:, -1] - (start + count - 1), self.offset)
+            self.most = int(self.offset.max()) if self.ragged and not traced else 0
         self.unsettled = self.ragged and (traced or bool((self.first == _UNSET).any()))
 
     def _store(self, keys: Tensor, values: Tensor, start: int) -> None:
@@ -222,7 +230,7 @@ class CodecLayer(CacheLayerMixin):
     def centered(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """States of slots from one on, float32, means taken off."""
         assert self.offset is not None
-        mean = mean_keys(self.codec, start, keys.shape[2], self.offset, self.ragged)
+        mean = mean_keys(self.codec, start, keys.shape[2], self.offset, self.most if self.ragged else None)
         return keys.float() - mean, values.float() - self.codec.value_mean.to(values.device)[:, None]
 
     def rounded(self, low: int, end: int) -> tuple[Tensor, Tensor]:
@@ -234,7 +242,7 @@ class CodecLayer(CacheLayerMixin):
         else:
             rows = untiled(self.keys, end - self.base)[:, low - self.base :]
             keys, values = self.codec.unpack_centered(rows)
-        mean = mean_keys(self.codec, low, end - low, self.offset, self.ragged)
+        mean = mean_keys(self.codec, low, end - low, self.offset, self.most if self.ragged else None)
         return keys.add_(mean), values.add_(self.codec.value_mean.to(values.device)[:, None])
 
     def _blocks(self) -> Tensor:

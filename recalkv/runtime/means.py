@@ -23,15 +23,15 @@ def turns(rotation: Rotation, count: int, device: torch.device) -> tuple[Tensor,
     return found
 
 
-def mean_keys(codec: LayerCodec, start: int, count: int, offset: Tensor, ragged: bool) -> Tensor:
+def mean_keys(codec: LayerCodec, start: int, count: int, offset: Tensor, most: int | None) -> Tensor:
     """Mean keys of slots from one on.
 
     Parameters
     ----------
     offset : (batch,) int64
         Of positions beyond slots.
-    ragged
-        Whether it is other than zero anywhere.
+    most
+        The largest of them, or more; None where all are zero.
 
     Returns
     -------
@@ -39,13 +39,14 @@ def mean_keys(codec: LayerCodec, start: int, count: int, offset: Tensor, ragged:
         Of position 0 for slots before it, which are padding.
     """
     rotation, device = codec.rotation, offset.device
-    if ragged or torch.compiler.is_compiling():
+    if most is not None or torch.compiler.is_compiling():
         positions = (torch.arange(start, start + count, device=device) + offset[:, None]).clamp_min(0)
         if torch.compiler.is_compiling():
             tables = rotation.tables(positions)
             cos, sin = (table.float()[:, None] for table in tables)
         else:
-            cos, sin = (table[positions][:, None] for table in turns(rotation, int(positions.max()) + 1, device))
+            tables = turns(rotation, start + count + max(most or 0, 0), device)
+            cos, sin = (table[positions][:, None] for table in tables)
     else:
         cos, sin = (table[None, None, start : start + count] for table in turns(rotation, start + count, device))
     return _turned(codec, cos, sin)

@@ -269,7 +269,7 @@ class PagedLayer:
             rows = untiled(own, end - begin * size)[low - begin * size :]
             keys, values = self.codec.unpack_centered(rows[None])
         nowhere = torch.zeros(1, dtype=torch.int64, device=keys.device)
-        mean = mean_keys(self.codec, low, end - low, nowhere, False)
+        mean = mean_keys(self.codec, low, end - low, nowhere, None)
         return (keys + mean)[0], (values + self.codec.value_mean.to(values.device)[:, None])[0]
 
     def _exact_states(self, blocks: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,7 @@ def final_number(text: str) -> float | None:
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate_answers(
     model: Any,
     tokenizer: Any,

@@ -1,0 +1,28 @@
+"""What layers make of one mask, once for all: a GPU is asked for a number once a forward pass, not once a layer."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["of_mask"]
+
+T = TypeVar("T")
+
+
+def of_mask(mask: Tensor, name: Hashable, make: Callable[[], T]) -> T:
+    """Return what was made of a mask under a name, or make it; kept on the tensor that the mask is a view of.
+
+    It is made again once the mask was written to, each time in a traced graph, and for tensors of
+    ``torch.inference_mode``, which do not tell of writes.
+    """
+    if torch.compiler.is_compiling() or mask.is_inference():
+        return make()
+    whole = mask if mask._base is None else mask._base
+    kept: dict[Any, Any] = whole.__dict__.setdefault("_recalkv", {})
+    key = name, mask._version, mask.storage_offset(), mask.shape, mask.stride()
+    if key not in kept:
+        kept[key] = make()
+    found: T = kept[key]
+    return found
