@@ -162,7 +162,7 @@ def test_eval_writes_a_page_and_its_figures(
     assert run(*command).exit_code == 0
     card = (compressed / CARD).read_text()
     assert f"| digits found in long prompts | {found['needle']['dense']['found']:.0%} |" in card
-    assert "first choices that agree" in card
+    assert "top-1 agreement" in card
 
 
 def test_eval_takes_tasks_from_files(

@@ -175,7 +175,7 @@ def divergences(model: Any, states: Tensor, dense: Tensor) -> Tensor:
 
 
 def _token_scores(logits: Tensor, targets: Tensor, dense: Tensor | None) -> Tensor:
-    """Sums over tokens: loss, divergence from the dense model, equal first choices; (3,) float64 on the CPU."""
+    """Sums over tokens: loss, divergence from the dense model, top-1 agreement; (3,) float64 on the CPU."""
     own = logits.float().log_softmax(-1)
     sums = [-own.gather(1, targets[:, None]).sum(dtype=torch.float64)]
     if dense is None:

@@ -163,7 +163,7 @@ def _evaluated(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
         own = metrics["perplexity"]
         rows.append(("KL divergence from the dense model, nats per token", f"0 | {own['kl_nats']:.4f}"))
-        rows.append(("first choices that agree", f"100% | {own['top1_agreement']:.1%}"))
+        rows.append(("top-1 agreement", f"100% | {own['top1_agreement']:.1%}"))
         for place, rates in metrics["decode_tokens_per_second"].items():
             cells = " | ".join(f"{rates[side]['median']:.1f}" for side in ("dense", "compressed"))
             rows.append((f"decoding, tokens/s ({int(place.removesuffix('_tokens')):,} cached)", cells))

@@ -23,8 +23,8 @@ _CALIBRATION_TOKENS = 32 * 1024
 def advice(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts) -> list[str]:
     """What is poor, and what to change; nothing where nothing is.
 
-    A text is poor where the loss rises by more than 0.05 nats per token, the divergence is above 0.1, or fewer than
-    90 % of the first choices agree. Hidden numbers are where a tenth of the digits less is found, by more than twice
+    A text is poor where the loss rises by more than 0.05 nats per token, the divergence is above 0.1, or top-1
+    agreement below 90 %. Hidden numbers are where a tenth of the digits less is found, by more than twice
     the error.
     """
     poor = []
