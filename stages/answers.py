@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from recalkv.errors import ParameterError
+from recalkv.evaluation.resources import device_name
 from recalkv.evaluation.suites.answers import SUITES, generate_answers, read_prompts, score
 from recalkv.evaluation.suites.items import local_data
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, zero_shot
+from recalkv.store.stores import digest_of
 from stages.common import Stage, stage, write_json
 from stages.forms import HELP, check_names, opened
 
@@ -28,14 +30,19 @@ def answers(
     length: Annotated[int | None, typer.Option(help="Tokens of a prompt; longer ones lose their middle.")] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts at a time: memory, not results.")] = 20,
 ) -> None:
-    """Do the tasks greedily; write scores and texts by task to OUT/NAME.json, unless they are there."""
+    """Do the tasks greedily; write scores and texts by task to OUT/NAME.json, unless those of the same are there."""
     from transformers import AutoTokenizer
 
     if suite not in (*SUITES, _CHOICES):
         raise ParameterError(f"suite {suite!r} is unknown; choose one of {', '.join((*SUITES, _CHOICES))}.")
     check_names([name for name in names if name != "dense"])
     tokenizer = AutoTokenizer.from_pretrained(run.model().folder, trust_remote_code=False)
+    files = local_data(items, PAPER_TASKS) if suite == _CHOICES else {suite: items}
     prompts = [] if suite == _CHOICES else read_prompts(suite, items, limit)
+    record = {
+        "suite": suite, "limit": limit, "length": length, "model": run.model().fingerprint,
+        "items": digest_of({name: path.read_text(encoding="utf-8") for name, path in files.items()}),
+    }  # fmt: skip
 
     def generated(model: Any, cache: Callable[[], Any] | None, progress: Callable[[], object]) -> dict[str, Any]:
         made = generate_answers(
@@ -49,16 +56,17 @@ def answers(
         return {"scores": scores, "texts": texts}
 
     def chosen(model: Any) -> dict[str, Any]:
-        found = zero_shot(model, tokenizer, local_data(items, PAPER_TASKS), limit=limit, batch_size=batch_size)
+        found = zero_shot(model, tokenizer, files, limit=limit, batch_size=batch_size)
         return {"scores": {each.task: [float(right) for right in each.correct] for each in found}, "texts": {}}
 
     for name in names:
-        path, record = out / f"{name}.json", {"suite": suite, "limit": limit, "length": length}
+        path = out / f"{name}.json"
         if path.exists() and record.items() <= json.loads(path.read_text()).items():
             continue
         with opened(run, name, one_pass=suite == _CHOICES) as (model, cache), run.bar(len(prompts), "answer") as bar:
             bar.set_description(name)
             found = chosen(model) if suite == _CHOICES else generated(model, cache, bar.update)
+            found["ran"] = f"{str(model.dtype).removeprefix('torch.')}, {device_name(run.device)}"
         write_json(path, record | found)
 
 

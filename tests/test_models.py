@@ -5,10 +5,13 @@ import shutil
 import zipfile
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from recalkv.errors import ModelUnavailableError
+from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, TaskScore
 from recalkv.model.source import read_reference
 from recalkv.reports.models import beaten, crossing
 from stages.checkpoint import join
@@ -88,6 +91,50 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     assert invoke("models_page") == 0
     assert list(json.loads(Path("reports/models.json").read_text())["models"]) == ["other", "tiny"]
     assert "## other" in Path("reports/models.md").read_text()
+
+
+def test_tasks_by_every_form_of_cache(
+    prepared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = read_reference(Path("data/model")).folder / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    row = {"task": "vt", "max_length": 40, "input": "Find the words.", "outputs": ["a", "e"], "gen_prefix": "They are"}
+    items = prepared / "items.jsonl"
+    items.write_text("".join(json.dumps(row | {"input": f"Find {number}."}) + "\n" for number in range(3)))
+    out, names = Path("data/cells/answers/tiny"), ["dense", "codec-4", "latents-8", "turboquant-2"]
+    asked = {"suite": "ruler", "items": items, "limit": 2}
+    assert invoke("answers", out=out / "ruler", names=names, **asked) == 0
+    found = {name: json.loads((out / "ruler" / f"{name}.json").read_text()) for name in names}
+    assert all(len(each["scores"]["vt, 40"]) == len(each["texts"]["vt, 40"]) == 2 for each in found.values())
+    assert found["dense"]["texts"] != found["turboquant-2"]["texts"] and found["dense"]["ran"].startswith("float32, ")
+    # What is there of the same items stays.
+    path = out / "ruler" / "dense.json"
+    path.write_text(json.dumps(found["dense"] | {"texts": {}}))
+    assert invoke("answers", out=out / "ruler", names=["dense"], **asked) == 0
+    assert json.loads(path.read_text())["texts"] == {}
+    items.write_text(items.read_text().replace("Find", "Seek"))
+    assert invoke("answers", out=out / "ruler", names=["dense"], **asked) == 0
+    assert json.loads(path.read_text())["texts"] != {}
+
+    # Choices are read in one pass, for which a quantized cache is simulated.
+    choices, seen = prepared / "choices", []
+    choices.mkdir()
+    for task in PAPER_TASKS:
+        (choices / f"{task}.test.jsonl").write_text("{}\n")
+
+    def read(model: Any, tokenizer: Any, tasks: Any, **_: Any) -> list[TaskScore]:
+        with torch.inference_mode():
+            seen.append(model(torch.arange(3, 60)[None], use_cache=False).logits)
+        return [TaskScore(task, "1", (True, False)) for task in tasks]
+
+    monkeypatch.setattr("stages.answers.zero_shot", read)
+    assert invoke("answers", out=out / "zeroshot", suite="zeroshot", names=names, items=choices) == 0
+    assert len({float(logits.double().sum()) for logits in seen}) == len(names)
+    scores = json.loads((out / "zeroshot" / "codec-4.json").read_text())["scores"]
+    assert list(scores) == sorted(PAPER_TASKS) and scores["piqa"] == [1, 0]
+
+    assert invoke("answers", out=out, suite="mmlu", names=names, items=items) == 1
+    assert "suite 'mmlu' is unknown; choose one of gsm8k, multi_news, ruler, zeroshot" in capsys.readouterr().err
 
 
 def test_bits_of_layers_with_windows_and_of_those_left_exact() -> None:

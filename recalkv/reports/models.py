@@ -136,7 +136,7 @@ def _written(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
 _SUITES = {
     "gsm8k": (
         "GSM8K",
-        "Answers of up to 320 tokens to the first questions of the test set, zero-shot, float32: the right number.",
+        "Answers of up to 320 tokens to the first questions of the test set, zero-shot: the right number.",
     ),
     "ruler": (
         "RULER",
@@ -170,7 +170,7 @@ def _answers(cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]])
                 ]
                 for task, own in dense.items()
             ]
-            found += [markdown([model, "items", "dense", *others], lines), ""]
+            found += [markdown([model, "items", "dense", *others], lines), "", _ran(methods), ""]
     if not found:
         return []
     return [
@@ -182,6 +182,14 @@ def _answers(cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]])
         "",
         *found,
     ]
+
+
+def _ran(methods: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """In which type and where each was run."""
+    where: dict[str, list[str]] = {}
+    for name, tasks in methods.items():
+        where.setdefault(next(iter(tasks.values()))["ran"], []).append(name)
+    return "; ".join(f"{', '.join(names)}: {ran}" for ran, names in where.items()) + "."
 
 
 def _gap(own: Mapping[str, Any] | None, dense: Mapping[str, Any]) -> str:

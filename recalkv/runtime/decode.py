@@ -74,7 +74,7 @@ def decode_step(
     edge = max(layer.length - layer.window, layer.written - layer.ring, 0)
     # Whether a mask hides more than the past's padding is asked of the device, which a traced graph cannot.
     served = not torch.compiler.is_compiling() and kernel_serves(layer.codec, query)
-    if served and (mask is None or _hides_padding_alone(mask, allowed, slots, layer.first)):
+    if served and (mask is None or _hides_padding_alone(mask, allowed, low, slots, layer.first)):
         begin = (layer.first + layer.sinks).clamp_min(max(low, layer.base)) - layer.base
         end = torch.full_like(begin, edge - layer.base)
         coded_part = attend_rows(
@@ -90,11 +90,11 @@ def decode_step(
     return output.to(query.dtype).transpose(1, 2).contiguous()
 
 
-def _hides_padding_alone(mask: Tensor, allowed: Tensor, slots: Tensor, first: Tensor) -> bool:
-    """Whether sequences may attend to all slots (slots,) from their first one (batch,) on."""
+def _hides_padding_alone(mask: Tensor, allowed: Tensor, low: int, slots: Tensor, first: Tensor) -> bool:
+    """Whether sequences may attend to all slots (slots,), from ``low`` on, from their first one (batch,) on."""
 
     def ask() -> tuple[Tensor, bool]:
         return first, bool((allowed == (slots >= first[:, None])).all())
 
-    asked, answer = of_mask(mask, ("padding", len(slots)), ask)
+    asked, answer = of_mask(mask, ("padding", low), ask)
     return answer if asked is first else ask()[1]

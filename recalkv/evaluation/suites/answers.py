@@ -4,7 +4,6 @@ Rounding errors add up over the hundreds of steps of an answer, and prompts of t
 the cache. Items are local files in the schema of the hub's sets, and those of RULER are made by lm-eval.
 """
 
-import importlib
 import itertools
 import json
 import random
@@ -16,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from recalkv.errors import DataError, ParameterError, needing
-from recalkv.evaluation.suites.longbench import cut_middle
+from recalkv.errors import DataError, needing
+from recalkv.evaluation.suites.items import check_columns
+from recalkv.evaluation.suites.longbench import shortened
 
 __all__ = [
     "RULER_TASKS",
@@ -32,14 +32,9 @@ __all__ = [
 
 SUITES = ("gsm8k", "multi_news", "ruler")
 
-RULER_TASKS = {
-    "niah_multikey_2": ("niah_utils", "prepare_niah", 128),
-    "vt": ("vt_utils", "vt_utils", 30),
-    "cwe": ("cwe_utils", "cwe_utils", 120),
-    "fwe": ("fwe_utils", "fwe_utils", 50),
-}
-"""RULER's tasks that lm-eval makes offline: one needle among needles, variable tracking, common and frequent words.
-With each the module of lm-eval that makes it, that which holds its number of samples, and the tokens of an answer."""
+RULER_TASKS = {"niah_multikey_2": 128, "vt": 30, "cwe": 120, "fwe": 50}
+"""RULER's tasks that lm-eval makes offline, and the tokens of an answer: one needle among needles, variable tracking,
+common and frequent words."""
 
 _GSM8K = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _MULTI_NEWS = (
@@ -90,18 +85,15 @@ def read_prompts(suite: str, path: Path, limit: int | None = None) -> list[Promp
 
     Raises
     ------
-    ParameterError
-        If the suite is unknown.
     DataError
-        If a row lacks a column, or an answer of GSM8K has no number behind ``####``.
+        If there is no such file, a row lacks a column, or an answer of GSM8K has no number behind ``####``.
     """
-    if suite not in SUITES:
-        raise ParameterError(f"{suite!r} is no suite of answers; choose one of {', '.join(SUITES)}.")
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; {suite} needs a .jsonl file with {', '.join(_COLUMNS[suite])}.")
+    check_columns(suite, path, _COLUMNS[suite])
     prompts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:limit], 1):
         row = json.loads(line)
-        if missing := [column for column in _COLUMNS[suite] if column not in row]:
-            raise DataError(f"{path}, line {number}: column {missing[0]!r} is missing; {suite} needs it.")
         if suite == "gsm8k":
             answer = row["answer"].rpartition("####")[2]
             if final_number(answer) is None:
@@ -110,7 +102,7 @@ def read_prompts(suite: str, path: Path, limit: int | None = None) -> list[Promp
         elif suite == "multi_news":
             prompts.append(Prompt(suite, _MULTI_NEWS.format(context=row["context"]), row["answers"], 512))
         else:
-            task, tokens = f"{row['task']}, {row['max_length']:,}", RULER_TASKS[row["task"]][2]
+            task, tokens = f"{row['task']}, {row['max_length']:,}", RULER_TASKS[row["task"]]
             prompts.append(Prompt(task, row["input"], row["outputs"], tokens, row["gen_prefix"]))
     return prompts
 
@@ -167,7 +159,11 @@ def generate_answers(
     texts = [_templated(tokenizer, prompt, length) for prompt in prompts]
     answers = [""] * len(prompts)
     for part in _batches(prompts, texts, batch_size):
-        given = tokenizer([texts[number] for number in part], return_tensors="pt", padding=True, padding_side="left")
+        # The template has what special tokens there are.
+        given = tokenizer(
+            [texts[number] for number in part], return_tensors="pt", padding=True, padding_side="left",
+            add_special_tokens=False,
+        )  # fmt: skip
         own = {} if cache is None else {"past_key_values": cache()}
         made = model.generate(
             **given.to(model.device), max_new_tokens=prompts[part[0]].tokens, do_sample=False, num_beams=1,
@@ -191,9 +187,7 @@ def _batches(prompts: Sequence[Prompt], texts: Sequence[str], batch_size: int) -
 
 def _templated(tokenizer: Any, prompt: Prompt, length: int | None) -> str:
     """What the model reads: the prompt in the chat template, and the start of its answer."""
-    text = prompt.text
-    if length is not None and len(ids := tokenizer(text)["input_ids"]) > length:
-        text = tokenizer.decode(cut_middle(ids, length), skip_special_tokens=True)
+    text = prompt.text if length is None else shortened(tokenizer, prompt.text, length)
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
@@ -211,28 +205,30 @@ def ruler_items(folder: str, length: int, count: int) -> list[dict[str, Any]]:
         Tokens of a prompt and its answer.
     count
         Items of each task.
+
+    Raises
+    ------
+    MissingPackageError
+        Without lm-eval, or ``wonderwords`` or ``nltk``, which no extra brings (requirements-models.txt).
     """
-    items = []
-    for task, (maker, samples, _) in RULER_TASKS.items():
-        with needing("eval"):
-            own = importlib.import_module(f"lm_eval.tasks.ruler.{maker}")
-            common = importlib.import_module("lm_eval.tasks.ruler.common_utils")
-            makes = importlib.import_module(f"lm_eval.tasks.ruler.{samples}")
+    with needing("eval"):
+        from lm_eval.tasks.ruler import common_utils, cwe_utils, fwe_utils, niah_utils, vt_utils
+    tokenizer, items = common_utils.get_tokenizer(tokenizer=folder), []
+    for task in RULER_TASKS:
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002 (theirs)
-        tokenizer = common.get_tokenizer(tokenizer=folder)
         if task == "niah_multikey_2":
-            rows = makes.generate_samples(
-                makes.get_haystack(type_haystack="needle"), max_seq_length=length, template=own.TEMPLATE,
+            rows = niah_utils.generate_samples(
+                niah_utils.get_haystack(type_haystack="needle"), max_seq_length=length, template=niah_utils.TEMPLATE,
                 type_haystack="needle", type_needle_k="words", type_needle_v="numbers", num_samples=count,
                 TOKENIZER=tokenizer,
             )  # fmt: skip
         elif task == "vt":
-            example = own.sys_vartrack_w_noise_random(tokenizer, 1, 500, incremental=5)[0]
-            rows = own.sys_vartrack_w_noise_random(tokenizer, count, length, icl_example=example)
+            example = vt_utils.sys_vartrack_w_noise_random(tokenizer, 1, 500, incremental=5)[0]
+            rows = vt_utils.sys_vartrack_w_noise_random(tokenizer, count, length, icl_example=example)
         elif task == "cwe":
-            rows = own.sys_word_pair_random(count, length, tokenizer)
+            rows = cwe_utils.sys_word_pair_random(count, length, tokenizer)
         else:
-            rows = own.sys_kwext(tokenizer, length, count)
+            rows = fwe_utils.sys_kwext(tokenizer, length, count)
         items += [{**row, "task": task} for row in rows]
     return items

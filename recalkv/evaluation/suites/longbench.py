@@ -192,6 +192,15 @@ def cut_middle(ids: list[int], length: int) -> list[int]:
     return ids if len(ids) <= length else ids[:half] + ids[len(ids) - half :]
 
 
+def shortened(tokenizer: Any, prompt: str, length: int) -> str:
+    """Leave out the middle of a prompt of more than ``length`` tokens."""
+    ids = tokenizer(prompt)["input_ids"]
+    if len(ids) <= length:
+        return prompt
+    kept, half = cut_middle(ids, length), length // 2
+    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (kept[:half], kept[half:]))
+
+
 def _folder(module: Any) -> Path:
     return Path(module.__file__).parent
 
@@ -210,11 +219,7 @@ def _reader(model: Any, tokenizer: Any, task: str, wanted: LongBenchParams, prog
     ends = list(end) if isinstance(end, (list, tuple)) else [end]
 
     def answer(prompt: str, new_tokens: int) -> str:
-        length = wanted.max_length or (positions or 10**9) - new_tokens
-        ids = tokenizer(prompt)["input_ids"]
-        if len(ids) > length:
-            kept, half = cut_middle(ids, length), length // 2
-            prompt = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (kept[:half], kept[half:]))
+        prompt = shortened(tokenizer, prompt, wanted.max_length or (positions or 10**9) - new_tokens)
         special = True
         if getattr(tokenizer, "chat_template", None) and task not in _PLAIN:
             message = [{"role": "user", "content": prompt}]
