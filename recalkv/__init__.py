@@ -1,4 +1,4 @@
-"""ReCalKV: low-rank latent KV caches for pretrained language models, without training.
+"""ReCalKV: KV cache compression for pretrained language models, without training.
 
 Importing the package registers the compressed model classes with transformers' auto classes, whichever of the two
 is imported first.

@@ -1,6 +1,7 @@
-"""ReCalKV: low-rank latent KV caches for pretrained language models, without training.
+"""ReCalKV: KV cache compression for pretrained language models, without training.
 
-These tools need no pipeline; its stages are `python -m stages.NAME`, or all of them `dvc repro`.
+A codec for the unchanged model (`fit`), or a checkpoint that caches latents (`compress`). These tools need no
+pipeline; its stages are `python -m stages.NAME`, or all of them `dvc repro`.
 """
 
 import signal
@@ -64,7 +65,7 @@ def preset(
         bool, typer.Option("--overwrite", help="Replace a file even if it was changed by hand.")
     ] = False,
 ) -> None:
-    """Write a parameter file: the defaults, a named setting, or those of a model. Then run `dvc repro`."""
+    """Write params.yaml for `dvc repro`: defaults, a named setting, or a model's."""
     with user_errors():
         if name == "list":
             print("\n".join(preset_names()))
@@ -85,7 +86,7 @@ def preset(
 
 @app.command()
 def families() -> None:
-    """List the language models of the installed transformers by model type: supported, or why not."""
+    """List which model types latents support, and why not others."""
     from recalkv.model.family import known_families
 
     for name, reason in known_families().items():
@@ -102,7 +103,7 @@ def cache_size(
         ),
     ] = "",
 ) -> None:
-    """Print how large the cache is at 16 bits a number and fewer, and how much of it fits beside the weights."""
+    """Print cache sizes by bits, and what fits beside the weights."""
     from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
     from recalkv.reports.cache_size import markdown, table
 

@@ -78,7 +78,7 @@ class CalibrationParams(_TextParams):
         "which shows what is read from far back",
     )  # fmt: skip
     fisher_samples: int | None = Field(
-        None, ge=1, description="use the first so many windows for the Fisher scores; null for all. Their layer "
+        None, ge=1, description="use only the first N windows for the Fisher scores; null for all. Their layer "
         "inputs take fisher_samples * length * hidden size * layers * 2 or 4 bytes of disk",
     )  # fmt: skip
     batch_size: int = Field(2, ge=1, description="windows per step: changes memory, not results")
@@ -109,8 +109,8 @@ class CompressionParams(_Section):
     joint: Literal["auto", True, False] = Field("auto", description="keys and values of a group share one latent")
     chain: Literal["auto", True, False] = Field(
         "auto",
-        description="keys read the first of a joint latent's directions alone, which makes decoding faster; in mixed "
-        "bits, where auto takes it up to a ratio of 0.8, as below that many bits it costs more than it is worth",
+        description="keys read only the first of a joint latent's directions, which makes decoding faster; mixed bits "
+        "only; auto enables it up to a ratio of 0.8, above which the quality lost outweighs the speed",
     )
     grouping: Literal["auto", "neighbors", "cka", "tail-energy"] = Field(
         "auto", description="which heads share a latent; cka is the paper's HSR"
@@ -132,8 +132,8 @@ class CompressionParams(_Section):
     exact_window: int = Field(
         32,
         ge=0,
-        description="newest tokens that are read as 16-bit latents, beside the rows that are cached of all; below 16 "
-        "bits. They cost a fixed size for each sequence, which `ratio` does not count",
+        description="most recent tokens kept as 16-bit latents beside their quantized rows, below 16 bits only; "
+        "they cost a fixed size per sequence, which `ratio` does not count",
     )
     rank_multiple: int = Field(
         1, ge=1, description="rounding step of each group's rank; 16 or 32 suits GPUs, with 16-bit latents alone"
@@ -151,7 +151,7 @@ class CompressionParams(_Section):
 
 
 class CodecParams(_Section):
-    """The codec of keys behind RoPE and of values: a side-car of the dense model."""
+    """The codec of post-RoPE keys and values, stored beside the dense model."""
 
     bits: float = Field(
         4, gt=0, le=16, description="bits per cached number, scales included, the mean over all rows of the context"
@@ -159,7 +159,7 @@ class CodecParams(_Section):
     context: int | None = Field(
         None, ge=1, description="positions that it is fitted for; null for those that the model was made for"
     )
-    samples: int = Field(12, ge=1, description="use the first so many calibration windows; few are enough")
+    samples: int = Field(12, ge=1, description="use only the first N calibration windows; few are enough")
 
 
 class EvaluationParams(_TextParams):
@@ -190,7 +190,7 @@ class EvaluationParams(_TextParams):
 
 
 class ZeroShotParams(_Section):
-    """Multiple-choice accuracy by lm-eval (paper, Table 2), dense beside compressed."""
+    """Multiple-choice accuracy by lm-eval (paper, Table 1), dense beside compressed."""
 
     tasks: list[str] = Field(
         default_factory=lambda: ["continuation"],
@@ -221,7 +221,7 @@ class NeedleParams(_Section):
 
 
 class LongBenchParams(_Section):
-    """LongBench (paper, Table 2 of scores), dense beside compressed; at least one task."""
+    """LongBench (paper, Table 2), dense beside compressed; at least one task."""
 
     tasks: list[str] = Field(
         default_factory=list,
@@ -232,7 +232,9 @@ class LongBenchParams(_Section):
     )
     limit: int | None = Field(None, ge=1, description="first items of each task; null for all")
     max_length: int | None = Field(
-        None, ge=16, description="tokens of a prompt, longer ones lose their middle; null for what the positions leave"
+        None,
+        ge=16,
+        description="tokens of a prompt, longer ones are truncated in the middle; null for the model's limit",
     )
 
 

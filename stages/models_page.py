@@ -72,10 +72,11 @@ def _further(run: Stage) -> dict[str, dict[str, Any]]:
         folder.name: {name: rows_of(name, cell, text)[0] for name, cell in _files(folder).items()}
         for folder in sorted((cells / "written").glob("*"))
     }
-    found["calibrations"] = {
-        folder.name: {name: rows_of(name, cell, text) for name, cell in _files(folder).items()}
-        for folder in sorted((cells / "calibrations").glob("*"))
-    }
+    for kind in ("calibrations", "languages"):
+        found[kind] = {
+            folder.name: {name: rows_of(name, cell, text) for name, cell in _files(folder).items()}
+            for folder in sorted((cells / kind).glob("*"))
+        }
     found["answers"] = {
         folder.name: {suite.name: compared(_files(suite)) for suite in sorted(folder.glob("*"))}
         for folder in sorted((cells / "answers").glob("*"))

@@ -67,6 +67,7 @@ def _comparison(
         metrics["perplexity"],
         run.read("allocate").attributes["parameters"],
     )
+    specs = stored.specs()
     own = {
         "method": wanted.method,
         "ratio": wanted.ratio,
@@ -78,9 +79,9 @@ def _comparison(
         "further_texts": metrics["further_texts"],
         **{name: value for name, value in ppl.items() if name.startswith(("excess", "kl", "top1"))},
         **({"predicted_rise_nats": predicted} if stored.method.metric == "loss" else {}),
-        "cached_elements_per_token": sum(spec.cached_elements for spec in stored.specs()),
+        "cached_elements_per_token": sum(spec.cached_elements for spec in specs),
         "bytes_per_token": allocation["cached_bits_per_token"] / 8,
-        "window_bytes": metrics["cache"].get("compressed_window_bytes", 0),
+        "window_bytes": 2 * wanted.exact_window * sum(spec.cached_elements for spec in specs if spec.quantized),
         "dense_bytes_per_token": 2.0 * allocation["dense_elements_per_token"],
         "removed": allocation["achieved_ratio"],
     }

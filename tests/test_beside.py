@@ -234,7 +234,7 @@ def test_chat_wants_a_template(compressed: Path, tmp_path: Path) -> None:
 def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from recalkv.commands import generate as command
 
-    model, tokenizer = command._open(str(compressed), "cpu")
+    model, tokenizer = command._open(str(compressed), None, "cpu")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
     lengths = []
     answer = command._answer
@@ -243,7 +243,7 @@ def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.Monk
         lengths.append(inputs["input_ids"].shape[1])
         return answer(model, tokenizer, inputs, *rest)
 
-    monkeypatch.setattr(command, "_open", lambda name, device: (model, tokenizer))
+    monkeypatch.setattr(command, "_open", lambda name, codec, device: (model, tokenizer))
     monkeypatch.setattr(command, "_answer", watched)
     done = CliRunner().invoke(
         app, ["chat", "x", "--tokens", "3", "--temperature", "1"], input="the cache\nits keys\n\n"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import recalkv
@@ -83,3 +84,16 @@ def test_bad_input_is_refused(codec: Path, tiny_folder: Path, tiny_tokenizer: An
     with pytest.raises(recalkv.errors.CheckpointError, match="fitted to a model of fingerprint"):
         texts = {"one": Windows(windows(4, 60, 5), torch.arange(4))}
         compare_codec(tmp_path / "other", Codec.load(codec), texts, windows(1, 500, 7)[0], SMALL, torch.device("cpu"))
+
+
+def test_generate_caches_by_a_codec(codec: Path, tiny_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    model = recalkv.use_codec(AutoModelForCausalLM.from_pretrained(tiny_folder), codec)
+    prompt = "the cache holds " * 20  # beyond the residual window
+    ids = tokenizer(prompt, return_tensors="pt")
+    expected = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    said = run("generate", tiny_folder, prompt, "--codec", codec, "--tokens", "8", "--device", "cpu")
+    assert said.exit_code == 0, said.output
+    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in said.output
+    refused = run("generate", tiny_folder, prompt, "--codec", tiny_folder, "--device", "cpu")
+    assert refused.exit_code == 1 and str(tiny_folder) in refused.output

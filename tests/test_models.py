@@ -14,7 +14,9 @@ from recalkv.errors import ModelUnavailableError
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, TaskScore
 from recalkv.model.source import read_reference
 from recalkv.reports.models import beaten, crossing
+from recalkv.text.documents import load_documents
 from stages.checkpoint import join
+from stages.handbook import handbook
 from stages.models_page import _bits
 from tests.pipeline import invoke
 
@@ -73,6 +75,11 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     calibrated = Path("data/cells/calibrations/tiny")
     calibrated.mkdir(parents=True)
     shutil.copy(out / "codec-4.json", calibrated / "2 windows.json")
+    languages = Path("data/cells/languages/tiny")
+    languages.mkdir(parents=True)
+    cell = cells["codec-4"]
+    further = {"de-DE.test.jsonl": {key: value for key, value in cell.items() if key != "further_texts"}}
+    (languages / "codec-4.json").write_text(json.dumps(cell | {"further_texts": further}))
     assert invoke("models_page") == 0
     model = json.loads(Path("reports/models.json").read_text())["models"]["tiny"]
     bits = {row["method"]: row["bits_per_element"] for row in model["rows"]}
@@ -83,6 +90,7 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     assert "| **codec-4** |" in page and "![Divergence by bits](models/tiny.png)" in page
     kl = next(row["kl"] for row in model["rows"] if row["method"] == "codec-4")
     assert f"| 2 windows | {kl:.4f} ±" in page.partition("## Calibration")[2]
+    assert f"| cache | {model['rows'][0]['text']} | de-DE |" in page and page.count(f"| codec-4 | {kl:.4f} ±") == 1
     assert Path("reports/models/tiny.png").read_bytes().startswith(b"\x89PNG")
     # Elsewhere measured models stay.
     report = json.loads(Path("reports/models.json").read_text())
@@ -91,6 +99,20 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     assert invoke("models_page") == 0
     assert list(json.loads(Path("reports/models.json").read_text())["models"]) == ["other", "tiny"]
     assert "## other" in Path("reports/models.md").read_text()
+
+
+def test_handbook_keeps_the_paragraphs_and_parts_the_sections(tmp_path: Path) -> None:
+    pages = tmp_path / "de-DE"
+    pages.mkdir()
+    for number in range(3):
+        body = f'<div>menu</div><div class="para">Über <b>uns</b>:\n <div>{number}</div> &amp;</div><p>foot</p>'
+        (pages / f"sect.{number}.html").write_text(f'{body}<div class="para">Ende.</div>', encoding="utf-8")
+    (pages / "index.html").write_text('<div class="para">no</div>')
+    handbook(tmp_path / "texts", [pages])
+    texts = {}
+    for part in ("train", "test"):
+        texts[part] = load_documents(str(tmp_path / "texts" / f"de-DE.{part}.jsonl"), split=part)
+    assert texts == {"train": ["Über uns: 0 &\nEnde.", "Über uns: 2 &\nEnde."], "test": ["Über uns: 1 &\nEnde."]}
 
 
 def test_tasks_by_every_form_of_cache(

@@ -51,7 +51,7 @@ def compress(
         bool, typer.Option("--eval/--no-eval", help="End with a quick evaluation on held-out windows.")
     ] = True,
 ) -> None:
-    """Compress a model in one call, without the pipeline, and save the checkpoint."""
+    """Compress a model into a checkpoint that caches latents."""
     given = {"method": method, "group_size": group_size, "bits": yaml.safe_load(bits), "exact_window": exact_window}
     given |= {} if ratio is None else {"ratio": ratio}
     sampling = {"text": text, "split": split, "field": field, "samples": samples, "length": length}

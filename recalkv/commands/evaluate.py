@@ -25,18 +25,16 @@ def evaluate(
     text: Annotated[list[str], typer.Option(help=describe(EvaluationParams.model_fields["text"]))] = ["embedded"],  # noqa: B006
     split: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["split"]))] = "test",
     field: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["field"]))] = "text",
-    tasks: Annotated[
-        str, typer.Option(help="lm-eval's tasks, by commas; their data come from the hub, or --items.")
-    ] = "",
+    tasks: Annotated[str, typer.Option(help="Comma-separated lm-eval tasks; data from the hub, or from --items.")] = "",
     items: Annotated[Path | None, typer.Option(help="Folder with TASK.SPLIT.jsonl in the schema of the hub.")] = None,
     limit: Annotated[int, typer.Option(help="Items of each task.", min=2)] = 100,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: a minute for a small model.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Quick run: about a minute for a small model.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="The page, FILE.md; JSON beside it. Default evaluation.md in the folder.")
     ] = None,
     device: Annotated[str, typer.Option(help=describe(RuntimeParams.model_fields["device"]))] = RuntimeParams().device,
 ) -> None:
-    """Measure a compressed model or a codec beside the dense one: bytes, text, hidden numbers, tasks, speed."""
+    """Compare a compressed model, or a codec, with the dense model."""
     with user_errors():
         home = codec or Path(small)
         place = out or (home if home.is_dir() else Path()) / "evaluation.md"
@@ -152,7 +150,7 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
         f"{own['top1_agreement']:.1%}, {cache['compressed_bytes_per_token']:,.0f} bytes per token "
         f"({cache['dense_bytes_per_token']:,.0f}){digits}; dense in brackets; {time.monotonic() - start:.0f} s"
     )
-    for line in advice(figures, spec) or ["no figure is poor; `recalkv eval` measures more"]:
+    for line in advice(figures, spec) or ["all metrics are within their limits; `recalkv eval` measures more"]:
         print(f"  {line}")
 
 

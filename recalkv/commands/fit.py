@@ -42,7 +42,7 @@ def fit(
     heads: Annotated[int | None, typer.Option(help=_HEADS, show_default="as many as are worth it")] = None,
     device: Annotated[str, option(RuntimeParams, "device")] = RuntimeParams().device,
 ) -> None:
-    """Fit a codec to a model: a side-car that lets it cache fewer bits, its weights as they are."""
+    """Fit a codec to a model; its weights stay unchanged."""
     sampling = {
         "text": text, "split": split, "field": field, "samples": samples, "length": length,
         "seed": seed,

@@ -1,4 +1,4 @@
-"""`recalkv generate` and `recalkv chat`: a first look at a model, dense or compressed."""
+"""`recalkv generate` and `recalkv chat`: a first look at a model: dense, with a codec, or compressed."""
 
 import tempfile
 from pathlib import Path
@@ -15,37 +15,40 @@ __all__ = ["chat", "generate"]
 
 _DEVICE = RuntimeParams().device
 _Model = Annotated[str, typer.Argument(help="Dense or compressed model: a folder, a hub id, or `embedded`.")]
-_Tokens = Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)]
-_Temperature = Annotated[float, typer.Option(help="Of sampling; 0 for greedy search.", min=0)]
+_Codec = Annotated[Path | None, typer.Option(help="A codec of the model: the folder of its side-car.")]
+_Tokens = Annotated[int, typer.Option(help="Maximum number of new tokens.", min=1)]
+_Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 for greedy decoding.", min=0)]
 _Device = Annotated[str, typer.Option(help=describe(RuntimeParams.model_fields["device"]))]
 
 
 def generate(
     model: _Model,
-    prompt: Annotated[str, typer.Argument(help="Text to go on from; `-` for standard input.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue; `-` for standard input.")],
+    codec: _Codec = None,
     tokens: _Tokens = 128,
     temperature: _Temperature = 0.0,
     device: _Device = _DEVICE,
 ) -> None:
-    """Go on from a prompt, word by word."""
+    """Continue a prompt, streaming the output."""
     with user_errors():
-        loaded, tokenizer = _open(model, device)
+        loaded, tokenizer = _open(model, codec, device)
         text = read_standard_input() if prompt == "-" else well_formed(prompt)[0]
         inputs = tokenizer(text, return_tensors="pt")
         if not inputs["input_ids"].numel():
-            raise DataError(f"the prompt {text!r} has no tokens; give a text to go on from.")
+            raise DataError(f"the prompt {text!r} has no tokens; give a text to continue.")
         _answer(loaded, tokenizer, inputs, tokens, temperature)
 
 
 def chat(
     model: _Model,
+    codec: _Codec = None,
     tokens: _Tokens = 512,
     temperature: _Temperature = 0.0,
     device: _Device = _DEVICE,
 ) -> None:
-    """Talk to a model; an empty line or the end of the input ends it."""
+    """Chat with a model; end with an empty line or Ctrl-D."""
     with user_errors():
-        loaded, tokenizer = _open(model, device)
+        loaded, tokenizer = _open(model, codec, device)
         if not tokenizer.chat_template:
             raise DataError(f"{model} has no chat template, as base models have none; use `recalkv generate`.")
         messages: list[dict[str, str]] = []
@@ -65,21 +68,30 @@ def _line() -> str:
         return ""
 
 
-def _open(name: str, device: str) -> tuple[Any, Any]:
+def _open(name: str, codec: Path | None, device: str) -> tuple[Any, Any]:
     """Model and tokenizer."""
     from transformers import AutoTokenizer
 
+    from recalkv.codec.sidecar import Codec
     from recalkv.kernels.decoder import choose_kernels
     from recalkv.model.device import device_of
     from recalkv.model.loading import load_model
-    from recalkv.model.source import checkpoint_dtype, checkpoint_folder
+    from recalkv.model.source import checkpoint_dtype, checkpoint_folder, resolve_model
+    from recalkv.runtime.models import use_codec
 
     where = device_of(device)
+    own = None if codec is None else Codec.load(codec)
     with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
-        folder = checkpoint_folder(name, Path(scratch))
+        if own is None:
+            folder = checkpoint_folder(name, Path(scratch))
+        else:
+            folder = resolve_model(name, None, Path(scratch), any_family=True).folder
         model = load_model(folder, where, checkpoint_dtype(folder))
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    choose_kernels(model, "auto")
+    if own is None:
+        choose_kernels(model, "auto")
+    else:
+        use_codec(model, own)
     return model, tokenizer
 
 

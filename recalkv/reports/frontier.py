@@ -13,6 +13,8 @@ __all__ = ["Row", "both_paths", "draw", "page", "rows_of"]
 
 Row = dict[str, Any]
 
+_PAPERS = ("palu", "recalkv", "svd")
+"""Names of methods of the literature begin so."""
 _CONTEXT = 2048
 """Tokens over which windows of exact latents are spread."""
 
@@ -33,13 +35,14 @@ def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
     -------
     list of dict
         ``method``, ``bits_per_element`` (scales included; an exact window spread over 2,048 tokens), ``text``, ``kl``
-        and its ``error``, ``excess`` and its ``excess_error`` (nats per token), ``top1`` (fraction), ``ours``.
+        and its ``error``, ``excess`` and its ``excess_error`` (nats per token), ``top1`` (fraction), and ``ours``: the
+        codec or latents in mixed bits.
     """
     spread = cell.get("window_bytes", 0) / _CONTEXT
     return [
         {
             "method": name,
-            "ours": "bits_per_element" not in cell,
+            "ours": "bits_per_element" not in cell and not name.startswith(_PAPERS),
             "bits_per_element": 16 * (cell["bytes_per_token"] + spread) / cell["dense_bytes_per_token"],
             "text": text,
             "kl": found["kl_nats"],
@@ -83,12 +86,13 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     families = sorted({(not row["ours"], family(row)) for row in rows})
     figure, axes = plt.subplots(1, len(texts), figsize=(4.3 * len(texts), 4.2), sharey=True, layout="constrained")
     for axis, text in zip(axes if len(texts) > 1 else [axes], texts, strict=True):
-        for number, (other, name) in enumerate(families):
+        for number, (_, name) in enumerate(families):
             own = sorted(
                 (row["bits_per_element"], row["kl"]) for row in rows if row["text"] == text and family(row) == name
             )
-            # One line to look at; the paper's methods dashed.
-            style = {"linewidth": 1.0, "linestyle": "-" if other else "--", "markersize": 5}
+            # One line to look at; low rank in 16 bits dashed.
+            dashed = name.startswith(_PAPERS)
+            style = {"linewidth": 1.0, "linestyle": "--" if dashed else "-", "markersize": 5}
             if name == "ours":
                 style = {"linewidth": 2.8, "color": "black", "markersize": 6}
             if name == "codec":
@@ -113,8 +117,8 @@ def page(rows: Sequence[Row], decoding: Sequence[Row], setting: str, picture: st
         "",
         "Written by `stages.frontier`; do not edit. Bits count everything that is cached: scales, zero points, and "
         "tokens that stay in 16 bits, spread over a context of 2,048. KL is the divergence of the next token's "
-        "distribution from the dense model's, nats per token, with its standard error over documents; top-1 how often "
-        "both think the same token the likeliest; excess the rise of the loss.",
+        "distribution from the dense model's, nats per token, with its standard error over documents; top-1 the "
+        "fraction of positions where both models rank the same token first; excess the increase of the loss.",
         "",
         setting,
         "",

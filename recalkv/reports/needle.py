@@ -71,10 +71,10 @@ def page(found: Mapping[str, Any], wanted: NeedleParams, model: str) -> str:
             "# Numbers hidden in long texts",
             "",
             "Written by `stages.needle_page`; do not edit. Every prompt hides one number at each depth, and they are "
-            "asked for one by one behind it, over the cached prompt. *Digits*: those that the model thinks the "
-            "likeliest, the digits before them being given; *log-probability*: of a digit, nats; *greedy*: digits "
-            "before the first wrong one, at all lengths, which is what greedy decoding gets right. Standard errors are "
-            "over prompts. Bits count scales; tokens that stay in 16 bits are spread over a context of 2,048.",
+            "asked for one at a time at its end, over the cached prompt. *Digits*: teacher-forced top-1 accuracy of "
+            "the digits; *log-probability*: of a digit, nats; *greedy*: digits before the first wrong one, at all "
+            "lengths, which is what greedy decoding gets right. Standard errors are over prompts. Bits count scales; "
+            "tokens that stay in 16 bits are spread over a context of 2,048.",
             "",
             f"{model}; {wanted.trials} prompts of each length, {len(wanted.depths)} numbers in each.",
             "",

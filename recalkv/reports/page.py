@@ -131,7 +131,7 @@ def _further_texts(texts: dict[str, Any]) -> list[str]:
 
 def _methods(comparison: dict[str, Any]) -> list[str]:
     picture = "![Perplexity against cached bytes](comparison.png)"
-    return ["## All methods at the same bytes", "", picture, "", methods(comparison), ""]
+    return ["## Methods side by side", "", picture, "", methods(comparison), ""]
 
 
 def _layers(facts: Facts) -> list[str]:
