@@ -1,12 +1,21 @@
 import os
+import sys
 
 # Before the libraries that read them are imported. Of no hub, and threads that wait for work do not spin: two processes
 # of two threads share two cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Tiny tensors: a second thread costs more than it helps, here and in the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch
+# What hands the tests out to workers runs none: it needs no libraries.
+HANDS_OUT = "PYTEST_XDIST_WORKER" not in os.environ and any(
+    option.startswith(("-n", "--numprocesses")) for option in sys.argv
+)
 
-if not torch.cuda.is_available():
-    # Triton reads it when it is imported: without a GPU, kernels are interpreted.
-    os.environ["TRITON_INTERPRET"] = "1"
+if not HANDS_OUT:
+    import torch
+
+    if not torch.cuda.is_available():
+        # Triton reads it when it is imported: without a GPU, kernels are interpreted.
+        os.environ["TRITON_INTERPRET"] = "1"

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-import os
 import shutil
 import string
 from collections.abc import Callable, Iterator
@@ -12,18 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
-from tests import tiny
-from tests.pipeline import STAGES, invoke_in_pipeline, watching
 from tests.warm_python import warm_python
 
-# Tiny tensors: a second thread costs more than it helps, here and in the processes that tests start.
-os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
+# The process that hands tests out to workers imports this file as well, so the libraries are imported where they are
+# used.
 
 ROOT = Path(__file__).resolve().parent.parent
 SENTENCE = "the cache holds what the model has read so far and every token adds its keys and its values to it"
@@ -37,6 +30,18 @@ def _text(words: int, seed: int) -> str:
     return " ".join(picked)
 
 
+_SHARED = {"finished", "prepared", "fresh_python"}
+"""Fixtures that take long and serve many."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share what takes long to make run in one process."""
+    for item in items:
+        if _SHARED & set(getattr(item, "fixturenames", ())) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("pipeline"))
+
+
 @pytest.fixture(scope="session")
 def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A `python` for processes of their own, with torch and transformers imported and nothing of the project."""
@@ -47,6 +52,11 @@ def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """Byte-level BPE tokenizer with the tiny models' vocabulary size."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests import tiny
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -59,6 +69,8 @@ def tiny_tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
     """Tiny LLaMA (GQA, 3 key/value heads) and its tokenizer as a Hugging Face folder."""
+    from tests import tiny
+
     folder = tmp_path_factory.mktemp("tiny-model")
     tiny.dense_model("llama-gqa").save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
@@ -106,6 +118,8 @@ class Finished:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, _tiny_parameters: dict[str, Any]) -> Finished:
     """Every stage of the pipeline on the tiny model; read it, or copy it (``prepared``)."""
+    from tests.pipeline import STAGES, invoke_in_pipeline, watching
+
     folder = tmp_path_factory.mktemp("finished")
     (folder / "reports").mkdir()
     shutil.copy(ROOT / "reports/paper.json", folder / "reports")
@@ -148,10 +162,12 @@ def change_parameters() -> Callable[[Path, str, Any], None]:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is reserved and not written stays NaN."""
+    import torch
+
     for name in ("empty", "empty_like"):
         reserve = getattr(torch, name)
 
-        def fill(*size: Any, _reserve: Any = reserve, **options: Any) -> torch.Tensor:
+        def fill(*size: Any, _reserve: Any = reserve, **options: Any) -> Any:
             tensor = _reserve(*size, **options)
             return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
 

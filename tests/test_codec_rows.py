@@ -32,7 +32,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def error(bits: int, count: int = 6000, width: int = 64, seed: int = 0) -> float:
+def error(bits: int, count: int = 2500, width: int = 64, seed: int = 0) -> float:
     """Mean squared error of standard normal numbers."""
     own = numbers(count, width, seed=seed)
     segment = (Segment(width, bits),)

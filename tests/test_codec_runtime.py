@@ -108,7 +108,7 @@ def test_all_ways_agree(family: str) -> None:
         held = [index for index, layer in enumerate(cache.layers) if isinstance(layer, CodecLayer)]
         assert held == sorted(codec_of(family).layers), way
     static = StaticCache(config=model.config, max_cache_len=64)
-    found, _ = in_chunks(model, ids, [13, 22, *range(23, 61)], static)
+    found, _ = in_chunks(model, ids, [13, 22, *range(23, 49), 60], static)
     assert_agree(found, wanted)
     assert any(isinstance(layer, CodecLayer) and layer.capacity for layer in static.layers)
     alone = torch.cat([one_pass(model, each[None]) for each in ids])
@@ -126,15 +126,17 @@ def test_left_padding_changes_nothing(family: str) -> None:
     masks = {"attention_mask": real.long(), "position_ids": shifted}
     wanted = one_pass(model, ids).gather(1, shifted[..., None].expand(-1, -1, model.config.vocab_size))
     ways = [one_pass(model, padded, **masks), in_chunks(model, padded, [7, 30, 31, 60], **masks)[0]]
-    ways.append(in_chunks(model, padded, [40, *range(41, 61)], **masks)[0])
+    ways.append(in_chunks(model, padded, [40, *range(41, 49), 60], **masks)[0])
     static = StaticCache(config=model.config, max_cache_len=61)
-    ways.append(in_chunks(model, padded, [40, *range(41, 61)], static, **masks)[0])
+    ways.append(in_chunks(model, padded, [40, *range(41, 49), 60], static, **masks)[0])
     for found in ways:
         assert_agree(torch.where(real[..., None], found, wanted), wanted)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "gemma3", "gpt-oss-sinks"])
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    ("family", "static"),
+    [("llama-gqa", False), ("mistral-sliding", True), ("gemma3", False), ("gpt-oss-sinks", True)],
+)
 def test_long_chunks_push_out_what_they_attend_to(family: str, static: bool) -> None:
     model, ids = coded_model(family), torch.cat([token_ids(4), token_ids(4, 130, seed=8)], 1)
     cache = StaticCache(config=model.config, max_cache_len=200) if static else None
@@ -174,8 +176,7 @@ def test_models_of_other_types(family: str, dtype: torch.dtype, tolerance: float
 @pytest.mark.parametrize(
     ("bits", "family"),
     [
-        (2, "llama-gqa"), (8, "llama-gqa"), (4, "llama-gqa"), (4, "llama-mha"), (4, "mistral-sliding"),
-        (4, "gemma2-softcap"), (4, "gpt-oss-sinks"),
+        (2, "llama-gqa"), (8, "llama-gqa"), (4, "llama-mha"), (4, "mistral-sliding"),
     ],
 )  # fmt: skip
 def test_torch_and_the_loops_agree(family: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +185,7 @@ def test_torch_and_the_loops_agree(family: str, bits: float, monkeypatch: pytest
     real = torch.ones_like(ids)
     real[0, :11] = 0
     masks = {"attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp_min(0)}
-    ends = [33, *range(34, 61)]
+    ends = [33, *range(34, 46), 60]
     looped, cache = in_chunks(model, ids, ends, **masks)
     without_loops(monkeypatch)
     plain, other = in_chunks(model, ids, ends, **masks)
@@ -196,8 +197,6 @@ def test_torch_and_the_loops_agree(family: str, bits: float, monkeypatch: pytest
 
 
 GENERATION: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "top_k": 20},
     "beams": {"num_beams": 3},
     "sampled beams": {"num_beams": 2, "do_sample": True},
     "several samples": {"do_sample": True, "num_return_sequences": 2},
@@ -215,8 +214,10 @@ def same_start(found: Tensor, wanted: Tensor) -> None:
     assert float((found == wanted).all(1).float().mean()) >= 0.5, (found == wanted).int()
 
 
-@pytest.mark.parametrize("kind", GENERATION)
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("gemma3", "beams"), ("llama-gqa", "sampled beams"), ("llama-gqa", "several samples")],
+)
 def test_generation_is_that_of_passes_without_a_cache(family: str, kind: str) -> None:
     model, ids = coded_model(family), token_ids(4, 30)
     ids[1, :9] = 0  # a shorter prompt
@@ -227,8 +228,10 @@ def test_generation_is_that_of_passes_without_a_cache(family: str, kind: str) ->
     same_start(static, wanted)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "gemma3", "qwen3-next-hybrid"])
-@pytest.mark.parametrize("coded_assistant", [False, True])
+@pytest.mark.parametrize(
+    ("family", "coded_assistant"),
+    [("llama-gqa", True), ("mistral-sliding", False), ("gemma3", True), ("qwen3-next-hybrid", True)],
+)
 def test_assisted_decoding_gives_the_same_tokens(family: str, coded_assistant: bool) -> None:
     model = coded_model(family)
     if family == "qwen3-next-hybrid":
@@ -246,8 +249,7 @@ def test_assisted_decoding_gives_the_same_tokens(family: str, coded_assistant: b
     assert torch.equal(generated(model, ids, assistant_model=assistant), wanted)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("family", "static"), [("llama-gqa", False), ("gemma3", True)])
 def test_a_chat_of_several_turns_reuses_its_cache(family: str, static: bool) -> None:
     model, text = coded_model(family), token_ids(1, 20)
     cache = StaticCache(config=model.config, max_cache_len=150) if static else DynamicCache(config=model.config)

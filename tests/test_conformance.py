@@ -81,7 +81,6 @@ KINDS: dict[str, list[Any]] = {
 }
 TOKENS = [
     "greedy",
-    "sampling",
     "beams",
     "sampled-beams",
     "padded",
@@ -89,7 +88,6 @@ TOKENS = [
     "lookup",
     "assisted",
     "chunks7",
-    "chunks32",
 ]
 LOGITS = ["one-pass", "singly", "pieces", "crop", "half-precision"]
 WAYS: dict[str, list[Any]] = {
@@ -622,7 +620,6 @@ LLAMA, QWEN = ("llama-gqa", "joint", 2), ("qwen2-mixed-sliding", "joint", 2)
 @pytest.mark.parametrize(
     ("kind", "passes"),
     [
-        (Kind(*LLAMA, 16, "absorbed"), "none"),
         (Kind("llama-gqa", "separate", 2, 16, "absorbed"), "two"),
         (Kind(*LLAMA, "mixed", "absorbed", 5), "none"),
         (Kind(*QWEN, 16, "fused"), "one"),

@@ -116,12 +116,9 @@ def test_the_checkpoint_generates_and_is_that_of_the_one_call(
         torch.testing.assert_close(direct.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "compression", [{"bits": "mixed", "ratio": 0.8}, {"method": "recalkv", "bits": 4, "ratio": 0.8}]
-)
-def test_a_changed_ratio_and_bits_from_the_same_statistics(prepared: Path, compression: dict[str, Any]) -> None:
+def test_a_changed_ratio_and_bits_from_the_same_statistics(prepared: Path) -> None:
     before = folder_hash(prepared / "data/whiten.zarr"), folder_hash(prepared / "data/fisher.zarr")
-    changes = [f"compression.{key}={value}" for key, value in compression.items()]
+    changes = ["compression.method=recalkv", "compression.bits=4", "compression.ratio=0.8"]
     for stage in (*COMPRESSION, "evaluate", "report"):
         assert invoke(stage, changes=changes) == 0
     cache = json.loads((prepared / "reports/metrics.json").read_text())["cache"]

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from recalkv.cache.growing import GrowingCache
+from tests.covering import covering, settings
 from tests.tiny import compressed_pair, windows
 
 
@@ -22,17 +24,31 @@ def test_gradients_of_a_prompt(family: str, bits: object) -> None:
     assert embedded.grad is not None and embedded.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("cache", ["static", "growing"])
-@pytest.mark.parametrize("padding", [0, 9, 40])
-@pytest.mark.parametrize(
-    ("method", "bits"), [("loss-aware", "mixed"), ("loss-aware", 16), ("recalkv", 4), ("palu", 16)]
-)
-@pytest.mark.parametrize("family", ["llama-gqa", "llama-bias", "llama-yarn", "qwen3-qk-norm", "mistral-sliding"])
+@dataclass(frozen=True)
+class Parts:
+    """A model, and how it is fed."""
+
+    family: str
+    latents: tuple[str, object]
+    padding: int
+    cache: str
+
+
+PARTS: dict[str, list[Any]] = {
+    "family": ["llama-gqa", "llama-bias", "llama-yarn", "qwen3-qk-norm", "mistral-sliding"],
+    "latents": [("loss-aware", "mixed"), ("loss-aware", 16), ("recalkv", 4), ("palu", 16)],
+    "padding": [0, 9, 40],
+    "cache": ["static", "growing"],
+}
+
+
+@pytest.mark.parametrize("parts", covering(settings(Parts, PARTS, lambda _: True)), ids=str)
 @torch.no_grad()
-def test_parts_behind_a_cache_are_one_pass(family: str, method: str, bits: object, padding: int, cache: str) -> None:
+def test_parts_behind_a_cache_are_one_pass(parts: Parts) -> None:
     """Padded, too; of one layer, as codes tip over in the next."""
+    (method, bits), padding = parts.latents, parts.padding
     with torch.enable_grad():
-        _, model, _ = compressed_pair(family, method=method, bits=bits, ratio=0.5, exact_window=5)
+        _, model, _ = compressed_pair(parts.family, method=method, bits=bits, ratio=0.5, exact_window=5)
     layer, ids = model.model.layers[0].self_attn, windows(2, 110)
     mask = torch.ones_like(ids)
     mask[1, :padding] = 0
@@ -41,7 +57,7 @@ def test_parts_behind_a_cache_are_one_pass(family: str, method: str, bits: objec
     def outputs_of(*lengths: int) -> Tensor:
         outputs.clear()
         hook = layer.register_forward_hook(lambda _module, _given, result: outputs.append(result[0]))
-        kept: Any = StaticCache(model.config, 120) if cache == "static" else GrowingCache(config=model.config)
+        kept: Any = StaticCache(model.config, 120) if parts.cache == "static" else GrowingCache(config=model.config)
         seen = 0
         for length in lengths:
             seen += length

@@ -161,8 +161,8 @@ def test_least_cost_groups_equal_exhaustive_search(heads: int, size: int) -> Non
 def additive_cost(heads: int, seed: int) -> Callable[[tuple[int, ...]], float]:
     """A cost of groups that is the sum of their heads' less what their pairs save."""
     generator = torch.Generator().manual_seed(seed)
-    saving = torch.rand(heads, heads, generator=generator, dtype=torch.float64)
-    return lambda group: len(group) - sum(float(saving[a, b]) for a, b in itertools.combinations(group, 2))
+    saving = torch.rand(heads, heads, generator=generator, dtype=torch.float64).tolist()
+    return lambda group: len(group) - sum(saving[a][b] for a, b in itertools.combinations(group, 2))
 
 
 @pytest.mark.parametrize(("heads", "size"), [(6, 2), (6, 4), (7, 3), (9, 3)])

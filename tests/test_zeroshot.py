@@ -93,6 +93,7 @@ def test_scores_by_hand() -> None:
     assert ours.against(ours) == (0.0, 0.0)
 
 
+@pytest.mark.xdist_group("pipeline")  # lm-eval's whole index takes many seconds
 def test_failures_name_the_remedy(tmp_path: Path, tiny_tokenizer: Any) -> None:
     model = tiny.dense_model("llama-gqa")
     with pytest.raises(ParameterError, match="no single task mmlu"):  # a group

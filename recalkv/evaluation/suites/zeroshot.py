@@ -5,7 +5,7 @@ lm-eval is imported where it is used, so that the rest of the package works with
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def check_tasks(tasks: Mapping[str, Path | None]) -> None:
     """
     named = [name for name in tasks if name != CONTINUATION]
     with quiet("lm_eval"):
-        known = _known_tasks() if named else set()
+        known = _known_tasks(named)
     unknown = [name for name in named if name not in known]
     if unknown:
         raise ParameterError(
@@ -154,7 +154,7 @@ def zero_shot(
             batch_size=batch_size,
             mixed_precision_dtype=torch.bfloat16 if precision == "bfloat16" else None,
         )
-        manager = _task_manager(indexed=set(tasks) != {CONTINUATION})
+        manager = _task_manager(tasks)
         result = run_tasks(adapter, [_task(name, path) for name, path in tasks.items()], manager, limit)
     scores = []
     for name in tasks:
@@ -240,19 +240,28 @@ class ZeroShot(Suite):
         ]
 
 
-def _known_tasks() -> set[str]:
-    """Single tasks that lm-eval has; groups and tags of them have no items of their own."""
-    manager = _task_manager(indexed=True)
+def _known_tasks(names: Iterable[str]) -> set[str]:
+    """Single tasks of lm-eval, those of these names at least; groups and tags have no items of their own."""
+    manager = _task_manager(names)
     return set(manager.all_tasks) - set(manager.all_groups) - set(manager.all_tags)
 
 
-@functools.cache
-def _task_manager(indexed: bool) -> Any:
-    """lm-eval's way to find tasks, with or without the index of its own, which takes seconds to build."""
-    with needing("eval"):
-        from lm_eval.tasks import TaskManager
+def _task_manager(names: Iterable[str]) -> Any:
+    """lm-eval's way to find tasks; the paper's in their own folders, as an index of all takes many seconds."""
+    named = {name for name in names if name != CONTINUATION}
+    return _indexed(tuple(sorted({_FOLDERS[name] for name in named})) if named <= _FOLDERS.keys() else None)
 
-    return TaskManager(include_defaults=indexed)
+
+@functools.cache
+def _indexed(folders: tuple[str, ...] | None) -> Any:
+    """Tasks of some of lm-eval's folders, or all."""
+    with needing("eval"):
+        from lm_eval import tasks
+
+    if folders is None:
+        return tasks.TaskManager()
+    root = Path(tasks.__file__).parent
+    return tasks.TaskManager(include_defaults=False, include_path=[root / folder for folder in folders])
 
 
 def _task(name: str, path: Path | None) -> Any:
@@ -267,6 +276,15 @@ def _task(name: str, path: Path | None) -> Any:
     return {"group": f"{name} (local)", "task": [{"task": name, **local_override(path)}]}
 
 
+_FOLDERS = {
+    "openbookqa": "openbookqa",
+    "hellaswag": "hellaswag",
+    "piqa": "piqa",
+    "arc_easy": "arc",
+    "arc_challenge": "arc",
+    "winogrande": "winogrande",
+}
+"""Of lm-eval's tasks, by name."""
 _COLUMNS = {
     "openbookqa": ("question_stem", "choices", "answerKey"),
     "hellaswag": ("ctx_a", "ctx_b", "activity_label", "endings", "label"),
