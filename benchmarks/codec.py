@@ -1,12 +1,11 @@
 """The codec beside the dense model on this machine: quality, and speed of attention, decoding and prompts, in one line.
 
     python -m benchmarks.codec [--quick] [--model data/model] [--codec data/codec] [--out FILE]
-    python -m benchmarks.codec --cells data/cells/frontier --out reports/codec_frontier.json
 
 Speeds are ratios over the dense model in float32 (1.0 is equal), dense and coded interleaved, medians; `attention_N` is
 what a model does in one layer for a token at N slots of a static cache, cache update included. `kl_4bit` is the
 divergence from the dense model on held-out windows of 1,024 tokens, `kl_4bit_8192` that at positions 6K to 8K of one
-text, and `error` the largest difference of an attention step from float64, relative to the largest output.
+text.
 """
 
 import argparse
@@ -29,7 +28,6 @@ from recalkv.evaluation.perplexity import divergences
 from recalkv.evaluation.resources import device_name
 from recalkv.runtime.attention import NAME
 from recalkv.runtime.cache import CodecLayer
-from recalkv.runtime.decode import decode_step
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 from stages.common import write_json
 
@@ -81,34 +79,6 @@ def attention_speed(model: Any, codec: Codec, slots: int, rounds: int) -> float:
     times = interleaved(run_dense, run_coded, rounds, calls)
     module.__dict__.pop("recalkv_codec")
     return times[0] / times[1]
-
-
-def step_error(codec: Codec, slots: int = 1500) -> float:
-    """Largest difference of a step from float64 attention over the decoded rows, relative to the largest output."""
-    worst = 0.0
-    for index in (0, len(codec.layers) // 2, len(codec.layers) - 1):
-        own = codec.layers[index]
-        heads, (dk, dv) = own.kv_heads, own.head_dims
-        generator = torch.Generator().manual_seed(index)
-        random = torch.randn(1, heads, slots, dk + dv, generator=generator)
-        keys, values = own.mean_keys(torch.arange(slots)[None]) + random[..., :dk], random[..., dk:]
-        query = 2 * torch.randn(1, 3 * heads, 1, dk, generator=generator)
-        layer = CodecLayer(own, codec.window, codec.sinks)
-        layer.append(*layer.update(keys[:, :, :-1], values[:, :, :-1]), None, None)
-        last = keys[:, :, -1:], values[:, :, -1:]
-        layer.update(*last)
-        output = decode_step(layer, query, *last, None, None, None, dk**-0.5, None, None)[0, 0].double()
-        rounded = own.unpack(own.pack(keys, values, torch.arange(slots)[None]), torch.arange(slots)[None])
-        exact = [states.double() for states in (keys, values)]
-        read = [states.double() for states in rounded]
-        for part in (slice(0, codec.sinks), slice(slots - codec.window, slots)):
-            for to, source in zip(read, exact, strict=True):
-                to[:, :, part] = source[:, :, part]
-        wanted = torch.nn.functional.scaled_dot_product_attention(query.double(), read[0], read[1], enable_gqa=True)[
-            0, :, 0
-        ]
-        worst = max(worst, float((output - wanted).abs().max() / wanted.abs().max()))
-    return worst
 
 
 @dataclass
@@ -192,19 +162,14 @@ def main() -> None:
     """Print the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: two minutes on two cores")
-    parser.add_argument("--long", action="store_true", help="also 64K slots, 16K tokens of the model, prompts of 512")
     parser.add_argument("--model", default="data/model")
     parser.add_argument("--codec", default="data/codec")
     parser.add_argument("--out", type=Path, help="file for the figures, and the processor that they are of")
-    parser.add_argument("--cells", type=Path, help="gather what `make frontier` measured of codecs in this folder")
     options = parser.parse_args()
-    if options.cells:
-        write_json(options.out, gathered(options.cells))
-        return
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     codec, rounds = Codec.load(Path(options.codec)), 5 if options.quick else 11
     figures: dict[str, float] = {}
-    for slots in (1024, 4096, 16384) + ((65536,) if options.long else ()):
+    for slots in (1024, 4096, 16384):
         figures[f"attention_{slots}"] = attention_speed(model, codec, slots, 3 * rounds)
     text = held_out(options.model)[None]
     # Also warms up what the next reading times.
@@ -220,30 +185,14 @@ def main() -> None:
         reading.cropped(slots - 32)
         speeds[f"model_{slots}"] = decoding_speed(model, codec, reading, text[:, :1], rounds)
     figures |= dict(reversed(speeds.items()))
-    if options.long:
-        longest = Reading.of(model, codec, text[:, : 16384 - 32], 4096)
-        figures["model_16384"] = decoding_speed(model, codec, longest, text[:, :1], rounds)
-        figures["prompt_512"] = prompt_speed(model, codec, text[:, :512], 2 * rounds)
     took = reading.seconds
     figures["prompt_4096"] = took[0] / took[1] if options.quick else prompt_speed(model, codec, text[:, :4096], 3)
     figures |= kl
-    figures["error"] = step_error(codec)
     figures = {name: float(f"{value:.3g}") for name, value in figures.items()}
     print(json.dumps(figures))
     if options.out:
         record = {**figures, "processor": device_name(torch.device("cpu")), "threads": torch.get_num_threads()}
         write_json(options.out, record)
-
-
-def gathered(folder: Path) -> dict[str, Any]:
-    """KL divergence by text, top-1 agreement and bytes of each `codec-*.json` of a folder."""
-    found: dict[str, Any] = {}
-    for path in sorted(folder.glob("codec-*.json")):
-        cell = json.loads(path.read_text())
-        own = {name: cell[name] for name in ("bytes_per_token", "window_bytes", "top1_agreement")}
-        others = {name: text["kl_nats"] for name, text in cell["further_texts"].items()}
-        found[path.stem] = {**own, "kl_nats": {"embedded": cell["kl_nats"], **others}}
-    return found
 
 
 def held_out(model: str) -> Tensor:

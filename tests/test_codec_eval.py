@@ -52,7 +52,7 @@ def test_figures_are_those_of_the_model_with_a_codec(codec: Path, tiny_folder: P
     assert figures["parameters"]["dense"] == figures["parameters"]["compressed"]
     assert set(figures["decode_tokens_per_second"]) == {"60_tokens"}
     assert set(figures["needle"]) == {"dense", "compressed"}
-    assert facts == CodecFacts({"name": str(tiny_folder)}, own.bits_per_element(), 192, 288)
+    assert facts == CodecFacts({"name": str(tiny_folder)}, own.bits_per_element(), 288)
     shown = page(figures, facts)
     assert str(tiny_folder) in shown and "exact window" in shown
     poor = figures | {"perplexity": text | {"kl_nats": 1.0}}

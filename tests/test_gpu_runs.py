@@ -76,7 +76,7 @@ def test_dry_run_measures_everything(dry: Path) -> None:
         assert len(of(own, "begin")) == len(of(own, "end")) > 1
     what = {part: [each["what"] for each in own if each["event"] == "result"] for part, own in lines.items()}
     assert {"environment", "copy", "bfloat16 product"} == set(what["smoke"])
-    assert {"dense", "latent", "profile"} == set(what["kernels"])
+    assert {"dense", "latent"} == set(what["kernels"])
     assert {"built", "decode", "compress", "compressed"} == set(what["models"])
     errors = {(each["way"], each["kind"]): each["error"] for each in lines["kernels"] if each.get("what") == "latent"}
     assert {way for way, _ in errors} == {"two passes", "one pass"}

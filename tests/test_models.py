@@ -147,7 +147,7 @@ def test_tasks_by_every_form_of_cache(
     def read(model: Any, tokenizer: Any, tasks: Any, **_: Any) -> list[TaskScore]:
         with torch.inference_mode():
             seen.append(model(torch.arange(3, 60)[None], use_cache=False).logits)
-        return [TaskScore(task, "1", (True, False)) for task in tasks]
+        return [TaskScore(task, (True, False)) for task in tasks]
 
     monkeypatch.setattr("stages.answers.zero_shot", read)
     assert invoke("answers", out=out / "zeroshot", suite="zeroshot", names=names, items=choices) == 0

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.errors import ParameterError
 from recalkv.method.reorder import (
     greedy_groups,
     least_cost_groups,
     neighbor_groups,
     permutation_of,
 )
-from recalkv.model.families import check_group_size, group_sizes
+from recalkv.model.families import group_sizes
 
 GEOMETRIES = [(heads, size) for heads in range(1, 13) for size in range(1, heads + 1)]
 
@@ -109,19 +108,6 @@ def test_groups_of_one_head_and_of_all_heads_keep_the_order() -> None:
 def test_neighbors_and_permutation() -> None:
     assert neighbor_groups(5, 2) == [[0, 1], [2, 3], [4]]
     assert permutation_of([[0, 3], [1, 2]]) == [0, 3, 1, 2]
-
-
-@pytest.mark.parametrize(("size", "remedy"), [(0, 1), (-2, 1), (4, 3), (100, 3)])
-def test_illegal_group_size_names_value_rule_and_remedy(size: int, remedy: int) -> None:
-    message = rf"compression\.group_size={size} must be between 1 and .* 3 key/value heads; set it to {remedy}\."
-    for call in (
-        lambda: check_group_size(size, 3),
-        lambda: group_sizes(3, size),
-        lambda: neighbor_groups(3, size),
-        lambda: greedy_groups(torch.eye(3), size),
-    ):
-        with pytest.raises(ParameterError, match=message):
-            call()
 
 
 # --- least cost ---

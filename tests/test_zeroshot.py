@@ -82,8 +82,8 @@ def test_limit_takes_the_first_items_in_order(arc_file: Path, tiny_tokenizer: An
 
 
 def test_scores_by_hand() -> None:
-    ours = TaskScore("piqa", "1.0", (True, True, False, True))
-    other = TaskScore("piqa", "1.0", (True, False, False, False))
+    ours = TaskScore("piqa", (True, True, False, True))
+    other = TaskScore("piqa", (True, False, False, False))
     assert (ours.accuracy, other.accuracy, average([ours, other])) == (0.75, 0.25, 0.5)
     assert ours.standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
     # Differences 0, 1, 0, 1.
@@ -108,8 +108,6 @@ def test_failures_name_the_remedy(tmp_path: Path, tiny_tokenizer: Any) -> None:
         (tmp_path / f"piqa.{split}.jsonl").write_text("{}")
     with pytest.raises(DataError, match=r"found piqa\.test\.jsonl, piqa\.validation\.jsonl"):
         local_data(tmp_path, ["piqa"])
-    with pytest.raises(ParameterError, match="same limit"):
-        TaskScore("piqa", "1.0", (True,)).against(TaskScore("piqa", "1.0", (True, False)))
 
 
 def numbered(words: int, first: int = 0) -> str:

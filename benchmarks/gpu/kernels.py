@@ -305,28 +305,6 @@ def _measure_way(latents: Latents, context: int, batch: int, setting: Setting, e
     return True
 
 
-@torch.no_grad()
-def _profile(latents: Latents, context: int, setting: Setting, emit: Emit) -> None:
-    """Time of each kernel of a step over a cold cache, by torch's profiler."""
-    calls, _, _ = latents.calls(setting, context, 1, emit)
-    kinds, rounds = torch.profiler.ProfilerActivity, 1 if setting.tiny else 20
-    if not calls:
-        return
-    calls[0]()
-    with torch.profiler.profile(activities=[kinds.CPU] if setting.tiny else [kinds.CPU, kinds.CUDA]) as profile:
-        for call in rounds * calls:
-            call()
-        now(setting.device)
-    own = "self_cpu_time_total" if setting.tiny else "self_device_time_total"
-    # An operation's own entry has the time of the kernels that it launched, which have entries of their own.
-    kind = torch.autograd.DeviceType.CPU if setting.tiny else torch.autograd.DeviceType.CUDA
-    events = [event for event in profile.key_averages() if event.device_type == kind]
-    events.sort(key=lambda event: -getattr(event, own))
-    steps = rounds * len(calls)
-    kernels = {event.key[:80]: round(getattr(event, own) / steps, 2) for event in events[:8] if getattr(event, own)}
-    emit(what="profile", **dataclasses.asdict(latents), context=context, us_of=kernels)
-
-
 def _compile_ahead(setting: Setting, emit: Emit) -> None:
     """On all processors, as one process after the other would take most of the time there is."""
     count = min(12, os.cpu_count() or 1)
@@ -380,7 +358,7 @@ _RANKS = {
 }
 """What comes later, by how much; what is dense comes before the latents that it is compared with."""
 
-_PROFILED: Sequence[tuple[str, str]] = (
+_TINY: Sequence[tuple[str, str]] = (
     ("joint s=2", "16 bits, 70 %"),
     ("separate s=4", "16 bits, 70 %"),
 )
@@ -391,13 +369,12 @@ def steps(setting: Setting) -> list[Step]:
     if setting.kind == "none":
         return []
     names, latents = list(GEOMETRIES), _everything()
-    places, profiled, long = list(itertools.product(CONTEXTS, BATCHES)), _PROFILED, 16384
+    places = list(itertools.product(CONTEXTS, BATCHES))
     if setting.tiny:
-        names, places, profiled, long = names[1:], [(40, 1)], _PROFILED[:1], 40
-        latents = [Latents(name, *each) for name, each in zip(names, _PROFILED, strict=True)]
+        names, places = names[1:], [(40, 1)]
+        latents = [Latents(name, *each) for name, each in zip(names, _TINY, strict=True)]
     found = [_ranked(-0.5, "dense", _measure_dense, name, *place) for name in names for place in places]
     found += [_ranked(0.0, "latent", _measure, each, *place) for each in latents for place in places]
-    found += [_ranked(1.2, "profile", _profile, Latents("llama-3.1-8b", *each).ways()[-1], long) for each in profiled]
     ordered = [step for _, step in sorted(found, key=lambda pair: pair[0])]
     return ordered if setting.tiny else [Step("compile ahead", _compile_ahead, 150.0), *ordered]
 

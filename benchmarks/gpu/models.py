@@ -29,6 +29,7 @@ from recalkv.evaluation.decoding import largest
 from recalkv.evaluation.resources import forget_peak, now, peak_device_mib, peak_resident_mib
 from recalkv.evaluation.timing import time_calls
 from recalkv.kernels.decoder import use_kernels
+from recalkv.model.spec import LatentSpec
 
 __all__ = ["steps"]
 
@@ -204,13 +205,7 @@ def _compress(geometry: str, setting: Setting, emit: Emit) -> None:
     provenance: dict[str, str | None] = {"name": geometry, "revision": None, "fingerprint": None}
     small = assemble(source, result, parameters, setting.dtype, provenance)
     took("assemble", 1, 1)
-    told(what="compressed", seconds=now(device) - begin, removed=float(_removed(small)))
-
-
-def _removed(model: Any) -> float:
-    from recalkv.model.spec import LatentSpec
-
-    return LatentSpec.from_config(model.config).removed
+    told(what="compressed", seconds=now(device) - begin, removed=float(LatentSpec.from_config(small.config).removed))
 
 
 def steps(setting: Setting) -> list[Step]:

@@ -153,11 +153,6 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
     where = ("geometry", "context", "batch")
     kinds = ("latents", "cached", "way")
     alone = [(*place(each), each["baseline"]) for each in _of(records, "dense") if "us" not in each]
-    kernels = [
-        (each["geometry"], *latents(each), name, us)
-        for each in _of(records, "profile")
-        for name, us in each["us_of"].items()
-    ]
     told = (
         "One step over a static cache, projections included, as a CUDA graph; *dense* is the fastest of torch's "
         "attention backends. The error is the largest difference from plain torch, relative to the largest output."
@@ -170,7 +165,6 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
         [f"![Dense time over latents' time, by context]({_PICTURE})", ""] if drawn else [],
         _table(head, map(row, sorted(rows, key=_order))),
         _table((*where, "no dense baseline"), alone),
-        _table(("geometry", *kinds, "kernel", "us a step"), kernels),
     )
 
 

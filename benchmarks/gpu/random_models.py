@@ -5,28 +5,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
-from recalkv.model.families import group_sizes
+from recalkv.model.families import FAMILIES, group_sizes
 from recalkv.model.identity import direct_columns
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
 from recalkv.model.sizes import ModelSizes
 from recalkv.model.spec import LatentSpec, LayerSpec, check_ratio
 
 __all__ = ["random_dense", "random_latent"]
-
-_DENSE: dict[str, tuple[type, type]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
 
 
 def random_dense(
@@ -38,8 +24,8 @@ def random_dense(
     rope_theta: float = 1e4,
 ) -> Any:
     """A dense model of one layer with a tiny MLP and vocabulary; or a ``whole`` one. Built on the device."""
-    config_class, model_class = _DENSE[sizes.family]
-    return _built(model_class, config_class(**_content(sizes, whole, rope_theta)), device, dtype, seed)
+    family = FAMILIES[sizes.family]
+    return _built(family.model_class, family.config_class(**_content(sizes, whole, rope_theta)), device, dtype, seed)
 
 
 def random_latent(

@@ -19,7 +19,7 @@ from torch import Tensor
 from recalkv.cache.codebooks import CODES, GRID, Code, cells, nearest, nearest_of_cells, words
 from recalkv.errors import CheckpointError
 
-__all__ = ["SCALE_STEPS", "SCALE_ZERO", "RowLayout", "Segment", "pack_codes", "scales", "unpack_codes"]
+__all__ = ["SCALE_STEPS", "SCALE_ZERO", "RowLayout", "Segment", "pack_codes", "unpack_codes"]
 
 # A scale is 2^((byte - 128) / 8): 9 % apart, from 1.5e-5 to 6e4 times the usual one.
 SCALE_STEPS, SCALE_ZERO = 8, 128
@@ -236,13 +236,6 @@ def _order(
     sizes |= {bits: _code_bytes(len(codes), bits) for bits, codes in narrow.items()}
     starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
     return gridless, narrow, [starts[part] + place for part, place in row]
-
-
-@functools.cache
-def scales() -> Tensor:
-    """What each byte of a scale stands for: (256,) float32 on the CPU, not to be written to."""
-    with torch.inference_mode(False):
-        return _scale(torch.arange(256, dtype=torch.float32))
 
 
 @functools.cache

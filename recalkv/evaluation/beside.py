@@ -206,15 +206,12 @@ class CodecFacts:
         ``name`` of the model.
     bits
         Of a cached number.
-    tokens
-        Of the calibration.
     dense_bytes_per_token
         Of the dense cache in 16 bits.
     """
 
     source: Mapping[str, Any]
     bits: float
-    tokens: int
     dense_bytes_per_token: float
 
 
@@ -246,10 +243,7 @@ def compare_codec(
     first = measure(model, tokenizer, windows, haystack, wanted, None, progress)
     progress("codec")
     own = measure(use_codec(model, codec), tokenizer, windows, haystack, wanted, first, progress)
-    samples, length = codec.record.get("windows", (0, 0))
-    facts = CodecFacts(
-        {"name": codec.record.get("model")}, codec.bits_per_element(), samples * length, codec.dense_bytes_per_token
-    )
+    facts = CodecFacts({"name": codec.record.get("model")}, codec.bits_per_element(), codec.dense_bytes_per_token)
     return figures(first, own, facts, wanted), facts
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recalkv.errors import ParameterError, UnsupportedModelError
+from recalkv.errors import UnsupportedModelError
 from recalkv.model.family import FAMILIES, LATENT, LINEAR, PREFIX, REFUSED, UNDESCRIBED, family_of
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "SUPPORTED_ROPE_TYPES",
     "AttentionGeometry",
     "attention_layers",
-    "check_group_size",
     "check_not_quantized",
     "check_supported",
     "check_tensors",
@@ -259,17 +258,7 @@ def layer_attention_types(config: Any) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
-def check_group_size(group_size: int, kv_heads: int) -> None:
-    """Raise :class:`ParameterError` unless 1 <= s <= h_kv."""
-    if not 1 <= group_size <= kv_heads:
-        raise ParameterError(
-            f"compression.group_size={group_size} must be between 1 and the model's {kv_heads} key/value "
-            f"heads; set it to {max(1, min(group_size, kv_heads))}."
-        )
-
-
 def group_sizes(kv_heads: int, group_size: int) -> list[int]:
     """Heads per group: ``s`` each, the last one smaller where ``s`` does not divide ``h_kv``."""
-    check_group_size(group_size, kv_heads)
     full, rest = divmod(kv_heads, group_size)
     return [group_size] * full + ([rest] if rest else [])

@@ -48,15 +48,10 @@ class ModelSizes:
         if self.counted is not None:
             return self.counted
         sizes = self.attention
-        layer = self.layer_matrices + 2 * sizes.hidden
+        matrices = 2 * sizes.heads * sizes.head_dim + 2 * sizes.kv_width + 3 * self.intermediate
+        layer = sizes.hidden * (matrices + 2)
         embeddings = self.vocabulary * sizes.hidden * (1 if self.tied else 2)
         return embeddings + sizes.layers * layer + sizes.hidden
-
-    @property
-    def layer_matrices(self) -> int:
-        """Elements of the matrices of one decoder layer."""
-        sizes = self.attention
-        return sizes.hidden * (2 * sizes.heads * sizes.head_dim + 2 * sizes.kv_width + 3 * self.intermediate)
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelSizes":

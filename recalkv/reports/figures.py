@@ -31,7 +31,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "attention": (tables.attention, ("latency",)),
     "chained": (tables.chained, ("frontier",)),
     "codebooks": (tables.codebooks, ("codebooks",)),
-    "codec-divergence": (tables.codec_divergence, ("codec_frontier",)),
+    "codec-divergence": (tables.codec_divergence, ("frontier",)),
     "codec-speed": (tables.codec_speed, ("codec",)),
     "dense-beside-compressed": (tables.dense_beside_compressed, ("metrics", "latency")),
     "exact-window": (tables.exact_window, ("frontier",)),

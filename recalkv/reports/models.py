@@ -180,7 +180,8 @@ def _answers(cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]])
         "",
         "Greedy answers by the chat template, decoded token by token through the cache: the dense model's score, and "
         "differences from it on the same items, points with their standard errors; in brackets how many answers are "
-        "identical to the dense model's, and on how many items where not on all.",
+        "identical to the dense model's, and on how many items where not on all. Where a cache ran in another type or "
+        "on another device than the dense model, its difference holds that as well.",
         "",
         *found,
     ]
@@ -281,7 +282,7 @@ def _languages(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -
         found += [_by_text("cache", rows), ""]
     if not found:
         return []
-    book = "Sections of the Debian handbook in English, German, Chinese and Japanese, and articles (`stages.handbook`)."
+    book = "Sections of the Debian handbook in English, German and Chinese, and articles (`stages.handbook`)."
     return ["## Languages", "", book, "", *found]
 
 

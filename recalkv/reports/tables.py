@@ -233,10 +233,11 @@ def codec_speed(report: Mapping[str, Any]) -> str:
 
 
 def codec_divergence(report: Mapping[str, Any]) -> str:
-    """Divergence of the codec by bits of its rows, a column a text (``benchmarks.codec --cells``)."""
-    cells = sorted(report.items(), key=lambda cell: ("per-head" in cell[0], -int(cell[0].rpartition("-")[2])))
-    texts = list(next(iter(report.values()))["kl_nats"])
-    lines = [[name, *(f"{cell['kl_nats'][text]:.5f}" for text in texts)] for name, cell in cells]
+    """Divergence of the codec by bits of its rows, a column a text (``make frontier``)."""
+    found = {(row["method"], row["text"]): row["kl"] for row in report["rows"] if row["method"].startswith("codec")}
+    names, texts = (list(dict.fromkeys(each)) for each in zip(*found, strict=True))
+    names.sort(key=lambda name: ("per-head" in name, -int(name.rpartition("-")[2])))
+    lines = [[name, *(f"{found[name, text]:.5f}" for text in texts)] for name in names]
     return markdown(["rows", *(f"KL, {_short(text)}" for text in texts)], lines)
 
 

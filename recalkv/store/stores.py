@@ -152,11 +152,6 @@ class StoreReader:
         self._path = path
 
     @property
-    def group(self) -> zarr.Group:
-        """The zarr group itself, for arrays that are read in parts."""
-        return self._group
-
-    @property
     def attributes(self) -> dict[str, Any]:
         """Root attributes: schema version, stage, model fingerprint, parameters."""
         return dict(self._group.attrs)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from recalkv.errors import DataError, ParameterError, needing
@@ -44,20 +45,14 @@ class TaskScore:
 
     Attributes
     ----------
-    task, version
-        Name and version in lm-eval.
+    task
+        Name in lm-eval.
     correct
         Whether each item was answered rightly, in the task's order; the same items for every model.
     """
 
     task: str
-    version: str
     correct: tuple[bool, ...]
-
-    @property
-    def metric(self) -> str:
-        """What counts as right; see :func:`metric_of`."""
-        return metric_of(self.task)
 
     @property
     def accuracy(self) -> float:
@@ -67,17 +62,12 @@ class TaskScore:
     @property
     def standard_error(self) -> float:
         """Standard error of the accuracy over items."""
-        return _standard_error([float(hit) for hit in self.correct])
+        return _standard_error(np.array(self.correct, float))
 
     def against(self, other: "TaskScore") -> tuple[float, float]:
         """Difference to another model's accuracy on the same items, and its (paired) standard error."""
-        if (self.task, len(self.correct)) != (other.task, len(other.correct)):
-            raise ParameterError(
-                f"{self.task} with {len(self.correct)} items cannot be compared with {other.task} with "
-                f"{len(other.correct)}; evaluate both with the same limit."
-            )
-        differences = [float(a) - float(b) for a, b in zip(self.correct, other.correct, strict=True)]
-        return sum(differences) / len(differences), _standard_error(differences)
+        differences = np.subtract(self.correct, other.correct, dtype=float)
+        return float(differences.mean()), _standard_error(differences)
 
 
 def average(scores: Sequence[TaskScore]) -> float:
@@ -165,7 +155,7 @@ def zero_shot(
             raise ParameterError(f"the task {name} has no accuracy; choose a multiple-choice task.")
         if len(samples) < 2:
             raise DataError(f"{name} has {len(samples)} item, and a standard error needs two; give it more.")
-        scores.append(TaskScore(name, str(result["versions"][name]), tuple(bool(s[metric]) for s in samples)))
+        scores.append(TaskScore(name, tuple(bool(s[metric]) for s in samples)))
     return scores
 
 
@@ -304,9 +294,5 @@ _CONTINUATION = {
 }
 
 
-def _standard_error(values: Sequence[float]) -> float:
-    count = len(values)
-    if count < 2:
-        return float("nan")
-    mean = sum(values) / count
-    return (sum((value - mean) ** 2 for value in values) / (count - 1) / count) ** 0.5
+def _standard_error(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / len(values) ** 0.5)
