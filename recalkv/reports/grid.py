@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recalkv.reports.paper import Measured, beside_paper
-from recalkv.reports.tables import grid, markdown
+from recalkv.reports.paper import Measured, paper_section
+from recalkv.reports.tables import grid
 
 __all__ = ["grid_page", "removed_by_rank"]
 
@@ -57,13 +57,4 @@ def _beside(rows: Sequence[Mapping[str, Any]], paper: Sequence[dict[str, Any]]) 
         scores |= {name: text["compressed"] for name, text in row["further_texts"].items()}
         if removed is not None:
             measured += [Measured(row["method"], removed, row["bits"], name, value) for name, value in scores.items()]
-    found = beside_paper(paper, measured)
-    if not found:
-        return []
-    lines = []
-    for pair in found:
-        ours, printed = pair.ours, (pair.palu, pair.recalkv)
-        theirs = ["" if value is None else f"{value:.2f}" for value in printed]
-        lines.append([ours.score, ours.method, f"{ours.ratio:.0%}", str(ours.bits), f"{ours.value:.2f}", *theirs])
-    head = ["score", "method", "removed by rank", "bits", "ours", "paper: Palu", "paper: ReCalKV"]
-    return ["## Beside the paper", "", markdown(head, lines, left=2), ""]
+    return paper_section(paper, measured)

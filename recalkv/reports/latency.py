@@ -1,11 +1,18 @@
 """The report's part on latency, from what the latency stage left."""
 
+from collections.abc import Mapping
 from typing import Any
+
+from recalkv.reports.tables import decoding, markdown
 
 __all__ = ["OWN", "latency_section"]
 
 OWN = "pipeline"
 """Name of the pipeline's own model among the latency stage's geometries."""
+
+_MODULE = ("module", "type", "context", "batch", "removed", "group", "cache", "µs", "GB/s", "GFLOP/s", "beside dense",
+           "µs", "GB/s", "GFLOP/s", "speed-up")  # fmt: skip
+_WHOLE = ("context", "batch", "cache", "dense", "compressed", "compressed / dense")
 
 
 def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
@@ -16,7 +23,7 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
     triton = f", triton {first['triton']}" if first["triton"] else ""
     eager = any(row["baseline"].startswith("transformers' eager attention, static") for row in rows)
     attention = "eager attention" if eager else "SDPA"
-    lines = [
+    return [
         "## Latency",
         "",
         "![Speed-up over context](latency.png)",
@@ -28,31 +35,25 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
         "compared with float64 attention over reconstructed keys and values. GB/s: weights and cache counted once; "
         "GFLOP/s: matrix products, keys rebuilt included.",
         "",
-        "| module | type | context | batch | removed | group | cache | µs | GB/s | GFLOP/s | beside dense | µs | GB/s "
-        "| GFLOP/s | speed-up |",
-        "|---|---|---:|---:|---:|---:|---|---:|---:|---:|---|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        cells = [row["geometry"], row["dtype"], f"{row['context']:,}", row["batch"], f"{row['ratio']:.0%}"]
-        cells += [row["group_size"], row["cache"], *_measured_step(row, ""), row["baseline"]]
-        cells += [*_measured_step(row, "baseline_"), f"{row['speed_up']:.2f}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += [
+        markdown(_MODULE, map(_module, rows), left=2),
         "",
         f"The whole model, one token after the other, launched from Python without CUDA graphs, {attention}, tokens "
         "per second of all sequences together:",
         "",
-        "| context | batch | cache | dense | compressed | compressed / dense |",
-        "|---:|---:|---|---:|---:|---:|",
+        markdown(_WHOLE, (_whole(*each) for each in decoding(metrics)), left=0),
+        "",
     ]
-    for context, batches in sorted(metrics["decode_tokens_per_second"].items(), key=lambda item: _number(item[0])):
-        for batch, kinds in sorted(batches.items(), key=lambda item: _number(item[0])):
-            for kind, rates in kinds.items():
-                cells = [f"{_number(context):,}", str(_number(batch)), kind]
-                cells += [_rate(rates, side) for side in ("dense", "compressed")]
-                lines.append("| " + " | ".join([*cells, f"{rates['compressed'] / rates['dense']:.2f}"]) + " |")
-    lines.append("")
-    return lines
+
+
+def _module(row: dict[str, Any]) -> list[str]:
+    cells = [row["geometry"], row["dtype"], f"{row['context']:,}", row["batch"], f"{row['ratio']:.0%}"]
+    cells += [row["group_size"], row["cache"], *_measured_step(row, ""), row["baseline"]]
+    return [*map(str, cells), *_measured_step(row, "baseline_"), f"{row['speed_up']:.2f}"]
+
+
+def _whole(context: int, batch: int, cache: str, rates: Mapping[str, float]) -> list[str]:
+    cells = [f"{context:,}", str(batch), cache, *(_rate(rates, side) for side in ("dense", "compressed"))]
+    return [*cells, f"{rates['compressed'] / rates['dense']:.2f}"]
 
 
 def _measured_step(row: dict[str, Any], prefix: str) -> list[str]:
@@ -64,10 +65,5 @@ def _measured_step(row: dict[str, Any], prefix: str) -> list[str]:
     ]
 
 
-def _number(key: str) -> int:
-    """The number in a metric's key, such as ``1024_tokens``."""
-    return int("".join(filter(str.isdigit, key)))
-
-
-def _rate(rates: dict[str, float], side: str) -> str:
+def _rate(rates: Mapping[str, float], side: str) -> str:
     return f"{rates[side]:.1f} ({rates[f'{side}_first_quartile']:.1f} to {rates[f'{side}_third_quartile']:.1f})"

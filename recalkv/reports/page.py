@@ -10,7 +10,7 @@ from recalkv.method.similarity import within_group_similarity
 from recalkv.params import Params
 from recalkv.reports.grid import removed_by_rank
 from recalkv.reports.latency import latency_section
-from recalkv.reports.paper import Measured, beside_paper
+from recalkv.reports.paper import Measured, paper_section
 from recalkv.reports.tables import dense_beside_compressed, excess, markdown, methods
 
 __all__ = ["Facts", "page"]
@@ -207,24 +207,7 @@ def _paper(facts: Facts) -> list[str]:
     for row in facts.comparison["rows"]:
         if row["method"] != wanted.method:
             measured.append(Measured(row["method"], row["ratio"], 16, text, row["perplexity"]))
-    found = beside_paper(facts.paper, measured)
-    if not found:
-        return []
-    lines = [
-        "## Beside the paper",
-        "",
-        "| text | method | removed by rank | bits | ours | paper: Palu | paper: ReCalKV | ours less ReCalKV |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for pair in found:
-        ours, printed = pair.ours, (pair.palu, pair.recalkv)
-        palu, recalkv = ("" if value is None else f"{value:.2f}" for value in printed)
-        less = "" if pair.difference is None else f"{pair.difference:+.2f}"
-        lines.append(
-            f"| {ours.score} | {ours.method} | {ours.ratio:.0%} | {ours.bits} | {ours.value:.2f} | {palu} | {recalkv} "
-            f"| {less} |"
-        )
-    return [*lines, ""]
+    return paper_section(facts.paper, measured)
 
 
 def _sample(sample: dict[str, str]) -> list[str]:

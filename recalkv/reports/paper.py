@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from recalkv.presets import preset, preset_names
+from recalkv.reports.tables import markdown
 
-__all__ = ["Beside", "Measured", "beside_paper", "paper_rows"]
+__all__ = ["Beside", "Measured", "beside_paper", "paper_rows", "paper_section"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,6 @@ class Beside:
     ours: Measured
     palu: float | None
     recalkv: float | None
-
-    @property
-    def difference(self) -> float | None:
-        """Ours less the paper's ReCalKV."""
-        return None if self.recalkv is None else self.ours.value - self.recalkv
 
 
 def paper_rows(path: Path, model_id: str) -> list[dict[str, Any]]:
@@ -80,3 +76,14 @@ def beside_paper(rows: Iterable[dict[str, Any]], measured: Sequence[Measured]) -
         if palu is not None or recalkv is not None:
             found.append(Beside(figure, palu, recalkv))
     return found
+
+
+def paper_section(rows: Iterable[dict[str, Any]], measured: Sequence[Measured]) -> list[str]:
+    """Our figures beside the paper's; no lines where it has none of them."""
+    lines = []
+    for pair in beside_paper(rows, measured):
+        ours, printed = pair.ours, (pair.palu, pair.recalkv)
+        theirs = ["" if value is None else f"{value:.2f}" for value in printed]
+        lines.append([ours.score, ours.method, f"{ours.ratio:.0%}", str(ours.bits), f"{ours.value:.2f}", *theirs])
+    head = ["score", "method", "removed by rank", "bits", "ours", "paper: Palu", "paper: ReCalKV"]
+    return ["## Beside the paper", "", markdown(head, lines, left=2), ""] if lines else []
