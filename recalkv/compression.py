@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from recalkv.errors import BudgetError
 from recalkv.evaluation.streamed import dense_text
@@ -30,6 +29,7 @@ from recalkv.method.target import Target
 from recalkv.model.export import (
     build_model,
     compressed_config,
+    copy_generation_config,
     decoder_layers,
     save_checkpoint,
 )
@@ -157,8 +157,7 @@ def compress_checkpoint(
     convert = parameters.dtype != "auto"
     save_checkpoint(folder, config, source.stored_others(), layers, dtype, convert)
     tokenizer.save_pretrained(folder)
-    if (reference.folder / "generation_config.json").exists():
-        GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)
+    copy_generation_config(reference.folder, folder)
     return latents
 
 

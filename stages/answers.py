@@ -14,7 +14,7 @@ from recalkv.evaluation.suites.items import local_data
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, zero_shot
 from recalkv.store.stores import digest_of
 from stages.common import Stage, stage, write_json
-from stages.forms import HELP, check_names, opened
+from stages.forms import HELP, check_names, figures_key, opened
 
 _CHOICES = "zeroshot"
 
@@ -40,9 +40,10 @@ def answers(
     files = local_data(items, PAPER_TASKS) if suite == _CHOICES else {suite: items}
     prompts = [] if suite == _CHOICES else read_prompts(suite, items, limit)
     record = {
-        "suite": suite, "limit": limit, "length": length, "model": run.model().fingerprint,
+        "suite": suite, "limit": limit, "length": length, "precision": run.params.evaluation.precision,
         "items": digest_of({name: path.read_text(encoding="utf-8") for name, path in files.items()}),
     }  # fmt: skip
+    keys = {name: figures_key(run, name, ["evaluation/suites"], record, []) for name in names}
 
     def generated(model: Any, cache: Callable[[], Any] | None, progress: Callable[[], object]) -> dict[str, Any]:
         made = generate_answers(
@@ -61,13 +62,13 @@ def answers(
 
     for name in names:
         path = out / f"{name}.json"
-        if path.exists() and record.items() <= json.loads(path.read_text()).items():
+        if path.exists() and json.loads(path.read_text()).get("key") == keys[name]:
             continue
         with opened(run, name, one_pass=suite == _CHOICES) as (model, cache), run.bar(len(prompts), "answer") as bar:
             bar.set_description(name)
             found = chosen(model) if suite == _CHOICES else generated(model, cache, bar.update)
             found["ran"] = f"{str(model.dtype).removeprefix('torch.')}, {device_name(run.device)}"
-        write_json(path, record | found)
+        write_json(path, record | found | {"key": keys[name]})
 
 
 if __name__ == "__main__":

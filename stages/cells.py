@@ -8,22 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-import recalkv
 from recalkv.evaluation.perplexity import MeasuredText
 from recalkv.model.loading import load_model
 from recalkv.runtime.models import stop_codec
-from recalkv.store.stores import digest_of, source_digest
 from stages.cell import latent_figures
 from stages.codec_cell import codec_figures
 from stages.common import Stage, stage, write_json
-from stages.forms import HELP, check_names, form_of, latent_setting
+from stages.forms import HELP, check_names, figures_key, form_of, latent_setting
 from stages.quantizer import quantizer_figures
 from stages.stored_codec import stored_codec
-
-# What decides a cell's figures, by kind: stores beside the baseline, sections of the parameters, and folders of code.
-_STORES = {"quantizer": (), "codec": ("moments",), "latents": ("sample", "whiten", "fisher")}
-_SECTIONS = {"quantizer": (), "codec": (), "latents": ("calibration", "compression")}
-_CODE = {"quantizer": (), "codec": ("codec",), "latents": ("method", "cache", "statistics")}
 
 
 @stage(default=False)
@@ -34,7 +27,8 @@ def cells(
 ) -> None:
     """Measure each cell and write its figures to OUT/NAME.json; those that are there of the same inputs are kept."""
     check_names(names)
-    keys = {name: _key(run, name) for name in names}
+    code, settings = ["evaluation/perplexity.py"], run.params.evaluation.model_dump()
+    keys = {name: figures_key(run, name, code, settings, ["baseline"]) for name in names}
     missing = [name for name in names if not _is_of(out / f"{name}.json", keys[name])]
     texts, folder = MeasuredText.read_all(run.read("baseline")), run.model().folder
 
@@ -46,21 +40,6 @@ def cells(
         for name in missing:
             bar.set_description(name)
             write_json(out / f"{name}.json", _figures(run, name, dense, texts, bar.update) | {"key": keys[name]})
-
-
-def _key(run: Stage, name: str) -> str:
-    """Digest of all that decides a cell's figures."""
-    form, package = form_of(name)[0], Path(recalkv.__file__).parent
-    kind = "codec" if form.startswith("codec") else form if form == "quantizer" else "latents"
-    return digest_of(
-        {
-            "name": name,
-            "stores": {each: run.read(each).digest for each in ("baseline", *_STORES[kind])},
-            "settings": {each: getattr(run.params, each).model_dump() for each in ("evaluation", *_SECTIONS[kind])},
-            "code": [source_digest(package / folder) for folder in _CODE[kind]],
-            "definitions": (package / "evaluation" / "quantizers.py").read_text() if kind == "quantizer" else "",
-        }
-    )
 
 
 def _is_of(path: Path, key: str) -> bool:

@@ -2,25 +2,36 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import recalkv
 from recalkv.errors import ParameterError
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import QUANTIZERS, quantizer
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from recalkv.runtime.models import use_codec
+from recalkv.store.stores import digest_of, source_digest
 from stages.cell import latent_model
 from stages.common import Stage
 from stages.stored_codec import stored_codec
 
-__all__ = ["HELP", "check_names", "form_of", "latent_setting", "opened"]
+__all__ = ["HELP", "check_names", "figures_key", "form_of", "latent_setting", "opened"]
 
 HELP = (
     "codec-BITS, codec-per-head-BITS, latents-BITS (mixed), recalkv-BITS and palu-BITS (16-bit latents of so many bits "
     f"a number), or one of {', '.join(QUANTIZERS)}."
 )
+# What decides a form's figures: stores, sections of the parameters, and code.
+_STORES = {"codec": ("moments",), "latents": ("sample", "whiten", "fisher")}
+_SECTIONS = {"latents": ("calibration", "compression")}
+_CODE = {
+    "quantizer": ("cache", "evaluation/quantized_cache.py", "evaluation/quantizers.py"),
+    "codec": ("cache", "codec", "method", "runtime"),
+    "latents": ("cache", "compression.py", "method", "model", "statistics"),
+}
 _FORM = re.compile(r"(codec(?:-per-head)?|latents|recalkv|palu)-([\d.]+)")
 
 
@@ -44,6 +55,34 @@ def check_names(names: Sequence[str]) -> None:
     """Refuse an unknown name before anything is measured."""
     for name in names:
         form_of(name)
+
+
+def figures_key(run: Stage, name: str, code: Sequence[str], settings: Mapping[str, Any], stores: Sequence[str]) -> str:
+    """Digest of all that decides the figures of a form, or of ``dense``.
+
+    Parameters
+    ----------
+    code
+        Files and folders of the package that measure.
+    settings
+        What is measured and how.
+    stores
+        Stores that it is measured on.
+    """
+    form = "dense" if name == "dense" else form_of(name)[0]
+    kind = "codec" if form.startswith("codec") else form if form in ("dense", "quantizer") else "latents"
+    package = Path(recalkv.__file__).parent
+    sources = [package / each for each in (*_CODE.get(kind, ()), *code)]
+    return digest_of(
+        {
+            "name": name,
+            "model": run.model().fingerprint,
+            "stores": {each: run.read(each).digest for each in (*stores, *_STORES.get(kind, ()))},
+            "settings": dict(settings)
+            | {each: getattr(run.params, each).model_dump() for each in _SECTIONS.get(kind, ())},
+            "code": [source_digest(each) if each.is_dir() else each.read_text() for each in sources],
+        }
+    )
 
 
 def latent_setting(form: str, bits: float) -> dict[str, Any]:

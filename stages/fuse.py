@@ -2,10 +2,10 @@
 
 import torch
 import typer
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from recalkv.method.fusion import fuse_layer, stored_latents
-from recalkv.model.export import compressed_config, decoder_layers, save_checkpoint
+from recalkv.model.export import compressed_config, copy_generation_config, decoder_layers, save_checkpoint
 from recalkv.model.source import checkpoint_dtype
 from recalkv.store.folders import writing_folder
 from recalkv.store.stores import layer_name
@@ -35,8 +35,7 @@ def fuse(run: Stage) -> None:
         whole = decoder_layers(source, run.progress(layers, len(specs)))
         save_checkpoint(folder, config, source.stored_others(), whole, dtype, convert)
         AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False).save_pretrained(folder)
-        if (reference.folder / "generation_config.json").exists():
-            GenerationConfig.from_pretrained(reference.folder).save_pretrained(folder)
+        copy_generation_config(reference.folder, folder)
 
 
 if __name__ == "__main__":

@@ -21,19 +21,27 @@ from stages.common import Stage, stage, write_json
 def models_page(run: Stage) -> None:
     """Gather the cells of all models; write REPORTS/models.json, models.md, and a picture of each in models/.
 
-    Models whose cells are not here stay on the page as an earlier run measured them.
+    Models whose cells are not here, and suites and settings whose files are not, stay as an earlier run measured them.
     """
     path = run.reports / "models.json"
     earlier = json.loads(path.read_text()) if path.exists() else {"models": {}}
-    measured = {cells.name: _model(run, cells) for cells in (run.data / "cells" / "models").iterdir()}
+    cells = (run.data / "cells" / "models").glob("*/*.json")
+    measured = {folder.name: _model(run, folder) for folder in sorted({path.parent for path in cells})}
     found = dict(sorted((earlier["models"] | measured).items(), key=lambda each: int(each[1]["hidden"])))
-    further = {kind: earlier.get(kind, {}) | own for kind, own in _further(run).items()}
+    further = {kind: _merged(earlier.get(kind, {}), own) for kind, own in _further(run).items()}
     write_json(path, {"models": found, **further})
     (run.reports / "models").mkdir(parents=True, exist_ok=True)
     for name, model in found.items():
         draw(run.reports / "models" / f"{name}.png", model["rows"])
     wanted = run.params.evaluation
     (run.reports / "models.md").write_text(page(found, wanted.window, Path(wanted.text).name, further))
+
+
+def _merged(earlier: Any, own: Any) -> Any:
+    """What is here now over what was, key by key; a measurement's own record (with a ``kl`` or ``items``) is whole."""
+    if not (isinstance(earlier, dict) and isinstance(own, dict)) or own.keys() & {"rows", "kl", "items"}:
+        return own
+    return earlier | {key: _merged(earlier.get(key), value) for key, value in own.items()}
 
 
 def _model(run: Stage, cells: Path) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def needle(
         bits = float(DENSE_BITS)
     else:
         rounding = quantizer(name, check_supported(model.config).head_dim)
-        bits, reading = rounding.bits_per_element(CONTEXTS[0]), quantized_cache(model, rounding)
+        bits = rounding.bits_per_element(CONTEXTS[0], model.config.num_hidden_layers)
+        reading = quantized_cache(model, rounding)
     haystack = joined_tokens(tokenizer, main_documents(run.params.evaluation))
     with run.bar(len(wanted.lengths) * wanted.trials, "prompt") as bar, reading:
         scores = find_needles(model, tokenizer, haystack, wanted, bar.update)

@@ -179,3 +179,13 @@ def test_a_model_writes_the_ends_of_windows() -> None:
     assert not torch.equal(first.tokens[:, 10:], windows.tokens[:, 10:]) and first.tokens.shape == (3, 40)
     # What it draws is likelier to it than what it was given.
     assert window_scores(model, first.tokens).losses.mean() < window_scores(model, windows.tokens).losses.mean()
+
+
+def test_items_may_hold_any_separator_of_lines_and_must_be_there(tmp_path: Path) -> None:
+    file = tmp_path / "items.jsonl"
+    row = {"question": "How\u2028many?", "answer": "#### 4"}
+    file.write_text("\n".join([json.dumps(row, ensure_ascii=False), "", json.dumps(row)]), encoding="utf-8")
+    assert len(read_prompts("gsm8k", file)) == 2 and len(read_prompts("gsm8k", file, 1)) == 1
+    file.write_text("\n")
+    with pytest.raises(DataError, match="holds no items"):
+        read_prompts("gsm8k", file)

@@ -11,6 +11,8 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from recalkv.codec.sidecar import Codec
+from recalkv.errors import UnsupportedModelError
+from recalkv.runtime import prefill
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 from tests.coded import (
@@ -335,3 +337,112 @@ def test_adapters_may_be_on_the_model(kind: str) -> None:
     assert_agree(in_chunks(model, ids, WAYS["prompt and tokens"])[0], wanted)
     same_start(generated(model, ids), generated(model, ids, use_cache=False))
     assert torch.equal(one_pass(stop_codec(model), ids), before)
+
+
+def causal_mask(ids: Tensor, hidden: int) -> Tensor:
+    """Tokens from ``hidden`` on do not see those before it: (batch, 1, tokens, tokens) bool."""
+    place = torch.arange(ids.shape[1])
+    seen = (place <= place[:, None]) & ((place >= hidden) | (place[:, None] < hidden))
+    return seen.expand(len(ids), 1, -1, -1)
+
+
+@pytest.mark.parametrize("least", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_masks_that_are_added_hide_what_those_of_bool_do(least: float) -> None:
+    model, ids = coded_model(), token_ids()
+    seen = causal_mask(ids, 10)
+    added = torch.zeros(seen.shape).masked_fill(~seen, least)
+    wanted = one_pass(model, ids, attention_mask=seen)
+    assert torch.equal(one_pass(model, ids, attention_mask=added), wanted)
+    with pytest.raises(UnsupportedModelError, match="adds to the scores of tokens that it does not hide"):
+        one_pass(model, ids, attention_mask=added + 0.5 * seen)
+
+
+def test_masks_of_single_heads() -> None:
+    model, ids = coded_model(), token_ids()
+    place = torch.arange(60)
+    shown = torch.rand(6, 6, 60, 60, generator=torch.Generator().manual_seed(2)) < 0.7
+    mask = (shown | (place == place[:, None])) & (place <= place[:, None])
+    wanted = one_pass(model, ids, attention_mask=mask)
+    with torch.no_grad():
+        cache = model(ids[:, :50], attention_mask=mask[..., :50, :50], use_cache=True).past_key_values
+        for number in range(50, 60):
+            given = mask[..., number : number + 1, : number + 1]
+            found = model(ids[:, number : number + 1], attention_mask=given, past_key_values=cache).logits
+            assert_agree(found, wanted[:, number : number + 1])
+
+
+def test_padding_may_be_on_the_right() -> None:
+    """With the positions that a count of tokens gives, in which padding repeats the last."""
+    model, ids = coded_model("qwen2-bias"), token_ids()
+    real = torch.ones_like(ids)
+    real[:, 40:] = 0
+    found = one_pass(model, ids, attention_mask=real, position_ids=real.cumsum(1) - 1)
+    assert_agree(found[:, :40], one_pass(model, ids[:, :40]))
+
+
+def test_a_prefix_read_in_inference_mode_is_gone_on_from() -> None:
+    model, ids = coded_model(), token_ids()
+    with torch.inference_mode():
+        prefix = model(ids[:, :37], use_cache=True).past_key_values
+    assert_agree(in_chunks(model, ids, [50, 51, 60], prefix)[0], one_pass(model, ids)[:, 37:])
+
+
+def test_a_cache_may_be_given_by_its_place() -> None:
+    model, ids = coded_model(), token_ids()
+    with torch.no_grad():
+        cache = model(ids, None, None, DynamicCache(config=model.config)).past_key_values
+    assert all(isinstance(layer, CodecLayer) for layer in cache.layers)
+
+
+def test_a_compiled_model_takes_a_codec() -> None:
+    model, ids = dense(), token_ids()
+    compiled = torch.compile(model, backend="eager")
+    wanted = one_pass(coded_model(), ids)
+    assert_agree(one_pass(use_codec(compiled, codec_of()), ids), wanted)
+    assert torch.equal(one_pass(stop_codec(compiled)._orig_mod, ids), one_pass(dense(), ids))
+
+
+def test_float16_where_gradients_are_on() -> None:
+    model, ids = dense("qwen2-bias").half(), token_ids()
+    for layer in model.model.layers:
+        torch.nn.init.constant_(layer.self_attn.q_proj.bias, 3.0)
+    use_codec(model, codec_of("qwen2-bias"), check=False)
+    assert bool(model(ids, use_cache=False).logits.isfinite().all())
+
+
+def test_layers_of_one_rotation_share_its_tables() -> None:
+    layers = codec_of("llama-gqa").layers.values()
+    assert len({layer.rotation.frequencies.numpy().tobytes() for layer in layers}) == 1
+
+
+def test_a_module_that_caches_nothing_is_attended_to_densely() -> None:
+    """As a tower that reads images, every patch of which sees all."""
+    attend = AttentionInterface._global_mapping["recalkv_codec"]
+    states = torch.randn(3, 2, 4, 9, 16, generator=torch.Generator().manual_seed(0))
+    tower = nn.Module()
+    tower.is_causal = False
+    found, _ = attend(tower, *states, None, scaling=0.25)
+    wanted = (states[0] @ states[1].mT * 0.25).softmax(-1) @ states[2]
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_keep_their_differences_where_keys_have_much_in_common(
+    dtype: torch.dtype, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those with biases: products in 16 bits would be rounded by more than tells them apart, or overflow."""
+    monkeypatch.setattr(prefill, "_SLOTS", 7)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 20, 16, generator=generator) for heads in (6, 3, 3))
+    query, key = (states + 300 * torch.eye(16)[3] for states in (query, key))
+    query, key, value = (states.to(dtype) for states in (query, key, value))
+    # A cap that changes nothing keeps torch's own attention out.
+    found, lse = prefill.partial_attention(query, key, value, 0.25, causal=causal, softcap=1e9)
+    q, k, v = query.double(), *(each.double().repeat_interleave(2, 1) for each in (key, value))
+    scores = q @ k.mT / 4
+    if causal:
+        scores = scores.masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -torch.inf)
+    limit = 1e-2 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found.double(), scores.softmax(-1) @ v, atol=limit, rtol=limit)
+    assert bool(lse.isfinite().all())

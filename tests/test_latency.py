@@ -213,7 +213,7 @@ def test_stage_writes_rows_metrics_and_a_picture(
     assert metrics["prefill_seconds"].keys() == {"dense", "compressed"}
     assert (prepared / "reports/latency.png").stat().st_size > 1000
 
-    page = latency_section(metrics, rows)
+    page = "\n".join(latency_section(metrics, rows)).split("\n")
     assert "**on a CPU; the kernels need a CUDA device**" in "\n".join(page)
     assert len([line for line in page if line.startswith("| pipeline |")]) == 6
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, QuantizedCache
 
 from recalkv.errors import ParameterError
 from recalkv.model.spec import LatentSpec
-from recalkv.model.values import MAX_EXPLICIT_QUERIES
+from recalkv.model.values import MAX_EXPLICIT_QUERIES, latent_context
 from tests.tiny import FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, windows
 
 pair = functools.cache(compressed_pair)
@@ -241,3 +241,17 @@ def test_continuous_batching_is_refused() -> None:
     model = compressed_model("llama-gqa", method="loss-aware")
     with pytest.raises(ParameterError, match="has no cache of latents in"):
         model.generate_batch(inputs=[[5, 6, 7], [8, 9]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_keep_their_differences_where_keys_have_much_in_common(dtype: torch.dtype) -> None:
+    """As those with biases: products in 16 bits would be rounded by more than tells them apart, or overflow."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, slots, 16, generator=generator) for heads, slots in ((6, 2), (3, 20)))
+    query, key = ((states + 300 * torch.eye(16)[3]).to(dtype) for states in (query, key))
+    latents = torch.randn(1, 20, 4, generator=generator).to(dtype)
+    (found,) = latent_context(query, key, latents, None, 0.25, [4], [3], 18)
+    scores = query.double() @ key.double().repeat_interleave(2, 1).mT / 4
+    scores[:, :, 0, -1] = -torch.inf
+    limit = 1e-2 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found.double(), scores.softmax(-1) @ latents.double()[:, None], atol=limit, rtol=limit)

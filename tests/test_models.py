@@ -92,12 +92,15 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     assert f"| 2 windows | {kl:.4f} ±" in page.partition("## Calibration")[2]
     assert f"| cache | {model['rows'][0]['text']} | de-DE |" in page and page.count(f"| codec-4 | {kl:.4f} ±") == 1
     assert Path("reports/models/tiny.png").read_bytes().startswith(b"\x89PNG")
-    # Elsewhere measured models stay.
+    # What is measured elsewhere stays: models, and settings of a model.
     report = json.loads(Path("reports/models.json").read_text())
     report["models"]["other"] = report["models"]["tiny"] | {"hidden": 1}
+    report["calibrations"]["tiny"]["4 windows"] = report["calibrations"]["tiny"]["2 windows"]
     Path("reports/models.json").write_text(json.dumps(report))
     assert invoke("models_page") == 0
-    assert list(json.loads(Path("reports/models.json").read_text())["models"]) == ["other", "tiny"]
+    merged = json.loads(Path("reports/models.json").read_text())
+    assert list(merged["models"]) == ["other", "tiny"]
+    assert set(merged["calibrations"]["tiny"]) == {"2 windows", "4 windows"}
     assert "## other" in Path("reports/models.md").read_text()
 
 

@@ -252,3 +252,14 @@ def test_a_backend_that_is_not_installed_is_named(name: str, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, BACKENDS[name.partition("-")[0]], None)
     with pytest.raises(MissingPackageError, match=r"pip install 'recalkv\[quantizers\]'"):
         quantizer(name, 64)
+
+
+def test_a_window_of_exact_tokens_reads_a_prompt_as_it_comes() -> None:
+    """KIVI's own prompts attend to exact keys and values; what is decoded behind them finds them rounded."""
+    model, ids = tiny.dense_model("llama-gqa"), torch.randint(0, tiny.VOCABULARY, (2, 90))
+    with torch.no_grad():
+        dense = model(ids).logits
+        cache = quantized_layers(model, small("kivi-2"))
+        torch.testing.assert_close(model(ids[:, :80], past_key_values=cache).logits, dense[:, :80])
+        later = model(ids[:, 80:], past_key_values=cache).logits
+    assert float((later - dense[:, 80:]).abs().max()) > 1e-3

@@ -176,3 +176,11 @@ def test_log_volume_is_that_of_the_spectrum(metric: str) -> None:
     kept = moment.clone()
     assert log_volume(moment, gradient) == pytest.approx(float(spectrum(moment, gradient).log1p().sum()), rel=1e-9)
     assert torch.equal(moment, kept)
+
+
+def test_log_volume_of_energies_beyond_the_digits_of_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(48, 6, generator=generator, dtype=torch.float64)
+    moment, gradient = (1e9 * low @ low.T).float(), torch.eye(48)
+    expected = float(spectrum(moment.double(), gradient.double()).log1p().sum())
+    assert log_volume(moment, gradient) == pytest.approx(expected, rel=1e-6)

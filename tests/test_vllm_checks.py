@@ -23,13 +23,24 @@ def config(**changes: Any) -> Any:
         "one_kind": False,
         "mrope": False,
         "images": False,
+        "prefix": False,
+        "connector": None,
+        "offloaded": None,
         "parallel": {},
     }
     settings |= changes
     images = types.SimpleNamespace(language_model_only=not settings["images"])
     return types.SimpleNamespace(
-        cache_config=types.SimpleNamespace(cache_dtype=settings["cache_dtype"]),
-        model_config=types.SimpleNamespace(multimodal_config=images, uses_mrope=settings["mrope"]),
+        cache_config=types.SimpleNamespace(
+            cache_dtype=settings["cache_dtype"], kv_offloading_size=settings["offloaded"]
+        ),
+        kv_transfer_config=settings["connector"],
+        model_config=types.SimpleNamespace(
+            multimodal_config=images,
+            uses_mrope=settings["mrope"],
+            is_mm_prefix_lm=settings["prefix"],
+            dtype=torch.bfloat16,
+        ),
         scheduler_config=types.SimpleNamespace(disable_hybrid_kv_cache_manager=settings["one_kind"]),
         parallel_config=types.SimpleNamespace(**settings["parallel"]),
     )
@@ -39,6 +50,8 @@ def test_what_can_be_served_is_not_refused() -> None:
     check(VERSION, config())
     check(VERSION + "+cpu", config())
     check(VERSION, config(mrope=True))
+    check(VERSION, config(prefix=True))
+    check(VERSION, config(cache_dtype="bfloat16"))
     check(VERSION, config(images=True, parallel={"pipeline_parallel_size": 1}))
 
 
@@ -52,6 +65,10 @@ def test_other_versions(version: str) -> None:
     ("changes", "message"),
     [
         ({"cache_dtype": "fp8"}, "kv_cache_dtype='fp8' cannot be applied .* leave it at 'auto'"),
+        ({"cache_dtype": "float16"}, "kv_cache_dtype='float16' cannot be applied"),
+        ({"connector": object()}, "kv_transfer_config and kv_offloading_size are not served: .* leave them out"),
+        ({"offloaded": 4.0}, "kv_transfer_config and kv_offloading_size are not served: .* leave them out"),
+        ({"prefix": True, "images": True}, "tokens of an image attend .* --language-model-only"),
         ({"one_kind": True}, "disable_hybrid_kv_cache_manager=True .* leave it out"),
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2 is not served; leave it at 1"),
         ({"mrope": True, "images": True}, "positions of images .* --language-model-only"),

@@ -55,7 +55,7 @@ def dense_attention(
     query : (batch, heads, queries, d_k)
     key, value : (batch, kv heads, slots, d_k or d_v)
     attention_mask : (batch, 1 or heads, queries, slots) bool or additive, or None
-        None for causal attention of the last queries.
+        None for causal attention of the last queries, or of a module that is not causal for all.
     softcap, s_aux
         c of ``c tanh(score / c)``; a score for each head, (heads,), that takes its part of the weights for nothing.
 
@@ -66,9 +66,13 @@ def dense_attention(
     check_supported(module, further)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     queries, slots = query.shape[2], key.shape[2]
+    asked = further.get("is_causal")
+    ordered = (
+        attention_mask is None and queries > 1 and (getattr(module, "is_causal", True) if asked is None else asked)
+    )
     if softcap is None and s_aux is None:
-        mask, plain = attention_mask, attention_mask is None and queries == slots and queries > 1
-        if mask is None and not plain and queries > 1:
+        mask, plain = attention_mask, ordered and queries == slots
+        if ordered and not plain:
             mask = causal(queries, slots, query.device)
         output = scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal=plain, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -79,8 +83,9 @@ def dense_attention(
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.float()
-    mask = causal(queries, slots, query.device) if attention_mask is None else attention_mask
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    mask = causal(queries, slots, query.device) if ordered else attention_mask
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     if s_aux is not None:
         own = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, own], -1)

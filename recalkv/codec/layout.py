@@ -62,7 +62,10 @@ TRIALS, FIRST_FITTED, FIRST = 8, -6, -3
 least error is taken, the first where several are. Costs nothing when rows are read, and a quarter of the error."""
 
 _CHAINS = 512
-"""Chains that plain torch searches at once: the search holds a hundred bytes a number and trial."""
+"""Chains that are searched at once on a CPU, where plain torch holds a hundred bytes a number and trial."""
+
+_CHAINS_OF_A_GPU = 1 << 14
+"""And on a GPU, to which launches are dear."""
 
 
 class Segment(NamedTuple):
@@ -155,9 +158,10 @@ def _coded(part: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     tried = (middle + first + torch.arange(TRIALS, device=part.device)).clamp(0, 255).flatten(0, -2)
     scales = scales_of(tried)
     numbers = chained(part, bits).flatten(0, -2)
+    most = _CHAINS if numbers.device.type == "cpu" else _CHAINS_OF_A_GPU
     found = [
         search(own[:, None] * (1 / scale)[..., None], scale.square(), bits)
-        for own, scale in zip(numbers.split(_CHAINS), scales.split(_CHAINS), strict=True)
+        for own, scale in zip(numbers.split(most), scales.split(most), strict=True)
     ]
     trials, codes = (torch.cat(each) for each in zip(*found, strict=True))
     level = tried.gather(1, trials[:, None])

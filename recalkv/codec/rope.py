@@ -19,6 +19,8 @@ from recalkv.errors import ParameterError
 __all__ = ["Rotation", "measured_rotations"]
 
 _TOKENS = 6
+_SAME = 1e-3
+"""Radians; rotations that differ by less are one."""
 _PRECISE, _ROUNDED = 2e-3, 2e-2
 """Largest relative change of a pair's squared length that still counts as a rotation; and of models in 16 bits."""
 
@@ -128,7 +130,19 @@ def measured_rotations(model: Any, context: int) -> dict[int, Rotation]:
         raise ParameterError(
             f"codec: context={context} exceeds the model's {most} positions; use at most {most}."
         ) from error
-    return {layer: _rotation(key.unflatten(0, (_TOKENS, -1)), places, limits[layer]) for layer, key in keys.items()}
+    found: dict[int, Rotation] = {}
+    for layer, key in keys.items():
+        own = _rotation(key.unflatten(0, (_TOKENS, -1)), places, limits[layer])
+        # Rounding tells layers of one rotation apart, which are to share its tables.
+        found[layer] = next((each for each in found.values() if _alike(each, own, last)), own)
+    return found
+
+
+def _alike(one: Rotation, other: Rotation, last: int) -> bool:
+    """Whether two rotations turn by the same angles up to a position."""
+    if not torch.equal(one.pairs, other.pairs):
+        return False
+    return float((one.frequencies - other.frequencies).abs().max()) * last < _SAME
 
 
 def _rotation(keys: Tensor, places: list[int], limit: float = _PRECISE) -> Rotation:

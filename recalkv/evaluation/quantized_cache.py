@@ -142,7 +142,8 @@ AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
 class QuantizedLayer(DynamicLayer):
     """One layer's growing cache of rounded keys and values; what leaves the exact window is rounded, once.
 
-    Queries that come together find the cache as the last of them does.
+    Queries that come together find the cache as the last of them does. Caches with an exact window, KIVI's and
+    transformers', attend to the first ones as they come, as their own code does, and round them for later ones.
     """
 
     def __init__(self, rounding: CacheQuantizer) -> None:
@@ -151,13 +152,15 @@ class QuantizedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add new tokens; returns what attention reads."""
+        first = self._rounding.exact and not self.get_seq_length()
         keys, values = super().update(key_states, value_states, *args, **kwargs)
+        read = (keys.clone(), values.clone()) if first else (keys, values)
         part = slice(self._done, self._rounding.rounded(keys.shape[2]))
         if part.stop > part.start:
             keys[:, :, part] = self._rounding.keys(keys[:, :, part])
             values[:, :, part] = self._rounding.values(values[:, :, part])
             self._done = part.stop
-        return keys, values
+        return read
 
 
 def quantized_layers(model: Any, rounding: CacheQuantizer) -> Cache:

@@ -160,6 +160,12 @@ def _nvfp4(name: str, head_dim: int) -> CacheQuantizer:
     return CacheQuantizer(name, rounded, rounded, 4 + 8 / 16)
 
 
+def _llama_rotations(head_dim: int) -> tuple[Tensor, Tensor]:
+    """Of keys and values in llama.cpp: a Hadamard matrix of the whole head, and for values one of 64 elements each."""
+    whole = _hadamard(head_dim)
+    return whole, torch.block_diag(*[_hadamard(64)] * (head_dim // 64)) if head_dim % 64 == 0 else whole
+
+
 def _q4_0(rotate: bool, name: str, head_dim: int) -> CacheQuantizer:
     """llama.cpp's ``q4_0``: 16 levels of 32 elements, of which the largest has the least code; rotated by default."""
 
@@ -170,8 +176,8 @@ def _q4_0(rotate: bool, name: str, head_dim: int) -> CacheQuantizer:
         codes = (groups * inverse + 8.5).trunc().clamp(0, 15)
         return ((codes - 8) * scale.half().float()).flatten(-2)
 
-    rounded = _rotated(coded, _hadamard(head_dim) if rotate else None)
-    return CacheQuantizer(name, rounded, rounded, 4 + _META_BITS / _GROUP)
+    keys, values = (_rotated(coded, each) for each in (_llama_rotations(head_dim) if rotate else (None, None)))
+    return CacheQuantizer(name, keys, values, 4 + _META_BITS / _GROUP)
 
 
 def _q8_0(rotate: bool, name: str, head_dim: int) -> CacheQuantizer:
@@ -183,8 +189,8 @@ def _q8_0(rotate: bool, name: str, head_dim: int) -> CacheQuantizer:
         inverse = torch.where(scale == 0, 0, 1 / scale)
         return ((groups * inverse).round() * scale.half().float()).flatten(-2)
 
-    rounded = _rotated(coded, _hadamard(head_dim) if rotate else None)
-    return CacheQuantizer(name, rounded, rounded, 8 + _META_BITS / _GROUP)
+    keys, values = (_rotated(coded, each) for each in (_llama_rotations(head_dim) if rotate else (None, None)))
+    return CacheQuantizer(name, keys, values, 8 + _META_BITS / _GROUP)
 
 
 def _vllm_turboquant(bits: int, name: str, head_dim: int) -> CacheQuantizer:

@@ -31,6 +31,9 @@ __all__ = [
     "symmetric_roots",
 ]
 
+_WIDE = 1e6
+"""An energy beside 1 that leaves float32 too few digits."""
+
 _Decomposition = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
 """Energies (descending), eigenvectors, and what :func:`_roots` gives of G (None for the identity or a zero matrix)."""
 
@@ -69,7 +72,12 @@ def log_volume(moment: Tensor, gradient: Tensor | None = None) -> float:
             factor = symmetric_roots(gradient)[0]
         inner = factor.T @ moment @ factor
     inner.diagonal().add_(1)
-    return 2 * float(torch.linalg.cholesky((inner + inner.T) / 2).diagonal().log().sum())
+    if inner.dtype == torch.float32 and float(inner.diagonal().max()) > _WIDE:
+        return log_volume(moment.double(), None if gradient is None else gradient.double())
+    root, failed = torch.linalg.cholesky_ex((inner + inner.T) / 2)
+    if bool(failed):
+        return float(spectrum(moment, gradient).log1p().sum())
+    return 2 * float(root.diagonal().log().sum())
 
 
 def _decompose(moment: Tensor, gradient: Tensor | None) -> _Decomposition:

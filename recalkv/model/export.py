@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from recalkv.model.origins import Origins
 from recalkv.model.spec import LatentSpec
 from recalkv.model.stored_weights import stored_weights
 
-__all__ = ["build_model", "compressed_config", "decoder_layers", "save_checkpoint"]
+__all__ = ["build_model", "compressed_config", "copy_generation_config", "decoder_layers", "save_checkpoint"]
 
 
 def compressed_config(source: LayerSource, latents: LatentSpec) -> Any:
@@ -49,6 +50,13 @@ def decoder_layers(source: LayerSource, compressed: Iterable[dict[str, Tensor]])
         yield source.stored_layer(place) if index is None else next(own)
     # To its end, which what shows the progress waits for.
     next(own, None)
+
+
+def copy_generation_config(model: Path, folder: Path) -> None:
+    """Copy a model's defaults of generation as they are, which loading and saving them might refuse to do."""
+    own = model / "generation_config.json"
+    if own.exists():
+        shutil.copyfile(own, folder / own.name)
 
 
 def save_checkpoint(

@@ -129,7 +129,7 @@ def checkpoint_folder(name: str, embedded_folder: Path) -> Path:
     from huggingface_hub import snapshot_download
 
     with _reaching(name, None):
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_UNREAD))
 
 
 def write_reference(reference: ModelReference, folder: Path) -> None:

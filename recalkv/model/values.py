@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from recalkv.cache.scores import products
 from recalkv.model.families import AttentionGeometry
 
 __all__ = ["MAX_EXPLICIT_QUERIES", "absorbed_output", "decode_query_limit", "latent_blocks", "latent_context"]
@@ -64,7 +65,9 @@ def latent_context(
     batch, h, queries, d_h = query.shape
     h_kv, slots = key.shape[1], key.shape[2]
     n_rep = h // h_kv
-    scores = (query.reshape(batch, h_kv, n_rep * queries, d_h) @ key.mT).view(batch, h, queries, slots) * scaling
+    # Of one type, which they need not be under autocast.
+    grouped = query.reshape(batch, h_kv, n_rep * queries, d_h).to(key.dtype)
+    scores = products(grouped, key).view(batch, h, queries, slots) * scaling
     if mask is None and queries > 1:
         places = torch.arange(queries, device=query.device) + first
         mask = torch.arange(slots, device=query.device) <= places[:, None]

@@ -21,6 +21,9 @@ __all__ = ["NAME", "check_positions"]
 
 NAME = "recalkv_codec"
 
+_HIDDEN = -1000.0
+"""What is added to a score to leave it no weight is less."""
+
 
 def _attention(
     module: Any,
@@ -36,23 +39,21 @@ def _attention(
     **further: Any,
 ) -> tuple[Tensor, None]:
     codec: Codec | None = getattr(module, "recalkv_codec", None)
-    if codec is None:
+    if codec is None and getattr(module, "layer_idx", None) is not None:
         raise UnsupportedModelError(
             f"codec: {type(module).__name__} uses recalkv's attention function without a codec; call "
             f"`recalkv.use_codec(model, codec)`."
         )
-    own = codec.layers.get(module.layer_idx)
-    if own is None or not getattr(module, "is_causal", True) or further.get("is_causal") is False:
+    # A tower that reads images caches nothing.
+    own = None if codec is None else codec.layers.get(module.layer_idx)
+    if codec is None or own is None or not getattr(module, "is_causal", True) or further.get("is_causal") is False:
         return dense_attention(
             module, query, key, value, attention_mask, scaling, dropout, softcap=softcap, s_aux=s_aux, **further
         )
     check_supported(module, further)
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        query = _NoGradient.apply(query)
+    states = (query, key, value) if torch.is_grad_enabled() else ()
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    mask = attention_mask
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask > torch.finfo(mask.dtype).min / 2
+    mask = attention_mask if attention_mask is None else _slots_seen(module, attention_mask)
     layer: CodecLayer | None = getattr(key, "codec_layer", None)
     if layer is not None and layer.pending is None:
         raise UnsupportedModelError(
@@ -72,9 +73,36 @@ def _attention(
             output = _uncached(own, codec, query.detach(), key.detach(), value.detach(), positions, *arguments)
         else:
             output = _cached(layer, query.detach(), key.detach(), value.detach(), positions, *arguments)
-    if query.requires_grad:
-        output = output + 0 * query.sum().to(output)  # the way to the message
+    if any(each.requires_grad for each in states):
+        output = _NoGradient.apply(output, *states)
     return output, None
+
+
+def _slots_seen(module: Any, mask: Tensor) -> Tensor:
+    """A mask as bool, from one that is added to scores, which may hide slots and do nothing else.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it changes the scores of slots that are seen.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+
+    def make() -> Tensor:
+        seen = mask > _HIDDEN
+        biased = (seen & (mask != 0)).any()
+        message = (
+            f"codec: the mask of {type(module).__name__} adds to the scores of tokens that it does not hide, which the "
+            f"codec's attention does not; give a mask of bool, or of 0 and {torch.finfo(mask.dtype).min:g}."
+        )
+        if torch.compiler.is_compiling():
+            torch._assert_async(~biased, message)
+        elif bool(biased):
+            raise UnsupportedModelError(message)
+        return seen
+
+    return of_mask(mask, "slots seen", make)
 
 
 def check_positions(module: Any, positions: Tensor) -> None:
@@ -127,9 +155,9 @@ def _cached(
     seen = None
     if mask is not None and layer.unsettled:
         # Padding of new tokens: no query sees them.
-        own, batch = mask[:, 0, :, visible - count :], query.shape[0]
-        seen = of_mask(own, ("seen", batch), lambda: own.any(1).expand(batch, -1))
-    if count == 1:
+        own, batch = mask[..., visible - count :], query.shape[0]
+        seen = of_mask(own, ("seen", batch), lambda: own.any(1).any(1).expand(batch, -1))
+    if count == 1 and (mask is None or mask.shape[1] == 1):
         return decode_step(layer, query, key, value, positions, seen, mask, scale, softcap, s_aux)
     before = layer.exact_slots() if layer.length else None
     earlier, start = _earlier(layer, before, key, value), layer.length
@@ -232,7 +260,7 @@ def _uncached(
     layer.lazy_initialization(key, value)
     seen = None
     if mask is not None:
-        seen = mask[:, 0].any(1).expand(key.shape[0], -1)
+        seen = mask.any(1).any(1).expand(key.shape[0], -1)
     layer.append(key, value, seen, positions)
     end = key.shape[2]
     keys, values = _with_sinks(layer.rounded(0, end), layer, 0, end)
@@ -247,8 +275,8 @@ class _NoGradient(torch.autograd.Function):
     """Codes have no gradient: say so where one is asked for."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor) -> Tensor:
-        return query.view_as(query)
+    def forward(ctx: Any, output: Tensor, *states: Tensor) -> Tensor:
+        return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

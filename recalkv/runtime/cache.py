@@ -5,6 +5,7 @@ newest ``window`` and a sequence's first ``sinks`` exactly. Rows of all tokens a
 only moves the end. The layers stand in transformers' own caches, whose methods they implement.
 """
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -29,6 +30,11 @@ _GROWTH = 16
 
 _UNSET = 1 << 30
 """First slot of a sequence none of whose tokens has come yet."""
+
+
+def _written_later() -> contextlib.AbstractContextManager[Any]:
+    """Tensors of ``torch.inference_mode`` could be written to in it alone, where a cache may outlive it."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
 class CodecLayer(CacheLayerMixin):
@@ -111,10 +117,12 @@ class CodecLayer(CacheLayerMixin):
             )
         self.dtype, self.device, batch = key_states.dtype, key_states.device, key_states.shape[0]
         tiles = 0 if self.capacity is None else -(-self._room(self.capacity) // TILE)
-        self.keys = torch.zeros((batch, tiles, self.codec.row_bytes, TILE), dtype=torch.uint8, device=self.device)
-        self.values = torch.zeros(
-            (batch, heads, self.sinks + self.ring, sum(dims)), dtype=self.dtype, device=self.device
-        )
+        shape = (batch, tiles, self.codec.row_bytes, TILE)
+        with _written_later():
+            self.keys = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            self.values = torch.zeros(
+                (batch, heads, self.sinks + self.ring, sum(dims)), dtype=self.dtype, device=self.device
+            )
         self.first = torch.full((batch,), _UNSET, dtype=torch.int64, device=self.device)
         self.offset = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.is_initialized = True
@@ -202,7 +210,10 @@ class CodecLayer(CacheLayerMixin):
         # Else layers of one model have one tensor, by which later steps know that their sequences begin alike.
         self.first = begins
         if positions is not None:
-            self.offset = torch.where(fresh, positions[:, -1] - (start + count - 1), self.offset)
+            # Of a sequence's first token: those of padding may be anything.
+            at = (begins - start).clamp(0, count - 1)
+            own = positions.expand(len(at), -1).gather(1, at[:, None])[:, 0]
+            self.offset = torch.where(fresh & (begins != _UNSET), own - begins, self.offset)
             self.most = int(self.offset.max()) if self.ragged and not traced else 0
         self.unsettled = self.ragged and (traced or bool((self.first == _UNSET).any()))
 
@@ -276,7 +287,8 @@ class CodecLayer(CacheLayerMixin):
             if end - self.base <= held:
                 return
         tiles = -(-(end - self.base + (end - self.base) // _GROWTH) // TILE)
-        grown = self.keys.new_zeros((self.keys.shape[0], tiles, *self.keys.shape[2:]))
+        with _written_later():
+            grown = self.keys.new_zeros((self.keys.shape[0], tiles, *self.keys.shape[2:]))
         grown[:, : self.keys.shape[1]] = self.keys
         self.keys = grown
 

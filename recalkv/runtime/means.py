@@ -17,7 +17,7 @@ def turns(rotation: Rotation, count: int, device: torch.device) -> tuple[Tensor,
     found = _tables.get(key)
     if found is None or len(found[0]) < count:
         with torch.inference_mode(False):
-            size = max(count, 1024, 2 * len(found[0]) if found else 0)
+            size = max(1024, 1 << (count - 1).bit_length())
             tables = rotation.tables(torch.arange(size, device="cpu"))
             found = _tables[key] = (tables[0].float().to(device), tables[1].float().to(device))
     return found

@@ -1,7 +1,9 @@
 """Let a loaded model use a codec: ``use_codec(model, "codec")``, then ``generate()`` as always."""
 
+import inspect
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         If the model has no attention of transformers' interface.
     """
     own = codec if isinstance(codec, Codec) else Codec.load(codec)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     if check and own.fingerprint and own.fingerprint != (found := model_fingerprint(base)):
         raise CheckpointError(
             f"codec: it was fitted to a model of fingerprint {own.fingerprint}, and {type(base).__name__} has {found}; "
@@ -66,10 +68,13 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     missing = sorted(set(own.layers) - set(modules))
     if missing:
         raise CheckpointError(f"codec: it has layers {missing}, which {type(base).__name__} has not; fit it again.")
-    for layer in own.layers.values():
-        layer.prepare()
     if any(each.is_cuda for each in base.parameters()):
         kernel()  # before anything is traced
+        # Each layer where its weights are: steps that had to copy it there would wait for it.
+        places = {index: next(modules[index].parameters()).device for index in own.layers}
+        own = replace(own, layers={index: layer.on(places[index]) for index, layer in own.layers.items()})
+    for layer in own.layers.values():
+        layer.prepare()
     base.recalkv_before = attention_name(base)
     set_attention(base, NAME)
     for module in base.modules():
@@ -77,14 +82,14 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
             module.recalkv_codec = own
     hooked = {id(each): each for each in (base, base.base_model, base.get_decoder()) if isinstance(each, nn.Module)}
     base.recalkv_hooks = [
-        each.register_forward_pre_hook(_CacheHook(own, base), with_kwargs=True) for each in hooked.values()
+        each.register_forward_pre_hook(_CacheHook(own, base, each), with_kwargs=True) for each in hooked.values()
     ]
     return model
 
 
 def stop_codec(model: Any) -> Any:
     """Undo :func:`use_codec`."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     for hook in base.__dict__.pop("recalkv_hooks", ()):
         hook.remove()
     before = base.__dict__.pop("recalkv_before", None)
@@ -97,7 +102,7 @@ def stop_codec(model: Any) -> Any:
 
 def codec_cache(model: Any, codec: Codec | None = None, **settings: Any) -> Cache:
     """An empty cache of coded layers for a model that uses a codec, to be given as ``past_key_values``."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     own = codec or next((m.recalkv_codec for m in base.modules() if hasattr(m, "recalkv_codec")), None)
     if own is None:
         raise UnsupportedModelError("codec: the model uses none; call `recalkv.use_codec(model, codec)` before.")
@@ -150,6 +155,12 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
     return cache
 
 
+def _base(model: Any) -> Any:
+    """The model of transformers in one that was compiled, or has adapters."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _attends(module: Any) -> bool:
     return hasattr(module, "layer_idx") and module.layer_idx is not None and not isinstance(module, nn.ModuleList)
 
@@ -157,13 +168,18 @@ def _attends(module: Any) -> bool:
 class _CacheHook:
     """Before a forward pass: a cache of coded layers where the model is to have one."""
 
-    def __init__(self, codec: Codec, model: Any) -> None:
+    def __init__(self, codec: Codec, model: Any, module: nn.Module) -> None:
         self.codec, self.model = codec, weakref.ref(model)
+        parameters = inspect.signature(module.forward).parameters.values()
+        self.names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = self.model()
         if model is None:
             return None
+        if len(args) > 1:
+            kwargs = dict(zip(self.names, args, strict=False)) | kwargs
+            args = args[len(self.names) :]
         cache = kwargs.get("past_key_values")
         wanted = kwargs.get("use_cache")
         if wanted is None:

@@ -9,13 +9,15 @@ import math
 import torch
 from torch import Tensor
 
+from recalkv.cache.scores import products
+
 __all__ = ["attend", "merge", "partial_attention"]
 
 _BAND = 32
 """Queries of a block whose bands are attended to at once."""
 
-_QUERIES = 512
-"""Queries whose scores are in memory at once where no fused kernel serves."""
+_QUERIES, _SLOTS = 512, 4096
+"""Queries and slots whose scores are in memory at once where no fused kernel serves."""
 
 
 def attend(
@@ -138,21 +140,26 @@ def partial_attention(
     for first in range(0, query.shape[2], _QUERIES):
         part = query[:, :, first : first + _QUERIES]
         last = min(key.shape[2], first + part.shape[2]) if causal else key.shape[2]
-        keys, values = key[:, :, :last], value[:, :, :last]
-        scores = (part.unflatten(1, (key.shape[1], -1)) @ keys[:, :, None].mT).flatten(1, 2).float() * scale
-        if softcap is not None:
-            scores = softcap * (scores / softcap).tanh()
-        hidden = None
-        if causal:
-            hidden = torch.ones(part.shape[2], last, dtype=torch.bool, device=query.device).triu(first + 1)
-        elif allowed is not None:
-            hidden = ~allowed[..., first : first + _QUERIES, :]
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, -math.inf)
-        lse = scores.logsumexp(-1)
-        weights = (scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp()
-        output = weights.to(value.dtype).unflatten(1, (key.shape[1], -1)) @ values[:, :, None]
-        outputs.append(output.flatten(1, 2))
+        # Query heads of a KV head below each other, so that no state is copied.
+        own, parts = part.unflatten(1, (key.shape[1], repeats)).flatten(2, 3), []
+        for start in range(0, last, _SLOTS):
+            end = min(last, start + _SLOTS)
+            scores = products(own, key[:, :, start:end]).float().view(*part.shape[:3], end - start) * scale
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            if causal:
+                hidden = torch.ones(part.shape[2], end - start, dtype=torch.bool, device=query.device)
+                scores = scores.masked_fill(hidden.triu(first - start + 1), -math.inf)
+            elif allowed is not None:
+                scores = scores.masked_fill(~allowed[..., first : first + _QUERIES, start:end], -math.inf)
+            lse = scores.logsumexp(-1)
+            weights = (scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp().to(value.dtype)
+            output = weights.view(*own.shape[:3], end - start) @ value[:, :, start:end]
+            parts.append((output.view(*part.shape[:3], value.shape[-1]), lse))
+        output, lse = parts[0]
+        for other in parts[1:]:
+            output, lse = merge(output.float(), lse, *other)
+        outputs.append(output)
         sums.append(lse)
     return torch.cat(outputs, 2), torch.cat(sums, 2)
 
@@ -213,8 +220,8 @@ def _band(
     if mask is not None:
         rows = torch.arange(blocks * size, device=device).clamp_max(count - 1).view(blocks, size, 1)
         near = near & mask[..., rows, slots.clamp(0, mask.shape[-1] - 1)[:, None]]
-    scores = queries.unflatten(3, (groups, size)).transpose(2, 3) @ keys[:, :, None].mT
-    scores = scores.flatten(1, 2).float() * scale
+    scores = products(queries.flatten(1, 2), keys.flatten(1, 2)).float() * scale
+    scores = scores.view(query.shape[0], key.shape[1], blocks, groups, size, span).transpose(2, 3).flatten(1, 2)
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~near, -math.inf)

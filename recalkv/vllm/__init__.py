@@ -28,12 +28,15 @@ def register() -> None:
     def choose(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> Any:
         from recalkv.vllm.served import served_model
 
-        decodes = not attn_selector_config.use_mla and attn_selector_config.attn_type in (None, "decoder")
+        asked = attn_selector_config
+        decodes = not asked.use_mla and asked.attn_type in (None, "decoder") and not asked.use_non_causal
         served = served_model() if decodes else None
         if served is None:
             return dense(selected_backend, attn_selector_config, *args, **kwargs)
         served.check_backend(selected_backend)
-        served.dense = dense(selected_backend, attn_selector_config, *args, **kwargs)
+        # Of layers without a codec, which this backend has none for.
+        own = getattr(selected_backend, "name", selected_backend) == BACKEND
+        served.dense = dense(None if own else selected_backend, attn_selector_config, *args, **kwargs)
         return path
 
     choose.chooses_recalkv = True  # type: ignore[attr-defined]

@@ -108,6 +108,8 @@ class CodecImpl(AttentionImpl[Step]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Once all layers are made: which one this is, as vLLM does not say before, and what its rows are."""
+        if self._paged is not None:
+            return  # weights are loaded again; rows stay as they are
         layers = self.config.compilation_config.static_forward_context
         self._name, layer = next((n, each) for n, each in layers.items() if getattr(each, "impl", None) is self)
         codec = self.served.take(self._name, layer)

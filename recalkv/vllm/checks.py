@@ -37,16 +37,22 @@ def check(version: str, vllm_config: Any) -> None:
             f"codec: vLLM {version} is outside of what this backend is tested with ({first} up to, not with, "
             f"{behind}); install vllm=={first}.*, or another release of recalkv."
         )
-    dtype = vllm_config.cache_config.cache_dtype
-    if dtype != "auto":
+    model, dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    # A checkpoint may name a type of the cache itself, which an option of the model's own type takes back.
+    if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise ParameterError(
             f"codec: kv_cache_dtype={dtype!r} cannot be applied to the codec's rows, whose bits are chosen when it is "
-            f"fitted; leave it at 'auto' and fit with --bits."
+            f"fitted; fit with --bits, and leave it at 'auto', or where the checkpoint names it, set the model's type."
         )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise ParameterError(
             "codec: disable_hybrid_kv_cache_manager=True would keep the exact states of all tokens instead of the "
             "newest; leave it out (vLLM sets it with KV connectors that know one kind of blocks only)."
+        )
+    if vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size is not None:
+        raise ParameterError(
+            "codec: kv_transfer_config and kv_offloading_size are not served: a connector does not keep the exact "
+            "states of a sequence's first tokens, which all its tokens attend to; leave them out."
         )
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -54,10 +60,15 @@ def check(version: str, vllm_config: Any) -> None:
             raise ParameterError(
                 f"codec: {name}={getattr(parallel, name)} is not served; leave it at 1 and use tensor_parallel_size."
             )
-    model = vllm_config.model_config
     seen = getattr(model, "multimodal_config", None)
-    if seen is not None and model.uses_mrope and not seen.language_model_only:
-        raise ParameterError(
-            "codec: positions of images are not one number a token (multimodal RoPE), from which the mean key cannot "
-            "be taken off; serve text alone: --language-model-only."
-        )
+    if seen is not None and not seen.language_model_only:
+        if model.uses_mrope:
+            raise ParameterError(
+                "codec: positions of images are not one number a token (multimodal RoPE), from which the mean key "
+                "cannot be taken off; serve text alone: --language-model-only."
+            )
+        if model.is_mm_prefix_lm:
+            raise ParameterError(
+                "codec: tokens of an image attend to each other in both directions, which the backend does not; serve "
+                "text alone: --language-model-only."
+            )

@@ -49,6 +49,16 @@ def _side_car(config: VllmConfig) -> Path | None:
     return next((each for each in (beside, beside / "codec") if (each / "codec.json").is_file()), None)
 
 
+def _weights(model: Any) -> Path:
+    """Folder of a model's weights; one that may not exist where the hub's are not there yet."""
+    if Path(model.model).is_dir():
+        return Path(model.model)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    return Path(found).parent if isinstance(found, str) else Path(model.model)
+
+
 class ServedModel:
     """A model's codec in this process.
 
@@ -73,16 +83,8 @@ class ServedModel:
     def __init__(self, folder: Path, config: VllmConfig) -> None:
         check(__version__, config)
         self.codec, self.config, self.dense = Codec.load(folder), config, ""
-        model = config.model_config
-        found = checkpoint_fingerprint(Path(model.model), model.hf_text_config)
-        if found is None:
-            _log.warning("Whether the codec of %s is %s's cannot be told before its weights are there.", folder, model)
-        elif found != self.codec.fingerprint:
-            raise CheckpointError(
-                f"codec: {folder} was fitted to a model of fingerprint {self.codec.fingerprint}, and {model.model} has "
-                f"{found}; fit one to this model by `recalkv fit`, or serve without one: "
-                f'--additional-config \'{{"{OPTION}": ""}}\'.'
-            )
+        self._folder, model = folder, config.model_config
+        self._is_its = self._check_model()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parts = {index: [shard(each, r, ranks) for r in range(ranks)] for index, each in self.codec.layers.items()}
         self.layers = {index: own[rank] for index, own in parts.items()}
@@ -92,6 +94,24 @@ class ServedModel:
         # Of each layer that is served, its window and the bytes of a row.
         self._taken: dict[str, tuple[int | None, int]] = {}
         _log.info_once("Serving with the codec of %s: %s", folder, self._facts())
+
+    def _check_model(self) -> bool:
+        """Whether the codec is known to be the model's, whose weights may not be there yet.
+
+        Raises
+        ------
+        CheckpointError
+            If it is another's.
+        """
+        model = self.config.model_config
+        found = checkpoint_fingerprint(_weights(model), model.hf_text_config)
+        if found is not None and found != self.codec.fingerprint:
+            raise CheckpointError(
+                f"codec: {self._folder} was fitted to a model of fingerprint {self.codec.fingerprint}, and "
+                f"{model.model} has {found}; fit one to this model by `recalkv fit`, or serve without one: "
+                f'--additional-config \'{{"{OPTION}": ""}}\'.'
+            )
+        return found is not None
 
     def _facts(self) -> str:
         codec = self.codec
@@ -131,6 +151,9 @@ class ServedModel:
                 f"{codec.head_dims}; fit one to this model."
             )
         if not self._taken:
+            if not self._is_its and not self._check_model():
+                model = self.config.model_config.model
+                _log.warning("Whether the codec of %s is that of %s is not known.", self._folder, model)
             # One more layer, behind the others: vLLM gives blocks in this order. It wants one number in its name.
             self.exact.prefix = f"{name}.exact_tokens"
             self.config.compilation_config.static_forward_context[self.exact.prefix] = self.exact

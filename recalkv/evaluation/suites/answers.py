@@ -91,9 +91,14 @@ def read_prompts(suite: str, path: Path, limit: int | None = None) -> list[Promp
     if not path.is_file():
         raise DataError(f"{path} does not exist; {suite} needs a .jsonl file with {', '.join(_COLUMNS[suite])}.")
     check_columns(suite, path, _COLUMNS[suite])
+    if suite == "multi_news":
+        _rouge()  # before hours of answers
+    with path.open(encoding="utf-8") as lines:
+        rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise DataError(f"{path} holds no items; {suite} needs at least one.")
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:limit], 1):
-        row = json.loads(line)
+    for number, row in rows[:limit]:
         if suite == "gsm8k":
             answer = row["answer"].rpartition("####")[2]
             if final_number(answer) is None:
@@ -112,13 +117,17 @@ def score(prompt: Prompt, text: str) -> float:
     if prompt.task == "gsm8k":
         return float(final_number(text) == final_number(prompt.expected[0]))
     if prompt.task == "multi_news":
-        with needing("eval"):
-            from rouge import Rouge
         try:
-            return max(float(Rouge().get_scores(text, each)[0]["rouge-l"]["f"]) for each in prompt.expected)
+            return max(float(_rouge().get_scores(text, each)[0]["rouge-l"]["f"]) for each in prompt.expected)
         except ValueError:  # an answer without a word
             return 0.0
     return sum(each.lower() in text.lower() for each in prompt.expected) / len(prompt.expected)
+
+
+def _rouge() -> Any:
+    with needing("eval"):
+        from rouge import Rouge
+    return Rouge()
 
 
 def final_number(text: str) -> float | None:

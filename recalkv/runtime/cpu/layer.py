@@ -142,12 +142,16 @@ class LayerLoops:
         whole = torch.nn.functional.pad(tensor.detach().float().cpu(), (0, lack)).contiguous()
         return self._at(whole.numpy())
 
-    def _turns(self, pieces: int) -> int:
-        """Cosines and sines of the first slots of so many pieces."""
-        if len(self._pieces) < pieces:
-            angles = np.arange(max(pieces, 2 * len(self._pieces)))[:, None] * float(PIECE) * self._frequencies
-            self._pieces = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
-        return int(self._pieces.ctypes.data)
+    def _turns(self, pieces: int) -> np.ndarray:
+        """Cosines and sines of the first slots of so many pieces; to be held while they are read.
+
+        Another thread may put longer ones in their place.
+        """
+        found = self._pieces
+        if len(found) < pieces:
+            angles = np.arange(max(pieces, 2 * len(found)))[:, None] * float(PIECE) * self._frequencies
+            found = self._pieces = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+        return found
 
     def step(
         self, cache: "StepCache", query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
@@ -177,6 +181,7 @@ class LayerLoops:
             pages = cache.exact_pages
             found = pages.data_ptr(), pages.stride(0), exact.shape[1], exact.stride(0), exact.stride(1)
             found = (*found[:3], found[3] * exact.element_size(), found[4] * exact.element_size())
+        turns = self._turns((cache.longest - cache.base) // PIECE + 1)
         # In the order of the places that :mod:`recalkv.runtime.cpu.step` lists.
         numbers = np.array(
             [
@@ -187,7 +192,7 @@ class LayerLoops:
                 cache.offset.data_ptr(), 0 if mask is None else mask.data_ptr(),
                 mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, real.ctypes.data,
                 0 if aux is None else aux.data_ptr(), scratch.ctypes.data, *self._fixed[:2], len(self._frequencies),
-                self._turns((cache.longest - cache.base) // PIECE + 1), *self._fixed[2:], wk, wv, self._most,
+                turns.ctypes.data, *self._fixed[2:], wk, wv, self._most,
             ],
             np.int64,
         )  # fmt: skip
