@@ -13,14 +13,14 @@ from stages.common import Stage, stage
 @stage
 def moments(run: Stage) -> None:
     """Take the moments of all layers at the attention function, forward and backward over the first windows."""
-    from transformers import AutoModelForCausalLM
+    from recalkv.model.language import load_language_model
 
     wanted, seed, folder = run.params.codec, run.params.calibration.seed, run.model().folder
     windows = run.read("sample").get("windows")[: wanted.samples]
     # A CPU multiplies 16-bit numbers no faster.
     dtype = torch.float32 if run.device.type == "cpu" else checkpoint_dtype(folder)
     placed = run.params.runtime.device_map or (None if run.device.type == "cpu" else {"": run.device})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=placed).eval()
+    model = load_language_model(folder, dtype=dtype, device_map=placed)
     context = wanted.context or model_context(model)
     with run.bar(None, "window") as bar:
 

@@ -18,7 +18,10 @@ from transformers import (
 )
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError
+from recalkv.evaluation.quantized_cache import quantized_cache
+from recalkv.evaluation.quantizers import quantizer
 from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource, attention_input, autocast, run_layer
+from recalkv.model.loading import load_model
 from tests.tiny import ALL_FAMILIES, dense_model, windows
 
 
@@ -96,6 +99,13 @@ def test_of_a_multimodal_model_the_language_model_is_taken(family: str, tied: bo
         assert_equals_model(source, text, windows(samples=2, length=24))
         assert source.config.model_type == text.config.model_type
         assert source.config.tie_word_embeddings == tied
+    ids = windows(samples=2, length=24)
+    with torch.no_grad():
+        loaded = load_model(tmp_path, torch.device("cpu"), torch.float32)
+        torch.testing.assert_close(loaded(ids).logits, text(ids).logits)
+        # What measures models finds its parts where those of others are.
+        with quantized_cache(loaded, quantizer("fp8", loaded.config.head_dim)):
+            assert not torch.equal(loaded(ids).logits, text(ids).logits)
 
 
 def test_single_file_checkpoint_in_half_precision_is_read_as_float32(tmp_path: Path) -> None:

@@ -136,9 +136,10 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
         names = ", ".join(Path(text).name for text in texts)
         haystack = joined_tokens(tokenizer, next(iter(texts.values())))
         figures, spec = compare(out, dense, {f"{names}, held out": held_out}, haystack, QUICK, device)
-    except ReCalKVError as error:
+    except Exception as error:  # whatever it is, the checkpoint is there
+        kind = "" if isinstance(error, ReCalKVError) else f"{type(error).__name__}: "
         hint = "give more text" if isinstance(error, DataError) else "`recalkv eval` can be run later"
-        print(f"not evaluated: {error} ({hint})")
+        print(f"not evaluated: {kind}{error} ({hint})")
         return
     write(figures, spec, out / "evaluation.md")
     own, cache = figures["perplexity"], figures["cache"]

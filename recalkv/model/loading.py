@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from recalkv.errors import UnsupportedModelError
+from recalkv.model.language import load_language_model
 from recalkv.model.modeling import register
 
 __all__ = ["check_causal", "load_model"]
@@ -16,7 +16,7 @@ __all__ = ["check_causal", "load_model"]
 def load_model(
     folder: str | Path, device: torch.device, dtype: torch.dtype | str, device_map: str | None = None
 ) -> Any:
-    """Model in evaluation mode; files are read to where they are needed, shard by shard.
+    """Model in evaluation mode, of a multimodal one the language model alone; files are read shard by shard.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def load_model(
     register()
     # A map, even of one device, needs accelerate, which a CPU does not.
     placed = device_map or (None if device.type == "cpu" else {"": device})
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=placed).eval()
+    return load_language_model(folder, dtype=dtype, device_map=placed)
 
 
 def check_causal(model: Any) -> None:

@@ -66,7 +66,9 @@ def page(
         "over documents; top-1 the fraction of positions where both rank the same token first; excess the increase "
         f"of the loss. Windows of {window:,} tokens of each text, float32; codecs are fitted for {CONTEXT:,} tokens "
         "unless a table says otherwise. Quantized caches are simulated from their definitions "
-        "(`recalkv/evaluation/quantizers.py`).",
+        "(`recalkv/evaluation/quantizers.py`): TurboQuant without the outlier channels that its paper adds, KIVI with "
+        "128 exact keys as well as values, of which its own code has fewer. Windows begin without a BOS token, which "
+        "Gemma's models are used to.",
         "",
         markdown(
             ["model", "layers", "query heads", "KV heads", "head size", "windows of each text"],
@@ -265,8 +267,8 @@ def _calibrations(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]
     found: list[str] = []
     for model, rows in cells.items():
         found += [
-            f"KL of {model} with codec-3, by what it was fitted on (windows of all three kinds of text where "
-            "none is named).",
+            f"KL of {model} with codec-3, by what it was fitted on (windows of all three kinds of text by turns where "
+            "none is named: two windows hold no code).",
             "",
             _by_text("calibration", rows),
             "",
