@@ -272,7 +272,9 @@ class Codec:
                 for group, code in enumerate(codes):
                     tensors[f"{name}.{side}.{group}"] = code.matrix.contiguous()
             tensors |= {f"{name}.key_mean": layer.key_mean, f"{name}.value_mean": layer.value_mean}
-            tensors |= {f"{name}.pairs": layer.rotation.pairs, f"{name}.frequencies": layer.rotation.frequencies}
+            # Layers share them, files do not.
+            tensors |= {f"{name}.pairs": layer.rotation.pairs.clone()}
+            tensors |= {f"{name}.frequencies": layer.rotation.frequencies.clone()}
             layers[str(index)] = {
                 "keys": [code.segments for code in layer.keys], "values": [code.segments for code in layer.values],
             }  # fmt: skip
