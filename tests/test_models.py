@@ -119,10 +119,14 @@ def test_handbook_keeps_the_paragraphs_and_parts_the_sections(tmp_path: Path) ->
 
 
 def test_tasks_by_every_form_of_cache(
-    prepared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    prepared: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     template = read_reference(Path("data/model")).folder / "chat_template.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    request.addfinalizer(template.unlink)  # the folder is other tests' too
     row = {"task": "vt", "max_length": 40, "input": "Find the words.", "outputs": ["a", "e"], "gen_prefix": "They are"}
     items = prepared / "items.jsonl"
     items.write_text("".join(json.dumps(row | {"input": f"Find {number}."}) + "\n" for number in range(3)))

@@ -47,7 +47,7 @@ def test_repro_runs_every_stage_once(fresh_python: Path, project: Path, finished
         assert f"Running stage '{stage}'" in first
     # The same bytes as the stages leave without DVC.
     for name in ("whiten.zarr", "calibrate.zarr", "compressed"):
-        assert folder_hash(project / "data" / name) == folder_hash(finished.folder / "data" / name)
+        assert folder_hash(project / "data" / name) == folder_hash(finished.folder / "data" / name), name
     assert not (project / "data/activations").exists()
     assert "perplexity" in dvc(project, "metrics", "show")
     again = dvc(project, "repro")
