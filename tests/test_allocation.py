@@ -7,7 +7,7 @@ import torch
 
 from recalkv.cache.codebooks import UNIFORM_CODES
 from recalkv.cache.rows import Segment
-from recalkv.errors import BudgetError, ParameterError
+from recalkv.errors import BudgetError
 from recalkv.method.allocation import allocate, predicted_loss
 from recalkv.method.bits import mixed_bits
 from recalkv.method.ranks import water_filling
