@@ -30,7 +30,7 @@ _SECTIONS = {"latents": ("calibration", "compression")}
 _CODE = {
     "quantizer": ("cache", "evaluation/quantized_cache.py", "evaluation/quantizers.py"),
     "codec": ("cache", "codec", "method", "runtime"),
-    "latents": ("cache", "compression.py", "method", "model", "statistics"),
+    "latents": ("cache", "compression.py", "evaluation/streamed.py", "method", "model", "statistics"),
 }
 _FORM = re.compile(r"(codec(?:-per-head)?|latents|recalkv|palu)-([\d.]+)")
 

@@ -1,4 +1,5 @@
 import os
+import re
 import sys
 
 # Before the libraries that read them are imported. Of no hub, and threads that wait for work do not spin: two processes
@@ -9,8 +10,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # What hands the tests out to workers runs none: it needs no libraries.
-HANDS_OUT = "PYTEST_XDIST_WORKER" not in os.environ and any(
-    option.startswith(("-n", "--numprocesses")) for option in sys.argv
+HANDS_OUT = "PYTEST_XDIST_WORKER" not in os.environ and bool(
+    re.search(r"(?:^| )(?:-n|--numprocesses)[ =]?(?!0\b)\w", " ".join(sys.argv[1:]))
 )
 
 if not HANDS_OUT:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from recalkv.params import Params
+from stages import forms
 from tests.conftest import ROOT, Finished
 from tests.pipeline import STAGES, STATISTICS
 
@@ -166,3 +167,10 @@ def test_what_reruns_follows_from_the_graph() -> None:
     assert rerun_by("zeroshot") == rerun_by("needle") == rerun_by("longbench") == set()
     for name, stage in PIPELINE.items():
         assert not [dep for dep in stage["deps"] if "timings" in dep], name
+
+
+def test_what_a_cell_is_kept_by_is_what_its_stage_depends_on() -> None:
+    """Or figures of other code would be kept."""
+    code = {dep.removeprefix("recalkv/") for dep in GRIDS["grids/models/dvc.yaml cells"]["deps"] if "recalkv/" in dep}
+    # Stores and texts are known by what they hold.
+    assert set().union(*forms._CODE.values()) | {"evaluation/perplexity.py"} == code - {"store", "text"}

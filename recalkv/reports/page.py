@@ -33,7 +33,7 @@ class Facts:
     metrics, latency, latency_rows, environment, samples
         What ``evaluate`` and ``latency`` wrote.
     comparison
-        All methods at the same bytes.
+        Methods side by side.
     paper
         The paper's rows for this model.
     """

@@ -70,9 +70,10 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         raise CheckpointError(f"codec: it has layers {missing}, which {type(base).__name__} has not; fit it again.")
     if any(each.is_cuda for each in base.parameters()):
         kernel()  # before anything is traced
-        # Each layer where its weights are: steps that had to copy it there would wait for it.
+        # Each layer on the GPU of its weights: steps that had to copy it there would wait for it.
         places = {index: next(modules[index].parameters()).device for index in own.layers}
-        own = replace(own, layers={index: layer.on(places[index]) for index, layer in own.layers.items()})
+        moved = {index: layer.on(places[index]) for index, layer in own.layers.items() if places[index].type == "cuda"}
+        own = replace(own, layers={**own.layers, **moved})
     for layer in own.layers.values():
         layer.prepare()
     base.recalkv_before = attention_name(base)
