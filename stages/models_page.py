@@ -38,8 +38,8 @@ def models_page(run: Stage) -> None:
 
 
 def _merged(earlier: Any, own: Any) -> Any:
-    """What is here now over what was, key by key; a measurement's own record (with a ``kl`` or ``items``) is whole."""
-    if not (isinstance(earlier, dict) and isinstance(own, dict)) or own.keys() & {"rows", "kl", "items"}:
+    """What is here now over what was, key by key; the record of a measurement is whole."""
+    if not (isinstance(earlier, dict) and isinstance(own, dict)) or own.keys() & {"rows", "kl", "items", "texts"}:
         return own
     return earlier | {key: _merged(earlier.get(key), value) for key, value in own.items()}
 
@@ -80,16 +80,34 @@ def _further(run: Stage) -> dict[str, dict[str, Any]]:
         folder.name: {name: rows_of(name, cell, text)[0] for name, cell in _files(folder).items()}
         for folder in sorted((cells / "written").glob("*"))
     }
-    for kind in ("calibrations", "languages"):
+    for kind in ("calibrations", "languages", "targets"):
         found[kind] = {
             folder.name: {name: rows_of(name, cell, text) for name, cell in _files(folder).items()}
             for folder in sorted((cells / kind).glob("*"))
         }
+    found["perplexity"] = {
+        folder.name: {name: _perplexities(name, cell) for name, cell in _files(folder).items()}
+        for folder in sorted((cells / "perplexity").glob("*"))
+    }
     found["answers"] = {
         folder.name: {suite.name: compared(_files(suite)) for suite in sorted(folder.glob("*"))}
         for folder in sorted((cells / "answers").glob("*"))
     }
     return found
+
+
+def _perplexities(name: str, cell: dict[str, Any]) -> dict[str, Any]:
+    """Perplexities of a cell whose main text is WikiText-2."""
+    further = {Path(text).stem: figures for text, figures in cell["further_texts"].items()}
+    main = cell | {"dense": cell["perplexity_dense"], "compressed": cell["perplexity"]}
+    return {
+        "bits_per_element": rows_of(name, cell, "")[0]["bits_per_element"],
+        "windows": next(iter(further.values()))["windows"],
+        "texts": {
+            text: {key: figures[key] for key in ("dense", "compressed", "excess_nats", "excess_standard_error_nats")}
+            for text, figures in {"WikiText-2": main, **further}.items()
+        },
+    }
 
 
 def compared(answers: dict[str, Any]) -> dict[str, Any]:

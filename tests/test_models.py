@@ -80,6 +80,12 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     cell = cells["codec-4"]
     further = {"de-DE.test.jsonl": {key: value for key, value in cell.items() if key != "further_texts"}}
     (languages / "codec-4.json").write_text(json.dumps(cell | {"further_texts": further}))
+    perplexity, targets = Path("data/cells/perplexity/tiny"), Path("data/cells/targets/tiny")
+    perplexity.mkdir(parents=True)
+    tree = cell | {"dense": 20.0, "compressed": 21.0, "excess_nats": 0.05, "windows": 3}
+    (perplexity / "codec-4.json").write_text(json.dumps(cell | {"further_texts": {"ptb.valid.txt": tree}}))
+    targets.mkdir(parents=True)
+    shutil.copy(out / "codec-4.json", targets / "max_excess=0.1.json")
     assert invoke("models_page") == 0
     model = json.loads(Path("reports/models.json").read_text())["models"]["tiny"]
     bits = {row["method"]: row["bits_per_element"] for row in model["rows"]}
@@ -91,6 +97,10 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     kl = next(row["kl"] for row in model["rows"] if row["method"] == "codec-4")
     assert f"| 2 windows | {kl:.4f} ±" in page.partition("## Calibration")[2]
     assert f"| cache | {model['rows'][0]['text']} | de-DE |" in page and page.count(f"| codec-4 | {kl:.4f} ±") == 1
+    words = page.partition("## WikiText-2 and Penn Treebank")[2].partition("##")[0]
+    assert "tiny, 3 windows of 2,048 tokens" in words and f"| {cell['perplexity_dense']:.2f} |  | 20.00 |  |" in words
+    assert f"| {cell['perplexity']:.2f} | {cell['excess_nats']:+.4f} ± " in words and "| 21.00 | +0.0500 ± " in words
+    assert f"| tiny | max_excess=0.1 | {bits['codec-4']:.2f} | {kl:.4f} ± " in page
     assert Path("reports/models/tiny.png").read_bytes().startswith(b"\x89PNG")
     # What is measured elsewhere stays: models, and settings of a model.
     report = json.loads(Path("reports/models.json").read_text())

@@ -59,13 +59,14 @@ def page(
         "# Real models",
         "",
         "Written by `stages.models_page`; do not edit. `make models` measures the tables by model, and `make models "
-        "PART=calibrations`, `answers`, `biases`, `contexts`, `languages` or `written` what has a section of its "
-        f"own. Bits count everything that is cached of a sequence of {CONTEXT:,} tokens: codes, scales, zero points, "
-        "and tokens and layers that stay in 16 bits; layers with sliding windows cache no more than those. KL is the "
-        "divergence of the next token's distribution from the dense model's, nats per token, with its standard error "
-        "over documents; top-1 the fraction of positions where both rank the same token first; excess the increase "
-        f"of the loss. Windows of {window:,} tokens of each text, float32; codecs are fitted for {CONTEXT:,} tokens "
-        "unless a table says otherwise. Quantized caches are simulated from their definitions "
+        "PART=calibrations`, `answers`, `biases`, `contexts`, `languages`, `perplexity`, `targets` or `written` what "
+        "has a section of its own. Bits count everything that is cached of a sequence of "
+        f"{CONTEXT:,} tokens: codes, scales, zero points, and tokens and layers that stay in 16 bits; layers with "
+        "sliding windows cache no more than those. KL is the divergence of the next token's distribution from the "
+        "dense model's, nats per token, with its standard error over documents; top-1 the fraction of positions where "
+        "both rank the same token first; excess the increase of the loss. "
+        f"Windows of {window:,} tokens of each text, float32; codecs are fitted for {CONTEXT:,} tokens unless a table "
+        "says otherwise. Quantized caches are simulated from their definitions "
         "(`recalkv/evaluation/quantizers.py`): TurboQuant without the outlier channels that its paper adds, KIVI with "
         "128 exact keys as well as values, of which its own code has fewer. Windows begin without a BOS token, which "
         "Gemma's models are used to.",
@@ -88,6 +89,8 @@ def page(
         *_contexts(further["contexts"]),
         *_calibrations(further["calibrations"]),
         *_languages(further["languages"]),
+        *_perplexity(further["perplexity"]),
+        *_targets(further["targets"]),
         *_written(further["written"]),
         *_answers(further["answers"]),
         *_costs(models),
@@ -286,6 +289,52 @@ def _languages(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -
         return []
     book = "Sections of the Debian handbook in English, German and Chinese, and articles (`stages.handbook`)."
     return ["## Languages", "", book, "", *found]
+
+
+def _perplexity(cells: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """Perplexity on the texts of the literature, dense and by cache."""
+    found: list[str] = []
+    for model, rows in cells.items():
+        first = next(iter(rows.values()))["texts"]
+        head = ["cache", "bits", *(title for text in first for title in (text, "increase of the loss"))]
+        lines = [["dense", "16.00", *(cell for each in first.values() for cell in (f"{each['dense']:.2f}", ""))]]
+        for name, row in sorted(rows.items(), key=lambda each: -each[1]["bits_per_element"]):
+            figures = [
+                cell
+                for each in row["texts"].values()
+                for cell in (
+                    f"{each['compressed']:.2f}",
+                    f"{each['excess_nats']:+.4f} ± {each['excess_standard_error_nats']:.4f}",
+                )
+            ]
+            lines.append([name, f"{row['bits_per_element']:.2f}", *figures])
+        found += [
+            f"{model}, {next(iter(rows.values()))['windows']} windows of 2,048 tokens a text:",
+            "",
+            markdown(head, lines),
+            "",
+        ]
+    if not found:
+        return []
+    what = "Perplexity, and the increase of the loss in nats per token, paired by window, with its standard error."
+    return ["## WikiText-2 and Penn Treebank", "", what, "", *found]
+
+
+def _targets(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
+    """Codecs fitted to a limit of the divergence, on test texts."""
+    lines = [
+        [model, name, f"{own[0]['bits_per_element']:.2f}", *(f"{row['kl']:.4f} ± {row['error']:.4f}" for row in own)]
+        for model, rows in cells.items()
+        for name, own in rows.items()
+    ]
+    if not lines:
+        return []
+    texts = [f"KL, {row['text']}" for row in next(iter(next(iter(cells.values())).values()))]
+    what = (
+        "Codecs of the fewest bits within a limit of the divergence, which fitting measures on windows held out of "
+        "the calibration texts (`recalkv fit --target`), on test texts:"
+    )
+    return ["## Loss targets", "", what, "", markdown(["model", "target", "bits", *texts], lines, left=2), ""]
 
 
 def _by_text(head: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
