@@ -73,9 +73,7 @@ def preset(
         content = render(parameters_of(name, ratio))
         try:
             if out.exists() and not overwrite and not is_rendered(out.read_text(errors="replace")):
-                raise ParameterError(
-                    f"{out} is no preset as it was written, so something in it would be lost; --overwrite."
-                )
+                raise ParameterError(f"{out} was edited by hand; give --overwrite to replace it.")
             out.write_text(content)
         except OSError as error:
             raise ParameterError(
@@ -91,7 +89,7 @@ def families() -> None:
 
     for name, reason in known_families().items():
         print(f"{name}: {'supported' if reason is None else f'refused, as it {reason}'}")
-    print("A multimodal model is what the language model in its text_config is.")
+    print("Of a multimodal model, the model_type of its text_config counts.")
 
 
 @app.command()

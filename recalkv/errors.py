@@ -76,7 +76,7 @@ def needing(extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise MissingPackageError(
-            f"{error.name or error} cannot be imported; it comes with `pip install 'recalkv[{extra}]'`."
+            f"{error.name or error} cannot be imported; it comes with `pip install '.[{extra}]'` in a clone of recalkv."
         ) from error
 
 

@@ -43,7 +43,7 @@ class ModelParams(_Section):
     """Which dense model to compress."""
 
     id: str = Field("embedded", description="`embedded` (SmolLM2-135M), a Hugging Face id, or a local folder")
-    revision: str | None = Field(None, description="branch, tag or commit on the hub; null for the default")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub; null: its default")
 
 
 class _TextParams(_Section):
@@ -66,16 +66,16 @@ class CalibrationParams(_TextParams):
     text: Annotated[list[str], BeforeValidator(_listed)] = Field(  # type: ignore[assignment]
         ["embedded", "embedded-news", "embedded-code"],
         min_length=1,
-        description="one or several texts, each of which gives as many windows: "
+        description="one or several texts, in equal numbers of windows: "
         "embedded (articles), embedded-news, embedded-code, wikitext2, ptb, c4, ultrachat, a hub data set (ID, "
         "ID:SUBSET or ID@REVISION), or a file",
     )
     samples: int = Field(32, ge=1, description="token windows")
     length: int = Field(1024, ge=2, description="tokens per window")
-    seed: int = Field(0, ge=0, description="seed of the choice of windows, and of the labels that the codec draws")
+    seed: int = Field(0, ge=0, description="seed of window sampling, and of the labels sampled for the codec")
     recall: float = Field(
-        0.25, ge=0, le=1, description="fraction of the windows whose second half repeats passages of their first, "
-        "which shows what is read from far back",
+        0.25, ge=0, le=1, description="fraction of windows whose second half repeats passages of the first, so that "
+        "long-range reads are calibrated",
     )  # fmt: skip
     fisher_samples: int | None = Field(
         None, ge=1, description="use only the first N windows for the Fisher scores; null for all. Their layer "
@@ -120,8 +120,8 @@ class CompressionParams(_Section):
     )
     refit: Literal["auto", "none", "values", "output"] = Field(
         "auto",
-        description="what is fitted again on inputs behind the compressed prefix: value factors (the paper's OVC), or "
-        "the output projection; auto is the method's own, but none in mixed bits up to a ratio of 0.9",
+        description="what is refitted on inputs that passed the compressed earlier layers: value factors (the paper's "
+        "OVC), or the output projection; auto: the method's own, but none in mixed bits up to a ratio of 0.9",
     )
     bits: Literal["auto", 16, 8, 4, 3, 2, "mixed"] = Field(
         "auto",
@@ -141,9 +141,8 @@ class CompressionParams(_Section):
     damping: float | None = Field(
         None,
         ge=0,
-        description="ridge on Gram matrices, and on the gradients' second moments in the loss metric, relative to "
-        "their mean diagonal; null for 0.1 in the loss metric, which serves text unlike that of the calibration, and "
-        "1e-6 in others, which keeps them regular",
+        description="ridge on Gram matrices (in the loss metric, also on the gradients' second moments), relative to "
+        "their mean diagonal; null: 0.1 in the loss metric, for out-of-domain text, else 1e-6, for conditioning",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of the exported weights; auto is the dense checkpoint's"
@@ -153,12 +152,8 @@ class CompressionParams(_Section):
 class CodecParams(_Section):
     """The codec of post-RoPE keys and values, stored beside the dense model."""
 
-    bits: float = Field(
-        4, gt=0, le=16, description="bits per cached number, scales included, the mean over all rows of the context"
-    )
-    context: int | None = Field(
-        None, ge=1, description="positions that it is fitted for; null for those that the model was made for"
-    )
+    bits: float = Field(4, gt=0, le=16, description="mean bits per cached element over the context, scales included")
+    context: int | None = Field(None, ge=1, description="context length to fit for, tokens; null: the model's maximum")
     samples: int = Field(12, ge=1, description="use only the first N calibration windows; few are enough")
 
 

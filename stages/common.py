@@ -44,7 +44,7 @@ ParamsOption = Annotated[Path, typer.Option("--params", help="Parameter file (YA
 DataOption = Annotated[Path, typer.Option("--data", help="Folder of the stages' stores.")]
 ReportsOption = Annotated[Path, typer.Option("--reports", help="Folder of metrics, plots and the report.")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Parameter in place of the file's, SECTION.KEY=YAML; repeatable.")
+    list[str] | None, typer.Option("--set", help="Override a parameter: SECTION.KEY=YAML; repeatable.")
 ]
 
 T = TypeVar("T")

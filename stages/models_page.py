@@ -125,6 +125,7 @@ def compared(answers: dict[str, Any]) -> dict[str, Any]:
                 "difference": float(gaps.mean()),
                 "error": float(gaps.std(ddof=1) / len(gaps) ** 0.5),
                 "ran": own["ran"],
+                "length": own.get("length"),
                 "same": sum(text == other for text, other in pairs) / len(pairs) if pairs else None,
             }
     return found

@@ -110,7 +110,7 @@ def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[str | Path]
     size = sum(path.stat().st_size for path in out.iterdir())
     assert f"{out}: {size / 1e6:,.1f} MB, for contexts of 256 tokens" in done.output
     assert f"caches {codec.bytes_per_token} bytes per token, dense {DENSE} in 16 bits" in done.output
-    assert f"{codec.bits_per_element(2048):.2f} bits a number at 2,048 tokens, all in" in done.output
+    assert f"{codec.bits_per_element(2048):.2f} bits per element at 2,048 tokens" in done.output
     assert f'use it: recalkv.use_codec(model, "{out}")' in done.output
     assert codec.bytes_per_token <= DENSE / 4
     record = dict(codec.record)

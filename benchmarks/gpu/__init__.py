@@ -1,4 +1,4 @@
-"""Everything that only a GPU can tell, in three parts of a few minutes: does it run, how fast are steps, and models.
+"""GPU measurements in four parts of a few minutes: codec attention, smoke tests, latent kernels, whole models.
 
     python -m benchmarks.gpu                          # smoke, kernels, models, one after the other (`make gpu`)
     python -m benchmarks.gpu kernels --out DIR        # one of them

@@ -18,10 +18,8 @@ def evaluate(
     small: Annotated[
         str, typer.Argument(help="Compressed model, or with --codec the dense one: a folder or a hub id.")
     ],
-    codec: Annotated[Path | None, typer.Option(help="A codec of the model: the folder of its side-car.")] = None,
-    dense: Annotated[
-        str, typer.Option(help="The dense model; default what the compressed one says it was made of.")
-    ] = "",
+    codec: Annotated[Path | None, typer.Option(help="Folder of a codec fitted to this model.")] = None,
+    dense: Annotated[str, typer.Option(help="Dense model; default: the one recorded in the checkpoint.")] = "",
     text: Annotated[list[str], typer.Option(help=describe(EvaluationParams.model_fields["text"]))] = ["embedded"],  # noqa: B006
     split: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["split"]))] = "test",
     field: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["field"]))] = "text",

