@@ -168,6 +168,7 @@ def load_dense(
         ) from error
     # As people call it: a folder that is converted for the moment is none.
     model.config.name_or_path = reference.name
+    model.config._commit_hash = reference.revision
     return model, tokenizer
 
 
@@ -220,7 +221,8 @@ def fit_loaded(
 
     def built(bits: float) -> Codec:
         record = {
-            "model": getattr(model.config, "name_or_path", ""), "bits": float(bits), "seed": seed,
+            "model": getattr(model.config, "name_or_path", ""),
+            "revision": getattr(model.config, "_commit_hash", None), "bits": float(bits), "seed": seed,
             "texts": [Path(text).name for text in texts], "windows": list(windows.shape),
         }  # fmt: skip
         return build_codec(moments, bits, context, model_fingerprint(model), tokens, record, units=units)

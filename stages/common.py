@@ -68,6 +68,7 @@ class Stage:
         self.device = device_of(params.runtime.device)
         # The first store read that is of calibration windows, and their digest.
         self._windows: tuple[Path, str] | None = None
+        self.resumed = False  # an interrupted run's layers were there
 
     def model(self) -> ModelReference:
         """Return the dense model that the model stage resolved."""
@@ -141,7 +142,8 @@ class Stage:
             }
         )
         with writing_layers(path, self.name, model, record, key, self._windows_digest) as store:
-            if store.finished:
+            self.resumed = bool(store.finished)
+            if self.resumed:
                 print(f"{self.name}: {len(store.finished)} layer(s) are there already.", file=sys.stderr)
             yield store
 
@@ -190,8 +192,8 @@ def stage(body: Callable[..., None] | None = None, *, default: bool = True) -> C
             loaded = load_params(params, changes or ())
             run = Stage(name, loaded, data, reports, changes or ())
             body(run, **further)
-            # Runs with other parameters keep theirs where they are told to.
-            kept = default and (not run.changes or reports != Path("reports"))
+            # Runs with other parameters keep theirs where they are told to; those that did only a part, nowhere.
+            kept = default and not run.resumed and (not run.changes or reports != Path("reports"))
             _record_timing(run, time.perf_counter() - started, _cpu_seconds() - cpu_started, kept)
 
     signature = inspect.signature(command)

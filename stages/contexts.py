@@ -66,7 +66,7 @@ def contexts(
 
 def _states(model: Any, ids: Tensor) -> Tensor:
     """Last hidden states, (tokens, hidden)."""
-    states: Tensor = model.model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state[0]
+    states: Tensor = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state[0]
     return states
 
 

@@ -28,10 +28,13 @@ HELP = (
 _STORES = {"codec": ("moments",), "latents": ("sample", "whiten", "fisher")}
 _SECTIONS = {"latents": ("calibration", "compression")}
 _CODE = {
-    "quantizer": ("cache", "evaluation/quantized_cache.py", "evaluation/quantizers.py"),
-    "codec": ("cache", "codec", "method", "runtime"),
+    "dense": ("model",),
+    "quantizer": ("cache", "evaluation/quantized_cache.py", "evaluation/quantizers.py", "model"),
+    "codec": ("cache", "codec", "method", "model", "runtime"),
     "latents": ("cache", "compression.py", "evaluation/streamed.py", "method", "model", "statistics"),
 }
+# How they are called: what a name means, and what is recorded.
+_CALLS = ("cell.py", "codec_cell.py", "forms.py", "quantizer.py", "stored.py", "stored_codec.py")
 _FORM = re.compile(r"(codec(?:-per-head)?|latents|recalkv|palu)-([\d.]+)")
 
 
@@ -72,7 +75,8 @@ def figures_key(run: Stage, name: str, code: Sequence[str], settings: Mapping[st
     form = "dense" if name == "dense" else form_of(name)[0]
     kind = "codec" if form.startswith("codec") else form if form in ("dense", "quantizer") else "latents"
     package = Path(recalkv.__file__).parent
-    sources = [package / each for each in (*_CODE.get(kind, ()), *code)]
+    sources = [package / each for each in (*_CODE[kind], *code)]
+    sources += [Path(__file__).with_name(each) for each in _CALLS]
     return digest_of(
         {
             "name": name,

@@ -13,7 +13,14 @@ def stored_codec(run: Stage, bits: float, heads: int | None = None) -> Codec:
     store = run.read("moments")
     known = store.attributes["parameters"]
     tokens = {int(index): count for index, count in known["tokens"].items()}
-    record = {"model": run.model().name, "bits": bits, "windows": known["shape"], "seed": known["seed"]}
+    dense = run.model()
+    record = {
+        "model": dense.name,
+        "revision": dense.revision,
+        "bits": bits,
+        "windows": known["shape"],
+        "seed": known["seed"],
+    }
     return build_codec(
         get_codec_moments(store), bits, known["context"], known["fingerprint"], tokens, record, heads=heads
     )

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from recalkv.cli import app
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation import beside
 from recalkv.evaluation.beside import QUICK, Wanted, compare, possible
+from recalkv.evaluation.generation import reference_bytes_per_token
 from recalkv.model.card import CARD
 from recalkv.model.source import checkpoint_folder
 from recalkv.model.spec import LatentSpec
@@ -90,6 +92,15 @@ def test_figures_are_those_of_the_models(
         assert 0 < rates["first_quartile"] <= rates["median"] <= rates["third_quartile"]
 
 
+def test_latents_of_16_bits_are_counted_in_their_own_type() -> None:
+    spec: Any = SimpleNamespace(
+        dense_bytes_per_token=288, dense_elements_per_token=144, layers=[SimpleNamespace(quantized=False)]
+    )
+    assert reference_bytes_per_token(spec, 4) == 576 and reference_bytes_per_token(spec, 2) == 288
+    spec.layers[0].quantized = True
+    assert reference_bytes_per_token(spec, 4) == 288
+
+
 def test_hidden_numbers_have_errors_over_prompts() -> None:
     scores = torch.zeros(3, 1, 2, 2)
     scores[0, 0] = torch.tensor([[1.0, 0.5], [0.5, 0.0]])
@@ -147,7 +158,7 @@ def test_a_model_that_does_not_fit_is_refused(
 
 
 def test_eval_writes_a_page_and_its_figures(
-    compressed: Path, tiny_texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compressed: Path, tiny_folder: Path, tiny_texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beside, "QUICK", SMALL)
     command = ["eval", compressed, "--text", tiny_texts[1], "--quick", "--device", "cpu"]
@@ -163,6 +174,12 @@ def test_eval_writes_a_page_and_its_figures(
     card = (compressed / CARD).read_text()
     assert f"| digits found in long prompts | {found['needle']['dense']['found']:.0%} |" in card
     assert "top-1 agreement" in card
+
+    # Another model's folder keeps its card.
+    shutil.copy(tiny_folder / "config.json", tmp_path)
+    (tmp_path / CARD).write_text("of another")
+    assert run(*command, "--out", tmp_path / FIGURES.replace("json", "md")).exit_code == 0
+    assert (tmp_path / CARD).read_text() == "of another"
 
 
 def test_eval_takes_tasks_from_files(
@@ -186,6 +203,7 @@ def test_eval_takes_tasks_from_files(
         (["--out", "page.txt"], "must be a file .md"),
         (["--out", "nowhere/page.md"], "in a folder that exists"),
         (["--dense", "no/such"], "no/such"),
+        (["--items", "."], "--items . are those of --tasks, which names none"),
     ],
 )
 def test_eval_refuses(arguments: list[str], message: str, compressed: Path) -> None:

@@ -18,6 +18,7 @@ from recalkv.codec.fit import build_codec
 from recalkv.codec.moments import take_moments
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import BudgetError, DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
+from recalkv.evaluation.perplexity import window_losses
 from recalkv.fitting import divergence
 from recalkv.method.target import Target
 from recalkv.text.windows import Windows
@@ -114,7 +115,14 @@ def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[str | Path]
     assert f'use it: recalkv.use_codec(model, "{out}")' in done.output
     assert codec.bytes_per_token <= DENSE / 4
     record = dict(codec.record)
-    assert record == {"model": str(settings[0]), "bits": 4, "seed": 3, "texts": ["calibration.txt"], "windows": [6, 32]}
+    assert record == {
+        "model": str(settings[0]),
+        "revision": None,
+        "bits": 4,
+        "seed": 3,
+        "texts": ["calibration.txt"],
+        "windows": [6, 32],
+    }
     model = recalkv.use_codec(AutoModelForCausalLM.from_pretrained(settings[0]), out)
     assert model.generate(windows(1, 40), max_new_tokens=4, do_sample=False).shape == (1, 44)
 
@@ -162,6 +170,7 @@ def test_the_context_is_what_is_fitted_for(settings: list[str | Path], tmp_path:
         (["--heads", "0"], "heads"),
         (["--samples", "0"], "samples"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
+        (["--revision", "main"], "--revision main is one of the hub, and"),
         (["--device", "moon"], "'moon' cannot be used here"),
     ],
 )
@@ -224,6 +233,10 @@ def test_models_of_families_that_latents_know_nothing_of(tiny_tokenizer: Any, tm
     texts = ["the cache holds what the model has read so far " * 200]
     codec = recalkv.fit(tmp_path / "gpt2", dataset=texts, samples=2, length=32, device="cpu")
     assert sorted(codec.layers) == [0, 1, 2] and codec.layers[0].kv_heads == 6
+    ids = windows(2, 12)
+    losses = window_losses(model.eval(), ids)
+    assert float(losses.mean()) == pytest.approx(float(model(ids, labels=ids).loss), rel=1e-5)
+    assert torch.allclose(window_losses(model, ids, prefill=8), losses, rtol=1e-5)
     with pytest.raises(ParameterError, match=r"context=300 .* 256 positions"):
         recalkv.fit(tmp_path / "gpt2", dataset=texts, samples=2, length=32, context=300, device="cpu")
 

@@ -8,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import recalkv  # noqa: F401  (registers the compressed classes)
+from recalkv.errors import ParameterError
+from recalkv.model.device import device_of
 from tests.tiny import compressed_pair, windows
 
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "model.rotary_emb")
@@ -25,6 +27,21 @@ def test_layers_on_disk_give_the_same_tokens(settings: dict[str, Any], tmp_path:
     ids = windows(2, 12)
     tokens = [model.generate(ids, max_new_tokens=8, do_sample=False) for model in (split, compressed)]
     assert torch.equal(*tokens)
+
+
+def test_an_accelerator_without_float64_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def without(*size: int, **further: Any) -> Any:
+        if further.get("dtype") is torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return empty(*size, dtype=further.get("dtype"))
+
+    monkeypatch.setattr(torch, "empty", without)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
+    assert device_of("auto") == torch.device("cpu")
+    with pytest.raises(ParameterError, match=r"runtime.device='mps' has no float64"):
+        device_of("mps")
 
 
 @pytest.mark.gpu

@@ -123,7 +123,9 @@ def drive(stages: list[str], thorough: bool) -> None:
             # Killed after one layer, at once, and after one more.
             for limit, kill in ((1, signal.SIGKILL), (0, signal.SIGTERM), (1, signal.SIGINT)):
                 assert run_layers(stage, limit, kill) == (-1 if kill == signal.SIGINT else -kill), (stage, kill)
+            timings = Path("reports/timings.json").read_text()
             assert run_layers(stage) == LAYERS - 2, stage
+            assert Path("reports/timings.json").read_text() == timings, "of a part of the layers"
             check("continued")
             # What was left is of other parameters: all of it again.
             clear()

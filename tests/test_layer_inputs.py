@@ -88,4 +88,8 @@ def test_only_whole_inputs_of_the_pass_are_taken(tmp_path: Path) -> None:
         assert torch.equal(kept().get(0, 0, 5), whole)
         assert not other.are_of(moments)
         assert not folder.exists(), "others are removed"
+    kept().put(0, 0, whole)
+    kept().sign("digest")
+    kept().put(0, 0, whole + 1)
+    assert not kept().are_of("digest"), "a later pass was killed"
     kept().remove()

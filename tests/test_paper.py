@@ -2,12 +2,32 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+from recalkv.presets import preset
+from recalkv.reports.page import _paper
 from recalkv.reports.paper import Measured, beside_paper, paper_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPER = ROOT / "reports" / "paper.json"
 ROWS = json.loads(PAPER.read_text())["rows"]
+
+
+def test_only_methods_of_the_paper_stand_beside_it() -> None:
+    params = preset("paper/llama-2-7b")
+    rows = [
+        {"method": "fp8", "ratio": 0.5, "bits": "8", "perplexity": 5.48},
+        {"method": "palu", "ratio": 0.5, "bits": "16", "perplexity": 5.9},
+    ]
+    facts = SimpleNamespace(
+        params=params,
+        method=SimpleNamespace(bits=16),
+        metrics={"perplexity": {"dense": 5.47, "compressed": 5.8}, "further_texts": {}},
+        comparison={"rows": rows},
+        paper=paper_rows(PAPER, params.model.id),
+    )
+    shown = "\n".join(_paper(facts))  # type: ignore[arg-type]
+    assert "| palu | 50% | 16 |" in shown and "fp8" not in shown
 
 
 def test_averages_are_those_of_the_scores_but_one() -> None:

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from transformers import BitsAndBytesConfig, GgufConfig
+from transformers import BitsAndBytesConfig, GgufConfig, GPT2Config, GPT2LMHeadModel
 
 from recalkv.errors import ModelUnavailableError, StoreError, UnsupportedModelError
 from recalkv.model import source
@@ -398,3 +398,7 @@ def test_checkpoint_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     edit_config(tmp_path, torch_dtype="float16")
     # As transformers loads it, whatever the files hold.
     assert checkpoint_dtype(tmp_path) == torch.float16
+    edit_config(tmp_path, torch_dtype=None)
+    GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=1, n_layer=1)).to(dtype).save_pretrained(tmp_path)
+    edit_config(tmp_path, dtype=None)
+    assert checkpoint_dtype(tmp_path) == dtype

@@ -205,6 +205,7 @@ def test_jsonl_and_json(tmp_path: Path) -> None:
         ("a.jsonl", "", r"a\.jsonl' holds no text"),
         ("a.json", "", r"a\.json' holds no text"),
         ("a.json", "[]", r"a\.json' holds no text"),
+        ("a.csv", "text\nx", r"a\.csv: \.csv files are not read; write it as \.jsonl"),
     ],
 )
 def test_bad_local_files(name: str, content: str, message: str, tmp_path: Path) -> None:
@@ -325,6 +326,9 @@ def test_no_more_is_read_of_a_huge_set_than_calibration_needs(hub: Any) -> None:
     hub.rows(messages=[CHAT] * 5001)
     assert len(load_documents("ultrachat", split="train")) == 5000
     assert len(load_documents("ultrachat", split="train", max_documents=5001)) == 5001
+    hub.rows(text=["word"] * 10_001)
+    assert len(load_documents("some/set", split="train")) == 10_000
+    assert len(load_documents("c4", split="train")) == 5000
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,11 @@ class Codec:
         }  # fmt: skip
         (folder / _RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
+    def revision_of(self, name: str) -> str | None:
+        """Revision of the hub's model that it was fitted to, if that is of this name."""
+        revision: str | None = self.record.get("revision")
+        return revision if self.record.get("model") == name else None
+
     @classmethod
     def load(cls, folder: str | Path) -> "Codec":
         """Read a side-car.

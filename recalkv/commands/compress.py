@@ -9,7 +9,7 @@ import typer
 import yaml
 
 from recalkv.commands.evaluate import quick_check
-from recalkv.commands.options import option, step_bar
+from recalkv.commands.options import check_revision, option, step_bar
 from recalkv.errors import ParameterError, user_errors
 from recalkv.params import CalibrationParams, CompressionParams, ModelParams, RuntimeParams, parse_section
 from recalkv.presets import describe
@@ -69,7 +69,9 @@ def compress(
         from recalkv.model.source import EMBEDDED
         from recalkv.store.folders import check_output, writing_folder
 
-        check_output(out, Path(source) if source != EMBEDDED and Path(source).exists() else None, overwrite)
+        local = source != EMBEDDED and Path(source).exists()
+        check_revision(source, revision, local or source == EMBEDDED)
+        check_output(out, Path(source) if local else None, overwrite)
 
         from recalkv.cache.codebooks import UNIFORM_CODES
         from recalkv.compression import compress_checkpoint

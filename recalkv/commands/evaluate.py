@@ -3,13 +3,16 @@
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, ReCalKVError, user_errors
 from recalkv.params import EvaluationParams, RuntimeParams
 from recalkv.presets import describe
+
+if TYPE_CHECKING:
+    from recalkv.codec.sidecar import Codec
 
 __all__ = ["evaluate", "quick_check"]
 
@@ -28,17 +31,20 @@ def evaluate(
     limit: Annotated[int, typer.Option(help="Items of each task.", min=2)] = 100,
     quick: Annotated[bool, typer.Option("--quick", help="Quick run: about a minute for a small model.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="The page, FILE.md; JSON beside it. Default evaluation.md in the folder.")
+        Path | None, typer.Option(help="The page, FILE.md; JSON beside it. Default: evaluation.md in the folder.")
     ] = None,
     device: Annotated[str, typer.Option(help=describe(RuntimeParams.model_fields["device"]))] = RuntimeParams().device,
 ) -> None:
     """Compare a compressed model, or a codec, with the dense model."""
     with user_errors():
         home = codec or Path(small)
-        place = out or (home if home.is_dir() else Path()) / "evaluation.md"
+        # Of a hub's model beside what else is in the current folder.
+        place = out or (home / "evaluation.md" if home.is_dir() else Path(f"{home.name}-evaluation.md"))
         if place.suffix != ".md" or not place.absolute().parent.is_dir():
             raise ParameterError(f"--out {place} must be a file .md in a folder that exists; the JSON goes beside it.")
         names = [name for name in tasks.split(",") if name]
+        if items is not None and not names:
+            raise ParameterError(f"--items {items} are those of --tasks, which names none; name the tasks.")
         found: dict[str, Path | None] = dict.fromkeys(names)
         if names:
             from recalkv.evaluation.suites.items import local_data
@@ -63,7 +69,7 @@ def evaluate(
             raise ParameterError(f"--codec {codec} is measured on MODEL itself; leave out --dense {dense}.")
         own = None if codec is None else Codec.load(codec)
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
-            folder, reference = _models(small, dense, own is not None, Path(scratch))
+            folder, reference = _models(small, dense, own, Path(scratch))
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             wanted = replace(QUICK if quick else FULL, tasks=found, limit=limit)
             texts = {
@@ -81,7 +87,7 @@ def evaluate(
         print(f"written to {place} and {place.with_suffix('.json')}")
 
 
-def _models(small: str, dense: str, coded: bool, scratch: Path) -> tuple[Path, Path]:
+def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path]:
     """Folders of the compressed and the dense model; with a codec both are the model's own."""
     from transformers import AutoConfig
 
@@ -89,8 +95,8 @@ def _models(small: str, dense: str, coded: bool, scratch: Path) -> tuple[Path, P
     from recalkv.model.source import checkpoint_folder, resolve_model
     from recalkv.model.spec import LatentSpec
 
-    if coded:
-        folder = resolve_model(small, None, scratch, any_family=True).folder
+    if codec is not None:
+        folder = resolve_model(small, codec.revision_of(small), scratch, any_family=True).folder
         return folder, folder
     folder = checkpoint_folder(small, scratch)
     register()

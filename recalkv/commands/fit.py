@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from recalkv.commands.options import option, step_bar
+from recalkv.commands.options import check_revision, option, step_bar
 from recalkv.errors import ParameterError, user_errors
 from recalkv.params import CalibrationParams, CodecParams, ModelParams, RuntimeParams, parse_section
 from recalkv.presets import describe
@@ -63,6 +63,7 @@ def fit(
         from recalkv.store.folders import CODEC, check_output, writing_folder
 
         local = source != EMBEDDED and Path(source).exists()
+        check_revision(source, revision, local or source == EMBEDDED)
         check_output(out, Path(source) if local else None, overwrite, CODEC)
 
         from recalkv.fitting import fit_loaded, load_dense

@@ -85,7 +85,7 @@ def _open(name: str, codec: Path | None, device: str) -> tuple[Any, Any]:
         if own is None:
             folder = checkpoint_folder(name, Path(scratch))
         else:
-            folder = resolve_model(name, None, Path(scratch), any_family=True).folder
+            folder = resolve_model(name, own.revision_of(name), Path(scratch), any_family=True).folder
         model = load_model(folder, where, checkpoint_dtype(folder))
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if own is None:

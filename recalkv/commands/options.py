@@ -7,14 +7,21 @@ from typing import Any
 import typer
 from pydantic import BaseModel
 
+from recalkv.errors import ParameterError
 from recalkv.presets import describe
 
-__all__ = ["option", "step_bar"]
+__all__ = ["check_revision", "option", "step_bar"]
 
 
 def option(section: type[BaseModel], name: str, default: str | bool = True) -> Any:
     """Option with a parameter's description; ``default`` is what help shows where it is not the argument's own."""
     return typer.Option(help=describe(section.model_fields[name]), show_default=default)
+
+
+def check_revision(source: str, revision: str | None, local: bool) -> None:
+    """Refuse a revision of a model that is not the hub's."""
+    if local and revision is not None:
+        raise ParameterError(f"--revision {revision} is one of the hub, and {source} is not there; leave it out.")
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from recalkv.evaluation.generation import (
     cache_bytes_per_token,
     fill_cache,
     parameter_count,
+    reference_bytes_per_token,
     state_bytes,
     state_figures,
     window_bytes,
@@ -31,6 +32,7 @@ from recalkv.evaluation.suites.needle import SCORES, find_needles
 from recalkv.evaluation.suites.zeroshot import TaskScore, zero_shot
 from recalkv.evaluation.timing import Timing
 from recalkv.kernels.decoder import choose_kernels
+from recalkv.model.layers import weight_files
 from recalkv.model.loading import load_model
 from recalkv.model.modeling import register
 from recalkv.model.precision import resolve_precision
@@ -114,6 +116,8 @@ class Measured:
     bytes_per_token, window_bytes, state_bytes
         Of a live cache: of a token, of a sequence's exact latents beside its rows, and of the states of layers that
         keep one instead of keys and values.
+    element_bytes
+        Of a number of the model's type.
     parameters
         Tied ones once.
     needle
@@ -129,6 +133,7 @@ class Measured:
     bytes_per_token: float
     window_bytes: float
     state_bytes: float
+    element_bytes: int
     parameters: int
     needle: Tensor | None
     speed: Mapping[int, Timing]
@@ -249,7 +254,7 @@ def compare_codec(
 
 def _check_memory(folder: Path, device: torch.device) -> None:
     """Refuse a model whose weights alone do not fit."""
-    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
+    needed = sum(file.stat().st_size for file in weight_files(folder)) / 2**20
     free = available_mib(device)
     if free is not None and needed > free:
         raise ModelUnavailableError(
@@ -311,7 +316,7 @@ def measure(
         context: time_decoding(model, contents, "growing", 1, context, wanted.steps)[0] for context in wanted.contexts
     }
     compared = None if dense is None else against
-    return Measured(texts, compared, *cached, parameter_count(model), needle, speed, tasks)
+    return Measured(texts, compared, *cached, model.dtype.itemsize, parameter_count(model), needle, speed, tasks)
 
 
 def figures(dense: Measured, compressed: Measured, spec: "LatentSpec | CodecFacts", wanted: Wanted) -> dict[str, Any]:
@@ -323,6 +328,11 @@ def figures(dense: Measured, compressed: Measured, spec: "LatentSpec | CodecFact
     assert compressed.against is not None
     sides = {"dense": dense, "compressed": compressed}
     first, *others = compressed.against
+    reference = (
+        reference_bytes_per_token(spec, compressed.element_bytes)
+        if isinstance(spec, LatentSpec)
+        else spec.dense_bytes_per_token
+    )
     length = int(compressed.against[first]["tokens_per_window"])
     found: dict[str, Any] = {
         "text": first,
@@ -332,8 +342,8 @@ def figures(dense: Measured, compressed: Measured, spec: "LatentSpec | CodecFact
         "cache": {
             **{f"{side}_bytes_per_token": each.bytes_per_token for side, each in sides.items()},
             "compressed_window_bytes": compressed.window_bytes,
-            "reference_bytes_per_token": spec.dense_bytes_per_token,
-            "compression_ratio": 1 - compressed.bytes_per_token / spec.dense_bytes_per_token,
+            "reference_bytes_per_token": reference,
+            "compression_ratio": 1 - compressed.bytes_per_token / reference,
             **state_figures(compressed.state_bytes),
         },
         "parameters": {side: each.parameters for side, each in sides.items()},

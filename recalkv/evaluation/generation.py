@@ -20,6 +20,7 @@ __all__ = [
     "measure_generation",
     "parameter_count",
     "parameter_metrics",
+    "reference_bytes_per_token",
     "state_bytes",
     "state_figures",
     "window_bytes",
@@ -141,12 +142,10 @@ def parameter_count(model: Any) -> int:
 def cache_metrics(spec: LatentSpec, dense: Generated, compressed: Generated, element_bytes: int) -> dict[str, Any]:
     """Live and allocated bytes per token, and what share of the dense cache's is removed.
 
-    Latents that are not quantized are compared with the dense model's live cache, both in the model's type of
-    ``element_bytes``; quantized ones with a 16-bit cache.
+    ``element_bytes`` are those of the compressed model's type.
     """
     live, dense_live = compressed.cache_bytes_per_token, dense.cache_bytes_per_token
-    quantized = any(layer.quantized for layer in spec.layers)
-    reference = spec.dense_bytes_per_token if quantized else dense_live
+    reference = reference_bytes_per_token(spec, element_bytes)
     return {
         "dense_bytes_per_token": dense_live,
         "compressed_bytes_per_token": live,
@@ -157,6 +156,15 @@ def cache_metrics(spec: LatentSpec, dense: Generated, compressed: Generated, ele
         "requested_ratio": spec.parameters["ratio"],
         **state_figures(compressed.state_bytes),
     }
+
+
+def reference_bytes_per_token(spec: LatentSpec, element_bytes: int) -> int:
+    """Bytes of a dense cache beside which latents are counted.
+
+    In the compressed model's own type of ``element_bytes`` where they are not quantized, else in 16 bits.
+    """
+    quantized = any(layer.quantized for layer in spec.layers)
+    return spec.dense_bytes_per_token if quantized else spec.dense_elements_per_token * element_bytes
 
 
 def state_figures(state_bytes: float) -> dict[str, float]:

@@ -177,7 +177,8 @@ def divergences(model: Any, states: Tensor, dense: Tensor) -> Tensor:
 def _token_scores(logits: Tensor, targets: Tensor, dense: Tensor | None) -> Tensor:
     """Sums over tokens: loss, divergence from the dense model, top-1 agreement; (3,) float64 on the CPU."""
     own = logits.float().log_softmax(-1)
-    sums = [-own.gather(1, targets[:, None]).sum(dtype=torch.float64)]
+    # Of a model that is split over devices, logits are on its last one.
+    sums = [-own.gather(1, targets.to(own.device)[:, None]).sum(dtype=torch.float64)]
     if dense is None:
         sums += [torch.zeros_like(sums[0])] * 2
     else:
@@ -190,10 +191,10 @@ def _token_scores(logits: Tensor, targets: Tensor, dense: Tensor | None) -> Tens
 def _last_states(model: Any, ids: Tensor, prefill: int | None, make: Callable[[], Any] | None) -> Tensor:
     """Last hidden states, (batch, tokens, hidden), of one pass or of a prefill and single steps."""
     if prefill is None:
-        return cast(Tensor, model.model(input_ids=ids, use_cache=False).last_hidden_state)
+        return cast(Tensor, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     cache = DynamicCache(config=model.config) if make is None else make()
     first, *steps = [ids[:, :prefill], *ids[:, prefill:].split(1, dim=1)] if prefill < ids.shape[1] else [ids]
-    parts = [model.model(input_ids=part, past_key_values=cache).last_hidden_state for part in (first, *steps)]
+    parts = [model.base_model(input_ids=part, past_key_values=cache).last_hidden_state for part in (first, *steps)]
     return torch.cat(parts, dim=1)
 
 

@@ -8,13 +8,24 @@ __all__ = ["device_of"]
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of this name; ``auto`` is the accelerator, where there is one, else the CPU."""
+    """Return the device of this name; ``auto`` is the accelerator, where there is one with float64, else the CPU."""
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator if accelerator is not None else torch.device("cpu")
+        return accelerator if accelerator is not None and _has_float64(accelerator) else torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ParameterError(f"runtime.device={name!r} cannot be used here; set it to auto or cpu.") from error
+    if not _has_float64(device):
+        raise ParameterError(f"runtime.device={name!r} has no float64, which sums are taken in; set it to auto or cpu.")
     return device
+
+
+def _has_float64(device: torch.device) -> bool:
+    """Whether it has; Apple's GPUs (``mps``) do not."""
+    try:
+        torch.empty(1, dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):
+        return False
+    return True

@@ -39,6 +39,7 @@ __all__ = [
     "attention_input",
     "autocast",
     "run_layer",
+    "weight_files",
 ]
 
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -375,6 +376,11 @@ def _opened(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ModelUnavailableError(f"{file} is damaged or incomplete ({error}); download it again.") from error
+
+
+def weight_files(folder: Path) -> set[Path]:
+    """Files that a checkpoint's weights are loaded from; published folders may hold the same in one more."""
+    return set(_all_files(folder).values())
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:

@@ -41,8 +41,8 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_UNREAD = ["*/*", "consolidated*"]
 """The same weights once more, for other programs."""
 _SAMPLE_BYTES = 1 << 20
-_TABLES = ("embed_tokens.weight", "lm_head.weight")
-"""Either may hold the table where both are the same."""
+_TABLES = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+"""Embeddings by their names in several architectures; or the head, where both are the same."""
 
 
 class ModelReference:

@@ -53,9 +53,10 @@ def advice(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts) -> list[st
 def write(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts, out: Path) -> None:
     """Write the page, the figures beside it as JSON, and the card of the checkpoint where that is its folder."""
     files = {out: page(figures, spec), out.with_suffix(".json"): json.dumps(figures, indent=2, sort_keys=True) + "\n"}
-    own = isinstance(spec, LatentSpec) and out.with_suffix(".json").name == FIGURES
-    if own and (out.parent / "config.json").exists():
-        assert isinstance(spec, LatentSpec)
+    config = out.parent / "config.json"
+    # Not another model's card, where the page of one lies in its folder.
+    own = out.with_suffix(".json").name == FIGURES and config.exists() and "recalkv" in json.loads(config.read_text())
+    if isinstance(spec, LatentSpec) and own:
         files[out.parent / CARD] = model_card(spec, figures)
     for path, content in files.items():
         partial = path.with_name(path.name + ".partial")
@@ -108,7 +109,7 @@ def page(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts) -> str:
         *(f"- {line}" for line in changes or ["all metrics are within their limits"]),
         "",
         markdown(
-            ["live cache", "dense", "compressed", "removed, of 16 bits"],
+            ["live cache", "dense", "compressed", f"removed, of {cache['reference_bytes_per_token']:,.0f}"],
             [
                 [
                     "bytes per token",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recalkv.method.grouping import HeadGrouping
-from recalkv.method.methods import Method
+from recalkv.method.methods import METHODS, Method
 from recalkv.method.similarity import within_group_similarity
 from recalkv.params import Params
 from recalkv.reports.grid import removed_by_rank
@@ -205,8 +205,10 @@ def _paper(facts: Facts) -> list[str]:
         if by_rank is not None:
             measured.append(Measured(wanted.method, by_rank, facts.method.bits, name, figures["compressed"]))
     for row in facts.comparison["rows"]:
-        if row["method"] != wanted.method:
-            measured.append(Measured(row["method"], row["ratio"], 16, text, row["perplexity"]))
+        if row["method"] in METHODS and row["method"] != wanted.method:
+            removed = removed_by_rank(row["ratio"], row["bits"])
+            if removed is not None:
+                measured.append(Measured(row["method"], removed, int(row["bits"]), text, row["perplexity"]))
     return paper_section(facts.paper, measured)
 
 

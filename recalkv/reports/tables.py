@@ -54,7 +54,8 @@ def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, An
     cache = metrics["cache"]
     # Of packed rows the reference is a dense cache of 16 bits, whatever the measured model's type.
     dense = cache["reference_bytes_per_token"]
-    kind = "" if dense == cache["dense_bytes_per_token"] else " in 16 bits"
+    live = cache["dense_bytes_per_token"]
+    kind = "" if dense == live else " in 16 bits" if dense < live else " in float32"
     live = {"dense": dense, "compressed": cache["compressed_bytes_per_token"]}
     window, states = (cache.get(name, 0) for name in ("compressed_window_bytes", "state_bytes"))
     exact = {"dense": 0, "compressed": window * dense / cache["dense_bytes_per_token"]}

@@ -48,6 +48,7 @@ class LayerInputs:
         rows = states[: stop - first].to(self._dtype).cpu().contiguous()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / "of").unlink(missing_ok=True)  # of an earlier pass, whose files are overwritten
             self._write(layer, first * self._window_bytes, rows.view(torch.uint8).numpy().data.cast("B"))
         except OSError:
             # They may be what filled the disk.

@@ -24,6 +24,9 @@ __all__ = ["given_documents", "load_documents"]
 _ARTICLES = "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 _NEWS = "test/test_data/lee_background.cor"
 _LOCAL = (".txt", ".raw", ".json", ".jsonl")
+_TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
+_MOST = 10_000
+"""Rows that are read of a set that the project does not know, unless another number is asked for."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ _SHORT_NAMES = {
             "validation": "en/c4-validation.00000-of-00008.json.gz",
         },
         test_split="validation",
+        most=5000,
     ),
     "ultrachat": _HubSet(
         "HuggingFaceH4/ultrachat_200k", field="messages", train_split="train_sft", test_split="test_sft", most=5000
@@ -137,6 +141,8 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; name an existing .txt, .raw, .json or .jsonl file.")
     kind, where = path.suffix.lower(), str(path)
+    if kind in _TABLES:
+        raise DataError(f"{path}: {kind} files are not read; write it as .jsonl, as by `to_json` of `datasets`.")
     try:
         text = path.read_text(encoding="utf-8-sig")
         if kind == ".jsonl":
@@ -200,7 +206,7 @@ def _described(value: Any) -> str:
 def _hub_documents(name: str, split: str, field: str, limit: int | None) -> list[Document]:
     rest, _, own_revision = name.partition("@")
     short, _, own_subset = rest.partition(":")
-    known = _SHORT_NAMES.get(short, _HubSet(short))
+    known = _SHORT_NAMES.get(short, _HubSet(short, most=_MOST))
     subset, revision = own_subset or known.subset, own_revision or known.revision
     field = known.field if field == "text" else field
     split = {"train": known.train_split, "test": known.test_split}.get(split, split)
