@@ -188,8 +188,8 @@ def test_other_bad_input_is_refused(settings: list[str | Path], tmp_path: Path) 
         (["--samples", "1000"], "calibration.samples=1000"),
         (["--length", "512"], "length=512 exceeds the model's 256 positions; use at most 256"),
         (["--length", "4"], "windows of 4 tokens leave none behind the 4 sinks"),
-        (["--target", "bytes_per_token=400"], "400 bytes per token hold the dense cache of 288 bytes as it is"),
-        (["--bits", "0.01"], "codes nothing; the smallest rows take"),
+        (["--target", "bytes_per_token=400"], "400 bytes per token already hold the dense cache of 288 bytes"),
+        (["--bits", "0.01"], "of the smallest rows; ask for more"),
     ):
         refused = fit(*settings, *arguments, "--out", tmp_path / "codec")
         assert refused.exit_code == 1 and message in refused.output, refused.output

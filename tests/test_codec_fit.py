@@ -324,7 +324,7 @@ def test_bits_out_of_range_are_refused_before_the_work(
 
 
 def test_too_few_bits_are_refused(model: Any) -> None:
-    with pytest.raises(BudgetError, match="codes nothing; the smallest rows take"):
+    with pytest.raises(BudgetError, match="of the smallest rows; ask for more"):
         fit(model, windows(2, 24), bits=0.01)
 
 

@@ -150,7 +150,7 @@ print(recalkv.__file__)
     assert output[0] == str(expected)
     assert output[1] == "True"
     assert "datasets" in output[2]
-    assert "pip install 'recalkv[pipeline]'" in output[2]
+    assert "pip install '.[pipeline]'" in output[2]
     assert Path(output[3]).is_relative_to(python.parent.parent)
     assert (tmp_path / "smaller" / "model.safetensors").exists()
 

@@ -71,7 +71,7 @@ def test_one_budget_and_no_more() -> None:
 
 
 def test_a_budget_that_holds_the_dense_cache_is_refused() -> None:
-    with pytest.raises(ParameterError, match="1,000 bytes per token hold the dense cache of 1,000 bytes"):
+    with pytest.raises(ParameterError, match="1,000 bytes per token already hold the dense cache of 1,000 bytes"):
         Target(bytes_per_token=1000).fixed_ratio(1000)
 
 

@@ -46,8 +46,7 @@ def allocate_bits(
     smallest = min(tokens) * Segment(BLOCK, 1).row_bytes
     if budget < smallest:
         raise BudgetError(
-            f"codec: a budget of {budget:,.0f} bytes codes nothing; the smallest rows take {smallest:,.0f}: ask for "
-            f"more."
+            f"codec: a budget of {budget:,.0f} bytes is below the {smallest:,.0f} of the smallest rows; ask for more."
         )
     blocks = [[sum(unit[start : start + BLOCK]) for start in range(0, len(unit), BLOCK)] for unit in energies]
     # Scales cost bytes as well, and how many depends on the result: find how much may be spent on codes.

@@ -155,7 +155,7 @@ def is_compressed(model: nn.Module) -> bool:
 def why_not(model: nn.Module) -> str | None:
     """Why the kernels cannot serve a model where it is; None if they can."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (it comes with `pip install 'recalkv[kernels]'`)"
+        return "triton is not installed (it comes with `pip install '.[kernels]'` in a clone of recalkv)"
     layers = [module for module in model.modules() if isinstance(module, LatentAttention)]
     if not layers:
         return "the model has no latent attention; compress it first"

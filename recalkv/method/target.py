@@ -99,7 +99,7 @@ class Target:
             return self.ratio
         if self.bytes_per_token >= dense_bytes:
             raise ParameterError(
-                f"target: {self.bytes_per_token:,.0f} bytes per token hold the dense cache of {dense_bytes:,} bytes as "
-                f"it is; there is nothing to compress, or ask for less."
+                f"target: {self.bytes_per_token:,.0f} bytes per token already hold the dense cache of {dense_bytes:,} "
+                f"bytes; ask for less."
             )
         return 1 - self.bytes_per_token / dense_bytes
