@@ -193,6 +193,16 @@ def fit_loaded(
     context, progress, heads
         As in :func:`fit`.
     """
+    from recalkv.runtime.models import check_cached, codec_of, stop_codec, use_codec
+
+    used = codec_of(model)
+    if used is not None:
+        # What is calibrated is the dense model.
+        stop_codec(model)
+        try:
+            return fit_loaded(model, tokenizer, texts, calibration, goal, context, progress, heads)
+        finally:
+            use_codec(model, used, check=False)
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and calibration.length > positions:
         raise ParameterError(
@@ -214,6 +224,7 @@ def fit_loaded(
             f"length={calibration.length}: a loss cannot be measured on windows of at most {WINDOW + SINKS} tokens, "
             f"which are kept exact; use longer ones."
         )
+    check_cached(model)
     seed, tokens = calibration.seed, cached_tokens(model, context)
     moments = take_moments(model, windows, context, seed, progress)
     bits = target_bits(goal, moments, context, tokens) if isinstance(goal, Target) else goal

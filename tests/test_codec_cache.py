@@ -13,16 +13,20 @@ from transformers import (
     DynamicCache,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    PersimmonConfig,
+    PersimmonForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     StaticCache,
 )
 
+import recalkv
 import recalkv.runtime.means
 from recalkv.codec.codes import levels
 from recalkv.errors import CheckpointError, ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime.cache import SLACK, CodecLayer
-from recalkv.runtime.models import codec_cache, stop_codec, use_codec
+from recalkv.runtime.models import check_cached, codec_cache, stop_codec, use_codec
+from recalkv.runtime.models import codec_of as used_codec
 from tests import tiny
 from tests.coded import WINDOW, assert_agree, codec_of, coded_model, dense, fit, in_chunks, one_pass, token_ids
 
@@ -367,14 +371,72 @@ def test_layers_that_share_their_keys_are_refused() -> None:
     use_codec(model, fit(model, tiny.windows(), 4, context=256))
     with pytest.raises(UnsupportedModelError, match="layer 2 attends to the keys of an earlier layer"):
         model(token_ids(), use_cache=True)
+    # Before an hour of fitting.
+    with pytest.raises(
+        UnsupportedModelError, match="layer 2 of Gemma3nForCausalLM attends to other keys than its cache"
+    ):
+        check_cached(stop_codec(model))
 
 
-def test_moved_caches_come_back() -> None:
-    model, ids = coded_model("mistral-sliding"), token_ids()
-    wanted, _ = in_chunks(model, ids, STEPS)
-    _, cache = in_chunks(model, ids, STEPS[:21])
-    for layer in cache.layers:
-        layer.offload()
-        layer.prefetch()
-    rest, _ = in_chunks(model, ids, range(41, 61), cache)
-    assert torch.equal(rest, wanted[:, 40:])
+def test_offloaded_caches_are_refused() -> None:
+    model = coded_model()
+    cache = DynamicCache(config=model.config)
+    cache.offloading = True
+    with pytest.raises(UnsupportedModelError, match="an offloaded cache moves keys"):
+        model(token_ids(), past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_masks_that_show_later_tokens_are_refused(cached: bool) -> None:
+    """As those of images in Gemma 3 and of PaliGemma's prefixes; the same mask without them is served."""
+    model, ids = coded_model(), token_ids()
+    mask = torch.ones(60, 60, dtype=torch.bool).tril()[None, None].repeat(6, 1, 1, 1)
+    with torch.no_grad():
+        assert_agree(model(ids, attention_mask=mask, use_cache=cached).logits, one_pass(model, ids))
+        mask[:, :, 10:20, 10:20] = True
+        with pytest.raises(UnsupportedModelError, match="attend to later ones"):
+            model(ids, attention_mask=mask, use_cache=cached)
+
+
+def test_padding_between_turns_is_refused() -> None:
+    model, ids = coded_model(), token_ids()
+    _, cache = in_chunks(model, ids, [30])
+    mask = torch.ones(6, 60, dtype=torch.int64)
+    mask[0, 30:35] = 0
+    positions = (mask.cumsum(1) - 1)[:, 30:].clamp_min(0)
+    with pytest.raises(ParameterError, match="position_ids give 30 where a sequence's slots give 35"):
+        model(ids[:, 30:], attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+
+
+def test_a_family_that_hands_attention_no_positions_is_padded_all_the_same() -> None:
+    sizes = tiny.SIZES | {"num_key_value_heads": 6, "qk_layernorm": True}
+    torch.manual_seed(0)
+    model = PersimmonForCausalLM(PersimmonConfig(**sizes)).eval()
+    use_codec(model, dataclasses.replace(fit(model, tiny.windows(), 4, context=256), window=WINDOW))
+    ids, mask = token_ids(), torch.ones(6, 60, dtype=torch.int64)
+    alone, _ = in_chunks(model, ids[:1, 17:], [20, *range(21, 44)])
+    mask[0, :17] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    found, _ = in_chunks(model, ids, [37, *range(38, 61)], attention_mask=mask, position_ids=positions)
+    assert_agree(found[:1, 17:], alone)
+
+
+def test_static_caches_begin_without_dense_keys_and_batches_are_not_continuous() -> None:
+    model = dense()
+    shape = model._get_static_cache_init_shape()
+    assert shape is not None
+    use_codec(model, codec_of())
+    assert model._get_static_cache_init_shape() is None
+    with pytest.raises(UnsupportedModelError, match="continuous batching keeps a cache of its own"):
+        model.init_continuous_batching()
+    assert stop_codec(model)._get_static_cache_init_shape() == shape
+
+
+def test_a_model_with_a_codec_is_fitted_as_the_dense_one(tiny_tokenizer: Any) -> None:
+    model, texts = coded_model(), ["the cache holds what the model has read so far " * 200]
+    settings: dict[str, Any] = {"dataset": texts, "target": "max_excess=0.05", "samples": 2, "length": 64}
+    again = recalkv.fit(model, tiny_tokenizer, **settings)
+    assert used_codec(model) is not None
+    first = recalkv.fit(dense(), tiny_tokenizer, **settings)
+    assert again.record == first.record
+    assert all(torch.equal(again.layers[i].keys[0].matrix, first.layers[i].keys[0].matrix) for i in first.layers)

@@ -70,7 +70,7 @@ def test_bytes_are_those_of_a_whole_context() -> None:
     dense = sum(96 * count for count in tokens.values()) / 256
     found = target_bits(Target(bytes_per_token=dense / 4), moments, 256, tokens)
     assert found == pytest.approx(4, rel=0.01)
-    with pytest.raises(ParameterError, match="there is nothing to compress"):
+    with pytest.raises(ParameterError, match="already hold the dense cache"):
         target_bits(Target(bytes_per_token=300), moments, 256, tokens)
 
 

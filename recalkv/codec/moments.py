@@ -205,7 +205,8 @@ def collect_moments(
                 raise _not_finite(max(stopped), "gradients")
             progress("moments", number + 1, samples)
     served = rotations if served is None else served
-    return {layer: _finished(pair, served.get(layer), context) for layer, pair in sorted(sides.items())}
+    # Sums of a layer go as its moments come: of wide models they are large.
+    return {layer: _finished(sides.pop(layer), served.get(layer), context) for layer in sorted(sides)}
 
 
 def _finished(pair: tuple[_Side, _Side], rotation: Rotation | None, context: int) -> LayerMoments:

@@ -19,6 +19,10 @@ _watcher: Callable[[int, Tensor, Tensor], None] | None = None
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **further: Any) -> Any:
     if _watcher is not None:
         _watcher(module.layer_idx, key, value)
+    if query.shape[2] == key.shape[2] == 1:
+        # One token gives back its own value. With attention sinks it would be a share that rounds otherwise at each
+        # position, and states are to be the same at all (recalkv.codec.rope).
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
     return dense_attention(module, query, key, value, attention_mask, **further)
 
 

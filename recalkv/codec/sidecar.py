@@ -120,7 +120,7 @@ class LayerCodec:
 
     def on(self, device: torch.device) -> "LayerCodec":
         """The same with its tensors on a device, where steps that are captured into a graph can copy none."""
-        if device.type == "cpu":
+        if device == self.key_mean.device:
             return self
         keys, values = (
             tuple(Code(code.matrix.to(device), code.segments) for code in codes) for codes in (self.keys, self.values)

@@ -67,7 +67,8 @@ def _attention(
         query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
         mixed = torch.autocast(kind, enabled=False)
     with torch.no_grad(), mixed:
-        positions = _positions(module, position_ids, query.shape[2])
+        given = position_ids if position_ids is not None or layer is None else layer.given
+        positions = _positions(module, given, query.shape[2])
         arguments = (mask, scale, softcap, s_aux)
         if layer is None:
             output = _uncached(own, codec, query.detach(), key.detach(), value.detach(), positions, *arguments)
@@ -103,6 +104,31 @@ def _slots_seen(module: Any, mask: Tensor) -> Tensor:
         return seen
 
     return of_mask(mask, "slots seen", make)
+
+
+def _check_causal(mask: Tensor, count: int) -> None:
+    """Refuse a mask whose queries, of the last slots, see slots behind their own.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
+    if count == 1:
+        return
+    message = (
+        "codec: the mask lets tokens attend to later ones, as those of one image or of a prefix do, which rows do not "
+        "serve; give text alone, or use the dense cache."
+    )
+
+    def make() -> bool:
+        later = (mask[..., -count:] & torch.ones(count, count, dtype=torch.bool, device=mask.device).triu(1)).any()
+        if torch.compiler.is_compiling():
+            torch._assert_async(~later, message)
+            return False
+        return bool(later)
+
+    if of_mask(mask, ("later", count), make):
+        raise UnsupportedModelError(message)
 
 
 def check_positions(module: Any, positions: Tensor) -> None:
@@ -152,6 +178,8 @@ def _cached(
     visible = end - skipped
     if mask is not None:
         mask = mask[..., :visible]
+        if mask.shape[-1] == visible:  # else a static cache is too small, which it says itself
+            _check_causal(mask, count)
     seen = None
     if mask is not None and layer.unsettled:
         # Padding of new tokens: no query sees them.
@@ -260,6 +288,7 @@ def _uncached(
     layer.lazy_initialization(key, value)
     seen = None
     if mask is not None:
+        _check_causal(mask, query.shape[2])
         seen = mask.any(1).any(1).expand(key.shape[0], -1)
     layer.append(key, value, seen, positions)
     end = key.shape[2]

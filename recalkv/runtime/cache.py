@@ -85,6 +85,8 @@ class CodecLayer(CacheLayerMixin):
         # Whether a model's forward pass has said that its attention stores what comes; None outside of models.
         self.awaited: bool | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
+        # Positions of what comes, as the model was given them: not every family hands them to its attention.
+        self.given: Tensor | None = None
         self.first: Tensor | None = None
         self.offset: Tensor | None = None
         # Whether sequences start at other slots or have other positions, and whether some have not begun; and the
@@ -116,6 +118,8 @@ class CodecLayer(CacheLayerMixin):
                 f"model."
             )
         self.dtype, self.device, batch = key_states.dtype, key_states.device, key_states.shape[0]
+        if self.codec.key_mean.device != self.device and not torch.compiler.is_compiling():
+            self.codec = self.codec.on(self.device)  # of a model that was moved
         tiles = 0 if self.capacity is None else -(-self._room(self.capacity) // TILE)
         shape = (batch, tiles, self.codec.row_bytes, TILE)
         with _written_later():
@@ -174,7 +178,7 @@ class CodecLayer(CacheLayerMixin):
 
     def begin(self, count: int, seen: Tensor | None, positions: Tensor | None) -> tuple[int, int]:
         """Make ready for so many new tokens: room, first slots and positions. The slot of the first, and how many."""
-        self.pending = None
+        self.pending = self.given = None
         self.awaited = None if self.awaited is None else False
         start = self.length
         if self.capacity is not None and start + count > self.capacity and self.sliding_window is None:
@@ -373,7 +377,7 @@ class CodecLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens; a static layer keeps its memory."""
         self.length = self.base = self.written = self.recorded = 0
-        self.pending, self.ragged, self.unsettled = None, False, True
+        self.pending, self.given, self.ragged, self.unsettled = None, None, False, True
         if self.capacity is None:
             self.keys = self.values = None  # type: ignore[assignment]
             self.first = self.offset = None
@@ -401,13 +405,3 @@ class CodecLayer(CacheLayerMixin):
         """Some of the sequences."""
         for name in self._states():
             setattr(self, name, getattr(self, name)[indices])
-
-    def offload(self) -> None:
-        """Move to the CPU."""
-        for name in self._states():
-            setattr(self, name, getattr(self, name).to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move back."""
-        for name in self._states():
-            setattr(self, name, getattr(self, name).to(self.device, non_blocking=True))

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import (
     Cache,
@@ -17,15 +18,25 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from recalkv.codec.probe import attention_name, set_attention
+from recalkv.codec.probe import attention_name, set_attention, watching
 from recalkv.codec.sidecar import Codec, model_fingerprint
-from recalkv.errors import CheckpointError, UnsupportedModelError
+from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
 from recalkv.runtime.attention import NAME, check_positions
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.coded import kernel
 
-__all__ = ["codec_cache", "stop_codec", "use_codec"]
+__all__ = ["check_cached", "codec_cache", "codec_of", "stop_codec", "use_codec"]
 
+
+def _no_continuous_batching(*args: Any, **kwargs: Any) -> None:
+    raise UnsupportedModelError(
+        "codec: transformers' continuous batching keeps a cache of its own; use `generate()`, or vLLM "
+        "(examples/serve.md)."
+    )
+
+
+# Of a model that uses a codec; and static caches take their sizes from the first tokens, not from dense keys.
+_METHODS = {"init_continuous_batching": _no_continuous_batching, "_get_static_cache_init_shape": lambda: None}
 _REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
@@ -78,6 +89,7 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         layer.prepare()
     base.recalkv_before = attention_name(base)
     set_attention(base, NAME)
+    vars(base).update(_METHODS)
     for module in base.modules():
         if _attends(module):
             module.recalkv_codec = own
@@ -98,13 +110,41 @@ def stop_codec(model: Any) -> Any:
         set_attention(base, before)
         for module in base.modules():
             module.__dict__.pop("recalkv_codec", None)
+        for name in _METHODS:
+            base.__dict__.pop(name, None)
     return model
+
+
+def codec_of(model: Any) -> Codec | None:
+    """The codec that a model uses, or None."""
+    return next((each.recalkv_codec for each in _base(model).modules() if hasattr(each, "recalkv_codec")), None)
+
+
+@torch.no_grad()
+def check_cached(model: Any) -> None:
+    """Refuse a model whose cache does not hold the keys and values that its attention reads.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
+    cache, read = DynamicCache(config=model.config), dict[int, list[torch.Size]]()
+    with watching(model, lambda layer, key, _: read.setdefault(layer, []).append(key.shape)):
+        model(input_ids=torch.ones(1, 2, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    for index, shapes in read.items():
+        layer = cache.layers[index] if index < len(cache.layers) else None
+        held = getattr(layer, "keys", None)
+        if type(layer) not in _REPLACED or held is None or shapes != [held.shape]:
+            raise UnsupportedModelError(
+                f"codec: layer {index} of {type(model).__name__} attends to other keys than its cache holds (latents, "
+                f"repeated heads, keys of an earlier layer, or a cache of its own), which rows do not serve; use the "
+                f"dense cache."
+            )
 
 
 def codec_cache(model: Any, codec: Codec | None = None, **settings: Any) -> Cache:
     """An empty cache of coded layers for a model that uses a codec, to be given as ``past_key_values``."""
-    base = _base(model)
-    own = codec or next((m.recalkv_codec for m in base.modules() if hasattr(m, "recalkv_codec")), None)
+    base, own = _base(model), codec or codec_of(model)
     if own is None:
         raise UnsupportedModelError("codec: the model uses none; call `recalkv.use_codec(model, codec)` before.")
     return coded(DynamicCache(config=base.config, **settings), own.layers, own)
@@ -115,6 +155,11 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
     if isinstance(cache, EncoderDecoderCache):
         coded(cache.self_attention_cache, layers, codec)
         return cache
+    if getattr(cache, "offloading", False):
+        raise UnsupportedModelError(
+            "codec: an offloaded cache moves keys and values before attention has coded them; leave out offloading: "
+            "the rows take a quarter of the memory."
+        )
     if not hasattr(cache, "layers"):
         raise UnsupportedModelError(
             f"codec: a cache of class {type(cache).__name__} cannot hold coded layers; give a DynamicCache or none."
@@ -166,6 +211,30 @@ def _attends(module: Any) -> bool:
     return hasattr(module, "layer_idx") and module.layer_idx is not None and not isinstance(module, nn.ModuleList)
 
 
+def _check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
+    """Refuse positions (batch or 1, tokens) that do not go on where a sequence's tokens are.
+
+    Raises
+    ------
+    ParameterError
+    """
+    count = positions.shape[-1]
+    # A GPU is not asked at every decoding step, whose positions follow from the prompt's.
+    if not layer.length or layer.unsettled or (count == 1 and not positions.is_cpu):
+        return
+    assert layer.offset is not None
+    wanted = layer.length + torch.arange(count, device=positions.device) + layer.offset[:, None].to(positions.device)
+    wrong = positions != wanted
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        wrong &= mask[:, -count:].bool().to(wrong.device)
+    if bool(wrong.any()):
+        own, here = (int(each.expand_as(wrong)[wrong][0]) for each in (positions, wanted))
+        raise ParameterError(
+            f"codec: position_ids give {own} where a sequence's slots give {here}; pad before the first token of a "
+            f"sequence alone, or use a cache for each sequence."
+        )
+
+
 class _CacheHook:
     """Before a forward pass: a cache of coded layers where the model is to have one."""
 
@@ -192,6 +261,12 @@ class _CacheHook:
         positions = kwargs.get("position_ids")
         if positions is not None and positions.dim() == 3:
             check_positions(module, positions)
+        elif positions is not None and cache is not None and not torch.compiler.is_compiling():
+            layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CodecLayer)]
+            for layer in layers:
+                layer.given = positions
+            if layers:
+                _check_slots(layers[0], positions, kwargs.get("attention_mask"))
         return args, kwargs
 
     def __deepcopy__(self, memo: Any) -> "_CacheHook":
