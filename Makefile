@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 export DVC_NO_ANALYTICS := 1
+# Where an environment forbids bytecode, each of some twenty processes would compile torch and transformers again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup reproduce grid grids suites wikitext frontier frontier-quick models test test-all test-vllm gpu gpu-codec gpu-smoke gpu-kernels \
 	gpu-models gpu-page gpu-wheels lint constraints clean

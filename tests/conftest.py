@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import math
 import shutil
 import string
@@ -40,6 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _SHARED & set(getattr(item, "fixturenames", ())) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("pipeline"))
+
+
+def pytest_collection_finish() -> None:
+    """Full garbage collections would walk half a million objects that imports left."""
+    gc.freeze()
+    gc.set_threshold(700, 10, 50)
+
+
+def pytest_unconfigure() -> None:
+    """Let extension modules go as they would."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

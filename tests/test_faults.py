@@ -66,7 +66,7 @@ def test_tables_do_not_follow_the_default_dtype(fresh_python: Path, tmp_path: Pa
 @pytest.mark.parametrize("bits", [pytest.param("mixed", marks=pytest.mark.slow), 16])
 def test_forward_compiles_as_one_graph_with_a_static_cache(bits: Any, tmp_path: Path) -> None:
     # As they are loaded: nothing has run yet. Two, as what runs first must be the compiled one.
-    compressed(bits=bits).save_pretrained(tmp_path)
+    compressed(bits=bits, layers=1).save_pretrained(tmp_path)
     model, other = (AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(2))
     ids = tiny.windows(1, 20)
     expected = other.generate(ids, max_new_tokens=4, do_sample=False)

@@ -1,5 +1,6 @@
 """SIGKILL at any moment, then a rerun: the same bytes as an undisturbed run, and no finished layer done again."""
 
+import importlib
 import os
 import shutil
 import signal
@@ -95,6 +96,8 @@ def change(*keys: str, value: Any) -> Any:
 
 def drive(stages: list[str], thorough: bool) -> None:
     """Kill stages at several moments in a copy of the finished pipeline, in the current folder."""
+    for stage in stages:
+        importlib.import_module(f"stages.{stage}")  # once, and not in each fork
     for stage in stages:
         output = Path("data") / OUTPUTS[stage]
         expected = folder_hash(output)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from recalkv import compress
 from recalkv.errors import DataError, ParameterError
+from recalkv.evaluation.suites import zeroshot
 from recalkv.evaluation.suites.continuation import continuation_items
 from recalkv.evaluation.suites.items import local_data
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, zero_shot
@@ -93,8 +94,25 @@ def test_scores_by_hand() -> None:
     assert ours.against(ours) == (0.0, 0.0)
 
 
-@pytest.mark.xdist_group("pipeline")  # lm-eval's whole index takes many seconds
-def test_failures_name_the_remedy(tmp_path: Path, tiny_tokenizer: Any) -> None:
+@pytest.fixture
+def few_tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """lm-eval's own index, of one of its folders: all 14,000 files take many seconds."""
+    from lm_eval.tasks._index import TaskIndex
+
+    every = TaskIndex._iter_yaml_files
+    few = staticmethod(lambda root: every(root / "mmlu" / "default" if root.name == "tasks" else root))
+    monkeypatch.setattr(TaskIndex, "_iter_yaml_files", few)
+    zeroshot._indexed.cache_clear()
+    yield
+    zeroshot._indexed.cache_clear()
+
+
+@pytest.mark.slow
+def test_lm_evals_whole_index_is_read() -> None:
+    check_tasks({"mmlu_anatomy": None, "lambada_openai": None})
+
+
+def test_failures_name_the_remedy(few_tasks: None, tmp_path: Path, tiny_tokenizer: Any) -> None:
     model = tiny.dense_model("llama-gqa")
     with pytest.raises(ParameterError, match="no single task mmlu"):  # a group
         check_tasks({"mmlu": None})
@@ -189,7 +207,10 @@ def test_the_papers_tasks_are_known_to_lm_eval() -> None:
 
 
 def test_stage_names_an_unknown_task(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capfd: pytest.CaptureFixture[str]
+    few_tasks: None,
+    prepared: Path,
+    change_parameters: Callable[[Path, str, Any], None],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     change_parameters(prepared, "zeroshot.tasks", ["continuations"])
     assert invoke("suite", name="zeroshot") == 1
