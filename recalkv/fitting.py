@@ -226,7 +226,7 @@ def fit_loaded(
         )
     check_cached(model)
     seed, tokens = calibration.seed, cached_tokens(model, context)
-    moments = take_moments(model, windows, context, seed, progress)
+    moments = take_moments(model, windows, context, seed, progress, heads)
     bits = target_bits(goal, moments, context, tokens) if isinstance(goal, Target) else goal
     units = natural_units(moments, heads)
 

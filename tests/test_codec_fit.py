@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 from recalkv import fitting
 from recalkv.codec.context import cached_tokens, model_context
-from recalkv.codec.fit import build_codec, heads_per_code
-from recalkv.codec.moments import take_moments
+from recalkv.codec.fit import build_codec
+from recalkv.codec.moments import heads_per_code, take_moments
 from recalkv.codec.probe import watching
 from recalkv.codec.sidecar import Codec, model_fingerprint
 from recalkv.errors import (
@@ -97,7 +97,7 @@ def test_matrices_give_segments_of_unit_variance(model: Any) -> None:
     moments = take_moments(model, windows(), CONTEXT)
     for index, layer in build_codec(moments, 4, CONTEXT).layers.items():
         for side, code in enumerate((layer.keys[0], layer.values[0])):
-            states = moments[index].states[side]
+            (states,) = moments[index].states[side]
             ridge = 0.1 * states.diagonal().mean() * torch.eye(len(states), dtype=torch.float64)
             coded = code.matrix.double().T @ (states + ridge) @ code.matrix.double()
             start = 0

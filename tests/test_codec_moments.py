@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from recalkv.codec import moments as codec_moments
+from recalkv.codec.fit import build_codec
 from recalkv.codec.moments import SINKS, LayerMoments, collect_moments, take_moments
 from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, measured_rotations
+from recalkv.errors import ParameterError
 from tests.tiny import dense_model, windows
 
 CONTEXT = 70
@@ -107,7 +109,25 @@ def test_moments_are_those_of_the_formulas(family: str) -> None:
                 assert float(error) < 1e-3, (layer, name, side)
         assert own.kv_heads == 3
         assert all(each.dtype == torch.float64 for pair in (own.states, own.gradients) for each in pair)
-        torch.testing.assert_close(own.states[0], own.states[0].T)
+        torch.testing.assert_close(own.states[0], own.states[0].mT)
+
+
+def test_blocks_are_those_of_heads_that_may_share_a_code() -> None:
+    model, ids = dense_model("llama-mha"), windows(3, 24)
+    whole, blocks = (take_moments(model, ids, CONTEXT, heads=heads) for heads in (None, 2))
+    assert whole[0].states[0].shape == (1, 48, 48) and blocks[0].states[0].shape == (3, 16, 16)
+    for name in ("states", "gradients"):
+        for own, block in zip(getattr(whole[1], name), getattr(blocks[1], name), strict=True):
+            for number in range(3):
+                part = slice(16 * number, 16 * number + 16)
+                torch.testing.assert_close(block[number], own[0, part, part], rtol=1e-5, atol=1e-12)
+    for heads in (1, 2):
+        codecs = [build_codec(each, 4, CONTEXT, heads=heads) for each in (whole, blocks)]
+        assert len({codec.bytes_per_token for codec in codecs}) == 1
+    with pytest.raises(ParameterError, match=r"are of 16 numbers, and 3 heads per code of layer 0 have 24; .* heads=3"):
+        build_codec(blocks, 4, CONTEXT, heads=3)
+    with pytest.raises(ParameterError, match="4 heads per code do not divide the 6 KV heads of layer 0"):
+        take_moments(model, ids, CONTEXT, heads=4)
 
 
 def same(left: dict[int, LayerMoments], right: dict[int, LayerMoments]) -> bool:

@@ -17,8 +17,8 @@ from torch.nn import functional as F  # noqa: N812
 from benchmarks.gpu.kernels import copies_of, dense_ways, fastest, fits, repeats_of
 from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import sizes_of
-from recalkv.codec.fit import heads_per_code
 from recalkv.codec.layout import TILE, Segment, pack, tiled
+from recalkv.codec.moments import heads_per_code
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.evaluation.timing import time_calls

@@ -11,7 +11,7 @@ from recalkv.cache.rotation import random_rotation
 from recalkv.codec.allocation import allocate_bits
 from recalkv.codec.codes import DISTORTION
 from recalkv.codec.layout import BLOCK, Segment
-from recalkv.codec.moments import SINKS, LayerMoments
+from recalkv.codec.moments import SINKS, LayerMoments, heads_per_code
 from recalkv.codec.sidecar import Code, Codec, LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.method.basis import natural_basis, shared_scales
@@ -28,9 +28,6 @@ __all__ = [
 WINDOW = 32
 """Newest tokens that are kept exact."""
 
-SHARED = 256
-"""Numbers that a code holds at most, unless one head alone has more: KV heads share one up to this width."""
-
 SHRINKAGE = 0.1
 """Of the moments towards their mean diagonal, for text unlike that of the calibration."""
 
@@ -44,13 +41,6 @@ def check_bits(bits: float) -> None:
     """
     if not 0 < bits <= 16:
         raise ParameterError(f"codec: bits={bits} must lie above 0 and up to 16, the dense cache's.")
-
-
-def heads_per_code(kv_heads: int, head_dim: int) -> int:
-    """Heads that share a code: as many as divide all of them and stay within :data:`SHARED` numbers."""
-    return max(
-        size for size in range(1, kv_heads + 1) if kv_heads % size == 0 and (size == 1 or size * head_dim <= SHARED)
-    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +70,7 @@ def natural_units(moments: Mapping[int, LayerMoments], heads: int | None = None)
     Parameters
     ----------
     heads
-        KV heads that share a code; None for :func:`heads_per_code`.
+        KV heads that share a code; None for :func:`recalkv.codec.moments.heads_per_code`.
 
     Raises
     ------
@@ -100,9 +90,18 @@ def natural_units(moments: Mapping[int, LayerMoments], heads: int | None = None)
                     f"codec: layer {index} has {own.kv_heads} KV heads of {own.means[side].shape[1]}, and {size} of "
                     f"them are no multiple of {BLOCK} numbers; fit with more heads per code."
                 )
-            for group in range(own.kv_heads // size):
-                part = slice(group * width, (group + 1) * width)
-                states, gradients = (_shrunk(each[side][part, part]) for each in (own.states, own.gradients))
+            held = own.states[side].shape[-1]
+            if held % width:
+                raise ParameterError(
+                    f"codec: the moments are of {held} numbers, and {size} heads per code of layer {index} have "
+                    f"{width}; take them with heads={size}."
+                )
+            for start in range(0, own.kv_heads * width // size, width):
+                group, place = start // width, start % held
+                part = slice(place, place + width)
+                states, gradients = (
+                    _shrunk(each[side][start // held, part, part]) for each in (own.states, own.gradients)
+                )
                 basis, _ = natural_basis(states, gradients)
                 energies = torch.einsum("ij,ij->j", basis, states @ basis).clamp_min(1e-300)
                 units.append(Unit(index, side, group, basis, energies))
@@ -146,7 +145,7 @@ def build_codec(
     tokens
         How many tokens each layer caches at that context; None for all of them.
     heads
-        KV heads that share a code; None for :func:`heads_per_code`.
+        KV heads that share a code; None for :func:`recalkv.codec.moments.heads_per_code`.
     units
         :func:`natural_units` of these moments and heads, where they are known.
 

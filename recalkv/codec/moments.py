@@ -9,7 +9,8 @@ tokens that much attention falls on have small keys or values and large gradient
 
 Keys are centered by their mean before RoPE; their moments are taken before RoPE, then averaged over the rotations
 of all positions of the context to be served: short windows show a direction in slow pairs that these lose later. The
-first tokens of a sequence, attention sinks, are kept exact at run time and stay out of all moments.
+first tokens of a sequence, attention sinks, are kept exact at run time and stay out of all moments. Of the matrices
+only the blocks of heads that may share a code are kept.
 """
 
 import functools
@@ -23,12 +24,15 @@ from torch.utils.checkpoint import checkpoint
 
 from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, measured_rotations, no_rotation
-from recalkv.errors import DataError, NonFiniteError, UnsupportedModelError
+from recalkv.errors import DataError, NonFiniteError, ParameterError, UnsupportedModelError
 
-__all__ = ["SINKS", "LayerMoments", "collect_moments", "take_moments"]
+__all__ = ["SINKS", "LayerMoments", "collect_moments", "heads_per_code", "take_moments"]
 
 SINKS = 4
 """Tokens at the start of a sequence that are kept exact."""
+
+SHARED = 256
+"""Numbers that a code holds at most, unless one head alone has more: KV heads share one up to this width."""
 
 _ROWS = 256
 """Tokens whose labels are drawn at once: there is one more copy of their probabilities."""
@@ -44,6 +48,13 @@ _CHECKPOINTING = {
 """What a layer of transformers looks at for that."""
 
 
+def heads_per_code(kv_heads: int, head_dim: int) -> int:
+    """Heads that share a code: as many as divide all of them and stay within :data:`SHARED` numbers."""
+    return max(
+        size for size in range(1, kv_heads + 1) if kv_heads % size == 0 and (size == 1 or size * head_dim <= SHARED)
+    )
+
+
 @dataclass(frozen=True)
 class LayerMoments:
     """What calibration knows of one layer's keys (``[0]``, before RoPE) and values (``[1]``); heads in their order.
@@ -51,8 +62,8 @@ class LayerMoments:
     Attributes
     ----------
     means : two of (kv heads, d) float32
-    states, gradients : two of (kv heads d, kv heads d) float64
-        ``X`` and ``G``.
+    states, gradients : two of (blocks, n, n) float64
+        ``X`` and ``G`` of the heads of each block, one after the other: those that may share a code.
     rotation
         Of the keys.
     """
@@ -73,7 +84,7 @@ class _Side:
 
     def __init__(self) -> None:
         self.mean: Tensor = torch.zeros(0)
-        self.count, self.energy = 0, 0.0
+        self.count, self.energy, self.width = 0, 0.0, 0
         self.states: Tensor = torch.zeros(0)
         self.gradients: Tensor = torch.zeros(0)
 
@@ -84,19 +95,22 @@ class _Side:
         self.energy += float(states.double().square().sum())
         self.count += states.shape[0] * states.shape[2]
 
-    def finish_mean(self) -> None:
+    def finish_mean(self, heads: int | None) -> None:
+        """Go over to the second moments, of blocks of so many heads."""
         self.mean = self.mean / self.count
         self.energy = max(self.energy / self.count - float(self.mean.square().sum()), 1e-30)
-        size, self.count = self.mean.numel(), 0
-        self.states, self.gradients = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
+        self.width, self.count = (heads or heads_per_code(*self.mean.shape)) * self.mean.shape[1], 0
+        shape = (self.mean.numel() // self.width, self.width, self.width)
+        self.states, self.gradients = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
 
     def add(self, states: Tensor, gradient: Tensor) -> None:
         """Add (batch, heads, tokens, d) states, centered here, and the gradients at them."""
         centered = states.float() - self.mean.to(states.device, torch.float32)[:, None]
         x, g = (each.float().transpose(1, 2).flatten(2).flatten(0, 1) for each in (centered, gradient))
         weight = (x.square().sum(1, keepdim=True) / self.energy).clamp_min(1e-6)
-        self.states += ((x / weight).T @ x).double().cpu()
-        self.gradients += ((g * weight).T @ g).double().cpu()
+        for number, (own, at) in enumerate(zip(x.split(self.width, 1), g.split(self.width, 1), strict=True)):
+            self.states[number] += ((own / weight).T @ own).double().cpu()
+            self.gradients[number] += ((at * weight).T @ at).double().cpu()
         self.count += len(x)
 
 
@@ -106,11 +120,12 @@ def take_moments(
     context: int,
     seed: int = 0,
     progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+    heads: int | None = None,
 ) -> dict[int, LayerMoments]:
     """Measure a model's rotations, and take the moments of all its layers; see :func:`collect_moments`."""
     # Long RoPE and dynamic scalings turn short windows otherwise than long contexts.
     own, served = (measured_rotations(model, length) for length in (windows.shape[1], context))
-    return collect_moments(model, windows, own, context, seed, progress, served)
+    return collect_moments(model, windows, own, context, seed, progress, served, heads)
 
 
 def collect_moments(
@@ -121,6 +136,7 @@ def collect_moments(
     seed: int = 0,
     progress: Callable[[str, int, int], None] = lambda step, done, total: None,
     served: dict[int, Rotation] | None = None,
+    heads: int | None = None,
 ) -> dict[int, LayerMoments]:
     """Moments of every layer that hands keys and values to the attention interface.
 
@@ -140,9 +156,13 @@ def collect_moments(
         Called with the step, windows done and all windows.
     served
         Rotations at the context, which the moments are averaged over; None for those of the windows.
+    heads
+        KV heads of a block; None for :func:`heads_per_code`.
 
     Raises
     ------
+    ParameterError
+        If ``heads`` do not divide a layer's.
     NonFiniteError
         The message names the layer.
     DataError
@@ -194,9 +214,13 @@ def collect_moments(
         raise UnsupportedModelError(
             f"codec: no layer of {type(model).__name__} hands keys and values to transformers' attention interface."
         )
-    for pair in sides.values():
+    for layer, pair in sides.items():
+        if heads and len(pair[0].mean) % heads:
+            raise ParameterError(
+                f"codec: {heads} heads per code do not divide the {len(pair[0].mean)} KV heads of layer {layer}."
+            )
         for side in pair:
-            side.finish_mean()
+            side.finish_mean(heads)
     sampler = torch.Generator().manual_seed(seed)
     with watching(model, second), _InputsWithGradient(model), torch.enable_grad():
         for number, window in enumerate(windows):
@@ -214,7 +238,7 @@ def _finished(pair: tuple[_Side, _Side], rotation: Rotation | None, context: int
     states, gradients = ([], [])  # type: ignore[var-annotated]
     for number, side in enumerate(pair):
         for result, total in ((states, side.states), (gradients, side.gradients)):
-            matrix = (total + total.T) / (2 * side.count)
+            matrix = (total + total.mT) / (2 * side.count)
             result.append(rotation.averaged(matrix, context) if number == 0 else matrix)
     means = (pair[0].mean.float(), pair[1].mean.float())
     return LayerMoments(means, (states[0], states[1]), (gradients[0], gradients[1]), rotation)

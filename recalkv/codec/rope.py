@@ -64,11 +64,11 @@ class Rotation:
 
         Parameters
         ----------
-        moment : (heads d, heads d) float64
+        moment : (..., heads d, heads d) float64
             Of keys before RoPE, heads one after the other.
         """
         size, order = 2 * len(self.frequencies), self.pairs.flatten()
-        heads, half = len(moment) // size, size // 2
+        heads, half = moment.shape[-1] // size, size // 2
         products = torch.zeros(4, half, half, dtype=torch.float64)
         for part in torch.arange(context).split(8192):
             cos, sin = self.tables(part)
@@ -76,18 +76,19 @@ class Rotation:
                 total += left.T @ right / context
         cc, ss, cs, sc = (each[:, None].to(moment.device) for each in products)
         places = (torch.arange(heads)[:, None] * size + order).flatten().to(moment.device)
-        parts = moment[places][:, places].view(heads, 2, half, heads, 2, half)
-        a, b, c, d = (parts[:, i, :, :, j] for i in (0, 1) for j in (0, 1))
+        whole = moment.view(-1, *moment.shape[-2:])
+        parts = whole[:, places][:, :, places].view(-1, heads, 2, half, heads, 2, half)
+        a, b, c, d = (parts[:, :, i, :, :, j] for i in (0, 1) for j in (0, 1))
         turned = torch.stack(
             [
-                torch.stack([cc * a - cs * b - sc * c + ss * d, cs * a + cc * b - ss * c - sc * d], 3),
-                torch.stack([sc * a - ss * b + cc * c - cs * d, ss * a + sc * b + cs * c + cc * d], 3),
+                torch.stack([cc * a - cs * b - sc * c + ss * d, cs * a + cc * b - ss * c - sc * d], 4),
+                torch.stack([sc * a - ss * b + cc * c - cs * d, ss * a + sc * b + cs * c + cc * d], 4),
             ],
-            1,
-        ).reshape(moment.shape)
-        result = torch.empty_like(moment)
-        result[places[:, None], places] = turned
-        return result
+            2,
+        ).reshape(whole.shape)
+        result = torch.empty_like(whole)
+        result[:, places[:, None], places] = turned
+        return result.view(moment.shape)
 
 
 def no_rotation(size: int) -> Rotation:
