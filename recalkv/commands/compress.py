@@ -26,7 +26,7 @@ _TARGET = (
 
 
 def compress(
-    source: Annotated[str, typer.Argument(help=describe(ModelParams.model_fields["id"]))],
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=describe(ModelParams.model_fields["id"]))],
     out: Annotated[Path, typer.Option(help="New folder for the compressed checkpoint.")],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the folder, if it holds a compressed checkpoint.")

@@ -19,7 +19,8 @@ __all__ = ["evaluate", "quick_check"]
 
 def evaluate(
     small: Annotated[
-        str, typer.Argument(help="Compressed model, or with --codec the dense one: a folder or a hub id.")
+        str,
+        typer.Argument(metavar="MODEL", help="Compressed model, or with --codec the dense one: a folder or a hub id."),
     ],
     codec: Annotated[Path | None, typer.Option(help="Folder of a codec fitted to this model.")] = None,
     dense: Annotated[str, typer.Option(help="Dense model; default: the one recorded in the checkpoint.")] = "",

@@ -26,7 +26,7 @@ _HEADS = "KV heads per code; must divide the KV heads of each tensor-parallel ra
 
 
 def fit(
-    source: Annotated[str, typer.Argument(help=describe(ModelParams.model_fields["id"]))],
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=describe(ModelParams.model_fields["id"]))],
     out: Annotated[Path, typer.Option(help="New folder for the codec, a side-car of the model.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder, if it holds a codec.")] = False,
     revision: Annotated[str | None, option(ModelParams, "revision")] = None,
