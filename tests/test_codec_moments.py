@@ -1,6 +1,8 @@
 """Moments of the codec, against a plain computation in float64."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -128,6 +130,19 @@ def test_blocks_are_those_of_heads_that_may_share_a_code() -> None:
         build_codec(blocks, 4, CONTEXT, heads=3)
     with pytest.raises(ParameterError, match="4 heads per code do not divide the 6 KV heads of layer 0"):
         take_moments(model, ids, CONTEXT, heads=4)
+
+
+def test_values_are_grouped_as_the_keys_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def wider(model: Any, watcher: Any) -> Iterator[None]:
+        with watching(model, lambda layer, key, value: watcher(layer, key, torch.cat([value, value], -1))):
+            yield
+
+    monkeypatch.setattr(codec_moments, "watching", wider)
+    monkeypatch.setattr(codec_moments, "SHARED", 16)
+    model, ids = dense_model("llama-mha"), windows(1, 24)
+    found = collect_moments(model, ids, measured_rotations(model, CONTEXT), CONTEXT)
+    assert [each.shape for each in found[0].states] == [(3, 16, 16), (3, 32, 32)]
 
 
 def same(left: dict[int, LayerMoments], right: dict[int, LayerMoments]) -> bool:

@@ -95,11 +95,11 @@ class _Side:
         self.energy += float(states.double().square().sum())
         self.count += states.shape[0] * states.shape[2]
 
-    def finish_mean(self, heads: int | None) -> None:
+    def finish_mean(self, heads: int) -> None:
         """Go over to the second moments, of blocks of so many heads."""
         self.mean = self.mean / self.count
         self.energy = max(self.energy / self.count - float(self.mean.square().sum()), 1e-30)
-        self.width, self.count = (heads or heads_per_code(*self.mean.shape)) * self.mean.shape[1], 0
+        self.width, self.count = heads * self.mean.shape[1], 0
         shape = (self.mean.numel() // self.width, self.width, self.width)
         self.states, self.gradients = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
 
@@ -219,8 +219,10 @@ def collect_moments(
             raise ParameterError(
                 f"codec: {heads} heads per code do not divide the {len(pair[0].mean)} KV heads of layer {layer}."
             )
+        # As of the keys: values of other sizes are coded by the same groups of heads.
+        size = heads or heads_per_code(*pair[0].mean.shape)
         for side in pair:
-            side.finish_mean(heads)
+            side.finish_mean(size)
     sampler = torch.Generator().manual_seed(seed)
     with watching(model, second), _InputsWithGradient(model), torch.enable_grad():
         for number, window in enumerate(windows):

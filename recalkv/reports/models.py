@@ -263,8 +263,8 @@ def _contexts(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if not found:
         return []
     reason = (
-        "How post-RoPE keys are distributed depends on how far positions reach, so a codec loses beyond the context "
-        "that it was fitted for. By default that is the model's own (`codec.context`)."
+        "How post-RoPE keys are distributed depends on how far positions reach, so a codec may lose beyond the "
+        "context that it was fitted for. By default that is the model's own (`codec.context`)."
     )
     return ["## Context", "", reason, "", *found]
 
