@@ -107,7 +107,7 @@ gpu:
 gpu-codec gpu-smoke gpu-kernels gpu-models:
 	$(GPU_PYTHON) -m benchmarks.gpu $(@:gpu-%=%) --out $(OUT)
 
-# OUT/README.md and its picture from the lines.
+# OUT/README.md from the lines.
 gpu-page: setup
 	$(BIN)/python -m benchmarks.gpu page --out $(OUT)
 

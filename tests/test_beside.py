@@ -1,5 +1,6 @@
 """A compressed model beside the dense one: figures, page, advice, and the commands that show them."""
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -162,8 +163,16 @@ def test_eval_writes_a_page_and_its_figures(
 ) -> None:
     monkeypatch.setattr(beside, "QUICK", SMALL)
     command = ["eval", compressed, "--text", tiny_texts[1], "--quick", "--device", "cpu"]
-    done = run(*command, "--out", tmp_path / "page.md")
+    tasks: list[str | Path] = (
+        ["--tasks", "arc_easy", "--items", tmp_path] if importlib.util.find_spec("lm_eval") else []
+    )
+    item = {
+        "question": "the model holds", "answerKey": "A", "choices": {"text": ["keys", "tokens"], "label": ["A", "B"]}
+    }  # fmt: skip
+    (tmp_path / "arc_easy.test.jsonl").write_text("".join(json.dumps(item | {"id": str(i)}) + "\n" for i in range(3)))
+    done = run(*command, *tasks, "--out", tmp_path / "page.md")
     assert done.exit_code == 0, done.output
+    assert ("| arc_easy (3 items) |" in done.output) == bool(tasks)
     found = json.loads((tmp_path / "page.json").read_text())
     assert (tmp_path / "page.md").read_text() in done.output
     assert found["text"] == str(tiny_texts[1])
@@ -180,21 +189,6 @@ def test_eval_writes_a_page_and_its_figures(
     (tmp_path / CARD).write_text("of another")
     assert run(*command, "--out", tmp_path / FIGURES.replace("json", "md")).exit_code == 0
     assert (tmp_path / CARD).read_text() == "of another"
-
-
-def test_eval_takes_tasks_from_files(
-    compressed: Path, tiny_texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("lm_eval")
-    monkeypatch.setattr(beside, "QUICK", SMALL)
-    item = {
-        "question": "the model holds", "answerKey": "A", "choices": {"text": ["keys", "tokens"], "label": ["A", "B"]}
-    }  # fmt: skip
-    (tmp_path / "arc_easy.test.jsonl").write_text("".join(json.dumps(item | {"id": str(i)}) + "\n" for i in range(3)))
-    command = ["eval", compressed, "--text", tiny_texts[1], "--quick", "--out", tmp_path / "page.md", "--device", "cpu"]
-    done = run(*command, "--tasks", "arc_easy", "--items", tmp_path)
-    assert done.exit_code == 0, done.output
-    assert "| arc_easy (3 items) |" in done.output
 
 
 @pytest.mark.parametrize(

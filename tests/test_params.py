@@ -34,14 +34,6 @@ def test_complete_file_is_read(raw: dict[str, Any], tmp_path: Path) -> None:
     assert params.compression.ratio == 0.7
 
 
-def test_the_projects_own_file_holds_the_defaults(raw: dict[str, dict[str, Any]]) -> None:
-    own = load_params(Path(__file__).resolve().parent.parent / "params.yaml").model_dump()
-    differing = {
-        (section, key): own[section][key] for section, key in EVERY_KEY if own[section][key] != raw[section][key]
-    }
-    assert not differing
-
-
 def test_parameters_cannot_be_changed_afterwards(raw: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="frozen"):
         parse_params(raw, "params.yaml").compression.ratio = 0.9  # type: ignore[misc]
@@ -93,36 +85,17 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
     ("key", "value", "rule"),
     [
         ("compression.ratio", 1.0, "less than 1"),
-        ("compression.ratio", -0.1, "greater than or equal to 0"),
         ("compression.ratio", float("nan"), "finite number"),
         ("compression.ratio", "half", "valid number"),
-        ("compression.ratio", None, "valid number"),
-        ("compression.group_size", 0, "greater than or equal to 1"),
         ("compression.group_size", 1.5, "valid integer"),
         ("compression.method", "magic", "'recalkv', 'palu' or 'svd'"),
-        ("compression.grouping", "perhaps", "'auto', 'neighbors', 'cka' or 'tail-energy'"),
-        ("compression.allocation", 0.5, "'auto', 'water-filling', 'fisher' or 'uniform'"),
-        ("compression.refit", "factors", "'auto', 'none', 'values' or 'output'"),
-        ("compression.damping", -0.1, "greater than or equal to 0"),
         ("compression.bits", 5, "16, 8, 4, 3, 2 or 'mixed'"),
         ("compression.joint", 3, "'auto', True or False"),
-        ("compression.chain", "yes", "'auto', True or False"),
-        ("compression.rank_multiple", 0, "greater than or equal to 1"),
         ("compression.damping", -1e-9, "greater than or equal to 0"),
-        ("compression.damping", float("inf"), "finite number"),
-        ("calibration.samples", 0, "greater than or equal to 1"),
         ("calibration.samples", [4], "valid integer"),
-        ("calibration.length", 1, "greater than or equal to 2"),
-        ("calibration.batch_size", 0, "greater than or equal to 1"),
-        ("calibration.precision", "float16", "'auto', 'float32' or 'bfloat16'"),
-        ("calibration.fisher_samples", 0, "greater than or equal to 1"),
-        ("evaluation.window", 1, "greater than or equal to 2"),
         ("evaluation.further_texts", "one", "valid list"),
-        ("evaluation.precision", "half", "'auto', 'float32' or 'bfloat16'"),
         ("latency.contexts", [], "at least 1 item"),
-        ("needle.lengths", [], "at least 1 item"),
         ("needle.depths", [0.5] * 11, "at most 10 items"),
-        ("runtime.kernels", "cuda", "'auto', 'triton' or 'torch'"),
         ("model.id", None, "valid string"),
         ("runtime.device", 0, "valid string"),
     ],

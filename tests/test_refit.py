@@ -150,13 +150,12 @@ def test_output_fit_brings_the_stream_nearer_to_the_dense_one() -> None:
 REFITS: dict[str, dict[str, Any]] = {"values": VALUES, "output": {}}
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-mixed-sliding"])
 @pytest.mark.parametrize("settings", [*REFITS.values(), {"refit": "none"}], ids=[*REFITS, "none"])
-@pytest.mark.parametrize("done", [{0}, {0, 1}, {0, 1, 2}, {1}, {2}])
+@pytest.mark.parametrize("done", [{0}, {0, 1}, {2}])
 def test_the_others_get_the_same_bytes_where_layers_are_fitted_already(
-    family: str, settings: dict[str, Any], done: set[int]
+    settings: dict[str, Any], done: set[int]
 ) -> None:
-    given = steps(family, samples=4, length=24, **settings)
+    given = steps("qwen2-mixed-sliding", samples=4, length=24, **settings)
     # As a store gives them back: other tensors of the same values.
     stored = copy.deepcopy(given.refits)
     rest = given.refit(fitted=lambda index: stored[index] if index in done else None)

@@ -173,7 +173,7 @@ def test_search_by_swaps_ends_where_no_swap_helps(heads: int, size: int) -> None
             assert change >= -1e-9 * total
 
 
-@pytest.mark.parametrize(("heads", "size"), [(32, 4), (32, 2), (64, 8)])
+@pytest.mark.parametrize(("heads", "size"), [(32, 4), (32, 2)])
 def test_many_heads_ask_for_no_more_than_pairs(heads: int, size: int) -> None:
     cost, asked = additive_cost(heads, 2), []
 

@@ -137,7 +137,6 @@ def test_embedded_articles() -> None:
     assert len(documents) == 17
     assert sum(map(len, documents)) > 250_000
     assert documents[0].startswith("In Greek mythology, Achilles")
-    assert documents == load_documents("embedded", split="test")
     for document in documents:
         assert not re.search(r"\[\[|\]\]|\{\{|\}\}|\{\||''|</?ref|\n\n\n|&nbsp;|\(\s*\)|\0", document)
     first = load_documents("embedded", split="train", max_documents=1)[0]

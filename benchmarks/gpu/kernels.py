@@ -5,15 +5,10 @@ a CUDA graph over caches that together are larger than the level-2 cache. Before
 first sequence is compared with plain torch.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +19,13 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.runner import Emit, Setting, Step
-from benchmarks.gpu.shapes import GEOMETRIES, LAYOUTS, MEASURED, dense_model, filled, latent_model
-from recalkv.evaluation.resources import now
+from benchmarks.gpu.shapes import LAYOUTS, dense_model, filled, latent_model
 from recalkv.evaluation.timing import cold_copies, time_calls
 from recalkv.kernels.decoder import decoder_of, use_kernels
 from recalkv.model.families import AttentionGeometry
 
 __all__ = [
     "DenseStep",
-    "compile_share",
     "copies_of",
     "dense_parts",
     "dense_ways",
@@ -41,12 +34,12 @@ __all__ = [
     "latent_parts",
     "per_token",
     "repeats_of",
+    "serves",
     "signed",
     "steps",
-    "way_of",
 ]
 
-CONTEXTS, BATCHES = (4096, 16384, 65536, 131072), (1, 32)
+GEOMETRY, CONTEXTS = "llama-2-7b", (4096, 16384, 65536)
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 _PIECE = 1024
@@ -63,7 +56,7 @@ class DenseStep(nn.Module):
     Parameters
     ----------
     attention
-        Of LLaMA, or with norms of queries and keys as Qwen3 has them; no biases.
+        Of LLaMA: no norms and no biases.
     packed
         Take the query heads of a key/value head as queries of that one, which backends without GQA serve too.
     """
@@ -75,11 +68,6 @@ class DenseStep(nn.Module):
         # Detached, or the weights would stay where they are, too.
         self._weight = torch.cat([each.weight.detach() for each in projections])
         self._heads, self._kv_heads, _ = (each.out_features // self._head_dim for each in projections)
-        self._norm: Tensor | None = None
-        if hasattr(attention, "q_norm"):
-            both = ((attention.q_norm, self._heads), (attention.k_norm, self._kv_heads))
-            self._norm = torch.cat([norm.weight.detach().expand(heads, -1) for norm, heads in both])
-            self._epsilon = attention.q_norm.variance_epsilon
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: Any, **_: Any
@@ -88,9 +76,7 @@ class DenseStep(nn.Module):
         heads = F.linear(hidden_states, self._weight).unflatten(-1, (-1, self._head_dim))
         turned = self._heads + self._kv_heads
         value = heads[:, :, turned:]
-        if self._norm is not None:
-            heads = F.rms_norm(heads[:, :, :turned], (self._head_dim,), eps=self._epsilon) * self._norm
-        # Without norms values are turned as well, and left: what is not contiguous would be copied first.
+        # Values are turned as well, and left: what is not contiguous would be copied first.
         cos, sin = (table[:, :, None] for table in position_embeddings)
         heads = torch.addcmul(heads * cos, heads.roll(self._head_dim // 2, -1), sin)
         query, key = heads[:, :, : self._heads].transpose(1, 2), heads[:, :, self._heads : turned]
@@ -208,28 +194,17 @@ def _measure_dense(geometry: str, context: int, batch: int, setting: Setting, em
 
 @dataclass(frozen=True)
 class Latents:
-    """What latents of a geometry are, and how the kernels take them."""
+    """What latents of a geometry are."""
 
     geometry: str
     layout: str
     kind: str
-    way: str = ""
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """What it is called."""
-        return tuple(filter(None, dataclasses.astuple(self)))
-
-    def ways(self) -> list["Latents"]:
-        """All ways of the kernels that may serve them."""
-        further = ["one pass"] if LAYOUTS[self.layout].joint and "qwen3" not in self.geometry else []
-        return [dataclasses.replace(self, way=way) for way in ("two passes", *further)]
 
     @functools.cache  # noqa: B019  (as few as there are steps)
     def layer(self, setting: Setting) -> tuple[Any, Any, Any]:
         """A layer by the kernels, the same in plain torch, and the rotary module."""
         model = latent_model(self.geometry, self.layout, self.kind, setting)
-        use_kernels(model, "triton", one_pass=self.way == "one pass")
+        use_kernels(model, "triton")
         plain = use_kernels(copy.deepcopy(model), "torch")
         return model.model.layers[0].self_attn, plain.model.layers[0].self_attn, model.model.rotary_emb
 
@@ -250,137 +225,42 @@ class Latents:
         return calls, size, call(plain, states[:1], [part[:1] for part in rope], 1)
 
 
-def way_of(layer: Any) -> str | None:
-    """How the kernels take a token over a full cache, ``one pass`` or ``two passes``; None where plain torch does."""
-    decoder = decoder_of(layer)
-    if decoder is None or not layer.over_latents(1, 1, None):
-        return None
-    return "one pass" if decoder.in_one_pass else "two passes"
-
-
-_broken: set[Latents] = set()
-"""What failed once, which is not tried again at every context and batch."""
+def serves(layer: Any) -> bool:
+    """Whether the kernels take a token over a full cache."""
+    return decoder_of(layer) is not None and layer.over_latents(1, 1, None)
 
 
 @torch.no_grad()
 def _measure(latents: Latents, context: int, batch: int, setting: Setting, emit: Emit) -> None:
-    # Caches of one way go with its call, and leave room for those of the next.
-    for each in latents.ways():
-        config = dataclasses.asdict(each) | {"context": context, "batch": batch}
-        if each in _broken:
-            emit(what="failed before", **config)
-            continue
-        try:
-            fits = _measure_way(each, context, batch, setting, functools.partial(emit, **config))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # what a compiler or a driver raises
-            # Raises again where the device is lost: then a new process goes on with the next step.
-            now(setting.device)
-            _broken.add(each)
-            emit(what="wrong", failed=[f"{each}: {type(error).__name__}: {str(error)[:400]}"], **config)
-            continue
-        if not fits:
-            return
-
-
-def _measure_way(latents: Latents, context: int, batch: int, setting: Setting, emit: Emit) -> bool:
-    """Time one way once it gave what plain torch gives; False if its caches do not fit."""
-    if way_of(latents.layer(setting)[0]) != latents.way:
+    """Time a step once it gave what plain torch gives."""
+    emit = functools.partial(emit, **dataclasses.asdict(latents), context=context, batch=batch)
+    if not serves(latents.layer(setting)[0]):
         emit(what="not served")
-        return True
+        return
     calls, size, reference = latents.calls(setting, context, batch, emit)
     if not calls:
-        return False
+        return
     output, expected = calls[0]()[:1], reference()
     error, limit = float((output - expected).abs().max() / expected.abs().max()), _TOLERANCE[setting.dtype]
     # Written so that NaN is wrong.
     if not error <= limit:
         emit(what="wrong", error=f"{error:.3g}", failed=[f"{latents}: off by {error:.3g}, limit {limit}"])
-        return True
+        return
     seconds = time_calls(calls, setting.device, repeats_of(size, setting)).median
     # Over one cache, which does not matter here: it is the keys that are rebuilt.
-    plain = {} if batch > 1 else {"torch_us": 1e6 * time_calls([reference], setting.device, 3).median}
-    emit(what="latent", us=seconds * 1e6, gb_per_s=size / seconds / 1e9, cache_bytes=size, error=error, **plain)
-    return True
-
-
-def _compile_ahead(setting: Setting, emit: Emit) -> None:
-    """On all processors, as one process after the other would take most of the time there is."""
-    count = min(12, os.cpu_count() or 1)
-    code = "import sys; from benchmarks.gpu.kernels import compile_share; compile_share(*map(int, sys.argv[1:]))"
-    commands = [[sys.executable, "-c", code, str(number), str(count)] for number in range(count)]
-    with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands]
-        # Of many threads each, they would wait for one another.
-        alone = os.environ | {"OMP_NUM_THREADS": "1"}
-        workers = [
-            subprocess.Popen(each, stderr=output, env=alone) for each, output in zip(commands, outputs, strict=True)
-        ]
-        failed = []
-        for worker, output in zip(workers, outputs, strict=True):
-            if worker.wait():
-                output.seek(0)
-                failed.append(output.read().strip()[-300:])
-    emit(what="compiled ahead", processes=count, failed=failed)
-
-
-@torch.no_grad()
-def compile_share(number: int, count: int) -> None:
-    """Take one step of every ``count``-th kind of latents, on the GPU; larger batches are served by the same code."""
-    for latents in _everything()[number::count]:
-        for each in latents.ways():
-            calls, _, _ = each.calls(Setting("gpu"), CONTEXTS[0], 1, lambda **record: None)
-            if calls:
-                calls[0]()
-        Latents.layer.cache_clear()
-    torch.cuda.synchronize()
-
-
-def _everything() -> list[Latents]:
-    return [Latents(geometry, *each) for geometry in GEOMETRIES for each in MEASURED]
-
-
-_RANKS = {
-    "llama-2-7b": 0,
-    "llama-3.1-8b": 0,
-    "qwen3-8b": 2,
-    "joint s=4": 0,
-    "joint s=2": 0,
-    "joint s=1": 1,
-    "separate s=4": 1,
-    "16 bits, 70 %": 0,
-    "16 bits, 50 %": 1,
-    4096: 0,
-    16384: 0,
-    65536: 0,
-    131072: 2,
-}
-"""What comes later, by how much; what is dense comes before the latents that it is compared with."""
-
-_TINY: Sequence[tuple[str, str]] = (
-    ("joint s=2", "16 bits, 70 %"),
-    ("separate s=4", "16 bits, 70 %"),
-)
+    plain = 1e6 * time_calls([reference], setting.device, 3).median
+    emit(what="latent", us=seconds * 1e6, gb_per_s=size / seconds / 1e9, cache_bytes=size, error=error, torch_us=plain)
 
 
 def steps(setting: Setting) -> list[Step]:
-    """In order of worth."""
+    """Dense, then joint latents of two heads and the paper's of four, by context."""
     if setting.kind == "none":
         return []
-    names, latents = list(GEOMETRIES), _everything()
-    places = list(itertools.product(CONTEXTS, BATCHES))
-    if setting.tiny:
-        names, places = names[1:], [(40, 1)]
-        latents = [Latents(name, *each) for name, each in zip(names, _TINY, strict=True)]
-    found = [_ranked(-0.5, "dense", _measure_dense, name, *place) for name in names for place in places]
-    found += [_ranked(0.0, "latent", _measure, each, *place) for each in latents for place in places]
-    ordered = [step for _, step in sorted(found, key=lambda pair: pair[0])]
-    return ordered if setting.tiny else [Step("compile ahead", _compile_ahead, 150.0), *ordered]
-
-
-def _ranked(later: float, what: str, work: Callable[..., None], *arguments: Any) -> tuple[float, Step]:
-    words = [each.words if isinstance(each, Latents) else (each,) for each in arguments]
-    flat = list(itertools.chain(*words))
-    name = ", ".join([what, *map(str, flat)])
-    return later + sum(_RANKS.get(word, 0) for word in flat), Step(name, functools.partial(work, *arguments))
+    found = []
+    for context in (40,) if setting.tiny else CONTEXTS:
+        dense = functools.partial(_measure_dense, GEOMETRY, context, 1)
+        found.append(Step(f"dense, {GEOMETRY}, {context}", dense))
+        for layout in LAYOUTS:
+            latents = functools.partial(_measure, Latents(GEOMETRY, layout, "16 bits, 70 %"), context, 1)
+            found.append(Step(f"latent, {GEOMETRY}, {layout}, {context}", latents))
+    return found

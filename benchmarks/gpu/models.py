@@ -20,8 +20,8 @@ from benchmarks.gpu.kernels import (
     fastest,
     latent_parts,
     per_token,
+    serves,
     signed,
-    way_of,
 )
 from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import dense_model, filled, latent_model, sizes_of
@@ -61,7 +61,7 @@ def _decoder(model: Any, caches: Sequence[Any], batch: int, context: int) -> Cal
 
 def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
     shape, config = sizes_of(geometry, setting.tiny).attention, {"geometry": geometry, "kind": kind}
-    start, way = now(setting.device), None
+    start = now(setting.device)
     if kind == "dense":
         model, parts = dense_model(geometry, setting, whole=True), dense_parts(shape, setting)
         for layer in model.model.layers:
@@ -75,8 +75,8 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
     else:
         model = use_kernels(latent_model(geometry, LAYOUT, kind, setting, whole=True), "triton")
         first = model.model.layers[0].self_attn
-        parts, way = latent_parts(first, setting), way_of(first)
-        if way is None:
+        parts = latent_parts(first, setting)
+        if not serves(first):
             raise RuntimeError("no step is taken by the kernels")
         config["layout"] = LAYOUT
     if kind != CODEC:
@@ -104,7 +104,7 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
             return fastest(dense_ways(shape, dense), setting)
         if kind == CODEC:
             return once(batch, context), "codec"
-        return once(batch, context), f"kernels, {way}"
+        return once(batch, context), "kernels"
 
     with torch.no_grad():
         for context, batch in ((40, 1),) if setting.tiny else PLACES:

@@ -1,16 +1,13 @@
-"""The page of :mod:`benchmarks.gpu`: DIR/README.md and its picture, from the lines."""
+"""The page of :mod:`benchmarks.gpu`: DIR/README.md, from the lines."""
 
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-
 __all__ = ["write_page"]
 
 PARTS = ("codec", "smoke", "kernels", "models")
-_PICTURE = "speed.png"
 Record = dict[str, Any]
 
 
@@ -18,7 +15,6 @@ def write_page(folder: Path) -> None:
     """Write the page from what lines there are; it names what is missing."""
     lines = {part: _read(folder / f"{part}.jsonl") for part in PARTS}
     results = {part: [each for each in own if each["event"] == "result"] for part, own in lines.items()}
-    rows = _beside_dense(results["kernels"])
     content = [
         "# On a GPU",
         "",
@@ -29,7 +25,7 @@ def write_page(folder: Path) -> None:
         *_missing(lines),
         *_smoke(results["smoke"]),
         *_codec(results["codec"]),
-        *_kernels(rows, results["kernels"], _draw(rows, folder / _PICTURE)),
+        *_kernels(_beside_dense(results["kernels"])),
         *_models(results["models"]),
     ]
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,12 +128,12 @@ def _codec(records: list[Record]) -> list[str]:
     return _section("Codec: attention", [told, ""] if records else [], _table(head, map(row, _of(records, "codec"))))
 
 
-def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str]:
+def _kernels(rows: list[Record]) -> list[str]:
     def place(each: Record) -> tuple[Any, ...]:
         return each["geometry"], f"{each['context']:,}", each["batch"]
 
     def latents(each: Record) -> tuple[Any, ...]:
-        return each["layout"], each["kind"], each["way"]
+        return each["layout"], each["kind"]
 
     def row(each: Record) -> tuple[Any, ...]:
         dense = each["dense"]
@@ -151,8 +147,7 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
         return *place(each), *latents(each), name, *times, ratio, plain, f"{each['error']:.1e}"
 
     where = ("geometry", "context", "batch")
-    kinds = ("latents", "cached", "way")
-    alone = [(*place(each), each["baseline"]) for each in _of(records, "dense") if "us" not in each]
+    kinds = ("latents", "cached")
     told = (
         "One step over a static cache, projections included, as a CUDA graph; *dense* is the fastest of torch's "
         "attention backends. The error is the largest difference from plain torch, relative to the largest output."
@@ -162,14 +157,12 @@ def _kernels(rows: list[Record], records: list[Record], drawn: bool) -> list[str
     return _section(
         "One attention module, one token",
         [told, ""] if rows else [],
-        [f"![Dense time over latents' time, by context]({_PICTURE})", ""] if drawn else [],
         _table(head, map(row, sorted(rows, key=_order))),
-        _table((*where, "no dense baseline"), alone),
     )
 
 
 def _order(each: Record) -> tuple[Any, ...]:
-    return each["geometry"], each["layout"], each["kind"], each["way"], each["batch"], each["context"]
+    return each["geometry"], each["layout"], each["kind"], each["batch"], each["context"]
 
 
 def _models(records: list[Record]) -> list[str]:
@@ -195,33 +188,3 @@ def _models(records: list[Record]) -> list[str]:
 
 def _gib(mib: float | None) -> str:
     return "" if mib is None else f"{mib / 1024:.1f}"
-
-
-def _draw(rows: list[Record], path: Path) -> bool:
-    """Speed over dense by context, a field for each geometry and batch; whether there is anything to draw."""
-    rows = [each for each in rows if each["dense"] is not None]
-    fields = sorted({(each["geometry"], each["batch"]) for each in rows})
-    if not fields:
-        path.unlink(missing_ok=True)
-        return False
-    figure, axes = plt.subplots(
-        1, len(fields), figsize=(3 * len(fields) + 2.5, 3.4), layout="constrained", sharey=True, squeeze=False
-    )
-    series: dict[str, dict[Any, list[tuple[int, float]]]] = {}
-    for each in sorted(rows, key=_order):
-        own = series.setdefault(f"{each['layout']}, {each['kind']}, {each['way']}", {})
-        point = each["context"], each["dense"]["us"] / each["us"]
-        own.setdefault((each["geometry"], each["batch"]), []).append(point)
-    for field, each_axes in zip(fields, axes[0], strict=True):
-        for number, (name, own) in enumerate(series.items()):
-            style = "o-" if number < 10 else "s--"
-            each_axes.plot(
-                *zip(*own.get(field, [(None, None)]), strict=True), style, color=f"C{number % 10}", label=name
-            )
-        each_axes.axhline(1, color="black", linewidth=0.8)
-        each_axes.set(xscale="log", title=f"{field[0]}, batch {field[1]}", xlabel="cached tokens")
-    axes[0][0].set_ylabel("dense time / latents' time")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from recalkv.model.families import FAMILIES, group_sizes
-from recalkv.model.identity import direct_columns
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
 from recalkv.model.sizes import ModelSizes
 from recalkv.model.spec import LatentSpec, LayerSpec, check_ratio
@@ -50,7 +49,7 @@ def random_latent(
     whole
         All layers, MLPs and the vocabulary of ``sizes``, where one layer with tiny ones is not enough.
     rope_theta
-        Base of RoPE: how many functions of the place stand for the slow pairs, in one pass, hangs on it.
+        Base of RoPE.
 
     Raises
     ------
@@ -65,28 +64,13 @@ def random_latent(
     ranks = [_rank(heads * kept) for heads in groups]
     layer = LayerSpec(ranks, ranks if joint else [_rank(shape.kv_width * (1 - ratio))], joint)
     config = CONFIG_CLASSES[sizes.family](**_content(sizes, whole, rope_theta))
-    config.recalkv = LatentSpec(
-        shape, [layer] * shape.layers, group_size, value_group_size, joint, qk_norm=sizes.family == "qwen3"
-    ).to_dict()
+    config.recalkv = LatentSpec(shape, [layer] * shape.layers, group_size, value_group_size, joint).to_dict()
     model = _built(MODEL_CLASSES[sizes.family], config, device, dtype, seed)
     for decoder in model.model.layers:
         layer = decoder.self_attn
         for factor in (*layer.key_up, *layer.value_up):
             nn.init.normal_(factor, std=factor.shape[0] ** -0.5)
-        if joint and layer.k_norm is None:
-            for up in layer.key_up:
-                _write_gauge(up, layer.head_dim)
     return model
-
-
-@torch.no_grad()
-def _write_gauge(up: torch.Tensor, head_dim: int) -> None:
-    """Give a random factor the direct pairs that a checkpoint of 16 bits would have (:mod:`recalkv.model.identity`)."""
-    heads = up.shape[1] // head_dim
-    most = min(head_dim // 2, up.shape[0] // (2 * heads))
-    pairs = list(range(1 << (most.bit_length() - 1))) if most else []
-    columns = direct_columns(pairs, heads, head_dim)
-    up[:, columns] = torch.eye(len(up), dtype=up.dtype, device=up.device)[:, : len(columns)]
 
 
 def _built(model_class: Any, config: Any, device: torch.device, dtype: torch.dtype, seed: int) -> Any:

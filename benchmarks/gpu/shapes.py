@@ -1,6 +1,5 @@
 """Geometries and latents that are measured, and the caches of single steps."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,7 @@ from recalkv.model.sizes import KNOWN, ModelSizes
 
 __all__ = [
     "GEOMETRIES",
-    "KINDS",
     "LAYOUTS",
-    "MEASURED",
     "Layout",
     "dense_model",
     "filled",
@@ -28,15 +25,11 @@ __all__ = [
 GEOMETRIES = {
     "llama-2-7b": KNOWN["llama-2-7b"],
     "llama-3.1-8b": KNOWN["llama-3.1-8b"],
-    "qwen3-8b": ModelSizes(
-        "qwen3", AttentionGeometry(4096, 32, 8, 128, 36), 12288, 151936, 40960, counted=8_190_735_360
-    ),
 }
 _CODED_ONLY = {
     "qwen2.5-3b": ModelSizes("qwen2", AttentionGeometry(2048, 16, 2, 128, 36), 11008, 151936, 32768, tied=True)
 }
-_ROPE_THETA = {"llama-2-7b": 1e4, "llama-3.1-8b": 5e5, "qwen3-8b": 1e6}
-# Heads wide enough for one pass.
+_ROPE_THETA = {"llama-2-7b": 1e4, "llama-3.1-8b": 5e5}
 _TINY = AttentionGeometry(32, 4, 2, 128, 2)
 
 
@@ -49,18 +42,13 @@ class Layout:
 
 
 LAYOUTS = {
-    "joint s=4": Layout(4, True),
     "joint s=2": Layout(2, True),
-    "joint s=1": Layout(1, True),
     "separate s=4": Layout(4, False),
 }
 
 
-KINDS = {"16 bits, 70 %": 0.7, "16 bits, 50 %": 0.5}
+_KINDS = {"16 bits, 70 %": 0.7}
 """Share of elements that is removed."""
-
-MEASURED = list(itertools.product(LAYOUTS, KINDS))
-"""Layouts and kinds."""
 
 
 def sizes_of(geometry: str, tiny: bool) -> ModelSizes:
@@ -80,7 +68,7 @@ def latent_model(geometry: str, layout: str, kind: str, setting: Setting, whole:
     sizes, heads, theta = sizes_of(geometry, setting.tiny), LAYOUTS[layout], _ROPE_THETA[geometry]
     size = min(heads.group_size, sizes.attention.kv_heads)
     return random_latent(
-        sizes, KINDS[kind], size, heads.joint, setting.device, setting.dtype, whole=whole, rope_theta=theta
+        sizes, _KINDS[kind], size, heads.joint, setting.device, setting.dtype, whole=whole, rope_theta=theta
     )
 
 

@@ -21,15 +21,14 @@ __all__ = ["steps"]
 PACKAGES = ("numpy", "numba", "pydantic", "zarr", "typer", "pytest", "xdist", "matplotlib", "dvc", "lm_eval")
 MODULES = ("recalkv", "recalkv.kernels.decoder", "recalkv.kernels.attention", "recalkv.runtime.triton_decode",
            "recalkv.compression", "tests.conftest")  # fmt: skip
-COMPILED = ("mistral-7b joint s=2 70%", "llama-2-7b joint s=2 50%, one pass")
-"""Configurations of ``benchmarks.gpu.compile_gate``: of every kernel one."""
+COMPILED = ("mistral-7b joint s=2 70%",)
+"""Configurations of ``tests.compiling``."""
 
 KERNEL_TESTS, CODEC_TESTS = "tests/test_gpu_kernels.py", "tests/test_codec_triton.py"
 SANITIZED = {
     "memcheck": (CODEC_TESTS, "CUDA and unequal and paged"),
     "racecheck": (CODEC_TESTS, "CUDA and blocks and contiguous"),
-    "memcheck, two passes": (KERNEL_TESTS, "test_two_passes and gqa and separate and bfloat16"),
-    "memcheck, one pass": (KERNEL_TESTS, "test_one_pass and gqa and 160 and bfloat16"),
+    "memcheck, latents": (KERNEL_TESTS, "test_attention and gqa and separate and bfloat16"),
 }
 """Tools of compute-sanitizer, and tests under them."""
 
@@ -104,7 +103,7 @@ def _sanitize(tool: str, tests: str, names: str, setting: Setting, emit: Emit) -
 
 def _compile_gate(setting: Setting, emit: Emit) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.gpu.compile_gate", *COMPILED]
+    command = [sys.executable, "-m", "tests.compiling", *COMPILED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     wrong = {"failed": ["compile gate"], "tail": (done.stdout + done.stderr)[-2500:]} if done.returncode else {}
     emit(what="compile gate", configurations=COMPILED, lines=len(done.stdout.splitlines()), **wrong)
@@ -117,7 +116,7 @@ def steps(setting: Setting) -> list[Step]:
         return Step(name, lambda setting, emit: _tests(setting, emit, *arguments, marked=marked), seconds)
 
     first = [Step("environment", _environment), Step("imports", _imports, 120.0)]
-    interpreted = tests("interpreter", KERNEL_TESTS, "-k", "two_passes and gqa and separate", seconds=240.0)
+    interpreted = tests("interpreter", "tests/test_kernels.py", "-k", "geometries and gqa", seconds=240.0)
     if setting.kind == "none":
         return [*first, interpreted, Step("compile gate", _compile_gate, 240.0)]
     if setting.kind == "cpu":
@@ -130,13 +129,12 @@ def steps(setting: Setting) -> list[Step]:
     return [
         *first,
         Step("ceilings", _ceilings),
-        *(tests(f"kernels, {way}", KERNEL_TESTS, "-k", way, *spread) for way in ("two_passes", "one_pass")),
+        tests("kernels", KERNEL_TESTS, "-k", "attention", *spread),
         tests("codec, compiled", CODEC_TESTS, "-m", "not slow", *spread, marked=False),
         *sanitized[:2],
         tests("kernels, compiled", KERNEL_TESTS, "-k", "compiled", *spread, seconds=240.0),
         tests("compression", "tests/test_gpu_compression.py", *spread, seconds=150.0),
-        tests("all kernel tests, compiled", "tests/test_kernels.py", "tests/test_one_pass.py", *spread, seconds=180.0,
-              marked=False),
+        tests("all kernel tests, compiled", "tests/test_kernels.py", *spread, seconds=180.0, marked=False),
         *sanitized[2:],
         tests("devices", "tests/test_numerics.py", "tests/test_refit.py", "tests/test_device_map.py", *spread),
     ]  # fmt: skip

@@ -15,7 +15,6 @@ import triton.knobs
 from torch import Tensor
 
 from recalkv.kernels.contexts import combine_kernel, values_kernel
-from recalkv.kernels.joint import JointTables, joint_attention, joint_operator
 from recalkv.kernels.launch import (
     device_runs,
     note_resources,
@@ -26,7 +25,6 @@ from recalkv.kernels.launch import (
 )
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
-    JOINT_TILE,
     STAGES,
     TILE,
     VALUE_WARPS,
@@ -56,7 +54,6 @@ def latent_attention(
     key_norm: tuple[Tensor, float] | None = None,
     offset: int = 0,
     runs: int = 0,
-    joint: JointTables | None = None,
 ) -> Tensor:
     """Attention of a few queries over latents, up to the output projection.
 
@@ -78,8 +75,6 @@ def latent_attention(
         Tokens that are no longer among the slots.
     runs
         Runs of tiles that are worked on side by side; 0 for the device's.
-    joint
-        Tables of a layer in the identity gauge: one pass over joint latents, where a program holds all rows.
 
     Returns
     -------
@@ -91,20 +86,10 @@ def latent_attention(
     on_device = isinstance(seen, Tensor)
     where = (seen if on_device else plan.nothing), (0 if on_device else seen) - offset
     scaling *= rotary.scaling**2
-    compiling = torch.compiler.is_compiling()
-    if joint is not None and joint.takes(rows):
-        anchors, offsets = rotary.tables(JOINT_TILE, z_k.shape[1], query.device)
-        one_pass: Any = joint_operator if compiling else joint_attention
-        context: Tensor = one_pass(
-            query, z_k, mask, *where, joint.groups, joint.factors, joint.functions, joint.coefficients, plan.value_up,
-            plan.value_table, key_bias, anchors, offsets, scaling * _LOG2_E, plan.total, max(plan.value_ranks),
-            plan.value_alignment, joint.direct, joint.rest, joint.alignment, joint.heads, runs,
-        )  # fmt: skip
-        return context
     step = plan.step(rows)
     anchors, offsets = rotary.tables(step.launch.tile, z_k.shape[1], query.device)
     norm, epsilon = (None, 0.0) if key_norm is None else key_norm
-    call: Any = _operator if compiling else _decode
+    call: Any = _operator if torch.compiler.is_compiling() else _decode
     result: Tensor = call(
         query, z_k, z_v, mask, *where, plan.key_up, plan.key_table, plan.value_up, plan.value_table, step.blocks,
         key_bias, norm, epsilon, anchors, offsets, scaling,

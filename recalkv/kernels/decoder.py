@@ -2,20 +2,16 @@
 
 import importlib.util
 import warnings
-from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recalkv.errors import ParameterError
-from recalkv.kernels.plan import JOINT_TILE, MAX_ROWS, LayerPlan, joined
+from recalkv.kernels.plan import MAX_ROWS, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 from recalkv.model.attention import Cached, LatentAttention
-
-if TYPE_CHECKING:
-    from recalkv.kernels.joint import JointTables
 
 __all__ = ["KERNELS", "KernelDecoder", "choose_kernels", "decoder_of", "is_compressed", "use_kernels", "why_not"]
 
@@ -35,9 +31,8 @@ class KernelDecoder:
     Prompts, more than a few queries, gradients, autocast, eager attention and masks that are not boolean stay with
     plain torch, and in compiled models more than one query. The factors are views of one buffer, so that whatever is
     written into them is seen; a factor that is put in another's place (``parameter.data = ...``, ``load_state_dict``
-    with ``assign``) is noticed by its address, but not in a compiled model: compile after it. Copies of parts of R_k,
-    for one pass over joint latents, follow torch's own writes, which it counts, and not those by ``.data``. Packed
-    latents are not for the kernels (:func:`why_not`).
+    with ``assign``) is noticed by its address, but not in a compiled model: compile after it. Packed latents are not
+    for the kernels (:func:`why_not`).
 
     Parameters
     ----------
@@ -47,23 +42,19 @@ class KernelDecoder:
         Of all layers with the same rotations.
     slots
         Up to which single queries find all that they need made beforehand, as compiled models cannot make it.
-    one_pass
-        Whether joint latents may be read in one pass; False to compare.
     """
 
-    def __init__(self, layer: LatentAttention, rotary: TileRotary, slots: int, one_pass: bool = True) -> None:
-        self.layer, self._rotary, self._slots, self._one_pass = layer, rotary, slots, one_pass
+    def __init__(self, layer: LatentAttention, rotary: TileRotary, slots: int) -> None:
+        self.layer, self._rotary, self._slots = layer, rotary, slots
         self._plan: LayerPlan | None = None
         self._plan_of: list[int] = []
-        self._joint: JointTables | None = None
         self.follow()
 
     def follow(self) -> None:
         """Make what single queries need where the weights are."""
         self._plan = None
         step = self.plan().step(self.layer.num_key_value_groups)
-        for tile in {step.launch.tile, JOINT_TILE}:
-            self._rotary.tables(tile, self._slots, self.layer.k_proj.weight.device)
+        self._rotary.tables(step.launch.tile, self._slots, self.layer.k_proj.weight.device)
 
     def attend(self, query: Tensor, cached: Cached, mask: Tensor | None) -> Tensor:
         """What the output projection reads, (batch, queries, its inputs)."""
@@ -82,8 +73,6 @@ class KernelDecoder:
             layer.key_bias,
             layer.key_norm,
             cached.offset,
-            0,
-            self._joint,
         )
 
     def takes(self, query: Tensor, cached: Cached, mask: Any) -> bool:
@@ -106,45 +95,25 @@ class KernelDecoder:
         rows = length * self.layer.num_key_value_groups
         if self._plan is None or not self._plan.has(rows) or self._plan.key_up.device != device:
             return False
-        tiles = {self._plan.step(rows).launch.tile, JOINT_TILE}
-        return all(self._rotary.has(tile, slots, device) for tile in tiles)
+        return self._rotary.has(self._plan.step(rows).launch.tile, slots, device)
 
     def plan(self) -> LayerPlan:
-        """Made once, and again when a factor stands elsewhere or what one pass copies of it is out of date."""
+        """Made once, and again when a factor stands elsewhere."""
         if torch.compiler.is_compiling():
             assert self._plan is not None
             return self._plan
         layer = self.layer
         value_up = [] if layer.value_up is None else list(layer.value_up)
-        if self._plan is None or self._plan_of != self._state(value_up):
-            from recalkv.kernels.joint import JointTables
+        places = [up.data_ptr() for up in (*layer.key_up, *value_up)]
+        if self._plan is None or self._plan_of != places:
             from recalkv.kernels.launch import shared_limit
 
             keys, values = joined(list(layer.key_up)), joined(value_up) if value_up else None
             limit = shared_limit(keys.device)
             ranks, heads = (layer.key_ranks, layer.value_ranks), (layer.key_heads, layer.value_heads)
             self._plan = LayerPlan(keys, values, ranks[0], heads[0], ranks[1], heads[1], layer.head_dim, limit)
-            self._joint = None
-            if self._may_take_one_pass:
-                angles = self._rotary.angles(JOINT_TILE)
-                self._joint = JointTables.of(keys, ranks[0], heads[0], layer.head_dim, angles, limit)
-            self._plan_of = self._state(value_up)
+            self._plan_of = [up.data_ptr() for up in (*layer.key_up, *value_up)]
         return self._plan
-
-    @property
-    def in_one_pass(self) -> bool:
-        """Whether single queries read the latents once, as keys and as values."""
-        self.plan()
-        return self._joint is not None and self._joint.takes(self.layer.num_key_value_groups)
-
-    @property
-    def _may_take_one_pass(self) -> bool:
-        """Whether latents are keys' and values' alike, and give keys without a norm."""
-        return self._one_pass and self.layer.joint and self.layer.k_norm is None
-
-    def _state(self, value_up: Sequence[Tensor]) -> list[int]:
-        versions = [up._version for up in self.layer.key_up] if self._may_take_one_pass else []
-        return [up.data_ptr() for up in (*self.layer.key_up, *value_up)] + versions
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -197,7 +166,7 @@ def choose_kernels(model: Any, kernel: str) -> None:
         use_kernels(model, kernel)
 
 
-def use_kernels(model: Any, kernel: str = "triton", one_pass: bool = True) -> Any:
+def use_kernels(model: Any, kernel: str = "triton") -> Any:
     """Choose how a compressed model decodes; returns the model.
 
     Parameters
@@ -208,8 +177,6 @@ def use_kernels(model: Any, kernel: str = "triton", one_pass: bool = True) -> An
         ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can, get a
         trial step right (:mod:`recalkv.kernels.trial`) and are not slow, as in float32 on a GPU, and says in one
         warning why not; ``torch`` goes back to plain torch.
-    one_pass
-        Whether joint latents may be read in one pass; False to compare.
 
     Raises
     ------
@@ -227,16 +194,14 @@ def use_kernels(model: Any, kernel: str = "triton", one_pass: bool = True) -> An
         weight = next(module for module in model.modules() if isinstance(module, LatentAttention)).k_proj.weight
         reason = why_not_best(weight.device, weight.dtype)
         kernel = kernel if reason is None else "torch"
-    _install(model, kernel, one_pass)
+    _install(model, kernel)
     if kernel == "auto":
         from recalkv.kernels.trial import why_wrong
 
-        decoders = [decoder for module in model.modules() if (decoder := decoder_of(module)) is not None]
-        # One layer for each way that layers take.
-        tried = {decoder.in_one_pass: decoder.layer for decoder in reversed(decoders)}.values()
-        reason = next(filter(None, map(why_wrong, tried)), None)
+        layer = next(module for module in model.modules() if isinstance(module, LatentAttention))
+        reason = why_wrong(layer)
         if reason is not None:
-            _install(model, "torch", one_pass)
+            _install(model, "torch")
     if reason is not None:
         warnings.warn(f"decoding in plain torch: {reason}.", stacklevel=2)
     return model
@@ -248,7 +213,7 @@ def decoder_of(module: nn.Module) -> KernelDecoder | None:
     return decoder if isinstance(decoder, KernelDecoder) else None
 
 
-def _install(model: Any, kernel: str, one_pass: bool) -> None:
+def _install(model: Any, kernel: str) -> None:
     rotaries: dict[int, TileRotary] = {}
     for module in model.modules():
         if isinstance(module, LatentAttention):
@@ -258,4 +223,4 @@ def _install(model: Any, kernel: str, one_pass: bool) -> None:
             if id(module.slots) not in rotaries:
                 rotaries[id(module.slots)] = TileRotary(module.slots)
             slots = min(model.config.max_position_embeddings, _PREPARED_SLOTS)
-            module.decoder = KernelDecoder(module, rotaries[id(module.slots)], slots, one_pass)
+            module.decoder = KernelDecoder(module, rotaries[id(module.slots)], slots)

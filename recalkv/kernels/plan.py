@@ -8,30 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.model.identity import LEAST_PAIRS
-
 __all__ = [
     "COMBINE_COLUMNS",
-    "JOINT_STAGES",
-    "JOINT_TILE",
-    "MAX_FUNCTIONS",
-    "MAX_JOINT_ROWS",
     "MAX_ROWS",
     "STAGES",
     "TILE",
     "VALUE_WARPS",
-    "JointLaunch",
     "LayerPlan",
     "ScoresLaunch",
     "Step",
     "alignment",
     "combine_blocks",
     "cover_rank",
-    "groups_of",
     "joined",
-    "joint_launch",
-    "joint_shared",
-    "one_pass_serves",
     "output_block",
     "row_block",
     "scores_launch",
@@ -41,26 +30,11 @@ __all__ = [
 TILE = 64
 """Slots of a tile of values; a tile of keys is as long, or twice or half of it."""
 
-JOINT_TILE = 64
-"""Slots of a tile where one pass serves keys and values, as many as tensor cores take at once."""
-
 STAGES = 2
 """Tiles in flight; a third costs shared memory."""
 
-JOINT_STAGES = 3
-"""The same of one pass, whose tiles are read until their end: of two, the next would wait for that."""
-
 MAX_ROWS = 32
 """Most query heads of a key/value head x queries that one program takes."""
-
-MAX_JOINT_ROWS = 16
-"""Most query heads of a group x queries that one pass takes."""
-
-MAX_SLOW = 32
-"""Most pairs of a head that are not direct, in one pass; more take all registers."""
-
-MAX_FUNCTIONS = 8
-"""Most functions that the turns of slow pairs over a tile are sums of; more want more direct pairs instead."""
 
 VALUE_WARPS = 4
 """Warps of ``values_kernel``."""
@@ -70,18 +44,6 @@ COMBINE_COLUMNS = 64
 
 _STREAMED_RANK = 64
 """Rows of R_k read at a time where it is not resident."""
-
-_PIECE = 64
-"""Latents of a group's rest that one product takes."""
-
-_FEW_LATENTS = 256
-"""Latents of a tile up to which four warps hold what they sum; programs of eight leave no room for a second one."""
-
-_EXPANDED = 32
-"""Rows of queries by functions that share a product; of 64 a thread spills."""
-
-_JOINT_MORE = 26_624
-"""Bytes of shared memory for what passes between products."""
 
 _LARGE_SHARED = 200_000
 """Bytes of shared memory that programs have where tensor cores work for groups of warps, which spare registers."""
@@ -123,7 +85,7 @@ def cover_rank(rank: int) -> tuple[int, int]:
 
 
 def scores_launch(rank: int, head_dim: int, rows: int, element: int, shared_limit: int) -> ScoresLaunch:
-    """Constants that compile without spills worth mentioning and fit the device (``benchmarks.gpu.compile_gate``).
+    """Constants that compile without spills worth mentioning and fit the device (``tests.compiling``).
 
     Parameters
     ----------
@@ -152,77 +114,6 @@ def _resident_bytes(rank: int, head_dim: int, tile: int, rows: int, element: int
     angles = 256 * tile
     products = 0 if rows == 1 else 392 * tile * element // 2
     return element * rank * head_dim + STAGES * element * tile * rank + angles + products
-
-
-@dataclass(frozen=True)
-class JointLaunch:
-    """Constants of ``attend_kernel``.
-
-    Attributes
-    ----------
-    rows, slow, rests, rest, functions, together
-        BLOCK_M, BLOCK_S, RESTS, REST, FUNCTIONS and TOGETHER there.
-    direct
-        Pairs of a head that are latents.
-    warps
-        Of a program.
-    """
-
-    rows: int
-    slow: int
-    rests: int
-    rest: int
-    functions: int
-    together: int
-    direct: int
-    warps: int
-
-
-def joint_launch(
-    rows: int, heads: int, half: int, direct: int, rest: int, functions: int, wide: bool = True
-) -> JointLaunch:
-    """Constants that compile without spills worth mentioning (``benchmarks.gpu.compile_gate``).
-
-    Parameters
-    ----------
-    rows
-        Query heads of a key/value head x queries.
-    heads
-        Key/value heads of a group.
-    half, direct
-        RoPE pairs of a head, and those that are latents.
-    rest
-        Latents of a group that are not direct, at most.
-    functions
-        Of the expansion, a power of two.
-    wide
-        Whether tensor cores work for groups of warps (:func:`recalkv.kernels.launch.wide_products`).
-    """
-    # Triton 3.6 wants sixteen columns for the tensor cores of a warp group; with many functions they would cost more.
-    block = max(16 if functions <= 2 else 8, 1 << (heads * rows - 1).bit_length())
-    slow = max(16, 1 << (half - direct - 1).bit_length()) if direct < half else 1
-    together = min(functions, max(1, _EXPANDED // block))
-    # As wide as the latents of a head with 32 direct pairs.
-    rests = -(-rest // _PIECE)
-    latents = heads * 2 * direct + rests * _PIECE
-    few = wide and heads * rows <= 8 and functions == together and latents <= _FEW_LATENTS
-    return JointLaunch(block, slow, rests, _PIECE, functions, together, direct, 4 if few else 8)
-
-
-def joint_shared(launch: JointLaunch, heads: int, half: int, element: int) -> int:
-    """Most bytes of shared memory of a program, as compiled: tiles in flight, the factors."""
-    latents = heads * 2 * launch.direct + launch.rests * launch.rest
-    factors = 2 * heads * launch.slow * latents if launch.direct < half else 0
-    return element * ((JOINT_STAGES - 1) * JOINT_TILE * latents + factors) + _JOINT_MORE
-
-
-def one_pass_serves(
-    heads: int, half: int, direct: int, rest: int, functions: int, element: int, shared_limit: int
-) -> bool:
-    """Whether one pass takes a layer; arguments of :func:`joint_launch`, bytes of an element and of shared memory."""
-    if direct < LEAST_PAIRS or direct & (direct - 1) or half - direct > MAX_SLOW or functions > MAX_FUNCTIONS:
-        return False
-    return joint_shared(joint_launch(1, heads, half, direct, rest, functions), heads, half, element) <= shared_limit
 
 
 def row_block(rows: int) -> int:
@@ -348,10 +239,10 @@ class LayerPlan:
         self.key_up, self.value_up = key_up, value_up
         self.value_ranks, self.value_heads = list(value_ranks), list(value_heads)
         keys, values = [], []
-        for rank, heads, start, column in groups_of(key_ranks, key_heads, head_dim):
+        for rank, heads, start, column in _groups_of(key_ranks, key_heads, head_dim):
             keys += [[column, rank, start + head * head_dim, heads * head_dim] for head in range(heads)]
         before = 0
-        for rank, heads, start, _ in groups_of(value_ranks, value_heads, head_dim):
+        for rank, heads, start, _ in _groups_of(value_ranks, value_heads, head_dim):
             values += [[before + head * rank, rank, start + head * head_dim, heads * head_dim] for head in range(heads)]
             before += heads * rank
         self.total = before
@@ -382,7 +273,7 @@ class LayerPlan:
         return self._steps[rows_per_head]
 
 
-def groups_of(ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> Iterator[tuple[int, int, int, int]]:
+def _groups_of(ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> Iterator[tuple[int, int, int, int]]:
     """Rank, heads, start of the factor in its buffer, and first latent column, of each group."""
     start = column = 0
     for rank, own in zip(ranks, heads, strict=True):

@@ -55,10 +55,6 @@ class TileRotary:
         key = (tile, device)
         return key in self._anchors and len(self._anchors[key]) * tile >= slots
 
-    def angles(self, tile: int) -> Tensor:
-        """Angles of the places within a tile, (tile, d_h / 2) float64."""
-        return torch.arange(tile, dtype=torch.float64)[:, None] * self._frequencies
-
     def _table(self, positions: Tensor, device: torch.device) -> Tensor:
         angles = positions.double()[:, None] * self._frequencies
         # The table outlives the call: made in inference mode, it could not serve a backward pass later.

@@ -21,7 +21,7 @@ def why_wrong(layer: LatentAttention) -> str | None:
     Parameters
     ----------
     layer
-        One that has a :class:`recalkv.kernels.decoder.KernelDecoder`. One layer of each way stands for the others.
+        One that has a :class:`recalkv.kernels.decoder.KernelDecoder`. One layer stands for the others.
     """
     weight = layer.k_proj.weight
     generator = torch.Generator().manual_seed(0)

@@ -28,8 +28,7 @@ from recalkv.method.svd import GroupPart
 __all__ = ["Link", "chain_columns", "chain_energies", "chain_links", "chain_widths"]
 
 _FAST = 7 / 16
-"""Share of a head's RoPE pairs whose keys are rebuilt when decoding, about: over a tile of slots the others turn so
-little that their keys need not be (:mod:`recalkv.model.turns`)."""
+"""Share of a head's RoPE pairs, the fastest, whose keys follow from the first part alone."""
 
 
 @dataclass(frozen=True)

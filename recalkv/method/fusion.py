@@ -16,7 +16,6 @@ from recalkv.method.lowrank import LowRank
 from recalkv.method.methods import resolve_method
 from recalkv.method.refit import LayerRefit
 from recalkv.model.families import AttentionGeometry, head_order
-from recalkv.model.identity import direct_columns, gauge_basis, gauge_pairs, regauged
 from recalkv.model.layers import LayerSource
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.params import CalibrationParams, CompressionParams
@@ -26,7 +25,6 @@ __all__ = [
     "fuse_layer",
     "fuse_output",
     "fused_attention_tensors",
-    "in_gauge",
     "stored_latents",
     "stored_layers",
 ]
@@ -105,7 +103,7 @@ def fuse_layer(
     input_mean : (m,) or None
         Mean attention input, given where latents are quantized.
     dtype
-        Of what is new; it bounds the gauge of joint latents (:mod:`recalkv.model.identity`).
+        Of what is new.
     """
     prefix, place = "self_attn.", source.places[index]
     given = {name.removeprefix(prefix): tensor for name, tensor in source.layer_tensors(place, prefix).items()}
@@ -116,9 +114,6 @@ def fuse_layer(
     order = head_order(source.config, source.geometry.head_dim)
     if order is not None:
         dense, keys = _in_turning_order(dense, keys, torch.tensor(order))
-    # Rounding to few bits wants latents that are alike, and norms want whole keys.
-    if spec.joint and not spec.quantized and "k_norm.weight" not in dense:
-        keys, values = in_gauge(keys, values, source.geometry.head_dim, dtype)
     fused = fused_attention_tensors(dense, source.geometry, spec, keys, values, output, mean)
     fused |= {f"feedback.{number}": matrix for number, matrix in enumerate(refit.feedback)}
     alone = [name for name in fused if name in given and source.holds(prefix + name)]
@@ -146,31 +141,6 @@ def _in_turning_order(dense: Mapping[str, Tensor], keys: LowRank, order: Tensor)
     turned = {"q_proj.weight", "q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight"}
     moved = {name: ordered(tensor, 0) if name in turned else tensor for name, tensor in dense.items()}
     return moved, LowRank(keys.down, [ordered(up, 1) for up in keys.up])
-
-
-def in_gauge(keys: LowRank, values: LowRank, head_dim: int, dtype: torch.dtype) -> tuple[LowRank, LowRank]:
-    """Joint factors in the identity gauge: the same keys and values, from latents some of which are keys.
-
-    Parameters
-    ----------
-    keys, values
-        Factors of the same latents; ``values.down`` is ``keys.down``.
-    head_dim
-        Head dimension.
-    dtype
-        Of what is cached, which decides how many pairs are (:func:`recalkv.model.identity.gauge_pairs`).
-    """
-    downs, key_ups, value_ups = [], [], []
-    chosen = gauge_pairs(keys.up, head_dim, dtype)
-    for pairs, down, key_up, value_up in zip(chosen, keys.down, keys.up, values.up, strict=True):
-        columns = direct_columns(pairs, key_up.shape[1] // head_dim, head_dim)
-        turned, (new_keys, new_values) = regauged(down, [key_up, value_up], gauge_basis(key_up, columns))
-        # Written as what they are, not as what the solver rounds them to.
-        new_keys[:, columns] = torch.eye(len(new_keys), dtype=new_keys.dtype, device=new_keys.device)[:, : len(columns)]
-        downs.append(turned)
-        key_ups.append(new_keys)
-        value_ups.append(new_values)
-    return LowRank(downs, key_ups), LowRank(downs, value_ups)
 
 
 def fusion_rank_limit(geometry: AttentionGeometry) -> float:

@@ -62,7 +62,7 @@ def _field(rows_at, at, ok):
 
 
 @triton.jit
-def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr, EXACT: tl.constexpr):
+def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr):
     """Numbers (CHUNK, slots) from ``start`` on of a code, zero behind its width; all bytes stand for finite numbers."""
     number = start + tl.arange(0, CHUNK)
     ok = number < width
@@ -83,15 +83,14 @@ def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr
     cubic = tl.load(at + 8 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
     quintic = tl.load(at + 9 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
     power = (level - _ZERO) * _STEP
-    if not EXACT:
-        power = tl.minimum(power, _TOP)
+    power = tl.minimum(power, _TOP)
     place = code.to(tl.float32) - (most.to(tl.float32) + 0.5)[:, None]
     square = place * place
     decoded = place * (linear[:, None] + square * (cubic[:, None] + square * quintic[:, None]))
     # Levels are multiples of 1 / GRAIN, and so are float32 numbers of this size.
     decoded = (decoded + _ROUND) - _ROUND
     decoded *= tl.exp2(power)
-    return decoded if EXACT else decoded.to(tl.float16)
+    return decoded.to(tl.float16)
 
 
 @triton.jit
@@ -113,7 +112,7 @@ def attend_kernel(
     offset_ptr, partial_ptr, most_ptr, sum_ptr, block_stride, tile_stride, pages_stride, numbers, key_width,
     value_width, queries, pairs, capacity, per_block, softcap,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr,
-    VALUES: tl.constexpr, PAGED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    VALUES: tl.constexpr, PAGED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Softmax weights of a run of slots times their values, not yet normalized.
 
@@ -141,8 +140,6 @@ def attend_kernel(
         Pairs that are turned at once.
     VALUES
         Chunks of values of the widest code of any layer; those behind a group's width are skipped.
-    EXACT
-        Products in float32.
     """
     blocks = tl.cdiv(queries, BLOCK_M)
     group, run, batch = tl.program_id(0) // blocks, tl.program_id(1), tl.program_id(2)
@@ -195,7 +192,7 @@ def attend_kernel(
         for begin in tl.range(0, keys, CHUNK, num_stages=1):
             own = row_ok & (begin + in_chunk < keys)[None, :]
             query = tl.load(query_at + begin, mask=own, other=0.0).to(tl.float32) / unit
-            key = _decoded(rows_at, keys_at, numbers, begin, keys, keys_two, CHUNK, EXACT)
+            key = _decoded(rows_at, keys_at, numbers, begin, keys, keys_two, CHUNK)
             scores = tl.dot(query.to(key.dtype), key, scores, input_precision="ieee")
         scores *= unit
         # The mean key's: queries turned to the start of the tile, times the turns of the places within any tile.
@@ -207,10 +204,9 @@ def attend_kernel(
             cos, sin = _turn(anchors_ptr, tile * BLOCK_N + offset, begin + pair, padded)
             cos, sin = cos[None, :], sin[None, :]
             at = within_at + begin * BLOCK_N
-            kind: tl.constexpr = "ieee" if EXACT else "tf32x3"
-            scores = tl.dot(mean_cos * cos + mean_sin * sin, tl.load(at), scores, input_precision=kind)
+            scores = tl.dot(mean_cos * cos + mean_sin * sin, tl.load(at), scores, input_precision="tf32x3")
             within_sin = tl.load(at + padded * BLOCK_N)
-            scores = tl.dot(mean_sin * cos - mean_cos * sin, within_sin, scores, input_precision=kind)
+            scores = tl.dot(mean_sin * cos - mean_cos * sin, within_sin, scores, input_precision="tf32x3")
         if CAPPED:
             scores = tl.minimum(scores * (2.0 * _LOG2E / softcap), 64.0)
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
@@ -221,12 +217,12 @@ def attend_kernel(
         shrink = tl.exp2(most - finite)
         weight = weight * shrink + tl.sum(weights, axis=1)
         most = larger
-        shares = weights if EXACT else weights.to(tl.float16)
+        shares = weights.to(tl.float16)
         summed = ()
         for chunk in tl.static_range(VALUES):
             part = sums[chunk] * shrink[:, None]
             if chunk * CHUNK < values:
-                value = _decoded(rows_at, values_at, numbers, chunk * CHUNK, values, values_two, CHUNK, EXACT)
+                value = _decoded(rows_at, values_at, numbers, chunk * CHUNK, values, values_two, CHUNK)
                 part = tl.dot(shares, tl.trans(value), part, input_precision="ieee")
             summed += (part,)
         sums = summed
@@ -263,13 +259,13 @@ def combine_kernel(
     tl.store(out_ptr + place * value_width + column, summed, mask=column < value_width)
 
 
-def constants(queries: int, full: int, paged: bool, capped: bool, exact: bool) -> dict[str, Any]:
+def constants(queries: int, full: int, paged: bool, capped: bool) -> dict[str, Any]:
     """Constants and warps of ``attend_kernel``: alike for all layers of a model whose heads are alike."""
     # More numbers at once would not fit the registers.
     rows, chunk, warps = (16, CHUNK // 2, 4) if queries <= 16 else (32, CHUNK // 2, 8)
     return {
         "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_H": PAIRS, "CHUNK": chunk, "VALUES": -(-full // chunk),
-        "PAGED": paged, "CAPPED": capped, "EXACT": exact, "num_warps": warps, "num_stages": STAGES,
+        "PAGED": paged, "CAPPED": capped, "num_warps": warps, "num_stages": STAGES,
     }  # fmt: skip
 
 
@@ -285,7 +281,6 @@ def coded_attention(
     softcap: float | None = None,
     block_table: Tensor | None = None,
     splits: int | None = None,
-    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one token a sequence over the rows of its slots from ``first`` to before ``length``.
 
@@ -308,8 +303,6 @@ def coded_attention(
         Of the slots attended to; other entries are not read.
     splits
         Runs that a sequence's slots are cut into; by default as many as the device wants.
-    exact
-        Products in float32, slow.
 
     Returns
     -------
@@ -331,7 +324,7 @@ def coded_attention(
     batch, groups, count, key_width = queries.shape
     pages = rows if block_table is None else block_table
     capacity = TILE * rows.shape[1] * (1 if block_table is None else block_table.shape[1])
-    own = constants(count, layout.full[1], block_table is not None, softcap is not None, exact)
+    own = constants(count, layout.full[1], block_table is not None, softcap is not None)
     programs, device = groups * -(-count // own["BLOCK_M"]), rows.device
     runs = splits or runs_for(device, 2, programs * batch, capacity, BLOCK_N)
     width = layout.widths[1]

@@ -100,7 +100,7 @@ def coded_attention(
     splits: int | None = None,
     shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and result as :func:`recalkv.runtime.triton_decode.coded_attention` has them, but ``exact``.
+    """Arguments and result as :func:`recalkv.runtime.triton_decode.coded_attention` has them.
 
     Products take float16 and sum in float32; the score of the mean key is as good as float32.
 

@@ -1,10 +1,11 @@
 """Compile the shipped configurations for GPUs that need not be here, and check what came out.
 
-``python -m benchmarks.gpu.compile_gate`` prints one line per kernel, geometry and architecture: shared
+``python -m tests.compiling`` prints one line per kernel, geometry and architecture: shared
 memory, registers, bytes spilled, programs that fit a processor at once, tensor-core instructions (wgmma, of a warp
 group, and mma.sync, of a warp, apart) and asynchronous copies. It ends with status 1 if
 a kernel would not launch, spills heavily, multiplies matrices without tensor cores, or reads latents of
-ranks that are multiples of eight in small pieces. Names of configurations may follow; all takes minutes.
+ranks that are multiples of eight in small pieces. Names of configurations may follow; all takes minutes. Only for
+processes of its own: Triton cannot interpret kernels any more where this was imported first.
 """
 
 import math
@@ -19,24 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Triton reads it when it is imported: here kernels are compiled, whatever the tests do.
+os.environ.pop("TRITON_INTERPRET", None)
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from recalkv.kernels.contexts import combine_kernel, values_kernel
 from recalkv.kernels.launch import resident_programs
-from recalkv.kernels.one_pass import attend_kernel, turn_kernel
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
-    JOINT_STAGES,
-    JOINT_TILE,
     STAGES,
     TILE,
     VALUE_WARPS,
-    JointLaunch,
     combine_blocks,
-    joint_launch,
-    joint_shared,
     output_block,
     row_block,
     scores_launch,
@@ -44,7 +42,16 @@ from recalkv.kernels.plan import (
 )
 from recalkv.kernels.scores import scores_kernel
 
-__all__ = ["CONFIGURATIONS", "Compiled", "Configuration", "compile_all", "faults", "main"]
+__all__ = [
+    "CONFIGURATIONS",
+    "SHARED_LIMITS",
+    "Compiled",
+    "Configuration",
+    "compile_all",
+    "compiled_for",
+    "faults",
+    "main",
+]
 
 SHARED_LIMITS = {80: 166_912, 90: 232_448}
 """Bytes of shared memory that one program can have, by architecture (163 KB on A100, 227 KB on H100 and H200)."""
@@ -52,16 +59,10 @@ SHARED_LIMITS = {80: 166_912, 90: 232_448}
 SPILL_LIMIT = 256
 """Bytes per thread that may be spilled."""
 
-_PLAIN = ("combine", "turn")
-"""Kernels without large products."""
-
 
 @dataclass(frozen=True)
 class Configuration:
-    """A geometry of one layer: what decides the constants of the kernels.
-
-    For one pass ``direct`` pairs of a head are latents, and ``functions`` are what the others' turns are sums of.
-    """
+    """A geometry of one layer: what decides the constants of the kernels."""
 
     name: str
     head_dim: int
@@ -74,21 +75,11 @@ class Configuration:
     norm: bool = False
     bias: bool = False
     fused: bool = False
-    direct: int | None = None
-    functions: int = 4
 
     @property
     def rows(self) -> int:
         """Query heads of a key/value head x queries."""
         return self.query_heads_per_kv * self.queries
-
-    def joint(self, architecture: int) -> JointLaunch:
-        """Constants of one pass."""
-        assert self.direct is not None
-        rest = self.key_rank - 2 * self.direct * self.value_heads
-        return joint_launch(
-            self.rows, self.value_heads, self.head_dim // 2, self.direct, rest, self.functions, architecture >= 90
-        )
 
 
 Launch = tuple[str, Any, dict[str, str], dict[str, Any], int, int]
@@ -111,20 +102,6 @@ CONFIGURATIONS = (
     Configuration("smollm2-135m joint s=2 50%", 64, 3, 128, 128, 2),
     Configuration("head dimension 256", 256, 2, 256, 256, 1),
     Configuration("any rank", 128, 1, 154, 307, 8, fused=True),
-    # One pass in the identity gauge.
-    Configuration("llama-2-7b joint s=2 50%, all direct", 128, 1, 256, 256, 2, bias=True, direct=64, functions=1),
-    Configuration("llama-2-7b joint s=2 50%, one pass", 128, 1, 256, 256, 2, direct=32),
-    Configuration("llama-2-7b joint s=2 70%, one pass", 128, 1, 160, 160, 2, direct=32),
-    Configuration("llama-2-7b joint s=1 50%, one pass", 128, 1, 128, 128, 1, dtype="fp16", direct=32),
-    Configuration("llama-2-7b joint s=1 70%, one pass", 128, 1, 80, 80, 1, direct=32),
-    Configuration("llama-2-7b joint s=4 50%, all direct", 128, 1, 512, 512, 4, direct=64, functions=1),
-    Configuration("mistral-7b joint s=2 70%, one pass", 128, 4, 160, 160, 2, direct=32, functions=2),
-    Configuration("qwen2 joint s=2 70%, one pass", 128, 7, 160, 160, 2, bias=True, direct=32, functions=2),
-    Configuration("mistral-7b joint s=1 50%, one pass", 128, 4, 128, 128, 1, direct=32, functions=2),
-    Configuration(
-        "mistral-7b joint s=2 70%, one pass, 2 queries", 128, 4, 160, 160, 2, queries=2, direct=32, functions=2
-    ),
-    Configuration("smollm2-135m joint s=3 50%, one pass", 64, 3, 192, 192, 3, direct=32, functions=1),
 )
 
 
@@ -172,7 +149,7 @@ def compile_all(
             for name, kernel, types, constants, warps, stages in _kernels(configuration, architecture):
                 key = (name, architecture, warps, stages, tuple(types.items()), tuple(constants.items()))
                 if key not in done:
-                    done[key] = _compile(kernel, types, constants, architecture, warps, stages)
+                    done[key] = compiled_for(kernel, types, constants, architecture, warps, stages)
                 yield Compiled(name, configuration, architecture, *done[key], warps)
 
 
@@ -182,29 +159,20 @@ def faults(compiled: Compiled) -> list[str]:
     limit = SHARED_LIMITS[compiled.architecture]
     if compiled.shared > limit:
         found.append(f"{compiled.shared} bytes of shared memory, limit {limit}")
-    c = compiled.configuration
-    if compiled.kernel == "one pass" and c.direct is not None:
-        expected = joint_shared(c.joint(compiled.architecture), c.value_heads, c.head_dim // 2, 2)
-        if compiled.shared > expected:
-            found.append(f"{compiled.shared} bytes of shared memory, {expected} expected")
     if compiled.spilled > SPILL_LIMIT:
         found.append(f"{compiled.spilled} bytes spilled, limit {SPILL_LIMIT}")
-    if compiled.kernel not in _PLAIN and not compiled.wide + compiled.narrow:
+    if compiled.kernel != "combine" and not compiled.wide + compiled.narrow:
         found.append("no tensor-core instruction")
     aligned = compiled.configuration.key_rank % 8 == compiled.configuration.value_rank % 8 == 0
-    if compiled.kernel not in _PLAIN and aligned and not compiled.async_copies:
+    if compiled.kernel != "combine" and aligned and not compiled.async_copies:
         found.append("latents are read in small pieces")
     return found
 
 
 def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
     """Name, kernel, argument types, constants, warps and stages, as the launches have them."""
-    if c.direct is None:
-        yield _scores(c, architecture)
-        yield _values(c, architecture)
-    else:
-        yield _turn(c, c.direct, architecture)
-        yield _one_pass(c, c.direct, architecture)
+    yield _scores(c, architecture)
+    yield _values(c, architecture)
     yield _combine(c)
 
 
@@ -244,39 +212,6 @@ def _values(c: Configuration, architecture: int) -> Launch:
     return "values", values_kernel, types, constants, VALUE_WARPS, STAGES
 
 
-def _turn(c: Configuration, direct: int, architecture: int) -> Launch:
-    launch = c.joint(architecture)
-    types = {
-        "query_ptr": f"*{c.dtype}", "turned_ptr": "*fp32", "expanded_ptr": "*fp32", "anchor_ptr": "*fp32",
-        "offset_ptr": "*fp32", "coefficient_ptr": "*fp32", "seen_ptr": "*i64", "groups_ptr": "*i32", "kv_heads": "i32",
-        "behind": "i32",
-    }  # fmt: skip
-    constants = {
-        "ROWS": c.rows, "BLOCK_M": launch.rows, "QUERIES": c.queries, "HALF": c.head_dim // 2, "DIRECT": direct,
-        "BLOCK_S": launch.slow, "FUNCTIONS": launch.functions, "TOGETHER": launch.together, "BLOCK_N": JOINT_TILE,
-    }  # fmt: skip
-    return "turn", turn_kernel, types, constants, 1, 1
-
-
-def _one_pass(c: Configuration, direct: int, architecture: int) -> Launch:
-    launch = c.joint(architecture)
-    types = {
-        "turned_ptr": "*fp32", "expanded_ptr": "*fp32", "latent_ptr": f"*{c.dtype}", "up_ptr": f"*{c.dtype}",
-        "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "anchor_ptr": "*fp32", "offset_ptr": "*fp32",
-        "function_ptr": "*fp32", "mask_ptr": "*i64", "seen_ptr": "*i64", "partial_ptr": "*fp32",
-        "most_ptr": "*fp32", "sum_ptr": "*fp32", "groups_ptr": "*i32", "latent_batch_stride": "i64",
-        "latent_slot_stride": "i32", "mask_batch_stride": "i32", "mask_query_stride": "i32", "all_rows": "i32",
-        "total": "i32", "behind": "i32", "scaling": "fp32",
-    }  # fmt: skip
-    constants = {
-        "ROWS": c.rows, "BLOCK_M": launch.rows, "QUERIES": c.queries, "HALF": c.head_dim // 2, "HEADS": c.value_heads,
-        "DIRECT": direct, "BLOCK_S": launch.slow, "FUNCTIONS": launch.functions, "TOGETHER": launch.together,
-        "RESTS": launch.rests, "REST": launch.rest, "BLOCK_N": JOINT_TILE, "ALIGN": math.gcd(16, c.key_rank),
-        "HAS_BIAS": c.bias, "MASK": 0 if c.queries == 1 else 1, "UPCAST": False,
-    }  # fmt: skip
-    return "one pass", attend_kernel, types, constants, launch.warps, JOINT_STAGES
-
-
 def _combine(c: Configuration) -> Launch:
     rows = c.rows
     types = {
@@ -292,7 +227,7 @@ def _combine(c: Configuration) -> Launch:
     return "combine", combine_kernel, types, constants, 4, STAGES
 
 
-def _compile(
+def compiled_for(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, warps: int, stages: int
 ) -> tuple[int, int, int, int, int, int]:
     signature = types | dict.fromkeys(constants, "constexpr")
@@ -331,9 +266,6 @@ def main(names: Sequence[str] = ()) -> int:
     unknown = sorted(set(names) - known.keys())
     if unknown:
         print(f"{', '.join(unknown)}: none of {', '.join(known)}", file=sys.stderr)
-        return 2
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        print("TRITON_INTERPRET=1 interprets kernels; unset it to compile them", file=sys.stderr)
         return 2
     wrong = 0
     print(
