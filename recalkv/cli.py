@@ -115,7 +115,7 @@ def cache_size(
             from recalkv.model.spec import LatentSpec
 
             register()
-            loaded = AutoConfig.from_pretrained(config)
+            loaded = AutoConfig.from_pretrained(config, trust_remote_code=False)
             sizes = ModelSizes.from_config(loaded)
             own = LatentSpec.from_config(loaded).cached_bytes_per_token() if hasattr(loaded, "recalkv") else None
             tables = [(Path(config).name, sizes, table(sizes, own))]

@@ -39,7 +39,7 @@ from recalkv.model.source import ModelReference, checkpoint_dtype
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.params import CalibrationParams, CompressionParams, EvaluationParams
 from recalkv.statistics.fisher import FisherScores, collect_gradients
-from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.statistics.layer_inputs import FISHER_WINDOWS, LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
 from recalkv.store.folders import telling_full_disk
@@ -147,15 +147,14 @@ def compress_checkpoint(
     check_length(source.config, calibration)
     tokenizer = load_tokenizer(reference.folder) if tokenizer is None else tokenizer
     windows = calibration_windows(tokenizer, texts, calibration)
-    dtype = checkpoint_dtype(reference.folder) if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
+    dtype = checkpoint_dtype(reference.folder)
     goal = target or Target(ratio=parameters.ratio)
     others = functools.partial(held_out_windows, tokenizer, texts, calibration)
     parameters, result = compress_to_target(source, windows, calibration, parameters, goal, dtype, others, progress)
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
     latents = stored_latents(source, result.specs, result.permutations, parameters, provenance, calibration)
     config, layers = compressed_config(source, latents), _fused(source, latents.layers, result, dtype)
-    convert = parameters.dtype != "auto"
-    save_checkpoint(folder, config, source.stored_others(), layers, dtype, convert)
+    save_checkpoint(folder, config, source.stored_others(), layers, dtype)
     tokenizer.save_pretrained(folder)
     copy_generation_config(reference.folder, folder)
     return latents
@@ -169,11 +168,11 @@ def collect_statistics(
     progress: Progress = _silent,
 ) -> Statistics:
     """Statistics of every layer; the gradients' half is left out where the method does not need it."""
-    total, used = source.num_layers, windows[: calibration.fisher_samples]
+    total, used = source.num_layers, windows[:FISHER_WINDOWS]
     inputs: list[InputMoments] = []
     loss: dict[int, LossMoments] = {}
     scores = None
-    remedy = "set TMPDIR to a folder on another, or calibration.fisher_samples to fewer windows"
+    remedy = "set TMPDIR to a folder on another, or calibrate on fewer or shorter windows"
     with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, telling_full_disk(Path(scratch).parent, remedy):
         keep = None
         if method.metric == "loss" or method.allocation == "fisher":

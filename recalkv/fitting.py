@@ -19,7 +19,7 @@ from recalkv.codec.fit import (
 )
 from recalkv.codec.moments import SINKS, take_moments
 from recalkv.codec.sidecar import Codec, model_fingerprint
-from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, ReCalKVError, UnsupportedModelError
+from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation.perplexity import over_documents
 from recalkv.method.target import Target
 from recalkv.model.device import device_of
@@ -158,14 +158,8 @@ def load_dense(
     tokenizer = load_tokenizer(reference.folder) if tokenizer is None else tokenizer
     try:
         model = load_model(reference.folder, device, torch.float32 if device.type == "cpu" else "auto")
-    except ReCalKVError:
-        raise
-    except Exception as error:  # transformers and what it loads with raise many unrelated types
-        why = str(error).strip().partition("\n")[0]
-        raise ModelUnavailableError(
-            f"{name!r} cannot be loaded as a causal language model ({type(error).__name__}: {why}); load it yourself "
-            f"and give it to `recalkv.fit(model, tokenizer)`."
-        ) from error
+    except ModelUnavailableError as error:
+        raise ModelUnavailableError(f"{error} Load it yourself and call `recalkv.fit(model, tokenizer)`.") from error
     # As people call it: a folder that is converted for the moment is none.
     model.config.name_or_path = reference.name
     model.config._commit_hash = reference.revision

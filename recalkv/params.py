@@ -77,10 +77,6 @@ class CalibrationParams(_TextParams):
         0.25, ge=0, le=1, description="fraction of windows whose second half repeats passages of the first, so that "
         "long-range reads are calibrated",
     )  # fmt: skip
-    fisher_samples: int | None = Field(
-        None, ge=1, description="use only the first N windows for the Fisher scores; null for all. Their layer "
-        "inputs take fisher_samples * length * hidden size * layers * 2 or 4 bytes of disk",
-    )  # fmt: skip
     batch_size: int = Field(2, ge=1, description="windows per step: changes memory, not results")
     precision: Precision = Field(
         "auto",
@@ -103,9 +99,6 @@ class CompressionParams(_Section):
     )
     ratio: float = Field(0.75, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
     group_size: int = Field(4, ge=1, description="key/value heads per group, all where the model has fewer")
-    metric: Literal["auto", "weight", "activation", "loss"] = Field(
-        "auto", description="error that the factors minimize: of the weight, of its outputs, or of the loss"
-    )
     joint: Literal["auto", True, False] = Field("auto", description="keys and values of a group share one latent")
     chain: Literal["auto", True, False] = Field(
         "auto",
@@ -143,9 +136,6 @@ class CompressionParams(_Section):
         ge=0,
         description="ridge on Gram matrices (in the loss metric, also on the gradients' second moments), relative to "
         "their mean diagonal; null: 0.1 in the loss metric, for out-of-domain text, else 1e-6, for conditioning",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="type of the exported weights; auto is the dense checkpoint's"
     )
 
 
@@ -239,9 +229,6 @@ class LatencyParams(_Section):
     contexts: list[Annotated[int, Field(ge=16)]] = Field(
         default_factory=lambda: [1024, 4096], min_length=1, description="tokens that a decoding step attends to"
     )
-    batches: list[Annotated[int, Field(ge=1)]] = Field(
-        default_factory=lambda: [1], min_length=1, description="sequences that are decoded together"
-    )
 
 
 class RuntimeParams(_Section):
@@ -252,11 +239,6 @@ class RuntimeParams(_Section):
         None,
         description="how accelerate splits models that are larger than the device, where whole models are evaluated; "
         "null for one device. The calibration takes one layer at a time and needs none",
-    )
-    kernels: Literal["auto", "triton", "torch"] = Field(
-        "auto",
-        description="how compressed models decode: triton is the fused kernels or an error, torch is plain torch, "
-        "auto takes the kernels where they can serve and get a trial step right",
     )
 
 

@@ -155,12 +155,10 @@ def _in_memory(
     calibration = calibration.model_copy(update={"precision": precision})
     source = ModuleSource(model, weight.device, precision)
     check_length(source.config, calibration)
-    windows = calibration_windows(tokenizer, texts, calibration)
-    dtype = weight.dtype if parameters.dtype == "auto" else getattr(torch, parameters.dtype)
+    windows, dtype = calibration_windows(tokenizer, texts, calibration), weight.dtype
     others = functools.partial(held_out_windows, tokenizer, texts, calibration)
     parameters, result = compress_to_target(source, windows, calibration, parameters, target, dtype, others, progress)
     provenance = {"name": getattr(model.config, "_name_or_path", None), "revision": None, "fingerprint": None}
-    convert = parameters.dtype != "auto"
-    compressed = assemble(source, result, parameters, dtype, provenance, calibration, convert)
+    compressed = assemble(source, result, parameters, dtype, provenance, calibration, convert=False)
     compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
     return compressed

@@ -19,7 +19,7 @@ __all__ = ["cell", "latent_figures", "latent_model"]
 
 # What the pipeline's own checkpoint may have changed; a cell's method is as it is meant, but for what --set says.
 _AS_MEANT: dict[str, Any] = {
-    **dict.fromkeys(("metric", "joint", "chain", "grouping", "allocation", "refit"), "auto"),
+    **dict.fromkeys(("joint", "chain", "grouping", "allocation", "refit"), "auto"),
     "bits": 16,
     "damping": None,
 }

@@ -23,7 +23,7 @@ from recalkv.model.device import device_of
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype, read_reference
 from recalkv.params import Params, load_params
-from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.statistics.layer_inputs import FISHER_WINDOWS, LayerInputs
 from recalkv.store.stores import (
     SCHEMA_VERSION,
     StoreReader,
@@ -92,7 +92,7 @@ class Stage:
 
     def layer_inputs(self, source: "LayerSource", windows: Tensor) -> LayerInputs:
         """Inputs of the windows that the gradients are of, which whiten leaves in DATA/activations for fisher."""
-        samples, length = windows[: self.params.calibration.fisher_samples].shape
+        samples, length = windows[:FISHER_WINDOWS].shape
         return LayerInputs(self.data / "activations", (samples, length, source.geometry.hidden), source.precision)
 
     def read(self, stage: str) -> StoreReader:

@@ -34,7 +34,8 @@ def contexts(
     from transformers import AutoTokenizer
 
     folder = run.model().folder
-    text = joined_tokens(AutoTokenizer.from_pretrained(folder), main_documents(run.params.evaluation))
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    text = joined_tokens(tokenizer, main_documents(run.params.evaluation))
     if len(text) < length:
         raise ParameterError(
             f"{run.params.evaluation.text} has {len(text)} tokens, {length} are asked for; take fewer."

@@ -14,7 +14,7 @@ def factorize(run: Stage) -> None:
     """Factor every layer's key and value projections at the allocated ranks."""
     stored = Stored(run)
     specs = stored.specs()
-    keys = {"method", "metric", "joint", "damping"}
+    keys = {"method", "joint", "damping"}
     record = run.params.compression.model_dump(mode="json", include=keys)
     settings = run.params.compression.model_dump(mode="json")
     with run.write_layers(record, ["whiten", "fisher", "reorder", "allocate"], settings) as store:

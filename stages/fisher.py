@@ -3,6 +3,7 @@
 import typer
 
 from recalkv.statistics.fisher import SINK_TOKENS, collect_gradients
+from recalkv.statistics.layer_inputs import FISHER_WINDOWS
 from recalkv.statistics.whitening import collect_input_moments
 from recalkv.store.folders import telling_full_disk
 from recalkv.store.moments import put_loss_moments
@@ -14,16 +15,16 @@ from stages.common import Stage, stage
 def fisher(run: Stage) -> None:
     """Score all projections in one backward pass over the calibration windows; removes the layers' inputs."""
     windows, source, wanted = run.read("sample").get("windows"), run.source(run.precision), run.params.calibration
-    used = windows[: wanted.fisher_samples]
+    used = windows[:FISHER_WINDOWS]
     inputs, moments = run.layer_inputs(source, windows), run.read("whiten").digest
     if not inputs.are_of(moments):
         # Whole batches, as whiten has them: the same matrix products, the same bytes.
         whole = windows[: -(-len(used) // wanted.batch_size) * wanted.batch_size]
         again = collect_input_moments(source, whole, wanted.batch_size, inputs)
-        with telling_full_disk(run.data, "set calibration.fisher_samples to fewer windows"):
+        with telling_full_disk(run.data, "calibrate on fewer or shorter windows (calibration.samples, length)"):
             for _ in run.progress(again, source.num_layers):
                 pass
-        inputs.sign(moments)
+        inputs.sign(moments, source.num_layers)
     record = {"precision": run.precision, "sink_tokens": SINK_TOKENS, "tokens": used.numel()}
     settings = wanted.model_dump(mode="json", exclude={"precision"})
     with run.write_layers(record, ["sample", "whiten"], settings) as store:

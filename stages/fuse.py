@@ -1,6 +1,5 @@
 """Step 8: fold permutation, biases and value reconstruction into the weights and write the checkpoint."""
 
-import torch
 import typer
 from transformers import AutoTokenizer
 
@@ -24,16 +23,15 @@ def fuse(run: Stage) -> None:
     calibration = run.params.calibration.model_copy(update={"precision": run.precision})
     latents = stored_latents(source, stored.specs(), permutations, wanted, provenance, calibration)
     specs, config = latents.layers, compressed_config(source, latents)
-    dtype = checkpoint_dtype(reference.folder) if wanted.dtype == "auto" else getattr(torch, wanted.dtype)
+    dtype = checkpoint_dtype(reference.folder)
     means = (refitted.find(f"{layer_name(index)}/input_mean") for index in range(len(specs)))
     layers = (
         fuse_layer(source, index, spec, stored.refit(refitted, index), mean, dtype)
         for index, (spec, mean) in enumerate(zip(specs, means, strict=True))
     )
     with writing_folder(run.data / "compressed") as folder:
-        convert = wanted.dtype != "auto"
         whole = decoder_layers(source, run.progress(layers, len(specs)))
-        save_checkpoint(folder, config, source.stored_others(), whole, dtype, convert)
+        save_checkpoint(folder, config, source.stored_others(), whole, dtype)
         AutoTokenizer.from_pretrained(reference.folder, trust_remote_code=False).save_pretrained(folder)
         copy_generation_config(reference.folder, folder)
 

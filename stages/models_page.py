@@ -47,7 +47,7 @@ def _merged(earlier: Any, own: Any) -> Any:
 def _model(run: Stage, cells: Path) -> dict[str, Any]:
     """What is known of one model, whose cells are in a folder of its name."""
     own, text = run.data / "models" / cells.name, Path(run.params.evaluation.text).name
-    config = AutoConfig.from_pretrained(own / "checkpoint")
+    config = AutoConfig.from_pretrained(own / "checkpoint", trust_remote_code=False)
     tokens = list(cached_tokens(SimpleNamespace(config=config), CONTEXT).values())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows: list[Row] = []

@@ -39,9 +39,9 @@ def needle(
         raise ParameterError(f"{name!r} is none of the models that can be asked; choose one of {', '.join(_MODELS)}.")
     compressed, wanted = Path(checkpoint) if checkpoint else run.data / "compressed", run.params.needle
     folder = compressed if name == "compressed" else run.model().folder
-    check_lengths(AutoConfig.from_pretrained(run.model().folder), wanted.lengths)
+    check_lengths(AutoConfig.from_pretrained(run.model().folder, trust_remote_code=False), wanted.lengths)
     model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
-    choose_kernels(model, run.params.runtime.kernels)
+    choose_kernels(model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if name == "compressed":

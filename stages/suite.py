@@ -26,7 +26,7 @@ def suite(run: Stage, name: Annotated[str, typer.Argument(help=f"One of {', '.jo
     with run.bar(tasks.steps and len(folders) * tasks.steps, "step") as bar:
         for side, folder in folders.items():
             model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
-            choose_kernels(model, run.params.runtime.kernels)
+            choose_kernels(model)
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             scores[side] = tasks.score(model, tokenizer, bar.update)
             del model

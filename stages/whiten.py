@@ -26,16 +26,16 @@ def whiten(run: Stage) -> None:
             file=sys.stderr,
         )
     record = {"precision": run.precision, "tokens": windows.numel()}
-    settings = wanted.model_dump(mode="json", include={"batch_size", "fisher_samples"})
+    settings = wanted.model_dump(mode="json", include={"batch_size"})
     with run.write_layers(record, ["sample"], settings) as store:
         keep = run.layer_inputs(source, windows)
         layers = collect_input_moments(source, windows, wanted.batch_size, keep, store.finished)
-        with telling_full_disk(run.data, "set calibration.fisher_samples to fewer windows"):
+        with telling_full_disk(run.data, "calibrate on fewer or shorter windows (calibration.samples, length)"):
             for index, moments in run.progress(layers, source.num_layers - len(store.finished)):
                 store.put(f"{layer_name(index)}/gram", moments.gram)
                 store.put(f"{layer_name(index)}/mean", moments.mean)
                 store.finish(index)
-        keep.sign(store.digest())
+        keep.sign(store.digest(), source.num_layers)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Algorithm 1 on tiny models, step by step and once per session, and what a plain forward pass shows."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,9 +22,10 @@ from recalkv.statistics.whitening import InputMoments, MomentAccumulator
 from tests.tiny import calibration, dense_model, plain, windows
 
 
-def method_of(**changes: Any) -> Method:
+def method_of(metric: str | None = None, **changes: Any) -> Method:
     """Method of these compression parameters; the default one at half the bytes, in pairs of heads."""
-    return resolve_method(plain(**changes))
+    method = resolve_method(plain(**changes))
+    return method if metric is None else dataclasses.replace(method, metric=metric)
 
 
 @functools.cache

@@ -449,6 +449,23 @@ def test_logits(kind: Kind, way: Way) -> None:
     assert_near(actual, expected, bound if half else 1e-4 if "hybrid" in kind.family else 1e-5)
 
 
+# Rotary tables of some families are float32 in models of 16 bits.
+@pytest.mark.parametrize(
+    ("family", "bits"),
+    [
+        *((family, "mixed") for family in FURTHER_FAMILIES),
+        *((family, 16) for family in ("olmo2-whole-norm", "olmo3-sliding", "ernie4.5", "ernie4.5-moe")),
+    ],
+)
+@torch.no_grad()
+def test_families_in_bfloat16(family: str, bits: int | str) -> None:
+    compressed, reference = in_type(Kind(family, "joint", 2, bits, "absorbed"), torch.bfloat16, layers=1)
+    ids = windows(8, 72)
+    actual = feed(compressed, ids, [68, 1, 3], new_cache(compressed, "dynamic"))
+    assert actual.dtype == torch.bfloat16
+    assert_near(actual, reference(ids).logits, 0.1)
+
+
 @pytest.mark.parametrize("values", ["fused", "absorbed"])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "qwen2-mixed-sliding"])
 @torch.no_grad()

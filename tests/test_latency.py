@@ -1,4 +1,4 @@
-"""Latency: the work of a step by hand, its output against float64, the search for batches, and the stage. No times."""
+"""Latency: a step's output against float64, the search for batches, and the stage. No times."""
 
 import functools
 import json
@@ -9,25 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.random_models import random_dense, random_latent
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.evaluation.attention_step import (
-    BASELINES,
     Step,
-    dense_steps,
-    latent_steps,
+    dense_step,
     module_of,
     typical_layer,
 )
 from recalkv.evaluation.decoding import CACHES, check_same, largest, prompt_contents, time_decoding
 from recalkv.evaluation.latency import check_contexts
 from recalkv.evaluation.reference import reference_output
-from recalkv.evaluation.step_work import step_work
 from recalkv.evaluation.timing import environment
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import AttentionGeometry, layer_attention_types
 from recalkv.model.family import family_of
-from recalkv.model.sizes import ModelSizes
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.reports.latency import latency_section
 from tests import tiny
@@ -35,53 +30,6 @@ from tests.pipeline import folder_hash, invoke
 
 pair = functools.cache(tiny.compressed_pair)
 CPU = torch.device("cpu")
-# m = 48, 6 heads, 3 key/value heads of 8.
-TINY = ModelSizes("llama", AttentionGeometry(48, 6, 3, 8, 1), 64, 128, 256)
-
-
-def test_work_of_a_dense_step_by_hand() -> None:
-    work = step_work(random_dense(TINY, CPU, torch.float32).model.layers[0].self_attn, context=10, batch=2)
-    weights = 2 * 48 * 48 + 2 * 48 * 24
-    # 10 rows are read and one is written; a row is 24 keys and 24 values; a state goes in and one comes out.
-    assert work.bytes == 4 * (weights + 2 * (11 * 48 + 2 * 48))
-    assert work.flops == 2 * 2 * (weights + 10 * 2 * 48)
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_work_of_a_latent_step_by_hand(joint: bool) -> None:
-    model = random_latent(TINY, 0.5, 2, joint, CPU, torch.float32)
-    work = step_work(model.model.layers[0].self_attn, context=10, batch=2)
-    # Key groups of 2 heads and 1, of rank 8 and 4; one value latent of rank 12. Joint: 16 and 8 for both.
-    row = 24
-    rebuilt = 16 * 16 + 8 * 8 if joint else 8 * 16 + 4 * 8
-    contexts = 2 * (16 * 2 + 8 * 1) if joint else 2 * (12 * 3)
-    projections = 2 * 48 * 48 + 48 * row
-    values = rebuilt if joint else 12 * 24
-    assert work.bytes == 4 * (projections + rebuilt + values + 2 * (11 * row + 2 * 48))
-    assert work.flops == 2 * 2 * (projections + contexts * 8 + 10 * (rebuilt + 48 + contexts))
-
-
-def test_rows_of_packed_latents_count_their_bytes() -> None:
-    _, compressed, _ = pair("llama-gqa", bits=4, ratio=0.8)
-    layer = compressed.model.layers[0].self_attn
-    grown = step_work(layer, 11, 1).bytes - step_work(layer, 10, 1).bytes
-    assert grown == layer.key_rows.row_bytes + layer.value_rows.row_bytes
-
-
-def test_work_of_chained_latents_is_that_of_what_keys_read_and_of_their_feedback() -> None:
-    _, compressed, _ = pair("llama-gqa", method="loss-aware", bits="mixed", ratio=0.75)
-    layer = compressed.model.layers[0].self_attn
-    work, longer = (step_work(layer, context, 1) for context in (10, 11))
-    reach, heads = layer.spec.key_reach, layer.key_heads
-    rebuilt = sum(own * size * 8 for own, size in zip(reach, heads, strict=True))
-    contexts = 2 * sum(rank * size for rank, size in zip(layer.value_ranks, heads, strict=True))
-    assert longer.flops - work.flops == 2 * (rebuilt + 48 + contexts)
-    told = sum(factor.numel() for factor in layer.feedback.factors())
-    once = 2 * 48 * 48 + 48 * sum(layer.key_ranks) + (0 if layer.fused else contexts * 8) + told
-    assert told and work.flops == 2 * (once + 10 * (rebuilt + 48 + contexts))
-    unread = sum((rank - own) * size * 8 for rank, own, size in zip(layer.key_ranks, reach, heads, strict=True))
-    whole = sum(parameter.nbytes for parameter in layer.parameters()) + 11 * layer.key_rows.row_bytes + 4 * 2 * 48
-    assert unread and work.bytes == whole - 4 * unread
 
 
 ALIKE = (
@@ -130,23 +78,20 @@ def test_steps_are_right_and_complete(family: str, changes: dict[str, Any]) -> N
     before = dense.config._attn_implementation
     # Where all layers slide, no cache holds more than the window's tokens.
     context = 32 if "full_attention" in layer_attention_types(dense.config) else 16
-    baselines = list(dense_steps(Step(module, context), 2, 2))
-    static = f"{family_of(dense.config).attention_implementation}_static"
-    assert [each.name for each in baselines] == ["eager_growing", static]
+    baseline = dense_step(Step(module, context), 2)
+    assert baseline.name == family_of(dense.config).attention_implementation
     assert dense.config._attn_implementation == before
-    ours = list(latent_steps(Step(module_of(compressed, layer), context), 2, 2))
-    assert [each.name for each in ours] == ["static", "growing"]
-    assert all(each.error < 1e-3 and each.timing.runs == 2 for each in baselines + ours)
+    ours = Step(module_of(compressed, layer), context).measure("latents", 2)
+    assert all(each.error < 1e-3 and each.timing.runs == 2 for each in (baseline, ours))
 
 
-@pytest.mark.parametrize("growing", [False, True])
-def test_a_wrong_module_is_not_timed(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_module_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(module_of(pair("llama-gqa")[1], 0), 32)
     right = LatentAttention._attend
     monkeypatch.setattr(LatentAttention, "_attend", lambda *given: right(*given).flip(-1))
     monkeypatch.setattr("recalkv.evaluation.attention_step.time_calls", lambda *_, **__: pytest.fail("timed"))
-    with pytest.raises(CheckpointError, match=r"layer 0, static, 32 tokens: .* differs from its float64 reference"):
-        step.measure("static", 1, 1, growing)
+    with pytest.raises(CheckpointError, match=r"layer 0, latents, 32 tokens: .* differs from its float64 reference"):
+        step.measure("latents", 1)
 
 
 @pytest.mark.parametrize(
@@ -195,44 +140,30 @@ def test_contexts_beyond_the_model_are_refused() -> None:
     check("qwen2-mixed-sliding", [32])
 
 
-def test_stage_writes_rows_metrics_and_a_picture(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None]
-) -> None:
-    change_parameters(prepared, "latency.batches", [1, 2])
+def test_stage_writes_rows_metrics_and_a_picture(prepared: Path) -> None:
     assert invoke("latency") == 0
     rows = json.loads((prepared / "reports/latency_rows.json").read_text())
-    # Of each setting: static beside two baselines, growing beside one.
-    assert len(rows) == 2 * 3
-    assert {(row["cache"], row["baseline"].split(" (")[0]) for row in rows} == {
-        ("static", BASELINES["eager_growing"]), ("static", BASELINES["sdpa_static"]),
-        ("growing", BASELINES["eager_growing"]),
-    }  # fmt: skip
-    assert {(row["geometry"], row["context"], row["batch"]) for row in rows} == {
-        ("pipeline", 32, 1),
-        ("pipeline", 32, 2),
-    }
+    assert [(row["context"], row["baseline"]) for row in rows] == [(32, "SDPA (torch's choice)")]
     assert all(set(row) == set(rows[0]) and set(environment(CPU)) < set(row) for row in rows)
     assert rows[0]["path"] == "on a CPU; the kernels need a CUDA device"
     assert rows[0]["ratio"] == pytest.approx(0.5, abs=1 / 144)
 
     metrics = json.loads((prepared / "reports/latency.json").read_text())
-    place = metrics["attention_us_per_step"]["pipeline"]["32_tokens"]["batch_2"]
-    assert set(place) == {"dense_eager_growing", "dense_sdpa_static", "removed_50_percent_groups_of_2"}
-    rates = metrics["decode_tokens_per_second"]["32_tokens"]["batch_1"]
+    assert set(metrics["attention_us_per_step"]["32_tokens"]) == {"dense", "compressed"}
+    rates = metrics["decode_tokens_per_second"]["32_tokens"]
     assert set(rates) == set(CACHES) and rates["static"]["compressed"] > 0
     assert metrics["prefill_seconds"].keys() == {"dense", "compressed"}
     assert (prepared / "reports/latency.png").stat().st_size > 1000
 
     page = "\n".join(latency_section(metrics, rows)).split("\n")
     assert "**on a CPU; the kernels need a CUDA device**" in "\n".join(page)
-    assert len([line for line in page if line.startswith("| pipeline |")]) == 6
+    assert len([line for line in page if line.startswith("| float32 |")]) == 1
 
 
 @pytest.mark.parametrize(
     ("parameter", "value", "words"),
     [
         ("latency.contexts", [0], ("latency.contexts.0=0 is not allowed", "greater than or equal to 16")),
-        ("latency.batches", [-1], ("latency.batches.0=-1 is not allowed", "greater than or equal to 1")),
         ("latency.contexts", [32, 300], ("latency.contexts=300", "256 positions", "at most 256")),
     ],
 )

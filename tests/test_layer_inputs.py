@@ -83,13 +83,16 @@ def test_only_whole_inputs_of_the_pass_are_taken(tmp_path: Path) -> None:
         (kept(dtype=torch.bfloat16), "digest"),
     ):
         kept().put(0, 0, whole)
-        kept().sign("digest")
+        kept().sign("digest", layers=1)
         assert kept().are_of("digest")
         assert torch.equal(kept().get(0, 0, 5), whole)
         assert not other.are_of(moments)
         assert not folder.exists(), "others are removed"
     kept().put(0, 0, whole)
-    kept().sign("digest")
+    kept().sign("digest", layers=1)
     kept().put(0, 0, whole + 1)
     assert not kept().are_of("digest"), "a later pass was killed"
+    kept().put(1, 0, whole)
+    kept().sign("digest", layers=2)
+    assert not kept().are_of("digest"), "those of a layer were removed before the pass went on"
     kept().remove()

@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -205,3 +206,17 @@ def test_the_codec_stands_by_itself(module: str) -> None:
 
 def test_the_library_knows_no_stages() -> None:
     assert not [name for name in FILES if imports(name) & {"stages", "tests", "benchmarks"}]
+
+
+def test_no_code_of_a_checkpoint_is_run() -> None:
+    """Unless told so, transformers asks on the standard input whether it may."""
+    loads = re.compile(r"(?<!model_class)(?:Auto\w+)\.from_pretrained\((.*)")
+    silent = []
+    # Two files show users how to load what is theirs.
+    shown = {ROOT / "recalkv/model/card.py", ROOT / "recalkv/model/modeling.py"}
+    for path in sorted({*ROOT.glob("recalkv/**/*.py"), *ROOT.glob("stages/*.py")} - shown):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = loads.search(line)
+            if found and found[1] and "trust_remote_code=False" not in found[1] and "gguf_file" not in found[1]:
+                silent.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not silent

@@ -225,6 +225,6 @@ def test_a_section_by_itself_has_the_defaults_and_the_same_errors() -> None:
     with pytest.raises(ParameterError, match=r"compress: ratio=1 is not allowed: .*less than 1"):
         parse_section(CompressionParams, {"ratio": 1}, "compress")
     with pytest.raises(
-        ParameterError, match=r"compress: unknown parameter `ration`; known here: method, ratio, .*dtype"
+        ParameterError, match=r"compress: unknown parameter `ration`; known here: method, ratio, .*damping"
     ):
         parse_section(CompressionParams, {"ration": 0.5}, "compress")

@@ -211,7 +211,7 @@ def test_a_disk_that_the_layers_inputs_fill_is_named_and_freed(
     before = _files(prepared)
     assert invoke(stage) == 1
     message = capsys.readouterr().err
-    assert "no space left on the disk of data" in message and "set calibration.fisher_samples" in message
+    assert "no space left on the disk of data" in message and "calibrate on fewer or shorter windows" in message
     assert written and _files(prepared) == before
 
 

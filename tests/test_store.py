@@ -4,6 +4,7 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,34 @@ def test_folder_replaces_the_old_one_whole(path: Path) -> None:
             assert folder == partial_path(path)
             (folder / name).write_text(name)
     assert [p.name for p in path.iterdir()] == ["new"]
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("stopped", ["before", "between", "after"])
+def test_one_folder_is_whole_wherever_replacing_is_interrupted(
+    path: Path, stopped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with writing_folder(path) as folder:
+        (folder / "old").touch()
+    replace, moves = Path.replace, list[Path]()
+
+    def interrupted(self: Path, target: Path) -> Path:
+        moves.append(target)
+        if stopped == ("before", "between")[len(moves) - 1]:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    def remove(folder: Path, **_: Any) -> None:
+        if len(moves) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    with pytest.raises(KeyboardInterrupt), writing_folder(path) as folder:
+        (folder / "new").touch()
+    monkeypatch.undo()
+    held = {entry.name for entry in path.parent.glob("*/*")}
+    assert held == {"old", "new"}, "both are there, one under another name"
 
 
 def write_layers(path: Path, key: str = "k", stop: int | None = None, kill: bool = False) -> list[int]:

@@ -43,7 +43,7 @@ def evaluate(
         place = out or (home / "evaluation.md" if home.is_dir() else Path(f"{home.name}-evaluation.md"))
         if place.suffix != ".md" or not place.absolute().parent.is_dir():
             raise ParameterError(f"--out {place} must be a file .md in a folder that exists; the JSON goes beside it.")
-        names = [name for name in tasks.split(",") if name]
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
         if items is not None and not names:
             raise ParameterError(f"--items {items} are those of --tasks, which names none; name the tasks.")
         found: dict[str, Path | None] = dict.fromkeys(names)
@@ -56,13 +56,11 @@ def evaluate(
 
         from dataclasses import replace
 
-        from transformers import AutoTokenizer
-
         from recalkv.codec.sidecar import Codec
         from recalkv.evaluation.beside import FULL, QUICK, compare, compare_codec
         from recalkv.model.device import device_of
         from recalkv.reports.beside import page, write
-        from recalkv.text.corpora import main_documents, main_windows
+        from recalkv.text.corpora import load_tokenizer, main_documents, main_windows
         from recalkv.text.windows import joined_tokens
 
         where = device_of(device)
@@ -71,7 +69,7 @@ def evaluate(
         own = None if codec is None else Codec.load(codec)
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
             folder, reference = _models(small, dense, own, Path(scratch))
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            tokenizer = load_tokenizer(folder)
             wanted = replace(QUICK if quick else FULL, tasks=found, limit=limit)
             texts = {
                 each: wanted.evaluation.model_copy(update={"text": each, "split": split, "field": field})
@@ -101,7 +99,7 @@ def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tup
         return folder, folder
     folder = checkpoint_folder(small, scratch)
     register()
-    source = LatentSpec.from_config(AutoConfig.from_pretrained(folder)).source
+    source = LatentSpec.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False)).source
     named = dense or source.get("name")
     if not named:
         raise ParameterError(f"{small} does not say what it was made of; name the dense model (--dense).")

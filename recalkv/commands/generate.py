@@ -70,14 +70,13 @@ def _line() -> str:
 
 def _open(name: str, codec: Path | None, device: str) -> tuple[Any, Any]:
     """Model and tokenizer."""
-    from transformers import AutoTokenizer
-
     from recalkv.codec.sidecar import Codec
     from recalkv.kernels.decoder import choose_kernels
     from recalkv.model.device import device_of
     from recalkv.model.loading import load_model
     from recalkv.model.source import checkpoint_dtype, checkpoint_folder, resolve_model
     from recalkv.runtime.models import use_codec
+    from recalkv.text.corpora import load_tokenizer
 
     where = device_of(device)
     own = None if codec is None else Codec.load(codec)
@@ -87,9 +86,9 @@ def _open(name: str, codec: Path | None, device: str) -> tuple[Any, Any]:
         else:
             folder = resolve_model(name, own.revision_of(name), Path(scratch), any_family=True).folder
         model = load_model(folder, where, checkpoint_dtype(folder))
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = load_tokenizer(folder)
     if own is None:
-        choose_kernels(model, "auto")
+        choose_kernels(model)
     else:
         use_codec(model, own)
     return model, tokenizer

@@ -7,7 +7,7 @@ in float64 over the reconstructed keys and values.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from recalkv.cache.growing import growing_cache
-from recalkv.cache.recent import remember
 from recalkv.errors import CheckpointError
 from recalkv.evaluation.reference import reference_output
 from recalkv.evaluation.step_caches import FullCache, Recorder
-from recalkv.evaluation.step_work import StepWork, step_work
 from recalkv.evaluation.timing import Timing, cold_copies, time_calls
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
@@ -35,19 +32,13 @@ __all__ = [
     "Step",
     "StepTime",
     "attention_function",
-    "dense_steps",
-    "latent_steps",
+    "dense_step",
     "module_of",
     "typical_layer",
 ]
 
-BASELINES = {
-    "eager_growing": "transformers' eager attention, growing DynamicCache",
-    "eager_static": "transformers' eager attention, static cache",
-    "sdpa_static": "SDPA, static cache",
-}
-"""What compressed steps are compared with, by the names of the metrics; SDPA where it knows the
-family's softmax, and else eager attention on a static cache."""
+BASELINES = {"eager": "transformers' eager attention", "sdpa": "SDPA"}
+"""What compressed steps are compared with, by the names of the metrics: SDPA where it knows the family's softmax."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest error of a step's output, relative to the reference's norm."""
@@ -136,7 +127,6 @@ class StepTime:
     name: str
     detail: str
     timing: Timing
-    work: StepWork
     error: float
 
     def __add__(self, other: "StepTime") -> "StepTime":
@@ -188,8 +178,8 @@ class Step:
         return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
     @torch.no_grad()
-    def measure(self, name: str, batch: int, repeats: int, growing: bool, detail: str = "") -> StepTime:
-        """Time the module as it is; every sequence of the batch has the same contents in memory of its own.
+    def measure(self, name: str, repeats: int, detail: str = "") -> StepTime:
+        """Time the module as it is, over a static cache.
 
         Raises
         ------
@@ -197,39 +187,20 @@ class Step:
             If the output is not the reference's.
         """
         module, device = self.module, self.module.device
-        states = self.states[:, -1:].expand(batch, -1, -1).contiguous()
-        positions = torch.full((batch, 1), self._context - 1, device=device)
+        states = self.states[:, -1:].contiguous()
+        positions = torch.full((1, 1), self._context - 1, device=device)
         rope = module.rope(states, positions)
-        size = batch * (self._keys.nbytes + self._values.nbytes)
-        calls = [self._call(states, rope, positions, batch, growing) for _ in range(cold_copies(size, device))]
+        calls = [
+            functools.partial(module.attend, states, rope, positions, self._full())
+            for _ in range(cold_copies(self._keys.nbytes + self._values.nbytes, device))
+        ]
         error = self._error(calls[0](), name)
-        timing = time_calls(calls, device, repeats, graphed=not growing)
-        return StepTime(name, detail, timing, step_work(module.attention, self._context, batch), error)
+        return StepTime(name, detail, time_calls(calls, device, repeats), error)
 
-    def _call(self, states: Tensor, rope: Any, positions: Tensor, batch: int, growing: bool) -> Callable[[], Tensor]:
-        def own(tensor: Tensor) -> Tensor:
-            return tensor.expand(batch, -1, -1, -1).clone(memory_format=torch.contiguous_format)
-
-        module = self.module
-        if not growing:
-            recent = None if self._recent is None else own(self._recent[:, :, -self._window :])
-            full = FullCache(own(self._keys), own(self._values), recent)
-            return lambda: module.attend(states, rope, positions, full)
-        cache, layer = growing_cache(module.attention.config), module.layer
-        if module.kind == "sliding_attention":
-            # Every step is taken back, beyond the window too.
-            cache.activate_past_recording()
-        if self._recent is not None:
-            # Before the rows: behind them they would be those of new tokens, whose own windows are not there.
-            remember(cache, layer, own(self._recent[:, :, :-1]), self._window)
-        cache.update(own(self._keys[:, :, :-1]), own(self._values[:, :, :-1]), layer)
-
-        def step() -> Tensor:
-            output = module.attend(states, rope, positions, cache)
-            cache.layers[layer].crop(-1)
-            return output
-
-        return step
+    def _full(self) -> FullCache:
+        """The cache, in memory of its own."""
+        recent = None if self._recent is None else self._recent[:, :, -self._window :].clone()
+        return FullCache(self._keys.clone(), self._values.clone(), recent)
 
     def _error(self, output: Tensor, name: str) -> float:
         expected = self._expected.to(output.device)
@@ -247,38 +218,29 @@ class Step:
         return error
 
 
-def dense_steps(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
-    """Time every baseline that is at hand, by the names of :data:`BASELINES`."""
-    module = step.module
-    with attention_function(module, "eager"):
-        yield step.measure("eager_growing", batch, repeats, growing=True)
-        if family_of(module.attention.config).attention_implementation == "eager":
-            yield step.measure("eager_static", batch, repeats, growing=False)
-            return
-    with attention_function(module, "sdpa"):
-        yield min(_sdpa(step, batch, repeats), key=lambda each: each.timing.median)
+def dense_step(step: Step, repeats: int) -> StepTime:
+    """Time the dense module by the attention that its family takes, SDPA by the fastest backend."""
+    implementation = family_of(step.module.attention.config).attention_implementation
+    with attention_function(step.module, implementation):
+        if implementation == "eager":
+            return step.measure("eager", repeats)
+        return min(_sdpa(step, repeats), key=lambda each: each.timing.median)
 
 
-def latent_steps(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
-    """Time the compressed module on a static and on a growing cache."""
-    yield step.measure("static", batch, repeats, growing=False)
-    yield step.measure("growing", batch, repeats, growing=True)
-
-
-def _sdpa(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
+def _sdpa(step: Step, repeats: int) -> Iterator[StepTime]:
     """SDPA by each backend that takes these shapes; on a CPU by torch's choice."""
     backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
     found = False
     for backend in backends if step.module.device.type == "cuda" else ():
         try:
             with sdpa_kernel(backend):
-                measured = step.measure("sdpa_static", batch, repeats, growing=False, detail=backend.name)
+                measured = step.measure("sdpa", repeats, detail=backend.name)
         except RuntimeError:
             continue
         found = True
         yield measured
     if not found:
-        yield step.measure("sdpa_static", batch, repeats, growing=False, detail="torch's choice")
+        yield step.measure("sdpa", repeats, detail="torch's choice")
 
 
 @contextmanager

@@ -183,7 +183,7 @@ def compare(
         If the device has not the memory for one of them.
     """
     register()
-    config = AutoConfig.from_pretrained(small)
+    config = AutoConfig.from_pretrained(small, trust_remote_code=False)
     spec = LatentSpec.from_config(config)
     wanted = possible(wanted, getattr(config, "max_position_embeddings", None) or sys.maxsize, len(haystack))
     for folder in (dense, small):
@@ -192,7 +192,7 @@ def compare(
     first = None
     for side, folder in (("dense", dense), ("compressed", small)):
         model = load_model(folder, device, checkpoint_dtype(folder))
-        choose_kernels(model, "auto")
+        choose_kernels(model)
         progress(side)
         own = measure(model, tokenizer, windows, haystack, wanted, first, progress)
         del model

@@ -52,7 +52,9 @@ def prompt_contents(model: Any, seed: int = 0) -> Contents:
 
 def _random_ids(model: Any, tokens: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, model.config.vocab_size, (1, tokens), generator=generator).to(model.device)
+    # Of a multimodal model loaded whole, its language model's.
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(0, vocabulary, (1, tokens), generator=generator).to(model.device)
 
 
 @torch.no_grad()
@@ -69,13 +71,10 @@ def time_prefill(model: Any, tokens: int, seed: int = 0) -> Timing:
 
 def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, slots: int) -> Any:
     """A cache of this kind that holds so many tokens."""
+    cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else growing_cache(model.config)
     if "recalkv_before" in vars(model):  # a codec's rows cannot be repeated as they are
-        cache = (
-            StaticCache(model.config, max_cache_len=slots) if kind == "static" else DynamicCache(config=model.config)
-        )
         model(_random_ids(model, tokens, 0).repeat(batch, 1), past_key_values=cache, logits_to_keep=1)
         return cache
-    cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else growing_cache(model.config)
     for index, held in enumerate(contents):
         if isinstance(held[0], dict):
             for update, states in zip((cache.update_conv_state, cache.update_recurrent_state), held, strict=True):

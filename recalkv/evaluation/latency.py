@@ -4,8 +4,7 @@ Clocks and neighbors of a CPU drift over seconds, so there both models are in me
 the runs in each of several rounds. A GPU holds one model at a time, and each is measured once.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from recalkv.evaluation.attention_step import (
     AttentionModule,
     Step,
     StepTime,
-    dense_steps,
-    latent_steps,
+    dense_step,
     module_of,
     typical_layer,
 )
@@ -48,9 +46,6 @@ DECODE_TOKENS = 6
 PROMPT_TOKENS = 512
 """Tokens of the prompt whose reading is timed; fewer where the model has fewer positions."""
 
-Place = tuple[int, int]
-"""Context and batch."""
-
 Row = dict[str, Any]
 """A compressed step beside one baseline, flat."""
 
@@ -64,7 +59,7 @@ class Machine:
     device
         Device of models that are not split.
     runtime
-        ``device_map`` and ``kernels``.
+        ``device_map``.
     """
 
     device: torch.device
@@ -82,7 +77,7 @@ class _Side:
     def __init__(self, folder: Path, layer: int, machine: Machine) -> None:
         before = allocated_mib(machine.device)
         self.model = load_model(folder, machine.device, checkpoint_dtype(folder), machine.runtime.device_map)
-        choose_kernels(self.model, machine.runtime.kernels)
+        choose_kernels(self.model)
         after = allocated_mib(machine.device)
         self.loaded_mib = None if before is None or after is None else after - before
         self.contents = prompt_contents(self.model)
@@ -100,8 +95,8 @@ class _Side:
 class _Times:
     """What was measured of one model, all rounds together."""
 
-    steps: dict[Place, dict[str, StepTime]] = field(default_factory=dict)
-    decoding: dict[Place, dict[str, Timing]] = field(default_factory=dict)
+    steps: dict[int, StepTime] = field(default_factory=dict)
+    decoding: dict[int, dict[str, Timing]] = field(default_factory=dict)
     prefill: Timing = field(default_factory=lambda: Timing(()))
     loaded_mib: float | None = None
     peak_mib: float | None = None
@@ -113,20 +108,19 @@ class _Times:
         self.prefill += time_prefill(side.model, min(PROMPT_TOKENS, side.model.config.max_position_embeddings))
         self.loaded_mib, self.peak_mib = side.loaded_mib, peak_device_mib(device)
         repeats, tokens = -(-REPEATS // rounds), -(-DECODE_TOKENS // rounds)
-        for place in itertools.product(wanted.contexts, wanted.batches):
-            for each in _timed(side.step(place[0]), place[1], repeats):
-                _add(self.steps.setdefault(place, {}), each.name, each)
-            for kind, timing in _decoding(side, place, tokens).items():
-                _add(self.decoding.setdefault(place, {}), kind, timing)
+        for context in wanted.contexts:
+            _add(self.steps, context, _timed(side.step(context), repeats))
+            for kind, timing in _decoding(side, context, tokens).items():
+                _add(self.decoding.setdefault(context, {}), kind, timing)
             progress()
 
 
-def _add(found: dict[str, Any], name: str, more: Any) -> None:
+def _add(found: dict[Any, Any], name: Any, more: Any) -> None:
     found[name] = found[name] + more if name in found else more
 
 
 def measure_models(
-    folders: Mapping[str, Path], name: str, wanted: LatencyParams, machine: Machine, progress: Callable[[], object]
+    folders: Mapping[str, Path], wanted: LatencyParams, machine: Machine, progress: Callable[[], object]
 ) -> tuple[list[Row], dict[str, Any]]:
     """Measure the dense and the compressed model.
 
@@ -134,26 +128,24 @@ def measure_models(
     ----------
     folders
         Checkpoints, ``dense`` and ``compressed``.
-    name
-        Of their geometry, in the rows.
     wanted
-        Contexts and batches.
+        Contexts.
     machine
         Where they run.
     progress
-        Called ``machine.rounds`` times for each model, context and batch.
+        Called ``machine.rounds`` times for each model and context.
 
     Returns
     -------
     list of dict, dict
-        A row for each pair of steps (:func:`comparison_row`), and figures of the whole models.
+        A row for each context (:func:`comparison_row`), and figures of the whole models.
     """
     from transformers import AutoConfig
 
     from recalkv.model.modeling import register
 
     register()
-    config = AutoConfig.from_pretrained(folders["compressed"])
+    config = AutoConfig.from_pretrained(folders["compressed"], trust_remote_code=False)
     spec, layer = LatentSpec.from_config(config), typical_layer(config)
     times = {side: _Times() for side in folders}
     sides: dict[str, _Side] = {}
@@ -166,17 +158,14 @@ def measure_models(
             times[side].take_round(sides[side], wanted, machine.rounds, progress)
     # Right after the timed work: a clock that is read later is an idle one.
     shared = {
-        "geometry": name,
         "layer": layer,
         "ratio": spec.removed,
         "group_size": spec.key_group_size,
         **_kind(sides["compressed"].module),
         **environment(machine.device),
     }
-    rows = []
-    for (context, batch), ours in times["compressed"].steps.items():
-        baselines = times["dense"].steps[context, batch].values()
-        rows += _rows({**shared, "context": context, "batch": batch}, list(ours.values()), list(baselines))
+    dense, ours = times["dense"].steps, times["compressed"].steps
+    rows = [comparison_row({**shared, "context": context}, ours[context], dense[context]) for context in ours]
     return rows, _whole_models(times)
 
 
@@ -185,10 +174,10 @@ def _whole_models(times: Mapping[str, _Times]) -> dict[str, Any]:
     figures: dict[str, Any] = {"decode_tokens_per_second": {}, "prefill_seconds": {}}
     for side, found in times.items():
         figures["prefill_seconds"][side] = found.prefill.median
-        for (context, batch), kinds in found.decoding.items():
+        for context, kinds in found.decoding.items():
             place = figures["decode_tokens_per_second"].setdefault(f"{context}_tokens", {})
             for kind, timing in kinds.items():
-                place.setdefault(f"batch_{batch}", {}).setdefault(kind, {}).update(_rates(side, timing, batch))
+                place.setdefault(kind, {}).update(_rates(side, timing))
         for name, mib in (("loaded_memory_mib", found.loaded_mib), ("peak_memory_mib", found.peak_mib)):
             if mib is not None:
                 figures.setdefault(name, {})[side] = mib
@@ -213,18 +202,17 @@ def check_contexts(config: Any, contexts: list[int]) -> None:
             )
 
 
-def _timed(step: Step, batch: int, repeats: int) -> Iterator[StepTime]:
-    """The baselines of a dense module, both caches of a latent one."""
+def _timed(step: Step, repeats: int) -> StepTime:
     latent = getattr(step.module.attention.config, "recalkv", None)
-    return latent_steps(step, batch, repeats) if latent else dense_steps(step, batch, repeats)
+    return step.measure("latents", repeats) if latent else dense_step(step, repeats)
 
 
-def _decoding(side: _Side, place: Place, tokens: int) -> dict[str, Timing]:
+def _decoding(side: _Side, context: int, tokens: int) -> dict[str, Timing]:
     """Time of one token by kind of cache; the logits must agree."""
-    (context, batch), timings, logits = place, {}, dict[str, Tensor]()
+    timings, logits = {}, dict[str, Tensor]()
     for kind in CACHES:
-        timings[kind], logits[kind] = time_decoding(side.model, side.contents, kind, batch, context, tokens)
-    check_same(logits, f"{context} tokens, batch {batch}")
+        timings[kind], logits[kind] = time_decoding(side.model, side.contents, kind, 1, context, tokens)
+    check_same(logits, f"{context} tokens")
     return timings
 
 
@@ -241,31 +229,16 @@ def _kind(module: AttentionModule) -> dict[str, str]:
     return {"dtype": str(module.dtype).removeprefix("torch."), "path": path}
 
 
-def _rates(side: str, timing: Timing, batch: int) -> dict[str, float]:
-    """Tokens per second, of all sequences together."""
+def _rates(side: str, timing: Timing) -> dict[str, float]:
+    """Tokens per second."""
     low, high = timing.quartiles
-    return {
-        side: batch / timing.median,
-        f"{side}_first_quartile": batch / high,
-        f"{side}_third_quartile": batch / low,
-    }
-
-
-def _rows(setting: Row, ours: list[StepTime], baselines: list[StepTime]) -> list[Row]:
-    """A growing cache beside a growing one; a static one beside everything."""
-    return [
-        comparison_row(setting, each, baseline)
-        for each in ours
-        for baseline in baselines
-        if each.name == "static" or baseline.name == "eager_growing"
-    ]
+    return {side: 1 / timing.median, f"{side}_first_quartile": 1 / high, f"{side}_third_quartile": 1 / low}
 
 
 def comparison_row(setting: Row, ours: StepTime, baseline: StepTime) -> Row:
-    """One flat record: a compressed step beside one baseline; times in microseconds."""
+    """One flat record: a compressed step beside the dense one; times in microseconds."""
     return {
         **setting,
-        "cache": ours.name,
         **_figures("", ours),
         "baseline": BASELINES[baseline.name] + (f" ({baseline.detail})" if baseline.detail else ""),
         **_figures("baseline_", baseline),
@@ -274,17 +247,13 @@ def comparison_row(setting: Row, ours: StepTime, baseline: StepTime) -> Row:
 
 
 def _figures(prefix: str, step: StepTime) -> Row:
-    timing, work = step.timing, step.work
+    timing = step.timing
     low, high = timing.quartiles
     figures = {
         "us": 1e6 * timing.median,
         "us_first_quartile": 1e6 * low,
         "us_third_quartile": 1e6 * high,
         "runs": timing.runs,
-        "bytes_moved": work.bytes,
-        "gb_per_s": work.bytes / timing.median / 1e9,
-        "flop": work.flops,
-        "gflop_per_s": work.flops / timing.median / 1e9,
         "relative_error": step.error,
     }
     return {prefix + name: value for name, value in figures.items()}

@@ -126,9 +126,7 @@ def window_scores(
         if keep:
             kept.append(states.half().cpu())
     if not bool(torch.isfinite(sums).all()):
-        raise NonFiniteError(
-            "NaN or infinity in the evaluation loss; export in bfloat16 or float32 (compression.dtype)"
-        )
+        raise NonFiniteError("NaN or infinity in the evaluation loss; load the model in bfloat16 or float32.")
     losses, divergences, agreements = (sums / predicted).unbind(1)
     own = torch.cat(kept) if keep else None
     return Scores(losses, states=own) if dense is None else Scores(losses, divergences, agreements, own)

@@ -160,10 +160,10 @@ def why_not_best(device: torch.device, dtype: torch.dtype) -> str | None:
     return "float32 has no tensor cores here" if device.type == "cuda" and dtype == torch.float32 else None
 
 
-def choose_kernels(model: Any, kernel: str) -> None:
-    """:func:`use_kernels` for any model: dense ones are left alone, and ``auto`` without a GPU is torch, silently."""
-    if is_compressed(model) and not (kernel == "auto" and model.device.type == "cpu"):
-        use_kernels(model, kernel)
+def choose_kernels(model: Any) -> None:
+    """Use the kernels on a GPU where they serve; dense models are left alone."""
+    if is_compressed(model) and model.device.type != "cpu":
+        use_kernels(model, "auto")
 
 
 def use_kernels(model: Any, kernel: str = "triton") -> Any:

@@ -8,6 +8,8 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +80,14 @@ def stored_latents(
         method=parameters.method,
         parameters=parameters.model_dump(mode="json") | {name: getattr(method, name) for name in _RESOLVED},
         source=provenance,
-        calibration=None if calibration is None else calibration.model_dump(mode="json", include=_CALIBRATION),
+        calibration=None if calibration is None else _told(calibration),
     )
+
+
+def _told(calibration: CalibrationParams) -> dict[str, Any]:
+    """What a checkpoint says of its calibration; of local files their names: checkpoints are published."""
+    told = calibration.model_dump(mode="json", include=_CALIBRATION)
+    return told | {"text": [Path(text).name if Path(text).is_file() else text for text in told["text"]]}
 
 
 def fuse_layer(

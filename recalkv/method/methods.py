@@ -97,7 +97,6 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
     """
     base = METHODS[parameters.method]
     joint = base.joint if parameters.joint == "auto" else parameters.joint
-    metric = base.metric if parameters.metric == "auto" else parameters.metric
     allocation = base.allocation if parameters.allocation == "auto" else parameters.allocation
     mixed = allocation == "water-filling" and parameters.rank_multiple == 1
     bits = ("mixed" if mixed else 16) if parameters.bits == "auto" else parameters.bits
@@ -108,7 +107,7 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
     if chain == "auto":
         chain = joint and bits == "mixed" and parameters.ratio <= CHAIN_UP_TO
     method = Method(
-        metric=metric,
+        metric=base.metric,
         joint=joint,
         grouping=base.grouping if parameters.grouping == "auto" else parameters.grouping,
         whole_values=base.whole_values and not joint,
@@ -119,7 +118,7 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
         chain=chain,
         bits=bits,
         rank_multiple=parameters.rank_multiple,
-        damping=DAMPING.get(metric, 1e-6) if parameters.damping is None else parameters.damping,
+        damping=DAMPING.get(base.metric, 1e-6) if parameters.damping is None else parameters.damping,
         exact_window=parameters.exact_window,
     )
     if method.refit == "values" and joint:
@@ -137,9 +136,9 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
             f"compression.bits=mixed decides ranks and bits by energies, which compression.allocation="
             f"{method.allocation} does not use; set allocation to water-filling, or bits to a number."
         )
-    if method.bits == "mixed" and method.rank_multiple != 1:
+    if method.quantized and method.rank_multiple != 1:
         raise ParameterError(
-            f"compression.rank_multiple={method.rank_multiple} must be 1 with compression.bits=mixed, whose "
-            f"segments are as wide as their bits ask for."
+            f"compression.rank_multiple={method.rank_multiple} must be 1 with compression.bits={method.bits}: it is "
+            f"for latents of 16 bits alone."
         )
     return method

@@ -65,7 +65,6 @@ def save_checkpoint(
     other: dict[str, Tensor],
     layers: Iterable[dict[str, Tensor]],
     dtype: torch.dtype,
-    convert: bool = False,
 ) -> int:
     """Write shards, index and config; returns the number of elements. One layer is held at a time.
 
@@ -76,10 +75,7 @@ def save_checkpoint(
     layers
         Of :func:`decoder_layers`.
     dtype
-        Type of the model.
-    convert
-        Whether tensors of another type are turned to it, but for codes and their scales; otherwise all are written
-        as they come.
+        Type of the model; tensors are written as they come.
     """
     config.dtype, held = dtype, stored_weights(config)
     plain: list[str] = []
@@ -89,8 +85,7 @@ def save_checkpoint(
     prefixed = ({f"model.layers.{i}.{name}": t for name, t in layer.items()} for i, layer in enumerate(layers))
     for number, tensors in enumerate(itertools.chain([other], prefixed), start=1):
         file = f"model-{number:05d}-of-{count:05d}.safetensors"
-        typed = held.converted(tensors, dtype) if convert else tensors
-        cast = {name: tensor.cpu().contiguous() for name, tensor in typed.items()}
+        cast = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         save_file(cast, folder / file, metadata={"format": "pt"})
         plain += held.plain_modules(cast)
         weight_map |= dict.fromkeys(cast, file)
@@ -139,8 +134,14 @@ def build_model(
     table = model.model.embed_tokens
     if hasattr(table, "embed_scale"):
         table.embed_scale = torch.tensor(family_of(config).embedding_scale(config), device=device)
+    embedded, head = "model.embed_tokens.weight", "lm_head.weight"
+    if embedded not in cast and head in cast:  # a tied table by its other name
+        cast[embedded] = cast[head]
+    # As transformers has it: a head of its own stays, whatever the config says.
+    tied = head not in cast or torch.equal(cast[head], cast[embedded])
     missing, unexpected = model.load_state_dict(cast, strict=False, assign=True)
-    model.tie_weights()
+    if tied:
+        model.tie_weights()
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise AssertionError(f"tensors do not fit the model: missing {missing}, unexpected {unexpected}")
     for place in attention_layers(config):

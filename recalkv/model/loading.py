@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recalkv.errors import UnsupportedModelError
+from recalkv.errors import ModelUnavailableError, ReCalKVError, UnsupportedModelError
 from recalkv.model.language import load_language_model
 from recalkv.model.modeling import register
 
@@ -29,11 +29,24 @@ def load_model(
     device_map
         ``auto``, ``balanced`` or ``sequential``: how accelerate splits the model over the GPUs and the CPU. None for
         one device.
+
+    Raises
+    ------
+    ModelUnavailableError
+        If transformers cannot load it.
     """
     register()
     # A map, even of one device, needs accelerate, which a CPU does not.
     placed = device_map or (None if device.type == "cpu" else {"": device})
-    return load_language_model(folder, dtype=dtype, device_map=placed)
+    try:
+        return load_language_model(folder, dtype=dtype, device_map=placed)
+    except (ReCalKVError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers and what it loads with raise many unrelated types
+        why = str(error).strip().partition("\n")[0]
+        raise ModelUnavailableError(
+            f"{folder} cannot be loaded as a causal language model ({type(error).__name__}: {why})."
+        ) from error
 
 
 def check_causal(model: Any) -> None:

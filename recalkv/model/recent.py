@@ -18,6 +18,9 @@ __all__ = ["Block", "blocks", "overlaid", "readable"]
 _QUERIES = 256
 """Of a block: what it reads twice is its own tokens and a window."""
 
+_SHARED = 8
+"""Blocks whose masks are kept."""
+
 
 def overlaid(latents: Tensor, recent: Tensor, last: int | Tensor, window: int) -> Tensor:
     """Latents as one query reads them.
@@ -106,7 +109,9 @@ def blocks(
         first, last = max(0, recent - queries + start - window + 1), recent - queries + stop
         causal = mask is None or mask.dim() == 2
         extent = start - queries, stop - queries, offset, far, first - recent, last - recent, recent, window
-        allowed = (_kept_mask if isinstance(seen, int) else _mask)(*extent, sliding, causal, seen, device)
+        # Those of longer passes would push each other out, and be kept for nothing.
+        shared = isinstance(seen, int) and queries <= _SHARED * _QUERIES
+        allowed = (_kept_mask if shared else _mask)(*extent, sliding, causal, seen, device)
         if mask is None:
             given = allowed[None, None]
         else:
@@ -164,8 +169,8 @@ def _mask(
     return allowed
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=_SHARED)
 def _kept_mask(*extent: Any) -> Tensor:
-    """The same, which the layers of a pass share, of at most 2,048 tokens at once: not to be written to."""
+    """The same, which the layers of a pass share: not to be written to."""
     with torch.inference_mode(False):
         return _mask(*extent)

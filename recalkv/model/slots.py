@@ -128,7 +128,8 @@ def layer_slots(config: Any, rotary: nn.Module | None) -> list[SlotRotary]:
 def rotated(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Apply RoPE to (batch, heads, tokens, d_h)."""
     rotated, _ = apply_rotary_pos_emb(states, states[:, :0], *rope)
-    return rotated
+    # Some families' tables are float32 in models of 16 bits, and what is turned by them goes back, as here.
+    return rotated.to(states.dtype)
 
 
 def check_positions(position_ids: Tensor, mask: Any, start: int | Tensor) -> None:

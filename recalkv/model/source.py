@@ -123,13 +123,17 @@ def checkpoint_folder(name: str, embedded_folder: Path) -> Path:
     if name == EMBEDDED:
         return resolve_model(name, None, embedded_folder).folder
     if Path(name).is_dir():
-        if not any(Path(name).glob("*.safetensors")):
-            raise ModelUnavailableError(f"{name} holds no safetensors weights; name a folder with a model.")
-        return Path(name)
-    from huggingface_hub import snapshot_download
+        folder = Path(name)
+    else:
+        from huggingface_hub import snapshot_download
 
-    with _reaching(name, None):
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_UNREAD))
+        with _reaching(name, None):
+            folder = Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_UNREAD))
+    if not any(folder.glob("*.safetensors")) or not (folder / "config.json").exists():
+        raise ModelUnavailableError(
+            f"{name} holds no safetensors weights with a config.json; name a folder or an id with a model."
+        )
+    return folder
 
 
 def write_reference(reference: ModelReference, folder: Path) -> None:
@@ -220,6 +224,11 @@ def _check_config(path: Path, name: str, any_family: bool) -> None:
     try:
         config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
     except Exception as error:  # transformers raises many unrelated types for values that it refuses
+        if "auto_map" in content:
+            raise ModelUnavailableError(
+                f"model.id={name!r} comes with code of its own, which is never run; use a model that transformers "
+                f"itself knows."
+            ) from error
         raise ModelUnavailableError(
             f"model.id={name!r}: {path} is not a valid {family} config ({error}); correct it."
         ) from error

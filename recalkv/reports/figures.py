@@ -28,7 +28,6 @@ from recalkv.reports.parameters import parameters
 __all__ = ["PAGES", "TABLES", "main", "measured_numbers", "refreshed"]
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "attention": (tables.attention, ("latency",)),
     "chained": (tables.chained, ("frontier",)),
     "codebooks": (tables.codebooks, ("codebooks",)),
     "codec-divergence": (tables.codec_divergence, ("frontier",)),

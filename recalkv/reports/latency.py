@@ -5,14 +5,10 @@ from typing import Any
 
 from recalkv.reports.tables import decoding, markdown
 
-__all__ = ["OWN", "latency_section"]
+__all__ = ["latency_section"]
 
-OWN = "pipeline"
-"""Name of the pipeline's own model among the latency stage's geometries."""
-
-_MODULE = ("module", "type", "context", "batch", "removed", "group", "cache", "µs", "GB/s", "GFLOP/s", "beside dense",
-           "µs", "GB/s", "GFLOP/s", "speed-up")  # fmt: skip
-_WHOLE = ("context", "batch", "cache", "dense", "compressed", "compressed / dense")
+_MODULE = ("type", "removed", "group", "context", "latents, µs", "dense, µs", "speed-up")
+_WHOLE = ("context", "cache", "dense", "compressed", "compressed / dense")
 
 
 def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
@@ -21,8 +17,6 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
     clock = f", {first['clock_mhz']} MHz" if first["clock_mhz"] else ""
     threads = f"{first['threads']} thread{'s' if first['threads'] > 1 else ''}"
     triton = f", triton {first['triton']}" if first["triton"] else ""
-    eager = any(row["baseline"].startswith("transformers' eager attention, static") for row in rows)
-    attention = "eager attention" if eager else "SDPA"
     return [
         "## Latency",
         "",
@@ -30,15 +24,13 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
         "",
         f"Compressed: **{first['path']}**. {first['device']}{clock}, {threads}, torch "
         f"{first['torch']}{triton}. Layer {first['layer']} of the pipeline's model, whose ranks are the most typical. "
-        "One new token; projections are included on all sides; contexts count it. Medians, and quartiles in "
-        f"brackets, of {first['runs']} runs; every output was first "
-        "compared with float64 attention over reconstructed keys and values. GB/s: weights and cache counted once; "
-        "GFLOP/s: matrix products, keys rebuilt included.",
+        f"One new token over a static cache, beside {first['baseline']}; projections are included on both sides; "
+        f"contexts count it. Medians, and quartiles in brackets, of {first['runs']} runs; every output was first "
+        "compared with float64 attention over reconstructed keys and values.",
         "",
-        markdown(_MODULE, map(_module, rows), left=2),
+        markdown(_MODULE, map(_module, rows)),
         "",
-        f"The whole model, one token after the other, launched from Python without CUDA graphs, {attention}, tokens "
-        "per second of all sequences together:",
+        "The whole model, one token after the other, launched from Python without CUDA graphs, tokens per second:",
         "",
         markdown(_WHOLE, (_whole(*each) for each in decoding(metrics)), left=0),
         "",
@@ -46,23 +38,18 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
 
 
 def _module(row: dict[str, Any]) -> list[str]:
-    cells = [row["geometry"], row["dtype"], f"{row['context']:,}", row["batch"], f"{row['ratio']:.0%}"]
-    cells += [row["group_size"], row["cache"], *_measured_step(row, ""), row["baseline"]]
-    return [*map(str, cells), *_measured_step(row, "baseline_"), f"{row['speed_up']:.2f}"]
+    cells = [row["dtype"], f"{row['ratio']:.0%}", str(row["group_size"]), f"{row['context']:,}"]
+    return [*cells, *(_time(row, side) for side in ("", "baseline_")), f"{row['speed_up']:.2f}"]
 
 
-def _whole(context: int, batch: int, cache: str, rates: Mapping[str, float]) -> list[str]:
-    cells = [f"{context:,}", str(batch), cache, *(_rate(rates, side) for side in ("dense", "compressed"))]
+def _whole(context: int, cache: str, rates: Mapping[str, float]) -> list[str]:
+    cells = [f"{context:,}", cache, *(_rate(rates, side) for side in ("dense", "compressed"))]
     return [*cells, f"{rates['compressed'] / rates['dense']:.2f}"]
 
 
-def _measured_step(row: dict[str, Any], prefix: str) -> list[str]:
-    low, high = row[f"{prefix}us_first_quartile"], row[f"{prefix}us_third_quartile"]
-    return [
-        f"{row[f'{prefix}us']:,.0f} ({low:,.0f} to {high:,.0f})",
-        f"{row[f'{prefix}gb_per_s']:.1f}",
-        f"{row[f'{prefix}gflop_per_s']:,.1f}",
-    ]
+def _time(row: dict[str, Any], side: str) -> str:
+    us, low, high = (row[f"{side}{name}"] for name in ("us", "us_first_quartile", "us_third_quartile"))
+    return f"{us:,.0f} ({low:,.0f} to {high:,.0f})"
 
 
 def _rate(rates: Mapping[str, float], side: str) -> str:

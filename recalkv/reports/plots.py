@@ -98,43 +98,24 @@ def needle_heat_maps(path: Path, places: Sequence[dict[str, Any]]) -> None:
 
 
 def latency_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Speed-up of one attention module over context (the paper's Fig. 4): a panel a geometry, batch and baseline.
+    """Speed-up of one attention module over context (the paper's Fig. 4).
 
-    ``rows`` are those of :func:`recalkv.evaluation.latency.comparison_row`; only the static cache's are shown.
+    ``rows`` are those of :func:`recalkv.evaluation.latency.comparison_row`.
     """
-    shown = [row for row in rows if row["cache"] == "static"]
-    panels = list(dict.fromkeys((row["geometry"], row["batch"], row["baseline"].split(" (")[0]) for row in shown))
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(4.4 * columns + 0.4, 3.4 * lines + 0.3), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, (geometry, batch, baseline) in zip(axes.flat, panels, strict=False):
-        own = [
-            row
-            for row in shown
-            if (row["geometry"], row["batch"], row["baseline"].split(" (")[0]) == (geometry, batch, baseline)
-        ]
-        series = sorted({(row["ratio"], row["group_size"]) for row in own})
-        for number, (ratio, size) in enumerate(series):
-            points = sorted(
-                (r["context"], r["speed_up"]) for r in own if (r["ratio"], r["group_size"]) == (ratio, size)
-            )
-            label = f"{ratio:.0%} removed, groups of {size}"
-            axis.plot(*zip(*points, strict=True), marker="osd^vP*X"[number % 8], markersize=5, label=label)
-        axis.axhline(1, color="black", linewidth=0.8, linestyle=":")
-        axis.set_xscale("log", base=2)
-        contexts = sorted({row["context"] for row in own})
-        axis.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
-        axis.minorticks_off()
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("context (tokens in the cache, log scale)")
-        axis.set_ylabel("speed-up (times the baseline's speed)")
-        axis.set_title(f"{geometry}, batch {batch}, against\n{baseline}", fontsize=9)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+    figure, axis = plt.subplots(figsize=(4.8, 3.7), layout="constrained")
+    contexts = [row["context"] for row in rows]
+    label = f"{rows[0]['ratio']:.0%} removed, groups of {rows[0]['group_size']}"
+    axis.plot(contexts, [row["speed_up"] for row in rows], marker="o", markersize=5, label=label)
+    axis.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("context (tokens in the cache, log scale)")
+    axis.set_ylabel("speed-up (times the baseline's speed)")
+    axis.set_title(f"one attention module, against {rows[0]['baseline']}", fontsize=9)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
     save(figure, path)
 
 

@@ -23,7 +23,6 @@ __all__ = [
     "loss_targets",
     "markdown",
     "methods",
-    "modules",
     "needle",
     "real_models",
     "setting",
@@ -50,7 +49,7 @@ def excess(row: Mapping[str, Any]) -> str:
 
 
 def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
-    """Perplexity, cache, parameters and speed of the pipeline's checkpoint, its module beside SDPA on a static one."""
+    """Perplexity, cache, parameters and speed of the pipeline's checkpoint, one attention module included."""
     cache = metrics["cache"]
     # Of packed rows the reference is a dense cache of 16 bits, whatever the measured model's type.
     dense = cache["reference_bytes_per_token"]
@@ -68,12 +67,11 @@ def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, An
     ]
     if "prefill_seconds" in latency:
         sides.append(("prefill, s", latency["prefill_seconds"], ".2f"))
-    for context, batch, cache, rates in decoding(latency):
-        sides.append((f"decoding, tokens/s ({context:,} cached, batch {batch}, {cache} cache)", rates, ".1f"))
-    for geometry, context, batch, _, times, dense in modules(latency):
-        if geometry == "pipeline" and "static" in times and "dense_sdpa_static" in dense:
-            pair = {"dense": dense["dense_sdpa_static"] / 1e3, "compressed": times["static"] / 1e3}
-            sides.append((f"one attention module, ms ({context:,} cached, batch {batch}, static cache)", pair, ".2f"))
+    for context, cache, rates in decoding(latency):
+        sides.append((f"decoding, tokens/s ({context:,} cached, {cache} cache)", rates, ".1f"))
+    for place, times in sorted(latency["attention_us_per_step"].items(), key=_natural):
+        pair = {side: us / 1e3 for side, us in times.items()}
+        sides.append((f"one attention module, ms ({_number(place):,} cached, static cache)", pair, ".2f"))
     return markdown(
         ["", "dense", "compressed", "compressed / dense"],
         (
@@ -87,40 +85,11 @@ def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, An
     )
 
 
-def decoding(latency: Mapping[str, Any]) -> Iterable[tuple[int, int, str, Mapping[str, float]]]:
-    """Rates of whole-model decoding, tokens/s, by context, batch and cache."""
-    for context, batches in sorted(latency["decode_tokens_per_second"].items(), key=_natural):
-        for batch, caches in sorted(batches.items(), key=_natural):
-            for cache, rates in caches.items():
-                yield _number(context), _number(batch), cache, rates
-
-
-def modules(
-    latency: Mapping[str, Any],
-) -> Iterable[tuple[str, int, int, str, Mapping[str, float], Mapping[str, float]]]:
-    """Times of one module, µs: geometry, context, batch, latents, their times by cache, and those of the baselines."""
-    for geometry, contexts in latency["attention_us_per_step"].items():
-        for context, batches in sorted(contexts.items(), key=_natural):
-            for batch, times in sorted(batches.items(), key=_natural):
-                dense = {name: us for name, us in times.items() if name.startswith("dense")}
-                for name, caches in times.items():
-                    if name not in dense:
-                        yield geometry, _number(context), _number(batch), name, caches, dense
-
-
-def attention(latency: Mapping[str, Any]) -> str:
-    """One attention module in one decoding step, beside the baselines on the same kind of cache."""
-    lines = [
-        [
-            geometry, f"{context:,}", str(batch), name.replace("_", " "), other.replace("_", " "),
-            f"{times[cache]:,.0f}", f"{us:,.0f}", f"{us / times[cache]:.2f}",
-        ]
-        for geometry, context, batch, name, times, dense in modules(latency)
-        for cache in times
-        for other, us in dense.items()
-        if other.endswith(cache)
-    ]  # fmt: skip
-    return markdown(["module", "cached", "batch", "latents", "beside", "µs", "dense, µs", "speed-up"], lines, left=5)
+def decoding(latency: Mapping[str, Any]) -> Iterable[tuple[int, str, Mapping[str, float]]]:
+    """Rates of whole-model decoding, tokens/s, by context and cache."""
+    for context, caches in sorted(latency["decode_tokens_per_second"].items(), key=_natural):
+        for cache, rates in caches.items():
+            yield _number(context), cache, rates
 
 
 def methods(comparison: Mapping[str, Any]) -> str:
@@ -344,7 +313,7 @@ def stages(timings: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _number(name: str) -> int:
-    """The number in a key such as ``1024_tokens`` or ``batch_1``."""
+    """The number in a key such as ``1024_tokens``."""
     found = re.search(r"\d+", name)
     assert found is not None
     return int(found[0])

@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["LayerInputs"]
+__all__ = ["FISHER_WINDOWS", "LayerInputs"]
+
+FISHER_WINDOWS = 32
+"""Calibration windows that the gradients are of, at most: inputs of all layers are kept of these."""
 
 
 class LayerInputs:
@@ -72,9 +75,14 @@ class LayerInputs:
         rows = np.fromfile(path, self._raw, count, offset=first * size)
         return torch.from_numpy(rows).view(self._dtype).view(stop - first, *self._shape[1:]).float()
 
-    def sign(self, moments: str) -> None:
-        """Say that the inputs are whole, and of the pass whose moments have this digest."""
-        (self._folder / "of").write_text(self._mark(moments))
+    def sign(self, moments: str, layers: int) -> None:
+        """Say that the inputs are whole, and of the pass whose moments have this digest.
+
+        Not if those of some layers are gone, as where their folder was removed before an interrupted pass went on.
+        """
+        sizes = [path.stat().st_size for path in self._folder.glob("*.bin")]
+        if sizes == layers * [self.samples * self._window_bytes]:
+            (self._folder / "of").write_text(self._mark(moments))
 
     def are_of(self, moments: str) -> bool:
         """Whether whole inputs of that pass are there; others are removed."""

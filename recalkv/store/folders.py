@@ -25,22 +25,26 @@ def writing_folder(path: Path) -> Iterator[Path]:
     """Fill a new folder under a partial name; replace ``path`` by it if the block succeeds.
 
     Leftovers of a killed run are removed first; those of a run that goes on are a :class:`StoreError`. On any error
-    nothing stays behind; a full disk becomes a :class:`StoreError` that says so.
+    in the block nothing stays behind; a full disk becomes a :class:`StoreError` that says so. What is replaced is moved
+    aside before it is removed: whenever this is interrupted, the old folder or the new one is whole.
     """
-    partial = partial_path(path)
+    partial, old = partial_path(path), path.with_name(path.name + ".old")
     if _is_held(partial):
         raise StoreError(f"{partial} is being written by another process; wait for it, or name another folder.")
     shutil.rmtree(partial, ignore_errors=True)
     with telling_full_disk(path.parent):
-        try:
-            partial.mkdir(parents=True)
-            with _locking(partial):
+        partial.mkdir(parents=True)
+        with _locking(partial):
+            try:
                 yield partial
-                shutil.rmtree(path, ignore_errors=True)
-                partial.replace(path)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                path.replace(old)
+            partial.replace(path)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -152,8 +152,8 @@ def _evenly(count: int, places: int) -> list[int]:
 
 def _too_short(tokens: int, window: int) -> DataError:
     return DataError(
-        f"the evaluation text has {tokens} tokens, fewer than one window of evaluation.window={window}; "
-        f"use a longer text or a shorter window."
+        f"the evaluation text has {tokens} tokens, fewer than one window of {window}; use a longer text, or a shorter "
+        f"window (evaluation.window; --quick of `recalkv eval`)."
     )
 
 

@@ -128,7 +128,7 @@ class LongBench(Suite):
         items: dict[str, Path | None] = dict.fromkeys(wanted.tasks)
         if wanted.items is not None:
             items |= local_data(Path(wanted.items), [task for task in items if task in TASKS])
-        check_sets(items, AutoConfig.from_pretrained(dense), wanted)
+        check_sets(items, AutoConfig.from_pretrained(dense, trust_remote_code=False), wanted)
         self._items = items
 
     def score(self, model: Any, tokenizer: Any, progress: Progress) -> list[LongBenchScore]:
