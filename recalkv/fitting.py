@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recalkv.codec.budget import bits_within, target_bits
-from recalkv.codec.context import cached_tokens, model_context
+from recalkv.codec.context import cached_tokens, model_context, rope_facts
 from recalkv.codec.fit import (
     WINDOW,
     allocated,
@@ -229,6 +229,7 @@ def fit_loaded(
             "model": getattr(model.config, "name_or_path", ""),
             "revision": getattr(model.config, "_commit_hash", None), "bits": float(bits), "seed": seed,
             "texts": [Path(text).name for text in texts], "windows": list(windows.shape),
+            "rope": rope_facts(model.config),
         }  # fmt: skip
         return build_codec(moments, bits, context, model_fingerprint(model), tokens, record, units=units)
 

@@ -3,7 +3,7 @@
 import torch
 import typer
 
-from recalkv.codec.context import cached_tokens, model_context, model_fingerprint
+from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts
 from recalkv.codec.moments import take_moments
 from recalkv.model.source import checkpoint_dtype
 from recalkv.store.codec_moments import put_codec_moments
@@ -35,6 +35,7 @@ def moments(run: Stage) -> None:
     record = {
         "context": context, "seed": seed, "shape": list(windows.shape), "fingerprint": model_fingerprint(model),
         "tokens": {str(index): tokens[index] for index in found}, "dtype": str(dtype),
+        "rope": rope_facts(model.config),
     }  # fmt: skip
     with run.write(record) as store:
         put_codec_moments(store, found)

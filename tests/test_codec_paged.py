@@ -134,6 +134,7 @@ def test_tokens_and_chunks_in_any_order(
     kinds: dict[str, Any],
 ) -> None:
     backend(monkeypatch)
+    monkeypatch.setattr(paged, "_PIECE", 32)
     texts = _Sequences(_layer_codec(groups), _LENGTHS, sliding, kinds)
     expected = [texts.expected(number) for number in range(len(_LENGTHS))]
     # Prompts of all but the last tokens together; then three tokens of each at once, as drafts are; then one by one.

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from recalkv.codec.context import rope_facts
 from recalkv.codec.sidecar import Codec
-from recalkv.errors import UnsupportedModelError
+from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
 from recalkv.runtime import prefill
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
@@ -451,3 +452,36 @@ def test_scores_keep_their_differences_where_keys_have_much_in_common(
     limit = 1e-2 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.double(), scores.softmax(-1) @ v, atol=limit, rtol=limit)
     assert bool(lse.isfinite().all())
+
+
+def test_a_model_of_other_rope_is_refused() -> None:
+    """Which the weights do not tell: an option of the config, as for longer contexts."""
+    codec = dataclasses.replace(codec_of(), record={"rope": rope_facts(dense().config)})
+    use_codec(dense(), codec)
+    changed = dense(rope_parameters=tiny.YARN)
+    with pytest.raises(CheckpointError, match="fitted to a model with RoPE .* Fit one to the model as it is served"):
+        use_codec(changed, codec)
+    use_codec(changed, dataclasses.replace(codec, record={}))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_that_is_used_again_takes_the_codec_of_the_model(static: bool) -> None:
+    model, ids = dense(), token_ids(2)
+    cache = StaticCache(config=model.config, max_cache_len=64) if static else DynamicCache(config=model.config)
+    in_chunks(use_codec(model, codec_of()), ids, [60], cache)
+    use_codec(model, codec_of(bits=2))
+    with pytest.raises(UnsupportedModelError, match="holds 60 tokens in rows of another codec"):
+        in_chunks(model, ids, [61], cache)
+    cache.reset()
+    assert_agree(in_chunks(model, ids, [20, *range(21, 61)], cache)[0], one_pass(model, ids))
+    assert {layer.codec.row_bytes for layer in cache.layers} == {
+        each.row_bytes for each in codec_of(bits=2).layers.values()
+    }
+
+
+def test_packed_sequences_are_refused() -> None:
+    model, ids = coded_model("qwen2-bias"), token_ids(1)
+    packed = torch.cat([torch.arange(30), torch.arange(30)])[None]
+    for cached in (False, True):
+        with pytest.raises(ParameterError, match="pass packed sequences one by one"):
+            model(ids, position_ids=packed, use_cache=cached)

@@ -26,6 +26,7 @@ def config(**changes: Any) -> Any:
         "prefix": False,
         "connector": None,
         "offloaded": None,
+        "chunk": None,
         "parallel": {},
     }
     settings |= changes
@@ -40,6 +41,7 @@ def config(**changes: Any) -> Any:
             uses_mrope=settings["mrope"],
             is_mm_prefix_lm=settings["prefix"],
             dtype=torch.bfloat16,
+            attention_chunk_size=settings["chunk"],
         ),
         scheduler_config=types.SimpleNamespace(disable_hybrid_kv_cache_manager=settings["one_kind"]),
         parallel_config=types.SimpleNamespace(**settings["parallel"]),
@@ -69,6 +71,7 @@ def test_other_versions(version: str) -> None:
         ({"connector": object()}, "kv_transfer_config and kv_offloading_size are not served: .* leave them out"),
         ({"offloaded": 4.0}, "kv_transfer_config and kv_offloading_size are not served: .* leave them out"),
         ({"prefix": True, "images": True}, "tokens of an image attend .* --language-model-only"),
+        ({"chunk": 8192}, "layers that attend within chunks .* serve without the side-car"),
         ({"one_kind": True}, "disable_hybrid_kv_cache_manager=True .* leave it out"),
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2 is not served; leave it at 1"),
         ({"mrope": True, "images": True}, "positions of images .* --language-model-only"),

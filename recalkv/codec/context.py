@@ -1,13 +1,16 @@
 """What a codec needs to know of a model beside its moments: its context, what it caches of it, and which one it is."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-__all__ = ["cached_tokens", "checkpoint_fingerprint", "model_context", "model_fingerprint"]
+from recalkv.errors import CheckpointError
+
+__all__ = ["cached_tokens", "check_rope", "checkpoint_fingerprint", "model_context", "model_fingerprint", "rope_facts"]
 
 
 def model_context(model: Any) -> int:
@@ -21,6 +24,49 @@ def cached_tokens(model: Any, context: int) -> dict[int, int]:
 
     windows = (getattr(layer, "sliding_window", None) for layer in DynamicCache(config=model.config).layers)
     return {index: min(context, int(window)) if window else context for index, window in enumerate(windows)}
+
+
+def rope_facts(config: Any) -> dict[str, dict[str, Any]]:
+    """Type, base and factor of RoPE, by kinds of layers where these have their own; empty without RoPE.
+
+    Keys are coded without the mean key of their position, which follows from these.
+
+    Parameters
+    ----------
+    config
+        Of a model.
+    """
+    found = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    nested = all(isinstance(own, Mapping) for own in found.values())
+    return {
+        name: {"type": own.get("rope_type", "default"), "base": own.get("rope_theta"), "factor": own.get("factor")}
+        for name, own in (found if nested else {"": found}).items()
+    }
+
+
+def check_rope(record: Mapping[str, Any], config: Any) -> None:
+    """Refuse a model whose RoPE is not that of the model that a codec was fitted to.
+
+    Parameters
+    ----------
+    record
+        Of the codec; one from before this was recorded tells nothing.
+    config
+        Of the model.
+
+    Raises
+    ------
+    CheckpointError
+    """
+    found = rope_facts(config)
+    for name, fitted in record.get("rope", {}).items():
+        own = found.get(name)
+        # Engines fill in defaults that checkpoints leave out.
+        if own and any(None not in (own[key], fitted[key]) and own[key] != fitted[key] for key in fitted):
+            raise CheckpointError(
+                f"codec: it was fitted to a model with RoPE {fitted}, and this one has {own}: mean keys would be off "
+                f"at every position. Fit one to the model as it is served, by `recalkv fit`."
+            )
 
 
 def model_fingerprint(model: Any) -> str:

@@ -118,6 +118,17 @@ class LayerCodec:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
+    def is_like(self, other: "LayerCodec") -> bool:
+        """Whether rows of one are rows of the other: of the same segments, bases and means."""
+        if self.row_bytes != other.row_bytes or len(self.keys) != len(other.keys):
+            return False
+        codes = zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True)
+        return (
+            all(a.segments == b.segments and torch.equal(a.matrix.cpu(), b.matrix.cpu()) for a, b in codes)
+            and torch.equal(self.key_mean.cpu(), other.key_mean.cpu())
+            and torch.equal(self.value_mean.cpu(), other.value_mean.cpu())
+        )
+
     def on(self, device: torch.device) -> "LayerCodec":
         """The same with its tensors on a device, where steps that are captured into a graph can copy none."""
         if device == self.key_mean.device:

@@ -75,7 +75,8 @@ class CodecLayer(CacheLayerMixin):
         capacity: int | None = None,
     ) -> None:
         super().__init__()
-        self.codec, self.window, self.sinks = codec, window, sinks
+        # Codecs move with the states; which one this was made for is asked when the cache is used again.
+        self.codec, self.origin, self.window, self.sinks = codec, codec, window, sinks
         self.sliding_window, self.capacity = sliding_window, capacity
         self.is_sliding = sliding_window is not None
         self.is_compileable = capacity is not None

@@ -18,8 +18,9 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from recalkv.codec.context import check_rope
 from recalkv.codec.probe import attention_name, set_attention, watching
-from recalkv.codec.sidecar import Codec, model_fingerprint
+from recalkv.codec.sidecar import Codec, LayerCodec, model_fingerprint
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
 from recalkv.runtime.attention import NAME, check_positions
 from recalkv.runtime.cache import CodecLayer
@@ -74,6 +75,8 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
             f"codec: it was fitted to a model of fingerprint {own.fingerprint}, and {type(base).__name__} has {found}; "
             f"fit one to this model by `recalkv fit`."
         )
+    if check:
+        check_rope(own.record, base.config)
     stop_codec(base)
     modules = {int(module.layer_idx): module for module in base.modules() if _attends(module)}
     missing = sorted(set(own.layers) - set(modules))
@@ -171,8 +174,18 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
     for index, layer in enumerate(cache.layers):
         if index not in layers:
             continue
-        if isinstance(layer, CodecLayer):
+        if isinstance(layer, CodecLayer) and _is_of(layer, layers[index]):
             layer.awaited = True
+            continue
+        if isinstance(layer, CodecLayer):
+            if layer.length:
+                raise UnsupportedModelError(
+                    f"codec: the cache holds {layer.length} tokens in rows of another codec; give an empty cache."
+                )
+            cache.layers[index] = CodecLayer(
+                layers[index], codec.window, codec.sinks, layer.sliding_window, layer.capacity
+            )
+            cache.layers[index].record_past, cache.layers[index].awaited = layer.record_past, True
             continue
         if type(layer) not in _REPLACED:
             if isinstance(layer, DynamicLayer | StaticLayer):
@@ -199,6 +212,13 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
             cache.layers[index].activate_past_recording()
         cache.layers[index].awaited = True
     return cache
+
+
+def _is_of(layer: CodecLayer, codec: LayerCodec) -> bool:
+    """Whether a layer of a cache was made for this codec, or for one of the same numbers, as one that moved."""
+    if layer.origin is not codec and layer.origin.is_like(codec):
+        layer.origin = codec
+    return layer.origin is codec
 
 
 def _base(model: Any) -> Any:
@@ -235,6 +255,26 @@ def _check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
         )
 
 
+def _check_packed(positions: Tensor, mask: Any) -> None:
+    """Refuse positions (batch or 1, tokens) that do not go on from one token to the next, padding aside.
+
+    Raises
+    ------
+    ParameterError
+    """
+    if positions.shape[1] == 1 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
+        return
+    wrong = positions.diff(dim=1) != 1
+    if mask is not None:
+        seen = mask[:, -positions.shape[1] :].bool().to(wrong.device)
+        wrong = wrong & seen[:, 1:] & seen[:, :-1]
+    if bool(wrong.any()):
+        raise ParameterError(
+            "codec: position_ids restart or leave out positions between a sequence's tokens, and keys are coded by "
+            "where they stand; pass packed sequences one by one, and pad before the first token alone."
+        )
+
+
 class _CacheHook:
     """Before a forward pass: a cache of coded layers where the model is to have one."""
 
@@ -251,6 +291,9 @@ class _CacheHook:
             kwargs = dict(zip(self.names, args, strict=False)) | kwargs
             args = args[len(self.names) :]
         cache = kwargs.get("past_key_values")
+        positions = kwargs.get("position_ids")
+        if positions is not None and positions.dim() == 2 and not torch.compiler.is_compiling():
+            _check_packed(positions, kwargs.get("attention_mask"))
         wanted = kwargs.get("use_cache")
         if wanted is None:
             wanted = getattr(model.config.get_text_config(decoder=True), "use_cache", False) and not module.training
@@ -258,7 +301,6 @@ class _CacheHook:
             cache = DynamicCache(config=model.config)
         if cache is not None:
             kwargs["past_key_values"] = coded(cache, self.codec.layers, self.codec)
-        positions = kwargs.get("position_ids")
         if positions is not None and positions.dim() == 3:
             check_positions(module, positions)
         elif positions is not None and cache is not None and not torch.compiler.is_compiling():

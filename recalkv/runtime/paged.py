@@ -22,6 +22,9 @@ from recalkv.runtime.prefill import merge, partial_attention
 
 __all__ = ["Chunk", "PagedLayer", "Tokens"]
 
+_PIECE = 8192
+"""Earlier slots that a chunk attends to at once: more would be unpacked into as much memory as the context is long."""
+
 _ALIKE = 0.7
 """Prompts are attended to together where the shortest has so much of the longest's tokens: what is padded is lost."""
 
@@ -226,20 +229,23 @@ class PagedLayer:
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         """Chunks that all begin a sequence, padded behind, or one: (batch, heads, queries, d_v)."""
         start, count = chunks[0].start, chunks[0].size
-        low = 0 if self.sliding_window is None else max(0, start + 1 - self.sliding_window)
+        low, before = 0 if self.sliding_window is None else max(0, start + 1 - self.sliding_window), None
+        if self.sliding_window is None:
+            # What all queries of a chunk see.
+            low = max(0, start - self.window + 1) // _PIECE * _PIECE
+            before = self._older(query, key.dtype, chunks[0], low)
         rounded = [key.new_zeros(*key.shape[:2], start + count - low, each) for each in self.codec.head_dims]
         for number, chunk in enumerate(chunks):
-            for padded, each in zip(rounded, self._rounded(chunk, low), strict=True):
+            for padded, each in zip(rounded, self._rounded(chunk, low, start + chunk.size), strict=True):
                 padded[number, :, : each.shape[1]] = each
         first = chunks[0].exact[None]
         if low < self.sinks:
             last = min(self.sinks, start + count)
             if start:
-                sinks = self._exact_states(first, torch.arange(low, last, device=key.device)[None], key.dtype)
+                self._put_sinks(rounded, chunks[0], low, last)
             else:
-                sinks = key[:, :, low:last], value[:, :, low:last]
-            for padded, each in zip(rounded, sinks, strict=True):
-                padded[:, :, : last - low] = each
+                for padded, each in zip(rounded, (key, value), strict=True):
+                    padded[:, :, : last - low] = each[:, :, low:last]
         places = torch.arange(start - self.window + 1, start, device=key.device)
         earlier: Sequence[Tensor] = (
             self._exact_states(first, places.clamp_min(0)[None], key.dtype)
@@ -254,12 +260,30 @@ class PagedLayer:
             mask = ((slots <= own) & (slots > own - self.sliding_window))[None, None]
         return prefill.attend(
             query, (rounded[0], rounded[1]), (exact[0], exact[1]), self.window, start - low, mask, self.scale,
-            self.softcap, self.s_aux,
+            self.softcap, self.s_aux, before,
         )  # fmt: skip
 
-    def _rounded(self, chunk: Chunk, low: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a sequence's slots from one on as their rows give them: (kv heads, slots, d) float32."""
-        end, loops = chunk.start + chunk.size, layer_loops(self.codec, self.rows)
+    def _older(self, query: Tensor, dtype: torch.dtype, chunk: Chunk, end: int) -> tuple[Tensor, Tensor] | None:
+        """Attention of a chunk over the slots before ``end``, piece by piece, and its log-sum-exp; None for none."""
+        result = None
+        for low in range(0, end, _PIECE):
+            keys, values = (each[None].to(dtype) for each in self._rounded(chunk, low, low + _PIECE))
+            if not low:
+                self._put_sinks((keys, values), chunk, 0, self.sinks)
+            part = partial_attention(query, keys, values, self.scale, softcap=self.softcap)
+            result = part if result is None else merge(*result, *part)
+        return result
+
+    def _put_sinks(self, states: Sequence[Tensor], chunk: Chunk, low: int, last: int) -> None:
+        """Write a sequence's exact first states over those of slots from ``low`` on."""
+        slots = torch.arange(low, last, device=states[0].device)[None]
+        exact = self._exact_states(chunk.exact[None], slots, states[0].dtype)
+        for padded, each in zip(states, exact, strict=True):
+            padded[:, :, : last - low] = each
+
+    def _rounded(self, chunk: Chunk, low: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of some slots of a sequence as their rows give them: (kv heads, slots, d) float32."""
+        loops = layer_loops(self.codec, self.rows)
         if loops is not None:
             keys, values = loops.unpack(self.rows, chunk.rows[None], low, end - low)
         else:

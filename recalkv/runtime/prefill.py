@@ -30,6 +30,7 @@ def attend(
     scale: float,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    before: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of the queries of the last slots.
 
@@ -45,13 +46,16 @@ def attend(
         Slots that each query may see; None for all up to its own.
     softcap, s_aux
         As for :func:`recalkv.codec.attention.dense_attention`.
+    before
+        Attention over slots before the first of ``rounded``, and its log-sum-exp; None for none.
 
     Returns
     -------
     (batch, heads, queries, d_v)
     """
     count = query.shape[2]
-    parts = [_band(query, *exact, window, start, mask, scale, softcap)]
+    parts = [] if before is None else [before]
+    parts += [_band(query, *exact, window, start, mask, scale, softcap)]
     older = start + count - window
     if older > 0:
         keys, values = (states[:, :, :older] for states in rounded)

@@ -14,10 +14,14 @@ __all__ = ["BACKEND", "register"]
 def register() -> None:
     """Make vLLM know the backend, and choose it for models that have a side-car; harmless when repeated."""
     from vllm.platforms import current_platform
+    from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import register_backend
 
     path = "recalkv.vllm.backend.CodecBackend"
     register_backend(BACKEND, path)
+    # It keeps a choice by its arguments, which do not say of which model: a process may make several.
+    chosen: Any = selector._cached_get_attn_backend
+    selector._cached_get_attn_backend = getattr(chosen, "__wrapped__", chosen)
     platform: Any = type(current_platform)
     dense = platform.get_attn_backend_cls
     if getattr(dense, "chooses_recalkv", False):

@@ -44,6 +44,11 @@ def check(version: str, vllm_config: Any) -> None:
             f"codec: kv_cache_dtype={dtype!r} cannot be applied to the codec's rows, whose bits are chosen when it is "
             f"fitted; fit with --bits, and leave it at 'auto', or where the checkpoint names it, set the model's type."
         )
+    if getattr(model, "attention_chunk_size", None) is not None:
+        raise ParameterError(
+            "codec: layers that attend within chunks (Llama 4) are not served by the backend; serve without the "
+            "side-car."
+        )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise ParameterError(
             "codec: disable_hybrid_kv_cache_manager=True would keep the exact states of all tokens instead of the "

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
 from vllm import __version__
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
-from recalkv.codec.context import checkpoint_fingerprint
+from recalkv.codec.context import check_rope, checkpoint_fingerprint
 from recalkv.codec.sidecar import Codec, LayerCodec
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.vllm.checks import BACKEND, check
@@ -46,6 +47,11 @@ def _side_car(config: VllmConfig) -> Path | None:
     if named is not None:
         return Path(named) if named else None
     beside = Path(config.model_config.model)
+    if (beside / "codec.json").is_file() and not (beside / "model.safetensors.index.json").exists():
+        raise ParameterError(
+            f"codec: vLLM would take {beside / 'codec.safetensors'} for weights; move it and codec.json into "
+            f"{beside / 'codec'}."
+        )
     return next((each for each in (beside, beside / "codec") if (each / "codec.json").is_file()), None)
 
 
@@ -104,7 +110,13 @@ class ServedModel:
             If it is another's.
         """
         model = self.config.model_config
-        found = checkpoint_fingerprint(_weights(model), model.hf_text_config)
+        folder, config = _weights(model), model.hf_text_config
+        if config.model_type == "transformer":  # read from Mistral's own format, which names nothing as others do
+            if not (folder / "config.json").is_file():
+                return False
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config(decoder=True)
+        check_rope(self.codec.record, config)
+        found = checkpoint_fingerprint(folder, config)
         if found is not None and found != self.codec.fingerprint:
             raise CheckpointError(
                 f"codec: {self._folder} was fitted to a model of fingerprint {self.codec.fingerprint}, and "
