@@ -8,7 +8,7 @@ export DVC_NO_ANALYTICS := 1
 # Where an environment forbids bytecode, each of some twenty processes would compile torch and transformers again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup reproduce grid grids suites wikitext frontier frontier-quick models test test-all test-vllm gpu gpu-codec gpu-smoke gpu-kernels \
+.PHONY: setup reproduce grid grids suites frontier models test test-all test-vllm gpu gpu-codec gpu-smoke gpu-kernels \
 	gpu-models gpu-page gpu-wheels lint constraints clean
 
 setup: $(INSTALLED)
@@ -46,19 +46,10 @@ suites: setup
 	$(IN_VENV) dvc repro grids/dvc.yaml:suite grids/dvc.yaml:needle-page
 	@cat reports/suites/*.md
 
-# Methods and bits on WikiText-2; grids/wikitext/dvc.yaml says which files it needs.
-wikitext: setup
-	$(IN_VENV) dvc repro grids/wikitext/dvc.yaml
-	@cat reports/grids/wikitext.md
-
-# Our settings beside quantized caches of the dense model, on three texts; and a few of them on few windows.
+# Our settings beside quantized caches of the dense model, on three texts.
 frontier: setup
-	$(IN_VENV) dvc repro grids/frontier/dvc.yaml:page@set0
+	$(IN_VENV) dvc repro grids/frontier/dvc.yaml:page
 	@cat reports/frontier.md
-
-frontier-quick: setup
-	$(IN_VENV) dvc repro grids/frontier/dvc.yaml:page@set1
-	@cat reports/frontier-quick.md
 
 # Three more real models, and ours beside what engines ship on all four: downloads of 1.8 GiB, 8 GiB of disk, hours on two
 # cores. What is measured is kept, whenever it is stopped; NAME=qwen2.5-0.5b takes one model, and PART another stage of
@@ -135,4 +126,4 @@ constraints: setup
 	sed -i.bak -E '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.bak
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/activations data/wikitext/*.zarr data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites data/served data/models
+	rm -rf data/*.zarr data/*.partial data/activations data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites data/served data/models

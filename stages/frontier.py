@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from recalkv.reports.frontier import Row, both_paths, draw, page, rows_of
+from recalkv.reports.frontier import Row, draw, page, rows_of
 from stages.common import Stage, stage, write_json
 
 
@@ -14,19 +14,17 @@ from stages.common import Stage, stage, write_json
 def frontier(
     run: Stage, name: Annotated[str, typer.Argument(help="Name of the set; its cells are in DATA/cells/NAME.")]
 ) -> None:
-    """Gather the cells; write REPORTS/NAME.json (`rows`, `decoding`), NAME.md and NAME.png."""
+    """Gather the cells; write REPORTS/NAME.json, NAME.md and NAME.png."""
     wanted, calibration = run.params.evaluation, run.params.calibration
     text, cells = Path(wanted.text).name, run.data / "cells" / name
     rows = _rows(cells, text)
-    # Cells that were measured both ways, on windows of their own.
-    decoding = both_paths(_rows(cells / "one-pass", text), _rows(cells / "decoded", text))
-    write_json(run.reports / f"{name}.json", {"rows": rows, "decoding": decoding})
+    write_json(run.reports / f"{name}.json", {"rows": rows})
     draw(run.reports / f"{name}.png", rows)
     setting = (
         f"{run.model().name}; ours is calibrated, unless said otherwise, on {calibration.in_words}; "
         f"{wanted.max_windows} windows of {wanted.window} tokens of each text."
     )
-    (run.reports / f"{name}.md").write_text(page(rows, decoding, setting, f"{name}.png"))
+    (run.reports / f"{name}.md").write_text(page(rows, setting, f"{name}.png"))
 
 
 def _rows(folder: Path, text: str) -> list[Row]:

@@ -8,7 +8,7 @@ import typer
 
 from recalkv.evaluation import quantizers
 from recalkv.evaluation.perplexity import MeasuredText, cell_figures
-from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
+from recalkv.evaluation.quantized_cache import quantized_cache
 from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, CacheQuantizer
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
@@ -42,14 +42,8 @@ def quantizer_figures(
     """Figures of a dense model over a quantized cache (:mod:`recalkv.evaluation.quantized_cache`)."""
     known, wanted = check_supported(model.config), run.params.evaluation
     rounding = quantizers.quantizer(name, known.head_dim)
-    if wanted.prefill is None:
-        with quantized_cache(model, rounding, of_layer):
-            figures = {place: text.compare(model, wanted, progress) for place, text in texts.items()}
-    else:
-        figures = {
-            place: text.compare(model, wanted, progress, lambda: quantized_layers(model, rounding))
-            for place, text in texts.items()
-        }
+    with quantized_cache(model, rounding, of_layer):
+        figures = {place: text.compare(model, wanted, progress) for place, text in texts.items()}
     bits = {str(context): rounding.bits_per_element(context, len(model.model.layers)) for context in CONTEXTS}
     dense, first = 2 * known.dense_elements_per_token, bits[str(CONTEXTS[0])]
     return {

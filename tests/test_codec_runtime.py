@@ -17,6 +17,7 @@ from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelErro
 from recalkv.runtime import prefill
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
+from tests import tiny
 from tests.coded import (
     FAMILIES,
     assert_agree,

@@ -18,7 +18,7 @@ from tests.pipeline import STAGES, STATISTICS
 PIPELINE: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 GRIDS = {
     f"{file} {name}": stage.get("do", stage)
-    for file in ("grids/dvc.yaml", "grids/wikitext/dvc.yaml", "grids/frontier/dvc.yaml", "grids/models/dvc.yaml")
+    for file in ("grids/dvc.yaml", "grids/frontier/dvc.yaml", "grids/models/dvc.yaml")
     for name, stage in yaml.safe_load((ROOT / file).read_text())["stages"].items()
 }
 # Code that cannot change what a stage computes: messages, parameter descriptions (the values are tracked by DVC

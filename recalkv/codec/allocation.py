@@ -1,12 +1,12 @@
 """Bits of every direction of every code under one budget of bytes: reverse water-filling over blocks of directions."""
 
-import heapq
 import math
 from collections.abc import Sequence
 
 from recalkv.codec.codes import BITS, DISTORTION
 from recalkv.codec.layout import BLOCK, Segment, row_bytes
 from recalkv.errors import BudgetError, NonFiniteError
+from recalkv.method.water_filling import fill
 
 __all__ = ["allocate_bits"]
 
@@ -65,32 +65,12 @@ def allocate_bits(
 
 
 def _filled(blocks: Sequence[Sequence[float]], tokens: Sequence[float], budget: float) -> list[list[int]]:
-    """Level of every block, by buying the step that saves the most loss per byte, over and over."""
-    levels, left = [[0] * len(unit) for unit in blocks], budget
-    heap: list[tuple[float, int, int, int]] = []
+    """Level of every block."""
 
-    def price(unit: int, level: int) -> float:
+    def price(unit: int, block: int, level: int) -> float:
         return tokens[unit] * (_RATES[level] - _RATES[level - 1]) * BLOCK / 8
 
-    def offer(unit: int, block: int) -> None:
-        level = levels[unit][block] + 1
-        if level < len(_RATES):
-            saved = blocks[unit][block] * (_LOSS[level - 1] - _LOSS[level])
-            heapq.heappush(heap, (-saved / price(unit, level), unit, block, level))
-
-    for unit, content in enumerate(blocks):
-        for block in range(len(content)):
-            offer(unit, block)
-    while heap:
-        _, unit, block, level = heapq.heappop(heap)
-        cost = price(unit, level)
-        # Energies descend, so a block never has more bits than the one before it: segments are contiguous.
-        if cost > left or (block and levels[unit][block - 1] < level):
-            continue
-        levels[unit][block] = level
-        left -= cost
-        offer(unit, block)
-    return levels
+    return fill(blocks, _LOSS, price, budget)
 
 
 def _segments(levels: Sequence[int]) -> tuple[Segment, ...]:

@@ -6,7 +6,6 @@ loss ``E DISTORTION[code]``: reverse water-filling (Cover and Thomas, section 10
 that there are codes for.
 """
 
-import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -14,6 +13,7 @@ from fractions import Fraction
 from recalkv.cache.codebooks import DISTORTION, MIXED_CODES, UNIFORM_CODES
 from recalkv.cache.rows import Segment
 from recalkv.errors import BudgetError, NonFiniteError
+from recalkv.method.water_filling import fill
 from recalkv.model.spec import DENSE_BITS, check_ratio
 
 __all__ = ["budget_bits", "check_mixed", "equal_bits_elements", "mixed_bits"]
@@ -99,34 +99,13 @@ def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[S
 
 
 def _fill(blocks: Sequence[Sequence[Sequence[float]]], budget: int) -> list[list[int]]:
-    """Level of every block, by buying the step that saves the most loss per bit, over and over."""
-    levels = [[1] + [0] * (len(unit) - 1) for unit in blocks]
+    """Level of every block; the first of each unit has one whatever it costs."""
+
+    def price(unit: int, block: int, level: int) -> Fraction:
+        return (_RATES[level] - _RATES[level - 1]) * len(blocks[unit][block])
+
     left = budget - sum(len(unit[0]) * _RATES[1] for unit in blocks)
-    heap: list[tuple[float, int, int, int]] = []
-
-    def price(content: Sequence[float], level: int) -> Fraction:
-        """Bits that the step up to a level costs a block."""
-        return (_RATES[level] - _RATES[level - 1]) * len(content)
-
-    def offer(unit: int, block: int) -> None:
-        level, content = levels[unit][block] + 1, blocks[unit][block]
-        if level < len(_RATES):
-            saved = sum(content) * (_LOSS[level - 1] - _LOSS[level])
-            heapq.heappush(heap, (-saved / float(price(content, level)), unit, block, level))
-
-    for unit, content in enumerate(blocks):
-        for block in range(len(content)):
-            offer(unit, block)
-    while heap:
-        _, unit, block, level = heapq.heappop(heap)
-        bits = price(blocks[unit][block], level)
-        # Energies descend, so a block never has more bits than the one before it: segments are contiguous.
-        if bits > left or (block and levels[unit][block - 1] < level):
-            continue
-        levels[unit][block] = level
-        left -= bits
-        offer(unit, block)
-    return levels
+    return fill([[sum(block) for block in unit] for unit in blocks], _LOSS, price, left, first=1)
 
 
 def _segments(unit: Sequence[Sequence[float]], levels: Sequence[int]) -> list[Segment]:

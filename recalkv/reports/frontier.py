@@ -7,9 +7,9 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from recalkv.reports.plots import save
-from recalkv.reports.tables import frontier, markdown
+from recalkv.reports.tables import frontier
 
-__all__ = ["Row", "both_paths", "draw", "page", "rows_of"]
+__all__ = ["Row", "draw", "page", "rows_of"]
 
 Row = dict[str, Any]
 
@@ -55,22 +55,6 @@ def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
     ]
 
 
-def both_paths(one_pass: Sequence[Row], decoded: Sequence[Row]) -> list[Row]:
-    """Divergence of every method and text in one pass and through decoding, on the same windows.
-
-    Returns
-    -------
-    list of dict
-        ``method``, ``text``, ``one_pass`` and ``decoded`` (KL, nats per token).
-    """
-    found = {(row["method"], row["text"]): row["kl"] for row in decoded}
-    return [
-        {key: row[key] for key in ("method", "text")}
-        | {"one_pass": row["kl"], "decoded": found[row["method"], row["text"]]}
-        for row in one_pass
-    ]
-
-
 def family(row: Mapping[str, Any]) -> str:
     """Methods that are one line of the picture: the name up to its size."""
     return str(row["method"]).rpartition("-")[0] or str(row["method"])
@@ -110,8 +94,8 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     save(figure, path)
 
 
-def page(rows: Sequence[Row], decoding: Sequence[Row], setting: str, picture: str) -> str:
-    """Render the page: the picture, one table with all texts, and what was measured both ways."""
+def page(rows: Sequence[Row], setting: str, picture: str) -> str:
+    """Render the page: the picture, and one table with all texts."""
     lines: Iterable[str] = [
         "# Quality against size",
         "",
@@ -126,25 +110,5 @@ def page(rows: Sequence[Row], decoding: Sequence[Row], setting: str, picture: st
         "",
         frontier({"rows": list(rows)}),
         "",
-        *(_decoding(decoding) if decoding else []),
     ]
     return "\n".join(lines)
-
-
-def _decoding(rows: Sequence[Row]) -> list[str]:
-    """Section on figures through decoding."""
-    texts = list(dict.fromkeys(row["text"] for row in rows))
-    lines = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        own = {row["text"]: row for row in rows if row["method"] == method}
-        lines.append([method, *(f"{own[text]['one_pass']:.5f} / {own[text]['decoded']:.5f}" for text in texts)])
-    return [
-        "## Through decoding",
-        "",
-        "The figures above are of one pass, in which every query finds what decoding would let it find. Here is the KL "
-        "of one short window of each text in one pass / decoded token by token through the cache. They are the same up "
-        "to which way single roundings fall, which the order of additions decides.",
-        "",
-        markdown(["method", *(f"KL, {text}" for text in texts)], lines),
-        "",
-    ]
