@@ -178,10 +178,9 @@ class ZeroShotParams(_Section):
     """Multiple-choice accuracy by lm-eval (paper, Table 1), dense beside compressed."""
 
     tasks: list[str] = Field(
-        default_factory=lambda: ["continuation"],
+        default_factory=lambda: ["openbookqa", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande"],
         min_length=1,
-        description="lm-eval's names (the paper's: openbookqa, hellaswag, piqa, arc_easy, arc_challenge, winogrande), "
-        "or `continuation`, which is built from evaluation.text",
+        description="lm-eval's names",
     )
     items: str | None = Field(
         None, description="folder with TASK.SPLIT.jsonl in the schema of the hub's sets; null for the hub"

@@ -21,7 +21,7 @@ def suite(run: Stage, name: Annotated[str, typer.Argument(help=f"One of {', '.jo
         raise ParameterError(f"{name!r} is no suite; choose one of {', '.join(SUITES)}.")
     run.name = name
     folders = {"dense": run.model().folder, "compressed": run.data / "compressed"}
-    tasks = SUITES[name](run.params, folders["dense"], run.data / "suites")
+    tasks = SUITES[name](run.params, folders["dense"])
     scores: dict[str, Any] = {}
     with run.bar(tasks.steps and len(folders) * tasks.steps, "step") as bar:
         for side, folder in folders.items():

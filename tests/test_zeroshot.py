@@ -12,7 +12,6 @@ import torch
 from recalkv import compress
 from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites import zeroshot
-from recalkv.evaluation.suites.continuation import continuation_items
 from recalkv.evaluation.suites.items import local_data
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, zero_shot
 from tests import tiny
@@ -128,58 +127,20 @@ def test_failures_name_the_remedy(few_tasks: None, tmp_path: Path, tiny_tokenize
         local_data(tmp_path, ["piqa"])
 
 
-def numbered(words: int, first: int = 0) -> str:
-    return " ".join(str(number) for number in range(first, first + words))
-
-
-def test_continuations_go_on_and_wrong_ones_are_of_the_same_document() -> None:
-    documents = ["too short", numbered(700), numbered(400, first=10_000)]
-    items = continuation_items(documents, 40, seed=0)
-    assert items == continuation_items(documents, 40, seed=0) != continuation_items(documents, 40, seed=1)
-    assert {item["label"] for item in items} == {0, 1, 2, 3}
-    for number, item in enumerate(items):
-        context = list(map(int, item["context"].split()))
-        choices = [list(map(int, choice.split())) for choice in item["choices"]]
-        assert (len(context), [len(choice) for choice in choices]) == (64, [12] * 4)
-        assert choices[item["label"]] == list(range(context[-1] + 1, context[-1] + 13))
-        seen = set(context)
-        for choice in choices:
-            assert choice == list(range(choice[0], choice[0] + 12))
-            assert not seen & set(choice), "passages overlap"
-            seen |= set(choice)
-            assert (choice[0] >= 10_000) == (number % 2 == 1)
-    with pytest.raises(DataError, match="needs a document of 304 words or more"):
-        continuation_items(["short"], 3, seed=0)
-
-
-def test_continuation_agrees_with_log_likelihoods_by_hand(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    model, items = tiny.dense_model("llama-gqa"), continuation_items([" ".join([SENTENCE] * 30)], 5, seed=0)
-    items = [{**item, "context": item["context"][-60:]} for item in items]  # the tiny model's context is short
-    path = tmp_path / "continuation.jsonl"
-    path.write_text("".join(json.dumps(item) + "\n" for item in items))
-    (score,) = zero_shot(model, tiny_tokenizer, {"continuation": path})
-    expected = [
-        best_choice(model, tiny_tokenizer, item["context"], item["choices"], "{}") == item["label"] for item in items
-    ]
-    assert score.correct == tuple(expected)
-    with pytest.raises(ParameterError, match="needs a file of its items"):
-        zero_shot(model, tiny_tokenizer, {"continuation": None})
-
-
 def test_stage_scores_both_models_on_the_same_items(
     prepared: Path, arc_file: Path, change_parameters: Callable[[Path, str, Any], None]
 ) -> None:
-    change_parameters(prepared, "zeroshot.tasks", ["continuation", "arc_easy"])
+    change_parameters(prepared, "zeroshot.tasks", ["arc_easy"])
     change_parameters(prepared, "zeroshot.items", str(arc_file.parent))
     change_parameters(prepared, "zeroshot.limit", 4)
     assert invoke("suite", name="zeroshot") == 0
     scores = json.loads((prepared / "reports/suites/zeroshot.json").read_text())
-    assert list(scores["tasks"]) == ["arc_easy", "continuation"]
+    assert list(scores["tasks"]) == ["arc_easy"]
     for task in scores["tasks"].values():
         dense, compressed = task["dense"]["accuracy"], task["compressed"]["accuracy"]
         assert task["items"] == 4 and task["difference"] == pytest.approx(compressed - dense)
         assert 0 <= task["agreement"] <= 1 - abs(task["difference"])
-    mean = sum(task["dense"]["accuracy"] for task in scores["tasks"].values()) / 2
+    mean = sum(task["dense"]["accuracy"] for task in scores["tasks"].values())
     assert scores["average"]["dense"] == pytest.approx(mean)
     page = (prepared / "reports/suites/zeroshot.md").read_text()
     for task in scores["tasks"]:

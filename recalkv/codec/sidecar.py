@@ -262,17 +262,19 @@ class Codec:
             raise ParameterError(
                 f"codec: {folder} holds other files than those of a codec, and would be replaced; name a new folder."
             )
-        partial = folder.with_name(folder.name + ".partial")
+        partial, old = (folder.with_name(folder.name + end) for end in (".partial", ".old"))
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
             self.write(partial)
-            if folder.exists():
-                shutil.rmtree(folder)
-            partial.rename(folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
 
     def write(self, folder: Path) -> None:
         """Write the side-car's files into a folder."""

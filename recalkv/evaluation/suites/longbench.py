@@ -119,7 +119,7 @@ def longbench(
 class LongBench(Suite):
     """The sets of ``longbench.tasks``."""
 
-    def __init__(self, params: Params, dense: Path, scratch: Path) -> None:
+    def __init__(self, params: Params, dense: Path) -> None:
         from transformers import AutoConfig
 
         wanted = self._wanted = params.longbench

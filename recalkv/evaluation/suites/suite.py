@@ -22,8 +22,6 @@ class Suite(ABC):
         All parameters.
     dense
         Folder of the dense model, by whose tokenizer and sizes tasks are checked.
-    scratch
-        Folder for items that are made here.
 
     Attributes
     ----------
@@ -34,7 +32,7 @@ class Suite(ABC):
     steps: int | None = None
 
     @abstractmethod
-    def __init__(self, params: Params, dense: Path, scratch: Path) -> None: ...
+    def __init__(self, params: Params, dense: Path) -> None: ...
 
     @abstractmethod
     def score(self, model: Any, tokenizer: Any, progress: Progress) -> Any:

@@ -4,7 +4,6 @@ lm-eval is imported where it is used, so that the rest of the package works with
 """
 
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,10 @@ import numpy as np
 import torch
 
 from recalkv.errors import DataError, ParameterError, needing
-from recalkv.evaluation.suites.continuation import TASK as CONTINUATION
-from recalkv.evaluation.suites.continuation import continuation_items
 from recalkv.evaluation.suites.items import check_columns, local_data, local_override, quiet, run_tasks
 from recalkv.evaluation.suites.suite import Progress, Suite, table
 from recalkv.model.precision import resolve_precision
 from recalkv.params import Params
-from recalkv.text.corpora import main_documents
 
 __all__ = ["PAPER_TASKS", "TaskScore", "ZeroShot", "average", "check_tasks", "metric_of", "zero_shot"]
 
@@ -85,14 +81,13 @@ def check_tasks(tasks: Mapping[str, Path | None]) -> None:
     DataError
         If a file is missing, or lacks a column of the task's set on the hub.
     """
-    named = [name for name in tasks if name != CONTINUATION]
     with quiet("lm_eval"):
-        known = _known_tasks(named)
-    unknown = [name for name in named if name not in known]
+        known = _known_tasks(tasks)
+    unknown = [name for name in tasks if name not in known]
     if unknown:
         raise ParameterError(
-            f"lm-eval has no single task {', '.join(unknown)}; `lm-eval ls subtasks` lists all, the paper's are "
-            f"{', '.join(PAPER_TASKS)}, and {CONTINUATION} is built from evaluation.text."
+            f"lm-eval has no single task {', '.join(unknown)}; `lm-eval ls subtasks` lists all, and the paper's are "
+            f"{', '.join(PAPER_TASKS)}."
         )
     for name, path in tasks.items():
         if path is not None:
@@ -117,8 +112,7 @@ def zero_shot(
     model, tokenizer
         A causal Hugging Face model, dense or compressed, and its tokenizer.
     tasks
-        Names of lm-eval tasks, each with a local .jsonl file in the schema of the hub's set, or None for the hub;
-        or ``continuation`` with a file of its items.
+        Names of lm-eval tasks, each with a local .jsonl file in the schema of the hub's set, or None for the hub.
     limit
         Use the first so many items of each task; None for all.
     batch_size
@@ -162,19 +156,13 @@ def zero_shot(
 class ZeroShot(Suite):
     """Multiple-choice questions without examples in the prompt."""
 
-    def __init__(self, params: Params, dense: Path, scratch: Path) -> None:
+    def __init__(self, params: Params, dense: Path) -> None:
         wanted = self._wanted = params.zeroshot
         self._precision = params.evaluation.precision
         tasks: dict[str, Path | None] = dict.fromkeys(wanted.tasks)
         if wanted.items is not None:
             check_tasks(tasks)
-            tasks |= local_data(Path(wanted.items), [task for task in tasks if task != CONTINUATION])
-        if CONTINUATION in tasks:
-            documents = main_documents(params.evaluation)
-            items = continuation_items(documents, wanted.limit or max(50, len(documents)), seed=0)
-            scratch.mkdir(parents=True, exist_ok=True)
-            path = tasks[CONTINUATION] = scratch / "continuation.jsonl"
-            path.write_text("".join(json.dumps(item) + "\n" for item in items))
+            tasks |= local_data(Path(wanted.items), list(tasks))
         check_tasks(tasks)
         self._tasks, self.steps = tasks, len(tasks)
 
@@ -224,8 +212,7 @@ class ZeroShot(Suite):
             *table(["task", "items", "dense", "compressed", "difference", "same verdict"], rows),
             "",
             "By lm-eval, no examples in the prompt; standard errors over items, paired for the difference. "
-            "`continuation` asks which of four passages of 12 words goes on where 64 words stop; the wrong ones are of "
-            "the same document. OpenBookQA, HellaSwag and ARC-Challenge count likelihood over length (`acc_norm`), as "
+            "OpenBookQA, HellaSwag and ARC-Challenge count likelihood over length (`acc_norm`), as "
             "in the paper.",
         ]
 
@@ -238,7 +225,7 @@ def _known_tasks(names: Iterable[str]) -> set[str]:
 
 def _task_manager(names: Iterable[str]) -> Any:
     """lm-eval's way to find tasks; the paper's in their own folders, as an index of all takes many seconds."""
-    named = {name for name in names if name != CONTINUATION}
+    named = set(names)
     return _indexed(tuple(sorted({_FOLDERS[name] for name in named})) if named <= _FOLDERS.keys() else None)
 
 
@@ -257,11 +244,7 @@ def _indexed(folders: tuple[str, ...] | None) -> Any:
 def _task(name: str, path: Path | None) -> Any:
     """Return lm-eval's task as it is, or with the data of a local file."""
     if path is None:
-        if name == CONTINUATION:
-            raise ParameterError(f"the task {CONTINUATION} needs a file of its items.")
         return name
-    if name == CONTINUATION:
-        return {**local_override(path), **_CONTINUATION}
     # In a group of its own: changes to a task that lm-eval knows are read in a group's list only.
     return {"group": f"{name} (local)", "task": [{"task": name, **local_override(path)}]}
 
@@ -282,15 +265,6 @@ _COLUMNS = {
     "arc_easy": ("question", "choices", "answerKey"),
     "arc_challenge": ("question", "choices", "answerKey"),
     "winogrande": ("sentence", "option1", "option2", "answer"),
-}
-_CONTINUATION = {
-    "task": CONTINUATION,
-    "output_type": "multiple_choice",
-    "doc_to_text": "{{context}}",
-    "doc_to_choice": "{{choices}}",
-    "doc_to_target": "{{label}}",
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    "metadata": {"version": 1.0},
 }
 
 
