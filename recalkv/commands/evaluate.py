@@ -57,7 +57,7 @@ def evaluate(
         from dataclasses import replace
 
         from recalkv.codec.sidecar import Codec
-        from recalkv.evaluation.beside import FULL, QUICK, compare, compare_codec
+        from recalkv.evaluation.beside import FULL, QUICK, compare
         from recalkv.model.device import device_of
         from recalkv.reports.beside import page, write
         from recalkv.text.corpora import load_tokenizer, main_documents, main_windows
@@ -77,10 +77,7 @@ def evaluate(
             }
             windows = {each: main_windows(tokenizer, own) for each, own in texts.items()}
             haystack = joined_tokens(tokenizer, main_documents(texts[text[0]]))
-            arguments = (windows, haystack, wanted, where, _telling())
-            figures, spec = (
-                compare(folder, reference, *arguments) if own is None else compare_codec(reference, own, *arguments)
-            )
+            figures, spec = compare(own or folder, reference, windows, haystack, wanted, where, _telling())
         write(figures, spec, place)
         print(page(figures, spec))
         print(f"written to {place} and {place.with_suffix('.json')}")

@@ -45,11 +45,9 @@ from recalkv.text.windows import Windows
 __all__ = [
     "FULL",
     "QUICK",
-    "CodecFacts",
     "Measured",
     "Wanted",
     "compare",
-    "compare_codec",
     "figures",
     "measure",
     "possible",
@@ -151,20 +149,22 @@ def possible(wanted: Wanted, positions: int, text: int) -> Wanted:
 
 
 def compare(
-    small: Path,
+    own: Path | Codec,
     dense: Path,
     windows: Mapping[str, Windows],
     haystack: Tensor,
     wanted: Wanted,
     device: torch.device,
     progress: Callable[[str], object] = lambda step: None,
-) -> tuple[dict[str, Any], LatentSpec]:
-    """Measure two checkpoints, one after the other.
+) -> tuple[dict[str, Any], LatentSpec | Codec]:
+    """Measure the dense model, and then a compressed one, or the same with a codec.
 
     Parameters
     ----------
-    small, dense
-        Folders of the compressed and the dense model.
+    own
+        Folder of the compressed model, or a codec of the dense one.
+    dense
+        Folder of the dense model.
     windows, haystack, wanted, progress
         As those of :func:`measure`.
     device
@@ -172,84 +172,40 @@ def compare(
 
     Returns
     -------
-    dict, LatentSpec
-        :func:`figures`, and what the compressed model caches.
+    dict, LatentSpec or Codec
+        :func:`figures`, and what is cached.
 
     Raises
     ------
     CheckpointError
-        If the first is not a compressed model.
+        If the first is not a compressed model, or a codec of another model.
     ModelUnavailableError
         If the device has not the memory for one of them.
     """
     register()
-    config = AutoConfig.from_pretrained(small, trust_remote_code=False)
-    spec = LatentSpec.from_config(config)
-    wanted = possible(wanted, getattr(config, "max_position_embeddings", None) or sys.maxsize, len(haystack))
-    for folder in (dense, small):
-        _check_memory(folder, device)
-    tokenizer = AutoTokenizer.from_pretrained(small, trust_remote_code=False)
-    first = None
-    for side, folder in (("dense", dense), ("compressed", small)):
-        model = load_model(folder, device, checkpoint_dtype(folder))
-        choose_kernels(model)
-        progress(side)
-        own = measure(model, tokenizer, windows, haystack, wanted, first, progress)
-        del model
-        first, last = first or own, own
-    assert first is not None
-    return figures(first, last, spec, wanted) | {"checkpoint": fingerprint(small)}, spec
-
-
-@dataclass(frozen=True)
-class CodecFacts:
-    """What a page says of a codec, as it says of latents what their specification has.
-
-    Attributes
-    ----------
-    source
-        ``name`` of the model.
-    bits
-        Of a cached number.
-    dense_bytes_per_token
-        Of the dense cache in 16 bits.
-    """
-
-    source: Mapping[str, Any]
-    bits: float
-    dense_bytes_per_token: float
-
-
-def compare_codec(
-    dense: Path,
-    codec: Codec,
-    windows: Mapping[str, Windows],
-    haystack: Tensor,
-    wanted: Wanted,
-    device: torch.device,
-    progress: Callable[[str], object] = lambda step: None,
-) -> tuple[dict[str, Any], CodecFacts]:
-    """Measure a model, and then the same model with a codec; see :func:`compare`.
-
-    Raises
-    ------
-    CheckpointError
-        If the codec is of another model.
-    """
-    config = AutoConfig.from_pretrained(dense, trust_remote_code=False)
+    folder = dense if isinstance(own, Codec) else own
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    spec = own if isinstance(own, Codec) else LatentSpec.from_config(config)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
     wanted = possible(wanted, positions, len(haystack))
-    _check_memory(dense, device)
-    tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=False)
-    model = load_model(dense, device, "auto")
-    use_codec(model, codec)
-    stop_codec(model)  # another model's is known before the work
+    for each in (dense, folder):
+        _check_memory(each, device)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = load_model(dense, device, "auto" if isinstance(own, Codec) else checkpoint_dtype(dense))
+    if isinstance(own, Codec):
+        stop_codec(use_codec(model, own))  # another model's is known before the work
     progress("dense")
     first = measure(model, tokenizer, windows, haystack, wanted, None, progress)
-    progress("codec")
-    own = measure(use_codec(model, codec), tokenizer, windows, haystack, wanted, first, progress)
-    facts = CodecFacts({"name": codec.record.get("model")}, codec.bits_per_element(), codec.dense_bytes_per_token)
-    return figures(first, own, facts, wanted), facts
+    if isinstance(own, Codec):
+        progress("codec")
+        last = measure(use_codec(model, own), tokenizer, windows, haystack, wanted, first, progress)
+        return figures(first, last, spec, wanted), spec
+    del model
+    model = load_model(folder, device, checkpoint_dtype(folder))
+    choose_kernels(model)
+    progress("compressed")
+    last = measure(model, tokenizer, windows, haystack, wanted, first, progress)
+    return figures(first, last, spec, wanted) | {"checkpoint": fingerprint(folder)}, spec
 
 
 def _check_memory(folder: Path, device: torch.device) -> None:
@@ -319,7 +275,7 @@ def measure(
     return Measured(texts, compared, *cached, model.dtype.itemsize, parameter_count(model), needle, speed, tasks)
 
 
-def figures(dense: Measured, compressed: Measured, spec: "LatentSpec | CodecFacts", wanted: Wanted) -> dict[str, Any]:
+def figures(dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wanted: Wanted) -> dict[str, Any]:
     """All figures as JSON has them; those of the first text stand under ``perplexity``.
 
     Nats are per token, bytes of a live cache; accuracies and digits found are fractions, their errors over prompts or

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recalkv.evaluation.beside import CodecFacts
+from recalkv.codec.sidecar import Codec
 from recalkv.model.card import CARD, model_card
 from recalkv.model.spec import LatentSpec
 from recalkv.reports.tables import STATES, markdown
@@ -20,7 +20,7 @@ _CALIBRATION_TOKENS = 32 * 1024
 """Of the defaults, on which the method was tried."""
 
 
-def advice(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts) -> list[str]:
+def advice(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> list[str]:
     """What is poor, and what to change; nothing where nothing is.
 
     A text is poor where the loss rises by more than 0.05 nats per token, the divergence is above 0.1, or top-1
@@ -50,7 +50,7 @@ def advice(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts) -> list[st
     return [*poor, *_remedies(spec, poor)] if poor else []
 
 
-def write(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts, out: Path) -> None:
+def write(figures: Mapping[str, Any], spec: LatentSpec | Codec, out: Path) -> None:
     """Write the page, the figures beside it as JSON, and the card of the checkpoint where that is its folder."""
     files = {out: page(figures, spec), out.with_suffix(".json"): json.dumps(figures, indent=2, sort_keys=True) + "\n"}
     config = out.parent / "config.json"
@@ -64,11 +64,12 @@ def write(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts, out: Path) 
         partial.replace(path)
 
 
-def _remedies(spec: LatentSpec | CodecFacts, poor: list[str]) -> list[str]:
+def _remedies(spec: LatentSpec | Codec, poor: list[str]) -> list[str]:
     """Changes in the order of their worth."""
-    if isinstance(spec, CodecFacts):
+    if isinstance(spec, Codec):
+        bits = spec.bits_per_element()
         return [
-            f"try: cache more bits (`recalkv fit --bits` above {spec.bits:.3g}), or ask for a loss (`--target "
+            f"try: cache more bits (`recalkv fit --bits` above {bits:.3g}), or ask for a loss (`--target "
             f"max_excess=0.02`)",
             "try: calibrate on the kind of text that is served (`--text`)",
         ]
@@ -87,7 +88,7 @@ def _remedies(spec: LatentSpec | CodecFacts, poor: list[str]) -> list[str]:
     return [f"try: {each}" for each in found]
 
 
-def page(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts) -> str:
+def page(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> str:
     """Render the page."""
     cache = figures["cache"]
     texts = {figures["text"]: figures["perplexity"], **figures["further_texts"]}
@@ -103,8 +104,9 @@ def page(figures: Mapping[str, Any], spec: LatentSpec | CodecFacts) -> str:
         for name, own in texts.items()
     ]
     changes = advice(figures, spec)
+    name = spec.record.get("model") if isinstance(spec, Codec) else spec.source.get("name")
     lines = [
-        f"# {spec.source.get('name') or 'A model'}, compressed, beside the dense model",
+        f"# {name or 'A model'}, compressed, beside the dense model",
         "",
         *(f"- {line}" for line in changes or ["all metrics are within their limits"]),
         "",
