@@ -102,7 +102,7 @@ gpu-codec gpu-smoke gpu-kernels gpu-models:
 gpu-page: setup
 	$(BIN)/python -m benchmarks.gpu page --out $(OUT)
 
-# What an image with torch, triton, transformers and pytest may lack, at the pinned versions, for any Python that we
+# What an image with torch, triton and transformers may lack, at the pinned versions, for any Python that we
 # take; the folder travels with the tree, and `make gpu` unpacks what is missing. At most 64 MiB.
 WHEELS := annotated-types donfig google-crc32c iniconfig numcodecs pluggy pydantic pydantic-core pytest typing-inspection zarr
 gpu-wheels:

@@ -18,7 +18,7 @@ def test_configurations_compile_within_limits(fresh_python: Path, names: list[st
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
     assert len(lines) == 2 * 3 * (len(names) or 15)
-    # On sm_90 two passes over grouped queries use the instructions of warp groups, and no others.
+    # On sm_90 grouped queries use the instructions of warp groups, and no others.
     columns = [line[42:].split() for line in lines if line.startswith("mistral-7b joint s=2 70% ")]
     wide = {(one[0], one[1]): (int(one[6]) > 0, int(one[7]) > 0) for one in columns}
     assert wide["scores", "90"] == wide["values", "90"] == (True, False)

@@ -1,6 +1,6 @@
 """GPU measurements in four parts of a few minutes: codec attention, smoke tests, latent kernels, whole models.
 
-    python -m benchmarks.gpu                          # smoke, kernels, models, one after the other (`make gpu`)
+    python -m benchmarks.gpu                          # codec, smoke, kernels, models, one by one (`make gpu`)
     python -m benchmarks.gpu kernels --out DIR        # one of them
     python -m benchmarks.gpu page --out DIR           # DIR/README.md from the lines (`make gpu-page`)
 

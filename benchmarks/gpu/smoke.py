@@ -118,7 +118,7 @@ def steps(setting: Setting) -> list[Step]:
     first = [Step("environment", _environment), Step("imports", _imports, 120.0)]
     interpreted = tests("interpreter", "tests/test_kernels.py", "-k", "geometries and gqa", seconds=240.0)
     if setting.kind == "none":
-        return [*first, interpreted, Step("compile gate", _compile_gate, 240.0)]
+        return [*first, interpreted, Step("compile", _compile_gate, 240.0)]
     if setting.kind == "cpu":
         return [first[0], Step("ceilings", _ceilings)]
     spread = ("-n", "8") if importlib.util.find_spec("xdist") else ()

@@ -10,7 +10,7 @@ __all__ = ["METHODS", "Choices", "Method", "resolve_method"]
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices that make up a compression method; each is a parameter of its own, too.
+    """Choices that make up a compression method; most are parameters of their own, too.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ METHODS = {
 
 
 FIT_ABOVE = 0.9
-"""Ratio above which mixed bits leave so much out that a fit of the output gains; docs/method.md has the figures."""
+"""Ratio above which mixed bits leave so much out that a fit of the output gains; at 0.875 it does not (reports/frontier.md)."""
 
 CHAIN_UP_TO = 0.8
 """Ratio up to which joint latents in mixed bits are chained; docs/quantization.md has what it costs at others."""

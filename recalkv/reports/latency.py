@@ -12,7 +12,7 @@ _WHOLE = ("context", "cache", "dense", "compressed", "compressed / dense")
 
 
 def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Times of decoding: where and how they were taken, one module beside each baseline, the whole model."""
+    """Times of decoding: where and how they were taken, one module beside the dense one, the whole model."""
     first = rows[0]
     clock = f", {first['clock_mhz']} MHz" if first["clock_mhz"] else ""
     threads = f"{first['threads']} thread{'s' if first['threads'] > 1 else ''}"
