@@ -1,4 +1,4 @@
-"""One decoding step by the kernels beside plain torch, before ``use_kernels(model, "auto")`` trusts them on a device."""
+"""One decoding step by the kernels beside plain torch, before ``auto`` trusts them on a device."""
 
 import torch
 from transformers import DynamicCache

@@ -51,7 +51,7 @@ METHODS = {
 
 
 FIT_ABOVE = 0.9
-"""Ratio above which mixed bits leave so much out that a fit of the output gains; at 0.875 it does not (reports/frontier.md)."""
+"""Ratio above which mixed bits leave so much out that a fit of the output gains; not at 0.875 (reports/frontier.md)."""
 
 CHAIN_UP_TO = 0.8
 """Ratio up to which joint latents in mixed bits are chained; docs/quantization.md has what it costs at others."""
