@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recalkv.codec.context import cached_tokens, model_context, model_fingerprint
+from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts
 from recalkv.codec.fit import build_codec, check_bits
 from recalkv.codec.moments import take_moments
 from recalkv.codec.sidecar import Codec
@@ -42,7 +42,7 @@ def fit(
     check_bits(bits)
     context = context or model_context(model)
     moments = take_moments(model, windows, context, seed, progress)
-    record = {"bits": bits, "windows": list(windows.shape), "seed": seed}
+    record = {"bits": bits, "windows": list(windows.shape), "seed": seed, "rope": rope_facts(model.config)}
     return build_codec(moments, bits, context, model_fingerprint(model), cached_tokens(model, context), record)
 
 

@@ -1,4 +1,4 @@
-"""What vLLM answers to options, in this process: names of backends, or why a model is not served."""
+"""What vLLM answers to options, one after the other in this process: names of backends, or why none is served."""
 
 import json
 import os
@@ -8,7 +8,6 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-from vllm.v1.attention import selector
 
 from tests.served.tiny import FOLDER, SIZES
 
@@ -18,6 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "type": {"kv_cache_dtype": "fp8"},
     "backend": {"attention_backend": "CPU_ATTN"},
     "other": {"additional_config": {"recalkv_codec": str(FOLDER / "qwen2-bias" / "codec")}},
+    "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}},
     "nowhere": {"additional_config": {"recalkv_codec": "nowhere"}},
 }
 
@@ -33,8 +33,6 @@ def main() -> None:
         except Exception as error:
             said = str(error)
         print(json.dumps({"asked": name, "said": said}), flush=True)
-        # vLLM remembers a backend in a process, where it serves one model.
-        selector._cached_get_attn_backend.cache_clear()
         destroy_model_parallel()
         destroy_distributed_environment()
 
