@@ -126,4 +126,4 @@ constraints: setup
 	sed -i.bak -E '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.bak
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/activations data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites data/served data/models
+	rm -rf data/*.zarr data/*.partial data/*.replaced-* data/activations data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites data/served data/models

@@ -24,7 +24,7 @@ def fisher(run: Stage) -> None:
         with telling_full_disk(run.data, "calibrate on fewer or shorter windows (calibration.samples, length)"):
             for _ in run.progress(again, source.num_layers):
                 pass
-        inputs.sign(moments, source.num_layers)
+        inputs.sign(moments, len(source.attention_types))
     record = {"precision": run.precision, "sink_tokens": SINK_TOKENS, "tokens": used.numel()}
     settings = wanted.model_dump(mode="json", exclude={"precision"})
     with run.write_layers(record, ["sample", "whiten"], settings) as store:

@@ -20,7 +20,7 @@ def stored_codec(run: Stage, bits: float, heads: int | None = None) -> Codec:
         "bits": bits,
         "windows": known["shape"],
         "seed": known["seed"],
-        "rope": known["rope"],
+        "rope": known.get("rope", {}),
     }
     return build_codec(
         get_codec_moments(store), bits, known["context"], known["fingerprint"], tokens, record, heads=heads

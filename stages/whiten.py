@@ -35,7 +35,7 @@ def whiten(run: Stage) -> None:
                 store.put(f"{layer_name(index)}/gram", moments.gram)
                 store.put(f"{layer_name(index)}/mean", moments.mean)
                 store.finish(index)
-        keep.sign(store.digest(), source.num_layers)
+        keep.sign(store.digest(), len(source.attention_types))
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[str | Path]
         "seed": 3,
         "texts": ["calibration.txt"],
         "windows": [6, 32],
-        "rope": {"": {"type": "default", "base": 10000.0, "factor": None}},
+        "rope": {"": {"type": "default", "base": 10000.0, "factor": None, "original": None}},
     }
     model = recalkv.use_codec(AutoModelForCausalLM.from_pretrained(settings[0]), out)
     assert model.generate(windows(1, 40), max_new_tokens=4, do_sample=False).shape == (1, 44)

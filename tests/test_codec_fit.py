@@ -206,7 +206,7 @@ def test_a_codec_is_what_was_saved(codec: Codec, tmp_path: Path) -> None:
         keys, values, positions = states_of(codec, index)
         assert torch.equal(found.layers[index].pack(keys, values, positions), layer.pack(keys, values, positions))
         assert torch.equal(found.layers[index].rotation.pairs, layer.rotation.pairs)
-    assert found.record == {"bits": 4, "windows": [8, 48], "seed": 0}
+    assert found.record["bits"] == 4 and found.record["windows"] == [8, 48]
 
 
 def test_a_codec_replaces_a_codec_alone(codec: Codec, tmp_path: Path) -> None:

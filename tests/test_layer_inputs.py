@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from recalkv.model.layers import ModuleSource
 from recalkv.statistics.layer_inputs import LayerInputs
+from recalkv.statistics.whitening import collect_input_moments
+from tests.tiny import dense_model, windows
 
 SHAPE = (5, 3, 4)
 
@@ -96,3 +99,12 @@ def test_only_whole_inputs_of_the_pass_are_taken(tmp_path: Path) -> None:
     kept().sign("digest", layers=2)
     assert not kept().are_of("digest"), "those of a layer were removed before the pass went on"
     kept().remove()
+
+
+def test_inputs_of_all_layers_of_a_hybrid_model_are_whole(tmp_path: Path) -> None:
+    """Those of layers that keep a state are gradients' too."""
+    source, ids = ModuleSource(dense_model("qwen3-next-hybrid")), windows(2, 8)
+    inputs = LayerInputs(tmp_path / "inputs", (2, 8, source.geometry.hidden), torch.float32)
+    list(collect_input_moments(source, ids, 2, inputs))
+    inputs.sign("digest", len(source.attention_types))
+    assert inputs.are_of("digest")

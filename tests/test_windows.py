@@ -114,7 +114,7 @@ def test_spread_windows_are_runs_that_do_not_overlap(window: int, most: int | No
 
 
 def test_text_shorter_than_an_evaluation_window_is_refused() -> None:
-    message = r"has 9 tokens, fewer than one window of evaluation\.window=10; use a longer text or a shorter window"
+    message = r"has 9 tokens, fewer than one window of 10; use a longer text, or a shorter window"
     with pytest.raises(DataError, match=message):
         consecutive_windows(torch.arange(9), 10)
     with pytest.raises(DataError, match=message):

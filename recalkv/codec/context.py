@@ -26,8 +26,11 @@ def cached_tokens(model: Any, context: int) -> dict[int, int]:
     return {index: min(context, int(window)) if window else context for index, window in enumerate(windows)}
 
 
+_ROPE = {"base": "rope_theta", "factor": "factor", "original": "original_max_position_embeddings"}
+
+
 def rope_facts(config: Any) -> dict[str, dict[str, Any]]:
-    """Type, base and factor of RoPE, by kinds of layers where these have their own; empty without RoPE.
+    """Type, base, factor and original length of RoPE, by kinds of layers where these differ; empty without RoPE.
 
     Keys are coded without the mean key of their position, which follows from these.
 
@@ -37,10 +40,10 @@ def rope_facts(config: Any) -> dict[str, dict[str, Any]]:
         Of a model.
     """
     found = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    nested = all(isinstance(own, Mapping) for own in found.values())
+    kinds = {name: own for name, own in found.items() if isinstance(own, Mapping)} or ({"": found} if found else {})
     return {
-        name: {"type": own.get("rope_type", "default"), "base": own.get("rope_theta"), "factor": own.get("factor")}
-        for name, own in (found if nested else {"": found}).items()
+        name: {"type": own.get("rope_type", "default")} | {fact: own.get(key) for fact, key in _ROPE.items()}
+        for name, own in kinds.items()
     }
 
 

@@ -262,7 +262,7 @@ class Codec:
             raise ParameterError(
                 f"codec: {folder} holds other files than those of a codec, and would be replaced; name a new folder."
             )
-        partial, old = (folder.with_name(folder.name + end) for end in (".partial", ".old"))
+        partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
@@ -271,10 +271,8 @@ class Codec:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
+            shutil.rmtree(folder)
         partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
 
     def write(self, folder: Path) -> None:
         """Write the side-car's files into a folder."""

@@ -138,7 +138,8 @@ def build_model(
     if embedded not in cast and head in cast:  # a tied table by its other name
         cast[embedded] = cast[head]
     # As transformers has it: a head of its own stays, whatever the config says.
-    tied = head not in cast or torch.equal(cast[head], cast[embedded])
+    alike = head in cast and cast[head].dtype == cast[embedded].dtype
+    tied = head not in cast or (alike and torch.equal(cast[head], cast[embedded]))
     missing, unexpected = model.load_state_dict(cast, strict=False, assign=True)
     if tied:
         model.tie_weights()

@@ -40,7 +40,7 @@ def load_model(
     placed = device_map or (None if device.type == "cpu" else {"": device})
     try:
         return load_language_model(folder, dtype=dtype, device_map=placed)
-    except (ReCalKVError, torch.OutOfMemoryError):
+    except ReCalKVError:
         raise
     except Exception as error:  # transformers and what it loads with raise many unrelated types
         why = str(error).strip().partition("\n")[0]

@@ -267,7 +267,8 @@ def _check_packed(positions: Tensor, mask: Any) -> None:
     wrong = positions.diff(dim=1) != 1
     if mask is not None:
         seen = mask[:, -positions.shape[1] :].bool().to(wrong.device)
-        wrong = wrong & seen[:, 1:] & seen[:, :-1]
+        if seen.shape[1] == positions.shape[1]:
+            wrong = wrong & seen[:, 1:] & seen[:, :-1]
     if bool(wrong.any()):
         raise ParameterError(
             "codec: position_ids restart or leave out positions between a sequence's tokens, and keys are coded by "

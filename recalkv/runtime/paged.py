@@ -270,8 +270,8 @@ class PagedLayer:
             keys, values = (each[None].to(dtype) for each in self._rounded(chunk, low, low + _PIECE))
             if not low:
                 self._put_sinks((keys, values), chunk, 0, self.sinks)
-            part = partial_attention(query, keys, values, self.scale, softcap=self.softcap)
-            result = part if result is None else merge(*result, *part)
+            output, lse = partial_attention(query, keys, values, self.scale, softcap=self.softcap)
+            result = (output.float(), lse) if result is None else merge(*result, output.float(), lse)
         return result
 
     def _put_sinks(self, states: Sequence[Tensor], chunk: Chunk, low: int, last: int) -> None:

@@ -6,13 +6,22 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from recalkv.errors import ParameterError, StoreError
 
-__all__ = ["CHECKPOINT", "CODEC", "Output", "check_output", "partial_path", "telling_full_disk", "writing_folder"]
+__all__ = [
+    "CHECKPOINT",
+    "CODEC",
+    "Output",
+    "check_output",
+    "partial_path",
+    "telling_full_disk",
+    "writing_folder",
+]
 
 
 def partial_path(path: Path) -> Path:
@@ -28,7 +37,7 @@ def writing_folder(path: Path) -> Iterator[Path]:
     in the block nothing stays behind; a full disk becomes a :class:`StoreError` that says so. What is replaced is moved
     aside before it is removed: whenever this is interrupted, the old folder or the new one is whole.
     """
-    partial, old = partial_path(path), path.with_name(path.name + ".old")
+    partial = partial_path(path)
     if _is_held(partial):
         raise StoreError(f"{partial} is being written by another process; wait for it, or name another folder.")
     shutil.rmtree(partial, ignore_errors=True)
@@ -40,11 +49,23 @@ def writing_folder(path: Path) -> Iterator[Path]:
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            if path.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                path.replace(old)
-            partial.replace(path)
-        shutil.rmtree(old, ignore_errors=True)
+            _replace_folder(path, partial)
+
+
+def _replace_folder(path: Path, new: Path) -> None:
+    """Put a folder in the place of another, or of none, which is moved aside meanwhile, under a name of its own."""
+    if not path.exists():
+        new.replace(path)
+        return
+    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f"{path.name}.replaced-"))
+    old = path.replace(aside / path.name)
+    try:
+        new.replace(path)
+    except OSError:
+        old.replace(path)
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ vLLM calls :func:`register` in every one of its processes (entry point ``vllm.ge
 side-car are served as if this package were not there.
 """
 
+import functools
 from typing import Any
 
 from recalkv.vllm.checks import BACKEND
@@ -19,9 +20,6 @@ def register() -> None:
 
     path = "recalkv.vllm.backend.CodecBackend"
     register_backend(BACKEND, path)
-    # It keeps a choice by its arguments, which do not say of which model: a process may make several.
-    chosen: Any = selector._cached_get_attn_backend
-    selector._cached_get_attn_backend = getattr(chosen, "__wrapped__", chosen)
     platform: Any = type(current_platform)
     dense = platform.get_attn_backend_cls
     if getattr(dense, "chooses_recalkv", False):
@@ -43,5 +41,17 @@ def register() -> None:
         served.dense = dense(None if own else selected_backend, attn_selector_config, *args, **kwargs)
         return path
 
+    # vLLM keeps a choice by its arguments, which do not say of which model, and a process may make several.
+    kept: Any = getattr(selector, "_cached_get_attn_backend", None)
+    if hasattr(kept, "__wrapped__"):
+
+        @functools.wraps(kept.__wrapped__)
+        def of_model(*args: Any, **kwargs: Any) -> Any:
+            from recalkv.vllm.served import served_model
+
+            return (kept if served_model() is None else kept.__wrapped__)(*args, **kwargs)
+
+        of_model.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+        selector._cached_get_attn_backend = of_model
     choose.chooses_recalkv = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(choose)

@@ -47,7 +47,8 @@ def _side_car(config: VllmConfig) -> Path | None:
     if named is not None:
         return Path(named) if named else None
     beside = Path(config.model_config.model)
-    if (beside / "codec.json").is_file() and not (beside / "model.safetensors.index.json").exists():
+    listed = (beside / "model.safetensors.index.json").exists() or any(beside.glob("consolidated*.safetensors"))
+    if (beside / "codec.json").is_file() and not listed:
         raise ParameterError(
             f"codec: vLLM would take {beside / 'codec.safetensors'} for weights; move it and codec.json into "
             f"{beside / 'codec'}."
