@@ -119,7 +119,7 @@ class LayerCodec:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def is_like(self, other: "LayerCodec") -> bool:
-        """Whether rows of one are rows of the other: of the same segments, bases and means."""
+        """Whether rows of one are rows of the other: of the same segments, bases, means and frequencies."""
         if self.row_bytes != other.row_bytes or len(self.keys) != len(other.keys):
             return False
         codes = zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True)
@@ -127,6 +127,7 @@ class LayerCodec:
             all(a.segments == b.segments and torch.equal(a.matrix.cpu(), b.matrix.cpu()) for a, b in codes)
             and torch.equal(self.key_mean.cpu(), other.key_mean.cpu())
             and torch.equal(self.value_mean.cpu(), other.value_mean.cpu())
+            and torch.equal(self.rotation.frequencies.cpu(), other.rotation.frequencies.cpu())
         )
 
     def on(self, device: torch.device) -> "LayerCodec":

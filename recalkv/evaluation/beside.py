@@ -188,7 +188,7 @@ def compare(
     spec = own if isinstance(own, Codec) else LatentSpec.from_config(config)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
     wanted = possible(wanted, positions, len(haystack))
-    for each in (dense, folder):
+    for each in {dense, folder}:
         _check_memory(each, device)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = load_model(dense, device, "auto" if isinstance(own, Codec) else checkpoint_dtype(dense))

@@ -232,7 +232,6 @@ def measured(
     progress: Callable[[], object] = lambda: None,
     dense: Tensor | None = None,
     keep: bool = False,
-    cache: Callable[[], Any] | None = None,
 ) -> Scores:
     """Scores of each window, measured as the parameters say; see :func:`window_scores`."""
     return window_scores(
@@ -244,7 +243,6 @@ def measured(
         keep=keep,
         batch_size=wanted.batch_size,
         prefill=wanted.prefill,
-        cache=cache,
     )
 
 
@@ -268,10 +266,9 @@ class MeasuredText:
         model: Any,
         wanted: EvaluationParams,
         progress: Callable[[], object] = lambda: None,
-        cache: Callable[[], Any] | None = None,
     ) -> dict[str, float]:
         """Measure another model, and how far it is from the dense one."""
-        own = measured(model, self.windows.tokens, wanted, progress, self.dense.states, cache=cache)
+        own = measured(model, self.windows.tokens, wanted, progress, self.dense.states)
         assert own.divergences is not None and own.agreements is not None
         documents = self.windows.documents
         rise, error = over_documents(own.losses - self.dense.losses, documents)

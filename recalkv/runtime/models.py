@@ -174,18 +174,16 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
     for index, layer in enumerate(cache.layers):
         if index not in layers:
             continue
-        if isinstance(layer, CodecLayer) and _is_of(layer, layers[index]):
-            layer.awaited = True
-            continue
         if isinstance(layer, CodecLayer):
-            if layer.length:
-                raise UnsupportedModelError(
-                    f"codec: the cache holds {layer.length} tokens in rows of another codec; give an empty cache."
-                )
-            cache.layers[index] = CodecLayer(
-                layers[index], codec.window, codec.sinks, layer.sliding_window, layer.capacity
-            )
-            cache.layers[index].record_past, cache.layers[index].awaited = layer.record_past, True
+            if not _is_of(layer, layers[index]):
+                if layer.length:
+                    raise UnsupportedModelError(
+                        f"codec: the cache holds {layer.length} tokens in rows of another codec; give an empty cache."
+                    )
+                own = CodecLayer(layers[index], codec.window, codec.sinks, layer.sliding_window, layer.capacity)
+                own.record_past = layer.record_past
+                cache.layers[index] = layer = own
+            layer.awaited = True
             continue
         if type(layer) not in _REPLACED:
             if isinstance(layer, DynamicLayer | StaticLayer):
