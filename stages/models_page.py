@@ -21,12 +21,15 @@ from stages.common import Stage, stage, write_json
 def models_page(run: Stage) -> None:
     """Gather the cells of all models; write REPORTS/models.json, models.md, and a picture of each in models/.
 
-    Models whose cells are not here, and suites and settings whose files are not, stay as an earlier run measured them.
+    Cells that are not here, and suites and settings whose files are not, stay as an earlier run measured them.
     """
     path = run.reports / "models.json"
     earlier = json.loads(path.read_text()) if path.exists() else {"models": {}}
     cells = (run.data / "cells" / "models").glob("*/*.json")
-    measured = {folder.name: _model(run, folder) for folder in sorted({path.parent for path in cells})}
+    measured = {
+        folder.name: _beside(earlier["models"].get(folder.name), _model(run, folder))
+        for folder in sorted({path.parent for path in cells})
+    }
     found = dict(sorted((earlier["models"] | measured).items(), key=lambda each: int(each[1]["hidden"])))
     further = {kind: _merged(earlier.get(kind, {}), own) for kind, own in _further(run).items()}
     write_json(path, {"models": found, **further})
@@ -35,6 +38,13 @@ def models_page(run: Stage) -> None:
         draw(run.reports / "models" / f"{name}.png", model["rows"])
     wanted = run.params.evaluation
     (run.reports / "models.md").write_text(page(found, wanted.window, Path(wanted.text).name, further))
+
+
+def _beside(earlier: dict[str, Any] | None, own: dict[str, Any]) -> dict[str, Any]:
+    """A model's cells and times here over those of an earlier run."""
+    rows = {(row["method"], row["text"]): row for row in [*(earlier or {}).get("rows", ()), *own["rows"]]}
+    ordered = sorted(rows.values(), key=lambda row: (-row["bits_per_element"], row["method"], row["text"]))
+    return own | {"rows": ordered, "timings": (earlier or {}).get("timings", {}) | own["timings"]}
 
 
 def _merged(earlier: Any, own: Any) -> Any:
@@ -58,7 +68,7 @@ def _model(run: Stage, cells: Path) -> dict[str, Any]:
         windows = [text["windows"] for text in cell["further_texts"].values()]
     timings = own / "timings.json"
     return {
-        "rows": sorted(rows, key=lambda row: (-row["bits_per_element"], row["method"], row["text"])),
+        "rows": rows,
         "windows": windows[0] if windows else 0,
         "hidden": config.hidden_size,
         "layers": len(tokens),
