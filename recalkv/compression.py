@@ -144,7 +144,7 @@ def compress_checkpoint(
     """
     calibration = _resolved(calibration, device)
     source = CheckpointSource(reference.folder, device, calibration.precision)
-    check_length(source.config, calibration)
+    check_length(source.config, "calibration.length", calibration.length)
     tokenizer = load_tokenizer(reference.folder) if tokenizer is None else tokenizer
     windows = calibration_windows(tokenizer, texts, calibration)
     dtype = checkpoint_dtype(reference.folder)
@@ -274,15 +274,22 @@ def compress_to_target(
     CompressionParams, CompressedLayers
         With the ratio.
     """
-    ratio = target.fixed_ratio(2 * source.geometry.dense_elements_per_token)
+    method = resolve_method(parameters, source.geometry.kv_heads)
+    # Mixed-bit rows are budgeted against 16 bits; latents that are not quantized are cached in the model's type.
+    element_bytes = 2 if method.quantized else dtype.itemsize
+    ratio = target.fixed_ratio(element_bytes * source.geometry.dense_elements_per_token)
     if ratio is not None:
         parameters = parameters.model_copy(update={"ratio": ratio})
-        return parameters, compress_layers(source, windows, calibration, parameters, progress)
+        try:
+            return parameters, compress_layers(source, windows, calibration, parameters, progress)
+        except BudgetError as error:
+            if target.bytes_per_token is None:
+                raise
+            raise BudgetError(f"target of {target.bytes_per_token:,.0f} bytes per token: {error}") from error
     limit = target.max_excess
     assert limit is not None
     text = dense_text(source, held_out(), calibration.batch_size)
     wanted = EvaluationParams(batch_size=calibration.batch_size, precision=calibration.precision)
-    method = resolve_method(parameters, source.geometry.kv_heads)
     known = collect_statistics(source, windows, calibration, method, progress)
     found: dict[float, CompressedLayers] = {}
 

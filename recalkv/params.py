@@ -170,7 +170,9 @@ class EvaluationParams(_TextParams):
         "through the cache; null for all in one pass",
     )
     precision: Precision = Field(
-        "auto", description="type of the matrix products where perplexity is measured, dense and compressed alike"
+        "auto",
+        description="type of the matrix products where perplexity is measured, dense and compressed alike; auto is "
+        "float32 on a CPU, since bfloat16 rounds more than a 4-bit cache does; elsewhere as in calibration.precision",
     )
 
 

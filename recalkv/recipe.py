@@ -13,7 +13,7 @@ from torch import nn
 from recalkv.compression import Progress, assemble, compress_checkpoint, compress_to_target
 from recalkv.errors import ParameterError
 from recalkv.method.target import Target
-from recalkv.model.device import device_of
+from recalkv.model.device import check_device, device_of
 from recalkv.model.layers import ModuleSource
 from recalkv.model.loading import check_causal, load_model
 from recalkv.model.precision import resolve_precision
@@ -151,10 +151,13 @@ def _in_memory(
 ) -> Any:
     """Compress a loaded model."""
     weight = next(model.parameters())
+    if any(each.is_meta for each in model.parameters()):
+        raise ParameterError("the model has offloaded layers, which cannot be read; give its folder or hub id instead.")
+    check_device(weight.device)
     precision = resolve_precision(calibration.precision, weight.device)
     calibration = calibration.model_copy(update={"precision": precision})
     source = ModuleSource(model, weight.device, precision)
-    check_length(source.config, calibration)
+    check_length(source.config, "calibration.length", calibration.length)
     windows, dtype = calibration_windows(tokenizer, texts, calibration), weight.dtype
     others = functools.partial(held_out_windows, tokenizer, texts, calibration)
     parameters, result = compress_to_target(source, windows, calibration, parameters, target, dtype, others, progress)

@@ -12,7 +12,7 @@ from recalkv.evaluation.generation import PROMPTS, Generated, cache_metrics, mea
 from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText
 from recalkv.evaluation.resources import device_name
 from recalkv.model.loading import load_model
-from recalkv.model.precision import resolve_precision
+from recalkv.model.precision import evaluation_precision
 from recalkv.model.source import fingerprint
 from recalkv.model.spec import LatentSpec
 from stages.common import Stage, stage, write_json
@@ -64,7 +64,7 @@ def _environment(run: Stage, checkpoint: Path, spec: LatentSpec) -> dict[str, st
         "calibration_precision": (spec.calibration or {}).get("precision", "unknown"),
         "evaluation_text": Path(run.params.evaluation.text).name,
         "evaluation_split": run.params.evaluation.split,
-        "evaluation_precision": resolve_precision(run.params.evaluation.precision, run.device),
+        "evaluation_precision": evaluation_precision(run.params.evaluation.precision, run.device),
         **packages,
     }
 

@@ -19,8 +19,9 @@ def fuse(run: Stage) -> None:
     source, refitted = stored.source, run.read("calibrate")
     permutations = [stored.permutation(index) for index in range(source.num_layers)]
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
-    # What the statistics were taken in, where the parameter leaves it to the machine.
-    calibration = run.params.calibration.model_copy(update={"precision": run.precision})
+    # Statistics may be of another machine, where the parameter leaves it to that.
+    precision = run.read("whiten").attributes["parameters"]["precision"]
+    calibration = run.params.calibration.model_copy(update={"precision": precision})
     latents = stored_latents(source, stored.specs(), permutations, wanted, provenance, calibration)
     specs, config = latents.layers, compressed_config(source, latents)
     dtype = checkpoint_dtype(reference.folder)

@@ -12,7 +12,7 @@ def sample(run: Stage) -> None:
     from transformers import AutoConfig
 
     wanted, folder = run.params.calibration, run.model().folder
-    check_length(AutoConfig.from_pretrained(folder, trust_remote_code=False), wanted)
+    check_length(AutoConfig.from_pretrained(folder, trust_remote_code=False), "calibration.length", wanted.length)
     tokenizer = load_tokenizer(folder)
     windows = calibration_windows(tokenizer, calibration_documents(wanted), wanted)
     with run.write(wanted.model_dump(mode="json", exclude={"batch_size", "precision"})) as store:

@@ -175,7 +175,7 @@ def test_eval_writes_a_page_and_its_figures(
     assert ("| arc_easy (3 items) |" in done.output) == bool(tasks)
     found = json.loads((tmp_path / "page.json").read_text())
     assert (tmp_path / "page.md").read_text() in done.output
-    assert found["text"] == str(tiny_texts[1])
+    assert found["text"] == tiny_texts[1].name
     assert not (compressed / FIGURES).exists()
 
     # In the checkpoint's own folder by default, where the card takes them up.

@@ -7,7 +7,7 @@ import torch
 
 from recalkv.errors import ParameterError
 from recalkv.model import precision
-from recalkv.model.precision import resolve_precision
+from recalkv.model.precision import evaluation_precision, resolve_precision
 
 CPU = torch.device("cpu")
 
@@ -30,6 +30,13 @@ def test_plain_avx512_is_emulation(monkeypatch, native):
     assert precision.multiplies_bfloat16(CPU) is native
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not precision.multiplies_bfloat16(CPU)
+
+
+def test_measurements_on_a_cpu_take_float32(monkeypatch):
+    """Wherever bfloat16 is native; a named type is taken as it is."""
+    monkeypatch.setattr(precision, "_processor_multiplies_bfloat16", lambda: True)
+    assert evaluation_precision("auto", CPU) == "float32"
+    assert evaluation_precision("bfloat16", CPU) == "bfloat16"
 
 
 def test_other_devices_take_float32():

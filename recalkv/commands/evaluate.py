@@ -71,12 +71,16 @@ def evaluate(
             folder, reference = _models(small, dense, own, Path(scratch))
             tokenizer = load_tokenizer(folder)
             wanted = replace(QUICK if quick else FULL, tasks=found, limit=limit)
+            # Names only: the page may be published.
+            shown = {each: Path(each).name if Path(each).is_file() else each for each in dict.fromkeys(text)}
+            if len(set(shown.values())) < len(shown):
+                raise ParameterError(f"--text: two files have one name, of {', '.join(shown)}; rename one.")
             texts = {
-                each: wanted.evaluation.model_copy(update={"text": each, "split": split, "field": field})
-                for each in dict.fromkeys(text)
+                shown[each]: wanted.evaluation.model_copy(update={"text": each, "split": split, "field": field})
+                for each in shown
             }
             windows = {each: main_windows(tokenizer, own) for each, own in texts.items()}
-            haystack = joined_tokens(tokenizer, main_documents(texts[text[0]]))
+            haystack = joined_tokens(tokenizer, main_documents(texts[shown[text[0]]]))
             figures, spec = compare(own or folder, reference, windows, haystack, wanted, where, _telling())
         write(figures, spec, place)
         print(page(figures, spec))

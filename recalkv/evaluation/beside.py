@@ -35,7 +35,7 @@ from recalkv.kernels.decoder import choose_kernels
 from recalkv.model.layers import weight_files
 from recalkv.model.loading import load_model
 from recalkv.model.modeling import register
-from recalkv.model.precision import resolve_precision
+from recalkv.model.precision import evaluation_precision
 from recalkv.model.source import checkpoint_dtype, fingerprint
 from recalkv.model.spec import LatentSpec
 from recalkv.params import EvaluationParams, NeedleParams
@@ -249,7 +249,7 @@ def measure(
     tasks = []
     if wanted.tasks:
         progress("tasks")
-        precision = resolve_precision(wanted.evaluation.precision, next(model.parameters()).device)
+        precision = evaluation_precision(wanted.evaluation.precision, next(model.parameters()).device)
         tasks = zero_shot(model, tokenizer, wanted.tasks, limit=wanted.limit, batch_size=16, precision=precision)
     progress("text")
     texts, against = {}, {}

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from recalkv.errors import NonFiniteError
 from recalkv.model.family import logits_of
-from recalkv.model.precision import resolve_precision
+from recalkv.model.precision import evaluation_precision
 from recalkv.params import EvaluationParams
 from recalkv.text.windows import Windows
 
@@ -238,7 +238,7 @@ def measured(
         model,
         windows,
         progress,
-        resolve_precision(wanted.precision, next(model.parameters()).device),
+        evaluation_precision(wanted.precision, next(model.parameters()).device),
         dense=dense,
         keep=keep,
         batch_size=wanted.batch_size,

@@ -247,8 +247,8 @@ def check_minimum(widths: Sequence[int], ratio: float, multiple: int) -> None:
     dense, least = sum(widths), sum(min(multiple, width) for width in widths)
     budget = _budget(dense, ratio)
     if least > budget:
+        remedy = f", or lower compression.rank_multiple ({multiple})" if multiple > 1 else ""
         raise BudgetError(
             f"compression.ratio={ratio} allows {budget} cached elements per token, but the smallest legal "
-            f"ranks need {least}: lower the ratio to {math.floor((1 - least / dense) * 1000) / 1000} or less, "
-            f"or lower compression.rank_multiple ({multiple})."
+            f"ranks need {least}: lower the ratio to {math.floor((1 - least / dense) * 1000) / 1000} or less{remedy}."
         )

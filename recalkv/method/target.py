@@ -87,7 +87,7 @@ class Target:
         Parameters
         ----------
         dense_bytes
-            What the dense model caches of one token in 16 bits, all layers together. Layers with a sliding window
+            What the dense model caches of one token, all layers together. Layers with a sliding window
             count in full, so a budget for a long context is met from below.
 
         Raises

@@ -17,9 +17,14 @@ def device_of(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ParameterError(f"runtime.device={name!r} cannot be used here; set it to auto or cpu.") from error
-    if not _has_float64(device):
-        raise ParameterError(f"runtime.device={name!r} has no float64, which sums are taken in; set it to auto or cpu.")
+    check_device(device)
     return device
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a device without float64."""
+    if not _has_float64(device):
+        raise ParameterError(f"device {device} has no float64, which sums are taken in; use auto or cpu.")
 
 
 def _has_float64(device: torch.device) -> bool:

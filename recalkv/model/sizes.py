@@ -68,7 +68,7 @@ class ModelSizes:
         return cls(
             family=family,
             attention=attention,
-            intermediate=config.intermediate_size,
+            intermediate=getattr(config, "intermediate_size", 0),
             vocabulary=config.vocab_size,
             positions=config.max_position_embeddings,
             tied=config.tie_word_embeddings,

@@ -160,8 +160,8 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def check_length(config: Any, wanted: CalibrationParams) -> None:
-    """Refuse calibration windows that are longer than a model's positions.
+def check_length(config: Any, name: str, length: int) -> None:
+    """Refuse windows that are longer than a model's positions; ``name`` is the parameter.
 
     Raises
     ------
@@ -169,10 +169,8 @@ def check_length(config: Any, wanted: CalibrationParams) -> None:
         Names both.
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and wanted.length > positions:
-        raise ParameterError(
-            f"calibration.length={wanted.length} exceeds the model's {positions} positions; use at most {positions}."
-        )
+    if positions is not None and length > positions:
+        raise ParameterError(f"{name}={length} exceeds the model's {positions} positions; use at most {positions}.")
 
 
 def calibration_windows(tokenizer: Any, texts: Mapping[str, Sequence[Document]], wanted: CalibrationParams) -> Tensor:

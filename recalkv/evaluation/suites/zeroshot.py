@@ -15,7 +15,7 @@ import torch
 from recalkv.errors import DataError, ParameterError, needing
 from recalkv.evaluation.suites.items import check_columns, local_data, local_override, quiet, run_tasks
 from recalkv.evaluation.suites.suite import Progress, Suite, table
-from recalkv.model.precision import resolve_precision
+from recalkv.model.precision import evaluation_precision
 from recalkv.params import Params
 
 __all__ = ["PAPER_TASKS", "TaskScore", "ZeroShot", "average", "check_tasks", "metric_of", "zero_shot"]
@@ -168,7 +168,7 @@ class ZeroShot(Suite):
 
     def score(self, model: Any, tokenizer: Any, progress: Progress) -> list[TaskScore]:
         """Answers to each task's items."""
-        precision = resolve_precision(self._precision, next(model.parameters()).device)
+        precision = evaluation_precision(self._precision, next(model.parameters()).device)
         scores = []
         for task, path in self._tasks.items():
             scores += zero_shot(
