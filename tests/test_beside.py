@@ -22,6 +22,7 @@ from recalkv.errors import DataError, ModelUnavailableError, ParameterError, Uns
 from recalkv.evaluation import beside
 from recalkv.evaluation.beside import QUICK, Wanted, compare, possible
 from recalkv.evaluation.generation import reference_bytes_per_token
+from recalkv.method.target import Target
 from recalkv.model.card import CARD
 from recalkv.model.source import checkpoint_folder
 from recalkv.model.spec import LatentSpec
@@ -195,7 +196,7 @@ def test_eval_writes_a_page_and_its_figures(
     ("arguments", "message"),
     [
         (["--out", "page.txt"], "must be a file .md"),
-        (["--out", "nowhere/page.md"], "in a folder that exists"),
+        (["--out", "nowhere/page.md"], "in a writable folder"),
         (["--dense", "no/such"], "no/such"),
         (["--items", "."], "--items . are those of --tasks, which names none"),
     ],
@@ -302,6 +303,22 @@ def test_conversations_are_calibrated_on_in_the_template(tiny_folder: Path, tiny
 def test_the_call_refuses_before_it_works(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises((ParameterError, DataError), match=message):
         recalkv.compress("no/such", **({"dataset": ["a"]} | changes))
+
+
+def test_a_model_with_offloaded_layers_is_refused(tiny_folder: Path, tiny_tokenizer: Any) -> None:
+    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    dense.model.layers[1].to("meta")
+    with pytest.raises(ParameterError, match="offloaded layers.* give its folder or hub id instead"):
+        recalkv.compress(dense, tiny_tokenizer, ["a text"], **CALL)
+
+
+def test_bytes_of_latents_in_16_bits_are_those_of_the_models_type(tiny_folder: Path, tiny_tokenizer: Any) -> None:
+    """The tiny model is float32: latents that are not quantized take four bytes an element."""
+    dense, texts = AutoModelForCausalLM.from_pretrained(tiny_folder), ["the cache holds what was read " * 80]
+    for method, most in (("recalkv", 400), ("loss-aware", 200)):
+        target = Target(bytes_per_token=most)
+        small = recalkv.compress(dense, tiny_tokenizer, texts, target=target, method=method, **CALL)
+        assert 0.75 * most < LatentSpec.from_config(small.config).cached_bytes_per_token(4) <= most
 
 
 @pytest.mark.parametrize("loaded", [True, False])

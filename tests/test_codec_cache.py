@@ -307,6 +307,16 @@ def test_stopping_leaves_nothing() -> None:
     assert not any(isinstance(layer, CodecLayer) for layer in cache.layers)
 
 
+def test_submodels_keep_the_attention_that_each_had() -> None:
+    model = multimodal()
+    vision = model.model.visual.config
+    vision._attn_implementation_internal = "eager"
+    names = model.config._attn_implementation, model.config.text_config._attn_implementation
+    stop_codec(use_codec(model, fit(model, tiny.windows(), 4, context=256)))
+    assert (model.config._attn_implementation, model.config.text_config._attn_implementation) == names
+    assert vision._attn_implementation == "eager"
+
+
 def test_a_model_is_copied_without_its_codec() -> None:
     model = coded_model()
     with pytest.raises(UnsupportedModelError, match="stop_codec"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 from recalkv.codec import moments as codec_moments
 from recalkv.codec.fit import build_codec
@@ -176,6 +177,21 @@ def test_activations_computed_again_give_the_same(monkeypatch: pytest.MonkeyPatc
         for side in (0, 1):
             torch.testing.assert_close(again[layer].gradients[side], own.gradients[side], rtol=1e-5, atol=1e-9)
     assert not any(getattr(each, "gradient_checkpointing", False) or each.training for each in model.modules())
+
+
+def test_layers_that_drop_states_themselves_drop_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpointing needs layers in training, and OPT's apply dropout in their own forward pass."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 48, "ffn_dim": 64, "num_hidden_layers": 2}
+    config = OPTConfig(**sizes, num_attention_heads=6, max_position_embeddings=256, dropout=0.5, word_embed_proj_dim=48)
+    model, ids = OPTForCausalLM(config).eval(), windows(3, 24)
+    kept = take_moments(model, ids, CONTEXT)
+    monkeypatch.setattr(codec_moments, "_CHECKPOINTED", 0)
+    again = take_moments(model, ids, CONTEXT)
+    for layer, own in kept.items():
+        for side in (0, 1):
+            torch.testing.assert_close(again[layer].gradients[side], own.gradients[side], rtol=1e-5, atol=1e-9)
+    assert {each.dropout for each in model.model.decoder.layers} == {0.5}
 
 
 def test_windows_that_turn_otherwise_than_the_context_are_turned_back_by_their_own() -> None:

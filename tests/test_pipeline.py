@@ -134,7 +134,7 @@ def test_a_changed_ratio_and_bits_from_the_same_statistics(prepared: Path) -> No
         ("compression.ratio", 0.99, "allocate", ("compression.ratio=0.99", "lower the ratio")),
         ("calibration.samples", 10_000, "sample", ("calibration.samples=10000", "at most")),
         ("calibration.length", 300, "sample", ("calibration.length=300", "256 positions", "at most 256")),
-        ("evaluation.window", 10**6, "baseline", ("1000000", "shorter window")),
+        ("evaluation.window", 300, "baseline", ("evaluation.window=300", "256 positions", "at most 256")),
         ("model.id", "nowhere/at-all", "model", ("nowhere/at-all", "embedded")),
         ("calibration.text", "no-such-file.txt", "sample", ("no-such-file.txt",)),
         ("runtime.device", "abacus", "whiten", ("runtime.device='abacus'", "auto")),

@@ -288,12 +288,15 @@ class _InputsWithGradient:
             each.requires_grad_(False)
         self.hook = model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_(True))
         # As transformers' own switch sets them, which would leave a hook on the embeddings. It checkpoints in
-        # training alone; dropout, in modules below, is off all the same.
+        # training alone; dropout is off all the same, in modules below and, as OPT's, in the layer itself.
         large = sum(each.numel() for each in model.parameters()) > _CHECKPOINTED
         self.layers = [each for each in model.modules() if large and hasattr(each, "gradient_checkpointing")]
-        self.before = [{name: getattr(each, name, None) for name in _CHECKPOINTING} for each in self.layers]
+        self.before = []
         for each in self.layers:
-            vars(each).update(_CHECKPOINTING)
+            rates = {name: 0.0 for name, value in vars(each).items() if "drop" in name and isinstance(value, float)}
+            changed = _CHECKPOINTING | rates
+            self.before.append({name: getattr(each, name, None) for name in changed})
+            vars(each).update(changed)
 
     def __exit__(self, *problem: object) -> None:
         self.hook.remove()

@@ -10,7 +10,7 @@ from torch import Tensor
 from recalkv.codec.attention import dense_attention
 from recalkv.errors import UnsupportedModelError
 
-__all__ = ["attention_name", "set_attention", "watching"]
+__all__ = ["attention_names", "restore_attention", "set_attention", "watching"]
 
 _NAME = "recalkv_probe"
 _watcher: Callable[[int, Tensor, Tensor], None] | None = None
@@ -36,9 +36,17 @@ def _register() -> None:
     AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
-def attention_name(model: Any) -> str:
-    """Name of the attention function that a model uses."""
-    return str(model.config._attn_implementation)
+def attention_names(model: Any) -> list[tuple[Any, Any]]:
+    """Each config of a model with the attention function that its modules use: submodels may differ."""
+    configs = {id(each): each for module in model.modules() if (each := getattr(module, "config", None)) is not None}
+    name = "_attn_implementation_internal"  # the property's setter would reach all configs below
+    return [(each, getattr(each, name)) for each in configs.values() if hasattr(each, name)]
+
+
+def restore_attention(names: list[tuple[Any, Any]]) -> None:
+    """Give each config the attention function of :func:`attention_names` back."""
+    for config, name in names:
+        config._attn_implementation_internal = name
 
 
 def set_attention(model: Any, name: str) -> None:
@@ -51,7 +59,7 @@ def set_attention(model: Any, name: str) -> None:
     """
     try:
         model.set_attn_implementation(name)
-        if attention_name(model) != name:
+        if model.config._attn_implementation != name:
             raise ValueError("it keeps its own, eager attention")
     except (ValueError, AttributeError) as error:
         raise UnsupportedModelError(
@@ -64,15 +72,15 @@ def set_attention(model: Any, name: str) -> None:
 def watching(model: Any, watcher: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
     """Call ``watcher(layer, keys, values)`` at every attention: keys behind RoPE, (batch, kv heads, tokens, d)."""
     global _watcher
-    before, training = attention_name(model), [each for each in model.modules() if each.training]
+    before, training = attention_names(model), [each for each in model.modules() if each.training]
     _register()
-    set_attention(model, _NAME)
-    model.eval()
-    _watcher = watcher
     try:
+        set_attention(model, _NAME)
+        model.eval()
+        _watcher = watcher
         yield
     finally:
         _watcher = None
         for each in training:
             each.training = True
-        set_attention(model, before)
+        restore_attention(before)

@@ -1,5 +1,6 @@
 """`recalkv eval`: one page on a compressed model beside the dense one."""
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -41,8 +42,8 @@ def evaluate(
         home = codec or Path(small)
         # Of a hub's model beside what else is in the current folder.
         place = out or (home / "evaluation.md" if home.is_dir() else Path(f"{home.name}-evaluation.md"))
-        if place.suffix != ".md" or not place.absolute().parent.is_dir():
-            raise ParameterError(f"--out {place} must be a file .md in a folder that exists; the JSON goes beside it.")
+        if place.suffix != ".md" or not os.access(place.absolute().parent, os.W_OK):
+            raise ParameterError(f"--out {place} must be a file .md in a writable folder; the JSON goes beside it.")
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         if items is not None and not names:
             raise ParameterError(f"--items {items} are those of --tasks, which names none; name the tasks.")
@@ -82,8 +83,8 @@ def evaluate(
             windows = {each: main_windows(tokenizer, own) for each, own in texts.items()}
             haystack = joined_tokens(tokenizer, main_documents(texts[shown[text[0]]]))
             figures, spec = compare(own or folder, reference, windows, haystack, wanted, where, _telling())
-        write(figures, spec, place)
         print(page(figures, spec))
+        write(figures, spec, place)
         print(f"written to {place} and {place.with_suffix('.json')}")
 
 

@@ -202,6 +202,7 @@ class CodecLayer(CacheLayerMixin):
         fresh = self.first == _UNSET if start else torch.ones_like(self.first, dtype=torch.bool)
         traced = torch.compiler.is_compiling()  # graphs know no flags that depend on tensors
         if positions is not None:
+            positions = positions.to(self.first.device)  # of a split model they may be on the first GPU
             self.ragged |= traced or bool((positions[:, -1] != start + count - 1).any())
         if seen is None:
             begins = torch.full_like(self.first, start)

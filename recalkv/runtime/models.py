@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from recalkv.codec.context import check_rope
-from recalkv.codec.probe import attention_name, set_attention, watching
+from recalkv.codec.probe import attention_names, restore_attention, set_attention, watching
 from recalkv.codec.sidecar import Codec, LayerCodec, model_fingerprint
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
 from recalkv.runtime.attention import NAME, check_positions
@@ -90,8 +90,13 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         own = replace(own, layers={**own.layers, **moved})
     for layer in own.layers.values():
         layer.prepare()
-    base.recalkv_before = attention_name(base)
-    set_attention(base, NAME)
+    before = attention_names(base)
+    try:
+        set_attention(base, NAME)
+    except UnsupportedModelError:
+        restore_attention(before)
+        raise
+    base.recalkv_before = before
     vars(base).update(_METHODS)
     for module in base.modules():
         if _attends(module):
@@ -110,7 +115,7 @@ def stop_codec(model: Any) -> Any:
         hook.remove()
     before = base.__dict__.pop("recalkv_before", None)
     if before is not None:
-        set_attention(base, before)
+        restore_attention(before)
         for module in base.modules():
             module.__dict__.pop("recalkv_codec", None)
         for name in _METHODS:
@@ -145,9 +150,9 @@ def check_cached(model: Any) -> None:
             )
 
 
-def codec_cache(model: Any, codec: Codec | None = None, **settings: Any) -> Cache:
+def codec_cache(model: Any, **settings: Any) -> Cache:
     """An empty cache of coded layers for a model that uses a codec, to be given as ``past_key_values``."""
-    base, own = _base(model), codec or codec_of(model)
+    base, own = _base(model), codec_of(model)
     if own is None:
         raise UnsupportedModelError("codec: the model uses none; call `recalkv.use_codec(model, codec)` before.")
     return coded(DynamicCache(config=base.config, **settings), own.layers, own)
