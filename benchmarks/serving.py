@@ -254,7 +254,7 @@ def written(runs: dict[str, Any]) -> str:
         "# Served by vLLM, dense beside the codec",
         "",
         "`python -m benchmarks.serving` in the environment of `make test-vllm`; ratios in "
-        "brackets. Speeds are had in a cache that holds all tokens of either.",
+        "brackets. Speeds are measured in a cache that holds all tokens of either.",
         "",
     ]
     for name, report in runs.items():

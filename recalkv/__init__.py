@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "codec_cache", "compress", "fit", "stop_codec", "use_codec"]
 __version__ = "0.2.0"
 
-# The auto classes take seconds to import, for which neither the command's help nor a stage without a model is to wait:
-# the command's tools, stages and benchmarks register the classes where they load a model.
+# Importing the auto classes takes seconds. The command's help and stages without a model must not wait for that, so
+# commands, stages and benchmarks register the classes where they load a model.
 _MAIN, _ROOT = getattr(sys.modules.get("__main__"), "__file__", None) or "", Path(__file__).resolve().parents[1]
 _OURS = any(Path(_MAIN).resolve().is_relative_to(_ROOT / tools) for tools in ("stages", "benchmarks"))
 if "recalkv_command" not in sys.modules and not _OURS:

@@ -84,12 +84,12 @@ def preset(
 
 @app.command()
 def families() -> None:
-    """List which model types latents support, and why not others."""
+    """List the model types that latents support, and why others are refused."""
     from recalkv.model.family import known_families
 
     for name, reason in known_families().items():
         print(f"{name}: {'supported' if reason is None else f'refused, as it {reason}'}")
-    print("Of a multimodal model, the model_type of its text_config counts.")
+    print("For a multimodal model, look up the model_type of its text_config.")
 
 
 @app.command()
@@ -101,7 +101,7 @@ def cache_size(
         ),
     ] = "",
 ) -> None:
-    """Print cache sizes by bits, and what fits beside the weights."""
+    """Print cache sizes by bits, and how many sequences fit beside the weights."""
     from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
     from recalkv.reports.cache_size import markdown, table
 

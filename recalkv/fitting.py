@@ -76,8 +76,8 @@ def fit(
     bits
         Of a cached number, scales included: the mean over all rows of the context. None for ``codec.bits``.
     target
-        Budget in place of ``bits``: see :class:`recalkv.method.target.Target`. A loss target is one of the divergence
-        from the dense model on held-out windows, which the rise of the loss is in expectation.
+        Budget in place of ``bits``: see :class:`recalkv.method.target.Target`. ``max_excess`` limits
+        the KL divergence from the dense model on held-out windows, which is the expected rise of the loss.
     out
         New folder for the side-car.
     context
@@ -85,8 +85,7 @@ def fit(
     samples, length, seed
         As in :class:`recalkv.params.CalibrationParams`.
     heads
-        KV heads of a layer that share a code; None for as many as are worth it. Processes that share a model's heads
-        (tensor parallelism) want ``heads`` that divide the heads of each.
+        KV heads per code; None for as many as fit 256 elements. Must divide the KV heads of each tensor-parallel rank.
     device
         Where a hub id or a folder is computed; a loaded model stays where it is. A CPU computes in float32, other
         devices in the checkpoint's type.
@@ -105,14 +104,14 @@ def fit(
     UnsupportedModelError
         If the model does not use transformers' attention interface.
     DataError
-        If the data cannot be had or hold too few tokens.
+        If the data cannot be loaded or have too few tokens.
     """
     if bits is not None and target is not None:
         raise ParameterError(f"bits={bits} and target={target!r} are both given; give one of them.")
     goal: Target | float = CodecParams().bits if bits is None else bits
     if target is not None:
         goal = Target.of(target)
-    # No more is asked of it: with adapters or compiled, it is calibrated as it runs.
+    # Only a config is required: models with adapters and compiled ones are calibrated as they are.
     if not isinstance(model, str | Path) and getattr(model, "config", None) is None:
         raise UnsupportedModelError(
             f"model is a {type(model).__name__} without a config; give an id, a folder, or what "
@@ -160,7 +159,7 @@ def load_dense(
         model = load_model(reference.folder, device, torch.float32 if device.type == "cpu" else "auto")
     except ModelUnavailableError as error:
         raise ModelUnavailableError(f"{error} Load it yourself and call `recalkv.fit(model, tokenizer)`.") from error
-    # As people call it: a folder that is converted for the moment is none.
+    # The user's name for it, not the temporary folder of a converted one.
     model.config.name_or_path = reference.name
     model.config._commit_hash = reference.revision
     return model, tokenizer
@@ -210,7 +209,7 @@ def fit_loaded(
         check_bits(goal)
     context = context or model_context(model)
     windows = calibration_windows(tokenizer, texts, calibration)
-    # What there may be too little of comes before the work.
+    # Whether there is enough text is checked before the expensive steps.
     loss = isinstance(goal, Target) and goal.max_excess is not None
     held_out = held_out_windows(tokenizer, texts, calibration) if loss else None
     if held_out is not None and held_out.tokens.shape[1] <= WINDOW + SINKS:
@@ -268,7 +267,7 @@ def divergence(
 ) -> tuple[float, float]:
     """Kullback-Leibler divergence of the model with a codec from itself, nats per token, and its standard error.
 
-    Over tokens that attend to coded ones: short windows are to say what long contexts are like.
+    Only tokens that attend to coded ones count, so that short windows represent long contexts.
     """
     from recalkv.runtime.models import stop_codec, use_codec
 

@@ -98,7 +98,7 @@ def compress(
     UnsupportedModelError
         If the model is no causal language model, or of a family that is not handled.
     DataError
-        If the data cannot be had or hold too few tokens, or are conversations and the tokenizer has no chat template.
+        If the data cannot be loaded or have too few tokens, or if conversations lack a chat template.
     """
     if target is not None and "ratio" in compression:
         raise ParameterError(f"target={target!r} and ratio={compression['ratio']!r} are both given; give one of them.")

@@ -47,7 +47,7 @@ def test_heads_of_other_sizes_are_refused_even_unchecked() -> None:
 
 
 def test_layers_that_are_not_there_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"layers \[2\], which LlamaForCausalLM has not"):
+    with pytest.raises(CheckpointError, match=r"layers \[2\], but LlamaForCausalLM does not"):
         use_codec(dense("llama-gqa", num_hidden_layers=2), codec_of("llama-gqa"), check=False)
 
 
@@ -108,7 +108,7 @@ def test_other_kinds_of_caches_are_refused() -> None:
 def test_other_batches_are_refused() -> None:
     model, ids = coded_model(), token_ids()
     _, cache = in_chunks(model, ids, [40])
-    with pytest.raises(ParameterError, match="holds 6 sequences, and 2 came"):
+    with pytest.raises(ParameterError, match="holds 6 sequences but got 2"):
         in_chunks(model, ids[:2], [60], cache)
 
 
@@ -238,7 +238,7 @@ def test_a_static_cache_does_not_overflow() -> None:
     cache = StaticCache(config=model.config, max_cache_len=32)
     in_chunks(model, ids, [30, 31, 32], cache)
     for count in (1, 5):
-        with pytest.raises(ParameterError, match=f"has 32 slots, and {32 + count} tokens came; make it larger"):
+        with pytest.raises(ParameterError, match=f"has 32 slots but needs {32 + count}; make it larger"):
             in_chunks(model, ids, [32 + count], cache)
 
 

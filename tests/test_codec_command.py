@@ -171,7 +171,7 @@ def test_the_context_is_what_is_fitted_for(settings: list[str | Path], tmp_path:
         (["--heads", "0"], "heads"),
         (["--samples", "0"], "samples"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
-        (["--revision", "main"], "--revision main is one of the hub, and"),
+        (["--revision", "main"], "--revision main applies to hub models only, and"),
         (["--device", "moon"], "'moon' cannot be used here"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Trellis-coded quantization that decodes by arithmetic, and needs no more than two numbers before one to do so.
+"""Trellis-coded quantization decoded by arithmetic; a number depends on its own code and the two before it.
 
-A code ``c_n`` of b bits chooses among half of ``2^(b+1)`` levels. Which half, the lowest bits of the two codes before
-it say (Marcellin and Fischer, 1990; Ungerboeck's trellis of four states, without feedback):
+A code ``c_n`` of b bits chooses among half of ``2^(b+1)`` levels. The lowest bits of the two codes
+before it select the half (Marcellin and Fischer, 1990; Ungerboeck's trellis of four states, without feedback):
 
     u_n = 2 (c_n xor low(c_{n-2})) + low(c_{n-1}),    t = u_n - (2^(b+1) - 1) / 2,    number = t (A + B t^2 + C t^4).
 

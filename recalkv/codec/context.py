@@ -53,7 +53,7 @@ def check_rope(record: Mapping[str, Any], config: Any) -> None:
     Parameters
     ----------
     record
-        Of the codec; one from before this was recorded tells nothing.
+        Of the codec; older codecs, which lack it, are not checked.
     config
         Of the model.
 

@@ -65,7 +65,7 @@ _CHAINS = 512
 """Chains that are searched at once on a CPU, where plain torch holds a hundred bytes a number and trial."""
 
 _CHAINS_OF_A_GPU = 1 << 14
-"""And on a GPU, to which launches are dear."""
+"""The same on a GPU, where launches are expensive."""
 
 
 class Segment(NamedTuple):

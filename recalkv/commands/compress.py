@@ -18,7 +18,7 @@ __all__ = ["compress"]
 
 _COMPRESSION, _CALIBRATION = CompressionParams(), CalibrationParams()
 _CLEARLY = 0.05
-"""Fraction of the dense bytes; rounding removes less than this beyond what is asked for."""
+"""Fraction of the dense bytes: a ratio this far beyond the request is reported; rounding alone stays below."""
 _TARGET = (
     "Budget in place of --ratio: a ratio, GIB@CONTEXT such as 4GiB@128K, bytes_per_token=N, or max_excess=NATS, the "
     "smallest cache whose loss on held-out windows rises by no more."

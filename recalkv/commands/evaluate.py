@@ -114,14 +114,14 @@ def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tup
             f"the dense model recorded in {small}, {named!r}, is not there; name it with --dense. ({error})"
         ) from error
     if source.get("fingerprint") not in (None, reference.fingerprint):
-        typer.echo(f"warning: {named} is not the model that {small} was made of, by its fingerprint", err=True)
+        typer.echo(f"warning: {small} was not compressed from {named}: the fingerprints differ", err=True)
     return folder, reference.folder
 
 
 def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: Any) -> None:
     """Quick form of the evaluation behind a compression, on windows that calibration did not see.
 
-    The compression is done: what keeps it from being measured is told, and is no error.
+    The compression has finished, so a failed evaluation is reported, not raised.
     """
     from transformers import AutoTokenizer
 

@@ -39,7 +39,7 @@ def fit(
     samples: Annotated[int, option(CalibrationParams, "samples")] = _SAMPLES,
     length: Annotated[int, option(CalibrationParams, "length")] = _CALIBRATION.length,
     seed: Annotated[int, option(CalibrationParams, "seed")] = _CALIBRATION.seed,
-    heads: Annotated[int | None, typer.Option(help=_HEADS, show_default="as many as are worth it")] = None,
+    heads: Annotated[int | None, typer.Option(help=_HEADS, show_default="as many as fit 256 elements")] = None,
     device: Annotated[str, option(RuntimeParams, "device")] = RuntimeParams().device,
 ) -> None:
     """Fit a codec to a model; its weights stay unchanged."""

@@ -21,12 +21,12 @@ def option(section: type[BaseModel], name: str, default: str | bool = True) -> A
 def check_revision(source: str, revision: str | None, local: bool) -> None:
     """Refuse a revision of a model that is not the hub's."""
     if local and revision is not None:
-        raise ParameterError(f"--revision {revision} is one of the hub, and {source} is not there; leave it out.")
+        raise ParameterError(f"--revision {revision} applies to hub models only, and {source} is local; leave it out.")
 
 
 @contextlib.contextmanager
 def step_bar(unit: str) -> Iterator[Any]:
-    """A bar of the step at hand, as a function of its name, what is done of it, and all of it."""
+    """Progress bar; yields ``advance(step, done, total)``."""
     from tqdm import tqdm
 
     with tqdm(unit=unit, mininterval=1.0) as bar:

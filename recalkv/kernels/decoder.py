@@ -181,7 +181,7 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
     Raises
     ------
     ParameterError
-        If ``kernel`` is unknown, or is ``triton`` and cannot be had.
+        If ``kernel`` is unknown, or is ``triton`` and the kernels are not available.
     """
     if kernel not in KERNELS:
         raise ParameterError(f"kernel={kernel!r} must be one of: {', '.join(KERNELS)}.")

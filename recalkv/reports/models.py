@@ -60,7 +60,8 @@ def page(
         "",
         "Written by `stages.models_page`; do not edit. `make models` measures the tables by model, and `make models "
         "PART=calibrations`, `answers`, `biases`, `contexts`, `languages`, `perplexity`, `targets` or `written` what "
-        "has a section of its own. Bits count everything that is cached of a sequence of "
+        "has a section of its own. Bits count, but for the 32 tokens that transformers' codec caches keep for crops, "
+        "everything that is cached of a sequence of "
         f"{CONTEXT:,} tokens: codes, scales, zero points, and tokens and layers that stay in 16 bits; layers with "
         "sliding windows cache no more than those. KL is the divergence of the next token's distribution from the "
         "dense model's, nats per token, with its standard error over documents; top-1 the fraction of positions where "
@@ -150,7 +151,8 @@ _SUITES = {
     "ruler": (
         "RULER",
         "lm-eval's tasks of RULER that need no download, by length of the prompt: one needle among needles, variable "
-        "tracking, common and frequent words; the part of the expected words that an answer names.",
+        "tracking, common and frequent words; the part of the expected words that an answer names. "
+        "KIVI read its prompts with older tokens rounded, so its scores are too low.",
     ),
     "multi_news": ("MultiNews", "Summaries of up to 512 tokens (LongBench): ROUGE-L."),
     "zeroshot": (

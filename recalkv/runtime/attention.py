@@ -22,7 +22,7 @@ __all__ = ["NAME", "check_positions"]
 NAME = "recalkv_codec"
 
 _HIDDEN = -1000.0
-"""What is added to a score to leave it no weight is less."""
+"""Additive mask values below this hide a slot."""
 
 
 def _attention(

@@ -29,11 +29,11 @@ _GROWTH = 16
 """A growing layer makes room for a sixteenth of its tokens at a time."""
 
 _UNSET = 1 << 30
-"""First slot of a sequence none of whose tokens has come yet."""
+"""First slot of a sequence that has no tokens yet."""
 
 
 def _written_later() -> contextlib.AbstractContextManager[Any]:
-    """Tensors of ``torch.inference_mode`` could be written to in it alone, where a cache may outlive it."""
+    """Leave inference mode: its tensors cannot be written to outside of it, and a cache may outlive it."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
@@ -81,7 +81,7 @@ class CodecLayer(CacheLayerMixin):
         self.is_sliding = sliding_window is not None
         self.is_compileable = capacity is not None
         self.length = self.base = self.written = 0
-        # Tokens there were when what slides out began to be kept.
+        # Length at which recording of tokens that leave the sliding window began.
         self.recorded = 0
         # Whether a model's forward pass has said that its attention stores what comes; None outside of models.
         self.awaited: bool | None = None
@@ -90,8 +90,8 @@ class CodecLayer(CacheLayerMixin):
         self.given: Tensor | None = None
         self.first: Tensor | None = None
         self.offset: Tensor | None = None
-        # Whether sequences start at other slots or have other positions, and whether some have not begun; and the
-        # most that is added to a slot.
+        # ragged: sequences differ in first slot or positions; unsettled: some have no tokens yet; most: largest offset
+        # from slot to position.
         self.ragged, self.unsettled, self.most = False, True, 0
 
     @property
@@ -146,8 +146,8 @@ class CodecLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.keys.shape[0]:
             raise ParameterError(
-                f"codec: the cache holds {self.keys.shape[0]} sequences, and {key_states.shape[0]} came; use one "
-                f"cache a batch."
+                f"codec: the cache holds {self.keys.shape[0]} sequences but got {key_states.shape[0]}; use one "
+                f"cache per batch."
             )
         # Views of their own, which carry the way back to this layer through the model's code.
         keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
@@ -184,7 +184,7 @@ class CodecLayer(CacheLayerMixin):
         start = self.length
         if self.capacity is not None and start + count > self.capacity and self.sliding_window is None:
             raise ParameterError(
-                f"codec: the static cache has {self.capacity} slots, and {start + count} tokens came; make it larger."
+                f"codec: the static cache has {self.capacity} slots but needs {start + count}; make it larger."
             )
         if self.unsettled:
             self._place(start, count, seen, positions)

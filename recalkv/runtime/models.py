@@ -44,13 +44,13 @@ _REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSliding
 def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     """Let a model cache coded keys and values from now on; its weights stay as they are.
 
-    ``generate()`` and forward passes with ``use_cache`` make the cache by themselves; one of transformers' dynamic or
-    static caches that is given is filled with coded layers while it is empty.
+    ``generate()`` and forward passes with ``use_cache`` create the cache; an empty dynamic or static cache that the
+    caller passes gets coded layers.
 
     Parameters
     ----------
     model
-        A decoder of transformers, with adapters or quantized weights if need be.
+        A decoder of transformers; adapters and quantized weights are allowed.
     codec
         A codec, or the folder of its side-car.
     check
@@ -81,7 +81,7 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     modules = {int(module.layer_idx): module for module in base.modules() if _attends(module)}
     missing = sorted(set(own.layers) - set(modules))
     if missing:
-        raise CheckpointError(f"codec: it has layers {missing}, which {type(base).__name__} has not; fit it again.")
+        raise CheckpointError(f"codec: it has layers {missing}, but {type(base).__name__} does not; fit it again.")
     if any(each.is_cuda for each in base.parameters()):
         kernel()  # before anything is traced
         # Each layer on the GPU of its weights: steps that had to copy it there would wait for it.
@@ -242,7 +242,7 @@ def _check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
     ParameterError
     """
     count = positions.shape[-1]
-    # A GPU is not asked at every decoding step, whose positions follow from the prompt's.
+    # Not for single tokens on a GPU: it would have to wait, and their positions follow from the prompt's.
     if not layer.length or layer.unsettled or (count == 1 and not positions.is_cpu):
         return
     assert layer.offset is not None

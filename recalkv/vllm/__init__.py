@@ -1,4 +1,4 @@
-"""The codec in vLLM, as an out-of-tree attention backend: ``vllm serve MODEL`` of a folder with a side-car is all.
+"""The codec in vLLM, as an out-of-tree attention backend: run ``vllm serve`` on a folder with a side-car.
 
 vLLM calls :func:`register` in every one of its processes (entry point ``vllm.general_plugins``). Models without a
 side-car are served as if this package were not there.

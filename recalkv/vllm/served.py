@@ -129,7 +129,9 @@ class ServedModel:
     def _facts(self) -> str:
         codec = self.codec
         share = codec.dense_bytes_per_token / codec.bytes_per_token
-        return f"{codec.bits_per_element():.2f} bits a cached number, {share:.2f} times the tokens of a 16-bit cache."
+        return (
+            f"{codec.bits_per_element():.2f} bits per cached element, {share:.2f} times the tokens of a 16-bit cache."
+        )
 
     def check_backend(self, selected: Any) -> None:
         """Refuse another attention backend.
@@ -166,7 +168,7 @@ class ServedModel:
         if not self._taken:
             if not self._is_its and not self._check_model():
                 model = self.config.model_config.model
-                _log.warning("Whether the codec of %s is that of %s is not known.", self._folder, model)
+                _log.warning("Could not verify that the codec in %s belongs to %s.", self._folder, model)
             # One more layer, behind the others: vLLM gives blocks in this order. It wants one number in its name.
             self.exact.prefix = f"{name}.exact_tokens"
             self.config.compilation_config.static_forward_context[self.exact.prefix] = self.exact
@@ -176,10 +178,10 @@ class ServedModel:
         return codec
 
     def row_bytes(self, name: str) -> int:
-        """Bytes of a token in a layer that vLLM is told of: of the process that has most.
+        """Row bytes per token of a layer that are reported to vLLM: the most of all ranks.
 
-        Layers whose window slides all have those of the largest: beside other windows, as that of exact states is,
-        vLLM cuts them into groups, and loses some of unequal size.
+        Layers with sliding windows all report those of the largest: vLLM groups them beside other windows, and wastes
+        memory where sizes differ.
         """
         window, own = self._taken[name]
         return own if window is None else max(size for each, size in self._taken.values() if each is not None)

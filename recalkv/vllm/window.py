@@ -40,7 +40,7 @@ class ExactBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """None: vLLM asks where it has to know what an implementation can do, and takes this for nothing special."""
+        """Not implemented: vLLM asks for capabilities alone, and takes the error for none."""
         raise NotImplementedError
 
     @staticmethod
