@@ -30,6 +30,7 @@ from recalkv.store.folders import CODEC, check_output, writing_folder
 from recalkv.text.chat import Document
 from recalkv.text.corpora import (
     calibration_windows,
+    check_length,
     given_calibration,
     held_out_windows,
     load_tokenizer,
@@ -196,11 +197,7 @@ def fit_loaded(
             return fit_loaded(model, tokenizer, texts, calibration, goal, context, progress, heads)
         finally:
             use_codec(model, used, check=False)
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and calibration.length > positions:
-        raise ParameterError(
-            f"length={calibration.length} exceeds the model's {positions} positions; use at most {positions}."
-        )
+    check_length(model.config, "length", calibration.length)
     if heads is not None and heads < 1:
         raise ParameterError(f"heads={heads} must be positive: the KV heads of a layer that share a code.")
     if context is not None and context < 1:

@@ -65,7 +65,7 @@ def compress(
         What to calibrate on: the name of a data set or a text file, as ``calibration.text`` takes it; or documents,
         each a text or the messages of a conversation (``role`` and ``content``), which are read in the tokenizer's
         chat template, or rows with either as ``text`` or ``messages``, such as those of a ``datasets.Dataset``.
-        Together at least ``samples * length`` tokens. None for the embedded texts.
+        Together at least ``samples * length`` tokens; of a stream the first 10,000. None for the embedded texts.
     revision
         Branch, tag or commit of a hub model.
     split

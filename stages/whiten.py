@@ -35,9 +35,9 @@ def whiten(run: Stage) -> None:
                 store.put(f"{layer_name(index)}/gram", moments.gram)
                 store.put(f"{layer_name(index)}/mean", moments.mean)
                 store.finish(index)
-            # Layers of an interrupted run are not known to be of these windows.
-            if not run.resumed:
-                keep.sign(store.digest(), len(source.attention_types))
+        # Inputs that an interrupted run left behind are not known to be of these windows.
+        if not run.resumed:
+            keep.sign(store.digest(), len(source.attention_types))
 
 
 if __name__ == "__main__":

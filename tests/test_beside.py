@@ -1,6 +1,7 @@
 """A compressed model beside the dense one: figures, page, advice, and the commands that show them."""
 
 import importlib.util
+import itertools
 import json
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from typer.testing import CliRunner, Result
 import recalkv
 import recalkv.model.modeling
 from recalkv.cli import app
-from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
+from recalkv.errors import BudgetError, DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation import beside
 from recalkv.evaluation.beside import QUICK, Wanted, compare, possible
 from recalkv.evaluation.generation import reference_bytes_per_token
@@ -28,6 +29,7 @@ from recalkv.model.source import checkpoint_folder
 from recalkv.model.spec import LatentSpec
 from recalkv.params import EvaluationParams, NeedleParams
 from recalkv.reports.beside import FIGURES, advice
+from recalkv.text.documents import given_documents
 from recalkv.text.windows import Windows
 from tests.tiny import VOCABULARY, windows
 
@@ -199,9 +201,20 @@ def test_eval_writes_a_page_and_its_figures(
         (["--out", "nowhere/page.md"], "in a writable folder"),
         (["--dense", "no/such"], "no/such"),
         (["--items", "."], "--items . are those of --tasks, which names none"),
+        (
+            ["--text", "one/text.txt", "--text", "other/text.txt"],
+            "two files have one name, of one/text.txt, other/text.txt",
+        ),
+        (["--out", "one/text.txt/page.md"], "in a writable folder"),
     ],
 )
-def test_eval_refuses(arguments: list[str], message: str, compressed: Path) -> None:
+def test_eval_refuses(
+    arguments: list[str], message: str, compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("one", "other"):
+        Path(folder).mkdir()
+        Path(folder, "text.txt").write_text("a text")
     refused = run("eval", compressed, "--device", "cpu", *arguments)
     assert refused.exit_code == 1
     assert message in refused.output
@@ -310,6 +323,17 @@ def test_a_model_with_offloaded_layers_is_refused(tiny_folder: Path, tiny_tokeni
     dense.model.layers[1].to("meta")
     with pytest.raises(ParameterError, match="offloaded layers.* give its folder or hub id instead"):
         recalkv.compress(dense, tiny_tokenizer, ["a text"], **CALL)
+
+
+def test_a_target_of_too_few_bytes_is_named(tiny_folder: Path, tiny_tokenizer: Any) -> None:
+    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    with pytest.raises(BudgetError, match=r"target of 2 bytes per token: .*allows 2 .*needs"):
+        recalkv.compress(dense, tiny_tokenizer, ["the cache holds " * 200], target="bytes_per_token=2", **CALL)
+
+
+def test_streams_are_read_for_their_first_documents() -> None:
+    assert len(given_documents(f"text {number}" for number in itertools.count())) == 10_000
+    assert len(given_documents(["a text"] * 10_001)) == 10_001
 
 
 def test_bytes_of_latents_in_16_bits_are_those_of_the_models_type(tiny_folder: Path, tiny_tokenizer: Any) -> None:

@@ -1,5 +1,6 @@
 """Cache sizes: exact values by hand, and the live caches of exported models."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def test_parameters_are_the_published_ones(name: str, parameters: int) -> None:
 def test_parameters_by_formula_are_the_models(family: str) -> None:
     model = dense_model(family)
     assert ModelSizes.from_config(model.config).parameters == parameter_count(model)
+
+
+def test_a_config_without_an_intermediate_size_has_sizes() -> None:
+    """As that of Qwen3.5's mixture of experts."""
+    model = dense_model("qwen3.5-moe-hybrid")
+    config = copy.deepcopy(model.config)
+    del config.intermediate_size
+    assert ModelSizes.from_config(config).parameters == parameter_count(model)
 
 
 def test_llama_2_7b_at_4096_tokens_takes_2_gib() -> None:

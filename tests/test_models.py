@@ -105,11 +105,13 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     # What is measured elsewhere stays: models, and settings of a model.
     report = json.loads(Path("reports/models.json").read_text())
     report["models"]["other"] = report["models"]["tiny"] | {"hidden": 1}
+    report["models"]["tiny"]["rows"].append(report["models"]["tiny"]["rows"][0] | {"method": "codec-2"})
     report["calibrations"]["tiny"]["4 windows"] = report["calibrations"]["tiny"]["2 windows"]
     Path("reports/models.json").write_text(json.dumps(report))
     assert invoke("models_page") == 0
     merged = json.loads(Path("reports/models.json").read_text())
     assert list(merged["models"]) == ["other", "tiny"]
+    assert {row["method"] for row in merged["models"]["tiny"]["rows"]} == {*bits, "codec-2"}
     assert set(merged["calibrations"]["tiny"]) == {"2 windows", "4 windows"}
     assert "## other" in Path("reports/models.md").read_text()
 

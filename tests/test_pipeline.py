@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv
+from recalkv.store.stores import StoreWriter, open_store
 from tests.conftest import Finished
 from tests.pipeline import COMPRESSION, STAGES, folder_hash, invoke
 from tests.warm_python import warm_python
@@ -134,6 +135,7 @@ def test_a_changed_ratio_and_bits_from_the_same_statistics(prepared: Path) -> No
         ("compression.ratio", 0.99, "allocate", ("compression.ratio=0.99", "lower the ratio")),
         ("calibration.samples", 10_000, "sample", ("calibration.samples=10000", "at most")),
         ("calibration.length", 300, "sample", ("calibration.length=300", "256 positions", "at most 256")),
+        ("evaluation.text", "short.txt", "baseline", ("short.txt", "shorter window")),
         ("evaluation.window", 300, "baseline", ("evaluation.window=300", "256 positions", "at most 256")),
         ("model.id", "nowhere/at-all", "model", ("nowhere/at-all", "embedded")),
         ("calibration.text", "no-such-file.txt", "sample", ("no-such-file.txt",)),
@@ -153,6 +155,7 @@ def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
     monkeypatch.setattr("huggingface_hub.snapshot_download", _unreachable)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", _unreachable)
     change_parameters(prepared, parameter, value)
+    (prepared / "short.txt").write_text("a text")
     before = _files(prepared)
     capsys.readouterr()
     assert invoke(stage) == 1
@@ -247,6 +250,35 @@ def _unreachable(*_: Any, **__: Any) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_inputs_of_an_interrupted_run_are_not_taken_for_whole(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its layers may be of other windows: another run may have put its own there in between."""
+    assert invoke("whiten") == 0
+    assert (prepared / "data/activations/of").exists()
+    whole, done = StoreWriter.finish, []
+
+    def interrupted(store: StoreWriter, index: int, **figures: Any) -> None:
+        if done:
+            raise KeyboardInterrupt
+        whole(store, index, **figures)
+        done.append(index)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StoreWriter, "finish", interrupted)
+        invoke("whiten")
+    assert invoke("whiten") == 0
+    assert not (prepared / "data/activations/of").exists()
+
+
+def test_a_checkpoint_names_the_precision_of_its_statistics(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that of the machine where it is put together."""
+    taken = open_store(prepared / "data/whiten.zarr", "whiten").attributes["parameters"]["precision"]
+    other = "bfloat16" if taken == "float32" else "float32"
+    monkeypatch.setattr("stages.common.resolve_precision", lambda *_: other)
+    assert invoke("fuse") == 0
+    config = json.loads((prepared / "data/compressed/config.json").read_text())
+    assert config["recalkv"]["calibration"]["precision"] == taken
 
 
 @pytest.mark.parametrize("same_code", [True, False])

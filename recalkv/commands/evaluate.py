@@ -42,7 +42,8 @@ def evaluate(
         home = codec or Path(small)
         # Of a hub's model beside what else is in the current folder.
         place = out or (home / "evaluation.md" if home.is_dir() else Path(f"{home.name}-evaluation.md"))
-        if place.suffix != ".md" or not os.access(place.absolute().parent, os.W_OK):
+        parent = place.absolute().parent
+        if place.suffix != ".md" or not (parent.is_dir() and os.access(parent, os.W_OK)):
             raise ParameterError(f"--out {place} must be a file .md in a writable folder; the JSON goes beside it.")
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         if items is not None and not names:
@@ -64,6 +65,10 @@ def evaluate(
         from recalkv.text.corpora import load_tokenizer, main_documents, main_windows
         from recalkv.text.windows import joined_tokens
 
+        # Of files their names: the page may be published.
+        shown = {each: Path(each).name if Path(each).is_file() else each for each in dict.fromkeys(text)}
+        if len(set(shown.values())) < len(shown):
+            raise ParameterError(f"--text: two files have one name, of {', '.join(shown)}; rename one.")
         where = device_of(device)
         if codec is not None and dense:
             raise ParameterError(f"--codec {codec} is measured on MODEL itself; leave out --dense {dense}.")
@@ -72,13 +77,9 @@ def evaluate(
             folder, reference = _models(small, dense, own, Path(scratch))
             tokenizer = load_tokenizer(folder)
             wanted = replace(QUICK if quick else FULL, tasks=found, limit=limit)
-            # Names only: the page may be published.
-            shown = {each: Path(each).name if Path(each).is_file() else each for each in dict.fromkeys(text)}
-            if len(set(shown.values())) < len(shown):
-                raise ParameterError(f"--text: two files have one name, of {', '.join(shown)}; rename one.")
             texts = {
-                shown[each]: wanted.evaluation.model_copy(update={"text": each, "split": split, "field": field})
-                for each in shown
+                name: wanted.evaluation.model_copy(update={"text": each, "split": split, "field": field})
+                for each, name in shown.items()
             }
             windows = {each: main_windows(tokenizer, own) for each, own in texts.items()}
             haystack = joined_tokens(tokenizer, main_documents(texts[shown[text[0]]]))

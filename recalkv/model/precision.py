@@ -1,7 +1,7 @@
 """The type of matrix products: bfloat16 where it is computed natively, float32 where it would be emulated.
 
 Emulated bfloat16 is not only coarser but slower than float32: by three times on processors without the
-instructions. Measurements on a CPU take float32 in any case: bfloat16 rounds more than a 4-bit cache does.
+instructions. Measurements on a CPU take float32 by default: bfloat16 rounds more than a 4-bit cache does.
 """
 
 import platform

@@ -168,7 +168,7 @@ def check_length(config: Any, name: str, length: int) -> None:
     ParameterError
         Names both.
     """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise ParameterError(f"{name}={length} exceeds the model's {positions} positions; use at most {positions}.")
 

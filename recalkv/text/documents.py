@@ -9,7 +9,7 @@ import bz2
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -112,7 +112,9 @@ def load_documents(
 
 
 def given_documents(data: Any) -> list[Document]:
-    """Documents that a caller gives: texts, conversations, or rows with a column of either; the first 10,000.
+    """Documents that a caller gives: texts, conversations, or rows with a column of either.
+
+    Of a stream they are the first 10,000.
 
     Raises
     ------
@@ -124,7 +126,7 @@ def given_documents(data: Any) -> list[Document]:
         splits = f" of {', '.join(map(repr, data))}" if isinstance(data, Mapping) else ""
         raise DataError(f"dataset is of type {type(data).__name__}{splits}, not a list of documents; {taken}.")
     documents: list[Document] = []
-    for number, row in enumerate(islice(data, _MOST), start=1):
+    for number, row in enumerate(data if isinstance(data, Sized) else islice(data, _MOST), start=1):
         document = row.get("text", row.get("messages")) if isinstance(row, Mapping) else row
         if not (isinstance(document, str) or is_conversation(document)):
             columns = f" of the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else ""
