@@ -30,8 +30,8 @@ _SECTIONS = {"latents": ("calibration", "compression")}
 _CODE = {
     "dense": ("model",),
     "quantizer": ("cache", "evaluation/quantized_cache.py", "evaluation/quantizers.py", "model"),
-    "codec": ("cache", "codec", "method", "model", "runtime"),
-    "latents": ("cache", "compression.py", "evaluation/streamed.py", "method", "model", "statistics"),
+    "codec": ("cache", "codec", "method", "model", "runtime", "trellis"),
+    "latents": ("cache", "compression.py", "evaluation/streamed.py", "method", "model", "statistics", "trellis"),
 }
 # How they are called: what a name means, and what is recorded.
 _CALLS = ("cell.py", "codec_cell.py", "forms.py", "quantizer.py", "stored.py", "stored_codec.py")

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recalkv.cache.codebooks import CODES
-from recalkv.cache.rows import Segment
 from recalkv.method.factors import LayerFactors
 from recalkv.method.grouping import HeadGrouping
 from recalkv.method.methods import Method, resolve_method
@@ -20,9 +18,13 @@ from recalkv.statistics.whitening import InputMoments
 from recalkv.store.factors import get_factors, get_matrices
 from recalkv.store.moments import get_loss_moments
 from recalkv.store.stores import StoreReader, StoreWriter, layer_name
+from recalkv.trellis.codes import BITS
+from recalkv.trellis.rows import Segment
 from stages.common import Stage
 
 __all__ = ["Stored", "segment_widths"]
+
+_FALLING = BITS[::-1]
 
 
 class Stored:
@@ -114,11 +116,11 @@ class Stored:
 
 
 def segment_widths(segments: Sequence[Sequence[Segment]]) -> Tensor:
-    """Latents of each group in each of :data:`recalkv.cache.codebooks.CODES`, (groups, codes) int64."""
-    widths = [[sum(own.width for own in group if own.code == code) for code in CODES] for group in segments]
-    return torch.tensor(widths, dtype=torch.int64).reshape(-1, len(CODES))
+    """Latents of each group in each of :data:`recalkv.trellis.codes.BITS`, falling; (groups, numbers of bits) int64."""
+    widths = [[sum(own.width for own in group if own.bits == bits) for bits in _FALLING] for group in segments]
+    return torch.tensor(widths, dtype=torch.int64).reshape(-1, len(_FALLING))
 
 
 def _segments(widths: Sequence[Sequence[int]]) -> list[list[Segment]]:
     """Undo :func:`segment_widths`."""
-    return [[Segment(width, *code) for width, code in zip(group, CODES, strict=True) if width] for group in widths]
+    return [[Segment(width, bits) for width, bits in zip(group, _FALLING, strict=True) if width] for group in widths]

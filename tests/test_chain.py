@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.cache.rows import RowLayout, Segment
+from recalkv.cache.rows import RowLayout
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.evaluation.reference import _rounded
 from recalkv.method.basis import quantizable
@@ -15,6 +15,7 @@ from recalkv.method.refit import LayerRefit
 from recalkv.method.svd import GroupPart
 from recalkv.model.chained import ChainedRows
 from recalkv.model.spec import LayerSpec
+from recalkv.trellis.rows import Segment
 from tests.steps import method_of, steps
 from tests.tiny import compressed_pair, windows
 
@@ -40,7 +41,7 @@ def metric_of(part: GroupPart) -> Tensor:
 
 
 def exact(widths: list[int]) -> list[list[Segment]]:
-    return [[Segment(width, 1, 8)] for width in widths]
+    return [[Segment(width, 8)] for width in widths]
 
 
 def test_parts_are_fast_pairs_then_other_keys_then_values() -> None:
@@ -120,8 +121,8 @@ def test_rounding_costs_what_each_part_loses_itself(gradient: bool) -> None:
 
 
 UNITS = [
-    [Segment(8, 1, 8), Segment(12, 2, 8)], [Segment(16, 1, 6), Segment(9, 4, 8)], [Segment(8, 3, 8), Segment(16, 8, 8)],
-    [Segment(4, 1, 8)], [Segment(5, 2, 8), Segment(8, 8, 8)], [Segment(13, 1, 6)],
+    [Segment(8, 8), Segment(12, 4)], [Segment(16, 6), Segment(9, 2)], [Segment(8, 3), Segment(16, 1)],
+    [Segment(4, 8)], [Segment(5, 4), Segment(8, 1)], [Segment(13, 6)],
 ]  # fmt: skip
 
 
@@ -214,7 +215,7 @@ def test_keys_do_not_change_with_what_they_do_not_read() -> None:
     ],
 )
 def test_parts_that_do_not_fit_are_refused(parts: object, said: str) -> None:
-    segments = [[Segment(8, 2, 8), Segment(2, 4, 8)], [Segment(3, 2, 8), Segment(1, 1, 8)]]
+    segments = [[Segment(8, 4), Segment(2, 2)], [Segment(3, 4), Segment(1, 8)]]
     right = LayerSpec([10, 4], [10, 4], True, segments, parts=[[8, 2], [3, 1]])
     assert right.units == [(segment,) for group in segments for segment in group] and right.key_reach == [8, 3]
     with pytest.raises(CheckpointError, match=said):

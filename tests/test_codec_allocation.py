@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from recalkv.codec.allocation import allocate_bits
-from recalkv.codec.codes import BITS, DISTORTION
-from recalkv.codec.layout import BLOCK, Segment, row_bytes
 from recalkv.errors import BudgetError, NonFiniteError
+from recalkv.method.bits import allocate_bits
+from recalkv.trellis.codes import BITS, DISTORTION
+from recalkv.trellis.rows import BLOCK, Segment, row_bytes
 
 
 def falling(blocks: int, first: float = 1.0, rate: float = 0.5) -> list[float]:
@@ -90,5 +90,5 @@ def test_layers_that_cache_fewer_tokens_get_more_bits() -> None:
 def test_what_cannot_be_allocated_is_refused() -> None:
     with pytest.raises(BudgetError, match=r"a budget of 1 bytes is below the 20 of the smallest rows"):
         allocate_bits([falling(2)], [10.0], 1.0)
-    with pytest.raises(NonFiniteError, match="energies of the bit allocation are not finite"):
+    with pytest.raises(NonFiniteError, match="energies of the allocation are not finite"):
         allocate_bits([[math.nan] * 8], [10.0], 100.0)

@@ -22,11 +22,11 @@ from transformers import (
 
 import recalkv
 import recalkv.runtime.means
-from recalkv.codec.codes import levels
 from recalkv.errors import CheckpointError, ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.models import check_cached, codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
+from recalkv.trellis.codes import levels
 from tests import tiny
 from tests.coded import WINDOW, assert_agree, codec_of, coded_model, dense, fit, in_chunks, one_pass, token_ids
 

@@ -35,7 +35,7 @@ SOME = ["qwen2.5-0.5b, 2 heads"]
 def main(some: Sequence[str] = ()) -> int:
     """Compile those, or all; 1 if one spills, lacks tensor cores or would not launch."""
     from recalkv.runtime.triton_decode import STAGES, attend_kernel, combine_kernel, constants
-    from recalkv.runtime.triton_search import search_kernel
+    from recalkv.trellis.triton_search import search_kernel
     from tests.compiling import SHARED_LIMITS, compiled_for
 
     names = ("rows", "pages", "table", "places", "query", "mean", "anchors", "within", "first", "length", "offset",

@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 import torch
 
-from recalkv.codec.codes import BITS, levels
-from recalkv.codec.layout import Segment
 from recalkv.runtime.cuda import source
 from recalkv.runtime.cuda.tables import RowTables, curve_of, position_table
 from recalkv.runtime.reference import DeviceLayout, DeviceRotation
+from recalkv.trellis.codes import BITS, levels
+from recalkv.trellis.rows import Segment
 from tests.test_codec_triton import CASES, Problem
 
 WARPS = 4

@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from recalkv.codec.layout import Segment
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.runtime import cache as cache_module
@@ -19,6 +18,7 @@ from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import use_codec
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.runtime.shared import of_mask
+from recalkv.trellis.rows import Segment
 from tests import tiny
 from tests.coded import dense, fit
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.codec.layout import TILE
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime import coded, paged
 from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
 from recalkv.runtime.reference import coded_attention_torch
+from recalkv.trellis.rows import TILE
 from tests.test_codec_decode import _layer_codec
 
 _WINDOW, _SINKS = 32, 4

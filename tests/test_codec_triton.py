@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.codec.codes import BITS, search
-from recalkv.codec.layout import TILE, Segment, pack, tiled, unpack
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.errors import ParameterError
 from recalkv.runtime import cuda
 from recalkv.runtime.prefill import merge
 from recalkv.runtime.reference import DeviceLayout, DeviceRotation, coded_attention_torch
+from recalkv.trellis.codes import BITS, levels, search
+from recalkv.trellis.rows import TILE, Segment, pack, tiled, unpack
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from recalkv.runtime import triton_basis
 from recalkv.runtime.coded import coordinates_torch, outputs_torch
 from recalkv.runtime.triton_decode import coded_attention
-from recalkv.runtime.triton_search import trellis_search
+from recalkv.trellis.triton_search import trellis_search
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = (10, 1, 2), (4, 2, 1), (2, 4, 2), (1, 1, 1)
@@ -320,7 +320,7 @@ def test_codes_are_searched_as_plain_torch_does(bits: int) -> None:
     numbers = torch.randn(6, 8, 12, generator=generator) * 2 ** torch.linspace(-1, 1, 8)[:, None]
     numbers[0, :, 3], numbers[1] = 40.0, 0.0
     weights = torch.rand(6, 8, generator=generator)
-    found = trellis_search(numbers.to(DEVICE), weights.to(DEVICE), bits)
+    found = trellis_search(numbers.to(DEVICE), weights.to(DEVICE), levels(bits, torch.device(DEVICE)), bits)
     for own, expected in zip(found, search(numbers, weights, bits), strict=True):
         assert own.dtype == expected.dtype and torch.equal(own.cpu(), expected)
 

@@ -249,7 +249,7 @@ def test_compress_takes_a_revision_and_a_split(
 
 
 def test_one_thread_is_said_where_openmp_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = pytest.importorskip("recalkv.runtime.cpu.threads", reason="Numba is not there")
+    threads = pytest.importorskip("recalkv.trellis.cpu.threads", reason="Numba is not there")
     monkeypatch.setattr(threads, "_openmp", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     threads._say_one_thread.cache_clear()

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from recalkv.runtime import cpu
-
 ROOT = Path(__file__).resolve().parent.parent
 # Modules of the library, by their dotted names.
 FILES = {
@@ -26,7 +24,7 @@ FILES = {
 DECODING = sorted(
     name
     for name in FILES
-    if name.startswith(("recalkv.cache", "recalkv.kernels"))
+    if name.startswith(("recalkv.cache", "recalkv.kernels", "recalkv.trellis"))
     or name in {f"recalkv.model.{each}" for each in ("spec", "families", "slots", "values", "attention", "modeling")}
 )
 
@@ -118,10 +116,12 @@ def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> 
         import warnings
         sys.modules["numba"] = None
         from recalkv.runtime import cpu
+        from recalkv.trellis.cpu import compiled
         assert cpu.compiled_loops() is None
-        for name in [name for name in sys.modules if name == "numba" or name.startswith("recalkv.runtime.cpu.")]:
+        loaded = "numba", "recalkv.runtime.cpu.layer", "recalkv.runtime.cpu.step"
+        for name in [name for name in sys.modules if name in loaded or name.startswith("recalkv.trellis.cpu.")]:
             del sys.modules[name]
-        cpu.compiled_loops.cache_clear()
+        compiled.cache_clear()
         from numba.core import caching
         refused = lambda *given, **options: (_ for _ in ()).throw(OSError("read-only"))
         for locator in caching.CacheImpl._locator_classes:
@@ -137,11 +137,11 @@ def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> 
 
 def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
     """Numba looks at a function's own file only; others are in the name that it is kept by."""
-    name = "runtime/cpu"
+    name = "trellis"
     shutil.copytree(ROOT / "recalkv" / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
 
     def kept_as() -> str:
-        spec = importlib.util.spec_from_file_location("loops_of_a_copy", tmp_path / "runtime/cpu/vectors.py")
+        spec = importlib.util.spec_from_file_location("loops_of_a_copy", tmp_path / "trellis/cpu/vectors.py")
         assert spec is not None
         assert spec.loader is not None
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
@@ -149,7 +149,7 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
         return name
 
     names = [kept_as(), kept_as()]
-    for name in ("runtime/cpu/codes.py", "runtime/cpu/threads.py"):
+    for name in ("trellis/cpu/codes.py", "trellis/cpu/threads.py"):
         with (tmp_path / name).open("a") as file:
             file.write("# changed\n")
         names.append(kept_as())
@@ -168,21 +168,23 @@ def test_who_waits_for_compiled_loops_is_told(
             if name == "recalkv.runtime.cpu.layer":
                 time.sleep(0.3)
 
+    from recalkv.runtime import cpu
     from recalkv.runtime.cpu import layer
+    from recalkv.trellis import cpu as loops
 
-    monkeypatch.setattr(cpu, "_PATIENCE", patience)
+    monkeypatch.setattr(loops, "_PATIENCE", patience)
     monkeypatch.delattr(cpu, "layer")
     monkeypatch.delitem(sys.modules, layer.__name__)
     monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
-    assert cpu.compiled_loops.__wrapped__().__name__ == layer.__name__
-    assert ("compiling the codec's loops" in capfd.readouterr().err) == (patience < 1)
+    assert loops.compiled.__wrapped__(layer.__name__).__name__ == layer.__name__
+    assert ("compiling loops for this processor" in capfd.readouterr().err) == (patience < 1)
 
 
 def test_rooms_depend_one_way() -> None:
     """Each imports those before it alone."""
     order = [
-        "errors", "params", "cache", "model", "text", "presets", "kernels", "statistics", "method", "codec", "runtime",
-        "store", "evaluation", "vllm", "reports", "compression", "fitting", "recipe", "commands", "", "cli",
+        "errors", "params", "trellis", "cache", "model", "text", "presets", "kernels", "statistics", "method", "codec",
+        "runtime", "store", "evaluation", "vllm", "reports", "compression", "fitting", "recipe", "commands", "", "cli",
     ]  # fmt: skip
     assert set(order) == {room(name) for name in FILES}
     place = {name: number for number, name in enumerate(order)}
@@ -199,7 +201,7 @@ def test_no_modules_import_each_other() -> None:
 def test_the_codec_stands_by_itself(module: str) -> None:
     """A second form beside latents: it uses their method and their codes, and nothing of their models."""
     rooms = {room(name) for name in imports(module) if name.startswith("recalkv")}
-    assert rooms <= {"", "codec", "runtime", "method", "cache", "errors", "params", "text"}
+    assert rooms <= {"", "codec", "runtime", "method", "cache", "trellis", "errors", "params", "text"}
     if room(module) == "codec":
         assert "runtime" not in rooms
 

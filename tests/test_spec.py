@@ -15,8 +15,8 @@ from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
 # Three key/value heads of 8: key groups of 2 and 1 heads, one value group.
 GEOMETRY = AttentionGeometry(hidden=48, heads=6, kv_heads=3, head_dim=8, layers=2)
 PLAIN = LayerSpec([10, 8], [24], head_permutation=[2, 0, 1])
-CODES = LayerSpec([10, 5], [9], key_segments=[[(8, 2, 8), (2, 4, 8)], [(5, 2, 6)]], value_segments=[[(9, 1, 8)]])
-JOINT = LayerSpec([32, 3], [32, 3], joint=True, key_segments=[[(32, 4, 8)], [(3, 2, 8)]], value_layout="fused")
+CODES = LayerSpec([10, 5], [9], key_segments=[[(8, 4), (2, 2)], [(5, 3)]], value_segments=[[(9, 8)]])
+JOINT = LayerSpec([32, 3], [32, 3], joint=True, key_segments=[[(32, 2)], [(3, 4)]], value_layout="fused")
 
 
 def spec(*layers: LayerSpec, **changes: Any) -> LatentSpec:
@@ -27,23 +27,23 @@ def spec(*layers: LayerSpec, **changes: Any) -> LatentSpec:
 
 def test_elements_and_bytes_by_hand() -> None:
     assert (PLAIN.cached_elements, PLAIN.cached_bits, PLAIN.cached_bytes(4)) == (42, 672, 168)
-    # A byte for the scale of each segment, and codes padded to whole bytes: 5 + 2 + 4 of keys, 10 of values.
-    assert (CODES.cached_elements, CODES.cached_bits, CODES.cached_bytes(4)) == (24, 168, 21)
-    assert (JOINT.cached_elements, JOINT.cached_bits) == (35, 8 * (9 + 3))
+    # A byte for the scale of each segment, and codes of multiples of 8 latents: 5 + 3 + 4 of keys, 17 of values.
+    assert (CODES.cached_elements, CODES.cached_bits, CODES.cached_bytes(4)) == (24, 232, 29)
+    assert (JOINT.cached_elements, JOINT.cached_bits) == (35, 8 * (9 + 5))
     assert dataclasses.replace(JOINT, key_segments=None).cached_bits == 16 * 35
     both = spec(PLAIN, CODES, latents_centered=True)
     assert both.cached_elements_per_token == 66
-    assert (both.cached_bits_per_token, both.cached_bytes_per_token()) == (840, 105)
-    assert both.cached_bytes_per_token(element_bytes=4) == 189
+    assert (both.cached_bits_per_token, both.cached_bytes_per_token()) == (904, 113)
+    assert both.cached_bytes_per_token(element_bytes=4) == 197
     assert (both.dense_elements_per_token, both.dense_bytes_per_token) == (96, 192)
-    assert both.removed == pytest.approx(1 - 105 / 192)
+    assert both.removed == pytest.approx(1 - 113 / 192)
     assert (both.key_heads, both.value_heads) == ([2, 1], [3])
 
 
 def test_row_layouts_stand_for_what_is_cached() -> None:
     assert PLAIN.key_rows is None and PLAIN.value_rows is None and not PLAIN.quantized
-    assert CODES.key_rows is not None and CODES.key_rows.segments == [(8, 2, 8), (2, 4, 8), (5, 2, 6)]
-    assert CODES.value_rows is not None and CODES.value_rows.segments == [(9, 1, 8)]
+    assert CODES.key_rows is not None and CODES.key_rows.segments == ((8, 4), (2, 2), (5, 3))
+    assert CODES.value_rows is not None and CODES.value_rows.segments == ((9, 8),)
     assert JOINT.key_rows is not None and JOINT.value_rows is None and JOINT.quantized
 
 
@@ -74,22 +74,22 @@ def test_lists_and_tuples_are_the_same() -> None:
         ({"key_ranks": "32"}, "must be a list of whole numbers"),
         ({"value_layout": "both"}, "value_layout='both' is none of separate, fused"),
         ({"head_permutation": [0, 2, 2]}, r"\[0, 2, 2\] is no permutation"),
-        ({"key_segments": [[(3, 2, 8)], [(2, 2, 8)]]}, "must both be given or both be null"),
+        ({"key_segments": [[(3, 4)], [(2, 4)]]}, "must both be given or both be null"),
         (
-            {"key_segments": [[(3, 2, 8)], [(1, 2, 8)]], "value_segments": [[(4, 2, 8)]]},
+            {"key_segments": [[(3, 4)], [(1, 4)]], "value_segments": [[(4, 4)]]},
             r"key_segments of \[3, 1\] latents",
         ),
-        ({"key_segments": [[(5, 2, 8)]], "value_segments": [[(4, 2, 8)]]}, r"key_segments of \[5\] latents"),
+        ({"key_segments": [[(5, 4)]], "value_segments": [[(4, 4)]]}, r"key_segments of \[5\] latents"),
         (
-            {"key_segments": [[(3, 1, 5)], [(2, 2, 8)]], "value_segments": [[(4, 2, 8)]]},
-            "packed.*: 8 for 1, 6 for 1",
+            {"key_segments": [[(3, 5)], [(2, 4)]], "value_segments": [[(4, 4)]]},
+            "packed.* bits one of 1, 2, 3, 4, 6, 8",
         ),
-        ({"key_segments": [[(4, 2, 8), (-1, 2, 8)], [(2, 2, 8)]], "value_segments": [[(4, 2, 8)]]}, "cannot be packed"),
-        ({"key_segments": [[3, 2, 8], [2, 2, 8]], "value_segments": [[(4, 2, 8)]]}, "whole numbers"),
-        ({"key_segments": [[(3, 8)], [(2, 2, 8)]], "value_segments": [[(4, 2, 8)]]}, "triples of width, latents, bits"),
+        ({"key_segments": [[(4, 4), (-1, 4)], [(2, 4)]], "value_segments": [[(4, 4)]]}, "cannot be packed"),
+        ({"key_segments": [[3, 4], [2, 4]], "value_segments": [[(4, 4)]]}, "whole numbers"),
+        ({"key_segments": [[(3, 2, 8)], [(2, 4)]], "value_segments": [[(4, 4)]]}, "pairs of width, bits"),
         ({"joint": True}, r"ranks \[3, 2\] and values of ranks \[4\] share"),
         (
-            {"joint": True, "value_ranks": [3, 2], "value_segments": [[(3, 2, 8)], [(2, 2, 8)]]},
+            {"joint": True, "value_ranks": [3, 2], "value_segments": [[(3, 4)], [(2, 4)]]},
             "value_segments null",
         ),
     ],

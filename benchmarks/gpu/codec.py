@@ -17,7 +17,6 @@ from torch.nn import functional as F  # noqa: N812
 from benchmarks.gpu.kernels import copies_of, dense_ways, fastest, fits, repeats_of
 from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import sizes_of
-from recalkv.codec.layout import TILE, Segment, pack, tiled
 from recalkv.codec.moments import heads_per_code
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
@@ -25,6 +24,7 @@ from recalkv.evaluation.timing import time_calls
 from recalkv.model.families import AttentionGeometry
 from recalkv.runtime.coded import attend_rows
 from recalkv.runtime.reference import coded_attention_torch
+from recalkv.trellis.rows import TILE, Segment, pack, tiled
 
 __all__ = ["measure", "steps"]
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from recalkv.cache.rotation import random_rotation
-from recalkv.codec.allocation import allocate_bits
-from recalkv.codec.codes import DISTORTION
-from recalkv.codec.layout import BLOCK, Segment
 from recalkv.codec.moments import SINKS, LayerMoments, heads_per_code
 from recalkv.codec.sidecar import Code, Codec, LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.method.basis import natural_basis, shared_scales
+from recalkv.method.bits import allocate_bits
+from recalkv.trellis.codes import DISTORTION
+from recalkv.trellis.rows import BLOCK, Segment
 
 __all__ = [
     "WINDOW",

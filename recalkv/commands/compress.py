@@ -73,7 +73,6 @@ def compress(
         check_revision(source, revision, local or source == EMBEDDED)
         check_output(out, Path(source) if local else None, overwrite)
 
-        from recalkv.cache.codebooks import UNIFORM_CODES
         from recalkv.compression import compress_checkpoint
         from recalkv.method.methods import resolve_method
         from recalkv.model.device import device_of
@@ -81,7 +80,7 @@ def compress(
         from recalkv.text.corpora import calibration_documents
 
         resolved = resolve_method(parameters)
-        if resolved.bits in UNIFORM_CODES and resolved.allocation == "water-filling":
+        if resolved.bits not in (16, "mixed") and resolved.allocation == "water-filling":
             typer.echo(f"--bits {bits}: mixed bits lose less at the same bytes (docs/quantization.md)", err=True)
         where = device_of(device)
         documents = calibration_documents(calibration)

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from recalkv.cache.codebooks import DISTORTION, UNIFORM_CODES, Code
-from recalkv.cache.rows import Segment
 from recalkv.errors import BudgetError
 from recalkv.method.bits import check_mixed, equal_bits_elements, mixed_bits
 from recalkv.method.chain import chain_widths
@@ -15,6 +13,8 @@ from recalkv.method.ranks import Allocation, Projection, allocate_ranks, check_m
 from recalkv.model.families import AttentionGeometry, group_sizes
 from recalkv.model.spec import LayerSpec
 from recalkv.statistics.fisher import FisherScores
+from recalkv.trellis.codes import DISTORTION
+from recalkv.trellis.rows import BLOCK, Segment
 
 __all__ = ["allocate", "check_budget", "predicted_loss"]
 
@@ -47,10 +47,11 @@ def allocate(
     if method.bits == "mixed":
         return _mixed(geometry, widths, method, energies)
     if method.bits == 16:
-        allocation = _ranks(widths, layers, method, method.ratio, scores, energies)
+        allocation = _ranks(widths, layers, method, method.ratio, scores, energies, method.rank_multiple)
         return _specs(allocation, None, method.joint), allocation
-    allocation = _ranks(widths, layers, method, _elements_ratio(widths, layers, method), scores, energies)
-    segments = [[[Segment(rank, *UNIFORM_CODES[int(method.bits)])] for rank in ranks] for ranks in allocation.ranks]
+    ratio = _elements_ratio(widths, layers, method)
+    allocation = _ranks(widths, layers, method, ratio, scores, energies, BLOCK)
+    segments = [[[Segment(rank, int(method.bits))] for rank in ranks] for ranks in allocation.ranks]
     return _specs(allocation, segments, method.joint), allocation
 
 
@@ -65,9 +66,10 @@ def check_budget(geometry: AttentionGeometry, method: Method) -> None:
     units = [width for own in widths for width in own] * geometry.layers
     if method.bits == "mixed":
         check_mixed(units, method.ratio)
+    elif method.bits == 16:
+        check_minimum(units, method.ratio, method.rank_multiple)
     else:
-        ratio = method.ratio if method.bits == 16 else _elements_ratio(widths, geometry.layers, method)
-        check_minimum(units, ratio, method.rank_multiple)
+        _elements_ratio(widths, geometry.layers, method)
 
 
 def _widths(geometry: AttentionGeometry, method: Method) -> list[tuple[int, ...]]:
@@ -85,12 +87,15 @@ def _widths(geometry: AttentionGeometry, method: Method) -> list[tuple[int, ...]
 def _elements_ratio(widths: Sequence[tuple[int, ...]], layers: int, method: Method) -> float:
     """Fraction of the elements that equal bits leave out."""
     bits = int(method.bits)
-    dense, units = layers * sum(map(sum, widths)), layers * sum(map(len, widths))
-    elements = equal_bits_elements(dense, units, method.ratio, bits)
-    if elements < units:
+    units = layers * [width for own in widths for width in own]
+    dense, least = sum(units), sum(min(BLOCK, width) for width in units)
+    elements = equal_bits_elements(dense, len(units), method.ratio, bits)
+    # Rows hold multiples of BLOCK latents: what the narrowest groups take more than their full rank is set aside.
+    elements -= sum(-width % BLOCK for width in units)
+    if elements < least:
         raise BudgetError(
-            f"compression.ratio={method.ratio} leaves {elements} latents of {bits} bits to {units} groups; lower the "
-            f"ratio, or compression.bits."
+            f"compression.ratio={method.ratio} leaves {max(0, elements)} latents of {bits} bits to {len(units)} "
+            f"groups, which take at least {least}; lower the ratio, or compression.bits."
         )
     return 1 - elements / dense
 
@@ -113,8 +118,8 @@ def predicted_loss(specs: Sequence[LayerSpec], energies: Energies) -> float:
             continue
         for unit, segments in zip(layer, spec.units, strict=True):
             start = 0
-            for width, *code in segments:
-                left += DISTORTION[Code(*code)] * float(unit[start : start + width].sum())
+            for width, bits in segments:
+                left += DISTORTION[bits] * float(unit[start : start + width].sum())
                 start += width
             left += float(unit[start:].sum())
     return left / 2
@@ -127,11 +132,12 @@ def _ranks(
     ratio: float,
     scores: FisherScores | None,
     energies: Energies | None,
+    multiple: int,
 ) -> Allocation:
     """Ranks of every projection that leave this fraction of the elements out."""
     if method.allocation == "water-filling":
         flat = _flat(energies)
-        ranks, budget, used = water_filling(flat, ratio, method.rank_multiple)
+        ranks, budget, used = water_filling(flat, ratio, multiple)
         return Allocation(_per_projection(iter(ranks), widths, layers), budget, used, sum(map(len, flat)))
     projections = []
     for index in range(layers):
@@ -141,7 +147,7 @@ def _ranks(
             pair = [float(scores.key[index]), float(scores.value[index])]
             weights = [sum(pair)] if method.joint else pair
         projections += [Projection(own, score) for own, score in zip(widths, weights, strict=True)]
-    return allocate_ranks(projections, ratio, method.rank_multiple)
+    return allocate_ranks(projections, ratio, multiple)
 
 
 def _mixed(

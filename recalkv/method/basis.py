@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from recalkv.cache.rotation import random_rotation
-from recalkv.cache.rows import Segment
 from recalkv.method.chain import Link
 from recalkv.method.lowrank import LowRank
 from recalkv.method.problem import LayerProblem
 from recalkv.method.refit import LayerRefit
 from recalkv.model.spec import LayerSpec
+from recalkv.trellis.rows import Segment
 
 __all__ = ["natural_basis", "quantizable", "shared_scales"]
 
@@ -151,7 +151,7 @@ def natural_basis(covariance: Tensor, noise_cost: Tensor) -> tuple[Tensor, Tenso
 
     Noise e on latents z costs ``e N e^T`` with ``N = R G R^T``. With ``z' = z M`` and
     ``R' = M^-1 R`` it costs ``e' e'^T``, and the second moment of z' is diagonal: the setting of
-    reverse water-filling, in which a direction of variance v costs ``v DISTORTION[code]``.
+    reverse water-filling, in which a direction of variance v costs ``v DISTORTION[bits]``.
 
     Parameters
     ----------

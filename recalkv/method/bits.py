@@ -1,34 +1,24 @@
-"""Rank and bits of every direction under one budget of bytes.
+"""Rank and bits of every direction under one budget of bytes: reverse water-filling over blocks of directions.
 
 A direction that is not cached has zero bits, so rank and precision are one question. In the natural
-basis (:func:`recalkv.method.basis.natural_basis`) a direction of energy E, cached with a code, leaves the
-loss ``E DISTORTION[code]``: reverse water-filling (Cover and Thomas, section 10.3.3) with the few rates
-that there are codes for.
+basis (:func:`recalkv.method.basis.natural_basis`) a direction of energy E, cached with b bits, leaves the
+loss ``E DISTORTION[b]`` (Cover and Thomas, section 10.3.3, with the few rates that there are codes for).
 """
 
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 
-from recalkv.cache.codebooks import DISTORTION, MIXED_CODES, UNIFORM_CODES
-from recalkv.cache.rows import Segment
 from recalkv.errors import BudgetError, NonFiniteError
 from recalkv.method.water_filling import fill
 from recalkv.model.spec import DENSE_BITS, check_ratio
+from recalkv.trellis.codes import BITS, DISTORTION
+from recalkv.trellis.rows import BLOCK, Segment, row_bytes
 
-__all__ = ["budget_bits", "check_mixed", "equal_bits_elements", "mixed_bits"]
+__all__ = ["allocate_bits", "budget_bits", "check_mixed", "equal_bits_elements", "mixed_bits"]
 
-_CODES = MIXED_CODES[::-1]
-"""By rising rate."""
-
-_RATES = [Fraction(0), *(Fraction(code.bits, code.latents) for code in _CODES)]
-"""Bits of a latent at each level: not cached, and each of the codes."""
-
-_LOSS = [1.0, *(DISTORTION[code] for code in _CODES)]
-"""What is left of a latent's energy at each level."""
-
-_BLOCK = 4
-"""Latents that are given bits together, so that segments fill whole bytes."""
+_RATES = (0, *BITS)
+_LOSS = (1.0, *(DISTORTION[bits] for bits in BITS))
+_HALVINGS = 16
 
 
 def budget_bits(dense: int, ratio: float) -> int:
@@ -38,11 +28,8 @@ def budget_bits(dense: int, ratio: float) -> int:
 
 
 def equal_bits_elements(dense: int, units: int, ratio: float, bits: int) -> int:
-    """Elements of ``bits`` bits that fit the budget, beside a scale byte and padding for each of the units."""
-    code = UNIFORM_CODES[bits]
-    # A unit's last code may be of fewer latents than it has room for, and its last byte may be of fewer codes.
-    overhead = units * (8 + (code.latents - 1) * bits + (0 if code.bits == 8 else 7))
-    return min(dense, max(0, budget_bits(dense, ratio) - overhead) // bits)
+    """Elements of ``bits`` bits that fit the budget beside a scale byte for each of the units."""
+    return min(dense, max(0, budget_bits(dense, ratio) - 8 * units) // bits)
 
 
 def check_mixed(widths: Sequence[int], ratio: float) -> None:
@@ -53,7 +40,7 @@ def check_mixed(widths: Sequence[int], ratio: float) -> None:
     BudgetError
     """
     dense, budget = sum(widths), budget_bits(sum(widths), ratio)
-    smallest = _total_bits([[Segment(min(_BLOCK, width), *_CODES[0])] for width in widths])
+    smallest = 8 * sum(Segment(min(BLOCK, width), BITS[0]).row_bytes for width in widths)
     if smallest > budget:
         most = math.floor((1 - smallest / dense / DENSE_BITS) * 1000) / 1000
         raise BudgetError(
@@ -62,7 +49,7 @@ def check_mixed(widths: Sequence[int], ratio: float) -> None:
         )
 
 
-def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[Segment]]:
+def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[tuple[Segment, ...]]:
     """Segments of every unit that leave the least loss within the budget.
 
     Parameters
@@ -74,7 +61,7 @@ def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[S
 
     Returns
     -------
-    list of list of Segment
+    list of tuple of Segment
         Of each unit, by falling bits; at least one block of the least bits.
 
     Raises
@@ -82,38 +69,73 @@ def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[list[S
     BudgetError
         If even that exceeds the budget.
     """
-    if not all(math.isfinite(value) for unit in energies for value in unit):
-        raise NonFiniteError("the energies of the allocation are not finite; rerun the fisher stage in float32.")
     widths = [len(unit) for unit in energies]
     check_mixed(widths, ratio)
-    budget = budget_bits(sum(widths), ratio)
-    blocks = [[unit[start : start + _BLOCK] for start in range(0, len(unit), _BLOCK)] for unit in energies]
-    # Scales cost bytes as well, and how many depends on the result: spend less until the whole fits.
-    spend = budget
-    while True:
-        segments = [_segments(unit, levels) for unit, levels in zip(blocks, _fill(blocks, spend), strict=True)]
-        excess = _total_bits(segments) - budget
-        if excess <= 0:
-            return segments
-        spend -= max(excess, 8)
+    return allocate_bits(energies, [1.0] * len(energies), budget_bits(sum(widths), ratio) / 8, least=1)
 
 
-def _fill(blocks: Sequence[Sequence[Sequence[float]]], budget: int) -> list[list[int]]:
-    """Level of every block; the first of each unit has one whatever it costs."""
+def allocate_bits(
+    energies: Sequence[Sequence[float]], tokens: Sequence[float], budget: float, least: int = 0
+) -> list[tuple[Segment, ...]]:
+    """Segments of every unit, coded by itself, that leave the least loss within a budget.
 
-    def price(unit: int, block: int, level: int) -> Fraction:
-        return (_RATES[level] - _RATES[level - 1]) * len(blocks[unit][block])
+    Parameters
+    ----------
+    energies
+        Of the directions of each unit in its natural basis, descending.
+    tokens
+        How many tokens each unit's layer caches at the context in question: what its bytes cost. Layers with a sliding
+        window hold fewer than others.
+    budget
+        Bytes of all rows of that context.
+    least
+        Level that the first block of each unit has at least, and that the budget holds; 0 for none.
 
-    left = budget - sum(len(unit[0]) * _RATES[1] for unit in blocks)
-    return fill([[sum(block) for block in unit] for unit in blocks], _LOSS, price, left, first=1)
+    Returns
+    -------
+    list of tuple of Segment
+        Of each unit, by falling bits; empty where nothing of it is worth its bytes.
+
+    Raises
+    ------
+    BudgetError
+        If not even one block of one bit fits.
+    """
+    if not all(math.isfinite(value) for unit in energies for value in unit):
+        raise NonFiniteError("the energies of the allocation are not finite; take the statistics in float32.")
+    smallest = min(tokens) * Segment(BLOCK, BITS[0]).row_bytes
+    if budget < smallest:
+        raise BudgetError(
+            f"a budget of {budget:,.0f} bytes is below the {smallest:,.0f} of the smallest rows; ask for more."
+        )
+    blocks = [[unit[start : start + BLOCK] for start in range(0, len(unit), BLOCK)] for unit in energies]
+    sums = [[sum(block) for block in unit] for unit in blocks]
+
+    def price(unit: int, block: int, level: int) -> float:
+        return tokens[unit] * (_RATES[level] - _RATES[level - 1]) * BLOCK / 8
+
+    def filled(spend: float) -> list[tuple[Segment, ...]]:
+        spend -= sum(price(unit, 0, level) for unit in range(len(blocks)) for level in range(1, least + 1))
+        levels = fill(sums, _LOSS, price, spend, first=least)
+        return [_segments(unit, own) for unit, own in zip(blocks, levels, strict=True)]
+
+    # Scales cost bytes as well, and how many depends on the result: find how much may be spent on codes.
+    low, high, best = 0.0, 2 * budget, filled(0.0)
+    for _ in range(_HALVINGS):
+        spend = (low + high) / 2
+        segments = filled(spend)
+        used = sum(count * row_bytes(unit) for unit, count in zip(segments, tokens, strict=True))
+        if used > budget:
+            high = spend
+        else:
+            low, best = spend, segments
+            if high > budget:  # all of it
+                break
+    return best
 
 
-def _segments(unit: Sequence[Sequence[float]], levels: Sequence[int]) -> list[Segment]:
+def _segments(unit: Sequence[Sequence[float]], levels: Sequence[int]) -> tuple[Segment, ...]:
     widths = [0] * len(_RATES)
-    for content, level in zip(unit, levels, strict=True):
-        widths[level] += len(content)
-    return [Segment(width, *code) for width, code in zip(widths[:0:-1], MIXED_CODES, strict=True) if width]
-
-
-def _total_bits(units: Sequence[Sequence[Segment]]) -> int:
-    return 8 * sum(segment.row_bytes for unit in units for segment in unit)
+    for block, level in zip(unit, levels, strict=True):
+        widths[level] += len(block)
+    return tuple(Segment(widths[level], _RATES[level]) for level in range(len(_RATES) - 1, 0, -1) if widths[level])

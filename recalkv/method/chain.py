@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.cache.codebooks import DISTORTION, Code
-from recalkv.cache.rows import Segment
 from recalkv.method.svd import GroupPart
+from recalkv.trellis.codes import DISTORTION
+from recalkv.trellis.rows import Segment
 
 __all__ = ["Link", "chain_columns", "chain_energies", "chain_links", "chain_widths"]
 
@@ -122,7 +122,7 @@ def chain_links(part: GroupPart, columns: Sequence[Tensor], segments: Sequence[S
         up[:, order] = torch.linalg.solve_triangular(root, prediction, upper=True, left=False)
         up[:, order[:start]] = 0
         links.append(Link(variances, down @ vectors, up, told @ vectors))
-        kept = torch.cat([variances.new_full((piece.width,), 1 - DISTORTION[Code(*piece[1:])]) for piece in pieces])
+        kept = torch.cat([variances.new_full((piece.width,), 1 - DISTORTION[piece.bits]) for piece in pieces])
         _predict(covariance, variances, shared, stop, kept)
         predictions.append(prediction)
         start = stop

@@ -141,31 +141,19 @@ class LatentAttention(nn.Module):
         self.k_norm = norm_like(dense.k_norm) if spec.qk_norm else None
 
     def train(self, mode: bool = True) -> "LatentAttention":
-        """Switch modes; loading ends with it, so that what compiled graphs cannot make is made by then."""
+        """Switch modes; loading ends with it."""
         super().train(mode)
-        self._prepare_rows()
+        if self.feedback is not None:
+            # Packing has no gradient, and DistributedDataParallel waits for one of every parameter that wants it.
+            self.feedback.requires_grad_(False)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follow the weights to another device or type."""
         super()._apply(fn, recurse)
-        self._prepare_rows()
         if self.decoder is not None:
             self.decoder.follow()
         return self
-
-    def _prepare_rows(self) -> None:
-        """Make the tables of packed rows where the weights are."""
-        device = self.k_proj.weight.device
-        if device.type == "meta":
-            return
-        for rows in (self.key_rows, self.value_rows):
-            if rows is not None:
-                rows.prepare(device)
-        if self.feedback is not None:
-            self.feedback.prepare(device)
-            # Packing has no gradient, and DistributedDataParallel waits for one of every parameter that wants it.
-            self.feedback.requires_grad_(False)
 
     def forward(
         self,

@@ -75,11 +75,6 @@ class ChainedRows(nn.Module):
                 start, first = start + sum(widths), first + end - begin
         return torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], dim=-1)
 
-    def prepare(self, device: torch.device) -> None:
-        """Make what both look things up in."""
-        for rows in (self.rows, *(part.rows for part in self._parts)):
-            rows.prepare(device)
-
 
 def _parts(spec: LayerSpec) -> list[_Part]:
     """Parts of all groups, by their place in the chain."""

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recalkv.cache.rows import RowLayout, Segment
+from recalkv.cache.rows import RowLayout
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.model.families import AttentionGeometry, group_sizes
+from recalkv.trellis.rows import Segment
 
 __all__ = ["DENSE_BITS", "FORMAT_VERSION", "VALUE_LAYOUTS", "LatentSpec", "LayerSpec", "check_ratio"]
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 """Of the ``recalkv`` section; other versions are refused."""
 
 DENSE_BITS = 16
@@ -421,6 +422,6 @@ def _segments(groups: Any, name: str) -> tuple[tuple[Segment, ...], ...]:
     for group in groups:
         numbers = [_integers(own, name) for own in group] if isinstance(group, Sequence) else [()]
         if any(len(own) != len(Segment._fields) for own in numbers):
-            raise _contradiction(f"{name}: {group!r} must be triples of {', '.join(Segment._fields)}")
+            raise _contradiction(f"{name}: {group!r} must be pairs of {', '.join(Segment._fields)}")
         result.append(tuple(Segment(*own) for own in numbers))
     return tuple(result)

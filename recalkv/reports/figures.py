@@ -29,7 +29,6 @@ __all__ = ["PAGES", "TABLES", "main", "measured_numbers", "refreshed"]
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "chained": (tables.chained, ("frontier",)),
-    "codebooks": (tables.codebooks, ("codebooks",)),
     "codec-divergence": (tables.codec_divergence, ("frontier",)),
     "codec-speed": (tables.codec_speed, ("codec",)),
     "dense-beside-compressed": (tables.dense_beside_compressed, ("metrics", "latency")),

@@ -10,7 +10,6 @@ from typing import Any
 __all__ = [
     "STATES",
     "chained",
-    "codebooks",
     "codec_divergence",
     "codec_speed",
     "decoding",
@@ -232,21 +231,6 @@ def chained(report: Mapping[str, Any]) -> str:
     """Divergence of chained latents beside whole ones."""
     pairs = (("4", "ours-4", "ours-whole-4"), ("2", "ours-chained-2", "ours-2"))
     return beside(report, *pairs, names=("chained", "whole"))
-
-
-# J. Max (1960), table I.
-_BEST_SCALAR = {"1x6": "0.00064", "2x8": "0.0095", "2x6": "0.0345", "4x8": "0.118", "8x8": "0.363"}
-
-
-def codebooks(report: Mapping[str, Any]) -> str:
-    """Error of each code beside the best of single latents and the least of any code (``benchmarks.codebooks``)."""
-    lines = [
-        [f"{code['bits']:.3g}", f"{code['rows']:.5f}", _BEST_SCALAR.get(name, ""), f"{code['bound']:.5f}"]
-        for name, code in sorted(report.items(), key=lambda each: -each[1]["bits"])
-        if code["bits"] < 8
-    ]
-    head = ["bits of a latent", "error left, of a unit variance", "best of single latents (Max)", "least of any code"]
-    return markdown(head, lines)
 
 
 def loss_targets(report: Mapping[str, Any]) -> str:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from recalkv.codec.layout import TILE, tiled, untiled
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.runtime.loops import layer_loops
 from recalkv.runtime.means import mean_keys
 from recalkv.runtime.shared import of_mask
+from recalkv.trellis.rows import TILE, tiled, untiled
 
 __all__ = ["SLACK", "CodecLayer"]
 
@@ -54,7 +54,7 @@ class CodecLayer(CacheLayerMixin):
     Attributes
     ----------
     keys : (batch, tiles, row bytes, TILE) uint8
-        Rows, of slots from ``base`` on (:func:`recalkv.codec.layout.tiled`).
+        Rows, of slots from ``base`` on (:func:`recalkv.trellis.rows.tiled`).
     values : (batch, kv heads, sinks + window + SLACK, d_k + d_v)
         Exact states: the first tokens, then the newest, slot n at ``n % (window + SLACK)``.
     first, offset : (batch,) int64

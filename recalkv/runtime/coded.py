@@ -15,9 +15,8 @@ __all__ = ["attend_rows", "coordinates_torch", "kernel", "kernel_serves", "outpu
 
 @functools.cache
 def kernel() -> Any:
-    """The kernels, once that of packing is registered as well; None where Triton is not installed."""
+    """The kernels; None where Triton is not installed."""
     try:
-        import recalkv.runtime.triton_search  # noqa: F401  (registers itself for CUDA)
         from recalkv.runtime import cuda, triton_decode
     except ImportError:
         return None

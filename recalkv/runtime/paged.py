@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recalkv.codec.layout import TILE, untiled
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime import prefill
 from recalkv.runtime.coded import attend_rows, kernel_serves
 from recalkv.runtime.loops import layer_loops
 from recalkv.runtime.means import mean_keys, mean_keys_at, turns
 from recalkv.runtime.prefill import merge, partial_attention
+from recalkv.trellis.rows import TILE, untiled
 
 __all__ = ["Chunk", "PagedLayer", "Tokens"]
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.codec.layout import TILE, Segment, number_table, unpack
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError
 from recalkv.runtime.prefill import merge
+from recalkv.trellis.rows import TILE, Segment, number_table, unpack
 
 __all__ = ["BLOCK_N", "CHUNK", "DIGITS", "MOST_RUNS", "DeviceLayout", "DeviceRotation", "check", "check_rows",
            "coded_attention_torch", "runs_for"]  # fmt: skip
@@ -93,7 +93,7 @@ class DeviceLayout:
     Attributes
     ----------
     table : (10, numbers) int32
-        :func:`recalkv.codec.layout.number_table` of the keys and the values of each group in turn, with a byte's shift
+        :func:`recalkv.trellis.rows.number_table` of the keys and the values of each group in turn, with a byte's shift
         in bits 24 and on of its place: first, first_mask, second, second_mask, last, before, scale; and the last three
         as float32, bit for bit.
     places : (groups, 6) int32

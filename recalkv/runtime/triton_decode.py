@@ -23,8 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recalkv.codec.codes import GRAIN
-from recalkv.codec.layout import SCALE_STEPS, SCALE_ZERO, TILE
 from recalkv.errors import ParameterError
 from recalkv.runtime.reference import (
     BASE,
@@ -39,6 +37,8 @@ from recalkv.runtime.reference import (
     check_rows,
     runs_for,
 )
+from recalkv.trellis.codes import GRAIN
+from recalkv.trellis.rows import SCALE_STEPS, SCALE_ZERO, TILE
 
 __all__ = ["DeviceLayout", "DeviceRotation", "attend_kernel", "coded_attention", "combine",
            "combine_kernel", "constants"]  # fmt: skip

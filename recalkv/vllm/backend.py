@@ -11,9 +11,9 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from recalkv.codec.layout import TILE
 from recalkv.errors import UnsupportedModelError
 from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
+from recalkv.trellis.rows import TILE
 from recalkv.vllm.checks import BACKEND
 from recalkv.vllm.served import ServedModel, served_model
 from recalkv.vllm.steps import Step, StepBuilder

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recalkv.codec.layout import Segment
 from recalkv.codec.sidecar import LayerCodec
-from recalkv.runtime.cpu.codes import partner
-from recalkv.runtime.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles
 from recalkv.runtime.cpu.step import COLUMNS, PIECE, ROOM, attend
-from recalkv.runtime.cpu.threads import run, threads_of_torch
+from recalkv.trellis.cpu.codes import partner
+from recalkv.trellis.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles
+from recalkv.trellis.cpu.threads import run, threads_of_torch
+from recalkv.trellis.rows import Segment
 
 __all__ = ["LayerLoops", "StepCache", "loops_of"]
 
@@ -217,7 +217,7 @@ class LayerLoops:
         keys, values : (kv heads, tokens, d) float32
         tiles : (blocks, tiles, row bytes, TILE) uint8
         slots : (tokens,) int64
-            As for :func:`recalkv.runtime.cpu.rows.pack_tiles`.
+            As for :func:`recalkv.trellis.cpu.rows.pack_tiles`.
         """
         for group, (pair, codes) in enumerate(
             zip(self.tables, zip(self.codec.keys, self.codec.values, strict=True), strict=True)

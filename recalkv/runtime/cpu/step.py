@@ -8,12 +8,11 @@ values are summed in code coordinates and mapped back once. Exact tokens, the fi
 import numpy as np
 from numba import carray
 
-from recalkv.codec.codes import BITS, GRAIN, levels
-from recalkv.codec.layout import TILE
-from recalkv.runtime.cpu.codes import decode, decode_pairs, scales_at
-from recalkv.runtime.cpu.rows import write_row
-from recalkv.runtime.cpu.threads import array, floats, thread_count, thread_number, wait_for_all
-from recalkv.runtime.cpu.vectors import (
+from recalkv.trellis.codes import BITS, GRAIN, levels
+from recalkv.trellis.cpu.codes import decode, decode_pairs, scales_at
+from recalkv.trellis.cpu.rows import write_row
+from recalkv.trellis.cpu.threads import array, floats, thread_count, thread_number, wait_for_all
+from recalkv.trellis.cpu.vectors import (
     LEAST,
     add_dots,
     as_float,
@@ -26,6 +25,7 @@ from recalkv.runtime.cpu.vectors import (
     scaled,
     to_integers,
 )
+from recalkv.trellis.rows import TILE
 
 __all__ = ["COLUMNS", "PIECE", "ROOM", "attend"]
 

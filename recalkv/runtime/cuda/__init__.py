@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.codec.codes import CURVES
-from recalkv.codec.layout import TILE
 from recalkv.runtime.cuda.tables import RowTables, curve_of, position_table
 from recalkv.runtime.reference import DeviceLayout, DeviceRotation, check, check_rows, runs_for
+from recalkv.trellis.codes import CURVES
+from recalkv.trellis.rows import TILE
 
 __all__ = ["MOST_QUERIES", "coded_attention", "serves", "source"]
 

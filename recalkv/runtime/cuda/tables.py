@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.codec.codes import CURVES, PLANES
-from recalkv.codec.layout import Segment
 from recalkv.runtime.reference import DeviceLayout, DeviceRotation
+from recalkv.trellis.codes import CURVES, PLANES
+from recalkv.trellis.rows import Segment
 
 __all__ = ["RowTables", "curve_of", "position_table"]
 
@@ -20,7 +20,7 @@ _LANES = 4
 def curve_of(bits: int) -> tuple[float, float, float]:
     """B, D and the gain of a code's levels ``gain t ((t^2 + B)^2 + D)``, or ``gain t (t^2 + B)`` of cubic ones.
 
-    t is that of :mod:`recalkv.codec.codes` in units of ``2^bits``: float16 holds it exactly, and the level to 11 bits.
+    t is that of :mod:`recalkv.trellis.codes` in units of ``2^bits``: float16 holds it exactly, the level to 11 bits.
     """
     linear, cubic, quintic = CURVES[bits]
     unit = 2.0**bits

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from recalkv.codec.codes import BITS, CURVES, DISTORTION, GRAIN, PLANES, decoded, levels, search
-from recalkv.codec.layout import (
+from recalkv.errors import CheckpointError
+from recalkv.trellis.codes import BITS, CURVES, DISTORTION, GRAIN, PLANES, decoded, levels, search
+from recalkv.trellis.rows import (
     BLOCK,
     FIRST_FITTED,
     SCALE_STEPS,
@@ -22,7 +23,6 @@ from recalkv.codec.layout import (
     unpack,
     untiled,
 )
-from recalkv.errors import CheckpointError
 
 MIXED = (Segment(16, 8), Segment(8, 6), Segment(24, 4), Segment(8, 3), Segment(32, 2), Segment(8, 1))
 WIDTH = sum(segment.width for segment in MIXED)

@@ -13,9 +13,6 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-import recalkv.codec.codes as codes
-import recalkv.codec.layout as layout
-
 __all__ = [
     "BYTE",
     "FEATURES",
@@ -43,7 +40,7 @@ __all__ = [
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
 
-_SOURCES = [*sorted(Path(__file__).parent.glob("*.py")), Path(codes.__file__), Path(layout.__file__)]
+_SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
 _VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
 """Of all sources: Numba checks what it kept against a function's own file, not against what the function calls."""
 

@@ -11,6 +11,7 @@ that suit normal numbers; no table is needed, so that a kernel decodes with shif
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def decoded(codes: Tensor, bits: int) -> Tensor:
     return levels(bits, codes.device)[2 * (codes.long() ^ before) + last]
 
 
-# An operator, so that what traces a model sees one node, and devices can have kernels of their own.
+# An operator, so that what traces a model sees one node.
 @torch.library.custom_op("recalkv::trellis_search", mutates_args=())
 def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes of least squared error, by the Viterbi algorithm, over several ways to scale each chain.
@@ -84,6 +85,8 @@ def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]
     codes : (chains, length) int32
     """
     table, device = levels(bits, numbers.device), numbers.device
+    if device.type == "cuda" and _search_by_triton() is not None:
+        return _search_by_triton()(numbers, weights, table, bits)
     lower = torch.bucketize(numbers.contiguous(), table, out_int32=True).sub_(2).clamp_(0, len(table) - 4)
     # Of the four levels around a number, each is the nearest one of its subset.
     near = lower[..., None] + torch.arange(4, dtype=torch.int32, device=device)
@@ -109,6 +112,16 @@ def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]
         codes[:, number] = (level >> 1) ^ behind
         state = sources[state, behind]
     return trial, codes
+
+
+@functools.cache
+def _search_by_triton() -> Any:
+    """:func:`recalkv.trellis.triton_search.trellis_search`; None where Triton is not installed."""
+    try:
+        from recalkv.trellis.triton_search import trellis_search
+    except ImportError:
+        return None
+    return trellis_search
 
 
 @search.register_fake

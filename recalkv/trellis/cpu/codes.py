@@ -9,9 +9,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from recalkv.codec.codes import CURVES, FROM, GRAIN, PLANES, SUBSETS, levels
-from recalkv.codec.layout import SCALE_STEPS, SCALE_ZERO, TILE
-from recalkv.runtime.cpu.vectors import (
+from recalkv.trellis.codes import CURVES, FROM, GRAIN, PLANES, SUBSETS, levels
+from recalkv.trellis.cpu.vectors import (
     BYTE,
     FEATURES,
     FLOAT,
@@ -25,6 +24,7 @@ from recalkv.runtime.cpu.vectors import (
     nested,
     splat,
 )
+from recalkv.trellis.rows import SCALE_STEPS, SCALE_ZERO, TILE
 
 __all__ = ["CELLS", "decode", "decode_pairs", "partner", "scales_at", "search"]
 
@@ -270,7 +270,7 @@ def _search(bits: int) -> Any:
     """Find the codes of least error of a chain of float32 at eight scales at once: the Viterbi algorithm.
 
     Arguments: address of the chain; its length; of the eight scales' inverses; of the cells of the levels' table
-    (:mod:`recalkv.runtime.cpu.rows`); of 8 int32 a number, for the lowest of the four levels around it and, from bit 16
+    (:mod:`recalkv.trellis.cpu.rows`); of 8 int32 a number, for the lowest of the four levels around it and, from bit 16
     on, which of two states each of four states comes from; of (4 states, 8) float32 for the errors, in
     squares of 1 / GRAIN.
     """

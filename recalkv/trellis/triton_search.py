@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (constants of a kernel are written as Triton's own are)
 # mypy: allow-untyped-defs
-"""The search of trellis codes (:func:`recalkv.codec.codes.search`) in Triton: a program takes some chains.
+"""The search of trellis codes (:func:`recalkv.trellis.codes.search`) in Triton: a program takes some chains.
 
 All trials of a chain and all states of the trellis go through its numbers together; which state each state came from is
 kept in memory, and followed backwards for the best trial.
@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from recalkv.codec.codes import levels, search
 
 __all__ = ["search_kernel", "trellis_search"]
 
@@ -63,7 +61,7 @@ def search_kernel(
         d0, d1, d2, d3 = (
             tl.where(upper, d2, d0), tl.where(upper, d3, d1), tl.where(upper, d0, d2), tl.where(upper, d1, d3)
         )  # fmt: skip
-        # The two ways to each state, as recalkv.codec.codes has them.
+        # The two ways to each state, as recalkv.trellis.codes has them.
         a0, b0, a1, b1 = m0 + d0, m1 + d2, m2 + d1, m3 + d3
         a2, b2, a3, b3 = m0 + d2, m1 + d0, m2 + d3, m3 + d1
         word = lower | ((b0 < a0).to(tl.int32) << 16) | ((b1 < a1).to(tl.int32) << 17)
@@ -90,8 +88,11 @@ def search_kernel(
         state = 2 * (state & 1) + behind
 
 
-def trellis_search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The same as :func:`recalkv.codec.codes.search`, with a number of trials that is a power of two."""
+def trellis_search(numbers: Tensor, weights: Tensor, levels: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The same as :func:`recalkv.trellis.codes.search`, with a number of trials that is a power of two.
+
+    ``levels`` are those of :func:`recalkv.trellis.codes.levels`, on the device.
+    """
     chains, trials, length = numbers.shape
     device = numbers.device
     trail = torch.empty(chains, length, trials, dtype=torch.int32, device=device)
@@ -100,10 +101,7 @@ def trellis_search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor,
     if chains:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             search_kernel[(triton.cdiv(chains, _CHAINS),)](
-                numbers.contiguous(), weights.contiguous(), levels(bits, device), trail, best, codes, chains, length,
+                numbers.contiguous(), weights.contiguous(), levels, trail, best, codes, chains, length,
                 BITS=bits, TRIALS=trials, CHAINS=_CHAINS, num_warps=1,
             )  # fmt: skip
     return best, codes
-
-
-search.register_kernel("cuda")(trellis_search)

@@ -1,11 +1,11 @@
 """How the coded numbers of one token stand in a row of bytes: segments of one scale byte each, and planes of codes.
 
 A segment holds a multiple of 8 consecutive numbers with the same number of bits. Behind the random rotation of its
-basis (:mod:`recalkv.codec.fit`) they look alike and Gaussian, so one scale per token serves all of them. A plane of p
-bits of a segment of n numbers is n p / 8 bytes; byte i holds the codes i, i + n p / 8, i + 2 n p / 8, ..., lowest bits
-first. The chain of a segment's codes (:mod:`recalkv.codec.codes`) goes through the bytes of its last plane, and through
-the codes of each, so that a kernel has just decoded what comes before a code; segments of 8 bits, with one code a byte,
-take a byte of their first half and one of their second in turn.
+basis they look alike and Gaussian, so one scale per token serves all of them. A plane of p bits of a segment of n
+numbers is n p / 8 bytes; byte i holds the codes i, i + n p / 8, i + 2 n p / 8, ..., lowest bits first. The chain of a
+segment's codes (:mod:`recalkv.trellis.codes`) goes through the bytes of its last plane, and through the codes of each,
+so that a kernel has just decoded what comes before a code; segments of 8 bits, with one code a byte, take a byte of
+their first half and one of their second in turn.
 
 In a cache, rows stand in tiles of 16 tokens, byte by byte (:func:`tiled`): the same byte of 16 tokens is one vector
 load, and a kernel decodes the same number of 16 tokens at once whatever the widths of segments are.
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recalkv.codec.codes import BITS, CURVES, PLANES, decoded, levels, search
 from recalkv.errors import CheckpointError
+from recalkv.trellis.codes import BITS, CURVES, PLANES, decoded, levels, search
 
 __all__ = [
     "BLOCK",
@@ -74,9 +74,9 @@ class Segment(NamedTuple):
     Attributes
     ----------
     width
-        Numbers, a multiple of :data:`BLOCK`.
+        Numbers; a multiple of :data:`BLOCK` as they are packed.
     bits
-        Of each, one of :data:`recalkv.codec.codes.BITS`.
+        Of each, one of :data:`recalkv.trellis.codes.BITS`.
     """
 
     width: int
@@ -85,7 +85,7 @@ class Segment(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Bytes of its scale and codes."""
-        return 1 + self.width * self.bits // 8
+        return 1 + -(-self.width // BLOCK) * BLOCK * self.bits // 8
 
 
 def checked(segments: Sequence[Sequence[int]]) -> tuple[Segment, ...]:

@@ -1,6 +1,7 @@
 """Numbers to rows and back, tiles of tokens at a time: what prompts do, and a new token's own row."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,16 +10,28 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from recalkv.codec.codes import BITS, GRAIN, levels
-from recalkv.codec.layout import FIRST, FIRST_FITTED, FITTED, SCALE_STEPS, SCALE_ZERO, TILE, TRIALS, Segment
-from recalkv.runtime.cpu.codes import CELLS, decode, search
-from recalkv.runtime.cpu.threads import array, floats, run, thread_count, thread_number, threads_of_torch
-from recalkv.runtime.cpu.vectors import called, nested
+from recalkv.trellis.codes import BITS, GRAIN, levels
+from recalkv.trellis.cpu.codes import CELLS, decode, search
+from recalkv.trellis.cpu.threads import array, floats, run, thread_count, thread_number, threads_of_torch
+from recalkv.trellis.cpu.vectors import called, nested
+from recalkv.trellis.rows import (
+    FIRST,
+    FIRST_FITTED,
+    FITTED,
+    SCALE_STEPS,
+    SCALE_ZERO,
+    TILE,
+    TRIALS,
+    Segment,
+    row_bytes,
+    tiled,
+    untiled,
+)
 
-__all__ = ["pack_tiles", "segment_table", "tables", "unpack_tiles", "write_row"]
+__all__ = ["pack_rows", "pack_tiles", "segment_table", "tables", "unpack_rows", "unpack_tiles", "write_row"]
 
 REACH = 6.0
-"""The grid of :data:`recalkv.runtime.cpu.codes.CELLS` is from -REACH to REACH."""
+"""The grid of :data:`recalkv.trellis.cpu.codes.CELLS` is from -REACH to REACH."""
 
 _KINDS = 9
 """Tables are found by the number of bits, up to 8."""
@@ -249,3 +262,27 @@ def unpack_tiles(tiles: Tensor, table: np.ndarray, blocks: Tensor, start: int, n
 
 def _run(task: Any, arguments: np.ndarray) -> None:
     run(task, arguments, int(arguments[0]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _table_of(segments: tuple[Segment, ...]) -> np.ndarray:
+    return segment_table(segments, 0)
+
+
+def pack_rows(numbers: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+    """The same as :func:`recalkv.trellis.rows.pack`."""
+    tokens, width = math.prod(numbers.shape[:-1]), row_bytes(segments)
+    tiles = torch.zeros(1, -(-tokens // TILE), width, TILE, dtype=torch.uint8)
+    if tokens:
+        pack_tiles(numbers.reshape(tokens, -1).contiguous(), _table_of(segments), tiles, torch.arange(tokens))
+    return untiled(tiles[0], tokens).reshape(*numbers.shape[:-1], width)
+
+
+def unpack_rows(rows: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+    """The same as :func:`recalkv.trellis.rows.unpack`."""
+    tokens, width = math.prod(rows.shape[:-1]), sum(segment.width for segment in segments)
+    numbers = torch.empty(tokens, width, dtype=torch.float32)
+    if tokens:
+        tiles = tiled(rows.reshape(tokens, -1))[None]
+        unpack_tiles(tiles, _table_of(segments), torch.zeros(1, dtype=torch.int64), 0, numbers)
+    return numbers.view(*rows.shape[:-1], width)

@@ -19,7 +19,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from recalkv.runtime.cpu.vectors import nested
+from recalkv.trellis.cpu.vectors import nested
 
 __all__ = ["array", "floats", "run", "thread_count", "thread_number", "threads_of_torch", "wait_for_all"]
 

@@ -1,0 +1,46 @@
+"""Packing and unpacking rows on a CPU by loops that Numba compiles.
+
+``vectors`` has products and other vector code, ``codes`` the decoding of a tile and the search of codes, ``threads``
+runs loops on torch's own threads, and ``rows`` packs and unpacks rows.
+"""
+
+import functools
+import importlib
+import sys
+import threading
+import warnings
+from typing import Any
+
+__all__ = ["compiled"]
+
+_PATIENCE = 4.0
+"""Seconds: more than loading compiled loops from disk takes."""
+
+
+@functools.cache
+def compiled(module: str) -> Any:
+    """A module of compiled loops; None without Numba, or without a folder for what it compiles."""
+    notice = threading.Timer(
+        _PATIENCE, print, ["recalkv: compiling loops for this processor; up to a minute, once"],
+        {"file": sys.stderr, "flush": True},
+    )  # fmt: skip
+    notice.daemon = True
+    notice.start()
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
+    except RuntimeError as error:
+        _say_what_is_kept_nowhere(str(error))
+        return None
+    finally:
+        notice.cancel()
+
+
+@functools.cache
+def _say_what_is_kept_nowhere(why: str) -> None:
+    warnings.warn(
+        f"packing and decoding in plain torch, which is slower: Numba cannot keep what it compiles ({why}); set "
+        f"NUMBA_CACHE_DIR to a folder that can be written to.",
+        stacklevel=3,
+    )
