@@ -1,7 +1,5 @@
 """The command ``recalkv``. Its help does not wait for torch: whoever imports `recalkv` else has all of it at once."""
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command."""

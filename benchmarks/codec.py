@@ -31,8 +31,6 @@ from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 from stages.common import write_json
 
-__all__ = ["interleaved", "main"]
-
 
 def interleaved(
     first: Callable[[], Any], second: Callable[[], Any], rounds: int, calls: int = 1

@@ -47,16 +47,6 @@ from recalkv.text.chat import Document
 from recalkv.text.corpora import calibration_windows, check_length, held_out_windows, load_tokenizer
 from recalkv.text.windows import Windows
 
-__all__ = [
-    "CompressedLayers",
-    "Statistics",
-    "assemble",
-    "collect_statistics",
-    "compress_checkpoint",
-    "compress_layers",
-    "compress_to_target",
-]
-
 Progress = Callable[[str, int, int], None]
 
 

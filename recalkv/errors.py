@@ -8,22 +8,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-__all__ = [
-    "BudgetError",
-    "CheckpointError",
-    "DataError",
-    "MissingPackageError",
-    "ModelUnavailableError",
-    "NonFiniteError",
-    "ParameterError",
-    "ReCalKVError",
-    "ReportError",
-    "StoreError",
-    "UnsupportedModelError",
-    "needing",
-    "user_errors",
-]
-
 
 class ReCalKVError(ValueError):
     """Base of all errors that bad input can cause; the message says what to change."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recalkv.codec.budget import bits_within, target_bits
-from recalkv.codec.context import cached_tokens, model_context, rope_facts
+from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts
 from recalkv.codec.fit import (
     WINDOW,
     allocated,
@@ -18,7 +18,7 @@ from recalkv.codec.fit import (
     natural_units,
 )
 from recalkv.codec.moments import SINKS, take_moments
-from recalkv.codec.sidecar import Codec, model_fingerprint
+from recalkv.codec.sidecar import Codec
 from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation.perplexity import over_documents
 from recalkv.method.target import Target
@@ -37,8 +37,6 @@ from recalkv.text.corpora import (
     tokenizer_of,
 )
 from recalkv.text.windows import Windows
-
-__all__ = ["SAMPLES", "fit", "fit_loaded", "load_dense"]
 
 SAMPLES = CodecParams().samples
 """Calibration windows of a codec."""

@@ -13,22 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from recalkv.errors import ParameterError
 
-__all__ = [
-    "CalibrationParams",
-    "CodecParams",
-    "CompressionParams",
-    "EvaluationParams",
-    "LatencyParams",
-    "ModelParams",
-    "Params",
-    "RuntimeParams",
-    "ZeroShotParams",
-    "load_params",
-    "parse_params",
-    "parse_section",
-]
-
-
 Precision = Literal["auto", "float32", "bfloat16"]
 
 

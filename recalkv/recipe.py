@@ -29,8 +29,6 @@ from recalkv.text.corpora import (
     tokenizer_of,
 )
 
-__all__ = ["compress"]
-
 
 @torch.inference_mode(False)
 def compress(

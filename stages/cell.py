@@ -15,8 +15,6 @@ from recalkv.params import CompressionParams
 from stages.common import Stage, stage, write_json
 from stages.stored import Stored
 
-__all__ = ["cell", "latent_figures", "latent_model"]
-
 # What the pipeline's own checkpoint may have changed; a cell's method is as it is meant, but for what --set says.
 _AS_MEANT: dict[str, Any] = {
     **dict.fromkeys(("joint", "chain", "grouping", "allocation", "refit"), "auto"),

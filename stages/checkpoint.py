@@ -17,8 +17,6 @@ from recalkv.model.source import write_gguf
 from recalkv.store.folders import writing_folder
 from stages.common import Stage, stage
 
-__all__ = ["MODELS", "Parts", "join"]
-
 
 class Parts(NamedTuple):
     """Wheels that carry the parts of one GGUF file."""

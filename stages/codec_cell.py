@@ -13,8 +13,6 @@ from recalkv.runtime.models import use_codec
 from stages.common import Stage, stage, write_json
 from stages.stored_codec import stored_codec
 
-__all__ = ["codec_cell", "codec_figures"]
-
 
 @stage
 def codec_cell(

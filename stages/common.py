@@ -38,8 +38,6 @@ from recalkv.store.stores import (
 if TYPE_CHECKING:
     from recalkv.model.layers import CheckpointSource, LayerSource
 
-__all__ = ["Stage", "stage", "write_json"]
-
 ParamsOption = Annotated[Path, typer.Option("--params", help="Parameter file (YAML).")]
 DataOption = Annotated[Path, typer.Option("--data", help="Folder of the stages' stores.")]
 ReportsOption = Annotated[Path, typer.Option("--reports", help="Folder of metrics, plots and the report.")]

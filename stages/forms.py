@@ -18,8 +18,6 @@ from stages.cell import latent_model
 from stages.common import Stage
 from stages.stored_codec import stored_codec
 
-__all__ = ["HELP", "check_names", "figures_key", "form_of", "latent_setting", "opened"]
-
 HELP = (
     "codec-BITS, codec-per-head-BITS, latents-BITS (mixed), recalkv-BITS and palu-BITS (16-bit latents of so many bits "
     f"a number), or one of {', '.join(QUANTIZERS)}."

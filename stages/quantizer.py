@@ -14,8 +14,6 @@ from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from stages.common import Stage, stage, write_json
 
-__all__ = ["quantizer", "quantizer_figures"]
-
 
 @stage
 def quantizer(

@@ -22,8 +22,6 @@ from recalkv.trellis.codes import BITS
 from recalkv.trellis.rows import Segment
 from stages.common import Stage
 
-__all__ = ["Stored", "segment_widths"]
-
 _FALLING = BITS[::-1]
 
 

@@ -5,8 +5,6 @@ from recalkv.codec.sidecar import Codec
 from recalkv.store.codec_moments import get_codec_moments
 from stages.common import Stage
 
-__all__ = ["stored_codec"]
-
 
 def stored_codec(run: Stage, bits: float, heads: int | None = None) -> Codec:
     """Codec of so many bits, and KV heads per code; None for as many as are worth it."""

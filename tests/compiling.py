@@ -42,17 +42,6 @@ from recalkv.kernels.plan import (
 )
 from recalkv.kernels.scores import scores_kernel
 
-__all__ = [
-    "CONFIGURATIONS",
-    "SHARED_LIMITS",
-    "Compiled",
-    "Configuration",
-    "compile_all",
-    "compiled_for",
-    "faults",
-    "main",
-]
-
 SHARED_LIMITS = {80: 166_912, 90: 232_448}
 """Bytes of shared memory that one program can have, by architecture (163 KB on A100, 227 KB on H100 and H200)."""
 

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-__all__ = ["DEVICE", "MixedDevicesError", "Tagged", "on_host", "tagging"]
-
 _NAME = "tagged"
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 from recalkv import fitting
-from recalkv.codec.context import cached_tokens, model_context
+from recalkv.codec.context import cached_tokens, model_context, model_fingerprint
 from recalkv.codec.fit import build_codec
 from recalkv.codec.moments import heads_per_code, take_moments
 from recalkv.codec.probe import watching
-from recalkv.codec.sidecar import Codec, model_fingerprint
+from recalkv.codec.sidecar import Codec
 from recalkv.errors import (
     BudgetError,
     CheckpointError,

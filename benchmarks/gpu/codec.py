@@ -26,8 +26,6 @@ from recalkv.runtime.coded import attend_rows
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.trellis.rows import TILE, Segment, pack, tiled
 
-__all__ = ["measure", "steps"]
-
 CODED = "llama-3.1-8b", "qwen2.5-3b", "llama-2-7b"
 PLACES = tuple((context, batch) for batch in (1, 32) for context in (4096, 16384, 65536, 131072))
 _TOLERANCE = 1e-2

@@ -24,21 +24,6 @@ from recalkv.evaluation.timing import cold_copies, time_calls
 from recalkv.kernels.decoder import decoder_of, use_kernels
 from recalkv.model.families import AttentionGeometry
 
-__all__ = [
-    "DenseStep",
-    "copies_of",
-    "dense_parts",
-    "dense_ways",
-    "fastest",
-    "fits",
-    "latent_parts",
-    "per_token",
-    "repeats_of",
-    "serves",
-    "signed",
-    "steps",
-]
-
 GEOMETRY, CONTEXTS = "llama-2-7b", (4096, 16384, 65536)
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 

@@ -31,8 +31,6 @@ from recalkv.evaluation.timing import time_calls
 from recalkv.kernels.decoder import use_kernels
 from recalkv.model.spec import LatentSpec
 
-__all__ = ["steps"]
-
 LAYOUT, LATENTS = "joint s=2", "16 bits, 70 %"
 CODEC = "codec, 4 bits"
 CONTEXT = 8192

@@ -7,8 +7,6 @@ from pathlib import Path
 from packaging.tags import sys_tags
 from packaging.utils import parse_wheel_filename
 
-__all__ = ["unpack_missing"]
-
 
 def unpack_missing(wheels: Path, target: Path) -> list[str]:
     """Unpack the wheels that fit this Python and whose package is not installed; returns ``name version`` of each.

@@ -5,8 +5,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_page"]
-
 PARTS = ("codec", "smoke", "kernels", "models")
 Record = dict[str, Any]
 

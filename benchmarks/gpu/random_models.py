@@ -11,8 +11,6 @@ from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
 from recalkv.model.sizes import ModelSizes
 from recalkv.model.spec import LatentSpec, LayerSpec, check_ratio
 
-__all__ = ["random_dense", "random_latent"]
-
 
 def random_dense(
     sizes: ModelSizes,

@@ -19,8 +19,6 @@ from typing import IO, Any
 
 import torch
 
-__all__ = ["STEPS", "Emit", "Setting", "Step", "child", "run"]
-
 Emit = Callable[..., None]
 """Writes one record, given as keyword arguments."""
 

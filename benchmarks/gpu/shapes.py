@@ -12,16 +12,6 @@ from recalkv.evaluation.step_caches import FullCache
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.sizes import KNOWN, ModelSizes
 
-__all__ = [
-    "GEOMETRIES",
-    "LAYOUTS",
-    "Layout",
-    "dense_model",
-    "filled",
-    "latent_model",
-    "sizes_of",
-]
-
 GEOMETRIES = {
     "llama-2-7b": KNOWN["llama-2-7b"],
     "llama-3.1-8b": KNOWN["llama-3.1-8b"],

@@ -16,8 +16,6 @@ import torch
 from benchmarks.gpu.runner import Emit, Setting, Step
 from recalkv.evaluation.timing import time_calls
 
-__all__ = ["steps"]
-
 PACKAGES = ("numpy", "numba", "pydantic", "zarr", "typer", "pytest", "xdist", "matplotlib", "dvc", "lm_eval")
 MODULES = ("recalkv", "recalkv.kernels.decoder", "recalkv.kernels.attention", "recalkv.runtime.triton_decode",
            "recalkv.compression", "tests.conftest")  # fmt: skip

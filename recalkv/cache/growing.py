@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-__all__ = ["GrowingCache", "GrowingLayer", "growing_cache"]
-
 _LEAST_ROOM = 256
 """Slots that are reserved ahead, at least."""
 

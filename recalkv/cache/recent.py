@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
-__all__ = ["remember", "with_recent"]
-
 _SLACK = 32
 """Tokens kept beyond the window, so that it stays whole when up to as many are cropped, as by assisted decoding. Static
 layers are never cropped, and layers with ``record_past`` are told before they are."""

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["random_rotation"]
-
 
 def random_rotation(size: int, seed: int, *place: int) -> Tensor:
     """Random orthogonal matrix, (size, size) float64; the same for the same seed and place.

@@ -19,8 +19,6 @@ from recalkv.trellis.codes import BITS
 from recalkv.trellis.cpu import compiled
 from recalkv.trellis.rows import BLOCK, Segment, pack, row_bytes, unpack
 
-__all__ = ["RowLayout"]
-
 
 class RowLayout:
     """How the latents of one layer stand in a row of bytes.

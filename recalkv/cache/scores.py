@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["products"]
-
 
 def products(queries: Tensor, keys: Tensor) -> Tensor:
     """``queries @ keys^T`` in float32 at least, whatever the type of both.

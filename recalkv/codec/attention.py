@@ -9,8 +9,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from recalkv.errors import UnsupportedModelError
 
-__all__ = ["check_supported", "dense_attention"]
-
 
 def check_supported(module: Any, further: dict[str, Any]) -> None:
     """Refuse attention that is no softmax over keys of the past, as those of encoders or with position biases.

@@ -6,8 +6,6 @@ from recalkv.codec.moments import LayerMoments
 from recalkv.method.search import largest_ratio
 from recalkv.method.target import Target
 
-__all__ = ["bits_within", "target_bits"]
-
 _DENSE = 16
 
 

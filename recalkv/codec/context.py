@@ -10,8 +10,6 @@ from safetensors import SafetensorError, safe_open
 
 from recalkv.errors import CheckpointError
 
-__all__ = ["cached_tokens", "check_rope", "checkpoint_fingerprint", "model_context", "model_fingerprint", "rope_facts"]
-
 
 def model_context(model: Any) -> int:
     """Positions that a model was made for."""

@@ -16,15 +16,6 @@ from recalkv.method.bits import allocate_bits
 from recalkv.trellis.codes import DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment
 
-__all__ = [
-    "WINDOW",
-    "Unit",
-    "allocated",
-    "build_codec",
-    "check_bits",
-    "natural_units",
-]
-
 WINDOW = 32
 """Newest tokens that are kept exact."""
 

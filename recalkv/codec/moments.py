@@ -26,8 +26,6 @@ from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, measured_rotations, no_rotation
 from recalkv.errors import DataError, NonFiniteError, ParameterError, UnsupportedModelError
 
-__all__ = ["SINKS", "LayerMoments", "collect_moments", "heads_per_code", "take_moments"]
-
 SINKS = 4
 """Tokens at the start of a sequence that are kept exact."""
 

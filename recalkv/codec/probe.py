@@ -10,8 +10,6 @@ from torch import Tensor
 from recalkv.codec.attention import dense_attention
 from recalkv.errors import UnsupportedModelError
 
-__all__ = ["attention_names", "restore_attention", "set_attention", "watching"]
-
 _NAME = "recalkv_probe"
 _watcher: Callable[[int, Tensor, Tensor], None] | None = None
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from recalkv.codec.probe import watching
 from recalkv.errors import ParameterError
 
-__all__ = ["Rotation", "measured_rotations"]
-
 _TOKENS = 6
 _SAME = 1e-3
 """Radians; rotations that differ by less are one."""

@@ -17,12 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from recalkv.codec.context import model_fingerprint
 from recalkv.codec.rope import Rotation
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.trellis.rows import Segment, checked, pack, row_bytes, unpack
-
-__all__ = ["Code", "Codec", "LayerCodec", "model_fingerprint"]
 
 FORMAT = 1
 _TENSORS, _RECORD = "codec.safetensors", "codec.json"

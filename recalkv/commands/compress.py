@@ -14,8 +14,6 @@ from recalkv.errors import ParameterError, user_errors
 from recalkv.params import CalibrationParams, CompressionParams, ModelParams, RuntimeParams, parse_section
 from recalkv.presets import describe
 
-__all__ = ["compress"]
-
 _COMPRESSION, _CALIBRATION = CompressionParams(), CalibrationParams()
 _CLEARLY = 0.05
 """Fraction of the dense bytes: a ratio this far beyond the request is reported; rounding alone stays below."""

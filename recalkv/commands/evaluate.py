@@ -15,8 +15,6 @@ from recalkv.presets import describe
 if TYPE_CHECKING:
     from recalkv.codec.sidecar import Codec
 
-__all__ = ["evaluate", "quick_check"]
-
 
 def evaluate(
     small: Annotated[

@@ -12,8 +12,6 @@ from recalkv.errors import ParameterError, user_errors
 from recalkv.params import CalibrationParams, CodecParams, ModelParams, RuntimeParams, parse_section
 from recalkv.presets import describe
 
-__all__ = ["fit"]
-
 _CODEC, _CALIBRATION = CodecParams(), CalibrationParams()
 _SAMPLES = _CODEC.samples
 _CONTEXT = 2048

@@ -11,8 +11,6 @@ from recalkv.params import RuntimeParams
 from recalkv.presets import describe
 from recalkv.text.unicode import read_standard_input, well_formed
 
-__all__ = ["chat", "generate"]
-
 _DEVICE = RuntimeParams().device
 _Model = Annotated[str, typer.Argument(help="Dense or compressed model: a folder, a hub id, or `embedded`.")]
 _Codec = Annotated[Path | None, typer.Option(help="Folder of a codec fitted to this model.")]

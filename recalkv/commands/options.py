@@ -10,8 +10,6 @@ from pydantic import BaseModel
 from recalkv.errors import ParameterError
 from recalkv.presets import describe
 
-__all__ = ["check_revision", "option", "step_bar"]
-
 
 def option(section: type[BaseModel], name: str, default: str | bool = True) -> Any:
     """Option with a parameter's description; ``default`` is what help shows where it is not the argument's own."""

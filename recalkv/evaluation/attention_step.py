@@ -25,18 +25,6 @@ from recalkv.model.family import family_of
 from recalkv.model.slots import SlotRotary, layer_slots
 from recalkv.model.spec import LatentSpec
 
-__all__ = [
-    "BASELINES",
-    "TOLERANCE",
-    "AttentionModule",
-    "Step",
-    "StepTime",
-    "attention_function",
-    "dense_step",
-    "module_of",
-    "typical_layer",
-]
-
 BASELINES = {"eager": "transformers' eager attention", "sdpa": "SDPA"}
 """What compressed steps are compared with, by the names of the metrics: SDPA where it knows the family's softmax."""
 

@@ -42,17 +42,6 @@ from recalkv.params import EvaluationParams, NeedleParams
 from recalkv.runtime.models import stop_codec, use_codec
 from recalkv.text.windows import Windows
 
-__all__ = [
-    "FULL",
-    "QUICK",
-    "Measured",
-    "Wanted",
-    "compare",
-    "figures",
-    "measure",
-    "possible",
-]
-
 _CACHED_TOKENS = 64
 
 

@@ -19,16 +19,6 @@ from recalkv.evaluation.generation import kept_states
 from recalkv.evaluation.resources import now
 from recalkv.evaluation.timing import Timing
 
-__all__ = [
-    "CACHES",
-    "Contents",
-    "check_same",
-    "largest",
-    "prompt_contents",
-    "time_decoding",
-    "time_prefill",
-]
-
 CACHES = ("growing", "static")
 """What ``generate`` takes by default, and transformers' StaticCache. The dense model's default is transformers'
 DynamicCache, which copies itself at every step."""

@@ -10,22 +10,6 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from recalkv.model.spec import LatentSpec
 
-__all__ = [
-    "PROMPTS",
-    "Generated",
-    "cache_bytes_per_token",
-    "cache_metrics",
-    "fill_cache",
-    "kept_states",
-    "measure_generation",
-    "parameter_count",
-    "parameter_metrics",
-    "reference_bytes_per_token",
-    "state_bytes",
-    "state_figures",
-    "window_bytes",
-]
-
 _CACHE_TOKENS = 64
 _SAMPLE_TOKENS = 32
 PROMPTS = "To bake a loaf of bread, you first", "The ship left the harbour at dawn, and"

@@ -9,8 +9,6 @@ from torch import Tensor
 from recalkv.evaluation.quantizers import CacheQuantizer
 from recalkv.model.slots import rotated
 
-__all__ = ["bias_shares", "rotated_biases", "without_bias"]
-
 
 @torch.inference_mode()
 def rotated_biases(model: Any, tokens: int) -> list[Tensor]:

@@ -32,8 +32,6 @@ from recalkv.model.source import checkpoint_dtype
 from recalkv.model.spec import LatentSpec
 from recalkv.params import LatencyParams, RuntimeParams
 
-__all__ = ["Machine", "Row", "check_contexts", "comparison_row", "measure_models"]
-
 ROUNDS = 3
 """Rounds on a CPU, in which both models are measured in turn."""
 

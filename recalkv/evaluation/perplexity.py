@@ -18,22 +18,6 @@ if TYPE_CHECKING:
     # Stores need zarr, which measuring does not.
     from recalkv.store.stores import StoreReader, StoreWriter
 
-__all__ = [
-    "MAIN_TEXT",
-    "MeasuredText",
-    "Scores",
-    "cell_figures",
-    "divergences",
-    "further_text",
-    "layer_bytes",
-    "measured",
-    "over_documents",
-    "perplexity",
-    "token_losses",
-    "window_losses",
-    "window_scores",
-]
-
 MAIN_TEXT = "main"
 """Place of ``evaluation.text`` in the store of ``baseline``."""
 

@@ -18,8 +18,6 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from recalkv.evaluation.quantizers import CacheQuantizer
 
-__all__ = ["QuantizedLayer", "quantized_cache", "quantized_layers"]
-
 _EXACT = CacheQuantizer("exact", lambda states: states, lambda states: states, 16)
 
 _IMPLEMENTATION = "recalkv_quantized_cache"

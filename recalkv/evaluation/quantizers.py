@@ -17,14 +17,6 @@ from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
 from recalkv.cache.rotation import random_rotation
 from recalkv.errors import ParameterError, needing
 
-__all__ = [
-    "CONTEXTS",
-    "QUANTIZERS",
-    "CacheQuantizer",
-    "gaussian_codebook",
-    "quantizer",
-]
-
 CONTEXTS = (2048, 32768)
 """Tokens of a cache over which exact windows are spread when bits are counted."""
 

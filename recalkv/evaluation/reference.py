@@ -12,8 +12,6 @@ from recalkv.model.families import AttentionGeometry, head_order
 from recalkv.model.family import Family, family_of
 from recalkv.model.slots import SlotRotary
 
-__all__ = ["reference_output"]
-
 
 def reference_output(
     layer: Any, slots: SlotRotary, states: Tensor, cached: tuple[Tensor, Tensor] | None = None

@@ -9,16 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = [
-    "allocated_mib",
-    "available_mib",
-    "device_name",
-    "forget_peak",
-    "now",
-    "peak_device_mib",
-    "peak_resident_mib",
-]
-
 
 def now(device: torch.device) -> float:
     """Read the clock once the device has finished what was asked of it, seconds."""

@@ -4,8 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["FullCache", "Recorder"]
-
 
 class _Always:
     """The layers of a cache that has one for all."""

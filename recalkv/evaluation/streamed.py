@@ -6,8 +6,6 @@ from recalkv.evaluation.perplexity import MeasuredText, Scores, token_losses
 from recalkv.model.layers import LayerSource, autocast, run_layer
 from recalkv.text.windows import Windows
 
-__all__ = ["dense_text"]
-
 
 @torch.no_grad()
 def dense_text(source: LayerSource, windows: Windows, batch_size: int = 1) -> MeasuredText:

@@ -11,8 +11,6 @@ import torch
 
 from recalkv.evaluation.resources import device_name, now
 
-__all__ = ["Timing", "cold_copies", "environment", "time_calls"]
-
 _WARM_UP = 3
 _WARM_SECONDS = 0.1
 # CUDA graphs launched in a row, so that the GPU never waits for the host.

@@ -36,8 +36,6 @@ from recalkv.kernels.plan import (
 from recalkv.kernels.rotary import TileRotary
 from recalkv.kernels.scores import scores_kernel
 
-__all__ = ["latent_attention"]
-
 _LOG2_E = 1.4426950408889634
 
 

@@ -6,8 +6,6 @@ Latents are (batch, slots, columns). Everything elementwise is float32; products
 import triton
 import triton.language as tl
 
-__all__ = ["head_row", "load_latents", "load_up", "run_of_tiles", "slot_places", "turned_pairs"]
-
 # The interpreter multiplies bfloat16 wrongly and without a word; UPCAST makes products float32 there.
 
 

@@ -10,8 +10,6 @@ import triton.language as tl
 
 from recalkv.kernels.blocks import head_row, load_latents, load_up, run_of_tiles, slot_places
 
-__all__ = ["combine_kernel", "values_kernel"]
-
 
 @triton.jit(do_not_specialize=["behind", "latent_batch_stride"])
 def values_kernel(

@@ -13,8 +13,6 @@ from recalkv.kernels.plan import MAX_ROWS, LayerPlan, joined
 from recalkv.kernels.rotary import TileRotary
 from recalkv.model.attention import Cached, LatentAttention
 
-__all__ = ["KERNELS", "KernelDecoder", "choose_kernels", "decoder_of", "is_compressed", "use_kernels", "why_not"]
-
 KERNELS = ("torch", "triton", "auto")
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -7,17 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "device_runs",
-    "note_resources",
-    "output_room",
-    "resident_programs",
-    "row_alignment",
-    "shared_limit",
-    "split",
-    "wide_products",
-]
-
 
 def output_room(query: Tensor, value_up: Tensor | None, total: int) -> Tensor:
     """Room for what the output projection reads."""

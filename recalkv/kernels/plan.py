@@ -8,25 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "COMBINE_COLUMNS",
-    "MAX_ROWS",
-    "STAGES",
-    "TILE",
-    "VALUE_WARPS",
-    "LayerPlan",
-    "ScoresLaunch",
-    "Step",
-    "alignment",
-    "combine_blocks",
-    "cover_rank",
-    "joined",
-    "output_block",
-    "row_block",
-    "scores_launch",
-    "value_blocks",
-]
-
 TILE = 64
 """Slots of a tile of values; a tile of keys is as long, or twice or half of it."""
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TileRotary"]
-
 
 class TileRotary:
     """Cos and sin of tile starts and of places within a tile, shared by all layers of a model.

@@ -16,8 +16,6 @@ from recalkv.kernels.blocks import (
     turned_pairs,
 )
 
-__all__ = ["scores_kernel"]
-
 
 # What changes while a sequence grows must not be compiled in.
 @triton.jit(

@@ -5,8 +5,6 @@ from transformers import DynamicCache
 
 from recalkv.model.attention import LatentAttention
 
-__all__ = ["why_wrong"]
-
 _CACHED = 300
 """Tokens in the cache of the trial: several tiles, and the last one not full."""
 

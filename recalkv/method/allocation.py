@@ -16,8 +16,6 @@ from recalkv.statistics.fisher import FisherScores
 from recalkv.trellis.codes import DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment
 
-__all__ = ["allocate", "check_budget", "predicted_loss"]
-
 Energies = Sequence[Sequence[Tensor]]
 
 

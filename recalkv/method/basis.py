@@ -16,8 +16,6 @@ from recalkv.method.refit import LayerRefit
 from recalkv.model.spec import LayerSpec
 from recalkv.trellis.rows import Segment
 
-__all__ = ["natural_basis", "quantizable", "shared_scales"]
-
 
 def quantizable(
     refit: LayerRefit, problem: LayerProblem, groups: Sequence[Sequence[int]], spec: LayerSpec, index: int

@@ -14,8 +14,6 @@ from recalkv.model.spec import DENSE_BITS, check_ratio
 from recalkv.trellis.codes import BITS, DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment, row_bytes
 
-__all__ = ["allocate_bits", "budget_bits", "check_mixed", "equal_bits_elements", "mixed_bits"]
-
 _RATES = (0, *BITS)
 _LOSS = (1.0, *(DISTORTION[bits] for bits in BITS))
 _HALVINGS = 16

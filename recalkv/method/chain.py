@@ -25,8 +25,6 @@ from recalkv.method.svd import GroupPart
 from recalkv.trellis.codes import DISTORTION
 from recalkv.trellis.rows import Segment
 
-__all__ = ["Link", "chain_columns", "chain_energies", "chain_links", "chain_widths"]
-
 _FAST = 7 / 16
 """Share of a head's RoPE pairs, the fastest, whose keys follow from the first part alone."""
 

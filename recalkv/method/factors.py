@@ -11,8 +11,6 @@ from recalkv.method.problem import LayerProblem
 from recalkv.method.svd import factorize_parts, relative_error
 from recalkv.model.spec import LayerSpec
 
-__all__ = ["LayerFactors", "factorize_layer"]
-
 
 @dataclass(frozen=True)
 class LayerFactors:

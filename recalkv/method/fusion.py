@@ -22,15 +22,6 @@ from recalkv.model.layers import LayerSource
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.params import CalibrationParams, CompressionParams
 
-__all__ = [
-    "choose_value_layout",
-    "fuse_layer",
-    "fuse_output",
-    "fused_attention_tensors",
-    "stored_latents",
-    "stored_layers",
-]
-
 _CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
 _RESOLVED = ("metric", "joint", "chain", "grouping", "allocation", "refit", "bits", "damping")
 """Parameters whose ``auto`` the method decides; the checkpoint says what was done."""

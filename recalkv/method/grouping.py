@@ -27,8 +27,6 @@ from recalkv.method.svd import group_columns, log_volume, spectrum
 from recalkv.model.families import AttentionGeometry
 from recalkv.statistics.fisher import FisherScores
 
-__all__ = ["HeadGrouping", "group_heads", "group_layers", "layer_energies"]
-
 Problems = Callable[[int], LayerProblem]
 Cost = Callable[[tuple[int, ...]], float]
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from recalkv.errors import ParameterError
 from recalkv.params import CompressionParams
 
-__all__ = ["METHODS", "Choices", "Method", "resolve_method"]
-
 
 @dataclass(frozen=True)
 class Choices:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["OutputMoments", "fit_output", "output_error"]
-
 
 @dataclass
 class OutputMoments:

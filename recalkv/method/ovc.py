@@ -19,8 +19,6 @@ from recalkv.method.lowrank import LowRank
 from recalkv.method.svd import relative_error
 from recalkv.statistics.whitening import damped
 
-__all__ = ["CalibratedValues", "calibrate_values", "solve_psd"]
-
 
 @dataclass(frozen=True)
 class CalibratedValues:

@@ -17,8 +17,6 @@ from recalkv.model.spec import LayerSpec
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, damped
 
-__all__ = ["LayerProblem", "LayerStatistics", "value_groups"]
-
 
 @dataclass(frozen=True)
 class LayerStatistics:

@@ -15,16 +15,6 @@ from dataclasses import dataclass
 from recalkv.errors import BudgetError, NonFiniteError, ParameterError
 from recalkv.model.spec import check_ratio
 
-__all__ = [
-    "Allocation",
-    "Projection",
-    "allocate_ranks",
-    "check_minimum",
-    "proportional_shares",
-    "water_filling",
-    "water_level",
-]
-
 
 @dataclass(frozen=True)
 class Projection:

@@ -17,8 +17,6 @@ from recalkv.method.svd import group_columns
 from recalkv.model.layers import LayerSource, attention_input, run_layer
 from recalkv.statistics.whitening import MomentAccumulator
 
-__all__ = ["LayerRefit", "LayerStart", "in_model_order", "install", "refit_layers"]
-
 
 @dataclass(frozen=True)
 class LayerStart:

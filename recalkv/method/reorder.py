@@ -14,15 +14,6 @@ from torch import Tensor
 
 from recalkv.model.families import group_sizes
 
-__all__ = [
-    "PRICED_GROUPS",
-    "few_groups",
-    "greedy_groups",
-    "least_cost_groups",
-    "neighbor_groups",
-    "permutation_of",
-]
-
 PRICED_GROUPS = 64
 """Largest number of groups that are priced one by one."""
 

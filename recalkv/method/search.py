@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from recalkv.errors import BudgetError
 
-__all__ = ["largest_ratio"]
-
 _TRIES = 8
 _AIM = 0.95
 """Part of the limit that a guess aims at, so that the first that meets it is close to it."""

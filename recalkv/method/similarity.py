@@ -7,8 +7,6 @@ Linear CKA needs no stored activations: with the centered second moment ``Cc`` o
 import torch
 from torch import Tensor
 
-__all__ = ["head_cka", "within_group_similarity"]
-
 
 def head_cka(weight: Tensor, centered_gram: Tensor, head_dim: int) -> Tensor:
     """Pairwise linear CKA of the heads of one projection.

@@ -20,17 +20,6 @@ from torch import Tensor
 from recalkv.method.lowrank import LowRank
 from recalkv.statistics.whitening import damped
 
-__all__ = [
-    "GroupPart",
-    "factorize_parts",
-    "group_columns",
-    "group_parts",
-    "log_volume",
-    "relative_error",
-    "spectrum",
-    "symmetric_roots",
-]
-
 _WIDE = 1e6
 """An energy beside 1 that leaves float32 too few digits."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from recalkv.errors import ParameterError
 from recalkv.model.spec import check_ratio
 
-__all__ = ["SYNTAX", "Target"]
-
 SYNTAX = "`0.75` (the ratio), `4GiB@128K`, `bytes_per_token=5760` or `max_excess=0.02` (nats per token)"
 
 _MEMORY = re.compile(r"([\d.]+)\s*([KMGT]i?B)\s*@\s*([\d.]+)\s*(K|M|)", re.IGNORECASE)

@@ -4,8 +4,6 @@ import heapq
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-__all__ = ["fill"]
-
 
 def fill(
     energies: Sequence[Sequence[float]],

@@ -31,8 +31,6 @@ from recalkv.model.values import (
     latent_context,
 )
 
-__all__ = ["Cached", "Decoder", "LatentAttention"]
-
 
 class Cached(NamedTuple):
     """The cache as new queries see it, their own tokens included.

@@ -12,8 +12,6 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from recalkv.model.spec import LatentSpec
 
-__all__ = ["CARD", "model_card"]
-
 CARD = "README.md"
 """Name of the card in a checkpoint's folder, as model hubs want it."""
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from recalkv.cache.rows import RowLayout
 from recalkv.model.spec import LayerSpec
 
-__all__ = ["ChainedRows"]
-
 
 @dataclass(frozen=True)
 class _Part:

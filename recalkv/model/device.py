@@ -4,8 +4,6 @@ import torch
 
 from recalkv.errors import ParameterError
 
-__all__ = ["device_of"]
-
 
 def device_of(name: str) -> torch.device:
     """Return the device of this name; ``auto`` is the accelerator, where there is one with float64, else the CPU."""

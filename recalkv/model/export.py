@@ -20,8 +20,6 @@ from recalkv.model.origins import Origins
 from recalkv.model.spec import LatentSpec
 from recalkv.model.stored_weights import stored_weights
 
-__all__ = ["build_model", "compressed_config", "copy_generation_config", "decoder_layers", "save_checkpoint"]
-
 
 def compressed_config(source: LayerSource, latents: LatentSpec) -> Any:
     """Config of the compressed model: the dense one plus a ``recalkv`` section.

@@ -11,20 +11,6 @@ from typing import Any
 from recalkv.errors import UnsupportedModelError
 from recalkv.model.family import FAMILIES, LATENT, LINEAR, PREFIX, REFUSED, UNDESCRIBED, family_of
 
-__all__ = [
-    "DEQUANTIZE",
-    "IGNORED_BUFFERS",
-    "SUPPORTED_ROPE_TYPES",
-    "AttentionGeometry",
-    "attention_layers",
-    "check_not_quantized",
-    "check_supported",
-    "check_tensors",
-    "group_sizes",
-    "head_order",
-    "layer_attention_types",
-]
-
 # Frequencies of these are fixed at load time, so a rotation depends on distance alone and cache-slot
 # positions are exact. "dynamic" and "longrope" change the frequencies with the sequence's length.
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -15,20 +15,6 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = [
-    "FAMILIES",
-    "LATENT",
-    "LINEAR",
-    "PREFIX",
-    "REFUSED",
-    "UNDESCRIBED",
-    "Family",
-    "family_of",
-    "known_families",
-    "logits_of",
-    "text_config",
-]
-
 PREFIX = "recalkv_"
 """Of the ``model_type`` of compressed models, before the dense one's."""
 

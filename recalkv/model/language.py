@@ -5,8 +5,6 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-__all__ = ["load_language_model"]
-
 # Names in checkpoints of multimodal models, of several ages, and those of the language model by itself.
 _NAMES = {
     r"^language_model\.lm_head\.": "lm_head.",

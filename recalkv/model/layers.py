@@ -32,16 +32,6 @@ from recalkv.model.family import family_of, text_config
 from recalkv.model.precision import PRECISIONS
 from recalkv.model.stored_weights import StoredWeights, stored_weights
 
-__all__ = [
-    "CheckpointSource",
-    "LayerSource",
-    "ModuleSource",
-    "attention_input",
-    "autocast",
-    "run_layer",
-    "weight_files",
-]
-
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -10,8 +10,6 @@ from recalkv.errors import ModelUnavailableError, ReCalKVError, UnsupportedModel
 from recalkv.model.language import load_language_model
 from recalkv.model.modeling import register
 
-__all__ = ["check_causal", "load_model"]
-
 
 def load_model(
     folder: str | Path, device: torch.device, dtype: torch.dtype | str, device_map: str | None = None

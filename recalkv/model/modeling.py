@@ -27,8 +27,6 @@ from recalkv.model.family import FAMILIES, PREFIX, Family
 from recalkv.model.slots import check_positions, layer_slots
 from recalkv.model.spec import LatentSpec
 
-__all__ = ["CONFIG_CLASSES", "MODEL_CLASSES", "LatentModelMixin", "register"]
-
 
 class _LatentConfigMixin:
     """Adds ``recalkv``, which :class:`recalkv.model.spec.LatentSpec` reads."""

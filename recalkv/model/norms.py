@@ -4,8 +4,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["epsilon", "norm_like", "normed"]
-
 
 def epsilon(norm: Any) -> float:
     """What a norm adds to the mean square."""

@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-__all__ = ["Origins"]
-
 _LANGUAGE_MODEL = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?(?=.)")
 _LANGUAGE_HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 

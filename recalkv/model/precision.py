@@ -10,8 +10,6 @@ import torch
 
 from recalkv.errors import ParameterError
 
-__all__ = ["PRECISIONS", "evaluation_precision", "multiplies_bfloat16", "resolve_precision"]
-
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The types that ``calibration.precision`` and ``evaluation.precision`` name."""
 

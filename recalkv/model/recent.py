@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-__all__ = ["Block", "blocks", "overlaid", "readable"]
-
 _QUERIES = 256
 """Of a block: what it reads twice is its own tokens and a window."""
 

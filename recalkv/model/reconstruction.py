@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Reconstruction"]
-
 
 class Reconstruction(nn.Module):
     """R of every group, (r_g, w_g) each: a list of parameters, but one that is called for them.

@@ -9,8 +9,6 @@ from recalkv.errors import ParameterError
 from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.family import FAMILIES, PREFIX, Family, text_config
 
-__all__ = ["KNOWN", "ModelSizes", "known_sizes"]
-
 
 @dataclass(frozen=True)
 class ModelSizes:

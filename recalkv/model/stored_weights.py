@@ -16,8 +16,6 @@ from torch import Tensor
 from recalkv.errors import ModelUnavailableError, UnsupportedModelError
 from recalkv.model.families import DEQUANTIZE, check_not_quantized
 
-__all__ = ["StoredWeights", "stored_weights"]
-
 
 def stored_weights(config: Any) -> "StoredWeights":
     """How the checkpoint of this config holds its weights.

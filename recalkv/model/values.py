@@ -14,8 +14,6 @@ from torch.nn import functional as F  # noqa: N812
 from recalkv.cache.scores import products
 from recalkv.model.families import AttentionGeometry
 
-__all__ = ["MAX_EXPLICIT_QUERIES", "absorbed_output", "decode_query_limit", "latent_blocks", "latent_context"]
-
 MAX_EXPLICIT_QUERIES = 64
 """With more new tokens than this, scores are never materialized: SDPA on rebuilt or padded values."""
 

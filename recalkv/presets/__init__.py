@@ -14,8 +14,6 @@ from pydantic.fields import FieldInfo
 from recalkv.errors import ParameterError
 from recalkv.params import Params, parse_params
 
-__all__ = ["DEFAULT", "describe", "is_rendered", "preset", "preset_names", "render"]
-
 DEFAULT = "default"
 """The preset that changes nothing: the embedded model with the defaults of :mod:`recalkv.params`."""
 

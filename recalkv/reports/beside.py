@@ -10,8 +10,6 @@ from recalkv.model.card import CARD, model_card
 from recalkv.model.spec import LatentSpec
 from recalkv.reports.tables import STATES, markdown
 
-__all__ = ["FIGURES", "advice", "page", "write"]
-
 FIGURES = "evaluation.json"
 """What a checkpoint's folder has of its own evaluation, beside the page of the same name."""
 

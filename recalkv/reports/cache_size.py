@@ -3,8 +3,6 @@
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.sizes import ModelSizes
 
-__all__ = ["BITS", "bytes_per_token", "markdown", "table"]
-
 GIB = 2**30
 WEIGHT_BYTES = 2
 CONTEXTS = tuple(1024 << step for step in range(2, 8))

@@ -25,8 +25,6 @@ from recalkv.errors import ReCalKVError, ReportError
 from recalkv.reports import tables
 from recalkv.reports.parameters import parameters
 
-__all__ = ["PAGES", "TABLES", "main", "measured_numbers", "refreshed"]
-
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "chained": (tables.chained, ("frontier",)),
     "codec-divergence": (tables.codec_divergence, ("frontier",)),

@@ -9,8 +9,6 @@ from matplotlib import pyplot as plt
 from recalkv.reports.plots import save
 from recalkv.reports.tables import frontier
 
-__all__ = ["Row", "draw", "page", "rows_of"]
-
 Row = dict[str, Any]
 
 _PAPERS = ("palu", "recalkv", "svd")

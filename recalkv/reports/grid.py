@@ -6,8 +6,6 @@ from typing import Any
 from recalkv.reports.paper import Measured, paper_section
 from recalkv.reports.tables import grid
 
-__all__ = ["grid_page", "removed_by_rank"]
-
 
 def grid_page(
     title: str, setting: str, picture: str, cells: Mapping[str, Mapping[str, Any]], paper: Sequence[dict[str, Any]]

@@ -5,8 +5,6 @@ from typing import Any
 
 from recalkv.reports.tables import decoding, markdown
 
-__all__ = ["latency_section"]
-
 _MODULE = ("type", "removed", "group", "context", "latents, µs", "dense, µs", "speed-up")
 _WHOLE = ("context", "cache", "dense", "compressed", "compressed / dense")
 

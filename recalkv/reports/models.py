@@ -7,8 +7,6 @@ from typing import Any
 
 from recalkv.reports.tables import frontier, markdown
 
-__all__ = ["CONTEXT", "crossing", "page"]
-
 CONTEXT = 2048
 """Tokens of the sequence whose cached bits are counted."""
 

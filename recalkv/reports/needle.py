@@ -8,8 +8,6 @@ import numpy as np
 from recalkv.params import NeedleParams
 from recalkv.reports.tables import needle
 
-__all__ = ["ALL", "page", "report"]
-
 ALL = "all"
 """In the place of a length: the mean over all."""
 

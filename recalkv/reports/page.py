@@ -13,8 +13,6 @@ from recalkv.reports.latency import latency_section
 from recalkv.reports.paper import Measured, paper_section
 from recalkv.reports.tables import dense_beside_compressed, excess, markdown, methods
 
-__all__ = ["Facts", "page"]
-
 
 @dataclass(frozen=True)
 class Facts:

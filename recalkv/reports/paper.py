@@ -9,8 +9,6 @@ from typing import Any
 from recalkv.presets import preset, preset_names
 from recalkv.reports.tables import markdown
 
-__all__ = ["Beside", "Measured", "beside_paper", "paper_rows", "paper_section"]
-
 
 @dataclass(frozen=True)
 class Measured:

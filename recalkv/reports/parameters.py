@@ -8,8 +8,6 @@ from recalkv.params import Params
 from recalkv.presets import describe
 from recalkv.reports.tables import markdown
 
-__all__ = ["parameters"]
-
 
 def parameters() -> str:
     """Every parameter of ``params.yaml``: its default, its range, its meaning."""

@@ -12,8 +12,6 @@ from recalkv.reports.tables import varied
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-__all__ = ["against_bytes", "cka_heat_maps", "draw_report", "latency_lines", "layer_lines", "needle_heat_maps", "save"]
-
 _DPI = 120
 
 

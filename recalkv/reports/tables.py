@@ -7,29 +7,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "STATES",
-    "chained",
-    "codec_divergence",
-    "codec_speed",
-    "decoding",
-    "dense_beside_compressed",
-    "exact_window",
-    "excess",
-    "frontier",
-    "gpu_models",
-    "grid",
-    "loss_targets",
-    "markdown",
-    "methods",
-    "needle",
-    "real_models",
-    "setting",
-    "stages",
-    "varied",
-    "zeroshot",
-]
-
 _SIDES = ("dense", "compressed")
 _CONTEXT = 2048
 """Tokens that the exact ones of a sequence are spread over."""

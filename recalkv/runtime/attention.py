@@ -17,8 +17,6 @@ from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.decode import decode_step
 from recalkv.runtime.shared import of_mask
 
-__all__ = ["NAME", "check_positions"]
-
 NAME = "recalkv_codec"
 
 _HIDDEN = -1000.0

@@ -20,8 +20,6 @@ from recalkv.runtime.means import mean_keys
 from recalkv.runtime.shared import of_mask
 from recalkv.trellis.rows import TILE, tiled, untiled
 
-__all__ = ["SLACK", "CodecLayer"]
-
 SLACK = 32
 """Exact tokens kept beyond the window, so that it stays whole when up to as many are taken back."""
 

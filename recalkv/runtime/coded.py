@@ -10,8 +10,6 @@ from torch import Tensor
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime.reference import MOST_WIDTH, DeviceLayout, DeviceRotation, coded_attention_torch
 
-__all__ = ["attend_rows", "coordinates_torch", "kernel", "kernel_serves", "outputs_torch"]
-
 
 @functools.cache
 def kernel() -> Any:

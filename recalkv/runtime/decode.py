@@ -9,8 +9,6 @@ from recalkv.runtime.loops import layer_loops
 from recalkv.runtime.prefill import merge, partial_attention
 from recalkv.runtime.shared import of_mask
 
-__all__ = ["decode_step"]
-
 
 def decode_step(
     layer: CodecLayer,

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from recalkv.codec.sidecar import LayerCodec
 
-__all__ = ["layer_loops"]
-
 
 def layer_loops(codec: LayerCodec, tensor: Tensor) -> Any:
     """The loops of a layer (:class:`recalkv.runtime.cpu.layer.LayerLoops`), or None where torch does the work.

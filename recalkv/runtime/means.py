@@ -6,8 +6,6 @@ from torch import Tensor
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import LayerCodec
 
-__all__ = ["mean_keys", "mean_keys_at", "turns"]
-
 _tables: dict[tuple[bytes, torch.device], tuple[Tensor, Tensor]] = {}
 
 

@@ -18,15 +18,13 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from recalkv.codec.context import check_rope
+from recalkv.codec.context import check_rope, model_fingerprint
 from recalkv.codec.probe import attention_names, restore_attention, set_attention, watching
-from recalkv.codec.sidecar import Codec, LayerCodec, model_fingerprint
+from recalkv.codec.sidecar import Codec, LayerCodec
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
 from recalkv.runtime.attention import NAME, check_positions
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.coded import kernel
-
-__all__ = ["check_cached", "codec_cache", "codec_of", "stop_codec", "use_codec"]
 
 
 def _no_continuous_batching(*args: Any, **kwargs: Any) -> None:

@@ -20,8 +20,6 @@ from recalkv.runtime.means import mean_keys, mean_keys_at, turns
 from recalkv.runtime.prefill import merge, partial_attention
 from recalkv.trellis.rows import TILE, untiled
 
-__all__ = ["Chunk", "PagedLayer", "Tokens"]
-
 _PIECE = 8192
 """Earlier slots that a chunk attends to at once: more would be unpacked into as much memory as the context is long."""
 

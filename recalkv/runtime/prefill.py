@@ -11,8 +11,6 @@ from torch import Tensor
 
 from recalkv.cache.scores import products
 
-__all__ = ["attend", "merge", "partial_attention"]
-
 _BAND = 32
 """Queries of a block whose bands are attended to at once."""
 

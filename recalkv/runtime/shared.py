@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["of_mask"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["coordinates", "coordinates_kernel", "outputs", "outputs_kernel"]
-
 _COLUMNS = 32
 """Columns of a program."""
 _INNER = 64

@@ -20,8 +20,6 @@ from recalkv.params import CalibrationParams
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator
 
-__all__ = ["SINK_TOKENS", "FisherScores", "LayerGradients", "collect_gradients"]
-
 SINK_TOKENS = 1
 """Tokens at the start of each window that are kept out of the loss-aware moments, as attention sinks."""
 

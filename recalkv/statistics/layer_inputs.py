@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["FISHER_WINDOWS", "LayerInputs"]
-
 FISHER_WINDOWS = 32
 """Calibration windows that the gradients are of, at most: inputs of all layers are kept of these."""
 

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from recalkv.errors import NonFiniteError
 
-__all__ = ["LossMoments", "LossMomentsAccumulator"]
-
 
 @dataclass(frozen=True)
 class LossMoments:

@@ -14,8 +14,6 @@ from recalkv.errors import NonFiniteError
 from recalkv.model.layers import LayerSource, attention_input, run_layer
 from recalkv.statistics.layer_inputs import LayerInputs
 
-__all__ = ["InputMoments", "MomentAccumulator", "collect_input_moments", "damped"]
-
 
 @dataclass(frozen=True)
 class InputMoments:

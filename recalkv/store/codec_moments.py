@@ -6,8 +6,6 @@ from recalkv.codec.moments import LayerMoments
 from recalkv.codec.rope import Rotation
 from recalkv.store.stores import StoreReader, StoreWriter, layer_name
 
-__all__ = ["get_codec_moments", "put_codec_moments"]
-
 _SIDES = ("key", "value")
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from recalkv.method.lowrank import LowRank
 from recalkv.store.stores import StoreReader, StoreWriter
 
-__all__ = ["get_factors", "get_matrices", "put_factors", "put_matrices"]
-
 
 def put_factors(store: StoreWriter, name: str, factors: LowRank) -> None:
     """Write one projection's factors as float32: ``down`` side by side, ``up`` per group."""

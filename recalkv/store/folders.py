@@ -13,16 +13,6 @@ from typing import Any, NamedTuple
 
 from recalkv.errors import ParameterError, StoreError
 
-__all__ = [
-    "CHECKPOINT",
-    "CODEC",
-    "Output",
-    "check_output",
-    "partial_path",
-    "telling_full_disk",
-    "writing_folder",
-]
-
 
 def partial_path(path: Path) -> Path:
     """Name under which an output is written until it is complete."""

@@ -5,8 +5,6 @@ import torch
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.store.stores import StoreReader, StoreWriter
 
-__all__ = ["get_loss_moments", "put_loss_moments"]
-
 
 def put_loss_moments(store: StoreWriter, name: str, moments: LossMoments) -> None:
     """Write one layer's moments of the loss-aware metric."""

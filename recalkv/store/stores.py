@@ -25,20 +25,6 @@ from torch import Tensor
 from recalkv.errors import StoreError
 from recalkv.store.folders import partial_path, telling_full_disk, writing_folder
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "StoreReader",
-    "StoreWriter",
-    "array_digest",
-    "digest_of",
-    "joint_digest",
-    "layer_name",
-    "open_store",
-    "source_digest",
-    "writing_layers",
-    "writing_store",
-]
-
 SCHEMA_VERSION = 2
 
 

@@ -5,8 +5,6 @@ from typing import Any, TypeAlias
 
 from recalkv.errors import DataError
 
-__all__ = ["Document", "is_conversation", "plain_text", "rendered"]
-
 Document: TypeAlias = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a conversation, each with its ``role`` and ``content``."""
 

@@ -27,22 +27,6 @@ from recalkv.text.windows import (
     with_recall,
 )
 
-__all__ = [
-    "PROTOCOLS",
-    "Protocol",
-    "calibration_documents",
-    "calibration_windows",
-    "check_length",
-    "further_windows",
-    "given_calibration",
-    "held_out_windows",
-    "load_tokenizer",
-    "main_documents",
-    "main_windows",
-    "text_names",
-    "tokenizer_of",
-]
-
 _LONGEST_NAME = 255
 """Characters of a data set's name or path; more is a text."""
 

@@ -19,8 +19,6 @@ from xml.etree.ElementTree import iterparse
 from recalkv.errors import DataError, needing
 from recalkv.text.chat import Document, is_conversation, plain_text
 
-__all__ = ["given_documents", "load_documents"]
-
 _ARTICLES = "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 _NEWS = "test/test_data/lee_background.cor"
 _LOCAL = (".txt", ".raw", ".json", ".jsonl")

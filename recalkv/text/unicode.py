@@ -3,8 +3,6 @@
 import re
 import sys
 
-__all__ = ["read_standard_input", "well_formed"]
-
 _LONE = re.compile("[\ud800-\udfff]")
 REPLACEMENT = "\ufffd"
 

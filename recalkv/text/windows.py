@@ -13,18 +13,6 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.text.chat import Document, rendered
 from recalkv.text.unicode import well_formed
 
-__all__ = [
-    "Windows",
-    "consecutive_windows",
-    "document_tokens",
-    "joined_tokens",
-    "other_windows",
-    "sample_windows",
-    "spread_windows",
-    "windows_of_each",
-    "with_recall",
-]
-
 _PASSAGE = 64
 """Tokens of what :func:`with_recall` repeats at once."""
 

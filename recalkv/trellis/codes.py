@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BITS", "CURVES", "DISTORTION", "FROM", "GRAIN", "PLANES", "SUBSETS", "decoded", "levels", "search"]
-
 CURVES = {
     1: (0.7812690, 0.0038187, 0.0),
     2: (0.4037691, -0.0033463, 1.16050e-3),

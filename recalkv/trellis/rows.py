@@ -21,29 +21,6 @@ from torch.nn.functional import pad
 from recalkv.errors import CheckpointError
 from recalkv.trellis.codes import BITS, CURVES, PLANES, decoded, levels, search
 
-__all__ = [
-    "BLOCK",
-    "FIRST",
-    "FIRST_FITTED",
-    "FITTED",
-    "SCALE_STEPS",
-    "SCALE_ZERO",
-    "TILE",
-    "TRIALS",
-    "NumberTable",
-    "Segment",
-    "chained",
-    "checked",
-    "number_table",
-    "pack",
-    "row_bytes",
-    "scales_of",
-    "tiled",
-    "unchained",
-    "unpack",
-    "untiled",
-]
-
 BLOCK = 8
 """Widths of segments are multiples of it."""
 

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["search_kernel", "trellis_search"]
-
 _CHAINS = 4
 """Chains of a program: with eight trials, one lane of a warp each."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from recalkv.vllm.checks import BACKEND
 
-__all__ = ["BACKEND", "register"]
-
 
 def register() -> None:
     """Make vLLM know the backend, and choose it for models that have a side-car; harmless when repeated."""

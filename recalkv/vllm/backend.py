@@ -18,8 +18,6 @@ from recalkv.vllm.checks import BACKEND
 from recalkv.vllm.served import ServedModel, served_model
 from recalkv.vllm.steps import Step, StepBuilder
 
-__all__ = ["CodecBackend", "CodecImpl"]
-
 
 class CodecBackend(AttentionBackend):
     """The backend; each layer has one of its own, which knows the bytes of its rows."""

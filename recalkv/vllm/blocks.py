@@ -16,8 +16,6 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
-__all__ = ["ExactTokensManager", "ExactTokensSpec"]
-
 _RESERVE = 4
 """One of so many blocks is not taken for prefixes: sequences that are under way need it first."""
 

@@ -4,8 +4,6 @@ from typing import Any
 
 from recalkv.errors import CheckpointError, ParameterError
 
-__all__ = ["BACKEND", "TESTED", "check"]
-
 BACKEND = "RECALKV"
 """Name of the backend in vLLM's log."""
 

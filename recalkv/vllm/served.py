@@ -17,8 +17,6 @@ from recalkv.vllm.checks import BACKEND, check
 from recalkv.vllm.shards import shard
 from recalkv.vllm.window import ExactTokens
 
-__all__ = ["OPTION", "ServedModel", "served_model"]
-
 OPTION = "recalkv_codec"
 """Of ``--additional-config``: folder of a side-car that is not beside the weights; an empty one for none."""
 

@@ -3,8 +3,6 @@
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError
 
-__all__ = ["shard"]
-
 
 def shard(codec: LayerCodec, rank: int, ranks: int) -> LayerCodec:
     """Codec of the KV heads that one of ``ranks`` processes holds; with more processes than heads some hold the same.

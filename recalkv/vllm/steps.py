@@ -20,8 +20,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from recalkv.runtime.coded import kernel
 
-__all__ = ["ExactStepBuilder", "Step", "StepBuilder"]
-
 _DECODED = 8
 """New tokens of a request up to which each is decoded as a sequence of its own: drafts, above all. More are a chunk,
 for which the rows of all older tokens are unpacked once."""

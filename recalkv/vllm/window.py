@@ -18,8 +18,6 @@ from recalkv.vllm.blocks import ExactTokensSpec
 from recalkv.vllm.checks import BACKEND
 from recalkv.vllm.steps import ExactStepBuilder
 
-__all__ = ["ExactBackend", "ExactTokens"]
-
 _FOUND_EVERY = 256
 """Tokens of a prompt, where vLLM's ``--prefix-cache-retention-interval`` is left at 0."""
 

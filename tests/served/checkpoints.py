@@ -17,9 +17,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
+from recalkv.codec.context import model_fingerprint
 from recalkv.codec.fit import build_codec
 from recalkv.codec.moments import take_moments
-from recalkv.codec.sidecar import model_fingerprint
 from tests.coded import fit
 from tests.tiny import ALL_FAMILIES, LONGROPE, VOCABULARY, YARN, dense_model, windows
 

@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from recalkv.runtime.models import use_codec
 
-__all__ = ["own_model"]
-
 FOLDER = Path(os.environ["RECALKV_SERVED"])
 
 

@@ -21,8 +21,6 @@ from vllm.distributed import destroy_distributed_environment, destroy_model_para
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
-__all__ = ["FOLDER", "SIZES", "TOKENS", "compared", "difference", "serve", "texts"]
-
 FOLDER = Path(os.environ["RECALKV_SERVED"])
 TOKENS = 16
 SIZES: dict[str, Any] = {

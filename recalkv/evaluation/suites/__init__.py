@@ -4,7 +4,5 @@ from recalkv.evaluation.suites.longbench import LongBench
 from recalkv.evaluation.suites.suite import Suite
 from recalkv.evaluation.suites.zeroshot import ZeroShot
 
-__all__ = ["SUITES"]
-
 SUITES: dict[str, type[Suite]] = {"zeroshot": ZeroShot, "longbench": LongBench}
 """All suites of two models, by the name of their section of the parameters."""

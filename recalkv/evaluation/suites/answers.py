@@ -19,17 +19,6 @@ from recalkv.errors import DataError, needing
 from recalkv.evaluation.suites.items import check_columns
 from recalkv.evaluation.suites.longbench import shortened
 
-__all__ = [
-    "RULER_TASKS",
-    "SUITES",
-    "Prompt",
-    "final_number",
-    "generate_answers",
-    "read_prompts",
-    "ruler_items",
-    "score",
-]
-
 SUITES = ("gsm8k", "multi_news", "ruler")
 
 RULER_TASKS = {"niah_multikey_2": 128, "vt": 30, "cwe": 120, "fwe": 50}

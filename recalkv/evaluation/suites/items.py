@@ -12,8 +12,6 @@ import numpy as np
 
 from recalkv.errors import DataError
 
-__all__ = ["check_columns", "first_columns", "local_data", "local_override", "quiet", "run_tasks"]
-
 
 def local_data(folder: Path, tasks: Sequence[str]) -> dict[str, Path]:
     """Find each task's items in a folder, as ``TASK.SPLIT.jsonl`` in the schema of the hub's set.

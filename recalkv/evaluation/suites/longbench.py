@@ -19,8 +19,6 @@ from recalkv.evaluation.suites.items import check_columns, first_columns, local_
 from recalkv.evaluation.suites.suite import Progress, Suite, table
 from recalkv.params import LongBenchParams, Params
 
-__all__ = ["TASKS", "LongBench", "LongBenchScore", "check_sets", "longbench"]
-
 TASKS = ("qasper", "qmsum", "multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p")
 """The eight sets of the paper."""
 

@@ -19,8 +19,6 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites.suite import Progress
 from recalkv.params import NeedleParams
 
-__all__ = ["DIGITS", "SCORES", "answer_scores", "check_lengths", "digit_places", "find_needles", "needle_context"]
-
 DIGITS = 6
 
 SCORES = ("digits", "generated", "log_probability")

@@ -7,8 +7,6 @@ from typing import Any
 
 from recalkv.params import Params
 
-__all__ = ["Progress", "Suite", "table"]
-
 Progress = Callable[[], object]
 """Called after each step of a suite."""
 

@@ -18,8 +18,6 @@ from recalkv.evaluation.suites.suite import Progress, Suite, table
 from recalkv.model.precision import evaluation_precision
 from recalkv.params import Params
 
-__all__ = ["PAPER_TASKS", "TaskScore", "ZeroShot", "average", "check_tasks", "metric_of", "zero_shot"]
-
 PAPER_TASKS = ("openbookqa", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
 """The six sets of the paper's Table 1, by their names in lm-eval."""
 

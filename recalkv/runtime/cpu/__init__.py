@@ -7,8 +7,6 @@ from typing import Any
 
 from recalkv.trellis.cpu import compiled
 
-__all__ = ["compiled_loops"]
-
 
 def compiled_loops() -> Any:
     """:mod:`recalkv.runtime.cpu.layer`; None without Numba, or without a folder for what it compiles."""

@@ -16,8 +16,6 @@ from recalkv.trellis.cpu.rows import pack_tiles, segment_table, tables, unpack_t
 from recalkv.trellis.cpu.threads import run, threads_of_torch
 from recalkv.trellis.rows import Segment
 
-__all__ = ["LayerLoops", "StepCache", "loops_of"]
-
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

@@ -27,8 +27,6 @@ from recalkv.trellis.cpu.vectors import (
 )
 from recalkv.trellis.rows import TILE
 
-__all__ = ["COLUMNS", "PIECE", "ROOM", "attend"]
-
 PIECE = 256
 """Slots that are decoded at once: their numbers fit a core's second cache."""
 

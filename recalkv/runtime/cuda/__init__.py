@@ -20,8 +20,6 @@ from recalkv.runtime.reference import DeviceLayout, DeviceRotation, check, check
 from recalkv.trellis.codes import CURVES
 from recalkv.trellis.rows import TILE
 
-__all__ = ["MOST_QUERIES", "coded_attention", "serves", "source"]
-
 MOST_QUERIES = 16
 """Query heads of a group: more would not fit the registers."""
 

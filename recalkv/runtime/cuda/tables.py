@@ -11,8 +11,6 @@ from recalkv.runtime.reference import DeviceLayout, DeviceRotation
 from recalkv.trellis.codes import CURVES, PLANES
 from recalkv.trellis.rows import Segment
 
-__all__ = ["RowTables", "curve_of", "position_table"]
-
 _LANES = 4
 """Lanes of a warp that share a row of a matrix product's operand."""
 

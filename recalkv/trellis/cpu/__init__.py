@@ -11,8 +11,6 @@ import threading
 import warnings
 from typing import Any
 
-__all__ = ["compiled"]
-
 _PATIENCE = 4.0
 """Seconds: more than loading compiled loops from disk takes."""
 

@@ -26,8 +26,6 @@ from recalkv.trellis.cpu.vectors import (
 )
 from recalkv.trellis.rows import SCALE_STEPS, SCALE_ZERO, TILE
 
-__all__ = ["CELLS", "decode", "decode_pairs", "partner", "scales_at", "search"]
-
 CELLS = 2048
 """Cells of a grid of numbers, each of which knows how many levels lie below it: no two levels share one."""
 

@@ -28,8 +28,6 @@ from recalkv.trellis.rows import (
     untiled,
 )
 
-__all__ = ["pack_rows", "pack_tiles", "segment_table", "tables", "unpack_rows", "unpack_tiles", "write_row"]
-
 REACH = 6.0
 """The grid of :data:`recalkv.trellis.cpu.codes.CELLS` is from -REACH to REACH."""
 

@@ -21,8 +21,6 @@ from numba.extending import intrinsic
 
 from recalkv.trellis.cpu.vectors import nested
 
-__all__ = ["array", "floats", "run", "thread_count", "thread_number", "threads_of_torch", "wait_for_all"]
-
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:

@@ -13,31 +13,6 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-__all__ = [
-    "BYTE",
-    "FEATURES",
-    "FLOAT",
-    "INT",
-    "LEAST",
-    "LONG",
-    "SHORT",
-    "add_dots",
-    "address_at",
-    "as_float",
-    "bit_set",
-    "called",
-    "chosen",
-    "constant",
-    "exponentials",
-    "largest",
-    "multiply",
-    "multiply_pairs",
-    "nested",
-    "scaled",
-    "splat",
-    "to_integers",
-]
-
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
 
 _SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
