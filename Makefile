@@ -68,7 +68,7 @@ $(VENV)/.models: requirements-models.txt $(INSTALLED)
 # The codec's loops are compiled beside lint, once for all workers. One thread a worker: two workers of two threads each
 # are slower than two of one.
 test: setup
-	$(BIN)/python -c 'from recalkv.runtime.cpu import compiled_loops; compiled_loops()' & $(MAKE) lint || exit; wait
+	$(BIN)/python -c 'from recalkv.trellis.cpu import compiled; compiled("recalkv.runtime.cpu.layer")' & $(MAKE) lint || exit; wait
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 test-all: setup lint

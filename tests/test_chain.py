@@ -140,14 +140,16 @@ def rows_module(dtype: torch.dtype = torch.float32) -> ChainedRows:
 def test_rows_are_those_of_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """By torch, and part by part in float64; but for latents at the edge of two codes."""
     chain = rows_module(dtype)
-    latents = random(*shape, chain.rows.width).to(dtype)
+    rows = LayerSpec.chained(UNITS, 2).key_rows
+    assert rows is not None
+    latents = random(*shape, rows.width).to(dtype)
     by_torch = chain(latents)
-    assert by_torch.dtype == torch.uint8 and by_torch.shape == (*shape, chain.rows.row_bytes)
-    layer = type("Layer", (), {"feedback": chain, "spec": LayerSpec.chained(UNITS, 2), "key_rows": chain.rows})
-    expected = _rounded(layer, chain.rows, latents.flatten(0, -2))  # type: ignore[arg-type]
-    found = chain.rows.unpack(by_torch, torch.float64).flatten(0, -2)
+    assert by_torch.dtype == torch.uint8 and by_torch.shape == (*shape, rows.row_bytes)
+    layer = type("Layer", (), {"feedback": chain, "spec": LayerSpec.chained(UNITS, 2), "key_rows": rows})
+    expected = _rounded(layer, rows, latents.flatten(0, -2))  # type: ignore[arg-type]
+    found = rows.unpack(by_torch, torch.float64).flatten(0, -2)
     assert float(((found - expected).abs() < 1e-4).float().mean()) > 0.95
-    plain = chain.rows.unpack(chain.rows.pack(latents), torch.float64).flatten(0, -2)
+    plain = rows.unpack(rows.pack(latents), torch.float64).flatten(0, -2)
     assert float(((plain - expected).abs() < 1e-4).float().mean()) < 0.9
 
 
@@ -159,7 +161,7 @@ def test_a_write_to_the_feedback_is_seen() -> None:
         factor.zero_()
     after = chain(latents)
     assert not torch.equal(before, after)
-    assert float((after == chain.rows.pack(latents)).float().mean()) > 0.99
+    assert float((after == LayerSpec.chained(UNITS, 2).key_rows.pack(latents)).float().mean()) > 0.99
 
 
 def test_final_factors_are_the_same_keys_and_values_in_another_basis() -> None:

@@ -1,6 +1,9 @@
 """Quantized latents: rows, the basis, allocation of bits, and models that cache packed rows."""
 
 import math
+import subprocess
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +48,7 @@ def test_rows_are_those_of_the_codec(shape: tuple[int, ...], monkeypatch: pytest
         unpack(found, whole).split([segment.width for segment in whole], dim=-1), segments, strict=True
     )]  # fmt: skip
     torch.testing.assert_close(layout.unpack(found, torch.float32), torch.cat(expected, dim=-1), rtol=1e-6, atol=1e-6)
-    monkeypatch.setattr(rows, "_loops", lambda _: None)
+    monkeypatch.setattr(rows, "serves", lambda _: False)
     assert torch.equal(layout.pack(latents), found)
     assert layout.unpack(found, torch.bfloat16).dtype == torch.bfloat16
 
@@ -64,6 +67,45 @@ def test_every_token_has_its_own_scale() -> None:
     together = layout.unpack(layout.pack(scaled), torch.float32)
     torch.testing.assert_close(together[3] / 1024, alone[3])
     assert torch.equal(together[4:], alone[4:])
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1e20, math.inf, math.nan])
+def test_extreme_latents_stay_finite(size: float) -> None:
+    layout = RowLayout([[Segment(8, bits)] for bits in BITS])
+    found = layout.unpack(layout.pack(torch.full((1, layout.width), size)), torch.float32)
+    assert bool(torch.isfinite(found).all())
+    assert not math.isfinite(size) or float(found.abs().max()) <= max(2 * size, 1e-3)
+
+
+def test_rows_do_not_follow_the_default_device(fresh_python: Path) -> None:
+    code = """
+        import torch
+        from recalkv.cache.rows import RowLayout
+        from recalkv.trellis.rows import Segment
+        torch.set_default_device("meta")
+        latents = torch.randn(5, 20, device="cpu")
+        rows = RowLayout([[Segment(20, 4)]])
+        print(float((rows.unpack(rows.pack(latents), torch.float32) - latents).square().mean()) < 0.05)
+    """
+    run = subprocess.run([fresh_python, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert run.stdout == "True\n"
+
+
+def test_rows_are_traced_as_one_node() -> None:
+    """A compiled model packs by the same loops."""
+    layout, latents = RowLayout([[Segment(20, 4), Segment(8, 2)]]), normal(3, 28)
+    traced = torch.compile(layout.pack, fullgraph=True, backend="eager")
+    assert torch.equal(traced(latents), layout.pack(latents))
+    assert str(torch.export.export(_Packer(layout), (latents,)).graph).count("recalkv.pack_rows") == 1
+
+
+class _Packer(torch.nn.Module):
+    def __init__(self, layout: RowLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, latents: Tensor) -> Tensor:
+        return self.layout.unpack(self.layout.pack(latents), torch.float32)
 
 
 def test_rows_are_the_same_under_autocast() -> None:

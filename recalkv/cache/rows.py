@@ -8,16 +8,15 @@ and R, so every latent of a segment looks alike and Gaussian, and one scale per 
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recalkv.errors import CheckpointError
-from recalkv.trellis.codes import BITS
-from recalkv.trellis.cpu import compiled
-from recalkv.trellis.rows import BLOCK, Segment, pack, row_bytes, unpack
+from recalkv.trellis.cpu import compiled, serves
+from recalkv.trellis.rows import BLOCK, Segment, checked, pack, row_bytes, unpack
+
+_LOOPS = "recalkv.trellis.cpu.rows"
 
 
 class RowLayout:
@@ -31,54 +30,36 @@ class RowLayout:
     """
 
     def __init__(self, groups: Sequence[Sequence[Segment]]) -> None:
-        self.segments = _checked(groups)
-        self._whole = tuple(Segment(-(-own.width // BLOCK) * BLOCK, own.bits) for own in self.segments)
-        self.width, self.row_bytes = sum(own.width for own in self.segments), row_bytes(self._whole)
+        self.segments = checked([*itertools.chain(*groups)], 1, "export the checkpoint again")
+        self._whole = tuple(segment.whole for segment in self.segments)
+        self.width, self.row_bytes = sum(segment.width for segment in self.segments), row_bytes(self._whole)
 
-    @torch.no_grad()
     def pack(self, latents: Tensor) -> Tensor:
         """Latents (..., width) to rows (..., row_bytes) uint8."""
-        numbers = self._filled(latents.float())
-        loops = _loops(numbers)
-        return pack(numbers, self._whole) if loops is None else loops.pack_rows(numbers, self._whole)
+        parts = latents.float().split([segment.width for segment in self.segments], dim=-1)
+        filled = torch.cat([pad(part, (0, -part.shape[-1] % BLOCK)) for part in parts], dim=-1)
+        rows: Tensor = _packed(filled, [number for segment in self._whole for number in segment])
+        return rows
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows (..., row_bytes) uint8 to latents (..., width) of this type."""
-        loops = _loops(rows)
+        loops = compiled(_LOOPS) if serves(rows) else None
         numbers = unpack(rows, self._whole) if loops is None else loops.unpack_rows(rows, self._whole)
-        return self._cut(numbers).to(dtype)
-
-    def _filled(self, latents: Tensor) -> Tensor:
-        """With the zeros at the end of segments."""
-        if self._whole == self.segments:
-            return latents
-        parts = latents.split([own.width for own in self.segments], dim=-1)
-        return torch.cat([pad(part, (0, -part.shape[-1] % BLOCK)) for part in parts], dim=-1)
-
-    def _cut(self, numbers: Tensor) -> Tensor:
-        """Without them."""
-        if self._whole == self.segments:
-            return numbers
-        starts = itertools.accumulate((own.width for own in self._whole), initial=0)
-        parts = [numbers[..., start : start + own.width] for start, own in zip(starts, self.segments, strict=False)]
-        return torch.cat(parts, dim=-1)
+        starts = itertools.accumulate((segment.width for segment in self._whole), initial=0)
+        pieces = zip(starts, self.segments, strict=False)
+        return torch.cat([numbers[..., start : start + segment.width] for start, segment in pieces], dim=-1).to(dtype)
 
 
-def _loops(tensor: Tensor) -> Any:
-    """The compiled loops (:mod:`recalkv.trellis.cpu.rows`); None where torch does the work."""
-    if tensor.device.type != "cpu" or type(tensor) is not Tensor:
-        return None
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return None
-    return compiled("recalkv.trellis.cpu.rows")
+# An operator, so that what traces a model sees one node: a search goes number by number.
+@torch.library.custom_op("recalkv::pack_rows", mutates_args=())
+def _packed(numbers: Tensor, segments: list[int]) -> Tensor:
+    """Rows of numbers (..., width) float32, of segments given as width and bits one after the other."""
+    whole = tuple(map(Segment, segments[::2], segments[1::2]))
+    loops = compiled(_LOOPS) if serves(numbers) else None
+    return pack(numbers, whole) if loops is None else loops.pack_rows(numbers, whole)
 
 
-def _checked(groups: Sequence[Sequence[Segment]]) -> tuple[Segment, ...]:
-    segments = tuple(Segment(*segment) for group in groups for segment in group)
-    bad = [list(segment) for segment in segments if segment.width < 1 or segment.bits not in BITS]
-    if bad:
-        raise CheckpointError(
-            f"segments (width, bits) {bad} cannot be packed: widths are at least 1, and bits one of "
-            f"{', '.join(map(str, BITS))}; export the checkpoint again."
-        )
-    return segments
+@_packed.register_fake
+def _(numbers: Tensor, segments: list[int]) -> Tensor:
+    octets = row_bytes([*map(Segment, segments[::2], segments[1::2])])
+    return numbers.new_empty((*numbers.shape[:-1], octets), dtype=torch.uint8)

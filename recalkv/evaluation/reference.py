@@ -27,8 +27,8 @@ def reference_output(
     states : (1, tokens, m)
         Inputs of the module.
     cached
-        What a compressed module has cached of them, (1, 1, tokens, columns) each, where it packs rows: a code between
-        two words falls either way by the last bit of a latent.
+        What a compressed module has cached of them, (1, 1, tokens, columns) each, where it packs rows: which codes are
+        found may depend on the last bit of a latent.
 
     Returns
     -------

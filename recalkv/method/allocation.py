@@ -87,9 +87,8 @@ def _elements_ratio(widths: Sequence[tuple[int, ...]], layers: int, method: Meth
     bits = int(method.bits)
     units = layers * [width for own in widths for width in own]
     dense, least = sum(units), sum(min(BLOCK, width) for width in units)
-    elements = equal_bits_elements(dense, len(units), method.ratio, bits)
-    # Rows hold multiples of BLOCK latents: what the narrowest groups take more than their full rank is set aside.
-    elements -= sum(-width % BLOCK for width in units)
+    # Rows hold multiples of BLOCK latents: what groups of other widths take beyond their full rank is set aside.
+    elements = equal_bits_elements(dense, len(units), method.ratio, bits, sum(-width % BLOCK for width in units))
     if elements < least:
         raise BudgetError(
             f"compression.ratio={method.ratio} leaves {max(0, elements)} latents of {bits} bits to {len(units)} "

@@ -25,9 +25,9 @@ def budget_bits(dense: int, ratio: float) -> int:
     return math.floor(dense * DENSE_BITS * (1 - ratio) + 1e-6)
 
 
-def equal_bits_elements(dense: int, units: int, ratio: float, bits: int) -> int:
-    """Elements of ``bits`` bits that fit the budget beside a scale byte for each of the units."""
-    return min(dense, max(0, budget_bits(dense, ratio) - 8 * units) // bits)
+def equal_bits_elements(dense: int, units: int, ratio: float, bits: int, padding: int = 0) -> int:
+    """Elements of ``bits`` bits that fit the budget beside a scale byte for each of the units, and so much padding."""
+    return min(dense, max(0, budget_bits(dense, ratio) - 8 * units) // bits - padding)
 
 
 def check_mixed(widths: Sequence[int], ratio: float) -> None:

@@ -2,14 +2,13 @@
 
 import heapq
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
 
 def fill(
     energies: Sequence[Sequence[float]],
     losses: Sequence[float],
-    price: Callable[[int, int, int], Fraction | float],
-    budget: Fraction | float,
+    price: Callable[[int, int, int], float],
+    budget: float,
     first: int = 0,
 ) -> list[list[int]]:
     """Level of every block, by buying the step that saves the most loss for its price, over and over.

@@ -122,7 +122,7 @@ class LatentAttention(nn.Module):
         self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=centered)
         self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=centered)
         self.key_up = Reconstruction(self.key_ranks, self.key_heads, d_h, layer.key_reach)
-        self.feedback = ChainedRows(layer) if layer.parts else None
+        self.feedback = ChainedRows(layer).requires_grad_(False) if layer.parts else None
         self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if centered or "k" in biases else None
         if self.fused:
             self.value_up = None

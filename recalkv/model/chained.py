@@ -46,8 +46,7 @@ class ChainedRows(nn.Module):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        assert spec.key_rows is not None
-        self.rows, self.widths, self._parts = spec.key_rows, [list(own) for own in spec.parts], _parts(spec)
+        self.widths, self._parts = [list(own) for own in spec.parts], _parts(spec)
         for number, widths in enumerate(self.widths):
             self.register_parameter(str(number), nn.Parameter(torch.zeros(sum(widths[:-1]), sum(widths[1:]))))
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from recalkv.codec.sidecar import LayerCodec
+from recalkv.trellis.cpu import compiled, serves
 
 
 def layer_loops(codec: LayerCodec, tensor: Tensor) -> Any:
@@ -13,11 +14,7 @@ def layer_loops(codec: LayerCodec, tensor: Tensor) -> Any:
 
     Torch does it on other devices, in float64, while it compiles or traces what is done, and without Numba.
     """
-    if tensor.device.type != "cpu" or tensor.dtype == torch.float64 or torch.compiler.is_compiling():
+    if not serves(tensor) or tensor.dtype == torch.float64:
         return None
-    if type(tensor) is not Tensor or torch.jit.is_tracing():
-        return None
-    from recalkv.runtime.cpu import compiled_loops
-
-    loops = compiled_loops()
+    loops = compiled("recalkv.runtime.cpu.layer")
     return None if loops is None else loops.loops_of(codec)

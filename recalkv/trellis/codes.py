@@ -11,6 +11,7 @@ that suit normal numbers; no table is needed, so that a kernel decodes with shif
 """
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -46,15 +47,22 @@ SUBSETS = ((0, 2), (1, 3), (2, 0), (3, 1))
 number takes on either way, by the two lowest bits of its u."""
 
 
-@functools.cache
 def levels(bits: int, device: torch.device | None = None) -> Tensor:
     """What the u of codes stand for at a scale of one: (2^(bits + 1),) float32, ascending; on the CPU if not said."""
+    # What a trace makes is no tensor to keep.
+    return (_levels if torch.compiler.is_compiling() else _kept_levels)(bits, device)
+
+
+def _levels(bits: int, device: torch.device | None) -> Tensor:
     with torch.inference_mode(False):
         linear, cubic, quintic = CURVES[bits]
         count = 2 << bits
         place = torch.arange(count, dtype=torch.float32, device=device or "cpu") - (count - 1) / 2
         square = place * place
         return (place * (linear + square * (cubic + square * quintic)) * GRAIN).round() / GRAIN
+
+
+_kept_levels = functools.cache(_levels)
 
 
 def decoded(codes: Tensor, bits: int) -> Tensor:
@@ -83,8 +91,8 @@ def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]
     codes : (chains, length) int32
     """
     table, device = levels(bits, numbers.device), numbers.device
-    if device.type == "cuda" and _search_by_triton() is not None:
-        return _search_by_triton()(numbers, weights, table, bits)
+    if device.type == "cuda" and (by_triton := _search_by_triton(device)) is not None:
+        return by_triton(numbers, weights, table, bits)
     lower = torch.bucketize(numbers.contiguous(), table, out_int32=True).sub_(2).clamp_(0, len(table) - 4)
     # Of the four levels around a number, each is the nearest one of its subset.
     near = lower[..., None] + torch.arange(4, dtype=torch.int32, device=device)
@@ -113,11 +121,16 @@ def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]
 
 
 @functools.cache
-def _search_by_triton() -> Any:
-    """:func:`recalkv.trellis.triton_search.trellis_search`; None where Triton is not installed."""
+def _search_by_triton(device: torch.device) -> Any:
+    """:func:`recalkv.trellis.triton_search.trellis_search`; None where Triton is not installed, or fails."""
     try:
         from recalkv.trellis.triton_search import trellis_search
     except ImportError:
+        return None
+    try:
+        trellis_search(torch.zeros(1, 1, 8, device=device), torch.ones(1, 1, device=device), levels(1, device), 1)
+    except Exception as error:  # of a compiler, a driver, or a GPU that is too old
+        warnings.warn(f"codes are searched in plain torch, which is slow: Triton fails ({error}).", stacklevel=2)
         return None
     return trellis_search
 

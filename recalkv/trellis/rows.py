@@ -38,11 +38,9 @@ TRIALS, FIRST_FITTED, FIRST = 8, -6, -3
 """Scales that are tried, as many as a vector of float32 holds, and the first of them, in steps from there. The one of
 least error is taken, the first where several are. Costs nothing when rows are read, and a quarter of the error."""
 
-_CHAINS = 512
-"""Chains that are searched at once on a CPU, where plain torch holds a hundred bytes a number and trial."""
-
-_CHAINS_OF_A_GPU = 1 << 14
-"""The same on a GPU, where launches are expensive."""
+_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 22}
+"""Numbers that are searched at once, by device: plain torch holds a hundred bytes a number and trial, and on a GPU
+launches are expensive."""
 
 
 class Segment(NamedTuple):
@@ -60,13 +58,20 @@ class Segment(NamedTuple):
     bits: int
 
     @property
+    def whole(self) -> "Segment":
+        """It as it is packed, with zeros at its end."""
+        return Segment(-(-self.width // BLOCK) * BLOCK, self.bits)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of its scale and codes."""
-        return 1 + -(-self.width // BLOCK) * BLOCK * self.bits // 8
+        return 1 + self.whole.width * self.bits // 8
 
 
-def checked(segments: Sequence[Sequence[int]]) -> tuple[Segment, ...]:
-    """Segments of a file.
+def checked(
+    segments: Sequence[Sequence[int]], multiple: int = BLOCK, remedy: str = "fit the codec again"
+) -> tuple[Segment, ...]:
+    """Segments of a file, whose widths are multiples of so many.
 
     Raises
     ------
@@ -74,11 +79,11 @@ def checked(segments: Sequence[Sequence[int]]) -> tuple[Segment, ...]:
         If they cannot be packed.
     """
     found = tuple(Segment(*map(int, each)) for each in segments)
-    bad = [list(each) for each in found if each.width < 1 or each.width % BLOCK or each.bits not in BITS]
+    bad = [list(each) for each in found if each.width < 1 or each.width % multiple or each.bits not in BITS]
     if bad:
         raise CheckpointError(
-            f"codec: segments (width, bits) {bad} cannot be packed: widths are multiples of {BLOCK}, and bits one of "
-            f"{', '.join(map(str, BITS))}; fit the codec again."
+            f"segments (width, bits) {bad} cannot be packed: widths are multiples of {multiple}, and bits one of "
+            f"{', '.join(map(str, BITS))}; {remedy}."
         )
     return found
 
@@ -135,7 +140,7 @@ def _coded(part: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     tried = (middle + first + torch.arange(TRIALS, device=part.device)).clamp(0, 255).flatten(0, -2)
     scales = scales_of(tried)
     numbers = chained(part, bits).flatten(0, -2)
-    most = _CHAINS if numbers.device.type == "cpu" else _CHAINS_OF_A_GPU
+    most = max(1, _AT_ONCE.get(numbers.device.type, _AT_ONCE["cpu"]) // numbers.shape[-1])
     found = [
         search(own[:, None] * (1 / scale)[..., None], scale.square(), bits)
         for own, scale in zip(numbers.split(most), scales.split(most), strict=True)

@@ -11,6 +11,9 @@ import threading
 import warnings
 from typing import Any
 
+import torch
+from torch import Tensor
+
 _PATIENCE = 4.0
 """Seconds: more than loading compiled loops from disk takes."""
 
@@ -29,10 +32,18 @@ def compiled(module: str) -> Any:
     except ImportError:
         return None
     except RuntimeError as error:
+        if "cannot cache function" not in str(error):
+            raise
         _say_what_is_kept_nowhere(str(error))
         return None
     finally:
         notice.cancel()
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether compiled loops may be given a tensor's address: not on other devices, nor while torch traces or wraps."""
+    plain = type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return plain and tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
 @functools.cache

@@ -53,11 +53,13 @@ class _Tables:
 
     def __init__(self) -> None:
         self.cells, self.largest = np.zeros((_KINDS, CELLS), np.int16), np.zeros(_KINDS, np.float32)
-        ends = torch.arange(CELLS, dtype=torch.float64) * (2 * REACH / CELLS) - REACH
+        ends = torch.arange(CELLS, dtype=torch.float64, device="cpu") * (2 * REACH / CELLS) - REACH
         for bits in BITS:
             table = levels(bits, torch.device("cpu"))
             self.cells[bits], self.largest[bits] = torch.bucketize(ends, table.double()).numpy(), table[-1]
-        self.scales = torch.exp2((torch.arange(256, dtype=torch.float32) - SCALE_ZERO) / SCALE_STEPS).numpy()
+        self.scales = torch.exp2(
+            (torch.arange(256, dtype=torch.float32, device="cpu") - SCALE_ZERO) / SCALE_STEPS
+        ).numpy()
         self.addresses = [each.ctypes.data for each in (self.cells, self.largest, self.scales)]
 
 
@@ -270,17 +272,19 @@ def _table_of(segments: tuple[Segment, ...]) -> np.ndarray:
 def pack_rows(numbers: Tensor, segments: tuple[Segment, ...]) -> Tensor:
     """The same as :func:`recalkv.trellis.rows.pack`."""
     tokens, width = math.prod(numbers.shape[:-1]), row_bytes(segments)
-    tiles = torch.zeros(1, -(-tokens // TILE), width, TILE, dtype=torch.uint8)
+    tiles = torch.zeros(1, -(-tokens // TILE), width, TILE, dtype=torch.uint8, device="cpu")
     if tokens:
-        pack_tiles(numbers.reshape(tokens, -1).contiguous(), _table_of(segments), tiles, torch.arange(tokens))
+        pack_tiles(
+            numbers.reshape(tokens, -1).contiguous(), _table_of(segments), tiles, torch.arange(tokens, device="cpu")
+        )
     return untiled(tiles[0], tokens).reshape(*numbers.shape[:-1], width)
 
 
 def unpack_rows(rows: Tensor, segments: tuple[Segment, ...]) -> Tensor:
     """The same as :func:`recalkv.trellis.rows.unpack`."""
     tokens, width = math.prod(rows.shape[:-1]), sum(segment.width for segment in segments)
-    numbers = torch.empty(tokens, width, dtype=torch.float32)
+    numbers = torch.empty(tokens, width, dtype=torch.float32, device="cpu")
     if tokens:
         tiles = tiled(rows.reshape(tokens, -1))[None]
-        unpack_tiles(tiles, _table_of(segments), torch.zeros(1, dtype=torch.int64), 0, numbers)
+        unpack_tiles(tiles, _table_of(segments), torch.zeros(1, dtype=torch.int64, device="cpu"), 0, numbers)
     return numbers.view(*rows.shape[:-1], width)

@@ -50,7 +50,7 @@ def threads_of_torch() -> int:
 @functools.cache
 def _say_one_thread() -> None:
     warnings.warn(
-        "codec: its kernels run in one thread, because torch has another OpenMP library than GNU's (libgomp), as on "
+        "compiled loops run in one thread, because torch has another OpenMP library than GNU's (libgomp), as on "
         "macOS and with Intel's; torch's builds for Linux have it.",
         stacklevel=4,
     )
