@@ -211,7 +211,7 @@ def compress_layers(
         groupings.append(grouping)
         progress("reorder", len(groupings), total)
     groups = [grouping.groups for grouping in groupings]
-    energies = layer_energies(problems, groups, method.chain) if method.allocation == "water-filling" else None
+    energies = layer_energies(problems, groups) if method.allocation == "water-filling" else None
     specs, _ = allocate(source.geometry, known.scores, method, energies)
     result = CompressedLayers(specs, [grouping.permutation for grouping in groupings])
 
@@ -307,18 +307,15 @@ def _prediction(source: LayerSource, known: Statistics, parameters: CompressionP
 
     groups = [grouping.groups for grouping in group_layers(source.geometry, problems, known.scores, method)]
 
-    @functools.cache
-    def energies(chain: bool) -> Any:
-        return layer_energies(problems, groups, chain)
+    energies = layer_energies(problems, groups)
 
     def predict(ratio: float) -> float:
-        # Whether latents are chained may follow from the ratio.
         own = resolve_method(parameters.model_copy(update={"ratio": ratio}), source.geometry.kv_heads)
         try:
-            specs, _ = allocate(source.geometry, known.scores, own, energies(own.chain))
+            specs, _ = allocate(source.geometry, known.scores, own, energies)
         except BudgetError:
             return math.inf
-        return predicted_loss(specs, energies(own.chain))
+        return predicted_loss(specs, energies)
 
     return predict
 

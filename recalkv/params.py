@@ -84,11 +84,6 @@ class CompressionParams(_Section):
     ratio: float = Field(0.75, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
     group_size: int = Field(4, ge=1, description="key/value heads per group, all where the model has fewer")
     joint: Literal["auto", True, False] = Field("auto", description="keys and values of a group share one latent")
-    chain: Literal["auto", True, False] = Field(
-        "auto",
-        description="keys read only the first of a joint latent's directions, which makes decoding faster; mixed bits "
-        "only; auto enables it up to a ratio of 0.8, above which the quality lost outweighs the speed",
-    )
     grouping: Literal["auto", "neighbors", "cka", "tail-energy"] = Field(
         "auto", description="which heads share a latent; cka is the paper's HSR"
     )

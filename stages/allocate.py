@@ -19,7 +19,7 @@ def allocate(run: Stage) -> None:
     geometry, energies = stored.source.geometry, None
     if method.allocation == "water-filling":
         groups = (stored.groups(index) for index in range(geometry.layers))
-        energies = layer_energies(stored.problem, run.progress(groups, geometry.layers), method.chain)
+        energies = layer_energies(stored.problem, run.progress(groups, geometry.layers))
     specs, allocation = allocate_ranks(geometry, stored.scores(), method, energies)
     bits = sum(spec.cached_bits for spec in specs)
     record = {
@@ -31,16 +31,12 @@ def allocate(run: Stage) -> None:
         "cached_bits_per_token": bits,
         "achieved_ratio": 1 - bits / (DENSE_BITS * allocation.dense),
         "joint": method.joint,
-        "chain": method.chain,
     }
     with run.write(record) as store:
         store.put("key", torch.tensor([spec.key_ranks for spec in specs]))
         store.put("value", torch.tensor([spec.value_ranks for spec in specs]))
         if method.quantized:
-            store.put(
-                "key_widths",
-                torch.stack([segment_widths(spec.units if spec.parts else spec.key_segments or ()) for spec in specs]),
-            )
+            store.put("key_widths", torch.stack([segment_widths(spec.key_segments or ()) for spec in specs]))
             store.put("value_widths", torch.stack([segment_widths(spec.value_segments or ()) for spec in specs]))
         for index, units in enumerate(energies or []):
             store.put(f"{layer_name(index)}/energies", torch.cat(units))

@@ -4,7 +4,7 @@ import typer
 
 from recalkv.method.basis import quantizable
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
-from recalkv.store.factors import put_factors, put_matrices
+from recalkv.store.factors import put_factors
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 from stages.stored import Stored
@@ -43,7 +43,6 @@ def calibrate(run: Stage) -> None:
                 final = refit
             put_factors(store, f"{name}/key", final.keys)
             put_factors(store, f"{name}/value", final.values)
-            put_matrices(store, f"{name}/feedback", final.feedback)
             if final.output is not None:
                 store.put(f"{name}/output", final.output)
             store.finish(index, error_before=final.error_before, error_after=final.error_after)

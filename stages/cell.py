@@ -17,7 +17,7 @@ from stages.stored import Stored
 
 # What the pipeline's own checkpoint may have changed; a cell's method is as it is meant, but for what --set says.
 _AS_MEANT: dict[str, Any] = {
-    **dict.fromkeys(("joint", "chain", "grouping", "allocation", "refit"), "auto"),
+    **dict.fromkeys(("joint", "grouping", "allocation", "refit"), "auto"),
     "bits": 16,
     "damping": None,
 }

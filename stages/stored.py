@@ -15,7 +15,7 @@ from recalkv.model.families import group_sizes
 from recalkv.model.spec import LayerSpec
 from recalkv.statistics.fisher import FisherScores
 from recalkv.statistics.whitening import InputMoments
-from recalkv.store.factors import get_factors, get_matrices
+from recalkv.store.factors import get_factors
 from recalkv.store.moments import get_loss_moments
 from recalkv.store.stores import StoreReader, StoreWriter, layer_name
 from recalkv.trellis.codes import BITS
@@ -87,9 +87,6 @@ class Stored:
         ranks = zip(store.get("key").tolist(), store.get("value").tolist(), strict=True)
         if not self.method.quantized:
             return [LayerSpec(key, value, joint) for key, value in ranks]
-        if self.method.chain:
-            groups = len(group_sizes(self.source.geometry.kv_heads, self.method.group_size))
-            return [LayerSpec.chained(_segments(widths), groups) for widths in store.get("key_widths").tolist()]
         widths = zip(store.get("key_widths").tolist(), store.get("value_widths").tolist(), strict=True)
         return [
             LayerSpec(key, value, joint, _segments(key_widths), None if joint else _segments(value_widths))
@@ -109,8 +106,7 @@ class Stored:
         """Final factors of one layer, from the calibrate stage's store."""
         reader, name = store if isinstance(store, StoreReader) else store.reader(), layer_name(index)
         keys, values = get_factors(reader, f"{name}/key"), get_factors(reader, f"{name}/value")
-        feedback = get_matrices(reader, f"{name}/feedback")
-        return LayerRefit(keys, values, reader.find(f"{name}/output"), error_before, error_after, feedback)
+        return LayerRefit(keys, values, reader.find(f"{name}/output"), error_before, error_after)
 
 
 def segment_widths(segments: Sequence[Sequence[Segment]]) -> Tensor:

@@ -63,7 +63,7 @@ class Steps:
         """Ranks of every layer."""
         energies = None
         if self.method.allocation == "water-filling":
-            energies = layer_energies(self.problem, self.groups, self.method.chain)
+            energies = layer_energies(self.problem, self.groups)
         return allocate(self.geometry, self.statistics.scores, self.method, energies)[0]
 
     @functools.cached_property

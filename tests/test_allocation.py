@@ -87,24 +87,13 @@ def test_equal_bits_meet_the_bytes_of_the_ratio(changes: dict[str, Any], bits: i
 @pytest.mark.parametrize("joint", [True, False])
 def test_mixed_bits_give_every_latent_segments_of_its_own(joint: bool) -> None:
     energies = energies_of(*((320, 160) if joint else (160, 80, 160, 80)))
-    method = method_of(joint=joint, ratio=0.8, bits="mixed", chain=False)
+    method = method_of(joint=joint, ratio=0.8, bits="mixed")
     specs, allocation = allocate(GEOMETRY, None, method, energies)
     expected = mixed_bits([unit.tolist() for layer in energies for unit in layer], 0.8)
     given = [tuple(group) for spec in specs for group in [*spec.key_segments, *(spec.value_segments or ())]]
     assert given == expected
     assert allocation.used == sum(segment.width for unit in expected for segment in unit)
-
-
-def test_mixed_bits_give_every_part_of_a_chain_segments_of_its_own() -> None:
-    """Two groups a layer, of two heads and of one, and three parts of each."""
-    energies = energies_of(*(140, 180, 320, 70, 90, 160))
-    method = method_of(ratio=0.8, bits="mixed", chain=True)
-    specs, allocation = allocate(GEOMETRY, None, method, energies)
-    expected = mixed_bits([unit.tolist() for layer in energies for unit in layer], 0.8)
-    assert [tuple(unit) for spec in specs for unit in spec.units] == expected
-    assert [len(widths) for spec in specs for widths in spec.parts] == [3, 3] * len(specs)
-    assert allocation.used == sum(map(sum, (spec.key_ranks for spec in specs)))
-    # What is left of every direction of every part.
+    # What is left of every direction.
     left = sum(float(unit.sum()) for layer in energies for unit in layer)
     assert 0 < predicted_loss(specs, energies) < left / 2
 

@@ -342,7 +342,7 @@ def test_bytes_of_latents_in_16_bits_are_those_of_the_models_type(tiny_folder: P
     for method, most in (("recalkv", 400), ("loss-aware", 200)):
         target = Target(bytes_per_token=most)
         small = recalkv.compress(dense, tiny_tokenizer, texts, target=target, method=method, **CALL)
-        assert 0.75 * most < LatentSpec.from_config(small.config).cached_bytes_per_token(4) <= most
+        assert 0.7 * most < LatentSpec.from_config(small.config).cached_bytes_per_token(4) <= most
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -425,8 +425,7 @@ def test_the_call_works_whatever_the_mode_of_gradients(context: Any, tiny_folder
         dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
         found = [recalkv.compress(model, dataset=ROWS, **CALL) for model in (dense, tiny_folder)]
     for compressed in found:
-        # Packing has no gradient.
-        assert all(own.requires_grad for name, own in compressed.named_parameters() if "feedback" not in name)
+        assert all(own.requires_grad for own in compressed.parameters())
         for name, tensor in compressed.state_dict().items():
             assert torch.equal(tensor, expected[name])
 

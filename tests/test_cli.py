@@ -221,14 +221,14 @@ def test_a_target_is_the_budget(settings: list[str | Path], tmp_path: Path) -> N
 
 def test_compress_ends_with_a_quick_evaluation(settings: list[str | Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = compress(*settings, "--out", out, check=True)
+    done = compress(*settings, "--ratio", "0.9", "--out", out, check=True)
     assert done.exit_code == 0, done.output
     found = json.loads((out / "evaluation.json").read_text())
     assert found["text"] == "calibration.txt, held out" and found["perplexity"]["tokens_per_window"] == 32
     assert f"KL {found['perplexity']['kl_nats']:.4f}" in done.output
     card = (out / "README.md").read_text()
     assert "| perplexity, calibration.txt, held out (8 windows) |" in card
-    # Random weights of a tiny model at a quarter of the bytes.
+    # Random weights of a tiny model at a tenth of the bytes.
     assert "poor on calibration.txt, held out" in done.output and "try: calibrate on more than 192" in done.output
     assert AutoModelForCausalLM.from_pretrained(out).dtype is not None
 

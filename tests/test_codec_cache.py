@@ -26,7 +26,7 @@ from recalkv.errors import CheckpointError, ParameterError, ReCalKVError, Unsupp
 from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.models import check_cached, codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
-from recalkv.trellis.codes import levels
+from recalkv.trellis.codes import _kept_levels
 from tests import tiny
 from tests.coded import WINDOW, assert_agree, codec_of, coded_model, dense, fit, in_chunks, one_pass, token_ids
 
@@ -128,7 +128,7 @@ def test_the_default_type_does_not_matter(dtype: torch.dtype, monkeypatch: pytes
     fresh = copy.deepcopy(codec_of())
     wanted, _ = in_chunks(use_codec(copy.deepcopy(model), codec_of()), ids, STEPS)
     monkeypatch.setattr(recalkv.runtime.means, "_tables", {})
-    levels.cache_clear()
+    _kept_levels.cache_clear()
     use_codec(model, fresh)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -137,7 +137,7 @@ def test_the_default_type_does_not_matter(dtype: torch.dtype, monkeypatch: pytes
             first, _ = in_chunks(model, ids, STEPS)
     finally:
         torch.set_default_dtype(before)
-        levels.cache_clear()
+        _kept_levels.cache_clear()
     assert torch.equal(first, wanted)
     again, _ = in_chunks(model, ids, STEPS)
     assert torch.equal(again, wanted)

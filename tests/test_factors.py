@@ -52,9 +52,7 @@ def test_predicted_rise_is_half_of_what_is_left_out(changes: dict[str, object]) 
 
 def test_predicted_rise_counts_what_codes_leave() -> None:
     given = steps("llama-gqa", bits="mixed", ratio=0.75)
-    energies = [
-        given.problem(i).energies(own, given.problem(i).parts(own)[0], True) for i, own in enumerate(given.groups)
-    ]
+    energies = [[part.energies() for part in given.problem(i).parts(own)[0]] for i, own in enumerate(given.groups)]
     for layer, spec, own in zip(given.factors, given.specs, energies, strict=True):
         ranks = [sum(segment.width for segment in unit) for unit in spec.units]
         assert layer.predicted_rise == predicted_loss([spec], [own]) > 0.5 * left_out(own, ranks)

@@ -55,7 +55,7 @@ NEIGHBORS = [[[0, 1], [2, 3], [4, 5]]] * 3
 
 def total_left_out(given: Steps, groups: Sequence[list[list[int]]]) -> float:
     """Energy that the allocation leaves out with these groups."""
-    energies = layer_energies(given.problem, groups, chain=False)
+    energies = layer_energies(given.problem, groups)
     _, allocation = allocate(given.geometry, None, given.method, energies)
     return left_out(
         [unit for layer in energies for unit in layer], [rank for unit in allocation.ranks for rank in unit]
@@ -74,7 +74,7 @@ def pairs_of(heads: list[int]) -> Iterator[list[list[int]]]:
 @pytest.mark.parametrize("joint", [True, False])
 def test_energies_are_those_of_every_latent_keys_first(joint: bool) -> None:
     given = steps("llama-mha", joint=joint)
-    for index, energies in enumerate(layer_energies(given.problem, given.groups, chain=False)):
+    for index, energies in enumerate(layer_energies(given.problem, given.groups)):
         keys, values = given.problem(index).parts(given.groups[index])
         assert len(energies) == (3 if joint else 6)
         for own, part in zip(energies, keys + values, strict=True):

@@ -410,8 +410,8 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PACKED: dict[str, dict[str, Any]] = {
     "one code": {"method": "recalkv", "bits": 4, "ratio": 0.8},
-    "joint, mixed": {"method": "loss-aware", "bits": "mixed", "ratio": 0.75, "chain": False},
-    "chained, a window": {"method": "loss-aware", "bits": "mixed", "ratio": 0.75, "exact_window": 5},
+    "joint, mixed": {"method": "loss-aware", "bits": "mixed", "ratio": 0.75},
+    "a window": {"method": "loss-aware", "bits": "mixed", "ratio": 0.75, "exact_window": 5},
 }
 
 

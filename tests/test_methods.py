@@ -35,7 +35,7 @@ def test_auto_is_the_methods_own(name: str) -> None:
     method = method_of(method=name)
     assert chosen(method) == chosen(METHODS[name])
     given = plain(method=name)
-    numbers = {each.name for each in dataclasses.fields(method)} - set(chosen(method)) - {"chain"}
+    numbers = {each.name for each in dataclasses.fields(method)} - set(chosen(method))
     assert {number: getattr(method, number) for number in numbers} == given.model_dump(include=numbers)
 
 

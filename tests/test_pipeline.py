@@ -230,7 +230,7 @@ def test_a_cell_takes_the_method_as_it_is_meant(
 ) -> None:
     # The pipeline's own choices do not leak into the methods beside it, which may have none of them; what --set names
     # does.
-    for key, value in (("bits", "mixed"), ("joint", True), ("chain", True), ("damping", 0.3)):
+    for key, value in (("bits", "mixed"), ("joint", True), ("damping", 0.3)):
         change_parameters(prepared, f"compression.{key}", value)
     changes = ["compression.method=palu", "compression.ratio=0.6"]
     own = [*changes, "compression.allocation=uniform"]

@@ -128,16 +128,6 @@ def test_full_ranks_lose_nothing() -> None:
     assert _prediction(source, known, CompressionParams(bits=16, ratio=0.0))(0.0) == 0
 
 
-def test_the_prediction_chains_latents_where_compressing_does() -> None:
-    """Above the ratio where chains end, whatever ratio the search started from."""
-    source, known = ModuleSource(dense_model("llama-gqa")), statistics("llama-gqa", 3)
-    auto, chained, whole = (
-        _prediction(source, known, CompressionParams(group_size=2, chain=chain)) for chain in ("auto", True, False)
-    )
-    assert auto(0.7) == chained(0.7) != whole(0.7)
-    assert auto(0.9) == whole(0.9) != chained(0.9)
-
-
 def own_text(model: Any, count: int, seed: int) -> torch.Tensor:
     """Windows that a model draws itself: no other model has less loss on them, but for chance."""
     torch.manual_seed(seed)

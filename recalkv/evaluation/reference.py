@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recalkv.cache.rows import RowLayout
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import AttentionGeometry, head_order
 from recalkv.model.family import Family, family_of
@@ -110,26 +109,6 @@ def _dense_rows(
     return keys, values.split(sizes.head_dim, dim=-1)
 
 
-def _rounded(layer: LatentAttention, rows: Any, latents: Tensor) -> Tensor:
-    """Latents (tokens, width) as their rows have them, float64; chained ones part by part."""
-    if layer.feedback is None or rows is not layer.key_rows:
-        unpacked: Tensor = rows.unpack(rows.pack(latents), torch.float64)
-        return unpacked
-    found, units, start = torch.zeros_like(latents, dtype=torch.float64), iter(layer.spec.units), 0
-    for widths, factor in zip(layer.spec.parts, layer.feedback.factors(), strict=True):
-        begin = start
-        for width in widths:
-            own = latents[:, begin : begin + width].double()
-            if begin > start:
-                told = factor.double()[: begin - start, begin - start - widths[0] :][:, :width]
-                own = own + (latents[:, start:begin].double() - found[:, start:begin]) @ told
-            layout = RowLayout([next(units)])
-            found[:, begin : begin + width] = layout.unpack(layout.pack(own.float()), torch.float64)
-            begin += width
-        start = begin
-    return found
-
-
 def _latent_rows(
     layer: LatentAttention, inputs: Tensor, cached: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Sequence[Tensor]]:
@@ -140,7 +119,7 @@ def _latent_rows(
             unpacked: Tensor = rows.unpack(cached[side][0, 0].to(inputs.device), torch.float64)
         else:
             z = _linear(projection, inputs)
-            unpacked = z if rows is None else _rounded(layer, rows, z.to(projection.weight.dtype))
+            unpacked = z if rows is None else rows.unpack(rows.pack(z.to(projection.weight.dtype)), torch.float64)
         if layer.exact_window:
             unpacked[-layer.exact_window :] = _linear(projection, inputs[-layer.exact_window :])
         return unpacked

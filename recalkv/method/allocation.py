@@ -7,7 +7,6 @@ from torch import Tensor
 
 from recalkv.errors import BudgetError
 from recalkv.method.bits import check_mixed, equal_bits_elements, mixed_bits
-from recalkv.method.chain import chain_widths
 from recalkv.method.methods import Method
 from recalkv.method.ranks import Allocation, Projection, allocate_ranks, check_minimum, water_filling
 from recalkv.model.families import AttentionGeometry, group_sizes
@@ -72,9 +71,6 @@ def check_budget(geometry: AttentionGeometry, method: Method) -> None:
 
 def _widths(geometry: AttentionGeometry, method: Method) -> list[tuple[int, ...]]:
     """Full ranks of a layer's latents or parts, projection by projection: keys and values, or both at once."""
-    if method.chain:
-        groups = group_sizes(geometry.kv_heads, method.group_size)
-        return [tuple(width for size in groups for width in chain_widths(size, geometry.head_dim))]
     keys, values = (
         tuple(size * geometry.head_dim for size in group_sizes(geometry.kv_heads, group_size))
         for group_size in (method.group_size, method.value_group_size(geometry.kv_heads))
@@ -156,9 +152,6 @@ def _mixed(
     ranks = [tuple(sum(segment.width for segment in group) for group in projection) for projection in segments]
     used = sum(map(sum, ranks))
     allocation = Allocation(ranks, used, used, sum(map(len, flat)))
-    if method.chain:
-        groups = len(group_sizes(geometry.kv_heads, method.group_size))
-        return [LayerSpec.chained(units, groups) for units in segments], allocation
     return _specs(allocation, segments, method.joint), allocation
 
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from recalkv.cache.rotation import random_rotation
-from recalkv.method.chain import Link
 from recalkv.method.lowrank import LowRank
 from recalkv.method.problem import LayerProblem
 from recalkv.method.refit import LayerRefit
@@ -49,8 +47,6 @@ def quantizable(
             up.append(new_right)
         return LowRank(down, up).float()
 
-    if spec.parts:
-        return _chained(refit, problem.chains(groups, key_parts, spec), (0, index, 0), spec)
     if spec.joint:
         both = LowRank(
             refit.keys.down, [torch.cat(pair, dim=1) for pair in zip(refit.keys.up, refit.values.up, strict=True)]
@@ -94,29 +90,6 @@ def _segmented(
         rows.append(rotation.T @ (sizes[:, None] * right[part]))
         start += width
     return torch.cat(columns, dim=1), torch.cat(rows)
-
-
-def _chained(refit: LayerRefit, chains: Sequence[Sequence[Link]], seed: tuple[int, ...], spec: LayerSpec) -> LayerRefit:
-    """Chained latents: each part stands in a natural basis as it is."""
-    units, downs, ups, feedback = iter(spec.units), [], [], []
-    for number, chain in enumerate(chains):
-        down, up, turns, told = list[Tensor](), list[Tensor](), list[tuple[Tensor, Tensor]](), list[Tensor]()
-        for place, link in enumerate(chain):
-            eye = torch.eye(len(link.variances)).to(link.down)
-            turn, inverse = _segmented(eye, eye, link.variances, next(units), (*seed, number, place))
-            down.append(link.down @ turn)
-            up.append(inverse @ link.up)
-            told.append(
-                torch.block_diag(*(before for _, before in turns)) @ link.feedback @ turn if turns else link.feedback
-            )
-            turns.append((turn, inverse))
-        downs.append(torch.cat(down, dim=1))
-        ups.append(torch.cat(up))
-        # One matrix: what the parts before the last tell those behind the first.
-        rows = len(told[-1])
-        feedback.append(torch.cat([pad(each, (0, 0, 0, rows - len(each))) for each in told[1:]], dim=1).float())
-    keys, values = LowRank(downs, ups).float().halves()
-    return replace(refit, keys=keys, values=values, feedback=feedback)
 
 
 def shared_scales(variances: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from recalkv.method.allocation import predicted_loss
 from recalkv.method.lowrank import LowRank
 from recalkv.method.problem import LayerProblem
@@ -36,13 +34,7 @@ class LayerFactors:
 def factorize_layer(problem: LayerProblem, groups: Sequence[Sequence[int]], spec: LayerSpec) -> LayerFactors:
     """Factors of one layer's keys and values, float32, at the ranks of ``spec``; ``groups`` are of key heads."""
     key_parts, value_parts = problem.parts(groups)
-    chained = bool(spec.parts)
-    if chained:
-        chains = problem.chains(groups, key_parts, spec)
-        down = [torch.cat([link.down for link in chain], dim=1) for chain in chains]
-        first = LowRank(down, [torch.cat([link.up for link in chain]) for chain in chains])
-    else:
-        first = factorize_parts(key_parts, spec.key_ranks)
+    first = factorize_parts(key_parts, spec.key_ranks)
     if problem.method.joint:
         keys, values = first.halves()
         stored = first.float().halves()
@@ -54,5 +46,5 @@ def factorize_layer(problem: LayerProblem, groups: Sequence[Sequence[int]], spec
         *stored,
         relative_error(problem.keys[:, order], keys.dense(), gram),
         relative_error(problem.values[:, order], values.dense(), gram),
-        predicted_loss([spec], [problem.energies(groups, key_parts + value_parts, chained)]),
+        predicted_loss([spec], [[part.energies() for part in key_parts + value_parts]]),
     )

@@ -23,7 +23,7 @@ from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.params import CalibrationParams, CompressionParams
 
 _CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
-_RESOLVED = ("metric", "joint", "chain", "grouping", "allocation", "refit", "bits", "damping")
+_RESOLVED = ("metric", "joint", "grouping", "allocation", "refit", "bits", "damping")
 """Parameters whose ``auto`` the method decides; the checkpoint says what was done."""
 
 
@@ -114,7 +114,6 @@ def fuse_layer(
     if order is not None:
         dense, keys = _in_turning_order(dense, keys, torch.tensor(order))
     fused = fused_attention_tensors(dense, source.geometry, spec, keys, values, output, mean)
-    fused |= {f"feedback.{number}": matrix for number, matrix in enumerate(refit.feedback)}
     alone = [name for name in fused if name in given and source.holds(prefix + name)]
     kept = {name for name in alone if torch.equal(fused[name], given[name])}
     new = {prefix + name: tensor.to(dtype) for name, tensor in fused.items() if name not in kept}

@@ -64,21 +64,24 @@ def group_heads(problem: LayerProblem) -> HeadGrouping:
     return HeadGrouping(similarity, neighbor_groups(problem.kv_heads, method.group_size))
 
 
-def layer_energies(problems: Problems, groups: Iterable[Sequence[Sequence[int]]], chain: bool) -> list[list[Tensor]]:
+def layer_energies(problems: Problems, groups: Iterable[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
     """Energies of every layer, as :func:`recalkv.method.allocation.allocate` wants them.
 
     Parameters
     ----------
     groups
         Of every layer.
-    chain
-        Whether they are those of the parts of chained latents; otherwise those of whole latents, keys first.
+
+    Returns
+    -------
+    list of list of (rank,) float64
+        Of each layer, those of its latents, keys first.
     """
     energies = []
     for index, own in enumerate(groups):
         problem = problems(index)
         keys, values = problem.parts(own)
-        energies.append(problem.energies(own, keys + values, chain))
+        energies.append([part.energies() for part in keys + values])
     return energies
 
 
@@ -108,10 +111,8 @@ def group_layers(
         return
     first = [group_heads(problems(index)) for index in range(geometry.layers)]
     level, energies = None, None
-    # Which heads go together does not depend on the order of their latents.
-    method = replace(method, chain=False)
     if method.allocation == "water-filling":
-        energies = layer_energies(problems, [grouping.groups for grouping in first], False)
+        energies = layer_energies(problems, [grouping.groups for grouping in first])
     specs, allocation = allocate(geometry, scores, method, energies)
     if energies is not None:
         flat = [unit.tolist() for layer in energies for unit in layer]

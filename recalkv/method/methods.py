@@ -51,9 +51,6 @@ METHODS = {
 FIT_ABOVE = 0.9
 """Ratio above which mixed bits leave so much out that a fit of the output gains; not at 0.875 (reports/frontier.md)."""
 
-CHAIN_UP_TO = 0.8
-"""Ratio up to which joint latents in mixed bits are chained; docs/quantization.md has what it costs at others."""
-
 DAMPING = {"loss": 0.1}
 """``compression.damping`` where it is null, by metric. See docs/method.md for what it was measured to gain."""
 
@@ -64,7 +61,6 @@ class Method(Choices):
 
     ratio: float
     group_size: int
-    chain: bool
     bits: int | str
     rank_multiple: int
     damping: float
@@ -101,9 +97,6 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
     refit = base.refit if parameters.refit == "auto" else parameters.refit
     if parameters.refit == "auto" and refit == "output" and bits == "mixed" and parameters.ratio <= FIT_ABOVE:
         refit = "none"
-    chain = parameters.chain
-    if chain == "auto":
-        chain = joint and bits == "mixed" and parameters.ratio <= CHAIN_UP_TO
     method = Method(
         metric=base.metric,
         joint=joint,
@@ -113,7 +106,6 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
         refit=refit,
         ratio=parameters.ratio,
         group_size=parameters.group_size if kv_heads is None else min(parameters.group_size, kv_heads),
-        chain=chain,
         bits=bits,
         rank_multiple=parameters.rank_multiple,
         damping=DAMPING.get(base.metric, 1e-6) if parameters.damping is None else parameters.damping,
@@ -123,11 +115,6 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
         raise ParameterError(
             "compression.refit=values moves the value latent alone, but compression.joint=true shares it with the "
             "keys; set joint to false, or refit to output or none."
-        )
-    if method.chain and not (joint and method.bits == "mixed"):
-        raise ParameterError(
-            f"compression.chain=true orders latents that keys and values share in mixed bits, but joint is {joint} and "
-            f"bits {method.bits}; set compression.joint to true and bits to mixed, or chain to auto."
         )
     if method.bits == "mixed" and method.allocation != "water-filling":
         raise ParameterError(

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recalkv.method.chain import Link, chain_columns, chain_energies, chain_links
 from recalkv.method.methods import Method
 from recalkv.method.reorder import neighbor_groups
 from recalkv.method.svd import GroupPart, group_columns, group_parts
-from recalkv.model.families import head_order
 from recalkv.model.layers import LayerSource
-from recalkv.model.spec import LayerSpec
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, damped
 
@@ -55,8 +52,6 @@ class LayerProblem:
         ``d_h``.
     method
         The resolved method.
-    head_order
-        Dimensions of a head in the order in which RoPE turns its halves; None if they stand so already.
     """
 
     keys: Tensor
@@ -64,7 +59,6 @@ class LayerProblem:
     statistics: LayerStatistics
     head_dim: int
     method: Method
-    head_order: Sequence[int] | None = None
 
     @classmethod
     def of(cls, source: LayerSource, index: int, statistics: LayerStatistics, method: Method) -> "LayerProblem":
@@ -74,7 +68,7 @@ class LayerProblem:
             source.layer_tensor(source.places[index], f"self_attn.{name}_proj.weight").T.to(device) for name in "kv"
         )
         head_dim = source.geometry.head_dim
-        return cls(keys, values, statistics, head_dim, method, head_order(source.config, head_dim))
+        return cls(keys, values, statistics, head_dim, method)
 
     @property
     def kv_heads(self) -> int:
@@ -102,29 +96,6 @@ class LayerProblem:
     def order(self, groups: Sequence[Sequence[int]]) -> Tensor:
         """Columns of the projections in the order of the groups' heads, (n,) int64."""
         return torch.cat(group_columns(groups, self.head_dim))
-
-    def _links(self, groups: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-        """Columns of each part of each group's chain (:mod:`recalkv.method.chain`)."""
-        return [chain_columns(len(heads), self.head_dim, self.head_order) for heads in groups]
-
-    def energies(self, groups: Sequence[Sequence[int]], parts: Sequence[GroupPart], chain: bool) -> list[Tensor]:
-        """Energies of everything that is given ranks: of each latent, keys first, or of each part of a chain.
-
-        Parameters
-        ----------
-        parts
-            Of :meth:`parts`, keys and then values.
-        """
-        if not chain:
-            return [part.energies() for part in parts]
-        return [own for pair in zip(parts, self._links(groups), strict=True) for own in chain_energies(*pair)]
-
-    def chains(self, groups: Sequence[Sequence[int]], parts: Sequence[GroupPart], spec: LayerSpec) -> list[list[Link]]:
-        """Parts of each group's latents, at the bits of ``spec``; ``parts`` are those of the joint groups."""
-        units, result = iter(spec.units), []
-        for part, columns in zip(parts, self._links(groups), strict=True):
-            result.append(chain_links(part, columns, [next(units) for _ in columns]))
-        return result
 
     def parts(
         self, groups: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64

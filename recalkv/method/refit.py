@@ -48,8 +48,6 @@ class LayerRefit:
     error_before, error_after : float
         Relative squared error of what was refitted (value outputs, or the attention's output), against the target,
         behind the compressed prefix. Without a refit both are that of the values on the dense model's inputs.
-    feedback : list of (all but the last part's latents, all but the first part's)
-        ``F`` of each group's chain (:mod:`recalkv.method.chain`); empty where latents are not chained.
     """
 
     keys: LowRank
@@ -57,7 +55,6 @@ class LayerRefit:
     output: Tensor | None
     error_before: float
     error_after: float
-    feedback: Sequence[Tensor] = ()
 
 
 @torch.no_grad()

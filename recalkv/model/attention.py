@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.recent import remember
-from recalkv.model.chained import ChainedRows
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.norms import epsilon, norm_like, normed
@@ -121,8 +120,7 @@ class LatentAttention(nn.Module):
         self.gate_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases) if geometry.gated else None
         self.k_proj = nn.Linear(m, sum(self.key_ranks), bias=centered)
         self.v_proj = None if self.joint else nn.Linear(m, sum(self.value_ranks), bias=centered)
-        self.key_up = Reconstruction(self.key_ranks, self.key_heads, d_h, layer.key_reach)
-        self.feedback = ChainedRows(layer).requires_grad_(False) if layer.parts else None
+        self.key_up = Reconstruction(self.key_ranks, self.key_heads, d_h)
         self.key_bias = nn.Parameter(torch.zeros(geometry.kv_width)) if centered or "k" in biases else None
         if self.fused:
             self.value_up = None
@@ -137,14 +135,6 @@ class LatentAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(geometry.heads)) if geometry.sinks else None
         self.q_norm = norm_like(dense.q_norm) if spec.qk_norm else None
         self.k_norm = norm_like(dense.k_norm) if spec.qk_norm else None
-
-    def train(self, mode: bool = True) -> "LatentAttention":
-        """Switch modes; loading ends with it."""
-        super().train(mode)
-        if self.feedback is not None:
-            # Packing has no gradient, and DistributedDataParallel waits for one of every parameter that wants it.
-            self.feedback.requires_grad_(False)
-        return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follow the weights to another device or type."""
@@ -199,7 +189,7 @@ class LatentAttention(nn.Module):
         """What is cached of latents."""
         if self.key_rows is not None:
             # Packed before the cache, read back from it: new tokens are seen as later ones will see them.
-            z_k = self.key_rows.pack(z_k) if self.feedback is None else self.feedback(z_k)
+            z_k = self.key_rows.pack(z_k)
         if self.value_rows is not None:
             z_v = self.value_rows.pack(z_v)
         elif self.joint:

@@ -96,11 +96,7 @@ def _settings(spec: LatentSpec) -> list[tuple[str, str]]:
         ("heads per group", f"{spec.key_group_size}"),
         (
             "latents",
-            "shared by keys and values, chained"
-            if spec.layers[0].parts
-            else "shared by keys and values"
-            if spec.joint
-            else "separate for keys and values",
+            "shared by keys and values" if spec.joint else "separate for keys and values",
         ),
         (
             "bits per cached element",

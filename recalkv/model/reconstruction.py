@@ -15,15 +15,10 @@ class Reconstruction(nn.Module):
         Of each group.
     head_dim
         Width of a head.
-    reach
-        Latents of each group that are read, the first ones: the other rows of R are zero. None for all.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], heads: Sequence[int], head_dim: int, reach: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> None:
         super().__init__()
-        self._reach = list(ranks if reach is None else reach)
         for number, (rank, size) in enumerate(zip(ranks, heads, strict=True)):
             self.register_parameter(str(number), nn.Parameter(torch.zeros(rank, size * head_dim)))
 
@@ -43,5 +38,4 @@ class Reconstruction(nn.Module):
         """``[z_1 R_1, z_2 R_2, ...]``: (batch, slots, sum of ranks) to (batch, slots, n)."""
         factors = self()
         parts = latents.split([len(factor) for factor in factors], dim=-1)
-        triples = zip(parts, factors, self._reach, strict=True)
-        return torch.cat([part[..., :reach] @ factor[:reach] for part, factor, reach in triples], dim=-1)
+        return torch.cat([part @ factor for part, factor in zip(parts, factors, strict=True)], dim=-1)

@@ -6,7 +6,6 @@ the only place that counts what a token costs in the cache.
 
 import dataclasses
 import functools
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,9 +55,6 @@ class LayerSpec:
     key_segments, value_segments
         Where latents are quantized: each group's segments. None otherwise, and for values that
         share the keys' latents.
-    parts
-        Where latents are chained (:mod:`recalkv.method.chain`), the widths of each group's parts, of which keys read
-        all but the last; empty otherwise.
     value_layout
         Of :data:`VALUE_LAYOUTS`.
     head_permutation
@@ -75,7 +71,6 @@ class LayerSpec:
     joint: bool = False
     key_segments: Segments | None = None
     value_segments: Segments | None = None
-    parts: Sequence[Sequence[int]] = ()
     value_layout: str = "separate"
     head_permutation: Sequence[int] = ()
 
@@ -85,9 +80,6 @@ class LayerSpec:
         for name in ("key_segments", "value_segments"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _segments(getattr(self, name), name))
-        if not isinstance(self.parts, Sequence):
-            raise _contradiction(f"parts={self.parts!r} must list the widths of each group's parts")
-        object.__setattr__(self, "parts", tuple(_integers(widths, "parts") for widths in self.parts))
         if self.value_layout not in VALUE_LAYOUTS:
             raise _contradiction(f"value_layout={self.value_layout!r} is none of {', '.join(VALUE_LAYOUTS)}")
         for side, ranks, segments in (
@@ -106,8 +98,6 @@ class LayerSpec:
                 f"keys of ranks {list(self.key_ranks)} and values of ranks {list(self.value_ranks)} share their "
                 f"latents, so ranks must be equal and value_segments null"
             )
-        if self.parts:
-            self._check_parts()
         if not self.joint and (self.key_segments is None) != (self.value_segments is None):
             raise _contradiction("key_segments and value_segments must both be given or both be null")
         if sorted(self.head_permutation) != list(range(len(self.head_permutation))):
@@ -115,49 +105,10 @@ class LayerSpec:
         # Row layouts check widths and codes.
         _ = self.key_rows, self.value_rows
 
-    @classmethod
-    def chained(cls, units: Sequence[Sequence[Segment]], groups: int) -> "LayerSpec":
-        """A layer of chained latents, from the segments of each part of so many groups, one group after the other."""
-        count = len(units) // groups
-        by_group = [units[first : first + count] for first in range(0, len(units), count)]
-        parts = [[sum(segment.width for segment in unit) for unit in group] for group in by_group]
-        ranks = [sum(widths) for widths in parts]
-        return cls(ranks, ranks, True, [list(itertools.chain(*group)) for group in by_group], parts=parts)
-
-    def _check_parts(self) -> None:
-        """Refuse parts that do not cut the groups between segments."""
-        segments = self.key_segments if self.joint else None
-        if segments is None:
-            raise _contradiction(f"parts={self.parts} are of joint and quantized latents alone")
-        if len({len(widths) for widths in self.parts}) > 1 or len(self.parts[0]) < 2:
-            raise _contradiction(
-                f"parts={[list(widths) for widths in self.parts]} must be as many of each group, two or more"
-            )
-        for widths, group in itertools.zip_longest(self.parts, segments, fillvalue=()):
-            ends = [0, *itertools.accumulate(segment[0] for segment in group)]
-            cuts = [0, *itertools.accumulate(widths)]
-            if len({*cuts}) < max(2, len(cuts)) or cuts[-1] != ends[-1] or not {*cuts} <= {*ends}:
-                raise _contradiction(f"parts of {list(widths)} latents do not cut a group between its segments")
-
     @property
     def units(self) -> list[tuple[Segment, ...]]:
-        """Segments of everything that was given bits: of each part of each group, or of each latent, keys first."""
-        groups = [tuple(group) for group in (*(self.key_segments or ()), *(self.value_segments or ()))]
-        if not self.parts:
-            return groups
-        found = list[tuple[Segment, ...]]()
-        for widths, group in zip(self.parts, groups, strict=True):
-            ends = [0, *itertools.accumulate(segment.width for segment in group)]
-            cuts = [ends.index(end) for end in (0, *itertools.accumulate(widths))]
-            found += [group[first:last] for first, last in itertools.pairwise(cuts)]
-        return found
-
-    @property
-    def key_reach(self) -> list[int]:
-        """Latents of each group that keys are rebuilt of, the first ones."""
-        if not self.parts:
-            return list(self.key_ranks)
-        return [sum(widths[:-1]) for widths in self.parts]
+        """Segments of every latent, keys first."""
+        return [tuple(group) for group in (*(self.key_segments or ()), *(self.value_segments or ()))]
 
     @functools.cached_property
     def key_rows(self) -> RowLayout | None:

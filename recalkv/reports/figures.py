@@ -26,7 +26,6 @@ from recalkv.reports import tables
 from recalkv.reports.parameters import parameters
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "chained": (tables.chained, ("frontier",)),
     "codec-divergence": (tables.codec_divergence, ("frontier",)),
     "codec-speed": (tables.codec_speed, ("codec",)),
     "dense-beside-compressed": (tables.dense_beside_compressed, ("metrics", "latency")),

@@ -77,7 +77,7 @@ def _head(facts: Facts) -> list[str]:
         facts.metrics["cache"],
     )
     calibration, evaluation = facts.params.calibration, facts.params.evaluation
-    latents = "chained joint" if method.chain else "joint" if method.joint else "separate"
+    latents = "joint" if method.joint else "separate"
     return [
         "# Report",
         "",

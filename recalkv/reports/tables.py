@@ -204,12 +204,6 @@ def exact_window(report: Mapping[str, Any]) -> str:
     return beside(report, *pairs, names=("without", "with"))
 
 
-def chained(report: Mapping[str, Any]) -> str:
-    """Divergence of chained latents beside whole ones."""
-    pairs = (("4", "ours-4", "ours-whole-4"), ("2", "ours-chained-2", "ours-2"))
-    return beside(report, *pairs, names=("chained", "whole"))
-
-
 def loss_targets(report: Mapping[str, Any]) -> str:
     """Whether ``max_excess`` is met on test documents (``benchmarks.loss_targets``)."""
     lines = [

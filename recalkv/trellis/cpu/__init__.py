@@ -42,8 +42,9 @@ def compiled(module: str) -> Any:
 
 def serves(tensor: Tensor) -> bool:
     """Whether compiled loops may be given a tensor's address: not on other devices, nor while torch traces or wraps."""
-    plain = type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return plain and tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.device.type != "cpu":
+        return False
+    return type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 @functools.cache
