@@ -20,7 +20,7 @@ from recalkv.method.allocation import allocate, check_budget, predicted_loss
 from recalkv.method.basis import quantizable
 from recalkv.method.factors import LayerFactors, factorize_layer
 from recalkv.method.fusion import fuse_layer, stored_latents
-from recalkv.method.grouping import group_layers, layer_energies
+from recalkv.method.grouping import group_heads, layer_energies
 from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
@@ -207,8 +207,8 @@ def compress_layers(
         return LayerProblem.of(source, index, known.layer(index), method)
 
     groupings = []
-    for grouping in group_layers(source.geometry, problems, known.scores, method):
-        groupings.append(grouping)
+    for index in range(total):
+        groupings.append(group_heads(problems(index)))
         progress("reorder", len(groupings), total)
     groups = [grouping.groups for grouping in groupings]
     energies = layer_energies(problems, groups) if method.allocation == "water-filling" else None
@@ -305,7 +305,7 @@ def _prediction(source: LayerSource, known: Statistics, parameters: CompressionP
     def problems(index: int) -> LayerProblem:
         return LayerProblem.of(source, index, known.layer(index), method)
 
-    groups = [grouping.groups for grouping in group_layers(source.geometry, problems, known.scores, method)]
+    groups = [group_heads(problems(index)).groups for index in range(source.geometry.layers)]
 
     energies = layer_energies(problems, groups)
 

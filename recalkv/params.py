@@ -84,7 +84,7 @@ class CompressionParams(_Section):
     ratio: float = Field(0.75, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
     group_size: int = Field(4, ge=1, description="key/value heads per group, all where the model has fewer")
     joint: Literal["auto", True, False] = Field("auto", description="keys and values of a group share one latent")
-    grouping: Literal["auto", "neighbors", "cka", "tail-energy"] = Field(
+    grouping: Literal["auto", "neighbors", "cka"] = Field(
         "auto", description="which heads share a latent; cka is the paper's HSR"
     )
     allocation: Literal["auto", "water-filling", "fisher", "uniform"] = Field(

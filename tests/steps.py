@@ -12,7 +12,7 @@ from torch import Tensor
 from recalkv.compression import Statistics, collect_statistics
 from recalkv.method.allocation import allocate
 from recalkv.method.factors import LayerFactors, factorize_layer
-from recalkv.method.grouping import group_layers, layer_energies
+from recalkv.method.grouping import group_heads, layer_energies
 from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, install, refit_layers
@@ -55,8 +55,7 @@ class Steps:
     @functools.cached_property
     def groups(self) -> list[list[list[int]]]:
         """Key groups of every layer."""
-        scores = self.statistics.scores
-        return [grouping.groups for grouping in group_layers(self.geometry, self.problem, scores, self.method)]
+        return [group_heads(self.problem(index)).groups for index in range(self.geometry.layers)]
 
     @functools.cached_property
     def specs(self) -> list[Any]:

@@ -16,7 +16,7 @@ from tests.tiny import calibration, dense_model, plain, windows
 
 OTHERS: dict[str, tuple[Any, ...]] = {
     "joint": (True, False),
-    "grouping": ("neighbors", "cka", "tail-energy"),
+    "grouping": ("neighbors", "cka"),
     "allocation": ("water-filling", "fisher", "uniform"),
     "refit": ("none", "values", "output"),
 }

@@ -14,7 +14,6 @@ from recalkv.method.ranks import (
     check_ratio,
     proportional_shares,
     water_filling,
-    water_level,
 )
 from recalkv.model.families import group_sizes
 
@@ -205,14 +204,6 @@ def test_water_filling_equals_exhaustive_search(widths: list[int], multiple: int
     assert budget - used < multiple
     kept = sum(sum(unit[:rank]) for unit, rank in zip(energies, ranks, strict=True))
     assert kept == pytest.approx(best_by_search(energies, budget, multiple))
-
-
-def test_water_level_is_the_price_of_the_next_element() -> None:
-    energies = [[5.0, 2.0, 0.5], [4.0, 3.0]]
-    ranks, _, _ = water_filling(energies, 0.4)
-    assert ranks == [1, 2]
-    assert water_level(energies, ranks) == 2.0
-    assert water_level(energies, [3, 2]) == 0.0
 
 
 def test_units_without_energy_get_the_minimum() -> None:

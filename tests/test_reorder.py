@@ -1,16 +1,11 @@
 """Head grouping: legal sizes for every geometry, planted groups found, ties decided the same way each time."""
 
-import itertools
-import random
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from recalkv.method.reorder import (
     greedy_groups,
-    least_cost_groups,
     neighbor_groups,
     permutation_of,
 )
@@ -108,89 +103,3 @@ def test_groups_of_one_head_and_of_all_heads_keep_the_order() -> None:
 def test_neighbors_and_permutation() -> None:
     assert neighbor_groups(5, 2) == [[0, 1], [2, 3], [4]]
     assert permutation_of([[0, 3], [1, 2]]) == [0, 3, 1, 2]
-
-
-# --- least cost ---
-
-
-def random_cost(seed: int) -> Callable[[tuple[int, ...]], float]:
-    prices: dict[tuple[int, ...], float] = {}
-    generator = random.Random(seed)
-
-    def cost(group: tuple[int, ...]) -> float:
-        assert list(group) == sorted(group)
-        return prices.setdefault(group, generator.random() * len(group))
-
-    return cost
-
-
-def all_partitions(heads: int, sizes: list[int]) -> set[frozenset[tuple[int, ...]]]:
-    """Every partition, from all orders of the heads."""
-    found = set()
-    for order in itertools.permutations(range(heads)):
-        places = iter(order)
-        found.add(frozenset(tuple(sorted(next(places) for _ in range(size))) for size in sizes))
-    return found
-
-
-@pytest.mark.parametrize(("heads", "size"), [(h, s) for h in (4, 5, 6) for s in range(1, h + 1)])
-def test_least_cost_groups_equal_exhaustive_search(heads: int, size: int) -> None:
-    for seed in range(3):
-        cost = random_cost(seed)
-        groups = least_cost_groups(heads, size, cost)
-        assert [len(group) for group in groups] == group_sizes(heads, size)
-        assert sorted(head for group in groups for head in group) == list(range(heads))
-        best = min(sum(map(cost, partition)) for partition in all_partitions(heads, group_sizes(heads, size)))
-        assert sum(cost(tuple(group)) for group in groups) == pytest.approx(best)
-
-
-def additive_cost(heads: int, seed: int) -> Callable[[tuple[int, ...]], float]:
-    """A cost of groups that is the sum of their heads' less what their pairs save."""
-    generator = torch.Generator().manual_seed(seed)
-    saving = torch.rand(heads, heads, generator=generator, dtype=torch.float64).tolist()
-    return lambda group: len(group) - sum(saving[a][b] for a, b in itertools.combinations(group, 2))
-
-
-@pytest.mark.parametrize(("heads", "size"), [(6, 2), (6, 4), (7, 3), (9, 3)])
-def test_pairs_are_enough_where_costs_add_up(heads: int, size: int) -> None:
-    cost = additive_cost(heads, 1)
-    assert least_cost_groups(heads, size, cost, priced=0) == least_cost_groups(heads, size, cost, priced=1000)
-
-
-@pytest.mark.parametrize(("heads", "size"), [(11, 2), (13, 3), (16, 4), (18, 4)])
-def test_search_by_swaps_ends_where_no_swap_helps(heads: int, size: int) -> None:
-    cost = additive_cost(heads, 1)
-    groups = least_cost_groups(heads, size, cost)
-    assert [len(group) for group in groups] == group_sizes(heads, size)
-    assert sorted(head for group in groups for head in group) == list(range(heads))
-    total = sum(cost(tuple(group)) for group in groups)
-    assert total <= sum(cost(tuple(group)) for group in neighbor_groups(heads, size))
-    for i, j in itertools.combinations(range(len(groups)), 2):
-        for a, b in itertools.product(groups[i], groups[j]):
-            one = tuple(sorted([*(h for h in groups[i] if h != a), b]))
-            other = tuple(sorted([*(h for h in groups[j] if h != b), a]))
-            change = cost(one) + cost(other) - cost(tuple(groups[i])) - cost(tuple(groups[j]))
-            assert change >= -1e-9 * total
-
-
-@pytest.mark.parametrize(("heads", "size"), [(32, 4), (32, 2)])
-def test_many_heads_ask_for_no_more_than_pairs(heads: int, size: int) -> None:
-    cost, asked = additive_cost(heads, 2), []
-
-    def counted(group: tuple[int, ...]) -> float:
-        asked.append(group)
-        return cost(group)
-
-    groups = least_cost_groups(heads, size, lambda group: pytest.fail(f"{group} was priced"), counted)
-    assert sorted(head for group in groups for head in group) == list(range(heads))
-    assert len(asked) == heads + heads * (heads - 1) // 2
-
-
-def test_planted_groups_are_found_by_all_searches() -> None:
-    together = [{0, 5}, {1, 3}, {2, 4}]
-
-    def cost(group: tuple[int, ...]) -> float:
-        return 0.0 if any(set(group) <= pair for pair in together) else float(len(group))
-
-    for priced in (0, 1000):
-        assert least_cost_groups(6, 2, cost, priced=priced) == [[0, 5], [1, 3], [2, 4]]

@@ -10,9 +10,7 @@ from recalkv.method.svd import (
     factorize_parts,
     group_columns,
     group_parts,
-    log_volume,
     relative_error,
-    spectrum,
 )
 
 WIDTH, HEADS, HEAD_DIM = 20, 5, 4
@@ -159,28 +157,3 @@ def test_float32_weights_are_factorised_in_float64() -> None:
     weight, _, gram = problem(6)
     factors = factorize_groups(weight.float(), gram.float(), [torch.arange(weight.shape[1])], [3])
     assert factors.down[0].dtype == factors.up[0].dtype == torch.float64
-
-
-@pytest.mark.parametrize("metric", ["none", "full", "singular", "zero"])
-def test_log_volume_is_that_of_the_spectrum(metric: str) -> None:
-    weight, _, gram = problem()
-    moment = weight.T @ gram @ weight
-    noise = torch.randn(30, 20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    full = noise.T @ noise
-    gradient = {
-        "none": None,
-        "full": full,
-        "singular": torch.block_diag(full[:8, :8], torch.zeros(12, 12, dtype=torch.float64)),
-        "zero": torch.zeros_like(full),
-    }[metric]
-    kept = moment.clone()
-    assert log_volume(moment, gradient) == pytest.approx(float(spectrum(moment, gradient).log1p().sum()), rel=1e-9)
-    assert torch.equal(moment, kept)
-
-
-def test_log_volume_of_energies_beyond_the_digits_of_float32() -> None:
-    generator = torch.Generator().manual_seed(0)
-    low = torch.randn(48, 6, generator=generator, dtype=torch.float64)
-    moment, gradient = (1e9 * low @ low.T).float(), torch.eye(48)
-    expected = float(spectrum(moment.double(), gradient.double()).log1p().sum())
-    assert log_volume(moment, gradient) == pytest.approx(expected, rel=1e-6)

@@ -18,7 +18,7 @@ class Choices:
     joint
         Keys and values of a group share one latent: ``[W_k, W_v]`` is one matrix.
     grouping
-        Heads that share a latent: ``neighbors``, ``cka`` (HSR) or ``tail-energy``.
+        Heads that share a latent: ``neighbors`` or ``cka`` (HSR).
     whole_values
         One group for the whole value matrix; otherwise values are grouped like keys.
     allocation
@@ -38,7 +38,7 @@ class Choices:
 
 METHODS = {
     # Beyond the paper: one metric for factors, ranks and groups; the output projection takes up the rest.
-    "loss-aware": Choices("loss", True, "tail-energy", False, "water-filling", "output"),
+    "loss-aware": Choices("loss", True, "cka", False, "water-filling", "output"),
     # The paper: HSR for keys, whole-matrix SVD and OVC for values.
     "recalkv": Choices("activation", False, "cka", True, "fisher", "values"),
     # Palu's G-LRD: grouped whitened SVD of both, neighboring heads.

@@ -97,17 +97,13 @@ class LayerProblem:
         """Columns of the projections in the order of the groups' heads, (n,) int64."""
         return torch.cat(group_columns(groups, self.head_dim))
 
-    def parts(
-        self, groups: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64
-    ) -> tuple[list[GroupPart], list[GroupPart]]:
+    def parts(self, groups: Sequence[Sequence[int]]) -> tuple[list[GroupPart], list[GroupPart]]:
         """Everything that gets a latent of its own: key groups and value groups, or joint groups and none.
 
         Parameters
         ----------
         groups
             Heads of each key group; the value groups follow from their order.
-        dtype
-            Of the products.
         """
         key_gradient = value_gradient = None
         if self.method.metric == "loss":
@@ -119,9 +115,9 @@ class LayerProblem:
             if key_gradient is not None and value_gradient is not None:
                 gradient = torch.block_diag(key_gradient, value_gradient)
             joint = [torch.cat([index, index + self.keys.shape[1]]) for index in columns]
-            return group_parts(both, gram, joint, gradient, ridge, dtype), []
+            return group_parts(both, gram, joint, gradient, ridge), []
         value_columns = group_columns(value_groups(groups, self.method), self.head_dim)
         return (
-            group_parts(self.keys, gram, columns, key_gradient, ridge, dtype),
-            group_parts(self.values, gram, value_columns, value_gradient, ridge, dtype),
+            group_parts(self.keys, gram, columns, key_gradient, ridge),
+            group_parts(self.values, gram, value_columns, value_gradient, ridge),
         )

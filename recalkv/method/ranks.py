@@ -217,11 +217,6 @@ def water_filling(energies: Sequence[Sequence[float]], ratio: float, multiple: i
     return ranks, budget, budget - left
 
 
-def water_level(energies: Sequence[Sequence[float]], ranks: Sequence[int]) -> float:
-    """Energy of the best direction that was left out: the price of one cached element, in nats."""
-    return max((unit[rank] for unit, rank in zip(energies, ranks, strict=True) if rank < len(unit)), default=0.0)
-
-
 def _budget(dense: int, ratio: float) -> int:
     # 1e-9 forgives the representation of ratios such as 0.7; it is far below one element.
     return math.floor(dense * (1 - ratio) + 1e-9)

@@ -20,9 +20,6 @@ from torch import Tensor
 from recalkv.method.lowrank import LowRank
 from recalkv.statistics.whitening import damped
 
-_WIDE = 1e6
-"""An energy beside 1 that leaves float32 too few digits."""
-
 _Decomposition = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
 """Energies (descending), eigenvectors, and what :func:`_roots` gives of G (None for the identity or a zero matrix)."""
 
@@ -44,29 +41,6 @@ def spectrum(moment: Tensor, gradient: Tensor | None = None) -> Tensor:
         Output metric ``G``; None for the identity.
     """
     return _decompose(moment, gradient)[0]
-
-
-def log_volume(moment: Tensor, gradient: Tensor | None = None) -> float:
-    """``sum_j log(1 + e_j)`` of the energies of :func:`spectrum`, as ``log det(I + W^T C W G)``.
-
-    By Cholesky factors, several times faster than eigenvalues; arguments as those of :func:`spectrum`, in either
-    precision.
-    """
-    inner = moment.clone()
-    if gradient is not None:
-        if not bool(gradient.any()):
-            return 0.0
-        factor, failed = torch.linalg.cholesky_ex(gradient)
-        if bool(failed):  # a singular metric
-            factor = symmetric_roots(gradient)[0]
-        inner = factor.T @ moment @ factor
-    inner.diagonal().add_(1)
-    if inner.dtype == torch.float32 and float(inner.diagonal().max()) > _WIDE:
-        return log_volume(moment.double(), None if gradient is None else gradient.double())
-    root, failed = torch.linalg.cholesky_ex((inner + inner.T) / 2)
-    if bool(failed):
-        return float(spectrum(moment, gradient).log1p().sum())
-    return 2 * float(root.diagonal().log().sum())
 
 
 def _decompose(moment: Tensor, gradient: Tensor | None) -> _Decomposition:
@@ -165,7 +139,6 @@ def group_parts(
     columns: Sequence[Tensor],
     gradient: Tensor | None = None,
     gradient_damping: float = 0.0,
-    dtype: torch.dtype = torch.float64,
 ) -> list[GroupPart]:
     """Cut one projection into its groups (paper, section 3.2).
 
@@ -182,19 +155,17 @@ def group_parts(
         ``G`` of the loss-aware metric; each group uses its own block.
     gradient_damping
         Ridge on each block, relative to its mean diagonal.
-    dtype
-        Of the products.
     """
-    weight = weight.to(dtype)
+    weight = weight.double()
     # One m x m x n product serves all groups.
-    weighted = weight if gram is None else gram.to(dtype) @ weight
+    weighted = weight if gram is None else gram.double() @ weight
     parts = []
     for index in columns:
         part = weight[:, index]
         moment = part.T @ weighted[:, index]
         metric = None
         if gradient is not None:
-            metric = damped(gradient[index][:, index].to(dtype), gradient_damping)
+            metric = damped(gradient[index][:, index].double(), gradient_damping)
         parts.append(GroupPart(part, (moment + moment.T) / 2, metric))
     return parts
 
