@@ -299,7 +299,7 @@ def compress_to_target(
 
 
 def _prediction(source: LayerSource, known: Statistics, parameters: CompressionParams) -> Callable[[float], float]:
-    """Predicted loss at a ratio, heads being grouped as at the parameters' own; infinite where no cache is as small."""
+    """Predicted loss at a ratio; infinite where no cache is as small."""
     method = resolve_method(parameters, source.geometry.kv_heads)
 
     def problems(index: int) -> LayerProblem:

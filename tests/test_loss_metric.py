@@ -10,7 +10,7 @@ from torch import Tensor
 from recalkv.errors import NonFiniteError
 from recalkv.method.allocation import predicted_loss
 from recalkv.method.lowrank import LowRank
-from recalkv.method.svd import GroupPart, factorize_parts, group_columns, group_parts, spectrum
+from recalkv.method.svd import GroupPart, factorize_parts, group_columns, group_parts
 from recalkv.model.layers import ModuleSource
 from recalkv.model.spec import LayerSpec
 from recalkv.statistics import fisher
@@ -193,7 +193,7 @@ def test_discarded_energy_is_the_objective(rank: int) -> None:
     weight, gram, gradient = problem()
     moment = weight.T @ gram @ weight
     left, right = truncated_factors(weight, moment, rank, gradient)
-    energies = spectrum(moment, gradient)
+    energies = GroupPart(weight, moment, gradient).energies()
     assert (energies.diff() <= 0).all()
     lost = objective(weight, left @ right, gram, gradient)
     total = float(energies.sum())

@@ -51,7 +51,7 @@ class Timing:
         return low, high
 
 
-def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int, graphed: bool = True) -> Timing:
+def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> Timing:
     """Time of one call.
 
     Parameters
@@ -62,9 +62,7 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, repeats
     device
         Where they run.
     repeats
-        Timed rounds.
-    graphed
-        On CUDA, whether a round is a CUDA graph; work whose shapes change cannot be.
+        Timed rounds; on CUDA each is a CUDA graph.
     """
     for _ in range(_WARM_UP):
         for call in calls:
@@ -73,8 +71,6 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, repeats
         return Timing(tuple(_round(calls, device) / len(calls) for _ in range(repeats)))
     with torch.cuda.device(device):
         torch.cuda.synchronize()
-        if not graphed:
-            return Timing(tuple(_events(calls) / len(calls) for _ in range(repeats)))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for call in calls:

@@ -70,7 +70,7 @@ def check_budget(geometry: AttentionGeometry, method: Method) -> None:
 
 
 def _widths(geometry: AttentionGeometry, method: Method) -> list[tuple[int, ...]]:
-    """Full ranks of a layer's latents or parts, projection by projection: keys and values, or both at once."""
+    """Full ranks of a layer's latents, projection by projection: keys and values, or both at once."""
     keys, values = (
         tuple(size * geometry.head_dim for size in group_sizes(geometry.kv_heads, group_size))
         for group_size in (method.group_size, method.value_group_size(geometry.kv_heads))

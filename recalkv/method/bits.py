@@ -5,11 +5,11 @@ basis (:func:`recalkv.method.basis.natural_basis`) a direction of energy E, cach
 loss ``E DISTORTION[b]`` (Cover and Thomas, section 10.3.3, with the few rates that there are codes for).
 """
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from recalkv.errors import BudgetError, NonFiniteError
-from recalkv.method.water_filling import fill
 from recalkv.model.spec import DENSE_BITS, check_ratio
 from recalkv.trellis.codes import BITS, DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment, row_bytes
@@ -109,12 +109,12 @@ def allocate_bits(
     blocks = [[unit[start : start + BLOCK] for start in range(0, len(unit), BLOCK)] for unit in energies]
     sums = [[sum(block) for block in unit] for unit in blocks]
 
-    def price(unit: int, block: int, level: int) -> float:
+    def price(unit: int, level: int) -> float:
         return tokens[unit] * (_RATES[level] - _RATES[level - 1]) * BLOCK / 8
 
     def filled(spend: float) -> list[tuple[Segment, ...]]:
-        spend -= sum(price(unit, 0, level) for unit in range(len(blocks)) for level in range(1, least + 1))
-        levels = fill(sums, _LOSS, price, spend, first=least)
+        spend -= sum(price(unit, level) for unit in range(len(blocks)) for level in range(1, least + 1))
+        levels = _filled(sums, price, spend, least)
         return [_segments(unit, own) for unit, own in zip(blocks, levels, strict=True)]
 
     # Scales cost bytes as well, and how many depends on the result: find how much may be spent on codes.
@@ -130,6 +130,47 @@ def allocate_bits(
             if high > budget:  # all of it
                 break
     return best
+
+
+def _filled(
+    energies: Sequence[Sequence[float]], price: Callable[[int, int], float], budget: float, first: int
+) -> list[list[int]]:
+    """Level of every block, by buying the step that saves the most loss for its price, over and over.
+
+    Energies descend, and a block never has a higher level than the one before it, so equal levels are contiguous.
+
+    Parameters
+    ----------
+    energies
+        Of every block of every unit.
+    price
+        Of a step up to a level, by unit and level.
+    budget
+        That prices are taken from.
+    first
+        Level that the first block of each unit has whatever it costs; the caller has paid for it.
+    """
+    levels = [[first] + [0] * (len(unit) - 1) for unit in energies]
+    heap: list[tuple[float, int, int, int]] = []
+
+    def offer(unit: int, block: int) -> None:
+        level = levels[unit][block] + 1
+        if level < len(_LOSS):
+            saved = energies[unit][block] * (_LOSS[level - 1] - _LOSS[level])
+            heapq.heappush(heap, (-saved / price(unit, level), unit, block, level))
+
+    for unit, content in enumerate(energies):
+        for block in range(len(content)):
+            offer(unit, block)
+    while heap:
+        _, unit, block, level = heapq.heappop(heap)
+        cost = price(unit, level)
+        if cost > budget or (block and levels[unit][block - 1] < level):
+            continue
+        levels[unit][block] = level
+        budget -= cost
+        offer(unit, block)
+    return levels
 
 
 def _segments(unit: Sequence[Sequence[float]], levels: Sequence[int]) -> tuple[Segment, ...]:

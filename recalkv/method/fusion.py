@@ -22,7 +22,7 @@ from recalkv.model.layers import LayerSource
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.params import CalibrationParams, CompressionParams
 
-_CALIBRATION = {"text", "split", "subset", "samples", "length", "seed", "precision"}
+_CALIBRATION = {"text", "split", "samples", "length", "seed", "precision"}
 _RESOLVED = ("metric", "joint", "grouping", "allocation", "refit", "bits", "damping")
 """Parameters whose ``auto`` the method decides; the checkpoint says what was done."""
 

@@ -37,7 +37,7 @@ class Choices:
 
 
 METHODS = {
-    # Beyond the paper: one metric for factors, ranks and groups; the output projection takes up the rest.
+    # Beyond the paper: one metric for factors and ranks; the output projection takes up the rest.
     "loss-aware": Choices("loss", True, "cka", False, "water-filling", "output"),
     # The paper: HSR for keys, whole-matrix SVD and OVC for values.
     "recalkv": Choices("activation", False, "cka", True, "fisher", "values"),

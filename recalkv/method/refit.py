@@ -107,7 +107,7 @@ def refit_layers(
         with source.layer(place) as dense_layer:
             layer = _Layer(source, dense_layer, place, order)
             if method.refit == "output":
-                contexts, refit = _fit_output(layer, hidden, dense_hidden, start.factors, method, refit)
+                contexts, refit = _fit_output(layer, hidden, dense_hidden, start.factors, refit)
                 if not last:
                     pairs = zip(hidden, contexts, strict=True)
                     hidden = [layer.run_from_contexts(states, own) for states, own in pairs]
@@ -137,7 +137,6 @@ def _fit_output(
     hidden: Sequence[Tensor],
     dense_hidden: list[Tensor],
     start: LayerFactors,
-    method: Method,
     done: LayerRefit | None,
 ) -> tuple[list[Tensor], LayerRefit]:
     """Fit W_o to the contexts of compressed keys and values, and install all three; contexts by batch, and the fit.

@@ -20,9 +20,7 @@ _NARROW = 0.02
 """Relative difference in bytes at which the interval is narrow enough."""
 
 
-def largest_ratio(
-    predict: Callable[[float], float], measure: Callable[[float], float], limit: float, tries: int = _TRIES
-) -> float:
+def largest_ratio(predict: Callable[[float], float], measure: Callable[[float], float], limit: float) -> float:
     """Largest ratio whose measured loss is within a limit.
 
     Parameters
@@ -30,7 +28,7 @@ def largest_ratio(
     predict
         Loss that is predicted at a ratio; infinite where the budget holds no cache. It rises with the ratio.
     measure
-        Loss at a ratio, the same every time; called at most ``tries`` times.
+        Loss at a ratio, the same every time; called at most :data:`_TRIES` times.
     limit
         In the unit of both.
 
@@ -48,7 +46,7 @@ def largest_ratio(
     low, found = 0.0, dict[float, float]()
     most = _reaching(predicted, sys.float_info.max)
     high = most + _STEP
-    for _ in range(tries):
+    for _ in range(_TRIES):
         guess = _reaching(predicted, _AIM * limit / scale)
         if not low < guess < high:
             guess = min((low + high) / 2, most)

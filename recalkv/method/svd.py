@@ -30,20 +30,8 @@ def group_columns(groups: Sequence[Sequence[int]], head_dim: int) -> list[Tensor
     return [torch.cat([head * head_dim + offsets for head in group]) for group in groups]
 
 
-def spectrum(moment: Tensor, gradient: Tensor | None = None) -> Tensor:
-    """Squared singular values of ``C^1/2 W G^1/2``, descending, (w,) float64.
-
-    Parameters
-    ----------
-    moment : (w, w)
-        ``W^T C W``.
-    gradient : (w, w) or None
-        Output metric ``G``; None for the identity.
-    """
-    return _decompose(moment, gradient)[0]
-
-
 def _decompose(moment: Tensor, gradient: Tensor | None) -> _Decomposition:
+    """Of ``C^1/2 W G^1/2``, from ``W^T C W`` and ``G`` (None for the identity), (w, w) each."""
     if gradient is None or not bool(gradient.any()):
         values, vectors = torch.linalg.eigh(moment)
         energies = values.flip(0).clamp_min(0)

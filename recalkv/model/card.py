@@ -94,10 +94,7 @@ def _settings(spec: LatentSpec) -> list[tuple[str, str]]:
             else []
         ),
         ("heads per group", f"{spec.key_group_size}"),
-        (
-            "latents",
-            "shared by keys and values" if spec.joint else "separate for keys and values",
-        ),
+        ("latents", "shared by keys and values" if spec.joint else "separate for keys and values"),
         (
             "bits per cached element",
             f"{parameters.get('bits', 'packed')}" if spec.layers[0].quantized else "16, the model's type",

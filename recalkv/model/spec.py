@@ -102,7 +102,7 @@ class LayerSpec:
             raise _contradiction("key_segments and value_segments must both be given or both be null")
         if sorted(self.head_permutation) != list(range(len(self.head_permutation))):
             raise _contradiction(f"head_permutation={list(self.head_permutation)} is no permutation")
-        # Row layouts check widths and codes.
+        # Row layouts check widths and bits.
         _ = self.key_rows, self.value_rows
 
     @property

@@ -16,9 +16,6 @@ from recalkv.errors import ParameterError
 from recalkv.runtime.prefill import merge
 from recalkv.trellis.rows import TILE, Segment, number_table, unpack
 
-__all__ = ["BLOCK_N", "CHUNK", "DIGITS", "MOST_RUNS", "DeviceLayout", "DeviceRotation", "check", "check_rows",
-           "coded_attention_torch", "runs_for"]  # fmt: skip
-
 BLOCK_N = 64
 """Slots that a kernel scores at once; a multiple of TILE."""
 

@@ -40,9 +40,6 @@ from recalkv.runtime.reference import (
 from recalkv.trellis.codes import GRAIN
 from recalkv.trellis.rows import SCALE_STEPS, SCALE_ZERO, TILE
 
-__all__ = ["DeviceLayout", "DeviceRotation", "attend_kernel", "coded_attention", "combine",
-           "combine_kernel", "constants"]  # fmt: skip
-
 STAGES = 2
 _COLUMNS = 32
 """Columns of the output that ``combine_kernel`` sums at once."""

@@ -7,8 +7,8 @@ segment's codes (:mod:`recalkv.trellis.codes`) goes through the bytes of its las
 so that a kernel has just decoded what comes before a code; segments of 8 bits, with one code a byte, take a byte of
 their first half and one of their second in turn.
 
-In a cache, rows stand in tiles of 16 tokens, byte by byte (:func:`tiled`): the same byte of 16 tokens is one vector
-load, and a kernel decodes the same number of 16 tokens at once whatever the widths of segments are.
+In the codec's cache, rows stand in tiles of 16 tokens, byte by byte (:func:`tiled`): the same byte of 16 tokens is one
+vector load, and a kernel decodes the same number of 16 tokens at once whatever the widths of segments are.
 """
 
 from collections.abc import Sequence
