@@ -4,6 +4,7 @@ import torch
 import typer
 
 from recalkv.method.grouping import group_heads
+from recalkv.method.problem import LayerProblem, LayerStatistics
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 from stages.stored import Stored
@@ -15,9 +16,13 @@ def reorder(run: Stage) -> None:
     stored = Stored(run)
     method = stored.method
     layers = stored.source.geometry.layers
+
+    def problem(index: int) -> LayerProblem:
+        return LayerProblem.of(stored.source, index, LayerStatistics(stored.inputs(index)), method)
+
     with run.write({"group_size": method.group_size, "grouping": method.grouping}) as store:
         for index in run.progress(range(layers), layers):
-            grouping = group_heads(stored.problem(index))
+            grouping = group_heads(problem(index))
             store.put(f"{layer_name(index)}/similarity", grouping.similarity)
             store.put(f"{layer_name(index)}/permutation", torch.tensor(grouping.permutation))
 

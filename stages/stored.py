@@ -46,12 +46,16 @@ class Stored:
         """The file's, which a cell has no use for: it has one of its own."""
         return resolve_method(self._parameters, self.source.geometry.kv_heads)
 
-    def statistics(self, index: int) -> LayerStatistics:
-        """Statistics of one layer, where it is computed."""
+    def inputs(self, index: int) -> InputMoments:
+        """Moments of one layer's inputs, where it is computed."""
         whiten, name, device = self._read("whiten"), layer_name(index), self.source.device
         tokens: int = whiten.attributes["parameters"]["tokens"]
-        moments = InputMoments(whiten.get(f"{name}/gram").to(device), whiten.get(f"{name}/mean").to(device), tokens)
-        return LayerStatistics(moments, get_loss_moments(self._read("fisher"), name, device))
+        return InputMoments(whiten.get(f"{name}/gram").to(device), whiten.get(f"{name}/mean").to(device), tokens)
+
+    def statistics(self, index: int) -> LayerStatistics:
+        """Statistics of one layer, where it is computed."""
+        moments = get_loss_moments(self._read("fisher"), layer_name(index), self.source.device)
+        return LayerStatistics(self.inputs(index), moments)
 
     def scores(self) -> FisherScores:
         """Fisher scores of all layers."""

@@ -179,16 +179,16 @@ def test_stores_of_different_windows_are_not_read_together(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     change_parameters(prepared, "calibration.seed", 1)
-    shutil.rmtree(prepared / "data/reorder.zarr")
-    for stage in ("sample", "whiten"):
+    shutil.rmtree(prepared / "data/allocate.zarr")
+    for stage in ("sample", "whiten", "reorder"):
         assert invoke(stage) == 0
     # The gradients are still those of the windows of seed 0.
-    assert invoke("reorder") == 1
+    assert invoke("allocate") == 1
     message = capsys.readouterr().err
     assert "is of other calibration windows than" in message and "run `dvc repro" in message
-    assert not list((prepared / "data").glob("reorder*"))
+    assert not list((prepared / "data").glob("allocate*"))
     assert invoke("fisher") == 0
-    assert invoke("reorder") == 0
+    assert invoke("allocate") == 0
 
 
 def test_the_layers_inputs_are_made_again_where_they_are_gone(prepared: Path) -> None:
