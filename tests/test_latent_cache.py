@@ -86,8 +86,9 @@ def test_full_rank_equals_the_dense_model(family: str, method: str) -> None:
         dense, compressed, _ = pair(family, ratio=0.0, method=method)
     ids = windows(2, LONG)
     expected = dense(ids).logits
-    assert_close(compressed(ids).logits, expected)
-    assert_close(in_pieces(compressed, ids, [LONG - 4, 1, 3]), expected)
+    # Factors of full rank are float32, and the wider a group, the more they round.
+    assert_close(compressed(ids).logits, expected, 3)
+    assert_close(in_pieces(compressed, ids, [LONG - 4, 1, 3]), expected, 3)
 
 
 class LargestMatrix(TorchDispatchMode):
