@@ -339,10 +339,10 @@ def test_streams_are_read_for_their_first_documents() -> None:
 def test_bytes_of_latents_in_16_bits_are_those_of_the_models_type(tiny_folder: Path, tiny_tokenizer: Any) -> None:
     """The tiny model is float32: latents that are not quantized take four bytes an element."""
     dense, texts = AutoModelForCausalLM.from_pretrained(tiny_folder), ["the cache holds what was read " * 80]
-    for method, most in (("recalkv", 400), ("loss-aware", 200)):
+    for method, most in (("recalkv", 400), ("loss-aware", 140)):
         target = Target(bytes_per_token=most)
         small = recalkv.compress(dense, tiny_tokenizer, texts, target=target, method=method, **CALL)
-        assert 0.7 * most < LatentSpec.from_config(small.config).cached_bytes_per_token(4) <= most
+        assert 0.75 * most < LatentSpec.from_config(small.config).cached_bytes_per_token(4) <= most
 
 
 @pytest.mark.parametrize("loaded", [True, False])

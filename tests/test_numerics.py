@@ -71,7 +71,7 @@ def test_float32_sums_of_outliers_give_the_factors_of_float64(size: float) -> No
 @functools.cache
 def compressed(size: float, method: str) -> tuple[Any, Any, Any]:
     dense = with_outliers(size)
-    parameters = settings(method, 0.3)
+    parameters = settings(method, 0.3).model_copy(update={"damping": 0.0})
     result = compress_layers(ModuleSource(dense), windows(), calibration(), parameters)
     return dense, assemble(dense, result, parameters), (result, parameters)
 
@@ -84,11 +84,10 @@ def loss(model: Any) -> float:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_outlier_channels_do_not_decide_the_factors(method: str) -> None:
-    # Scaling a channel up and its weights down changes nothing in exact arithmetic; the last bit decides about some of
-    # the labels that the loss metric samples.
+    # Scaling a channel up and its weights down changes nothing in exact arithmetic.
     rises = [loss(small) - loss(dense) for dense, small, _ in (compressed(3.0, method), compressed(3e4, method))]
     assert rises[0] < 1
-    assert rises[1] == pytest.approx(rises[0], abs=0.1)
+    assert rises[1] == pytest.approx(rises[0], abs=0.001)
 
 
 @pytest.mark.parametrize("method", METHODS)
