@@ -109,15 +109,16 @@ def cache_size(
         if not config:
             tables = [(name, sizes, table(sizes)) for name, sizes in KNOWN.items()]
         elif (Path(config) / "config.json").exists():
-            from transformers import AutoConfig
-
             from recalkv.model.modeling import register
+            from recalkv.model.source import load_config
             from recalkv.model.spec import LatentSpec
 
             register()
-            loaded = AutoConfig.from_pretrained(config, trust_remote_code=False)
+            loaded = load_config(Path(config), config)
             sizes = ModelSizes.from_config(loaded)
-            own = LatentSpec.from_config(loaded).cached_bytes_per_token() if hasattr(loaded, "recalkv") else None
+            own = None
+            if hasattr(loaded, "recalkv"):
+                own = [layer.cached_bytes() for layer in LatentSpec.from_config(loaded).layers]
             tables = [(Path(config).name, sizes, table(sizes, own))]
         else:
             sizes = known_sizes(config, "--config (no folder with a config.json)")

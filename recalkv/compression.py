@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.errors import BudgetError
+from recalkv.errors import BudgetError, telling_full_disk
 from recalkv.evaluation.streamed import dense_text
 from recalkv.method.allocation import allocate, check_budget, predicted_loss
 from recalkv.method.basis import quantizable
 from recalkv.method.factors import LayerFactors, factorize_layer
 from recalkv.method.fusion import fuse_layer, stored_latents
-from recalkv.method.grouping import group_heads, layer_energies
+from recalkv.method.grouping import group_heads
 from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
@@ -42,7 +42,6 @@ from recalkv.statistics.fisher import FisherScores, collect_gradients
 from recalkv.statistics.layer_inputs import FISHER_WINDOWS, LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
-from recalkv.store.folders import telling_full_disk
 from recalkv.text.chat import Document
 from recalkv.text.corpora import calibration_windows, check_length, held_out_windows, load_tokenizer
 from recalkv.text.windows import Windows
@@ -211,7 +210,9 @@ def compress_layers(
         groupings.append(group_heads(problems(index)))
         progress("reorder", len(groupings), total)
     groups = [grouping.groups for grouping in groupings]
-    energies = layer_energies(problems, groups) if method.allocation == "water-filling" else None
+    energies = None
+    if method.allocation == "water-filling":
+        energies = [problems(index).energies(own) for index, own in enumerate(groups)]
     specs, _ = allocate(source.geometry, known.scores, method, energies)
     result = CompressedLayers(specs, [grouping.permutation for grouping in groupings])
 
@@ -305,9 +306,8 @@ def _prediction(source: LayerSource, known: Statistics, parameters: CompressionP
     def problems(index: int) -> LayerProblem:
         return LayerProblem.of(source, index, known.layer(index), method)
 
-    groups = [group_heads(problems(index)).groups for index in range(source.geometry.layers)]
-
-    energies = layer_energies(problems, groups)
+    layers = map(problems, range(source.geometry.layers))
+    energies = [problem.energies(group_heads(problem).groups) for problem in layers]
 
     def predict(ratio: float) -> float:
         own = resolve_method(parameters.model_copy(update={"ratio": ratio}), source.geometry.kv_heads)

@@ -5,8 +5,11 @@ and exit code 1 (:func:`user_errors`). Programming mistakes stay ordinary Python
 """
 
 import contextlib
+import errno
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class ReCalKVError(ValueError):
@@ -62,6 +65,28 @@ def needing(extra: str) -> Iterator[None]:
         raise MissingPackageError(
             f"{error.name or error} cannot be imported; it comes with `pip install '.[{extra}]'` in a clone of recalkv."
         ) from error
+
+
+@contextlib.contextmanager
+def telling_full_disk(folder: Path | str, remedy: str = "write to another") -> Iterator[None]:
+    """Turn a full disk into a :class:`StoreError` that says so, and what to do where no space can be freed."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors and datasets report a full disk in the text of an exception of their own.
+        told = any(each in str(error) for each in ("os error 28", os.strerror(errno.ENOSPC)))
+        if getattr(error, "errno", None) == errno.ENOSPC or told:
+            raise StoreError(
+                f"no space left on the disk of {folder}; free some space or {remedy}, then run the command "
+                f"again. Nothing half-written was kept."
+            ) from error
+        raise
+
+
+def hub_folder_full() -> contextlib.AbstractContextManager[None]:
+    """:func:`telling_full_disk` of what the hub's clients download to."""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    return telling_full_disk(home, "set HF_HOME to a folder on another")
 
 
 @contextlib.contextmanager

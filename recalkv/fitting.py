@@ -25,7 +25,7 @@ from recalkv.method.target import Target
 from recalkv.model.device import device_of
 from recalkv.model.loading import load_model
 from recalkv.model.source import EMBEDDED, resolve_model
-from recalkv.params import CalibrationParams, CodecParams, RuntimeParams
+from recalkv.params import CalibrationParams, CodecParams, RuntimeParams, public_name
 from recalkv.store.folders import CODEC, check_output, writing_folder
 from recalkv.text.chat import Document
 from recalkv.text.corpora import (
@@ -213,16 +213,18 @@ def fit_loaded(
             f"which are kept exact; use longer ones."
         )
     check_cached(model)
-    seed, tokens = calibration.seed, cached_tokens(model, context)
+    # Memory of one sequence is that of its length: layers with a sliding window cache as many tokens of any other.
+    budgeted = (goal.context if isinstance(goal, Target) else None) or context
+    seed, tokens = calibration.seed, cached_tokens(model, budgeted)
     moments = take_moments(model, windows, context, seed, progress, heads)
-    bits = target_bits(goal, moments, context, tokens) if isinstance(goal, Target) else goal
+    bits = target_bits(goal, moments, budgeted, tokens) if isinstance(goal, Target) else goal
     units = natural_units(moments, heads)
 
     def built(bits: float) -> Codec:
         record = {
-            "model": getattr(model.config, "name_or_path", ""),
+            "model": public_name(getattr(model.config, "name_or_path", "")),
             "revision": getattr(model.config, "_commit_hash", None), "bits": float(bits), "seed": seed,
-            "texts": [Path(text).name for text in texts], "windows": list(windows.shape),
+            "texts": [public_name(text) for text in texts], "windows": list(windows.shape),
             "rope": rope_facts(model.config),
         }  # fmt: skip
         return build_codec(moments, bits, context, model_fingerprint(model), tokens, record, units=units)

@@ -23,6 +23,12 @@ class _Section(BaseModel):
 S = TypeVar("S", bound=_Section)
 
 
+def public_name(name: str) -> str:
+    """A text's or a model's name as records and pages have it, which may be published: of local ones without a path."""
+    path = Path(name)
+    return path.name if path.is_absolute() or path.is_file() else name
+
+
 class ModelParams(_Section):
     """Which dense model to compress."""
 
@@ -71,7 +77,7 @@ class CalibrationParams(_TextParams):
     @property
     def in_words(self) -> str:
         """Number, length and texts of the windows, for pages."""
-        texts = ", ".join(f"`{Path(text).name if Path(text).exists() else text}`" for text in self.text)
+        texts = ", ".join(f"`{public_name(text)}`" for text in self.text)
         return f"{self.samples} x {self.length} tokens of {texts}"
 
 

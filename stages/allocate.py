@@ -4,7 +4,6 @@ import torch
 import typer
 
 from recalkv.method.allocation import allocate as allocate_ranks
-from recalkv.method.grouping import layer_energies
 from recalkv.model.spec import DENSE_BITS
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
@@ -18,8 +17,8 @@ def allocate(run: Stage) -> None:
     method = stored.method
     geometry, energies = stored.source.geometry, None
     if method.allocation == "water-filling":
-        groups = (stored.groups(index) for index in range(geometry.layers))
-        energies = layer_energies(stored.problem, run.progress(groups, geometry.layers))
+        layers = run.progress(range(geometry.layers), geometry.layers)
+        energies = [stored.problem(index).energies(stored.groups(index)) for index in layers]
     specs, allocation = allocate_ranks(geometry, stored.scores(), method, energies)
     bits = sum(spec.cached_bits for spec in specs)
     record = {

@@ -8,7 +8,7 @@ import typer
 from recalkv.evaluation.generation import measure_generation
 from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText, further_text, measured
 from recalkv.model.loading import load_model
-from recalkv.text.corpora import check_length, further_windows, main_windows, text_names
+from recalkv.text.corpora import check_length, further_windows, load_tokenizer, main_windows, text_names
 from recalkv.text.windows import Windows
 from stages.common import Stage, stage
 
@@ -21,12 +21,12 @@ def baseline(
     ] = 0,
 ) -> None:
     """Freeze the evaluation windows of all texts; measure the dense model's losses, cache, and sample texts."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     wanted, folder = run.params.evaluation, run.model().folder
     names = text_names(wanted.further_texts)
     check_length(AutoConfig.from_pretrained(folder, trust_remote_code=False), "evaluation.window", wanted.window)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     texts = {MAIN_TEXT: main_windows(tokenizer, wanted)}
     for name, text in zip(names, wanted.further_texts, strict=True):
         texts[further_text(name)] = further_windows(tokenizer, wanted, text)

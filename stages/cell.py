@@ -18,7 +18,9 @@ from stages.stored import Stored
 # What the pipeline's own checkpoint may have changed; a cell's method is as it is meant, but for what --set says.
 _AS_MEANT: dict[str, Any] = {
     **dict.fromkeys(("joint", "grouping", "allocation", "refit"), "auto"),
+    "method": "loss-aware",
     "bits": 16,
+    "rank_multiple": 1,
     "damping": None,
 }
 
@@ -60,11 +62,15 @@ def latent_figures(
     }
 
 
+def cell_parameters(own: CompressionParams, setting: Mapping[str, Any]) -> CompressionParams:
+    """Parameters of a cell: what it sets, and of the file what no method is defined by."""
+    given = {name: value for name, value in setting.items() if name in CompressionParams.model_fields}
+    return CompressionParams.model_validate(own.model_dump() | _AS_MEANT | given)
+
+
 def latent_model(run: Stage, setting: Mapping[str, Any]) -> tuple[Any, CompressionParams, Sequence[float]]:
     """The model compressed so, the parameters, and the rise of the loss that is predicted of each latent."""
-    compression = {name: value for name, value in setting.items() if name in CompressionParams.model_fields}
-    meant = {name: value for name, value in _AS_MEANT.items() if name not in compression}
-    parameters = CompressionParams.model_validate(run.params.compression.model_dump() | meant | compression)
+    parameters = cell_parameters(run.params.compression, setting)
     stored, folder = Stored(run, run.precision), run.model().folder
     result = compress_layers(
         stored.source,

@@ -20,8 +20,8 @@ import recalkv
 from recalkv.errors import StoreError, user_errors
 from recalkv.evaluation.resources import peak_device_mib, peak_resident_mib
 from recalkv.model.device import device_of
-from recalkv.model.precision import evaluation_precision, resolve_precision
-from recalkv.model.source import ModelReference, checkpoint_dtype, read_reference
+from recalkv.model.precision import resolve_precision
+from recalkv.model.source import ModelReference, evaluation_dtype, read_reference
 from recalkv.params import Params, load_params
 from recalkv.statistics.layer_inputs import FISHER_WINDOWS, LayerInputs
 from recalkv.store.stores import (
@@ -78,9 +78,8 @@ class Stage:
         return resolve_precision(self.params.calibration.precision, self.device)
 
     def evaluated_dtype(self, folder: Path) -> torch.dtype:
-        """Type of a checkpoint's weights where perplexity is measured: its own, but no coarser than is asked for."""
-        precision = evaluation_precision(self.params.evaluation.precision, self.device)
-        return torch.float32 if precision == "float32" else checkpoint_dtype(folder)
+        """:func:`recalkv.model.source.evaluation_dtype` of a checkpoint here."""
+        return evaluation_dtype(folder, self.params.evaluation.precision, self.device)
 
     def source(self, precision: str = "float32") -> "CheckpointSource":
         """Open the dense model, layer by layer; ``precision`` matters to who runs the layers."""

@@ -15,6 +15,7 @@ from recalkv.model.loading import load_model
 from recalkv.model.precision import evaluation_precision
 from recalkv.model.source import fingerprint
 from recalkv.model.spec import LatentSpec
+from recalkv.params import public_name
 from stages.common import Stage, stage, write_json
 
 
@@ -62,7 +63,7 @@ def _environment(run: Stage, checkpoint: Path, spec: LatentSpec) -> dict[str, st
         "model_fingerprint": run.model().fingerprint,
         "checkpoint": fingerprint(checkpoint),
         "calibration_precision": (spec.calibration or {}).get("precision", "unknown"),
-        "evaluation_text": Path(run.params.evaluation.text).name,
+        "evaluation_text": public_name(run.params.evaluation.text),
         "evaluation_split": run.params.evaluation.split,
         "evaluation_precision": evaluation_precision(run.params.evaluation.precision, run.device),
         **packages,

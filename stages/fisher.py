@@ -2,10 +2,10 @@
 
 import typer
 
+from recalkv.errors import telling_full_disk
 from recalkv.statistics.fisher import SINK_TOKENS, collect_gradients
 from recalkv.statistics.layer_inputs import FISHER_WINDOWS
 from recalkv.statistics.whitening import collect_input_moments
-from recalkv.store.folders import telling_full_disk
 from recalkv.store.moments import put_loss_moments
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from recalkv.params import public_name
 from recalkv.reports.frontier import Row, draw, page, rows_of
 from stages.common import Stage, stage, write_json
 
@@ -16,7 +17,7 @@ def frontier(
 ) -> None:
     """Gather the cells; write REPORTS/NAME.json, NAME.md and NAME.png."""
     wanted, calibration = run.params.evaluation, run.params.calibration
-    text, cells = Path(wanted.text).name, run.data / "cells" / name
+    text, cells = public_name(wanted.text), run.data / "cells" / name
     rows = _rows(cells, text)
     write_json(run.reports / f"{name}.json", {"rows": rows})
     draw(run.reports / f"{name}.png", rows)

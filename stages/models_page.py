@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from recalkv.codec.context import cached_tokens
 from recalkv.evaluation.quantizers import QUANTIZERS, quantizer
+from recalkv.params import public_name
 from recalkv.reports.frontier import Row, draw, rows_of
 from recalkv.reports.models import CONTEXT, page
 from stages.common import Stage, stage, write_json
@@ -37,7 +38,7 @@ def models_page(run: Stage) -> None:
     for name, model in found.items():
         draw(run.reports / "models" / f"{name}.png", model["rows"])
     wanted = run.params.evaluation
-    (run.reports / "models.md").write_text(page(found, wanted.window, Path(wanted.text).name, further))
+    (run.reports / "models.md").write_text(page(found, wanted.window, public_name(wanted.text), further))
 
 
 def _beside(earlier: dict[str, Any] | None, own: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def _merged(earlier: Any, own: Any) -> Any:
 
 def _model(run: Stage, cells: Path) -> dict[str, Any]:
     """What is known of one model, whose cells are in a folder of its name."""
-    own, text = run.data / "models" / cells.name, Path(run.params.evaluation.text).name
+    own, text = run.data / "models" / cells.name, public_name(run.params.evaluation.text)
     config = AutoConfig.from_pretrained(own / "checkpoint", trust_remote_code=False)
     tokens = list(cached_tokens(SimpleNamespace(config=config), CONTEXT).values())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -81,7 +82,7 @@ def _model(run: Stage, cells: Path) -> dict[str, Any]:
 
 def _further(run: Stage) -> dict[str, dict[str, Any]]:
     """What was measured of some of the models, by kind and model."""
-    cells, text = run.data / "cells", Path(run.params.evaluation.text).name
+    cells, text = run.data / "cells", public_name(run.params.evaluation.text)
     found: dict[str, dict[str, Any]] = {
         kind: {path.stem: json.loads(path.read_text()) for path in sorted((cells / kind).glob("*.json"))}
         for kind in ("biases", "contexts")

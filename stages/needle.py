@@ -13,7 +13,6 @@ from recalkv.evaluation.suites.needle import SCORES, check_lengths, find_needles
 from recalkv.kernels.decoder import choose_kernels
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
-from recalkv.model.source import checkpoint_dtype
 from recalkv.model.spec import DENSE_BITS, LatentSpec
 from recalkv.text.corpora import main_documents
 from recalkv.text.windows import joined_tokens
@@ -40,7 +39,7 @@ def needle(
     compressed, wanted = Path(checkpoint) if checkpoint else run.data / "compressed", run.params.needle
     folder = compressed if name == "compressed" else run.model().folder
     check_lengths(AutoConfig.from_pretrained(run.model().folder, trust_remote_code=False), wanted.lengths)
-    model = load_model(folder, run.device, checkpoint_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
     choose_kernels(model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

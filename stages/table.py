@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from recalkv.params import public_name
 from recalkv.reports.grid import grid_page
 from recalkv.reports.paper import paper_rows
 from recalkv.reports.plots import against_bytes
@@ -28,7 +29,7 @@ def table(
     setting = (
         f"{run.model().name}; calibrated, unless said otherwise, on {calibration.in_words}; "
         f"windows of {evaluation.window} tokens of "
-        f"`{Path(evaluation.text).name}`; "
+        f"`{public_name(evaluation.text)}`; "
         f"groups of {run.params.compression.group_size} unless said otherwise."
     )
     (folder / f"{name}.md").write_text(grid_page(title, setting, f"{name}.png", cells, paper))

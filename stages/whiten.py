@@ -4,8 +4,8 @@ import sys
 
 import typer
 
+from recalkv.errors import telling_full_disk
 from recalkv.statistics.whitening import collect_input_moments
-from recalkv.store.folders import telling_full_disk
 from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from recalkv.compression import Statistics, collect_statistics
 from recalkv.method.allocation import allocate
 from recalkv.method.factors import LayerFactors, factorize_layer
-from recalkv.method.grouping import group_heads, layer_energies
+from recalkv.method.grouping import group_heads
 from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, install, refit_layers
@@ -62,7 +62,7 @@ class Steps:
         """Ranks of every layer."""
         energies = None
         if self.method.allocation == "water-filling":
-            energies = layer_energies(self.problem, self.groups)
+            energies = [self.problem(index).energies(groups) for index, groups in enumerate(self.groups)]
         return allocate(self.geometry, self.statistics.scores, self.method, energies)[0]
 
     @functools.cached_property

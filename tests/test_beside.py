@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,30 @@ def test_a_model_that_does_not_fit_is_refused(
     monkeypatch.setattr(beside, "available_mib", lambda device: 0.01)
     with pytest.raises(ModelUnavailableError, match=r"0 MiB are free on cpu; evaluate where they fit"):
         compare(compressed, tiny_folder, {}, torch.zeros(0), SMALL, torch.device("cpu"))
+
+
+def test_16_bit_checkpoints_are_measured_in_float32_where_that_fits(
+    tiny_folder: Path,
+    tiny_tokenizer: Any,
+    tiny_texts: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounding of products to bfloat16 differs by more than a 4-bit cache does."""
+    folder = tmp_path / "bf16"
+    AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.bfloat16).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    codec = recalkv.fit(folder, dataset=tiny_texts[0], samples=6, length=32, bits=8, device="cpu")
+    text = {"one": Windows(windows(4, 60, 5), torch.arange(4))}
+    wanted = replace(SMALL, evaluation=EvaluationParams(window=60, prefill=50), needle=None, contexts=())
+    found = {}
+    for spare in (2.5, 1.5):
+        mib = spare * (folder / "model.safetensors").stat().st_size / 2**20
+        monkeypatch.setattr(beside, "available_mib", lambda device, mib=mib: mib)
+        figures = compare(codec, folder, text, torch.zeros(0), wanted, torch.device("cpu"))[0]
+        found[figures["dtype"]] = figures["perplexity"]["kl_nats"]
+    assert found.keys() == {"float32", "bfloat16"}
+    assert 0 < found["float32"] < found["bfloat16"] / 2
 
 
 def test_eval_writes_a_page_and_its_figures(

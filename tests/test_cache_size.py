@@ -15,7 +15,7 @@ from recalkv.evaluation.generation import cache_bytes_per_token, parameter_count
 from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 from recalkv.model.spec import LatentSpec
 from recalkv.presets import preset_names
-from recalkv.reports.cache_size import GIB, bytes_per_token, table
+from recalkv.reports.cache_size import GIB, layer_bytes, table
 from tests.tiny import ALL_FAMILIES, compressed_pair, dense_model, windows
 
 
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Pa
     spec = LatentSpec.from_config(compressed.config)
     for model, expected in (
         (compressed, spec.cached_bytes_per_token(element_bytes=4)),
-        (dense, 2 * bytes_per_token(ModelSizes.from_config(dense.config).attention, 16)),
+        (dense, 2 * sum(layer_bytes(ModelSizes.from_config(dense.config).attention, 16))),
     ):
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
@@ -77,11 +77,35 @@ def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Pa
     assert f"| this checkpoint | {spec.cached_bytes_per_token():,} |" in result.output
 
 
+@pytest.mark.parametrize("context", [8, 40, 200])
+def test_layers_with_a_window_count_for_no_more_than_it(context: int) -> None:
+    """As a live cache of such a sequence; its windows hold sixteen tokens, one less than the layer sees."""
+    model = dense_model("gemma3", num_hidden_layers=4)
+    sizes = ModelSizes.from_config(model.config)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(windows(1, context), past_key_values=cache)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    layers = zip(layer_bytes(sizes.attention, 32), sizes.cached_tokens(context), strict=True)
+    counted = [size * tokens for size, tokens in layers]
+    assert max(sizes.cached_tokens(context)) == context
+    assert 0 <= sum(counted) - held <= 4 * layer_bytes(sizes.attention, 32)[0]
+
+
 @pytest.mark.parametrize("name", ["default", *(name for name in preset_names() if name.startswith("paper/"))])
 def test_the_papers_presets_have_sizes(name: str) -> None:
     result = CliRunner().invoke(app, ["cache-size", "--config", name])
     assert result.exit_code == 0, result.output
     assert "| 16 bits |" in result.output
+
+
+def test_models_that_transformers_does_not_know_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    for command in (["cache-size", "--config", tmp_path], ["eval", tmp_path]):
+        (tmp_path / "model.safetensors").write_text("weights")
+        refused = CliRunner().invoke(app, list(map(str, command)))
+        assert refused.exit_code == 1 and refused.output.count("error:") == 1
+        assert "is not a config that this version of transformers takes" in refused.output
 
 
 def test_errors_name_the_known() -> None:

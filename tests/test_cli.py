@@ -108,6 +108,7 @@ def test_compress_gives_the_pipelines_checkpoint(
     [
         (["--ratio", "1.5"], "ratio=1.5"),
         (["--bits", "5"], "bits=5"),
+        (["--bits", "["], "bits='['"),
         (["--method", "pca"], "method='pca'"),
         (["--group-size", "0"], "group_size=0"),
         (["--exact-window", "-1"], "exact_window=-1"),
@@ -281,6 +282,20 @@ def test_a_terminated_run_leaves_nothing(
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["scratch"] and not any((tmp_path / "scratch").iterdir())
+
+
+def test_checkpoints_of_several_chat_templates_are_replaced(settings: list[str | Path], tmp_path: Path) -> None:
+    """Their tokenizers have a folder of their own."""
+    command = [*settings, "--out", tmp_path / "out"]
+    assert compress(*command).exit_code == 0
+    templates = tmp_path / "out" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ messages }}")
+    assert compress(*command, "--overwrite").exit_code == 0
+    assert not templates.exists()
+    (tmp_path / "out" / "mine").mkdir()
+    refused = compress(*command, "--overwrite")
+    assert refused.exit_code == 1 and "holds the folder(s) mine" in refused.output
 
 
 @pytest.mark.parametrize("left", [None, "model-00001-of-00003.safetensors"])

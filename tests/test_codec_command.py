@@ -14,6 +14,7 @@ import recalkv
 import recalkv.fitting
 from recalkv.cli import app
 from recalkv.codec.budget import bits_within, target_bits
+from recalkv.codec.context import cached_tokens
 from recalkv.codec.fit import build_codec
 from recalkv.codec.moments import take_moments
 from recalkv.codec.sidecar import Codec
@@ -74,6 +75,19 @@ def test_bytes_are_those_of_a_whole_context() -> None:
         target_bits(Target(bytes_per_token=300), moments, 256, tokens)
 
 
+@pytest.mark.parametrize("written", ["2KiB@40", "8KiB@128", "20KiB@200"])
+def test_memory_of_a_length_is_met_at_it(written: str, tiny_tokenizer: Any) -> None:
+    """Also where it is not the context of the fit: layers with a window of sixteen tokens cache no more of either."""
+    model, texts = dense_model("gemma3", num_hidden_layers=4), ["the cache holds what the model has read " * 200]
+    codec = recalkv.fit(model, tiny_tokenizer, texts, target=written, samples=2, length=32, context=256)
+    goal = Target.of(written)
+    assert goal.context is not None and goal.bytes_per_token is not None
+    tokens = cached_tokens(model, goal.context)
+    assert min(tokens.values()) == 16 < max(tokens.values()) == goal.context
+    held = sum(layer.row_bytes * tokens[index] for index, layer in codec.layers.items())
+    assert 0.75 < held / (goal.bytes_per_token * goal.context) <= 1
+
+
 def test_the_fewest_bits_within_a_loss() -> None:
     tried: list[float] = []
 
@@ -116,7 +130,7 @@ def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[str | Path]
     assert codec.bytes_per_token <= DENSE / 4
     record = dict(codec.record)
     assert record == {
-        "model": str(settings[0]),
+        "model": Path(settings[0]).name,
         "revision": None,
         "bits": 4,
         "seed": 3,
@@ -208,6 +222,8 @@ def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[str | Path
     refused = fit(*settings, "--bits", "2", "--out", out)
     assert refused.exit_code == 1 and "replace a codec by `recalkv fit --overwrite`" in refused.output
     assert everything(out) == before
+    for name in ("evaluation.md", "evaluation.json"):  # of `recalkv eval`
+        (out / name).write_text("measured")
     assert fit(*settings, "--bits", "2", "--out", out, "--overwrite").exit_code == 0
     assert Codec.load(out).record["bits"] == 2
     # A failing run keeps the old one.
@@ -219,6 +235,12 @@ def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[str | Path
     (other / "notes.txt").write_text("mine")
     refused = fit(*settings, "--out", other, "--overwrite")
     assert refused.exit_code == 1 and "--overwrite replaces codecs alone" in refused.output
+    # A codec may lie beside a model's weights.
+    (out / "model.safetensors").write_text("weights")
+    before = everything(out)
+    refused = fit(*settings, "--out", out, "--overwrite")
+    assert refused.exit_code == 1 and "--overwrite replaces codecs alone" in refused.output
+    assert everything(out) == before
     refused = fit(*settings, "--out", settings[0], "--overwrite")
     assert refused.exit_code == 1 and "is, holds or lies in the model's folder" in refused.output
 

@@ -54,7 +54,8 @@ def test_figures_are_those_of_the_model_with_a_codec(codec: Path, tiny_folder: P
     assert set(figures["needle"]) == {"dense", "compressed"}
     assert facts is own
     shown = page(figures, facts)
-    assert str(tiny_folder) in shown and "exact window" in shown
+    # The page may be published: where the model lies is nobody else's business.
+    assert str(tiny_folder) not in shown and tiny_folder.name in shown and "exact window" in shown
     poor = figures | {"perplexity": text | {"kl_nats": 1.0}}
     assert any("recalkv fit --bits` above 4" in line for line in advice(poor, facts))
 

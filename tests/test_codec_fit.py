@@ -220,6 +220,11 @@ def test_a_codec_replaces_a_codec_alone(codec: Codec, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ParameterError, match="holds other files"):
         codec.save(tmp_path / "file")
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "notes.txt").write_text("mine")
+    with pytest.raises(ParameterError, match=r"new\.partial holds other files"):
+        codec.save(tmp_path / "new")
+    assert (tmp_path / "new.partial" / "notes.txt").read_text() == "mine"
 
 
 def test_what_fails_while_it_is_written_leaves_the_old_one(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.method.grouping import group_heads, layer_energies
+from recalkv.method.grouping import group_heads
 from tests.steps import problem_of, steps
 
 # --- one layer ---
@@ -48,8 +48,9 @@ NEIGHBORS = [[[0, 1], [2, 3], [4, 5]]] * 3
 @pytest.mark.parametrize("joint", [True, False])
 def test_energies_are_those_of_every_latent_keys_first(joint: bool) -> None:
     given = steps("llama-mha", joint=joint)
-    for index, energies in enumerate(layer_energies(given.problem, given.groups)):
-        keys, values = given.problem(index).parts(given.groups[index])
+    for index, groups in enumerate(given.groups):
+        keys, values = given.problem(index).parts(groups)
+        energies = given.problem(index).energies(groups)
         assert len(energies) == (3 if joint else 6)
         for own, part in zip(energies, keys + values, strict=True):
             assert torch.equal(own, part.energies())

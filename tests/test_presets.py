@@ -21,10 +21,13 @@ from typer.testing import CliRunner, Result
 from recalkv.cache.rows import RowLayout
 from recalkv.cli import app
 from recalkv.compression import compress_layers
+from recalkv.method.methods import resolve_method
 from recalkv.model.layers import ModuleSource
 from recalkv.model.spec import LatentSpec
 from recalkv.params import load_params
 from recalkv.presets import is_rendered, preset, preset_names, render
+from stages.cell import cell_parameters
+from stages.forms import latent_setting
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +102,13 @@ def test_every_model_of_the_papers_tables_has_a_preset() -> None:
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["preset", *arguments])
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_cells_of_grids_and_pages_stand_whatever_the_preset(name: str) -> None:
+    setting = latent_setting("latents", 4)
+    method = resolve_method(cell_parameters(preset(name).compression, setting))
+    assert (method.metric, method.bits, method.ratio) == ("loss", "mixed", 0.75)
 
 
 def test_command_needs_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

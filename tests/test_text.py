@@ -1,6 +1,7 @@
 """Text sources: the embedded articles, local files and, with a stand-in for the network, the hub."""
 
 import bz2
+import errno
 import importlib.machinery
 import importlib.util
 import json
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from jinja2.exceptions import TemplateError
 
-from recalkv.errors import DataError
+from recalkv.errors import DataError, StoreError
 from recalkv.text import documents as text
 from recalkv.text.chat import rendered
 from recalkv.text.documents import load_documents
@@ -248,6 +249,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in = Hub()
     monkeypatch.setattr(datasets, "load_dataset", stand_in)
     return stand_in
+
+
+def test_a_full_disk_is_no_missing_data_set(hub: Any) -> None:
+    hub.answer = OSError(errno.ENOSPC, "x")
+    with pytest.raises(StoreError, match=r"no space left on the disk of .*; free some space or set HF_HOME"):
+        load_documents("org/set", split="train")
 
 
 def test_hub_rows_are_verbatim(hub: Any) -> None:

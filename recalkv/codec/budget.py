@@ -18,8 +18,8 @@ def target_bits(
     ----------
     target
         Bytes of a token are those of all rows of a context, divided by its length: layers with a sliding window count
-        for as many tokens as they cache. Tokens that are kept exact take a fixed size for each sequence, which does not
-        count.
+        for as many tokens as they cache there. Tokens that are kept exact take a fixed size for each sequence, which
+        does not count.
     moments
         Of the layers, for their sizes.
     context

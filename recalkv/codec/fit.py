@@ -12,8 +12,7 @@ from recalkv.codec.moments import SINKS, LayerMoments, heads_per_code
 from recalkv.codec.sidecar import Code, Codec, LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.method.basis import natural_basis, shared_scales
-from recalkv.method.bits import allocate_bits
-from recalkv.trellis.codes import DISTORTION
+from recalkv.method.bits import allocate_bits, energy_left
 from recalkv.trellis.rows import BLOCK, Segment
 
 WINDOW = 32
@@ -106,14 +105,9 @@ def allocated(
     check_bits(bits)
     held = [float(tokens[unit.layer] if tokens else context) for unit in units]
     budget = bits / 8 * sum(len(unit.energies) * count for unit, count in zip(units, held, strict=True))
-    segments = allocate_bits([unit.energies.tolist() for unit in units], held, budget)
-    loss = 0.0
-    for unit, pieces in zip(units, segments, strict=True):
-        factors = torch.ones_like(unit.energies)
-        coded = [DISTORTION[segment.bits] for segment in pieces for _ in range(segment.width)]
-        factors[: len(coded)] = torch.tensor(coded).to(factors)
-        loss += float(unit.energies @ factors)
-    return segments, loss
+    energies = [unit.energies.tolist() for unit in units]
+    segments = allocate_bits(energies, held, budget)
+    return segments, sum(map(energy_left, energies, segments))
 
 
 def build_codec(

@@ -256,11 +256,12 @@ class Codec:
             If the folder holds anything else.
         """
         folder = Path(folder)
-        if folder.exists() and not (folder.is_dir() and {each.name for each in folder.iterdir()} <= _FILES):
-            raise ParameterError(
-                f"codec: {folder} holds other files than those of a codec, and would be replaced; name a new folder."
-            )
         partial = folder.with_name(folder.name + ".partial")
+        for held in (folder, partial):
+            if held.exists() and not (held.is_dir() and {each.name for each in held.iterdir()} <= _FILES):
+                raise ParameterError(
+                    f"codec: {held} holds other files than those of a codec, and would be replaced; name a new folder."
+                )
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)

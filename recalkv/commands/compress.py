@@ -3,10 +3,9 @@
 import contextlib
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-import yaml
 
 from recalkv.commands.evaluate import quick_check
 from recalkv.commands.options import check_revision, option, step_bar
@@ -50,7 +49,9 @@ def compress(
     ] = True,
 ) -> None:
     """Compress a model into a checkpoint that caches latents."""
-    given = {"method": method, "group_size": group_size, "bits": yaml.safe_load(bits), "exact_window": exact_window}
+    bits_given: int | str = int(bits) if bits.isdecimal() else bits
+    given: dict[str, Any] = {"method": method, "group_size": group_size, "bits": bits_given}
+    given |= {"exact_window": exact_window}
     given |= {} if ratio is None else {"ratio": ratio}
     sampling = {"text": text, "split": split, "field": field, "samples": samples, "length": length}
     sampling |= {"seed": seed, "batch_size": batch_size, "precision": precision}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, ReCalKVError, user_errors
-from recalkv.params import EvaluationParams, RuntimeParams
+from recalkv.params import EvaluationParams, RuntimeParams, public_name
 from recalkv.presets import describe
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def evaluate(
         from recalkv.text.corpora import load_tokenizer, main_documents, main_windows
         from recalkv.text.windows import joined_tokens
 
-        # Of files their names: the page may be published.
-        shown = {each: Path(each).name if Path(each).is_file() else each for each in dict.fromkeys(text)}
+        shown = {each: public_name(each) for each in dict.fromkeys(text)}
         if len(set(shown.values())) < len(shown):
             raise ParameterError(f"--text: two files have one name, of {', '.join(shown)}; rename one.")
         where = device_of(device)
@@ -89,10 +88,8 @@ def evaluate(
 
 def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path]:
     """Folders of the compressed and the dense model; with a codec both are the model's own."""
-    from transformers import AutoConfig
-
     from recalkv.model.modeling import register
-    from recalkv.model.source import checkpoint_folder, resolve_model
+    from recalkv.model.source import checkpoint_folder, load_config, resolve_model
     from recalkv.model.spec import LatentSpec
 
     if codec is not None:
@@ -100,7 +97,7 @@ def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tup
         return folder, folder
     folder = checkpoint_folder(small, scratch)
     register()
-    source = LatentSpec.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False)).source
+    source = LatentSpec.from_config(load_config(folder, small)).source
     named = dense or source.get("name")
     if not named:
         raise ParameterError(f"{small} does not say what it was made of; name the dense model (--dense).")
@@ -137,7 +134,7 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
         tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
         wanted = QUICK.evaluation
         held_out = held_out_windows(tokenizer, texts, calibration, wanted.max_windows or 8, wanted.window)
-        names = ", ".join(Path(text).name for text in texts)
+        names = ", ".join(map(public_name, texts))
         haystack = joined_tokens(tokenizer, next(iter(texts.values())))
         figures, spec = compare(out, dense, {f"{names}, held out": held_out}, haystack, QUICK, device)
     except Exception as error:  # whatever it is, the checkpoint is there

@@ -5,7 +5,7 @@ with which the compressed one is compared.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from recalkv.model.layers import weight_files
 from recalkv.model.loading import load_model
 from recalkv.model.modeling import register
 from recalkv.model.precision import evaluation_precision
-from recalkv.model.source import checkpoint_dtype, fingerprint
+from recalkv.model.source import checkpoint_dtype, evaluation_dtype, fingerprint
 from recalkv.model.spec import LatentSpec
 from recalkv.params import EvaluationParams, NeedleParams
 from recalkv.runtime.models import stop_codec, use_codec
@@ -103,8 +103,8 @@ class Measured:
     bytes_per_token, window_bytes, state_bytes
         Of a live cache: of a token, of a sequence's exact latents beside its rows, and of the states of layers that
         keep one instead of keys and values.
-    element_bytes
-        Of a number of the model's type.
+    dtype
+        Of the model's weights and its exact cache.
     parameters
         Tied ones once.
     needle
@@ -120,7 +120,7 @@ class Measured:
     bytes_per_token: float
     window_bytes: float
     state_bytes: float
-    element_bytes: int
+    dtype: torch.dtype
     parameters: int
     needle: Tensor | None
     speed: Mapping[int, Timing]
@@ -177,10 +177,9 @@ def compare(
     spec = own if isinstance(own, Codec) else LatentSpec.from_config(config)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
     wanted = possible(wanted, positions, len(haystack))
-    for each in {dense, folder}:
-        _check_memory(each, device)
+    dtypes = _dtypes({dense, folder}, wanted.evaluation.precision, device)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = load_model(dense, device, "auto" if isinstance(own, Codec) else checkpoint_dtype(dense))
+    model = load_model(dense, device, dtypes[dense])
     if isinstance(own, Codec):
         stop_codec(use_codec(model, own))  # another model's is known before the work
     progress("dense")
@@ -190,22 +189,27 @@ def compare(
         last = measure(use_codec(model, own), tokenizer, windows, haystack, wanted, first, progress)
         return figures(first, last, spec, wanted), spec
     del model
-    model = load_model(folder, device, checkpoint_dtype(folder))
+    model = load_model(folder, device, dtypes[folder])
     choose_kernels(model)
     progress("compressed")
     last = measure(model, tokenizer, windows, haystack, wanted, first, progress)
     return figures(first, last, spec, wanted) | {"checkpoint": fingerprint(folder)}, spec
 
 
-def _check_memory(folder: Path, device: torch.device) -> None:
-    """Refuse a model whose weights alone do not fit."""
-    needed = sum(file.stat().st_size for file in weight_files(folder)) / 2**20
+def _dtypes(folders: Set[Path], precision: str, device: torch.device) -> dict[Path, torch.dtype]:
+    """Type of each model: that of evaluations where the weights fit so, else its own; refused where that does not."""
+    own = {folder: checkpoint_dtype(folder) for folder in folders}
+    stored = {folder: sum(file.stat().st_size for file in weight_files(folder)) / 2**20 for folder in folders}
     free = available_mib(device)
-    if free is not None and needed > free:
-        raise ModelUnavailableError(
-            f"the weights in {folder} take {needed:,.0f} MiB, and {free:,.0f} MiB are free on {device}; evaluate where "
-            f"they fit (`recalkv eval`)."
-        )
+    for folder, needed in stored.items():
+        if free is not None and needed > free:
+            raise ModelUnavailableError(
+                f"the weights in {folder} take {needed:,.0f} MiB, and {free:,.0f} MiB are free on {device}; evaluate "
+                f"where they fit (`recalkv eval`)."
+            )
+    wanted = {folder: evaluation_dtype(folder, precision, device) for folder in folders}
+    grown = max(stored[folder] * wanted[folder].itemsize / own[folder].itemsize for folder in folders)
+    return own if free is not None and grown > free else wanted
 
 
 def measure(
@@ -261,7 +265,7 @@ def measure(
         context: time_decoding(model, contents, "growing", 1, context, wanted.steps)[0] for context in wanted.contexts
     }
     compared = None if dense is None else against
-    return Measured(texts, compared, *cached, model.dtype.itemsize, parameter_count(model), needle, speed, tasks)
+    return Measured(texts, compared, *cached, model.dtype, parameter_count(model), needle, speed, tasks)
 
 
 def figures(dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wanted: Wanted) -> dict[str, Any]:
@@ -274,13 +278,14 @@ def figures(dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wan
     sides = {"dense": dense, "compressed": compressed}
     first, *others = compressed.against
     reference = (
-        reference_bytes_per_token(spec, compressed.element_bytes)
+        reference_bytes_per_token(spec, compressed.dtype.itemsize)
         if isinstance(spec, LatentSpec)
         else spec.dense_bytes_per_token
     )
     length = int(compressed.against[first]["tokens_per_window"])
     found: dict[str, Any] = {
         "text": first,
+        "dtype": str(compressed.dtype).removeprefix("torch."),
         "decoded_tokens_per_window": max(0, length - (wanted.evaluation.prefill or length)),
         "perplexity": compressed.against[first],
         "further_texts": {name: compressed.against[name] for name in others},

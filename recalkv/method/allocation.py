@@ -6,13 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from recalkv.errors import BudgetError
-from recalkv.method.bits import check_mixed, equal_bits_elements, mixed_bits
+from recalkv.method.bits import check_mixed, energy_left, equal_bits_elements, mixed_bits
 from recalkv.method.methods import Method
 from recalkv.method.ranks import Allocation, Projection, allocate_ranks, check_minimum, water_filling
 from recalkv.model.families import AttentionGeometry, group_sizes
 from recalkv.model.spec import LayerSpec
 from recalkv.statistics.fisher import FisherScores
-from recalkv.trellis.codes import DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment
 
 Energies = Sequence[Sequence[Tensor]]
@@ -32,7 +31,7 @@ def allocate(
     method
         The resolved method.
     energies
-        Per layer, the energies of its latents (:func:`recalkv.method.grouping.layer_energies`), which
+        Per layer, the energies of its latents (:meth:`recalkv.method.problem.LayerProblem.energies`), which
         ``water-filling`` needs.
 
     Raises
@@ -109,12 +108,8 @@ def predicted_loss(specs: Sequence[LayerSpec], energies: Energies) -> float:
             ranks = [*spec.key_ranks, *(() if spec.joint else spec.value_ranks)]
             left += sum(float(unit[rank:].sum()) for unit, rank in zip(layer, ranks, strict=True))
             continue
-        for unit, segments in zip(layer, spec.units, strict=True):
-            start = 0
-            for width, bits in segments:
-                left += DISTORTION[bits] * float(unit[start : start + width].sum())
-                start += width
-            left += float(unit[start:].sum())
+        units = zip(layer, spec.units, strict=True)
+        left += sum(energy_left(unit.tolist(), segments) for unit, segments in units)
     return left / 2
 
 

@@ -73,13 +73,7 @@ def _turn(
     noise_cost = right @ (right.T if gradient is None or not bool(gradient.any()) else gradient.double() @ right.T)
     basis, inverse = natural_basis(covariance, noise_cost)
     variances = torch.einsum("ij,ij->j", basis, covariance @ basis).clamp_min(0)
-    return _segmented(left @ basis, inverse @ right, variances, segments, seed)
-
-
-def _segmented(
-    left: Tensor, right: Tensor, variances: Tensor, segments: Sequence[Segment], seed: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """``L T`` and ``T^-1 R``, with T the scales and rotations of segments of a natural basis."""
+    left, right = left @ basis, inverse @ right
     start, columns, rows = 0, [], []
     for number, segment in enumerate(segments):
         width = segment.width

@@ -132,6 +132,15 @@ def allocate_bits(
     return best
 
 
+def energy_left(energies: Sequence[float], segments: Sequence[Segment]) -> float:
+    """Energy that the codes of a unit leave of its directions, those that are not cached included."""
+    start, left = 0, 0.0
+    for width, bits in segments:
+        left += DISTORTION[bits] * math.fsum(energies[start : start + width])
+        start += width
+    return left + math.fsum(energies[start:])
+
+
 def _filled(
     energies: Sequence[Sequence[float]], price: Callable[[int, int], float], budget: float, first: int
 ) -> list[list[int]]:

@@ -8,7 +8,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from recalkv.method.refit import LayerRefit
 from recalkv.model.families import AttentionGeometry, head_order
 from recalkv.model.layers import LayerSource
 from recalkv.model.spec import LatentSpec, LayerSpec
-from recalkv.params import CalibrationParams, CompressionParams
+from recalkv.params import CalibrationParams, CompressionParams, public_name
 
 _CALIBRATION = {"text", "split", "samples", "length", "seed", "precision"}
 _RESOLVED = ("metric", "joint", "grouping", "allocation", "refit", "bits", "damping")
@@ -78,7 +77,7 @@ def stored_latents(
 def _told(calibration: CalibrationParams) -> dict[str, Any]:
     """What a checkpoint says of its calibration; of local files their names: checkpoints are published."""
     told = calibration.model_dump(mode="json", include=_CALIBRATION)
-    return told | {"text": [Path(text).name if Path(text).is_file() else text for text in told["text"]]}
+    return told | {"text": [public_name(text) for text in told["text"]]}
 
 
 def fuse_layer(

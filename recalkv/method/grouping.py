@@ -3,13 +3,12 @@
 Algorithm 1 allocates before it reorders. Water-filling needs the groups' spectra, so that heads are grouped first.
 """
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from recalkv.method.problem import LayerProblem
-from recalkv.method.reorder import greedy_groups, neighbor_groups, permutation_of
+from recalkv.method.reorder import greedy_groups, neighbor_groups
 from recalkv.method.similarity import head_cka
 
 
@@ -31,7 +30,7 @@ class HeadGrouping:
     @property
     def permutation(self) -> list[int]:
         """Original head at each new position."""
-        return permutation_of(self.groups)
+        return [head for group in self.groups for head in group]
 
 
 def group_heads(problem: LayerProblem) -> HeadGrouping:
@@ -41,27 +40,3 @@ def group_heads(problem: LayerProblem) -> HeadGrouping:
     if method.grouping == "cka":
         return HeadGrouping(similarity, greedy_groups(similarity, method.group_size))
     return HeadGrouping(similarity, neighbor_groups(problem.kv_heads, method.group_size))
-
-
-def layer_energies(
-    problems: Callable[[int], LayerProblem], groups: Iterable[Sequence[Sequence[int]]]
-) -> list[list[Tensor]]:
-    """Energies of every layer, as :func:`recalkv.method.allocation.allocate` wants them.
-
-    Parameters
-    ----------
-    problems
-        Problem of a layer.
-    groups
-        Of every layer.
-
-    Returns
-    -------
-    list of list of (rank,) float64
-        Of each layer, those of its latents, keys first.
-    """
-    energies = []
-    for index, own in enumerate(groups):
-        keys, values = problems(index).parts(own)
-        energies.append([part.energies() for part in keys + values])
-    return energies

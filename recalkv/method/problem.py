@@ -121,3 +121,8 @@ class LayerProblem:
             group_parts(self.keys, gram, columns, key_gradient, ridge),
             group_parts(self.values, gram, value_columns, value_gradient, ridge),
         )
+
+    def energies(self, groups: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Energies of every latent, keys first, each (rank,) float64 and descending; ``groups`` as of :meth:`parts`."""
+        keys, values = self.parts(groups)
+        return [part.energies() for part in keys + values]

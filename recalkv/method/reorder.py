@@ -79,8 +79,3 @@ def greedy_groups(similarity: Tensor, group_size: int) -> list[list[int]]:
     if [len(group) for group in ordered] != sizes:
         raise AssertionError(f"grouping {ordered} does not have the sizes {sizes}")
     return ordered
-
-
-def permutation_of(groups: list[list[int]]) -> list[int]:
-    """Original head at each new position: the groups one after the other."""
-    return [head for group in groups for head in group]

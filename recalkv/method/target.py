@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from recalkv.errors import ParameterError
 from recalkv.model.spec import check_ratio
@@ -11,6 +12,7 @@ SYNTAX = "`0.75` (the ratio), `4GiB@128K`, `bytes_per_token=5760` or `max_excess
 
 _MEMORY = re.compile(r"([\d.]+)\s*([KMGT]i?B)\s*@\s*([\d.]+)\s*(K|M|)", re.IGNORECASE)
 _BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BUDGETS = ("ratio", "bytes_per_token", "max_excess")
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 
 
@@ -26,6 +28,8 @@ class Target:
         Bytes that all layers may cache of one token, together.
     max_excess
         Rise of the loss on held-out windows that the smallest cache may cost, nats per token.
+    context
+        Tokens of one sequence that ``bytes_per_token`` is the mean of; None where it was given as such.
 
     Raises
     ------
@@ -36,9 +40,10 @@ class Target:
     ratio: float | None = None
     bytes_per_token: float | None = None
     max_excess: float | None = None
+    context: int | None = None
 
     def __post_init__(self) -> None:
-        given = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
+        given = {name: value for name in _BUDGETS if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             raise ParameterError(f"target: {given or 'nothing'} is given; it must be exactly one of {SYNTAX}.")
         ((name, value),) = given.items()
@@ -68,11 +73,13 @@ class Target:
             if memory:
                 size, unit, tokens, thousands = memory.groups()
                 count = float(tokens) * _TOKENS[thousands.lower()]
-                return cls(bytes_per_token=float(size) * _BYTES[unit.lower()] / count if count else math.inf)
+                memory_bytes = float(size) * _BYTES[unit.lower()]
+                return cls(bytes_per_token=memory_bytes / count if count else math.inf, context=round(count))
             if not equals:
                 return cls(ratio=float(value))
-            if name.strip() in {each.name for each in fields(cls)}:
-                return cls(**{name.strip(): float(number)})
+            if name.strip() in _BUDGETS:
+                budget: dict[str, Any] = {name.strip(): float(number)}
+                return cls(**budget)
         except ParameterError:
             raise
         except ValueError:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from recalkv.errors import ParameterError
-from recalkv.model.families import AttentionGeometry, check_supported
+from recalkv.model.families import AttentionGeometry, attention_layers, check_supported, layer_attention_types
 from recalkv.model.family import FAMILIES, PREFIX, Family, text_config
 
 
@@ -30,6 +30,8 @@ class ModelSizes:
         Whether the output head is the embedding.
     counted
         Parameters of the dense model; None where they follow from the sizes, as LLaMA's do.
+    windows
+        Sliding window of each layer that caches keys and values, None for all tokens; empty where no layer has one.
     """
 
     family: str
@@ -39,6 +41,7 @@ class ModelSizes:
     positions: int
     tied: bool = False
     counted: int | None = None
+    windows: tuple[int | None, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -50,6 +53,10 @@ class ModelSizes:
         layer = sizes.hidden * (matrices + 2)
         embeddings = self.vocabulary * sizes.hidden * (1 if self.tied else 2)
         return embeddings + sizes.layers * layer + sizes.hidden
+
+    def cached_tokens(self, context: int) -> list[int]:
+        """Tokens that each layer caches of a sequence of so many."""
+        return [min(context, window or context) for window in self.windows or (None,) * self.attention.layers]
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelSizes":
@@ -63,6 +70,7 @@ class ModelSizes:
         config = text_config(config)
         family = config.model_type.removeprefix(PREFIX)
         attention = AttentionGeometry.from_config(config) if family != config.model_type else check_supported(config)
+        kinds, window = layer_attention_types(config), getattr(config, "sliding_window", None)
         return cls(
             family=family,
             attention=attention,
@@ -71,6 +79,9 @@ class ModelSizes:
             positions=config.max_position_embeddings,
             tied=config.tie_word_embeddings,
             counted=_counted(config, FAMILIES[family]),
+            windows=tuple(
+                window if kinds[place] == "sliding_attention" else None for place in attention_layers(config)
+            ),
         )
 
 

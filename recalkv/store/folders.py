@@ -1,7 +1,6 @@
 """Folders that are whole or absent: written under a partial name and moved to their own in one rename."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recalkv.errors import ParameterError, StoreError
+from recalkv.errors import ParameterError, StoreError, telling_full_disk
 
 
 def partial_path(path: Path) -> Path:
@@ -75,21 +74,6 @@ def _locking(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def telling_full_disk(folder: Path, remedy: str = "write to another") -> Iterator[None]:
-    """Turn a full disk into a :class:`StoreError` that says so, and what to do where no space can be freed."""
-    try:
-        yield
-    except Exception as error:
-        # safetensors reports a full disk in the text of an exception of its own.
-        if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
-            raise StoreError(
-                f"no space left on the disk of {folder}; free some space or {remedy}, then run the command "
-                f"again. Nothing half-written was kept."
-            ) from error
-        raise
-
-
 def _held_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
@@ -107,15 +91,35 @@ class Output(NamedTuple):
         What it is called, and the command that makes it.
     made : Path to bool
         Whether a folder is one.
+    parts
+        Pattern of the files that a run which was killed leaves of it.
     """
 
     name: str
     command: str
     made: Callable[[Path], bool]
+    parts: str
 
 
-CHECKPOINT = Output("checkpoint", "compress", lambda folder: bool(_held_json(folder / "config.json").get("recalkv")))
-CODEC = Output("codec", "fit", lambda folder: "fingerprint" in _held_json(folder / "codec.json"))
+_CODEC_FILES = {"codec.safetensors", "codec.json", "evaluation.json", "evaluation.md"}
+
+
+def _is_codec(folder: Path) -> bool:
+    # A codec may lie beside its model's weights, which a new codec must not replace.
+    return _names(folder) <= _CODEC_FILES and "fingerprint" in _held_json(folder / "codec.json")
+
+
+def _names(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
+
+
+CHECKPOINT = Output(
+    "checkpoint",
+    "compress",
+    lambda folder: bool(_held_json(folder / "config.json").get("recalkv")),
+    "model-*-of-*.safetensors",
+)
+CODEC = Output("codec", "fit", _is_codec, "codec.safetensors")
 
 
 def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output = CHECKPOINT) -> None:
@@ -152,7 +156,7 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
                 f"output folder {out} is, holds or lies in the model's folder {source}; {remedy} elsewhere."
             )
     if place.is_dir() and any(place.iterdir()):
-        inner = sorted(entry.name for entry in place.iterdir() if entry.is_dir())
+        inner = _foreign(place)
         if not overwrite:
             raise ParameterError(
                 f"output folder {out} is not empty; {remedy}, remove it, or replace a {kind.name} by "
@@ -183,8 +187,14 @@ def _is_held(folder: Path) -> bool:
 
 
 def _is_leftover(folder: Path, kind: Output) -> bool:
-    """Whether a partial folder is empty, or holds an output or parts of one, and no folders."""
-    if not folder.is_dir() or any(entry.is_dir() for entry in folder.iterdir()):
+    """Whether a partial folder is empty, or holds an output or parts of one, and no other folders."""
+    if not folder.is_dir() or _foreign(folder) or (kind is CODEC and not _names(folder) <= _CODEC_FILES):
         return False
-    parts = any(folder.glob("model-*-of-*.safetensors" if kind is CHECKPOINT else "codec.safetensors"))
-    return parts or not any(folder.iterdir()) or kind.made(folder)
+    return any(folder.glob(kind.parts)) or not any(folder.iterdir()) or kind.made(folder)
+
+
+def _foreign(folder: Path) -> list[str]:
+    """Folders that no output of this library holds; tokenizers of several chat templates have one."""
+    return sorted(
+        entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name != "additional_chat_templates"
+    )

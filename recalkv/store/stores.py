@@ -22,8 +22,8 @@ import torch
 import zarr
 from torch import Tensor
 
-from recalkv.errors import StoreError
-from recalkv.store.folders import partial_path, telling_full_disk, writing_folder
+from recalkv.errors import StoreError, telling_full_disk
+from recalkv.store.folders import partial_path, writing_folder
 
 SCHEMA_VERSION = 2
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError
-from recalkv.params import CalibrationParams, EvaluationParams, parse_section
+from recalkv.params import CalibrationParams, EvaluationParams, parse_section, public_name
 from recalkv.text.chat import Document, plain_text
 from recalkv.text.documents import given_documents, load_documents
 from recalkv.text.windows import (
@@ -248,7 +248,7 @@ def text_names(texts: list[str]) -> list[str]:
             raise ParameterError(
                 f"evaluation.further_texts: {text!r} is neither a file nor one of {', '.join(PROTOCOLS)}."
             )
-        names.append(Path(text).name)
+        names.append(public_name(text))
         if names.count(names[-1]) > 1:
             raise ParameterError(f"evaluation.further_texts: two texts are called {names[-1]!r}; rename a file.")
     return names

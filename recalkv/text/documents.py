@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import iterparse
 
-from recalkv.errors import DataError, needing
+from recalkv.errors import DataError, StoreError, hub_folder_full, needing
 from recalkv.text.chat import Document, is_conversation, plain_text
 
 _ARTICLES = "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
@@ -217,7 +217,10 @@ def _hub_documents(name: str, split: str, field: str, limit: int | None) -> list
     with needing("pipeline"):
         from datasets import load_dataset
     try:
-        rows = load_dataset(known.id, subset, split=split, revision=revision, **only)
+        with hub_folder_full():
+            rows = load_dataset(known.id, subset, split=split, revision=revision, **only)
+    except StoreError:
+        raise
     except Exception as error:  # `datasets` raises many unrelated types for "not reachable" and "not found"
         what = f"{known.id!r} (subset {subset!r}, split {split!r}, revision {revision!r})"
         remedy = f"check these names and the network, or use {', '.join(('embedded', *_SHORT_NAMES))}, or a local file."
