@@ -156,6 +156,33 @@ def test_a_cache_goes_on_outside_of_inference_mode() -> None:
     assert torch.equal(torch.cat([first, *rest], 1), wanted)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.reorder_cache(torch.arange(6)),
+        lambda cache: cache.batch_repeat_interleave(1),
+        lambda cache: cache.batch_select_indices(torch.arange(6)),
+    ],
+    ids=["reorder", "repeat", "select"],
+)
+def test_sequences_changed_in_inference_mode_go_on_outside_of_it(change: Any) -> None:
+    model, ids = coded_model(), token_ids()
+    with torch.inference_mode():
+        _, cache = in_chunks(model, ids, [30])
+        change(cache)
+    found, _ = in_chunks(model, ids, [40, *range(41, 61)], cache)
+    assert_agree(found.detach(), one_pass(model, ids)[:, 30:])
+
+
+def test_a_static_cache_filled_in_inference_mode_is_reset_outside_of_it() -> None:
+    model, ids = coded_model(), token_ids()
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    with torch.inference_mode():
+        in_chunks(model, ids, [60], cache)
+    cache.reset()
+    assert_agree(in_chunks(model, ids, [60], cache)[0].detach(), one_pass(model, ids))
+
+
 def test_autocast_codes_what_it_computes() -> None:
     model, ids = coded_model(), token_ids()
     with torch.autocast("cpu", torch.bfloat16):
@@ -195,6 +222,17 @@ def test_more_than_the_slack_warns_and_stays_close(ends: Any) -> None:
         cache.crop(-45)
     found, _ = in_chunks(model, ids, ends, cache)
     assert_agree(found, one_pass(model, ids)[:, 15:], 0.01)
+
+
+def test_sinks_stay_exact_behind_a_deep_crop() -> None:
+    """A chunk reads them as tokens one by one do."""
+    model, ids = coded_model(bits=2), token_ids()
+    _, cache = in_chunks(model, ids, [60])
+    with pytest.warns(UserWarning, match="taken back"):
+        cache.crop(-50)
+    copied = copy.deepcopy(cache)
+    whole, one_by_one = in_chunks(model, ids, [20], cache)[0], in_chunks(model, ids, range(11, 21), copied)[0]
+    assert_agree(whole, one_by_one)
 
 
 def test_all_tokens_may_be_taken_back() -> None:

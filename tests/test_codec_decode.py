@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from recalkv.codec.rope import Rotation
+from recalkv.codec.rope import Rotation, no_rotation
 from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.runtime import cache as cache_module
 from recalkv.runtime import coded, decode
@@ -165,3 +165,22 @@ def test_what_a_mask_gives_is_made_again_once_the_mask_was_written_to() -> None:
     with torch.inference_mode():
         other = torch.ones(2, dtype=torch.bool)
         assert sums(other) == 2 and sums(other) == 2 and len(made) == 5
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
+def test_values_of_a_repeated_token_do_not_overflow(bits: int) -> None:
+    """All weighted slots then hold the same numbers, some of them the largest level: sums come close to 32 bits."""
+    codes = (Code(torch.eye(64), (Segment(64, bits),)),)
+    codec = LayerCodec(codes, codes, torch.zeros(1, 64), torch.zeros(1, 64), no_rotation(64))
+    value = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    value[20] = 8.0
+    values = value.expand(1, 1, 600, 64).contiguous()
+    layer = CodecLayer(codec, 32, 4)
+    layer.update(torch.zeros_like(values), values)
+    layer.append(torch.zeros_like(values), values, None, None)
+    coded_value = layer.rounded(300, 301)[1][0, 0, 0]
+    new, zero = value.view(1, 1, 1, 64), torch.zeros(1, 1, 1, 64)
+    layer.update(zero, new)
+    output = decode.decode_step(layer, zero, zero, new, None, None, None, 1.0, None, None)
+    # 36 exact tokens of 601 among as many equal ones.
+    torch.testing.assert_close(output.flatten(), coded_value + (value - coded_value) * 36 / 601, atol=0.01, rtol=0.002)

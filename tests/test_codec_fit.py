@@ -256,7 +256,7 @@ def changed_tensors(place: Path, change: Any) -> None:
     save_file(tensors, place / "codec.safetensors")
 
 
-NAME = "layers.1.keys.0"
+NAME, KEY_MEAN = "layers.1.keys.0", "layers.1.key_mean"
 
 
 @pytest.mark.parametrize(
@@ -272,6 +272,8 @@ NAME = "layers.1.keys.0"
         ),
         (lambda p: changed_record(p, lambda r: r.update(format=2)), "has format 2, and this version reads 1; fit"),
         (lambda p: changed_record(p, lambda r: r.pop("window")), "is damaged"),
+        (lambda p: changed_record(p, lambda r: r.update(layers=[])), "is damaged"),
+        (lambda p: changed_tensors(p, lambda t: t.update({KEY_MEAN: t[KEY_MEAN].flatten()})), "is damaged"),
         (lambda p: changed_record(p, lambda r: r["layers"]["1"]["keys"][0].append([8, 5])), "cannot be packed"),
         (lambda p: changed_record(p, lambda r: r["layers"]["1"]["keys"][0].append([64, 2])), "has a basis of"),
         (lambda p: changed_record(p, lambda r: r["layers"]["1"]["keys"].append([[8, 2]])), "is damaged"),

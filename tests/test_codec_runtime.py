@@ -17,6 +17,8 @@ from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelErro
 from recalkv.runtime import prefill
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
+from recalkv.runtime.models import codec_of as used_codec
+from recalkv.trellis.cpu import compiled
 from tests import tiny
 from tests.coded import (
     FAMILIES,
@@ -149,7 +151,11 @@ def test_long_chunks_push_out_what_they_attend_to(family: str, static: bool) -> 
     model, ids = coded_model(family), torch.cat([token_ids(4), token_ids(4, 130, seed=8)], 1)
     cache = StaticCache(config=model.config, max_cache_len=200) if static else None
     wanted = one_pass(model, ids)
-    found, _ = in_chunks(model, ids, [30, 101, 102, 136, *range(137, 145), 190], cache)
+    with pytest.MonkeyPatch.context() as patch:
+        # Numba's loops pack all of it; plain torch takes many times as long.
+        if compiled("recalkv.runtime.cpu.layer") is not None:
+            patch.setattr("recalkv.trellis.rows.search", lambda *_: pytest.fail("packed by plain torch"))
+        found, _ = in_chunks(model, ids, [30, 101, 102, 136, *range(137, 145), 190], cache)
     assert_agree(found, wanted, tied=0.1)
 
 
@@ -375,6 +381,37 @@ def test_masks_of_single_heads() -> None:
             given = mask[..., number : number + 1, : number + 1]
             found = model(ids[:, number : number + 1], attention_mask=given, past_key_values=cache).logits
             assert_agree(found, wanted[:, number : number + 1])
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2-softcap"])
+def test_layers_without_a_code_attend_densely(family: str) -> None:
+    """Also to the first slots of a static cache, of which a prompt fills a part."""
+    whole = codec_of(family)
+    part = dataclasses.replace(whole, layers={index: own for index, own in whole.layers.items() if index})
+    model, ids = use_codec(dense(family), part), token_ids()
+    static = StaticCache(config=model.config, max_cache_len=64)
+    found, wanted = in_chunks(model, ids, [40, 41, 60], static)[0], in_chunks(model, ids, [40, 41, 60])[0]
+    assert_agree(found, wanted)
+    assert_agree(wanted, one_pass(model, ids))
+
+
+def test_a_codec_that_is_refused_leaves_the_one_that_is_used() -> None:
+    model = coded_model()
+    own = used_codec(model)
+    assert own is not None
+    other = dataclasses.replace(own, layers={index + 1: each for index, each in own.layers.items()})
+    with pytest.raises(CheckpointError, match=r"it has layers \[3\]"):
+        use_codec(model, other, check=False)
+    assert used_codec(model) is own
+
+
+@pytest.mark.parametrize(("family", "width"), [("llama-gqa", 40), ("llama-gqa", 1), ("mistral-sliding", 41)])
+def test_masks_of_another_width_are_refused(family: str, width: int) -> None:
+    """As SDPA refuses them; loops would read memory beside the mask. A sliding layer attends to fewer slots."""
+    model, ids = coded_model(family), token_ids()
+    _, cache = in_chunks(model, ids, [40])
+    with pytest.raises(ParameterError, match=f"the mask covers {width} slots and must cover"):
+        model(ids[:, 40:41], attention_mask=torch.ones(6, 1, 1, width, dtype=torch.bool), past_key_values=cache)
 
 
 def test_padding_may_be_on_the_right() -> None:

@@ -29,11 +29,6 @@ def check_supported(module: Any, further: dict[str, Any]) -> None:
         )
 
 
-def causal(queries: int, slots: int, device: torch.device) -> Tensor:
-    """Mask of the last queries of so many slots, each of which sees the slots up to its own: (queries, slots) bool."""
-    return torch.ones(queries, slots, dtype=torch.bool, device=device).tril(slots - queries)
-
-
 def dense_attention(
     module: Any,
     query: Tensor,
@@ -53,7 +48,7 @@ def dense_attention(
     query : (batch, heads, queries, d_k)
     key, value : (batch, kv heads, slots, d_k or d_v)
     attention_mask : (batch, 1 or heads, queries, slots) bool or additive, or None
-        None for causal attention of the last queries, or of a module that is not causal for all.
+        None for causal attention of queries that begin with the first slot, or of a module that is not causal for all.
     softcap, s_aux
         c of ``c tanh(score / c)``; a score for each head, (heads,), that takes its part of the weights for nothing.
 
@@ -69,11 +64,9 @@ def dense_attention(
         attention_mask is None and queries > 1 and (getattr(module, "is_causal", True) if asked is None else asked)
     )
     if softcap is None and s_aux is None:
-        mask, plain = attention_mask, ordered and queries == slots
-        if ordered and not plain:
-            mask = causal(queries, slots, query.device)
+        grouped = query.shape[1] != key.shape[1]
         output = scaled_dot_product_attention(
-            query, key, value, mask, dropout, is_causal=plain, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, attention_mask, dropout, is_causal=ordered, scale=scale, enable_gqa=grouped
         )
         return output.transpose(1, 2).contiguous(), None
     scores = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3) @ key.mT
@@ -81,7 +74,9 @@ def dense_attention(
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.float()
-    mask = causal(queries, slots, query.device) if ordered else attention_mask
+    mask = attention_mask
+    if ordered:
+        mask = torch.ones(queries, slots, dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     if s_aux is not None:

@@ -328,7 +328,7 @@ class Codec:
                 dict(sorted(layers.items())), int(record["window"]), int(record["sinks"]), int(record["context"]),
                 str(record["fingerprint"]), record["record"],
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"codec: {folder} is damaged ({error!r}); fit the codec again.") from error

@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from recalkv.codec.attention import check_supported, dense_attention
 from recalkv.codec.sidecar import Codec, LayerCodec
-from recalkv.errors import ReCalKVError, UnsupportedModelError
+from recalkv.errors import ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime import prefill
 from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.decode import decode_step
@@ -175,6 +175,11 @@ def _cached(
     _, skipped = layer.get_mask_sizes(count)
     visible = end - skipped
     if mask is not None:
+        if layer.capacity is None and mask.shape[-1] != visible:
+            raise ParameterError(
+                f"codec: the mask covers {mask.shape[-1]} slots and must cover {visible}, the cached ones that this "
+                f"layer attends to and the new ones; leave it out, or give one of two dimensions."
+            )
         mask = mask[..., :visible]
         if mask.shape[-1] == visible:  # else a static cache is too small, which it says itself
             _check_causal(mask, count)
@@ -213,14 +218,11 @@ def _whole_chunk(
     low: int,
 ) -> tuple[Tensor, Tensor]:
     """Rounded states of slots that a chunk longer than the layer's window pushed out of it, before the others."""
-    assert layer.offset is not None
     parts = [] if leaving is None else [tuple(states[:, :, : low - skipped] for states in leaving)]
     if low > start:
         first = max(skipped, start)
         part = slice(first - start, low - start)
-        positions = torch.arange(first, low, device=key.device) + layer.offset[:, None]
-        rows = layer.codec.pack(key[:, :, part], value[:, :, part], positions)
-        parts.append(layer.codec.unpack(rows, positions))
+        parts.append(layer.rounded_new(key[:, :, part], value[:, :, part], first))
     keys, values = (torch.cat(each, 2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
     keys, values = _with_sinks((keys, values), layer, skipped, low)
     return torch.cat([keys.to(pair[0]), pair[0]], 2), torch.cat([values.to(pair[1]), pair[1]], 2)
@@ -236,10 +238,9 @@ def _earlier(layer: CodecLayer, slots: Tensor | None, key: Tensor, value: Tensor
     kept = layer.values[:, :, layer.sinks + wanted % layer.ring].to(key.dtype)
     if max(0, layer.length - count) < layer.written - layer.ring:
         # Behind a deep crop some are known by their rows alone.
-        assert layer.offset is not None
         there = (slots[wanted % layer.ring] == wanted) & (wanted >= 0)
         low = max(layer.base, layer.length - count)
-        known = torch.cat(layer.rounded(low, layer.length), -1)
+        known = torch.cat(_with_sinks(layer.rounded(low, layer.length), layer, low, layer.length), -1)
         known = torch.nn.functional.pad(known, (0, 0, count - known.shape[2], 0))
         kept = torch.where(there[:, None], kept, known.to(kept))
     kept = torch.where((wanted >= 0)[:, None], kept, 0)

@@ -7,6 +7,7 @@ only moves the end. The layers stand in transformers' own caches, whose methods 
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -248,16 +249,34 @@ class CodecLayer(CacheLayerMixin):
         mean = mean_keys(self.codec, start, keys.shape[2], self.offset, self.most if self.ragged else None)
         return keys.float() - mean, values.float() - self.codec.value_mean.to(values.device)[:, None]
 
+    def rounded_new(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of new tokens from a slot on as their rows would give them, which are not kept; float32."""
+        count, centered = keys.shape[2], self.centered(keys, values, start)
+        loops = layer_loops(self.codec, self.keys)
+        if loops is None:
+            keys, values = self.codec.unpack_centered(self.codec.pack_centered(*centered))
+            return self._with_means(keys, values, start)
+        tiles = -(-count // TILE)
+        rows = torch.zeros(len(keys), tiles, self.codec.row_bytes, TILE, dtype=torch.uint8, device="cpu")
+        for number, states in enumerate(zip(*centered, strict=True)):
+            loops.pack(*states, rows, number * tiles * TILE + torch.arange(count, device="cpu"))
+        keys, values = loops.unpack(rows, self._blocks(), 0, count)
+        return self._with_means(keys, values, start)
+
     def rounded(self, low: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots as their rows give them: (batch, kv heads, slots, d) float32."""
-        assert self.offset is not None
         loops = layer_loops(self.codec, self.keys)
         if loops is not None:
             keys, values = loops.unpack(self.keys, self._blocks(), low - self.base, end - low)
         else:
             rows = untiled(self.keys, end - self.base)[:, low - self.base :]
             keys, values = self.codec.unpack_centered(rows)
-        mean = mean_keys(self.codec, low, end - low, self.offset, self.most if self.ragged else None)
+        return self._with_means(keys, values, low)
+
+    def _with_means(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Add to centered states, in place, what :meth:`centered` took off those of these slots."""
+        assert self.offset is not None
+        mean = mean_keys(self.codec, start, keys.shape[2], self.offset, self.most if self.ragged else None)
         return keys.add_(mean), values.add_(self.codec.value_mean.to(values.device)[:, None])
 
     def _blocks(self) -> Tensor:
@@ -384,24 +403,24 @@ class CodecLayer(CacheLayerMixin):
             self.is_initialized = False
         elif self.is_initialized:
             assert self.first is not None and self.offset is not None
-            self.first.fill_(_UNSET)
-            self.offset.zero_()
+            with _written_later():
+                self.first = torch.full_like(self.first, _UNSET)
+                self.offset = torch.zeros_like(self.offset)
 
-    def _states(self) -> tuple[str, ...]:
-        return ("keys", "values", "first", "offset") if self.is_initialized else ()
+    def _change(self, sequences: Callable[[Tensor], Tensor]) -> None:
+        """Put other sequences in the place of those of all states."""
+        with _written_later():
+            for name in ("keys", "values", "first", "offset") if self.is_initialized else ():
+                setattr(self, name, sequences(getattr(self, name)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequences in another order, some several times."""
-        for name in self._states():
-            own = getattr(self, name)
-            setattr(self, name, own.index_select(0, beam_idx.to(own.device)))
+        self._change(lambda own: own.index_select(0, beam_idx.to(own.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence so many times."""
-        for name in self._states():
-            setattr(self, name, getattr(self, name).repeat_interleave(repeats, 0))
+        self._change(lambda own: own.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Some of the sequences."""
-        for name in self._states():
-            setattr(self, name, getattr(self, name)[indices])
+        self._change(lambda own: own[indices])

@@ -75,7 +75,6 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         )
     if check:
         check_rope(own.record, base.config)
-    stop_codec(base)
     modules = {int(module.layer_idx): module for module in base.modules() if _attends(module)}
     missing = sorted(set(own.layers) - set(modules))
     if missing:
@@ -88,6 +87,7 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         own = replace(own, layers={**own.layers, **moved})
     for layer in own.layers.values():
         layer.prepare()
+    stop_codec(base)  # one that is refused leaves the model as it was
     before = attention_names(base)
     try:
         set_attention(base, NAME)
@@ -313,8 +313,8 @@ class _CacheHook:
                 _check_slots(layers[0], positions, kwargs.get("attention_mask"))
         return args, kwargs
 
-    def __deepcopy__(self, memo: Any) -> "_CacheHook":
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedModelError(
-            "codec: a model that uses a codec cannot be copied; call `recalkv.stop_codec(model)`, copy it, and call "
-            "`recalkv.use_codec` on both."
+            "codec: a model that uses a codec can be neither copied nor pickled; call `recalkv.stop_codec(model)`, do "
+            "it, and call `recalkv.use_codec` on both."
         )
