@@ -3,10 +3,11 @@
 import bisect
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.sizes import ModelSizes
+from recalkv.reports import tables
 
 GIB = 2**30
 WEIGHT_BYTES = 2
@@ -68,7 +69,6 @@ def table(sizes: ModelSizes, own: Sequence[int] | None = None) -> dict[str, dict
 def markdown(name: str, sizes: ModelSizes, rows: dict[str, dict[str, float]]) -> str:
     """Two tables of one model: GiB by context, and what fits."""
     weights = WEIGHT_BYTES * sizes.parameters
-    head = [f"{context // 1024}K" for context in CONTEXTS]
     shape = sizes.attention
     own = f" with keys and values of {shape.layers + shape.others}" if shape.others else ""
     windows = [each for each in sizes.windows if each]
@@ -82,28 +82,36 @@ def markdown(name: str, sizes: ModelSizes, rows: dict[str, dict[str, float]]) ->
         "",
         f"Cache of one sequence, GiB{sliding}:",
         "",
-        "| cache | bytes per token | " + " | ".join(f"{each} tokens" for each in head) + " |",
-        "|---|" + "---:|" * (len(head) + 1),
-    ]
-    for kind, row in rows.items():
-        cells = [f"{row[f'gib_at_{context}_tokens']:.3f}" for context in CONTEXTS]
-        lines.append(f"| {kind} | {row['bytes_per_token']:,.0f} | " + " | ".join(cells) + " |")
-    counts = " / ".join(f"{tokens // 1024}K" for tokens in _SEQUENCES)
-    lines += [
+        tables.markdown(
+            ["cache", "bytes per token", *(f"{context // 1024}K tokens" for context in CONTEXTS)],
+            (
+                [kind, f"{row['bytes_per_token']:,.0f}", *(f"{row[f'gib_at_{each}_tokens']:.3f}" for each in CONTEXTS)]
+                for kind, row in rows.items()
+            ),
+        ),
         "",
-        f"Tokens of one sequence that fit beside the weights, and (sequences of {counts} tokens):",
+        f"Tokens of one sequence that fit beside the weights, and (sequences of "
+        f"{' / '.join(f'{tokens // 1024}K' for tokens in _SEQUENCES)} tokens):",
         "",
-        "| cache | " + " | ".join(f"{memory} GiB" for memory in MEMORIES_GIB) + " |",
-        "|---|" + "---:|" * len(MEMORIES_GIB),
+        tables.markdown(
+            ["cache", *(f"{memory} GiB" for memory in MEMORIES_GIB)],
+            (
+                [
+                    kind,
+                    *(
+                        _fitting(row, memory) if memory * GIB > weights else "weights do not fit"
+                        for memory in MEMORIES_GIB
+                    ),
+                ]
+                for kind, row in rows.items()
+            ),
+        ),
+        "",
     ]
-    for kind, row in rows.items():
-        cells = []
-        for memory in MEMORIES_GIB:
-            if memory * GIB <= weights:
-                cells.append("weights do not fit")
-                continue
-            sequences = " / ".join(f"{row[f'sequences_of_{tokens}_in_{memory}_gib']:,}" for tokens in _SEQUENCES)
-            tokens = row[f"tokens_in_{memory}_gib"]
-            cells.append(f"{'any' if tokens == _MOST - 1 else f'{tokens:,}'} ({sequences})")
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
+
+
+def _fitting(row: Mapping[str, float], memory: int) -> str:
+    tokens = row[f"tokens_in_{memory}_gib"]
+    sequences = " / ".join(f"{row[f'sequences_of_{each}_in_{memory}_gib']:,}" for each in _SEQUENCES)
+    return f"{'any' if tokens == _MOST - 1 else f'{tokens:,}'} ({sequences})"

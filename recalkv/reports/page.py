@@ -6,6 +6,7 @@ from typing import Any
 
 from recalkv.method.grouping import HeadGrouping
 from recalkv.method.methods import METHODS, Method
+from recalkv.method.reorder import neighbor_groups
 from recalkv.method.similarity import within_group_similarity
 from recalkv.params import Params
 from recalkv.reports.grid import removed_by_rank
@@ -132,6 +133,15 @@ def _methods(comparison: dict[str, Any]) -> list[str]:
     return ["## Methods side by side", "", picture, "", methods(comparison), ""]
 
 
+_LAYER_HEAD = [
+    "layer", "key rank", "value rank", "cached", "key error", "value error", "predicted rise", "before refit", "after",
+]  # fmt: skip
+_LAYER = [
+    ("layer", ""), ("rank_key", ""), ("rank_value", ""), ("cached_elements", ""), ("error_key", ".4f"),
+    ("error_value", ".4f"), ("predicted_rise", ".3g"), ("error_before_refit", ".4f"), ("error_after_refit", ".4f"),
+]  # fmt: skip
+
+
 def _layers(facts: Facts) -> list[str]:
     allocation = facts.allocation
     return [
@@ -147,14 +157,7 @@ def _layers(facts: Facts) -> list[str]:
         "",
         "![Errors](figures/errors.png)",
         "",
-        "| layer | key rank | value rank | cached | key error | value error | predicted rise | before refit | after |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-        *(
-            f"| {row['layer']} | {row['rank_key']} | {row['rank_value']} | {row['cached_elements']} "
-            f"| {row['error_key']:.4f} | {row['error_value']:.4f} | {row['predicted_rise']:.3g} "
-            f"| {row['error_before_refit']:.4f} | {row['error_after_refit']:.4f} |"
-            for row in facts.layers
-        ),
+        markdown(_LAYER_HEAD, ([f"{row[name]:{form}}" for name, form in _LAYER] for row in facts.layers), left=0),
         "",
         "Errors are relative and squared: of the projections' outputs on the dense model's inputs; *before refit* and "
         "*after*, of what the method fits again (value outputs, or the attention's output) behind the compressed "
@@ -165,7 +168,10 @@ def _layers(facts: Facts) -> list[str]:
 
 
 def _heads(groupings: Sequence[HeadGrouping]) -> list[str]:
-    before = [within_group_similarity(each.similarity, _neighbors(each)) for each in groupings]
+    before = [
+        within_group_similarity(each.similarity, neighbor_groups(len(each.similarity), len(each.groups[0])))
+        for each in groupings
+    ]
     after = [within_group_similarity(each.similarity, each.groups) for each in groupings]
     moved = sum(each.permutation != sorted(each.permutation) for each in groupings)
     return [
@@ -177,15 +183,6 @@ def _heads(groupings: Sequence[HeadGrouping]) -> list[str]:
         "![CKA before and after](figures/cka.png)",
         "",
     ]
-
-
-def _neighbors(grouping: HeadGrouping) -> list[list[int]]:
-    """Groups of the same sizes in the model's own head order."""
-    start, groups = 0, []
-    for group in grouping.groups:
-        groups.append(list(range(start, start + len(group))))
-        start += len(group)
-    return groups
 
 
 def _mean(values: Iterable[float]) -> str:
@@ -219,8 +216,6 @@ def _sample(sample: dict[str, str]) -> list[str]:
     return [
         f"**{quote(sample['prompt'])}** …",
         "",
-        "| dense | compressed |",
-        "|---|---|",
-        f"| {quote(sample['dense'])} | {quote(sample['compressed'])} |",
+        markdown(["dense", "compressed"], [[quote(sample["dense"]), quote(sample["compressed"])]], left=2),
         "",
     ]
