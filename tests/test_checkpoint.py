@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -22,7 +21,7 @@ from recalkv.model.export import build_model
 from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
-from tests.tiny import ALL_FAMILIES, SIZES, VOCABULARY, compressed_pair, dense_model, over_values, windows
+from tests.tiny import ALL_FAMILIES, VOCABULARY, compressed_pair, dense_model, over_values, windows
 
 pair = functools.cache(compressed_pair)
 METHODS = ["recalkv", "palu", "svd"]
@@ -73,14 +72,6 @@ def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert torch.equal(logits(loaded), logits(compressed))
-
-
-def test_bfloat16_round_trip(tmp_path: Path) -> None:
-    _, compressed, _ = compressed_pair("qwen2-bias")
-    compressed.to(torch.bfloat16).save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.dtype == torch.bfloat16
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), compressed.parameters(), strict=True))
 
 
 def test_a_model_is_built_without_a_copy_in_float32() -> None:
@@ -301,26 +292,3 @@ def test_a_full_rank_checkpoint_is_refused_by_the_dense_class(tmp_path: Path) ->
     compressed.save_pretrained(tmp_path)
     with pytest.raises(RuntimeError):
         type(dense).from_pretrained(tmp_path)
-
-
-def test_save_checkpoint_writes_what_build_model_builds(tmp_path: Path) -> None:
-    """The pipeline's writer, fed with a model's own tensors."""
-    from recalkv.model.export import save_checkpoint
-
-    _, compressed, _ = pair("qwen2-bias")
-    state = compressed.state_dict()
-    other = {name: tensor for name, tensor in state.items() if ".layers." not in name}
-    layers = []
-    for index in range(SIZES["num_hidden_layers"]):
-        prefix = f"model.layers.{index}."
-        layers.append({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
-    parameters = save_checkpoint(tmp_path, compressed.config, other, iter(layers), torch.float32)
-    assert parameters == sum(tensor.numel() for tensor in state.values())
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    shards = {file: load_file(tmp_path / file) for file in sorted(set(index["weight_map"].values()))}
-    assert len(shards) == SIZES["num_hidden_layers"] + 1
-    assert {name: file for file, tensors in shards.items() for name in tensors} == index["weight_map"]
-    assert index["metadata"]["total_size"] == sum(t.nbytes for tensors in shards.values() for t in tensors.values())
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values()), info
-    assert torch.equal(logits(loaded), logits(compressed))

@@ -65,16 +65,6 @@ def test_a_budget_is_bits(written: Any, bits: float | None) -> None:
     assert found is None if bits is None else found == pytest.approx(bits)
 
 
-def test_bytes_are_those_of_a_whole_context() -> None:
-    moments = take_moments(dense_model("gemma3", num_hidden_layers=4), windows(2, 24), 256)
-    tokens = {0: 16, 1: 256, 2: 16, 3: 256}
-    dense = sum(96 * count for count in tokens.values()) / 256
-    found = target_bits(Target(bytes_per_token=dense / 4), moments, 256, tokens)
-    assert found == pytest.approx(4, rel=0.01)
-    with pytest.raises(ParameterError, match="already hold the dense cache"):
-        target_bits(Target(bytes_per_token=300), moments, 256, tokens)
-
-
 @pytest.mark.parametrize("written", ["2KiB@40", "8KiB@128", "20KiB@200"])
 def test_memory_of_a_length_is_met_at_it(written: str, tiny_tokenizer: Any) -> None:
     """Also where it is not the context of the fit: layers with a window of sixteen tokens cache no more of either."""

@@ -207,12 +207,6 @@ def test_windows_that_turn_otherwise_than_the_context_are_turned_back_by_their_o
     assert torch.equal(found[0].rotation.frequencies, served[0].frequencies)
 
 
-def test_progress_is_told() -> None:
-    told: list[tuple[str, int, int]] = []
-    take_moments(dense_model("llama-gqa"), windows(3, 16), CONTEXT, progress=lambda *step: told.append(step))
-    assert told == [("means", 1, 2), ("means", 2, 2), ("moments", 1, 3), ("moments", 2, 3), ("moments", 3, 3)]
-
-
 def test_labels_are_drawn_by_their_probabilities() -> None:
     likely = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]).expand(20000, -1)
     places = torch.rand(20000, 1, generator=torch.Generator().manual_seed(0))

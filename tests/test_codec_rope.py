@@ -1,6 +1,5 @@
 """Rotations that are measured, against the models' own tables; and their averages, against sums over positions."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from transformers import (
 )
 
 from recalkv.codec.probe import watching
-from recalkv.codec.rope import Rotation, measured_rotations, no_rotation
-from tests.tiny import SIZES, SLIDING, dense_model, windows
+from recalkv.codec.rope import Rotation, measured_rotations
+from tests.tiny import SIZES, dense_model, windows
 
 CONTEXT = 200
 
@@ -159,22 +158,3 @@ def test_averages_are_those_of_a_sum_over_positions(context: int) -> None:
         turn = torch.block_diag(one, one, one)
         total += turn @ moment @ turn.T / context
     torch.testing.assert_close(rotation.averaged(moment, context), total, rtol=1e-9, atol=1e-9)
-
-
-def test_nothing_turns_without_rotation() -> None:
-    _, moment = random_rotation_of(2, 8)
-    torch.testing.assert_close(no_rotation(8).averaged(moment, 100), moment)
-    states = torch.randn(2, 5, 8)
-    assert torch.equal(no_rotation(8).turned(states, torch.arange(5)), states)
-
-
-def test_measuring_leaves_the_model_as_it_is() -> None:
-    model = dense_model("mistral-sliding", **SLIDING).train()
-    model.model.layers[1].eval()
-    before = copy.deepcopy(model.state_dict())
-    modes = [each.training for each in model.modules()]
-    attention = model.config._attn_implementation
-    measured_rotations(model, CONTEXT)
-    assert [each.training for each in model.modules()] == modes
-    assert model.config._attn_implementation == attention
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -454,11 +454,6 @@ def test_float16_where_gradients_are_on() -> None:
     assert bool(model(ids, use_cache=False).logits.isfinite().all())
 
 
-def test_layers_of_one_rotation_share_its_tables() -> None:
-    layers = codec_of("llama-gqa").layers.values()
-    assert len({layer.rotation.frequencies.numpy().tobytes() for layer in layers}) == 1
-
-
 def test_a_module_that_caches_nothing_is_attended_to_densely() -> None:
     """As a tower that reads images, every patch of which sees all."""
     attend = AttentionInterface._global_mapping["recalkv_codec"]

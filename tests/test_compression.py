@@ -16,7 +16,6 @@ from recalkv.store.folders import writing_folder
 from tests.steps import inputs_of, method_of, statistics_of
 from tests.tiny import calibration, dense_model, plain, reconstructed_twin, windows
 
-FAMILIES = ("llama-mha", "llama-bias", "mistral-sliding", "qwen2-mixed-sliding", "qwen3-qk-norm")
 METHODS = ("loss-aware", "recalkv", "palu", "svd")
 
 

@@ -17,7 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    StaticCache,
+)
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import repeat_kv
 
@@ -138,9 +145,10 @@ LIKE_OTHERS = ("arcee", "apertus", "gemma", "ernie4.5-moe", "qwen3.5-hybrid", "q
 
 def further_cases() -> Iterator[tuple[Kind, Way]]:
     """Families that differ from those above in few things, which do not depend on each other."""
-    for family, (config_class, model_class, _) in (FURTHER_FAMILIES | {each: FAMILIES[each] for each in ALIKE}).items():
+    for family, (model_type, _) in (FURTHER_FAMILIES | {each: FAMILIES[each] for each in ALIKE}).items():
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
         attention = "sdpa" if model_class._supports_sdpa else "eager"
-        described = DESCRIPTIONS[config_class.model_type]
+        described = DESCRIPTIONS[model_type]
         values = "absorbed" if described.sinks or described.gated else "fused"
         packed, plain = Kind(family, "joint", 2, "mixed", values), Kind(family, "whole-values", 1, 16, "absorbed")
         if described.gated:

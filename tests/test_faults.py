@@ -100,13 +100,6 @@ def test_conversations_of_today_are_read_alike_from_everywhere(
     assert rendered(tokenizer, CALLS) == "user: What is the time? assistant:  tool: noon "
 
 
-def test_a_row_that_is_no_conversation_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"messages": CALLS}) + "\n" + json.dumps({"messages": [{"content": "x"}]}) + "\n")
-    with pytest.raises(DataError, match=r"line 2: column 'messages' holds a list with \"\{'content': 'x'\}\""):
-        load_documents(str(file), split="train")
-
-
 def test_lone_surrogates_and_foreign_bytes(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     assert well_formed("a\ud800b\udfff \U0001f600") == ("a\ufffdb\ufffd \U0001f600", 2)
     with pytest.warns(UserWarning, match="2 lone surrogates in rows 1 of the text were read as U\\+FFFD"):

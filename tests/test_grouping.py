@@ -42,8 +42,6 @@ def test_similarity_is_centered() -> None:
 
 # --- all layers ---
 
-NEIGHBORS = [[[0, 1], [2, 3], [4, 5]]] * 3
-
 
 @pytest.mark.parametrize("joint", [True, False])
 def test_energies_are_those_of_every_latent_keys_first(joint: bool) -> None:
@@ -54,15 +52,3 @@ def test_energies_are_those_of_every_latent_keys_first(joint: bool) -> None:
         assert len(energies) == (3 if joint else 6)
         for own, part in zip(energies, keys + values, strict=True):
             assert torch.equal(own, part.energies())
-
-
-@pytest.mark.parametrize("method", ["palu", "recalkv"])
-def test_other_groupings_are_decided_layer_by_layer(method: str) -> None:
-    given = steps("llama-mha", method=method)
-    assert (given.groups == NEIGHBORS) == (method == "palu")
-
-
-@pytest.mark.parametrize("group_size", [1, 6])
-def test_groups_of_one_head_and_of_all_heads_leave_nothing_to_choose(group_size: int) -> None:
-    groups = [[head] for head in range(6)] if group_size == 1 else [list(range(6))]
-    assert steps("llama-mha", group_size=group_size).groups == [groups] * 3

@@ -18,11 +18,9 @@ from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import quantizer
 from recalkv.method.fusion import fuse_layer, stored_latents
 from recalkv.model.export import compressed_config, decoder_layers, save_checkpoint
-from recalkv.model.families import AttentionGeometry, check_supported
+from recalkv.model.families import check_supported
 from recalkv.model.layers import CheckpointSource
-from recalkv.model.sizes import ModelSizes
 from recalkv.model.spec import LatentSpec
-from recalkv.reports.cache_size import markdown, table
 from tests.tiny import SIZES, attending_layers, calibration, compressed_pair, dense_model, plain, windows
 
 QWEN, GRANITE = "qwen3-next-hybrid", "granite4-hybrid"
@@ -109,15 +107,6 @@ def test_quantized_caches_to_compare_with_leave_the_states_alone(family: str) ->
     cache = quantized_layers(model, rounding)
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
     assert not torch.allclose(expected, model(ids).logits, rtol=1e-3)
-
-
-def test_sizes_count_the_layers_with_keys_and_values() -> None:
-    model = dense_model(GRANITE)
-    sizes = AttentionGeometry.from_config(model.config)
-    assert (sizes.layers, sizes.others) == (2, 2)
-    assert sizes.dense_elements_per_token == 2 * 2 * 3 * 8
-    known = ModelSizes.from_config(model.config)
-    assert "2 layers with keys and values of 4, hidden size 48" in markdown("granite", known, table(known))
 
 
 @pytest.mark.parametrize(

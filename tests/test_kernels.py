@@ -348,18 +348,6 @@ def test_gradients_and_autocast_stay_with_torch(counted: list[int]) -> None:
     assert counted == [1] * 3
 
 
-def test_new_factors_are_seen() -> None:
-    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", layers=1)
-    model, ids = use_kernels(model.to(DEVICE)), tiny.windows(1, 12)
-    before = last_logits(model, ids)
-    with torch.no_grad():
-        for up in model.model.layers[0].self_attn.key_up:
-            up.mul_(-1.0)
-    changed = last_logits(model, ids)
-    torch.testing.assert_close(last_logits(use_kernels(model, "torch"), ids), changed, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(before, changed, atol=1e-2)
-
-
 def test_written_and_moved_factors_are_seen() -> None:
     _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", values="absorbed")
     layer = use_kernels(model.to(DEVICE)).model.layers[0].self_attn

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, QuantizedCache
 
 from recalkv.errors import ParameterError
-from recalkv.model.spec import LatentSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, latent_context
 from tests.tiny import FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, windows
 
@@ -44,39 +43,6 @@ def in_pieces(model: Any, ids: Tensor, lengths: list[int], cache: Any = None, **
     assert sum(lengths) == ids.shape[1]
     pieces = [model(part, past_key_values=cache, **inputs).logits for part in ids.split(lengths, dim=1)]
     return torch.cat(pieces, dim=1)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7])
-@pytest.mark.parametrize("method", ["loss-aware", "recalkv", "palu"])
-def test_the_cache_holds_only_latents(method: str, ratio: float) -> None:
-    with torch.enable_grad():
-        dense, compressed, _ = pair("llama-mha", method=method, ratio=ratio)
-    batch, tokens = 2, 12
-    ids = windows(batch, 10)
-    caches = []
-    for model in (dense, compressed):
-        cache = DynamicCache(config=model.config)
-        model(ids, past_key_values=cache)
-        for token in windows(batch, 2, seed=3).split(1, dim=1):
-            model(token, past_key_values=cache)
-        caches.append(cache)
-    for spec, layer in zip(compressed.config.recalkv["layers"], caches[1].layers, strict=True):
-        assert layer.keys.shape == (batch, 1, tokens, sum(spec["key_ranks"]))
-        # A latent that keys and values share is cached once, in the place of the keys.
-        width = 0 if method == "loss-aware" else sum(spec["value_ranks"])
-        assert layer.values.shape == (batch, 1, tokens, width)
-    dense_bytes, latent_bytes = (cache_bytes(cache) / (batch * tokens) for cache in caches)
-    spec = LatentSpec.from_config(compressed.config)
-    assert latent_bytes == spec.cached_bytes_per_token(4)
-    assert dense_bytes == spec.dense_elements_per_token * 4
-    # From below, within one element: the budget is met in whole ranks.
-    assert 0 <= (1 - ratio) * dense_bytes - latent_bytes < 4
-
-
-def cache_bytes(cache: Any) -> int:
-    """Bytes of every tensor that the cache's layers hold, whatever their names (counters are scalars)."""
-    held = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    return sum(tensor.nbytes for tensor in held if tensor.dim() > 0)
 
 
 @pytest.mark.parametrize(
@@ -209,19 +175,6 @@ def test_rotary_tables_grow(family: str) -> None:
     assert_close(in_pieces(compressed, ids, [20, 230, *[1] * 20, 20]), twin(ids).logits)
     cos, _ = compressed.model.layers[0].self_attn.slots.upto(1, torch.zeros(1))
     assert cos.shape[0] == 512
-
-
-def test_the_window_matters() -> None:
-    """Otherwise tests of sliding families would pass without one."""
-    compressed, window = compressed_model("mistral-sliding"), 16
-    ids = windows(1, 4 * window)
-    windowed = compressed(ids).logits
-    changed = compressed(torch.cat([(ids[:, :1] + 1) % VOCABULARY, ids[:, 1:]], dim=1)).logits
-    shift = (windowed - changed)[0].abs().amax(-1)
-    # Each of the three layers reaches window - 1 tokens back.
-    reach = 3 * (window - 1)
-    assert shift[: reach + 1].min() > 0
-    assert shift[reach + 1 :].max() < 1e-5
 
 
 def test_the_compressed_model_assists_the_dense_one() -> None:

@@ -53,14 +53,6 @@ def test_windows_past_the_end_are_dropped(tmp_path: Path) -> None:
     assert not (tmp_path / "008.bin").exists()
 
 
-def test_windows_can_be_written_again_and_in_any_order(tmp_path: Path) -> None:
-    inputs, whole = LayerInputs(tmp_path, SHAPE, torch.bfloat16), states(*SHAPE)
-    for first in (3, 0, 4, 2, 1, 3):
-        inputs.put(0, first, whole[first : first + 1] if first != 3 else torch.full((1, 3, 4), float("nan")))
-    inputs.put(0, 3, whole[3:4])
-    assert torch.equal(inputs.get(0, 0, 5), whole.bfloat16().float())
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_writers_of_different_windows(tmp_path: Path, first: int) -> None:
     """Neither truncates what the other has written, whoever makes the file."""

@@ -20,7 +20,7 @@ from transformers import (
 from recalkv.errors import ModelUnavailableError, NonFiniteError
 from recalkv.evaluation.quantized_cache import quantized_cache
 from recalkv.evaluation.quantizers import quantizer
-from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource, attention_input, autocast, run_layer
+from recalkv.model.layers import CheckpointSource, LayerSource, ModuleSource, autocast, run_layer
 from recalkv.model.loading import load_model
 from tests.tiny import ALL_FAMILIES, dense_model, windows
 
@@ -117,32 +117,6 @@ def test_single_file_checkpoint_in_half_precision_is_read_as_float32(tmp_path: P
     widened = dense_model("llama-gqa")
     widened.load_state_dict(model.state_dict())
     assert_equals_model(source, widened, windows(samples=2, length=24))
-
-
-def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
-    model = dense_model("llama-gqa")
-    model.save_pretrained(tmp_path)
-    source = CheckpointSource(tmp_path)
-    assert not source.has_tensor("lm_head.weight")
-    assert torch.equal(source.head_weight(), model.model.embed_tokens.weight)
-    untied = dense_model("llama-mha")
-    assert torch.equal(ModuleSource(untied).head_weight(), untied.lm_head.weight)
-
-
-def test_embeddings_come_in_batches() -> None:
-    model = dense_model("llama-gqa")
-    batches = ModuleSource(model).embed(windows(samples=5, length=8), 2)
-    assert [tuple(batch.shape) for batch in batches] == [(2, 8, 48), (2, 8, 48), (1, 8, 48)]
-    assert torch.equal(torch.cat(batches), model.model.embed_tokens(windows(samples=5, length=8)))
-
-
-def test_attention_input_is_what_the_key_projection_reads() -> None:
-    source = ModuleSource(dense_model("llama-gqa"))
-    states, seen = source.embed(windows(samples=2, length=8), 2)[0], []
-    with source.layer(0) as layer:
-        layer.self_attn.k_proj.register_forward_hook(lambda _, args, out: seen.append(args[0]))
-        run_layer(source, layer, 0, states)
-        assert torch.equal(attention_input(source, layer, states), seen[0])
 
 
 def test_layers_do_not_alias_the_model() -> None:

@@ -93,24 +93,6 @@ def test_moments_are_those_of_plain_autograd(
         assert moments[index].tokens == count
 
 
-@pytest.mark.parametrize("sinks", [0, 1, 2])
-def test_sums_are_weighted_by_the_gradients_and_sinks_are_added(sinks: int) -> None:
-    inputs, keys, values = torch.randn(3, 6, 5) + 2, torch.randn(3, 6, 4), torch.randn(3, 6, 4)
-    sums = LossMomentsAccumulator(5, 4, sinks)
-    for batch in zip(inputs.split(2), keys.split(2), values.split(2), strict=True):
-        sums.add(*batch)
-    moments = sums.finish("layer 0")
-    rows = inputs[:, sinks:].flatten(0, 1).double()
-    weights = torch.cat([keys, values], dim=-1)[:, sinks:].flatten(0, 1).double().square().sum(dim=1)
-    torch.testing.assert_close(moments.mean, weights @ rows / weights.sum(), rtol=1e-5, atol=1e-6)
-    expected = rows.T @ (rows * weights[:, None]) / weights.sum()
-    if sinks:
-        first = inputs[:, :sinks].flatten(0, 1).double()
-        expected += first.T @ first / len(first)
-    torch.testing.assert_close(moments.gram, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(moments.gram, moments.gram.T)
-
-
 def test_zero_gradients_are_defined() -> None:
     sums = LossMomentsAccumulator(6, 4, 1)
     inputs, nothing = torch.randn(2, 5, 6), torch.zeros(2, 5, 4)

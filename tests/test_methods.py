@@ -75,11 +75,6 @@ def test_values_are_grouped_alone_with_the_keys_or_all_at_once() -> None:
     assert method_of(method="recalkv", joint=True, refit="none", group_size=2).value_group_size(5) == 2
 
 
-@pytest.mark.parametrize(("bits", "quantized"), [(16, False), (8, True), (2, True), ("mixed", True)])
-def test_fewer_than_sixteen_bits_are_quantized(bits: int | str, quantized: bool) -> None:
-    assert method_of(bits=bits).quantized is quantized
-
-
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"refit": "values"}, r"compression\.refit=values .*joint=true shares .*; set joint to false, or refit to output"),
     ({"method": "recalkv", "joint": True}, r"compression\.refit=values .* set joint to false, or refit to"),
@@ -103,11 +98,6 @@ def test_choices_that_exclude_each_other_are_refused_before_any_work(
     monkeypatch.setattr(source, "tensor", lambda name: pytest.fail(f"{name} was read"))
     with pytest.raises(ParameterError, match=message):
         compress_layers(source, windows(), calibration(), parameters)
-
-
-@pytest.mark.parametrize("changes", [{"bits": "mixed"}, {"bits": 16, "rank_multiple": 16}, {"joint": False}])
-def test_their_neighbors_are_legal(changes: dict[str, Any]) -> None:
-    method_of(**changes)
 
 
 def test_groups_are_no_larger_than_the_model() -> None:

@@ -179,29 +179,6 @@ def test_greedy_decoding_gets_right_what_is_scored_as_generated() -> None:
         assert float(answer_scores(model, cache, told, places)[1]) == pytest.approx(right / DIGITS)
 
 
-@torch.inference_mode()
-def test_neither_other_questions_nor_other_prompts_change_a_score() -> None:
-    model = models("mixed")
-    context, questions = needle_context(Characters(), HAYSTACK, 200, [0.0, 0.5, 1.0], random.Random(0))
-    cache = DynamicCache(config=model.config)
-    model(context[None], past_key_values=cache)
-    before = [layer.keys.clone() for layer in cache.layers]
-
-    def scores(order: list[int]) -> list[Tensor]:
-        found = {k: answer_scores(model, cache, questions[k], digit_places(Characters(), questions[k])) for k in order}
-        return [found[k] for k in range(3)]
-
-    for one, other in zip(scores([0, 1, 2]), scores([2, 0, 1]), strict=True):
-        assert torch.equal(one, other)
-    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
-    calls: list[None] = []
-    many = find_needles(model, Characters(), HAYSTACK, asked([200, 150], [0.5], 3), lambda: calls.append(None))
-    assert len(calls) == 6
-    few = find_needles(model, Characters(), HAYSTACK, asked([150], [0.5], 2))
-    assert torch.equal(many[:, 1:, :2], few)
-    assert not torch.equal(few, find_needles(model, Characters(), HAYSTACK, asked([150], [0.5], 2, seed=1)))
-
-
 def test_prompts_that_cannot_be_made_are_refused() -> None:
     model = tiny.dense_model("llama-gqa")
     with pytest.raises(ParameterError, match=r"70 tokens do not hold 1 sentences .* take \d+; .*depths"):

@@ -122,35 +122,3 @@ def test_half_precision_checkpoints_keep_the_loss(dtype: torch.dtype, size: floa
     half = oneshot.assemble(ModuleSource(dense), result, parameters, dtype, provenance)
     own = abs(loss(copy.deepcopy(dense).to(dtype)) - loss(dense))
     assert loss(half) == pytest.approx(loss(single), abs=max(0.02, 3 * own))
-
-
-@pytest.mark.gpu
-def test_factors_on_the_gpu_are_those_of_the_cpu() -> None:
-    rows = outliers()
-    gram = damped(rows.double().T @ rows.double() / len(rows), 1e-6)
-    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).double() / 8
-    columns, ranks = group_columns([[0, 1], [2, 3]], 8), [7, 7]
-    here = factorize_parts(group_parts(weight, gram, columns), ranks).dense()
-    there = factorize_parts(group_parts(weight.cuda(), gram.cuda(), [index.cuda() for index in columns]), ranks).dense()
-    torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", METHODS)
-def test_models_compressed_on_the_gpu_lose_what_those_of_the_cpu_lose(method: str) -> None:
-    dense, single, (_, parameters) = compressed(3.0, method)
-    result = compress_layers(ModuleSource(dense, "cuda"), windows(), calibration(), parameters)
-    assert loss(assemble(copy.deepcopy(dense).cuda(), result, parameters).cpu()) == pytest.approx(
-        loss(single), abs=1e-3
-    )
-
-
-@pytest.mark.gpu
-def test_latents_quantized_on_the_gpu_lose_what_those_of_the_cpu_lose() -> None:
-    dense, parameters = dense_model("qwen2-bias"), plain(bits=4, ratio=0.7)
-    losses = []
-    for device in ("cpu", "cuda"):
-        model = copy.deepcopy(dense).to(device)
-        result = compress_layers(ModuleSource(model), windows(), calibration(), parameters)
-        losses.append(loss(assemble(model, result, parameters).cpu()))
-    assert losses[1] == pytest.approx(losses[0], abs=0.02)

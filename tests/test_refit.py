@@ -13,7 +13,7 @@ from recalkv.errors import NonFiniteError
 from recalkv.method import refit
 from recalkv.method.output_fit import OutputMoments, fit_output
 from recalkv.method.ovc import calibrate_values
-from recalkv.method.refit import LayerRefit, in_model_order, install
+from recalkv.method.refit import LayerRefit, install
 from recalkv.method.svd import group_columns
 from recalkv.model.layers import ModuleSource
 from tests.steps import Steps, inputs_of, steps, watched
@@ -34,13 +34,7 @@ def assert_same(actual: LayerRefit, expected: LayerRefit) -> None:
     assert (actual.error_before, actual.error_after) == (expected.error_before, expected.error_after)
 
 
-def test_columns_return_to_the_models_order() -> None:
-    weight = torch.randn(5, 6, dtype=torch.float64)
-    order = torch.cat(group_columns([[2, 0], [1]], 2))
-    assert torch.equal(in_model_order(weight[:, order], order), weight)
-
-
-SCALES = {"granite": ALL_FAMILIES["granite"][2]["residual_multiplier"]}
+SCALES = {"granite": ALL_FAMILIES["granite"][1]["residual_multiplier"]}
 
 # --- values ---
 
@@ -132,17 +126,6 @@ def test_output_is_fitted_to_its_target_behind_the_compressed_prefix(family: str
         assert result.error_after <= result.error_before + 1e-6
         assert result.keys is start.keys
         assert result.values is start.values
-
-
-def test_output_fit_brings_the_stream_nearer_to_the_dense_one() -> None:
-    fitted, plain = (steps("llama-mha", ratio=0.7, refit=refit) for refit in ("output", "none"))
-    with torch.no_grad():
-        dense = fitted.model(fitted.ids, output_hidden_states=True).hidden_states[3]
-        errors = [
-            float((given.prefix(3)(given.ids, output_hidden_states=True).hidden_states[3] - dense).norm())
-            for given in (fitted, plain)
-        ]
-    assert errors[0] < 0.95 * errors[1]
 
 
 # --- both ---

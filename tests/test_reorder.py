@@ -59,13 +59,6 @@ def test_planted_similar_heads_share_a_group(groups: list[list[int]]) -> None:
     assert greedy_groups(planted(groups), len(groups[0])) == groups
 
 
-def test_most_similar_pair_comes_first() -> None:
-    similarity = torch.eye(4)
-    similarity[0, 3] = similarity[3, 0] = 0.9
-    similarity[0, 1] = similarity[1, 0] = 0.8  # head 0 is taken by then
-    assert greedy_groups(similarity, 2) == [[0, 3], [1, 2]]
-
-
 def test_head_joins_its_partner_while_there_is_room() -> None:
     similarity = torch.eye(6)
     for (a, b), value in {(0, 5): 0.9, (5, 3): 0.8, (3, 1): 0.7, (1, 2): 0.6}.items():

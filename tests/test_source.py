@@ -422,12 +422,6 @@ def test_model_that_is_gone(folder: Path, tmp_path: Path) -> None:
         read_reference(record)
 
 
-def test_fingerprint_does_not_depend_on_the_place(folder: Path, tmp_path: Path) -> None:
-    mark = fingerprint(folder)
-    assert len(mark) == 16
-    assert fingerprint(folder.rename(tmp_path / "moved")) == mark
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checkpoint_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     dense_model("llama-gqa").to(dtype).save_pretrained(tmp_path)

@@ -13,9 +13,7 @@ import torch
 import zarr
 
 from recalkv.errors import StoreError
-from recalkv.method.lowrank import LowRank
 from recalkv.store import stores as module
-from recalkv.store.factors import get_factors, put_factors
 from recalkv.store.folders import partial_path, writing_folder
 from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, writing_layers, writing_store
 
@@ -72,18 +70,6 @@ def test_round_trip(path: Path) -> None:
         "digest": reader.counted_digest(),
     }
     assert not partial_path(path).exists()
-
-
-def test_factors_round_trip(path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    down = [torch.randn(6, rank, generator=generator, dtype=torch.float64) for rank in (3, 1, 2)]
-    up = [torch.randn(rank, 4, generator=generator, dtype=torch.float64) for rank in (3, 1, 2)]
-    with writing_store(path, "factorize", "abc", {}) as store:
-        put_factors(store, "layers/000/key", LowRank(down, up))
-    actual = get_factors(open_store(path, "factorize"), "layers/000/key")
-    assert actual.ranks == [3, 1, 2]
-    for read, written in zip([*actual.down, *actual.up], [*down, *up], strict=True):
-        assert torch.equal(read, written.float())
 
 
 def test_same_content_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:

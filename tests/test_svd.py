@@ -92,45 +92,6 @@ def test_error_is_that_of_the_outputs() -> None:
     assert relative_error(weight, torch.zeros_like(weight), gram) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("groups", [[[0, 1, 2, 3, 4]], [[0, 3], [1, 4], [2]]])
-def test_moments_are_those_of_the_outputs(groups: list[list[int]]) -> None:
-    weight, inputs, gram = problem()
-    columns = group_columns(groups, HEAD_DIM)
-    whitened, plain = group_parts(weight, gram, columns), group_parts(weight, None, columns)
-    for index, part, unweighted in zip(columns, whitened, plain, strict=True):
-        outputs = inputs @ weight[:, index]
-        torch.testing.assert_close(part.moment, outputs.T @ outputs)
-        assert torch.equal(part.moment, part.moment.T)
-        torch.testing.assert_close(unweighted.moment, weight[:, index].T @ weight[:, index])
-        assert torch.equal(part.weight, weight[:, index])
-
-
-@pytest.mark.parametrize("whiten", [True, False])
-def test_error_falls_with_rank_to_nothing_at_full_rank(whiten: bool) -> None:
-    weight, _, gram = problem(1)
-    columns, metric = [torch.arange(weight.shape[1])], gram if whiten else torch.eye(WIDTH)
-    errors = []
-    for rank in range(1, weight.shape[1] + 1):
-        factors = factorize_groups(weight, gram if whiten else None, columns, [rank])
-        errors.append(relative_error(weight, factors.dense(), metric))
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(errors, errors[1:], strict=False))
-    assert errors[0] > errors[-2] > 0
-    assert errors[-1] < 1e-20
-
-
-def test_no_small_change_of_the_factors_does_better() -> None:
-    weight, _, gram = problem(2)
-    columns = [torch.arange(weight.shape[1])]
-    factors = factorize_groups(weight, gram, columns, [6])
-    best = relative_error(weight, factors.dense(), gram)
-    generator = torch.Generator().manual_seed(3)
-    for size in (1e-3, 1e-2, 1e-1):
-        for _ in range(20):
-            down = factors.down[0] + size * torch.randn(factors.down[0].shape, generator=generator)
-            up = factors.up[0] + size * torch.randn(factors.up[0].shape, generator=generator)
-            assert relative_error(weight, down @ up, gram) > best
-
-
 def test_rank_deficient_gram_needs_no_ridge() -> None:
     weight, inputs, gram = problem(tokens=6)  # fewer tokens than m = 20
     factors = factorize_groups(weight, gram, [torch.arange(weight.shape[1])], [6])

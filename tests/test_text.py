@@ -337,19 +337,6 @@ def test_no_more_is_read_of_a_huge_set_than_calibration_needs(hub: Any) -> None:
     assert len(load_documents("c4", split="train")) == 5000
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl", json.dumps({"messages": CHAT})),
-        ("a.json", json.dumps([{"messages": CHAT}])),
-        ("a.json", json.dumps([CHAT])),
-    ],
-)
-def test_local_conversations(name: str, content: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    assert load_documents(str(tmp_path / name), split="train") == [CHAT]
-
-
 @pytest.mark.parametrize("messages", [[], [{"content": "Hi"}], [{"role": "user", "content": 1}], ["Hi"]])
 def test_lists_that_are_no_conversation(messages: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"

@@ -81,23 +81,10 @@ def test_inputs_are_kept_for_the_first_windows_only(tmp_path: Path) -> None:
     assert all(path.stat().st_size == 3 * 24 * 48 * 4 for path in (tmp_path / "inputs").iterdir())
 
 
-def test_fewer_tokens_than_hidden_size_are_legal() -> None:
-    model, ids = dense_model("llama-gqa"), windows(samples=1, length=12)  # 12 tokens, m = 48
-    for moments in moments_of(model, ids, 1):
-        values = torch.linalg.eigvalsh(moments.gram)
-        assert int((values > values[-1] * 1e-5).sum()) <= 12
-        assert torch.linalg.eigvalsh(damped(moments.gram, 1e-6))[0] > 0
-
-
 def test_damping_by_hand() -> None:
     gram = torch.tensor([[3.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
     assert damped(gram, 0.5).tolist() == [[4.0, 1.0], [1.0, 2.0]]  # mean diagonal 2
     assert torch.equal(damped(gram, 0.0), gram)
-
-
-def test_damping_is_relative_to_the_scale() -> None:
-    gram = torch.eye(5, dtype=torch.float64) + 0.1
-    torch.testing.assert_close(damped(gram * 1e6, 1e-3), damped(gram, 1e-3) * 1e6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -113,14 +100,4 @@ def test_overflow_in_a_layer_names_the_layer_that_reads_it() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(1e38)  # finite, but its output is not
     with pytest.raises(NonFiniteError, match="activations of layer 1"):
-        moments_of(model, windows(), 4)
-
-
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj"])
-def test_nan_in_a_weight_names_the_layer_and_the_weight(layer: int, name: str) -> None:
-    model = dense_model("llama-gqa")
-    with torch.no_grad():
-        model.model.layers[layer].get_submodule(name).weight[3, 5] = float("nan")
-    with pytest.raises(NonFiniteError, match=rf"weights of layer {layer} \({name}\.weight\).*download or export"):
         moments_of(model, windows(), 4)

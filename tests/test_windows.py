@@ -31,13 +31,6 @@ def test_documents_are_joined_by_blank_lines() -> None:
     assert "".join(map(chr, tokens.tolist())) == "ab\n\n\n\nc"
 
 
-def test_no_documents_give_no_tokens() -> None:
-    tokens = joined_tokens(Characters(), [])
-    assert tokens.shape == (0,)
-    with pytest.raises(DataError, match="has 0 tokens"):
-        sample_windows(tokens, 1, 2, 0)
-
-
 @pytest.mark.parametrize(("tokens", "samples", "length"), [(100, 1, 100), (100, 10, 10), (1000, 7, 13), (50, 3, 16)])
 def test_windows_are_runs_that_do_not_overlap(tokens: int, samples: int, length: int) -> None:
     for seed in range(20):
@@ -46,13 +39,6 @@ def test_windows_are_runs_that_do_not_overlap(tokens: int, samples: int, length:
         assert windows.dtype == torch.int64
         assert bool((windows.diff(dim=1) == 1).all())
         assert windows.unique().numel() == samples * length
-
-
-def test_windows_are_drawn_from_the_tokens() -> None:
-    tokens = torch.randint(1000, 2000, (200,), generator=torch.Generator().manual_seed(0))
-    text = tokens.tolist()
-    for window in sample_windows(tokens, 5, 20, 3).tolist():
-        assert any(text[start : start + 20] == window for start in range(181))
 
 
 def test_same_seed_gives_the_same_windows_and_another_seed_others() -> None:
@@ -96,21 +82,6 @@ def test_consecutive_windows_are_the_text_in_order(tokens: int, window: int, mos
     windows = consecutive_windows(torch.arange(tokens), window, most)
     assert torch.equal(windows.tokens, torch.arange(count * window).view(count, window))
     assert torch.equal(windows.documents, torch.arange(count))
-
-
-@pytest.mark.parametrize("most", [1, 3, 7, 20, None])
-@pytest.mark.parametrize("window", [2, 5, 16])
-def test_spread_windows_are_runs_that_do_not_overlap(window: int, most: int | None) -> None:
-    lengths = (16, 45, 17, 33, 64)
-    windows = spread_windows(torch.arange(sum(lengths)).split(lengths), window, most)
-    assert len(windows) == min(most or 999, sum(length // window for length in lengths))
-    assert windows.tokens.shape == (len(windows), window)
-    assert bool((windows.tokens.diff(dim=1) == 1).all())
-    assert windows.tokens.unique().numel() == windows.tokens.numel()
-    ends = torch.tensor(lengths).cumsum(0)
-    # The first and the last token are of the document that is recorded.
-    for place in (0, -1):
-        assert torch.equal(torch.bucketize(windows.tokens[:, place].contiguous(), ends, right=True), windows.documents)
 
 
 def test_text_shorter_than_an_evaluation_window_is_refused() -> None:

@@ -6,72 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import (
-    ApertusConfig,
-    ApertusForCausalLM,
-    ArceeConfig,
-    ArceeForCausalLM,
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
-    Ernie4_5Config,
-    Ernie4_5ForCausalLM,
-    Exaone4Config,
-    Exaone4ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    Glm4Config,
-    Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GlmConfig,
-    GlmForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
-    Ministral3Config,
-    Ministral3ForCausalLM,
-    MinistralConfig,
-    MinistralForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recalkv import compression as oneshot
 from recalkv.compression import CompressedLayers, Statistics, collect_statistics, compress_layers
@@ -114,22 +49,18 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama-mha": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 6}),
-    "llama-gqa": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
-    "llama-linear-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR}),
-    "llama3-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3}),
-    "llama-yarn": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
-    "llama-bias": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True}),
-    "mistral-sliding": (MistralConfig, MistralForCausalLM, {"sliding_window": 16}),
-    "mistral-full": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "qwen2-bias": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen2-mixed-sliding": (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-    ),
-    "qwen3-qk-norm": (Qwen3Config, Qwen3ForCausalLM, {}),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-mha": ("llama", {"num_key_value_heads": 6}),
+    "llama-gqa": ("llama", {"tie_word_embeddings": True}),
+    "llama-linear-rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-bias": ("llama", {"attention_bias": True}),
+    "mistral-sliding": ("mistral", {"sliding_window": 16}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "qwen2-bias": ("qwen2", {}),
+    "qwen2-mixed-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen3-qk-norm": ("qwen3", {}),
 }
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -160,13 +91,12 @@ MAMBA = {
     "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
 }
 
-FURTHER_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "mixtral": (MixtralConfig, MixtralForCausalLM, SLIDING | {"num_local_experts": 4}),
-    "qwen2-moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, EXPERTS | {"shared_expert_intermediate_size": 24}),
-    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"norm_topk_prob": True}),
+FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", SLIDING | {"num_local_experts": 4}),
+    "qwen2-moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen3-moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "granite": (
-        GraniteConfig,
-        GraniteForCausalLM,
+        "granite",
         {
             "attention_multiplier": 0.2,
             "residual_multiplier": 0.6,
@@ -175,57 +105,46 @@ FURTHER_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
-    "ministral": (MinistralConfig, MinistralForCausalLM, SLIDING),
-    "ministral3": (Ministral3Config, Ministral3ForCausalLM, {"rope_parameters": LLAMA4}),
-    "seed-oss": (SeedOssConfig, SeedOssForCausalLM, {"attention_bias": True}),
-    "smollm3-nope": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layer_interval": 2}),
-    "olmo2-whole-norm": (Olmo2Config, Olmo2ForCausalLM, {}),
-    "olmo3-sliding": (Olmo3Config, Olmo3ForCausalLM, SLIDING),
+    "ministral": ("ministral", SLIDING),
+    "ministral3": ("ministral3", {"rope_parameters": LLAMA4}),
+    "seed-oss": ("seed_oss", {"attention_bias": True}),
+    "smollm3-nope": ("smollm3", {"no_rope_layer_interval": 2}),
+    "olmo2-whole-norm": ("olmo2", {}),
+    "olmo3-sliding": ("olmo3", SLIDING),
     "gemma2-softcap": (
-        Gemma2Config,
-        Gemma2ForCausalLM,
+        "gemma2",
         SLIDING | {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     ),
     "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
+        "gemma3_text",
         SLIDING | {"query_pre_attn_scalar": 4, "sliding_window_pattern": 2, "final_logit_softcapping": 8.0},
     ),
-    "phi3-fused": (Phi3Config, Phi3ForCausalLM, {}),
-    "phi3-longrope": (
-        Phi3Config,
-        Phi3ForCausalLM,
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48},
-    ),
-    "glm-partial": (GlmConfig, GlmForCausalLM, {"rope_parameters": HALF_TURNED}),
-    "glm4-post-norm": (Glm4Config, Glm4ForCausalLM, {"rope_parameters": HALF_TURNED, "attention_bias": True}),
+    "phi3-fused": ("phi3", {}),
+    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}),
+    "glm-partial": ("glm", {"rope_parameters": HALF_TURNED}),
+    "glm4-post-norm": ("glm4", {"rope_parameters": HALF_TURNED, "attention_bias": True}),
     "glm4-moe": (
-        Glm4MoeConfig,
-        Glm4MoeForCausalLM,
+        "glm4_moe",
         EXPERTS
         | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True, "rope_parameters": HALF_TURNED},
     ),
     "qwen3-next-hybrid": (
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
+        "qwen3_next",
         EXPERTS
         | LINEAR_ATTENTION
         | {"shared_expert_intermediate_size": 24, "rope_parameters": HALF_TURNED, "attention_bias": True},
     ),
     "qwen3.5-hybrid": (
-        Qwen3_5TextConfig,
-        Qwen3_5ForCausalLM,
+        "qwen3_5_text",
         LINEAR_ATTENTION
         | {"rope_parameters": HALF_TURNED, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
     ),
     "qwen3.5-moe-hybrid": (
-        Qwen3_5MoeTextConfig,
-        Qwen3_5MoeForCausalLM,
+        "qwen3_5_moe_text",
         EXPERTS | LINEAR_ATTENTION | {"shared_expert_intermediate_size": 24, "rope_parameters": HALF_TURNED},
     ),
     "granite4-hybrid": (
-        GraniteMoeHybridConfig,
-        GraniteMoeHybridForCausalLM,
+        "granitemoehybrid",
         MAMBA
         | {
             "num_local_experts": 4,
@@ -236,26 +155,23 @@ FURTHER_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
-    "arcee": (ArceeConfig, ArceeForCausalLM, {"attention_bias": True}),
-    "apertus": (ApertusConfig, ApertusForCausalLM, {"rope_parameters": LLAMA3}),
-    "gemma": (GemmaConfig, GemmaForCausalLM, {"tie_word_embeddings": True}),
-    "ernie4.5": (Ernie4_5Config, Ernie4_5ForCausalLM, {"use_bias": True}),
+    "arcee": ("arcee", {"attention_bias": True}),
+    "apertus": ("apertus", {"rope_parameters": LLAMA3}),
+    "gemma": ("gemma", {"tie_word_embeddings": True}),
+    "ernie4.5": ("ernie4_5", {"use_bias": True}),
     "ernie4.5-moe": (
-        Ernie4_5_MoeConfig,
-        Ernie4_5_MoeForCausalLM,
+        "ernie4_5_moe",
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
     ),
     "exaone4-nope": (
-        Exaone4Config,
-        Exaone4ForCausalLM,
+        "exaone4",
         SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "minimax-m2-whole-norm": (
-        MiniMaxM2Config,
-        MiniMaxM2ForCausalLM,
+        "minimax_m2",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": HALF_TURNED},
     ),
-    "gpt-oss-sinks": (GptOssConfig, GptOssForCausalLM, SLIDING | {"num_local_experts": 4, "rope_parameters": YARN}),
+    "gpt-oss-sinks": ("gpt_oss", SLIDING | {"num_local_experts": 4, "rope_parameters": YARN}),
 }
 """Families that are tried in fewer ways."""
 
@@ -267,12 +183,13 @@ def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
 
     A family whose types of layers are listed has as many layers, whatever is asked for.
     """
-    config_class, model_class, special = ALL_FAMILIES[family]
+    model_type, special = ALL_FAMILIES[family]
+    config_class = CONFIG_MAPPING[model_type]
     torch.manual_seed(seed)
     content = SIZES | special | overrides
     if types := content.get("layer_types"):
         content["num_hidden_layers"] = len(types)
-    model = model_class(config_class(**content)).eval()
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class](config_class(**content)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):

@@ -134,5 +134,5 @@ def steps(setting: Setting) -> list[Step]:
         tests("compression", "tests/test_gpu_compression.py", *spread, seconds=150.0),
         tests("all kernel tests, compiled", "tests/test_kernels.py", *spread, seconds=180.0, marked=False),
         *sanitized[2:],
-        tests("devices", "tests/test_numerics.py", "tests/test_refit.py", "tests/test_device_map.py", *spread),
+        tests("devices", "tests/test_refit.py", "tests/test_device_map.py", *spread),
     ]  # fmt: skip
