@@ -101,6 +101,16 @@ def page(
     return "\n".join(lines)
 
 
+def _section(title: str, what: str, *parts: str) -> list[str]:
+    """Lines of a section of paragraphs and tables; none where nothing was measured."""
+    return [f"## {title}", "", *(line for part in (what, *parts) if part for line in (part, ""))] if parts else []
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """A table, or nothing where it has no lines."""
+    return [markdown(head, lines, left)] if lines else []
+
+
 def _forms(models: Mapping[str, Mapping[str, Any]], text: str) -> list[str]:
     """Both forms and the codec of single heads at 4 bits, by the size and number of KV heads."""
     lines, names = [], ("codec-4", "codec-per-head-4", "latents-4")
@@ -109,17 +119,12 @@ def _forms(models: Mapping[str, Mapping[str, Any]], text: str) -> list[str]:
         if set(names) <= set(kl):
             figures = [f"{kl[method]:.4f}" for method in names]
             lines.append([name, f"{each['kv_heads']} x {each['head_dim']}", str(each["hidden"]), *figures])
-    if not lines:
-        return []
-    return [
-        "## Head size and KV heads",
-        "",
+    what = (
         f"Divergence on {text} in 4-bit rows. Latents code the layer's input, of the hidden size; the codec codes "
-        "the keys and values of all KV heads that share a code, or of each.",
-        "",
-        markdown(["model", "KV heads x size", "hidden size", *names], lines, left=2),
-        "",
-    ]
+        "the keys and values of all KV heads that share a code, or of each."
+    )
+    table = _table(["model", "KV heads x size", "hidden size", *names], lines, left=2)
+    return _section("Head size and KV heads", what, *table)
 
 
 def _written(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -129,16 +134,8 @@ def _written(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for model, rows in cells.items()
         for method, row in rows.items()
     ]
-    if not lines:
-        return []
-    return [
-        "## On model-generated text",
-        "",
-        "Windows of 1,024 tokens whose last 960 the dense model sampled at temperature 1 after a prompt of 64.",
-        "",
-        markdown(["model", "method", "KL", "top-1"], lines, left=2),
-        "",
-    ]
+    what = "Windows of 1,024 tokens whose last 960 the dense model sampled at temperature 1 after a prompt of 64."
+    return _section("On model-generated text", what, *_table(["model", "method", "KL", "top-1"], lines, left=2))
 
 
 _SUITES = {
@@ -167,7 +164,7 @@ def _answers(cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]])
         measured = {model: each[suite] for model, each in cells.items() if suite in each}
         if not measured:
             continue
-        found += [f"### {title}", "", what, ""]
+        found += [f"### {title}", what]
         for model, methods in measured.items():
             dense, others = methods["dense"], [name for name in methods if name != "dense"]
             lines = [
@@ -179,19 +176,14 @@ def _answers(cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]])
                 ]
                 for task, own in dense.items()
             ]
-            found += [markdown([model, "items", "dense", *others], lines), "", _ran(methods), ""]
-    if not found:
-        return []
-    return [
-        "## Tasks",
-        "",
+            found += [markdown([model, "items", "dense", *others], lines), _ran(methods)]
+    what = (
         "Greedy answers by the chat template, decoded token by token through the cache: the dense model's score, and "
         "differences from it on the same items, points with their standard errors; in brackets how many answers are "
         "identical to the dense model's, and on how many items where not on all. Where a cache ran in another type or "
-        "on another device than the dense model, its difference holds that as well.",
-        "",
-        *found,
-    ]
+        "on another device than the dense model, its difference holds that as well."
+    )
+    return _section("Tasks", what, *found)
 
 
 def _ran(methods: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
@@ -215,8 +207,6 @@ def _gap(own: Mapping[str, Any] | None, dense: Mapping[str, Any]) -> str:
 
 def _biases(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Key biases by layer, and what caches lose by them."""
-    if not cells:
-        return []
     lines = [
         [model, row["method"], f"{row['kl']:.4f}", f"{row['kl_without_bias']:.4f}"]
         for model, each in cells.items()
@@ -227,21 +217,15 @@ def _biases(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for model, each in cells.items()
         for number, layer in sorted(enumerate(each["layers"]), key=lambda pair: -pair[1]["bias"])[:4]
     ]
-    return [
-        "## Key biases",
-        "",
+    what = (
         "Keys of Qwen2 and Qwen2.5 have a bias that is the same for all tokens and is rotated by RoPE. A cache that "
         "rounds keys wastes quantization levels on it; the codec takes the mean key of each position away before it "
         "rounds. Divergence of caches as they are, and with the bias taken off before the rounding and added behind "
-        "it:",
-        "",
-        markdown(["model", "method", "KL", "KL without the bias"], lines, left=2),
-        "",
-        "Layers with the largest biases, root mean squares before RoPE:",
-        "",
-        markdown(["model", "layer", "bias", "keys"], layers, left=1),
-        "",
-    ]
+        "it:"
+    )
+    largest = ["Layers with the largest biases, root mean squares before RoPE:"] if layers else []
+    tables = _table(["model", "method", "KL", "KL without the bias"], lines, left=2)
+    return _section("Key biases", what, *tables, *largest, *_table(["model", "layer", "bias", "keys"], layers))
 
 
 def _contexts(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -258,15 +242,13 @@ def _contexts(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
             ]
             for row in each["rows"]
         ]
-        found += [f"One text of {each['length']:,} tokens, {model}; KL by position.", ""]
-        found += [markdown(["cache", "bits", *spans], lines), ""]
-    if not found:
-        return []
+        found += [f"One text of {each['length']:,} tokens, {model}; KL by position."]
+        found += [markdown(["cache", "bits", *spans], lines)]
     reason = (
         "How post-RoPE keys are distributed depends on how far positions reach, so a codec may lose beyond the "
         "context that it was fitted for. By default that is the model's own (`codec.context`)."
     )
-    return ["## Context", "", reason, "", *found]
+    return _section("Context", reason, *found)
 
 
 def _calibrations(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
@@ -276,23 +258,19 @@ def _calibrations(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]
         found += [
             f"KL of {model} with codec-3, by what it was fitted on (windows of all three kinds of text by turns where "
             "none is named: two windows hold no code).",
-            "",
             _by_text("calibration", rows),
-            "",
         ]
-    return ["## Calibration", "", *found] if found else []
+    return _section("Calibration", "", *found)
 
 
 def _languages(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
     """Divergence on sections of one book in several languages, of codecs fitted on English text."""
     found: list[str] = []
     for model, rows in cells.items():
-        found += [f"KL of {model}; codecs are fitted on English text and code where nothing else is said.", ""]
-        found += [_by_text("cache", rows), ""]
-    if not found:
-        return []
+        found += [f"KL of {model}; codecs are fitted on English text and code where nothing else is said."]
+        found += [_by_text("cache", rows)]
     book = "Sections of the Debian handbook in English, German and Chinese, and articles (`stages.handbook`)."
-    return ["## Languages", "", book, "", *found]
+    return _section("Languages", book, *found)
 
 
 def _perplexity(cells: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
@@ -314,14 +292,10 @@ def _perplexity(cells: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[st
             lines.append([name, f"{row['bits_per_element']:.2f}", *figures])
         found += [
             f"{model}, {next(iter(rows.values()))['windows']} windows of 2,048 tokens a text:",
-            "",
             markdown(head, lines),
-            "",
         ]
-    if not found:
-        return []
     what = "Perplexity, and the increase of the loss in nats per token, paired by window, with its standard error."
-    return ["## WikiText-2 and Penn Treebank", "", what, "", *found]
+    return _section("WikiText-2 and Penn Treebank", what, *found)
 
 
 def _targets(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
@@ -338,7 +312,7 @@ def _targets(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> 
         "Codecs of the fewest bits within a limit of the divergence, which fitting measures on windows held out of "
         "the calibration texts (`recalkv fit --target`), on test texts:"
     )
-    return ["## Loss targets", "", what, "", markdown(["model", "target", "bits", *texts], lines, left=2), ""]
+    return _section("Loss targets", what, markdown(["model", "target", "bits", *texts], lines, left=2))
 
 
 def _by_text(head: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
@@ -378,13 +352,5 @@ def _costs(models: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     for name, each in models.items():
         for stage, cost in each["timings"].items():
             lines.append([name, stage, f"{cost['wall_seconds']:.0f}", f"{cost['peak_resident_mib']:,.0f}"])
-    if not lines:
-        return []
-    return [
-        "## What fitting costs",
-        "",
-        "`moments` and `codec` make a side-car; `whiten` and `fisher` are the statistics of latents.",
-        "",
-        markdown(["model", "stage", "s", "peak MiB"], lines, left=2),
-        "",
-    ]
+    what = "`moments` and `codec` make a side-car; `whiten` and `fisher` are the statistics of latents."
+    return _section("What fitting costs", what, *_table(["model", "stage", "s", "peak MiB"], lines, left=2))
