@@ -1,12 +1,13 @@
 """How bits are shared out: within the budget, where they save most, more of them where fewer tokens are cached."""
 
+import itertools
 import math
 
 import pytest
 
 from recalkv.errors import BudgetError, NonFiniteError
 from recalkv.method.bits import allocate_bits
-from recalkv.trellis.codes import DISTORTION
+from recalkv.trellis.codes import BITS, DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment, row_bytes
 
 
@@ -53,6 +54,22 @@ def test_a_tiny_case_by_hand() -> None:
     assert allocate_bits(energies, [1, 1], 3) == [(Segment(8, 2),), ()]
     assert allocate_bits(energies, [1, 1], 6) == [(Segment(8, 3),), (Segment(8, 1),)]
     assert allocate_bits(energies, [1, 1], 8) == [(Segment(8, 4),), (Segment(8, 2),)]
+
+
+def test_near_the_best_of_all_allocations() -> None:
+    energies, tokens, budget = [falling(3, 1.0, 0.3), falling(2, 0.5, 0.2)], [1.0, 2.0], 24.0
+    rates = [0, *BITS]
+    best = math.inf
+    for levels in itertools.product(rates, repeat=5):
+        if not (levels[0] >= levels[1] >= levels[2] and levels[3] >= levels[4]):
+            continue
+        segments = [
+            tuple(Segment(BLOCK * own.count(bits), bits) for bits in sorted(set(own), reverse=True) if bits)
+            for own in (levels[:3], levels[3:])
+        ]
+        if used(segments, tokens) <= budget:
+            best = min(best, loss(energies, segments))
+    assert loss(energies, allocate_bits(energies, tokens, budget)) <= 1.35 * best
 
 
 def test_layers_that_cache_fewer_tokens_get_more_bits() -> None:
