@@ -85,8 +85,9 @@ def telling_full_disk(folder: Path | str, remedy: str = "write to another") -> I
 
 def hub_folder_full() -> contextlib.AbstractContextManager[None]:
     """:func:`telling_full_disk` of what the hub's clients download to."""
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    return telling_full_disk(home, "set HF_HOME to a folder on another")
+    from huggingface_hub.constants import HF_HOME
+
+    return telling_full_disk(HF_HOME, "set HF_HOME to a folder on another")
 
 
 @contextlib.contextmanager

@@ -213,7 +213,7 @@ def fit_loaded(
             f"which are kept exact; use longer ones."
         )
     check_cached(model)
-    # Memory of one sequence is that of its length: layers with a sliding window cache as many tokens of any other.
+    # Memory for a sequence is budgeted at its length: of a longer one, layers with a sliding window cache no more.
     budgeted = (goal.context if isinstance(goal, Target) else None) or context
     seed, tokens = calibration.seed, cached_tokens(model, budgeted)
     moments = take_moments(model, windows, context, seed, progress, heads)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 import warnings
 from typing import Any
 
@@ -359,6 +360,8 @@ def test_a_model_is_copied_without_its_codec() -> None:
     model = coded_model()
     with pytest.raises(UnsupportedModelError, match="stop_codec"):
         copy.deepcopy(model)
+    with pytest.raises(UnsupportedModelError, match="stop_codec"):
+        pickle.dumps(model)
     copied = copy.deepcopy(stop_codec(model))
     assert torch.equal(one_pass(copied, token_ids()), one_pass(model, token_ids()))
 

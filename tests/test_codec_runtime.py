@@ -414,6 +414,15 @@ def test_masks_of_another_width_are_refused(family: str, width: int) -> None:
         model(ids[:, 40:41], attention_mask=torch.ones(6, 1, 1, width, dtype=torch.bool), past_key_values=cache)
 
 
+@pytest.mark.parametrize("width", [40, 1])
+def test_masks_of_a_static_cache_may_be_too_wide_alone(width: int) -> None:
+    model, ids = coded_model(), token_ids()
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    in_chunks(model, ids, [40], cache)
+    with pytest.raises(ParameterError, match=f"the mask covers {width} slots and must cover 41"):
+        model(ids[:, 40:41], attention_mask=torch.ones(6, 1, 1, width, dtype=torch.bool), past_key_values=cache)
+
+
 def test_padding_may_be_on_the_right() -> None:
     """With the positions that a count of tokens gives, in which padding repeats the last."""
     model, ids = coded_model("qwen2-bias"), token_ids()

@@ -49,9 +49,8 @@ def compress(
     ] = True,
 ) -> None:
     """Compress a model into a checkpoint that caches latents."""
-    bits_given: int | str = int(bits) if bits.isdecimal() else bits
-    given: dict[str, Any] = {"method": method, "group_size": group_size, "bits": bits_given}
-    given |= {"exact_window": exact_window}
+    given: dict[str, Any] = {"method": method, "group_size": group_size, "exact_window": exact_window}
+    given["bits"] = int(bits) if bits.isdecimal() else bits
     given |= {} if ratio is None else {"ratio": ratio}
     sampling = {"text": text, "split": split, "field": field, "samples": samples, "length": length}
     sampling |= {"seed": seed, "batch_size": batch_size, "precision": precision}

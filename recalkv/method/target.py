@@ -18,7 +18,7 @@ _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 
 @dataclass(frozen=True)
 class Target:
-    """Budget of a compression; exactly one of its parts is given.
+    """Budget of a compression: exactly one of ratio, bytes per token and loss.
 
     Attributes
     ----------

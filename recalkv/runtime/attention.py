@@ -175,10 +175,13 @@ def _cached(
     _, skipped = layer.get_mask_sizes(count)
     visible = end - skipped
     if mask is not None:
-        if layer.capacity is None and mask.shape[-1] != visible:
+        # Masks of a static cache cover all its slots, those of a full one as many as there are.
+        static = layer.capacity if layer.capacity is not None and not layer.is_sliding else None
+        width, covered = mask.shape[-1], visible if static is None else min(visible, static)
+        if width < covered or (static is None and width > covered):
             raise ParameterError(
-                f"codec: the mask covers {mask.shape[-1]} slots and must cover {visible}, the cached ones that this "
-                f"layer attends to and the new ones; leave it out, or give one of two dimensions."
+                f"codec: the mask covers {width} slots and must cover {covered}, the cached ones that this layer "
+                f"attends to and the new ones; leave it out, or give one of two dimensions."
             )
         mask = mask[..., :visible]
         if mask.shape[-1] == visible:  # else a static cache is too small, which it says itself

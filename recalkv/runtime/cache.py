@@ -36,6 +36,13 @@ def _written_later() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
+def _pack(loops: Any, keys: Tensor, values: Tensor, tiles: Tensor, place: int) -> None:
+    """Write rows of centered states (batch, kv heads, tokens, d) into tiles, a block a sequence, from a place on."""
+    slots = place + torch.arange(keys.shape[2], device="cpu")
+    for number, states in enumerate(zip(keys, values, strict=True)):
+        loops.pack(*states, tiles, number * tiles.shape[1] * TILE + slots)
+
+
 class CodecLayer(CacheLayerMixin):
     """One layer's cache.
 
@@ -231,9 +238,7 @@ class CodecLayer(CacheLayerMixin):
         keys, values = self.centered(keys, values, start)
         loops = layer_loops(self.codec, self.keys)
         if loops is not None:
-            slots = place + torch.arange(count, device="cpu")
-            for number, states in enumerate(zip(keys, values, strict=True)):
-                loops.pack(*states, self.keys, number * self.keys.shape[1] * TILE + slots)
+            _pack(loops, keys, values, self.keys, place)
             return
         rows, end = self.codec.pack_centered(keys, values), place + count
         low, high = place // TILE, -(-end // TILE)
@@ -256,10 +261,8 @@ class CodecLayer(CacheLayerMixin):
         if loops is None:
             keys, values = self.codec.unpack_centered(self.codec.pack_centered(*centered))
             return self._with_means(keys, values, start)
-        tiles = -(-count // TILE)
-        rows = torch.zeros(len(keys), tiles, self.codec.row_bytes, TILE, dtype=torch.uint8, device="cpu")
-        for number, states in enumerate(zip(*centered, strict=True)):
-            loops.pack(*states, rows, number * tiles * TILE + torch.arange(count, device="cpu"))
+        rows = self.keys.new_zeros(len(keys), -(-count // TILE), self.codec.row_bytes, TILE)
+        _pack(loops, *centered, rows, 0)
         keys, values = loops.unpack(rows, self._blocks(), 0, count)
         return self._with_means(keys, values, start)
 

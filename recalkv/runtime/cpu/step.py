@@ -41,7 +41,7 @@ COLUMNS = 64
 
 _INTEGER = 32767
 _LARGEST = 2**31 * (1 - 2**-12)
-"""Of sums of products: to round one side's factors to integers adds up to half the largest level for each of 256."""
+"""Of sums of products: rounding one side to integers adds at most half of the largest level for each of 256 terms."""
 _WITHIN = np.array([_LARGEST / GRAIN / float(levels(bits)[-1]) if bits in BITS else 0 for bits in range(9)], np.float32)
 """By bits, of factors that keep sums of products within 32 bits, as no number exceeds the largest level: of the root of
 a segment's width times a query's norm there, and of the sum of a piece's weights, which tokens that are repeated make
