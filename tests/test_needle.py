@@ -193,14 +193,14 @@ def test_stages_measure_models_and_make_a_page(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None]
 ) -> None:
     change_parameters(prepared, "needle.trials", 2)
-    for name in ("dense", "compressed", "turboquant-2"):
+    for name in ("dense", "codec-4", "latents-3", "turboquant-2"):
         assert invoke("needle", out=Path(f"data/cells/needle/{name}.json"), name=name) == 0
     assert invoke("needle_page") == 0
     found = json.loads(Path("reports/suites/needle.json").read_text())
     bits = {row["method"]: row["bits_per_element"] for row in found["rows"]}
-    assert bits["dense"] == 16 and bits["compressed"] <= 8 and bits["turboquant-2"] == 4
+    assert bits["dense"] == 16 and bits["turboquant-2"] == 4 and 0 < bits["latents-3"] < 16 and 0 < bits["codec-4"] < 32
     told = {row["method"]: row["log_probability"] for row in found["rows"]}
-    assert len(set(told.values())) == 3
+    assert len(set(told.values())) == 4
     page = Path("reports/suites/needle.md").read_text()
     assert "| turboquant-2 | 4.00 |" in page and "2 prompts of each length" in page
     assert Path("reports/suites/needle.png").read_bytes().startswith(b"\x89PNG")
@@ -212,7 +212,7 @@ def test_stage_refuses_before_it_loads_a_model(
     prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke("needle", out=Path("x.json"), name="kivi-9") == 1
-    assert "'kivi-9' is none of the models that can be asked; choose one of dense" in capsys.readouterr().err
+    assert "cell 'kivi-9' is unknown; choose codec-BITS" in capsys.readouterr().err
     change_parameters(prepared, "needle.lengths", [64, 5000])
     assert invoke("needle", out=Path("x.json"), name="dense") == 1
     assert "needle.lengths=5000" in capsys.readouterr().err
