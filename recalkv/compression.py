@@ -280,7 +280,7 @@ def compress_to_target(
     limit = target.max_excess
     assert limit is not None
     text = dense_text(source, held_out(), calibration.batch_size)
-    wanted = EvaluationParams(batch_size=calibration.batch_size, precision=calibration.precision)
+    wanted = EvaluationParams(precision=calibration.precision)
     known = collect_statistics(source, windows, calibration, method, progress)
     found: dict[float, CompressedLayers] = {}
 

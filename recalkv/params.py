@@ -147,7 +147,6 @@ class EvaluationParams(_TextParams):
         default_factory=list,
         description="more texts to measure on: embedded-news, embedded-code, wikitext2, ptb or c4, or local files",
     )
-    batch_size: int = Field(1, ge=1, description="perplexity windows per forward pass: memory, not results")
     prefill: int | None = Field(
         None,
         ge=1,
@@ -188,7 +187,6 @@ class NeedleParams(_Section):
         description="places of the numbers, fractions of the prompt; every prompt hides one at each",
     )
     trials: int = Field(10, ge=1, description="prompts of each length")
-    seed: int = Field(0, ge=0, description="seed of the prompts")
 
 
 class LongBenchParams(_Section):
@@ -221,11 +219,6 @@ class RuntimeParams(_Section):
     """Where things run; changes no result beyond rounding."""
 
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
-    device_map: Literal["auto", "balanced", "sequential"] | None = Field(
-        None,
-        description="how accelerate splits models that are larger than the device, where whole models are evaluated; "
-        "null for one device. The calibration takes one layer at a time and needs none",
-    )
 
 
 class Params(_Section):

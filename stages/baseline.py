@@ -30,7 +30,7 @@ def baseline(
     texts = {MAIN_TEXT: main_windows(tokenizer, wanted)}
     for name, text in zip(names, wanted.further_texts, strict=True):
         texts[further_text(name)] = further_windows(tokenizer, wanted, text)
-    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder))
     if written:
         texts = {place: own_words(model, windows, written) for place, windows in texts.items()}
     record = {"text": wanted.text, "split": wanted.split, "window": wanted.window, "further_texts": names}

@@ -22,7 +22,7 @@ def biases(
     """Measure each cache on the main text, keys as they are and without their bias; write all to OUT."""
     folder, texts = run.model().folder, MeasuredText.read_all(run.read("baseline"))
     texts = {MAIN_TEXT: texts[MAIN_TEXT]}
-    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder))
     tokens = texts[MAIN_TEXT].windows.tokens
     rows, removed = [], rotated_biases(model, tokens.shape[1])
     with run.bar(2 * len(names) * len(tokens), "window") as bar:

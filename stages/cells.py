@@ -34,7 +34,7 @@ def cells(
 
     @functools.cache
     def dense() -> Any:
-        return load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+        return load_model(folder, run.device, run.evaluated_dtype(folder))
 
     with run.bar(len(missing) * sum(len(text.windows) for text in texts.values()), "window") as bar:
         for name in missing:

@@ -24,7 +24,7 @@ def codec_cell(
     """Measure the dense model over a codec's rows; write its figures to OUT."""
     folder = run.model().folder
     codec = Codec.load(run.data / "codec") if bits is None else stored_codec(run, bits, heads)
-    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder))
     texts = MeasuredText.read_all(run.read("baseline"))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
         write_json(out, codec_figures(run, model, codec, texts, bar.update))

@@ -31,7 +31,7 @@ def evaluate(
     baseline = run.read("baseline")
     record = baseline.attributes["parameters"]
     dense, texts = Generated(**record["dense"]), MeasuredText.read_all(baseline)
-    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
         against = {place: text.compare(model, wanted, bar.update) for place, text in texts.items()}
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

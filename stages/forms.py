@@ -104,7 +104,7 @@ def opened(run: Stage, name: str, one_pass: bool = False) -> Iterator[tuple[Any,
     if form in ("latents", "recalkv", "palu"):
         yield latent_model(run, latent_setting(form, bits))[0], None
         return
-    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder))
     if form == "quantizer":
         rounding = quantizer(name, check_supported(model.config).head_dim)
         if one_pass:

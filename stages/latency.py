@@ -4,7 +4,7 @@ import json
 
 import typer
 
-from recalkv.evaluation.latency import Machine, check_contexts, measure_models
+from recalkv.evaluation.latency import check_contexts, measure_models, rounds_on
 from recalkv.reports.plots import latency_lines
 from stages.common import Stage, stage, write_json
 
@@ -17,12 +17,12 @@ def latency(run: Stage) -> None:
     from recalkv.model.modeling import register
 
     register()
-    wanted, machine = run.params.latency, Machine(run.device, run.params.runtime)
+    wanted = run.params.latency
     folders = {"dense": run.model().folder, "compressed": run.data / "compressed"}
     check_contexts(AutoConfig.from_pretrained(folders["compressed"], trust_remote_code=False), wanted.contexts)
-    total = len(folders) * len(wanted.contexts) * machine.rounds
+    total = len(folders) * len(wanted.contexts) * rounds_on(run.device)
     with run.bar(total, "setting") as bar:
-        rows, figures = measure_models(folders, wanted, machine, bar.update)
+        rows, figures = measure_models(folders, wanted, run.device, bar.update)
     measured = {"machine": json.loads((run.data / "machine.json").read_text())}
     steps = {f"{row['context']}_tokens": {"dense": row["baseline_us"], "compressed": row["us"]} for row in rows}
     write_json(run.reports / "latency.json", measured | {"attention_us_per_step": steps, **figures})

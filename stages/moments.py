@@ -5,6 +5,7 @@ import typer
 
 from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts
 from recalkv.codec.moments import take_moments
+from recalkv.model.language import load_language_model, placement
 from recalkv.model.source import checkpoint_dtype
 from recalkv.store.codec_moments import put_codec_moments
 from stages.common import Stage, stage
@@ -13,14 +14,11 @@ from stages.common import Stage, stage
 @stage
 def moments(run: Stage) -> None:
     """Take the moments of all layers at the attention function, forward and backward over the first windows."""
-    from recalkv.model.language import load_language_model
-
     wanted, seed, folder = run.params.codec, run.params.calibration.seed, run.model().folder
     windows = run.read("sample").get("windows")[: wanted.samples]
     # A CPU multiplies 16-bit numbers no faster.
     dtype = torch.float32 if run.device.type == "cpu" else checkpoint_dtype(folder)
-    placed = run.params.runtime.device_map or (None if run.device.type == "cpu" else {"": run.device})
-    model = load_language_model(folder, dtype=dtype, device_map=placed)
+    model = load_language_model(folder, dtype=dtype, device_map=placement(folder, run.device, dtype))
     context = wanted.context or model_context(model)
     with run.bar(None, "window") as bar:
 

@@ -23,7 +23,7 @@ def quantizer(
 ) -> None:
     """Measure the dense model over a quantized cache; write its figures to OUT."""
     folder = run.model().folder
-    model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+    model = load_model(folder, run.device, run.evaluated_dtype(folder))
     texts = MeasuredText.read_all(run.read("baseline"))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
         write_json(out, quantizer_figures(run, model, name, texts, bar.update))

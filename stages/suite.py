@@ -25,7 +25,7 @@ def suite(run: Stage, name: Annotated[str, typer.Argument(help=f"One of {', '.jo
     scores: dict[str, Any] = {}
     with run.bar(tasks.steps and len(folders) * tasks.steps, "step") as bar:
         for side, folder in folders.items():
-            model = load_model(folder, run.device, run.evaluated_dtype(folder), run.params.runtime.device_map)
+            model = load_model(folder, run.device, run.evaluated_dtype(folder))
             choose_kernels(model)
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             scores[side] = tasks.score(model, tokenizer, bar.update)

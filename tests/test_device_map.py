@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import recalkv  # noqa: F401  (registers the compressed classes)
 from recalkv.errors import ParameterError
 from recalkv.model.device import device_of
+from recalkv.model.language import placement
 from tests.tiny import compressed_pair, windows
 
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "model.rotary_emb")
@@ -42,6 +43,19 @@ def test_an_accelerator_without_float64_is_not_taken(monkeypatch: pytest.MonkeyP
     assert device_of("auto") == torch.device("cpu")
     with pytest.raises(ParameterError, match=r"device mps has no float64"):
         device_of("mps")
+
+
+@pytest.mark.parametrize("free, split", [(1.2, False), (1.0, True), (0.6, True)])
+def test_models_that_do_not_fit_a_gpu_are_split(free: float, split: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    _, compressed, _ = compressed_pair("llama-mha", method="loss-aware")
+    compressed.save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    device = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda asked: {device: (int(free * size), 2 * size)}[asked])
+    assert placement(tmp_path, device, "auto") == ("auto" if split else {"": device})
+    # Float32 weights take half of it in 16 bits; a CPU needs no map.
+    assert placement(tmp_path, device, torch.bfloat16) == {"": device}
+    assert placement(tmp_path, torch.device("cpu"), "auto") is None
 
 
 @pytest.mark.gpu

@@ -41,8 +41,8 @@ class Characters:
 HAYSTACK = torch.tensor([ord("abcdefghij"[i % 10]) for i in range(2000)])
 
 
-def asked(lengths: list[int], depths: list[float], trials: int = 1, seed: int = 0) -> NeedleParams:
-    return NeedleParams(lengths=lengths, depths=depths, trials=trials, seed=seed)
+def asked(lengths: list[int], depths: list[float], trials: int = 1) -> NeedleParams:
+    return NeedleParams(lengths=lengths, depths=depths, trials=trials)
 
 
 def text_of(ids: Tensor) -> str:
@@ -105,7 +105,7 @@ def one_pass(model: Any, wanted: NeedleParams) -> Tensor:
     scores = torch.zeros(3, len(wanted.lengths), wanted.trials, len(wanted.depths), dtype=torch.float64)
     for i, length in enumerate(wanted.lengths):
         for j in range(wanted.trials):
-            generator = random.Random(f"{wanted.seed} {length} {j}")
+            generator = random.Random(f"0 {length} {j}")
             context, questions = needle_context(Characters(), HAYSTACK, length, wanted.depths, generator)
             for k, question in enumerate(questions):
                 logits = model(torch.cat([context, question])[None], use_cache=False).logits[0, -DIGITS - 1 : -1]

@@ -141,7 +141,7 @@ def test_a_loss_target_is_met_on_held_out_windows_and_not_by_much() -> None:
     seen, others = own_text(dense, 16, 1), Windows(own_text(dense, 16, 2), torch.arange(16))
     target, dtype = Target(max_excess=0.2), torch.float32
     found, result = compress_to_target(source, seen, calibration(), parameters, target, dtype, lambda: others)
-    text, wanted = dense_text(source, others, 4), EvaluationParams(batch_size=4, precision="float32")
+    text, wanted = dense_text(source, others, 4), EvaluationParams(precision="float32")
 
     def excess(layers: Any) -> float:
         figures = text.compare(assemble(dense, layers, found), wanted)

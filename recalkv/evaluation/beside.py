@@ -32,12 +32,12 @@ from recalkv.evaluation.suites.needle import SCORES, find_needles
 from recalkv.evaluation.suites.zeroshot import TaskScore, zero_shot
 from recalkv.evaluation.timing import Timing
 from recalkv.kernels.decoder import choose_kernels
-from recalkv.model.layers import weight_files
 from recalkv.model.loading import load_model
 from recalkv.model.modeling import register
 from recalkv.model.precision import evaluation_precision
 from recalkv.model.source import checkpoint_dtype, evaluation_dtype, fingerprint
 from recalkv.model.spec import LatentSpec
+from recalkv.model.stored_weights import weight_files
 from recalkv.params import EvaluationParams, NeedleParams
 from recalkv.runtime.models import stop_codec, use_codec
 from recalkv.text.windows import Windows
@@ -74,7 +74,7 @@ class Wanted:
 
 
 FULL = Wanted(
-    EvaluationParams(window=512, max_windows=16, batch_size=16, prefill=384),
+    EvaluationParams(window=512, max_windows=16, prefill=384),
     NeedleParams(lengths=[1024, 2048], depths=[0.0, 0.33, 0.67, 1.0], trials=5),
     contexts=(1024, 4096),
     steps=16,
@@ -82,7 +82,7 @@ FULL = Wanted(
 """A few minutes for a model of 135 million parameters on two cores."""
 
 QUICK = Wanted(
-    EvaluationParams(window=256, max_windows=8, batch_size=8, prefill=224),
+    EvaluationParams(window=256, max_windows=8, prefill=224),
     NeedleParams(lengths=[512], depths=[0.0, 0.5, 1.0], trials=4),
     contexts=(512,),
     steps=8,

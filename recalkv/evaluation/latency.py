@@ -30,7 +30,7 @@ from recalkv.model.families import layer_attention_types
 from recalkv.model.loading import load_model
 from recalkv.model.source import checkpoint_dtype
 from recalkv.model.spec import LatentSpec
-from recalkv.params import LatencyParams, RuntimeParams
+from recalkv.params import LatencyParams
 
 ROUNDS = 3
 """Rounds on a CPU, in which both models are measured in turn."""
@@ -48,35 +48,14 @@ Row = dict[str, Any]
 """A compressed step beside one baseline, flat."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Where and how models run.
-
-    Attributes
-    ----------
-    device
-        Device of models that are not split.
-    runtime
-        ``device_map``.
-    """
-
-    device: torch.device
-    runtime: RuntimeParams
-
-    @property
-    def rounds(self) -> int:
-        """How often each model is measured, with both in memory if more than once."""
-        return ROUNDS if self.device.type == "cpu" else 1
-
-
 class _Side:
     """One model in memory, and what its measurements start from."""
 
-    def __init__(self, folder: Path, layer: int, machine: Machine) -> None:
-        before = allocated_mib(machine.device)
-        self.model = load_model(folder, machine.device, checkpoint_dtype(folder), machine.runtime.device_map)
+    def __init__(self, folder: Path, layer: int, device: torch.device) -> None:
+        before = allocated_mib(device)
+        self.model = load_model(folder, device, checkpoint_dtype(folder))
         choose_kernels(self.model)
-        after = allocated_mib(machine.device)
+        after = allocated_mib(device)
         self.loaded_mib = None if before is None or after is None else after - before
         self.contents = prompt_contents(self.model)
         self.module = module_of(self.model, layer)
@@ -117,8 +96,13 @@ def _add(found: dict[Any, Any], name: Any, more: Any) -> None:
     found[name] = found[name] + more if name in found else more
 
 
+def rounds_on(device: torch.device) -> int:
+    """How often each model is measured, with both in memory if more than once."""
+    return ROUNDS if device.type == "cpu" else 1
+
+
 def measure_models(
-    folders: Mapping[str, Path], wanted: LatencyParams, machine: Machine, progress: Callable[[], object]
+    folders: Mapping[str, Path], wanted: LatencyParams, device: torch.device, progress: Callable[[], object]
 ) -> tuple[list[Row], dict[str, Any]]:
     """Measure the dense and the compressed model.
 
@@ -128,10 +112,10 @@ def measure_models(
         Checkpoints, ``dense`` and ``compressed``.
     wanted
         Contexts.
-    machine
+    device
         Where they run.
     progress
-        Called ``machine.rounds`` times for each model and context.
+        Called :func:`rounds_on` times for each model and context.
 
     Returns
     -------
@@ -147,20 +131,21 @@ def measure_models(
     spec, layer = LatentSpec.from_config(config), typical_layer(config)
     times = {side: _Times() for side in folders}
     sides: dict[str, _Side] = {}
-    for _ in range(machine.rounds):
+    rounds = rounds_on(device)
+    for _ in range(rounds):
         for side, folder in folders.items():
-            if machine.rounds == 1:
+            if rounds == 1:
                 sides.clear()
             if side not in sides:
-                sides[side] = _Side(folder, layer, machine)
-            times[side].take_round(sides[side], wanted, machine.rounds, progress)
+                sides[side] = _Side(folder, layer, device)
+            times[side].take_round(sides[side], wanted, rounds, progress)
     # Right after the timed work: a clock that is read later is an idle one.
     shared = {
         "layer": layer,
         "ratio": spec.removed,
         "group_size": spec.key_group_size,
         **_kind(sides["compressed"].module),
-        **environment(machine.device),
+        **environment(device),
     }
     dense, ours = times["dense"].steps, times["compressed"].steps
     rows = [comparison_row({**shared, "context": context}, ours[context], dense[context]) for context in ours]

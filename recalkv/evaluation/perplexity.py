@@ -23,6 +23,9 @@ MAIN_TEXT = "main"
 
 _HEAD_TOKENS = 512
 
+# A window in one pass keeps a device busy by itself; one that is decoded token by token does not.
+_DECODED_AT_ONCE = 16
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -225,7 +228,7 @@ def measured(
         evaluation_precision(wanted.precision, next(model.parameters()).device),
         dense=dense,
         keep=keep,
-        batch_size=wanted.batch_size,
+        batch_size=1 if wanted.prefill is None else _DECODED_AT_ONCE,
         prefill=wanted.prefill,
     )
 

@@ -3,13 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from recalkv.model.source import checkpoint_dtype
+from recalkv.model.stored_weights import weight_files
 
 # Names in checkpoints of multimodal models, of several ages, and those of the language model by itself.
 _NAMES = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^(model\.)?language_model\.(model\.)?(?!lm_head\.)": "model.",
 }
+
+_WEIGHTS_SHARE = 0.9
+"""Of a device's free memory, what weights may take; activations and the cache are to fit, too."""
 
 
 def load_language_model(folder: str | Path, **options: Any) -> Any:
@@ -29,3 +36,17 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
         text.tie_word_embeddings = config.tie_word_embeddings
         options |= {"config": text, "key_mapping": _NAMES}
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
+
+
+def placement(folder: Path, device: torch.device, dtype: torch.dtype | str) -> str | dict[str, torch.device] | None:
+    """Where accelerate puts a model's weights (``device_map``): on the device if they fit, else ``auto``."""
+    if device.type == "cpu":
+        # A map, even of one device, needs accelerate, which a CPU does not.
+        return None
+    if device.type == "cuda":
+        needed = sum(file.stat().st_size for file in weight_files(folder))
+        if isinstance(dtype, torch.dtype):
+            needed = needed * dtype.itemsize // checkpoint_dtype(folder).itemsize
+        if needed > _WEIGHTS_SHARE * torch.cuda.mem_get_info(device)[0]:
+            return "auto"
+    return {"": device}

@@ -7,14 +7,12 @@ files on demand and :class:`ModuleSource` takes them from a model that is alread
 
 import contextlib
 import copy
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,7 +28,7 @@ from recalkv.model.families import (
 )
 from recalkv.model.family import family_of, text_config
 from recalkv.model.precision import PRECISIONS
-from recalkv.model.stored_weights import StoredWeights, stored_weights
+from recalkv.model.stored_weights import StoredWeights, files_of_tensors, opened_weights, stored_weights
 
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -288,13 +286,13 @@ class CheckpointSource(LayerSource):
     def stored_types(self) -> dict[str, str]:  # noqa: D102
         types: dict[str, str] = {}
         for file in set(self._files.values()):
-            with _opened(file) as shard:
+            with opened_weights(file) as shard:
                 own = [name for name in shard.keys() if self._files.get(name) == file]  # noqa: SIM118
                 types |= {name: _type_name(shard.get_slice(name).get_dtype()) for name in own}
         return types
 
     def stored(self, name: str) -> Tensor:  # noqa: D102
-        with _opened(self._files[name]) as shard:
+        with opened_weights(self._files[name]) as shard:
             # The copy leaves the file's memory map, whose pages would otherwise stay resident.
             return shard.get_tensor(name).to(self.device, copy=True)
 
@@ -360,39 +358,6 @@ def _type_name(label: str) -> str:
     return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(label, label)
 
 
-def _opened(file: Path) -> Any:
-    """A weight file, to be read within ``with``."""
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise ModelUnavailableError(f"{file} is damaged or incomplete ({error}); download it again.") from error
-
-
-def weight_files(folder: Path) -> set[Path]:
-    """Files that a checkpoint's weights are loaded from; published folders may hold the same in one more."""
-    return set(_all_files(folder).values())
-
-
 def _weight_files(folder: Path) -> dict[str, Path]:
     """Map each tensor's name to the safetensors file that holds it."""
-    return {name: file for name, file in _all_files(folder).items() if not name.endswith(IGNORED_BUFFERS)}
-
-
-def _all_files(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        absent = sorted(file for file in set(weight_map.values()) if not (folder / file).exists())
-        if absent:
-            raise ModelUnavailableError(
-                f"{folder} lacks the weight file(s) {', '.join(absent)}; finish the download or copy them there."
-            )
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / "model.safetensors"
-    if not single.exists():
-        raise ModelUnavailableError(
-            f"{folder} holds neither model.safetensors nor model.safetensors.index.json; convert the model "
-            f"to safetensors first (pickled weights are never loaded)."
-        )
-    with _opened(single) as shard:
-        return dict.fromkeys(shard.keys(), single)
+    return {name: file for name, file in files_of_tensors(folder).items() if not name.endswith(IGNORED_BUFFERS)}

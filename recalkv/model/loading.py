@@ -7,13 +7,11 @@ import torch
 from torch import nn
 
 from recalkv.errors import ModelUnavailableError, ReCalKVError, UnsupportedModelError
-from recalkv.model.language import load_language_model
+from recalkv.model.language import load_language_model, placement
 from recalkv.model.modeling import register
 
 
-def load_model(
-    folder: str | Path, device: torch.device, dtype: torch.dtype | str, device_map: str | None = None
-) -> Any:
+def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype | str) -> Any:
     """Model in evaluation mode, of a multimodal one the language model alone; files are read shard by shard.
 
     Parameters
@@ -21,12 +19,9 @@ def load_model(
     folder
         Checkpoint.
     device
-        Where it runs, if it is not split.
+        Where it runs; where its weights do not fit there, accelerate splits it over the GPUs, the CPU and the disk.
     dtype
         Of the weights; ``auto`` for the checkpoint's.
-    device_map
-        ``auto``, ``balanced`` or ``sequential``: how accelerate splits the model over the GPUs and the CPU. None for
-        one device.
 
     Raises
     ------
@@ -34,10 +29,8 @@ def load_model(
         If transformers cannot load it.
     """
     register()
-    # A map, even of one device, needs accelerate, which a CPU does not.
-    placed = device_map or (None if device.type == "cpu" else {"": device})
     try:
-        return load_language_model(folder, dtype=dtype, device_map=placed)
+        return load_language_model(folder, dtype=dtype, device_map=placement(Path(folder), device, dtype))
     except ReCalKVError:
         raise
     except Exception as error:  # transformers and what it loads with raise many unrelated types

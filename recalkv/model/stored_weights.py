@@ -5,12 +5,15 @@ Calibration and compression read dense weights by :meth:`StoredWeights.weight`; 
 copied as it is held, and :meth:`StoredWeights.config_with` says so to transformers' own loader.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from recalkv.errors import ModelUnavailableError, UnsupportedModelError
@@ -31,6 +34,40 @@ def stored_weights(config: Any) -> "StoredWeights":
         return known(content)
     check_not_quantized(config)
     return StoredWeights({})
+
+
+def weight_files(folder: Path) -> set[Path]:
+    """Files that a checkpoint's weights are loaded from; published folders may hold the same in one more."""
+    return set(files_of_tensors(folder).values())
+
+
+def files_of_tensors(folder: Path) -> dict[str, Path]:
+    """Map each tensor's name, buffers that are computed anew included, to the file that holds it."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        absent = sorted(file for file in set(weight_map.values()) if not (folder / file).exists())
+        if absent:
+            raise ModelUnavailableError(
+                f"{folder} lacks the weight file(s) {', '.join(absent)}; finish the download or copy them there."
+            )
+        return {name: folder / file for name, file in weight_map.items()}
+    single = folder / "model.safetensors"
+    if not single.exists():
+        raise ModelUnavailableError(
+            f"{folder} holds neither model.safetensors nor model.safetensors.index.json; convert the model "
+            f"to safetensors first (pickled weights are never loaded)."
+        )
+    with opened_weights(single) as shard:
+        return dict.fromkeys(shard.keys(), single)
+
+
+def opened_weights(file: Path) -> Any:
+    """A weight file, to be read within ``with``."""
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ModelUnavailableError(f"{file} is damaged or incomplete ({error}); download it again.") from error
 
 
 class StoredWeights:

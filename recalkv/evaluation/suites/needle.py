@@ -164,7 +164,7 @@ def find_needles(
     haystack : (tokens,) int64
         Text to hide them in.
     wanted
-        Lengths, depths, contexts of each length, and the seed: the same contexts for every model.
+        Lengths, depths, and contexts of each length: the same contexts for every model.
     progress
         Called after each context.
 
@@ -185,7 +185,7 @@ def find_needles(
     for i, length in enumerate(wanted.lengths):
         for j in range(wanted.trials):
             # A generator of its own, so that no context depends on which others are asked for.
-            generator = random.Random(f"{wanted.seed} {length} {j}")
+            generator = random.Random(f"0 {length} {j}")
             context, questions = needle_context(tokenizer, haystack, length, wanted.depths, generator)
             cache = DynamicCache(config=model.config)
             model(context[None].to(model.device), past_key_values=cache, logits_to_keep=1)
