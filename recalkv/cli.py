@@ -1,7 +1,7 @@
 """ReCalKV: KV cache compression for pretrained language models, without training.
 
-A codec for the unchanged model (`fit`), or a checkpoint that caches latents (`compress`). These tools need no
-pipeline; its stages are `python -m stages.NAME`, or all of them `dvc repro`.
+`fit` makes a codec for the unchanged model; `compress` writes a checkpoint that caches latents. Neither needs the
+pipeline (`dvc repro`).
 """
 
 import signal
@@ -65,7 +65,7 @@ def preset(
         bool, typer.Option("--overwrite", help="Replace a file even if it was changed by hand.")
     ] = False,
 ) -> None:
-    """Write params.yaml for `dvc repro`: defaults, a named setting, or a model's."""
+    """Write params.yaml from a preset (`list` shows them)."""
     with user_errors():
         if name == "list":
             print("\n".join(preset_names()))
@@ -84,7 +84,7 @@ def preset(
 
 @app.command()
 def families() -> None:
-    """List the model types that latents support, and why others are refused."""
+    """List the models that `compress` supports, and why others are refused."""
     from recalkv.model.family import known_families
 
     for name, reason in known_families().items():
@@ -101,7 +101,7 @@ def cache_size(
         ),
     ] = "",
 ) -> None:
-    """Print cache sizes by bits, and how many sequences fit beside the weights."""
+    """Print KV-cache sizes and how many sequences fit."""
     from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
     from recalkv.reports.cache_size import markdown, table
 

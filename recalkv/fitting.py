@@ -18,6 +18,7 @@ from recalkv.codec.fit import (
     natural_units,
 )
 from recalkv.codec.moments import SINKS, take_moments
+from recalkv.codec.probe import evaluating
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation.perplexity import over_documents
@@ -269,15 +270,16 @@ def divergence(
     from recalkv.runtime.models import stop_codec, use_codec
 
     found, exact = [], codec.window + codec.sinks
-    for number, ids in enumerate(windows.tokens):
-        dense = _log_probabilities(model, ids)[exact:]
-        use_codec(model, codec)
-        try:
-            own = _log_probabilities(model, ids)[exact:]
-        finally:
-            stop_codec(model)
-        found.append(nn.functional.kl_div(own, dense, reduction="batchmean", log_target=True).double().cpu())
-        progress("held-out windows", number + 1, len(windows))
+    with evaluating(model):
+        for number, ids in enumerate(windows.tokens):
+            dense = _log_probabilities(model, ids)[exact:]
+            use_codec(model, codec)
+            try:
+                own = _log_probabilities(model, ids)[exact:]
+            finally:
+                stop_codec(model)
+            found.append(nn.functional.kl_div(own, dense, reduction="batchmean", log_target=True).double().cpu())
+            progress("held-out windows", number + 1, len(windows))
     return over_documents(torch.stack(found), windows.documents)
 
 

@@ -33,7 +33,7 @@ class ModelParams(_Section):
     """Which dense model to compress."""
 
     id: str = Field("embedded", description="`embedded` (SmolLM2-135M), a Hugging Face id, or a local folder")
-    revision: str | None = Field(None, description="branch, tag or commit on the hub; null: its default")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub; null: its default branch")
 
 
 class _TextParams(_Section):
@@ -62,7 +62,7 @@ class CalibrationParams(_TextParams):
     )
     samples: int = Field(32, ge=1, description="token windows")
     length: int = Field(1024, ge=2, description="tokens per window")
-    seed: int = Field(0, ge=0, description="seed of window sampling, and of the labels sampled for the codec")
+    seed: int = Field(0, ge=0, description="random seed of window sampling, and of the labels sampled for the codec")
     recall: float = Field(
         0.25, ge=0, le=1, description="fraction of windows whose second half repeats passages of the first, so that "
         "long-range reads are calibrated",
@@ -85,7 +85,7 @@ class CompressionParams(_Section):
     """The method and its budget."""
 
     method: Literal["loss-aware", "recalkv", "palu", "svd"] = Field(
-        "loss-aware", description="see recalkv.method.methods"
+        "loss-aware", description="compression method, compared in docs/results.md"
     )
     ratio: float = Field(0.75, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
     group_size: int = Field(4, ge=1, description="key/value heads per group, all where the model has fewer")
@@ -127,7 +127,9 @@ class CompressionParams(_Section):
 class CodecParams(_Section):
     """The codec of post-RoPE keys and values, stored beside the dense model."""
 
-    bits: float = Field(4, gt=0, le=16, description="mean bits per cached element over the context, scales included")
+    bits: float = Field(
+        4, gt=0, le=16, description="mean bits per cached element, scales included; fractions such as 3.5 are allowed"
+    )
     context: int | None = Field(None, ge=1, description="context length to fit for, tokens; null: the model's maximum")
     samples: int = Field(12, ge=1, description="use only the first N calibration windows; few are enough")
 

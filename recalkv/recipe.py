@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from recalkv.compression import Progress, assemble, compress_checkpoint, compress_to_target
 from recalkv.errors import ParameterError
@@ -125,7 +126,10 @@ def compress(
         if folder is None:
             return compressed
         with writing_folder(folder.resolve()) as place:
+            generation, compressed.generation_config = compressed.generation_config, GenerationConfig()
             compressed.save_pretrained(place)
+            # transformers refuses to save some that it has loaded.
+            generation.to_json_file(place / "generation_config.json")
             tokenizer.save_pretrained(place)
         return folder
     where = device_of(device)

@@ -59,7 +59,7 @@ def _environment(run: Stage, checkpoint: Path, spec: LatentSpec) -> dict[str, st
         "device": device_name(run.device),
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
-        "model": run.model().name,
+        "model": public_name(run.model().name),
         "model_fingerprint": run.model().fingerprint,
         "checkpoint": fingerprint(checkpoint),
         "calibration_precision": (spec.calibration or {}).get("precision", "unknown"),

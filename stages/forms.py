@@ -12,6 +12,7 @@ from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import QUANTIZERS, quantizer
 from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
+from recalkv.model.spec import DENSE_BITS
 from recalkv.runtime.models import use_codec
 from recalkv.store.stores import digest_of, source_digest
 from stages.cell import latent_model
@@ -33,7 +34,7 @@ _CODE = {
 }
 # How they are called: what a name means, and what is recorded.
 _CALLS = ("cell.py", "codec_cell.py", "forms.py", "quantizer.py", "stored.py", "stored_codec.py")
-_FORM = re.compile(r"(codec(?:-per-head)?|latents|recalkv|palu)-([\d.]+)")
+_FORM = re.compile(r"(codec(?:-per-head)?|latents|recalkv|palu)-(\d+(?:\.\d+)?)")
 
 
 def form_of(name: str) -> tuple[str, float]:
@@ -47,7 +48,7 @@ def form_of(name: str) -> tuple[str, float]:
     if name in QUANTIZERS:
         return "quantizer", 0.0
     found = _FORM.fullmatch(name)
-    if found is None:
+    if found is None or not 0 < float(found[2]) <= DENSE_BITS:
         raise ParameterError(f"cell {name!r} is unknown; choose {HELP}")
     return found[1], float(found[2])
 

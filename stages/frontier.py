@@ -22,8 +22,8 @@ def frontier(
     write_json(run.reports / f"{name}.json", {"rows": rows})
     draw(run.reports / f"{name}.png", rows)
     setting = (
-        f"{run.model().name}; ours is calibrated, unless said otherwise, on {calibration.in_words}; "
-        f"{wanted.max_windows} windows of {wanted.window} tokens of each text."
+        f"{public_name(run.model().name)}; codec and latents are calibrated, unless stated otherwise, on "
+        f"{calibration.in_words}; {wanted.max_windows} windows of {wanted.window} tokens of each text."
     )
     (run.reports / f"{name}.md").write_text(page(rows, setting, f"{name}.png"))
 

@@ -32,7 +32,9 @@ def models_page(run: Stage) -> None:
         for folder in sorted({path.parent for path in cells})
     }
     found = dict(sorted((earlier["models"] | measured).items(), key=lambda each: int(each[1]["hidden"])))
-    further = {kind: _merged(earlier.get(kind, {}), own) for kind, own in _further(run).items()}
+    own = _further(run)
+    earlier["answers"] = _comparable(earlier.get("answers", {}), own["answers"])
+    further = {kind: _merged(earlier.get(kind, {}), each) for kind, each in own.items()}
     write_json(path, {"models": found, **further})
     (run.reports / "models").mkdir(parents=True, exist_ok=True)
     for name, model in found.items():
@@ -53,6 +55,18 @@ def _merged(earlier: Any, own: Any) -> Any:
     if not (isinstance(earlier, dict) and isinstance(own, dict)) or own.keys() & {"rows", "kl", "items", "texts"}:
         return own
     return earlier | {key: _merged(earlier.get(key), value) for key, value in own.items()}
+
+
+def _comparable(earlier: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Answers of an earlier run, but for suites whose differences are from other scores of the dense model."""
+    return {
+        model: {
+            suite: caches
+            for suite, caches in suites.items()
+            if caches["dense"] == own.get(model, {}).get(suite, caches)["dense"]
+        }
+        for model, suites in earlier.items()
+    }
 
 
 def _model(run: Stage, cells: Path) -> dict[str, Any]:
@@ -134,7 +148,7 @@ def compared(answers: dict[str, Any]) -> dict[str, Any]:
                 "items": len(scores),
                 "score": float(np.mean(scores)),
                 "difference": float(gaps.mean()),
-                "error": float(gaps.std(ddof=1) / len(gaps) ** 0.5),
+                "error": float(gaps.std(ddof=1) / len(gaps) ** 0.5) if len(gaps) > 1 else 0.0,
                 "ran": own["ran"],
                 "length": own.get("length"),
                 "same": sum(text == other for text, other in pairs) / len(pairs) if pairs else None,

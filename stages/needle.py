@@ -6,12 +6,12 @@ from typing import Annotated, Any
 import typer
 
 from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, quantizer
-from recalkv.evaluation.suites.needle import SCORES, check_lengths, find_needles
+from recalkv.evaluation.suites.needle import SCORES, find_needles
 from recalkv.kernels.decoder import choose_kernels
 from recalkv.model.families import check_supported
 from recalkv.model.spec import DENSE_BITS, LatentSpec
 from recalkv.runtime.models import codec_of
-from recalkv.text.corpora import main_documents
+from recalkv.text.corpora import check_length, main_documents
 from recalkv.text.windows import joined_tokens
 from stages.common import Stage, stage, write_json
 from stages.forms import HELP, check_names, opened
@@ -29,7 +29,7 @@ def needle(
     if name != "dense":
         check_names([name])
     folder, wanted = run.model().folder, run.params.needle
-    check_lengths(AutoConfig.from_pretrained(folder, trust_remote_code=False), wanted.lengths)
+    check_length(AutoConfig.from_pretrained(folder, trust_remote_code=False), "needle.lengths", max(wanted.lengths))
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     haystack = joined_tokens(tokenizer, main_documents(run.params.evaluation))
     with opened(run, name, one_pass=True) as (model, _), run.bar(len(wanted.lengths) * wanted.trials, "prompt") as bar:

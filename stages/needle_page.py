@@ -4,6 +4,7 @@ import json
 
 import typer
 
+from recalkv.params import public_name
 from recalkv.reports.needle import page, report
 from recalkv.reports.plots import needle_heat_maps
 from stages.common import Stage, stage, write_json
@@ -16,7 +17,7 @@ def needle_page(run: Stage) -> None:
     found, folder = report(cells), run.reports / "suites"
     write_json(folder / "needle.json", found)
     needle_heat_maps(folder / "needle.png", found["places"])
-    (folder / "needle.md").write_text(page(found, run.params.needle, run.model().name))
+    (folder / "needle.md").write_text(page(found, run.params.needle, public_name(run.model().name)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from recalkv.codec.fit import build_codec
 from recalkv.codec.sidecar import Codec
+from recalkv.params import public_name
 from recalkv.store.codec_moments import get_codec_moments
 from stages.common import Stage
 
@@ -13,7 +14,7 @@ def stored_codec(run: Stage, bits: float, heads: int | None = None) -> Codec:
     tokens = {int(index): count for index, count in known["tokens"].items()}
     dense = run.model()
     record = {
-        "model": dense.name,
+        "model": public_name(dense.name),
         "revision": dense.revision,
         "bits": bits,
         "windows": known["shape"],

@@ -27,12 +27,12 @@ def table(
     paper = paper_rows(Path("reports/paper.json"), run.params.model.id)
     calibration, evaluation = run.params.calibration, run.params.evaluation
     setting = (
-        f"{run.model().name}; calibrated, unless said otherwise, on {calibration.in_words}; "
+        f"{public_name(run.model().name)}; calibrated, unless said otherwise, on {calibration.in_words}; "
         f"windows of {evaluation.window} tokens of "
         f"`{public_name(evaluation.text)}`; "
-        f"groups of {run.params.compression.group_size} unless said otherwise."
+        f"groups of up to {run.params.compression.group_size} KV heads unless said otherwise."
     )
-    (folder / f"{name}.md").write_text(grid_page(title, setting, f"{name}.png", cells, paper))
+    (folder / f"{name}.md").write_text(grid_page(title, setting, f"{name}.png", cells, evaluation.text, paper))
 
 
 if __name__ == "__main__":

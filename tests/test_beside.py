@@ -23,7 +23,7 @@ from recalkv.cli import app
 from recalkv.errors import BudgetError, DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation import beside
 from recalkv.evaluation.beside import QUICK, Wanted, compare, possible
-from recalkv.evaluation.generation import reference_bytes_per_token
+from recalkv.evaluation.generation import fill_cache, reference_bytes_per_token, window_bytes
 from recalkv.method.target import Target
 from recalkv.model.card import CARD
 from recalkv.model.source import checkpoint_folder
@@ -89,7 +89,8 @@ def test_figures_are_those_of_the_models(
     assert found["cache"]["dense_bytes_per_token"] == 576
     assert found["cache"]["compressed_bytes_per_token"] == spec.cached_bytes_per_token() <= 0.2 * 288
     # The newest 32 tokens, in float32.
-    assert found["cache"]["compressed_window_bytes"] == spec.window_bytes(4) > 0
+    live = window_bytes(fill_cache(small, windows(1, 48, 5)))
+    assert found["cache"]["compressed_window_bytes"] == spec.window_bytes(4) == live > 0
     for side in ("dense", "compressed"):
         assert 0 <= found["needle"][side]["found"] <= 1
         assert set(found["needle"][side]["lengths"]["180"]["depths"]) == {"0", "1"}
@@ -152,6 +153,9 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert less.needle is None and less.contexts == ()
     assert possible(QUICK, 8192, 10_000) == QUICK
     assert possible(QUICK, 8192, 500).needle is None
+    # Windows within the model's positions, of which the same part is decoded.
+    shorter = possible(QUICK, 128).evaluation
+    assert (shorter.window, shorter.prefill) == (128, 112)
 
 
 def test_a_model_that_does_not_fit_is_refused(

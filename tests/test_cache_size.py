@@ -113,7 +113,7 @@ def test_errors_name_the_known() -> None:
     assert result.exit_code == 1
     assert "'gpt-5'" in result.output and "llama-2-70b" in result.output
     assert "preset" not in CliRunner().invoke(app, ["cache-size", "--help"]).output, "most have no sizes offline"
-    with pytest.raises(ParameterError, match=r"here: 'x' is not known; choose of smollm2-135m, "):
+    with pytest.raises(ParameterError, match=r"here: 'x' is not known; choose one of smollm2-135m, "):
         known_sizes("x", "here")
     config = dense_model("llama-mha").config
     config.model_type = "gpt2"

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pickle
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import recalkv
 from recalkv.errors import CheckpointError, UnsupportedModelError
@@ -144,8 +145,9 @@ def rope(**parameters: Any) -> Any:
         (rope(rope_type="dynamic", factor=2.0), ["'dynamic'", "default, linear, llama3, yarn"]),
         (rope(rope_type="longrope"), ["'longrope'", "default, linear, llama3, yarn"]),
         (rope(rope_type="default", partial_rotary_factor=0.5), ["partial_rotary_factor=0.5", "must be 1"]),
+        (LlamaConfig(sliding_window=8), ["sliding_window=8", "'llama'", "remove the key"]),
     ],
-    ids=["gpt2", "none", "compressed twice", "dynamic", "longrope", "partial"],
+    ids=["gpt2", "none", "compressed twice", "dynamic", "longrope", "partial", "stray window"],
 )
 def test_unsupported_models_are_named_with_what_is_supported(config: Any, named: list[str]) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
@@ -273,6 +275,35 @@ def test_compressed_weights_are_not_the_dense_models() -> None:
     shared = [n for n, t in compressed.state_dict().items() if t.untyped_storage().data_ptr() in theirs]
     assert not shared
     assert compressed.generation_config is not dense.generation_config
+
+
+def test_defaults_of_generation_that_are_not_saved_are_kept(tmp_path: Path) -> None:
+    dense = dense_model("llama-gqa")
+    dense.generation_config.temperature = 0.9
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        dense.save_pretrained(tmp_path / "dense")
+    tokenizer = LetterTokenizer()
+    tokenizer.save_pretrained = lambda folder: None  # type: ignore[attr-defined]
+    recalkv.compress(dense, tokenizer, TEXTS, samples=4, length=32, precision="float32", out=tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.9
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "recalkv_llama"
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "granite", "granite4-hybrid"])
+def test_compressed_models_are_pickled(family: str) -> None:
+    model = pair(family)[1]
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_replicas_of_data_parallel_keep_their_factors() -> None:
+    model = pair("llama-gqa", method="loss-aware")[1]
+    factors = model.model.layers[0].self_attn.key_up
+    replica = factors._replicate_for_data_parallel()
+    for name, parameter in factors._parameters.items():
+        setattr(replica, name, parameter.detach().clone())
+    latents = torch.randn(1, 3, sum(len(factor) for factor in factors))
+    assert torch.equal(replica.rebuilt(latents), factors.rebuilt(latents))
 
 
 def test_compress_refuses_unsupported_and_compressed_models() -> None:

@@ -100,6 +100,9 @@ def test_divergence_is_that_of_the_logits() -> None:
         for bits in (8, 4, 2)
     ]
     assert 0 < found[0] < found[1] < found[2]
+    dropping = dense_model("llama-gqa", attention_dropout=0.5).train()
+    again = divergence(dropping, build_codec(moments, 8, 256, window=4), Windows(ids, torch.arange(3)))
+    assert again[0] == found[0] and dropping.training
     assert model.config._attn_implementation == "sdpa"
     assert not any(each._forward_pre_hooks for each in model.modules())
 

@@ -348,6 +348,14 @@ def test_gradients_and_autocast_stay_with_torch(counted: list[int]) -> None:
     assert counted == [1] * 3
 
 
+def test_a_model_that_left_the_gpu_stays_with_torch(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
+    use_kernels(model.to(DEVICE)).cpu()
+    monkeypatch.setattr(module, "_interprets", lambda: False)
+    model.generate(tiny.windows(1, 12), max_new_tokens=3, do_sample=False)
+    assert not counted
+
+
 def test_written_and_moved_factors_are_seen() -> None:
     _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", values="absorbed")
     layer = use_kernels(model.to(DEVICE)).model.layers[0].self_attn

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Mistral3Config,
@@ -117,6 +118,20 @@ def test_single_file_checkpoint_in_half_precision_is_read_as_float32(tmp_path: P
     widened = dense_model("llama-gqa")
     widened.load_state_dict(model.state_dict())
     assert_equals_model(source, widened, windows(samples=2, length=24))
+
+
+@pytest.mark.parametrize("shards_left", [True, False])
+def test_a_single_file_goes_before_the_index_of_older_weights(shards_left: bool, tmp_path: Path) -> None:
+    dense_model("llama-gqa").save_pretrained(tmp_path, max_shard_size="20kB")
+    shards = {path.name: path.read_bytes() for path in tmp_path.glob("model-*.safetensors")}
+    other = dense_model("llama-gqa", initializer_range=0.3)
+    other.save_pretrained(tmp_path)
+    for name, content in shards.items() if shards_left else ():
+        (tmp_path / name).write_bytes(content)
+    assert len(shards) > 1 and (tmp_path / "model.safetensors.index.json").exists()
+    loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path), windows(samples=1, length=12)
+    assert torch.equal(loaded(ids).logits, other(ids).logits)
+    assert_equals_model(CheckpointSource(tmp_path), other, windows(samples=2, length=24))
 
 
 def test_layers_do_not_alias_the_model() -> None:

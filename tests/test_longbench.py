@@ -136,6 +136,15 @@ def test_chat_template_where_officially_used(tmp_path: Path) -> None:
         assert model.prompts[0].startswith("<user>") is wrapped
 
 
+@pytest.mark.parametrize("length", [None, 3999])
+def test_prompts_leave_positions_for_template_and_answer(length: int | None, tmp_path: Path) -> None:
+    model, tokenizer = Scripted("a"), Characters()
+    tokenizer.chat_template = "yes"
+    file = write(tmp_path, "qasper", context="word " * 2000)
+    longbench(model, tokenizer, "qasper", file, asked(limit=1, max_length=length))
+    assert 3800 < len(model.prompts[0]) <= 4000 - 128
+
+
 def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"'narrativeqa' is not one of qasper, qmsum"):
         longbench(Scripted("a"), Characters(), "narrativeqa", None, ASKED)

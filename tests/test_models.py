@@ -41,6 +41,9 @@ def test_parts_are_joined_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 def test_an_unknown_model_is_refused(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke("checkpoint", name="llama-9") == 1
     assert "model 'llama-9' is not among the packaged ones; choose one of smollm2-135m" in capsys.readouterr().err
+    for name in ("latents-20", "codec-0", "latents-."):
+        assert invoke("cells", out=Path("x"), names=[name]) == 1
+        assert f"cell '{name}' is unknown; choose codec-BITS" in capsys.readouterr().err
 
 
 def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,11 +110,24 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     report["models"]["other"] = report["models"]["tiny"] | {"hidden": 1}
     report["models"]["tiny"]["rows"].append(report["models"]["tiny"]["rows"][0] | {"method": "codec-2"})
     report["calibrations"]["tiny"]["4 windows"] = report["calibrations"]["tiny"]["2 windows"]
+    # Differences from other scores of the dense model do not.
+    answers = Path("data/cells/answers/tiny/gsm8k")
+    answers.mkdir(parents=True)
+    (answers / "dense.json").write_text(json.dumps({"scores": {"gsm8k": [1.0]}, "texts": {}, "ran": "here"}))
+    assert invoke("models_page") == 0
+    own = json.loads(Path("reports/models.json").read_text())["answers"]["tiny"]["gsm8k"]
+    assert set(own) == {"dense"} and own["dense"]["gsm8k"]["error"] == 0
+    other = {"dense": {"gsm8k": own["dense"]["gsm8k"] | {"score": 0.5}}, "codec-4": own["dense"]}
+    report["answers"] = {"tiny": {"gsm8k": other, "ruler": own | {"codec-4": own["dense"]}}}
     Path("reports/models.json").write_text(json.dumps(report))
     assert invoke("models_page") == 0
     merged = json.loads(Path("reports/models.json").read_text())
     assert list(merged["models"]) == ["other", "tiny"]
     assert {row["method"] for row in merged["models"]["tiny"]["rows"]} == {*bits, "codec-2"}
+    assert {suite: set(each) for suite, each in merged["answers"]["tiny"].items()} == {
+        "gsm8k": {"dense"},
+        "ruler": {"dense", "codec-4"},
+    }
     assert set(merged["calibrations"]["tiny"]) == {"2 windows", "4 windows"}
     assert "## other" in Path("reports/models.md").read_text()
 

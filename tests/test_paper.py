@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from recalkv.presets import preset
+from recalkv.reports.grid import grid_page
 from recalkv.reports.page import _paper
 from recalkv.reports.paper import Measured, beside_paper, paper_rows
 
@@ -28,6 +29,25 @@ def test_only_methods_of_the_paper_stand_beside_it() -> None:
     )
     shown = "\n".join(_paper(facts))  # type: ignore[arg-type]
     assert "| palu | 50% | 16 |" in shown and "fp8" not in shown
+
+
+def test_grids_stand_beside_the_text_and_the_variant_that_they_measured() -> None:
+    settings = {
+        "neither": {"grouping": "neighbors", "refit": "none"},
+        "HSR": {"refit": "none"},
+        "OVC": {"grouping": "neighbors"},
+        "HSR + OVC": {},
+    }
+    base = {"method": "recalkv", "ratio": 0.8, "bits": "16", "further_texts": {}, "perplexity": 50.0}
+    base |= {"removed": 0.8, "bytes_per_token": 1, "perplexity_dense": 5.0, "dense_bytes_per_token": 2}
+    base |= {"excess_nats": 0.0, "excess_standard_error_nats": 0.0}
+    cells = {name: base | {"setting": setting} for name, setting in settings.items()}
+    paper = paper_rows(PAPER, "meta-llama/Llama-2-7b-hf")
+    shown = grid_page("x", "y", "z.png", cells, "wikitext2", paper).partition("## Beside the paper")[2]
+    printed = [line.split(" | ")[-1].rstrip(" |") for line in shown.splitlines() if "| 50.00 |" in line]
+    of = {row["method"]: row["scores"]["wikitext2"] for row in paper if row["table"] == "3"}
+    assert printed == [f"{of[f'recalkv ({name})']:.2f}" for name in settings]
+    assert "Beside the paper" not in grid_page("x", "y", "z.png", cells, "embedded", paper)
 
 
 def test_averages_are_those_of_the_scores_but_one() -> None:

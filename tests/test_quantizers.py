@@ -214,6 +214,8 @@ def test_one_pass_is_decoding_token_by_token(family: str, name: str) -> None:
 
 
 def test_an_unknown_quantizer_is_named() -> None:
+    with pytest.raises(ParameterError, match="q4_0-rotated has scales for groups of 32 .* head size 80; leave it out"):
+        quantizer("q4_0-rotated", 80)
     with pytest.raises(ParameterError, match="'kivi-5' is unknown; choose one of fp8"):
         quantizer("kivi-5", 64)
 

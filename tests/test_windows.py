@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from recalkv.cache.rotation import random_rotation
 from recalkv.errors import DataError, ParameterError
 from recalkv.text.windows import (
     consecutive_windows,
@@ -55,6 +56,14 @@ def test_the_global_random_state_is_neither_read_nor_moved() -> None:
     first = sample_windows(torch.arange(500), 4, 16, 0)
     assert torch.equal(torch.rand(1), expected)
     assert torch.equal(sample_windows(torch.arange(500), 4, 16, 0), first)
+
+
+def test_another_default_device_changes_nothing() -> None:
+    tokens = torch.arange(4000)
+    expected = sample_windows(tokens, 4, 256, 0), random_rotation(8, 1)
+    with torch.device("meta"):
+        found = sample_windows(tokens, 4, 256, 0), random_rotation(8, 1)
+    assert all(map(torch.equal, expected, found))
 
 
 def test_windows_reach_both_ends_and_come_in_random_order() -> None:

@@ -52,8 +52,11 @@ def _missing(lines: dict[str, list[Record]]) -> list[str]:
                 last = "".join(f": `{line}`" for line in each["tail"].strip().splitlines()[-1:])
                 found.append(f"{place}**failed** ({each['reason']}){last}")
             found += [f"{place}**failed**: `{one[:200]}`" for one in each.get("failed", ())]
-            if each.get("what") in ("does not fit", "not served"):
-                found.append(f"{place}{each['what']} {each.get('way', '')}".rstrip())
+            if each.get("what") == "does not fit":
+                # Beside the codec only the dense cache is checked.
+                found.append(f"{place}{'the dense cache ' if part == 'codec' else ''}does not fit")
+            if each.get("what") == "not served":
+                found.append(f"{place}not served {each.get('way', '')}".rstrip())
         left = [each for each in own if each["event"] == "left out"]
         if left:
             names = "; ".join(each["step"] for each in left)
@@ -65,6 +68,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     cells = [[str(cell) for cell in row] for row in rows]
     if not cells:
         return []
+    # No columns of what was measured nowhere.
+    kept = [number for number in range(len(head)) if any(row[number] for row in cells)]
+    head, cells = [head[number] for number in kept], [[row[number] for number in kept] for row in cells]
     lines = [f"| {' | '.join(row)} |" for row in ([*head], ["---"] * len(head), *cells)]
     return [*lines, ""]
 
@@ -121,8 +127,8 @@ def _codec(records: list[Record]) -> list[str]:
         "bytes than the dense cache. The error is the largest difference from plain torch, relative to the largest "
         "output."
     )
-    head = ("geometry", "context", "batch", "dense by", "dense, us", "FlashInfer, us", "codec, us", "by Triton, us",
-            "dense / codec", "GB/s", "error")  # fmt: skip
+    head = ("geometry", "context", "batch", "dense backend", "dense, us", "FlashInfer, us", "codec, us",
+            "codec in Triton, us", "dense / codec", "GB/s", "error")  # fmt: skip
     return _section("Codec: attention", [told, ""] if records else [], _table(head, map(row, _of(records, "codec"))))
 
 

@@ -13,6 +13,6 @@ def random_rotation(size: int, seed: int, *place: int) -> Tensor:
     for number in (size, *place):
         mixed = (mixed * 1000003 + number + 1) % (1 << 63)
     generator = torch.Generator().manual_seed(mixed)
-    gaussian = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    gaussian = torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu")
     rotation, triangle = torch.linalg.qr(gaussian)
     return rotation * torch.sign(triangle.diagonal())

@@ -67,18 +67,28 @@ def set_attention(model: Any, name: str) -> None:
 
 
 @contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode, without dropout; modules that were training do so again."""
+    training = [each for each in model.modules() if each.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+@contextlib.contextmanager
 def watching(model: Any, watcher: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
     """Call ``watcher(layer, keys, values)`` at every attention: keys behind RoPE, (batch, kv heads, tokens, d)."""
     global _watcher
-    before, training = attention_names(model), [each for each in model.modules() if each.training]
+    before = attention_names(model)
     _register()
     try:
         set_attention(model, _NAME)
-        model.eval()
         _watcher = watcher
-        yield
+        with evaluating(model):
+            yield
     finally:
         _watcher = None
-        for each in training:
-            each.training = True
         restore_attention(before)

@@ -27,11 +27,12 @@ def evaluate(
     split: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["split"]))] = "test",
     field: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["field"]))] = "text",
     tasks: Annotated[str, typer.Option(help="Comma-separated lm-eval tasks; data from the hub, or from --items.")] = "",
-    items: Annotated[Path | None, typer.Option(help="Folder with TASK.SPLIT.jsonl in the schema of the hub.")] = None,
+    items: Annotated[Path | None, typer.Option(help="Folder of TASK.SPLIT.jsonl in the hub's format.")] = None,
     limit: Annotated[int, typer.Option(help="Items of each task.", min=2)] = 100,
     quick: Annotated[bool, typer.Option("--quick", help="Quick run: about a minute for a small model.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="The page, FILE.md; JSON beside it. Default: evaluation.md in the folder.")
+        Path | None,
+        typer.Option(help="Markdown file; JSON beside it. Default: evaluation.md in the folder."),
     ] = None,
     device: Annotated[str, typer.Option(help=describe(RuntimeParams.model_fields["device"]))] = RuntimeParams().device,
 ) -> None:
@@ -57,7 +58,7 @@ def evaluate(
         from dataclasses import replace
 
         from recalkv.codec.sidecar import Codec
-        from recalkv.evaluation.beside import FULL, QUICK, compare
+        from recalkv.evaluation.beside import FULL, QUICK, compare, positions_of, possible
         from recalkv.model.device import device_of
         from recalkv.reports.beside import page, write
         from recalkv.text.corpora import load_tokenizer, main_documents, main_windows
@@ -73,7 +74,7 @@ def evaluate(
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
             folder, reference = _models(small, dense, own, Path(scratch))
             tokenizer = load_tokenizer(folder)
-            wanted = replace(QUICK if quick else FULL, tasks=found, limit=limit)
+            wanted = possible(replace(QUICK if quick else FULL, tasks=found, limit=limit), positions_of(folder))
             texts = {
                 name: wanted.evaluation.model_copy(update={"text": each, "split": split, "field": field})
                 for each, name in shown.items()
@@ -121,7 +122,7 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
     """
     from transformers import AutoTokenizer
 
-    from recalkv.evaluation.beside import QUICK, compare
+    from recalkv.evaluation.beside import QUICK, compare, positions_of, possible
     from recalkv.model.modeling import register
     from recalkv.reports.beside import advice, write
     from recalkv.text.corpora import held_out_windows
@@ -132,11 +133,12 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
     register()
     try:
         tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
-        wanted = QUICK.evaluation
-        held_out = held_out_windows(tokenizer, texts, calibration, wanted.max_windows or 8, wanted.window)
+        wanted = possible(QUICK, positions_of(out))
+        count, window = wanted.evaluation.max_windows or 8, wanted.evaluation.window
+        held_out = held_out_windows(tokenizer, texts, calibration, count, window)
         names = ", ".join(map(public_name, texts))
         haystack = joined_tokens(tokenizer, next(iter(texts.values())))
-        figures, spec = compare(out, dense, {f"{names}, held out": held_out}, haystack, QUICK, device)
+        figures, spec = compare(out, dense, {f"{names}, held out": held_out}, haystack, wanted, device)
     except Exception as error:  # whatever it is, the checkpoint is there
         kind = "" if isinstance(error, ReCalKVError) else f"{type(error).__name__}: "
         hint = "give more text" if isinstance(error, DataError) else "`recalkv eval` can be run later"

@@ -127,8 +127,20 @@ class Measured:
     tasks: list[TaskScore]
 
 
-def possible(wanted: Wanted, positions: int, text: int) -> Wanted:
+def positions_of(folder: Path) -> int:
+    """Positions that a checkpoint's language model has; no bound where it names none."""
+    register()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+
+
+def possible(wanted: Wanted, positions: int, text: int = sys.maxsize) -> Wanted:
     """The same without lengths that exceed the model's positions, or for prompts the tokens of the text."""
+    window, prefill = wanted.evaluation.window, wanted.evaluation.prefill
+    if window > positions:
+        # The same part of a window is decoded.
+        shorter = {"window": positions, "prefill": prefill and max(1, prefill * positions // window)}
+        wanted = replace(wanted, evaluation=wanted.evaluation.model_copy(update=shorter))
     needle = wanted.needle
     if needle is not None:
         lengths = [length for length in needle.lengths if length <= min(positions, text)]
@@ -175,8 +187,7 @@ def compare(
     folder = dense if isinstance(own, Codec) else own
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     spec = own if isinstance(own, Codec) else LatentSpec.from_config(config)
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
-    wanted = possible(wanted, positions, len(haystack))
+    wanted = possible(wanted, positions_of(folder), len(haystack))
     dtypes = _dtypes({dense, folder}, wanted.evaluation.precision, device)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = load_model(dense, device, dtypes[dense])
@@ -282,6 +293,8 @@ def figures(dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wan
         if isinstance(spec, LatentSpec)
         else spec.dense_bytes_per_token
     )
+    # A cache of few tokens does not fill a long window of latents.
+    window = spec.window_bytes(compressed.dtype.itemsize) if isinstance(spec, LatentSpec) else compressed.window_bytes
     length = int(compressed.against[first]["tokens_per_window"])
     found: dict[str, Any] = {
         "text": first,
@@ -291,7 +304,7 @@ def figures(dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wan
         "further_texts": {name: compressed.against[name] for name in others},
         "cache": {
             **{f"{side}_bytes_per_token": each.bytes_per_token for side, each in sides.items()},
-            "compressed_window_bytes": compressed.window_bytes,
+            "compressed_window_bytes": window,
             "reference_bytes_per_token": reference,
             "compression_ratio": 1 - compressed.bytes_per_token / reference,
             **state_figures(compressed.state_bytes),

@@ -23,8 +23,6 @@ class Generated:
     ----------
     cache_bytes_per_token
         Of its live cache, all layers together.
-    window_bytes
-        Of the newest tokens' exact latents beside it, per sequence.
     parameters
         Of the model, tied ones once.
     samples
@@ -34,7 +32,6 @@ class Generated:
     """
 
     cache_bytes_per_token: float
-    window_bytes: float
     parameters: int
     samples: Sequence[str]
     state_bytes: float = 0.0
@@ -60,7 +57,7 @@ def measure_generation(model: Any, tokenizer: Any, windows: Tensor) -> Generated
         output = _generate(model, ids, _SAMPLE_TOKENS)
         samples.append(str(tokenizer.decode(output.sequences[0, ids.shape[1] :])))
     cache = fill_cache(model, windows[:1, :_CACHE_TOKENS])
-    sizes = cache_bytes_per_token(cache), window_bytes(cache), parameter_count(model)
+    sizes = cache_bytes_per_token(cache), parameter_count(model)
     return Generated(*sizes, samples, state_bytes(cache))
 
 
@@ -133,7 +130,7 @@ def cache_metrics(spec: LatentSpec, dense: Generated, compressed: Generated, ele
     return {
         "dense_bytes_per_token": dense_live,
         "compressed_bytes_per_token": live,
-        "compressed_window_bytes": compressed.window_bytes,
+        "compressed_window_bytes": float(spec.window_bytes(element_bytes)),
         "allocated_bytes_per_token": spec.cached_bytes_per_token(element_bytes),
         "reference_bytes_per_token": reference,
         "compression_ratio": 1 - live / reference,

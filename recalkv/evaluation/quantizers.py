@@ -23,6 +23,9 @@ CONTEXTS = (2048, 32768)
 _GROUP = 32
 """Elements that share a scale in KIVI and llama.cpp."""
 
+_GROUPS = {"kivi": _GROUP, "q4_0": _GROUP, "q8_0": _GROUP, "nvfp4": 16}
+"""Elements of a head that share a scale, by how names begin."""
+
 _META_BITS = 16
 """Of a scale or a zero point."""
 
@@ -79,6 +82,12 @@ def quantizer(name: str, head_dim: int) -> CacheQuantizer:
     """
     if name not in QUANTIZERS:
         raise ParameterError(f"quantizer {name!r} is unknown; choose one of {', '.join(QUANTIZERS)}.")
+    group = next((size for kind, size in _GROUPS.items() if name.startswith(kind)), 1)
+    if head_dim % group:
+        raise ParameterError(
+            f"{name} has scales for groups of {group} numbers, which do not divide the model's head size {head_dim}; "
+            f"leave it out."
+        )
     return QUANTIZERS[name](name, head_dim)
 
 

@@ -79,6 +79,9 @@ class KernelDecoder:
         # Autocast keeps to plain torch, and so does whatever needs a gradient.
         if cached.fresh or torch.is_autocast_enabled(query.device.type):
             return False
+        # A model may have moved since it was given kernels.
+        if query.dtype not in _TYPES or not (query.is_cuda or _interprets()):
+            return False
         given = (query, layer.k_proj.weight, cached.z_k, cached.z_v)
         if torch.is_grad_enabled() and any(each.requires_grad for each in given):
             return False
@@ -129,10 +132,8 @@ def why_not(model: nn.Module) -> str | None:
     installed = version("triton")
     if tuple(int(part) for part in installed.split(".")[:2]) < _TRITON:
         return f"triton is {installed}, and the kernels are tested with {'.'.join(map(str, _TRITON))} and newer"
-    import triton.knobs
-
     device, dtype = layers[0].k_proj.weight.device, layers[0].k_proj.weight.dtype
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if device.type != "cuda" and not _interprets():
         return f"the model is on {device}, and the kernels need a CUDA device"
     if dtype not in _TYPES:
         return f"the weights are {dtype}, and the kernels take float16, bfloat16 or float32"
@@ -222,3 +223,10 @@ def _install(model: Any, kernel: str) -> None:
                 rotaries[id(module.slots)] = TileRotary(module.slots)
             slots = min(model.config.max_position_embeddings, _PREPARED_SLOTS)
             module.decoder = KernelDecoder(module, rotaries[id(module.slots)], slots)
+
+
+def _interprets() -> bool:
+    """Whether Triton's interpreter runs kernels, on any device."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

@@ -16,6 +16,8 @@ from recalkv.model.family import FAMILIES, LATENT, LINEAR, PREFIX, REFUSED, UNDE
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+# Without layer types in their configs.
+_SLIDE_BY_CONFIG = {"mistral", "ministral3", "mixtral", "phi3", "qwen3_moe"}
 _WEIGHT_TYPES = ("float64", "float32", "float16", "bfloat16")
 IGNORED_BUFFERS = ("rotary_emb.inv_freq",)
 """Buffers that early checkpoints hold, and the config determines."""
@@ -126,6 +128,11 @@ def check_supported(config: Any) -> AttentionGeometry:
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(
             "use_bidirectional_attention=True lets tokens see later ones, which no cache can serve; use a causal model."
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "layer_types", None) is None and family not in _SLIDE_BY_CONFIG:
+        raise UnsupportedModelError(
+            f"sliding_window={window} in the config is not what model_type={family!r} attends by; remove the key."
         )
     for rope in _ropes(config):
         rope_type = rope.get("rope_type", "default")

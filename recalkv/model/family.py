@@ -183,6 +183,14 @@ def _where_it_slides(config: Any) -> list[bool] | None:
     return sliding if config.sliding_window is not None else None
 
 
+def _where_positions_are_rope(config: Any) -> list[bool] | None:
+    return None if config.position_embedding_type == "rope" else [False] * len(config.layer_types)
+
+
+def _inverse_logits_scaling(config: Any) -> float:
+    return 1 / float(config.logits_scaling)
+
+
 def _root_of_width(config: Any) -> float:
     return float(config.hidden_size**0.5)
 
@@ -212,7 +220,7 @@ FAMILIES: dict[str, Family] = {
             "granite",
             residual_scale=attrgetter("residual_multiplier"),
             embedding_scale=attrgetter("embedding_multiplier"),
-            logit_scale=lambda config: 1 / config.logits_scaling,
+            logit_scale=_inverse_logits_scaling,
         ),
         Family("olmo2", input_norm=None, post_norm=True),
         Family("olmo3", input_norm=None, post_norm=True),
@@ -243,10 +251,8 @@ FAMILIES: dict[str, Family] = {
             "granitemoehybrid",
             residual_scale=attrgetter("residual_multiplier"),
             embedding_scale=attrgetter("embedding_multiplier"),
-            logit_scale=lambda config: 1 / config.logits_scaling,
-            turning=lambda config: (
-                None if config.position_embedding_type == "rope" else [False] * len(config.layer_types)
-            ),
+            logit_scale=_inverse_logits_scaling,
+            turning=_where_positions_are_rope,
             stateful=("linear_attention",),
         ),
     )

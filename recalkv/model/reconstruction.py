@@ -19,6 +19,7 @@ class Reconstruction(nn.Module):
 
     def __init__(self, ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> None:
         super().__init__()
+        self._groups = len(ranks)
         for number, (rank, size) in enumerate(zip(ranks, heads, strict=True)):
             self.register_parameter(str(number), nn.Parameter(torch.zeros(rank, size * head_dim)))
 
@@ -28,11 +29,13 @@ class Reconstruction(nn.Module):
 
     def __getitem__(self, group: int) -> nn.Parameter:
         """Factor of one group, where it is."""
-        return self.get_parameter(str(group))
+        factor: nn.Parameter = getattr(self, str(group))
+        return factor
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         """Factors of all groups, where they are."""
-        return iter(self._parameters.values())  # type: ignore[arg-type]
+        # Not by names of parameters, which replicas of nn.DataParallel do not have.
+        return map(self.__getitem__, range(self._groups))
 
     def rebuilt(self, latents: Tensor) -> Tensor:
         """``[z_1 R_1, z_2 R_2, ...]``: (batch, slots, sum of ranks) to (batch, slots, n)."""

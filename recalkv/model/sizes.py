@@ -128,5 +128,7 @@ def known_sizes(name: str, parameter: str) -> ModelSizes:
     own = name.removeprefix("paper/")
     found = KNOWN.get(_ALIASES.get(own, own))
     if found is None:
-        raise ParameterError(f"{parameter}: {name!r} is not known; choose of {', '.join(KNOWN)}.")
+        raise ParameterError(
+            f"{parameter}: {name!r} is not known; choose one of {', '.join(KNOWN)}, or a folder with a config.json."
+        )
     return found

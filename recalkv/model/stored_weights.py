@@ -43,23 +43,23 @@ def weight_files(folder: Path) -> set[Path]:
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
     """Map each tensor's name, buffers that are computed anew included, to the file that holds it."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        absent = sorted(file for file in set(weight_map.values()) if not (folder / file).exists())
-        if absent:
-            raise ModelUnavailableError(
-                f"{folder} lacks the weight file(s) {', '.join(absent)}; finish the download or copy them there."
-            )
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / "model.safetensors"
-    if not single.exists():
+    # As transformers does: an index may be of other weights, which were in the folder before.
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        with opened_weights(single) as shard:
+            return dict.fromkeys(shard.keys(), single)
+    if not index.exists():
         raise ModelUnavailableError(
             f"{folder} holds neither model.safetensors nor model.safetensors.index.json; convert the model "
             f"to safetensors first (pickled weights are never loaded)."
         )
-    with opened_weights(single) as shard:
-        return dict.fromkeys(shard.keys(), single)
+    weight_map = json.loads(index.read_text())["weight_map"]
+    absent = sorted(file for file in set(weight_map.values()) if not (folder / file).exists())
+    if absent:
+        raise ModelUnavailableError(
+            f"{folder} lacks the weight file(s) {', '.join(absent)}; finish the download or copy them there."
+        )
+    return {name: folder / file for name, file in weight_map.items()}
 
 
 def opened_weights(file: Path) -> Any:

@@ -102,7 +102,8 @@ def page(rows: Sequence[Row], setting: str, picture: str) -> str:
         "distribution from the dense model's, nats per token, with its standard error over documents; top-1 the "
         "fraction of positions where both models rank the same token first; excess the increase of the loss.",
         "",
-        setting,
+        f"{setting} `ours-N` are latents of N bits per element (method `loss-aware`), `codec-N` is the codec; "
+        "`embedded` is SmolLM2-135M as a model, and articles of Wikipedia as a text.",
         "",
         f"![Divergence by bits]({picture})",
         "",

@@ -8,7 +8,12 @@ from recalkv.reports.tables import grid
 
 
 def grid_page(
-    title: str, setting: str, picture: str, cells: Mapping[str, Mapping[str, Any]], paper: Sequence[dict[str, Any]]
+    title: str,
+    setting: str,
+    picture: str,
+    cells: Mapping[str, Mapping[str, Any]],
+    text: str,
+    paper: Sequence[dict[str, Any]],
 ) -> str:
     """Render a grid.
 
@@ -20,6 +25,8 @@ def grid_page(
         File name.
     cells
         What the ``cell`` stage wrote, by name.
+    text
+        What the cells are measured on, as the paper names it where it has that text.
     paper
         Rows of the paper for this model (:func:`recalkv.reports.paper.paper_rows`).
     """
@@ -37,7 +44,7 @@ def grid_page(
             "",
             grid(cells),
             "",
-            *_beside(list(cells.values()), paper),
+            *_beside(list(cells.values()), text, paper),
         ]
     )
 
@@ -47,12 +54,24 @@ def removed_by_rank(ratio: float, bits: str) -> float | None:
     return None if bits == "mixed" else round(1 - (1 - ratio) * 16 / int(bits), 3)
 
 
-def _beside(rows: Sequence[Mapping[str, Any]], paper: Sequence[dict[str, Any]]) -> list[str]:
+def _variant(row: Mapping[str, Any]) -> str:
+    """The method as the paper's Table 3 names it, where HSR or OVC is left out."""
+    setting = row["setting"]
+    kept = [
+        name
+        for name, (key, without) in {"HSR": ("grouping", "neighbors"), "OVC": ("refit", "none")}.items()
+        if setting.get(key) != without
+    ]
+    method: str = row["method"]
+    return method if method != "recalkv" or len(kept) == 2 else f"{method} ({''.join(kept) or 'neither'})"
+
+
+def _beside(rows: Sequence[Mapping[str, Any]], text: str, paper: Sequence[dict[str, Any]]) -> list[str]:
     measured = []
     for row in rows:
         removed = removed_by_rank(row["ratio"], row["bits"])
-        scores = {"wikitext2": row["perplexity"]}
-        scores |= {name: text["compressed"] for name, text in row["further_texts"].items()}
+        scores = {text: row["perplexity"]}
+        scores |= {name: other["compressed"] for name, other in row["further_texts"].items()}
         if removed is not None:
-            measured += [Measured(row["method"], removed, row["bits"], name, value) for name, value in scores.items()]
+            measured += [Measured(_variant(row), removed, row["bits"], name, value) for name, value in scores.items()]
     return paper_section(paper, measured)

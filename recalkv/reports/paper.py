@@ -68,9 +68,9 @@ def beside_paper(rows: Iterable[dict[str, Any]], measured: Sequence[Measured]) -
             palu = recalkv = printed.get(("dense", *where))
         else:
             palu = printed.get(("palu", *where))
-            # A variant, such as `recalkv (HSR)`, stands beside itself.
-            recalkv = printed.get((figure.method, *where)) if figure.method != "palu" else None
-            recalkv = recalkv if recalkv is not None else printed.get(("recalkv", *where))
+            # A variant, such as `recalkv (HSR)`, stands beside itself; Table 3 names the whole method by its two ideas.
+            names = [figure.method] if figure.method.startswith("recalkv (") else ["recalkv", "recalkv (HSR + OVC)"]
+            recalkv = next((printed[name, *where] for name in names if (name, *where) in printed), None)
         if palu is not None or recalkv is not None:
             found.append(Beside(figure, palu, recalkv))
     return found

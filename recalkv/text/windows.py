@@ -212,7 +212,7 @@ def with_recall(windows: Tensor, fraction: float, seed: int, texts: int = 1) -> 
         if int(place * fraction) > int((place - 1) * fraction):
             passages, order = result[number, :half].view(count, _PASSAGE), torch.arange(count)
             while torch.equal(order, torch.arange(count)):
-                order = torch.randperm(count, generator=generator)
+                order = torch.randperm(count, generator=generator, device="cpu")
             result[number, half : 2 * half] = passages[order].flatten()
     return result
 
@@ -294,7 +294,7 @@ def _starts(tokens: Tensor, samples: int, length: int, seed: int) -> list[int]:
         )
     generator = torch.Generator().manual_seed(seed)
     # Sorted gaps: every set of non-overlapping windows is possible, and none is drawn twice.
-    gaps = torch.randint(0, spare + 1, (samples,), generator=generator).sort().values
-    starts = gaps + torch.arange(samples) * length
-    drawn: list[int] = starts[torch.randperm(samples, generator=generator)].tolist()
+    gaps = torch.randint(0, spare + 1, (samples,), generator=generator, device="cpu").sort().values
+    starts = gaps + torch.arange(samples, device="cpu") * length
+    drawn: list[int] = starts[torch.randperm(samples, generator=generator, device="cpu")].tolist()
     return drawn

@@ -167,7 +167,7 @@ def check_sets(items: Mapping[str, Path | None], config: Any, wanted: LongBenchP
     unknown = [task for task in items if task not in TASKS]
     if unknown:
         raise ParameterError(f"longbench.tasks: {unknown[0]!r} is not one of {', '.join(TASKS)}.")
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = _positions(config)
     if wanted.max_length is not None and positions is not None and wanted.max_length >= positions:
         raise ParameterError(
             f"longbench.max_length={wanted.max_length} leaves no positions for the answer, of which the model has "
@@ -177,6 +177,12 @@ def check_sets(items: Mapping[str, Path | None], config: Any, wanted: LongBenchP
         if path is not None:
             needed = ["context", "answers", _question_column(first_columns(path))]
             check_columns(task, path, needed + (["all_classes"] if task == "trec" else []))
+
+
+def _positions(config: Any) -> int | None:
+    """Positions of a model, of a multimodal one those of its language model; None where it names none."""
+    found: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found
 
 
 def _question_column(columns: Collection[str]) -> str:
@@ -211,18 +217,25 @@ def _reader(model: Any, tokenizer: Any, task: str, wanted: LongBenchParams, prog
     """lm-eval's view of a model that reads long prompts as LongBench's own code does."""
     from lm_eval.api.model import LM
 
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = _positions(model.config)
     device = next(model.parameters()).device
     end = model.config.eos_token_id
     ends = list(end) if isinstance(end, (list, tuple)) else [end]
 
-    def answer(prompt: str, new_tokens: int) -> str:
-        prompt = shortened(tokenizer, prompt, wanted.max_length or (positions or 10**9) - new_tokens)
+    def encoded(prompt: str) -> list[int]:
         special = True
         if getattr(tokenizer, "chat_template", None) and task not in _PLAIN:
             message = [{"role": "user", "content": prompt}]
             prompt, special = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True), False
-        inputs = torch.tensor([tokenizer(prompt, add_special_tokens=special)["input_ids"]], device=device)
+        ids: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
+        return ids
+
+    # What the chat template adds; as much again for tokens that a cut and a template split in another way.
+    added = 2 * len(encoded(""))
+
+    def answer(prompt: str, new_tokens: int) -> str:
+        room = (positions or 10**9) - new_tokens - added
+        inputs = torch.tensor([encoded(shortened(tokenizer, prompt, min(wanted.max_length or room, room)))]).to(device)
         options: dict[str, Any] = {}
         if task == "samsum":
             newline = tokenizer("\n", add_special_tokens=False)["input_ids"][-1]

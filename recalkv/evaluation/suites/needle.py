@@ -18,6 +18,7 @@ from torch import Tensor
 from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites.suite import Progress
 from recalkv.params import NeedleParams
+from recalkv.text.corpora import check_length
 
 DIGITS = 6
 
@@ -136,21 +137,6 @@ def answer_scores(model: Any, cache: Any, question: Tensor, places: Tensor) -> T
     return torch.stack([right.mean(), right.cumprod(0).mean(), found.mean()])
 
 
-def check_lengths(config: Any, lengths: Sequence[int]) -> None:
-    """Refuse prompts that are longer than a model's positions.
-
-    Raises
-    ------
-    ParameterError
-        Names the longest.
-    """
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and max(lengths) > positions:
-        raise ParameterError(
-            f"needle.lengths={max(lengths)} exceeds the model's {positions} positions; use at most {positions}."
-        )
-
-
 @torch.inference_mode()
 def find_needles(
     model: Any, tokenizer: Any, haystack: Tensor, wanted: NeedleParams, progress: Progress = lambda: None
@@ -180,7 +166,7 @@ def find_needles(
     """
     from transformers import DynamicCache
 
-    check_lengths(model.config, wanted.lengths)
+    check_length(model.config, "needle.lengths", max(wanted.lengths))
     scores = torch.zeros(len(SCORES), len(wanted.lengths), wanted.trials, len(wanted.depths), dtype=torch.float64)
     for i, length in enumerate(wanted.lengths):
         for j in range(wanted.trials):
