@@ -471,6 +471,9 @@ def test_a_family_that_hands_attention_no_positions_is_padded_all_the_same() -> 
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     found, _ = in_chunks(model, ids, [37, *range(38, 61)], attention_mask=mask, position_ids=positions)
     assert_agree(found[:1, 17:], alone)
+    assert_agree(one_pass(model, ids, attention_mask=mask, position_ids=positions)[:1, 17:], alone)
+    # Positions of one pass are not those of the next.
+    assert_agree(one_pass(model, ids[:1, 17:]), alone)
 
 
 def test_static_caches_begin_without_dense_keys_and_batches_are_not_continuous() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,15 @@ def test_the_model_stays_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPatc
     model.eval()(input_ids=windows(1, 8)).logits.sum().backward()
 
 
+def test_models_are_fitted_in_threads() -> None:
+    models = [dense_model("llama-gqa"), dense_model("qwen2-bias")]
+    expected = [fit(model, windows(3, 24)) for model in models]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda model: fit(model, windows(3, 24)), models))
+    for own, other in zip(found, expected, strict=True):
+        assert all(layer.is_like(other.layers[index]) for index, layer in own.layers.items())
+
+
 # ---- the file
 
 
@@ -197,6 +207,12 @@ def test_a_codec_replaces_a_codec_alone(codec: Codec, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"holds other files than those of a codec"):
         codec.save(place)
     assert (place / "notes.txt").read_text() == "mine"
+    (place / "notes.txt").unlink()
+    (tmp_path / "link").symlink_to(place)
+    codec.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and Codec.load(place).layers.keys() == codec.layers.keys()
+    with pytest.raises(ParameterError, match="the current folder cannot be replaced"):
+        codec.save(".")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ParameterError, match="holds other files"):
         codec.save(tmp_path / "file")

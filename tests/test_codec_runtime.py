@@ -367,6 +367,8 @@ def test_masks_that_are_added_hide_what_those_of_bool_do(least: float) -> None:
     assert torch.equal(one_pass(model, ids, attention_mask=added), wanted)
     with pytest.raises(UnsupportedModelError, match="adds to the scores of tokens that it does not hide"):
         one_pass(model, ids, attention_mask=added + 0.5 * seen)
+    with pytest.raises(UnsupportedModelError, match=r"the mask of \w+ is of torch.int64; give one of bool"):
+        one_pass(model, ids, attention_mask=seen.long())
 
 
 def test_masks_of_single_heads() -> None:
@@ -412,6 +414,10 @@ def test_masks_of_another_width_are_refused(family: str, width: int) -> None:
     _, cache = in_chunks(model, ids, [40])
     with pytest.raises(ParameterError, match=f"the mask covers {width} slots and must cover"):
         model(ids[:, 40:41], attention_mask=torch.ones(6, 1, 1, width, dtype=torch.bool), past_key_values=cache)
+    # The cache is as it was.
+    with torch.no_grad():
+        found = model(ids[:, 40:41], past_key_values=cache).logits
+    assert_agree(found, one_pass(model, ids[:, :41])[:, 40:])
 
 
 @pytest.mark.parametrize("width", [40, 1])
@@ -527,3 +533,6 @@ def test_packed_sequences_are_refused() -> None:
     for cached in (False, True):
         with pytest.raises(ParameterError, match="pass packed sequences one by one"):
             model(ids, position_ids=packed, use_cache=cached)
+        with pytest.raises(ParameterError, match="pass packed sequences one by one"):
+            # As SDPA is told of them.
+            model(ids, attention_mask=causal_mask(ids, 30), position_ids=packed, use_cache=cached)

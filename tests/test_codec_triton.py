@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from recalkv.runtime import triton_basis
 from recalkv.runtime.coded import coordinates_torch, outputs_torch
-from recalkv.runtime.triton_decode import coded_attention
+from recalkv.runtime.triton_decode import coded_attention, combine
 from recalkv.trellis.triton_search import trellis_search
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -271,6 +271,13 @@ def test_merging_is_attention_over_both() -> None:
             torch.testing.assert_close(one, other)
     nothing = torch.zeros(2, 5), torch.full((2,), -math.inf)
     assert all(map(torch.equal, merge(*nothing, *nothing), nothing))
+
+
+def test_values_of_no_width_leave_the_sums_of_the_softmax() -> None:
+    partial, generator = torch.zeros(2, 3, 2, 2, 0, device=DEVICE), torch.Generator().manual_seed(0)
+    most, sums = (torch.rand(2, 3, 2, 2, generator=generator).to(DEVICE) + 0.5 for _ in range(2))
+    lse = combine(partial, most, sums)[1]
+    torch.testing.assert_close(lse, (most * math.log(2) + sums.log()).logsumexp(1))
 
 
 def test_positions_turn_by_their_digits() -> None:

@@ -57,7 +57,7 @@ def test_what_can_be_served_is_not_refused() -> None:
     check(VERSION, config(images=True, parallel={"pipeline_parallel_size": 1}))
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0", "dev"])
 def test_other_versions(version: str) -> None:
     with pytest.raises(CheckpointError, match=rf"vLLM {version} is untested with this backend, .* install vllm==0.32"):
         check(version, config())

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from recalkv.errors import UnsupportedModelError
 
 _NAME = "recalkv_probe"
 _watcher: Callable[[int, Tensor, Tensor], None] | None = None
+# One model at a time: the function that transformers calls knows no model.
+_watching = threading.RLock()
 
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **further: Any) -> Any:
@@ -82,13 +85,14 @@ def evaluating(model: Any) -> Iterator[None]:
 def watching(model: Any, watcher: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
     """Call ``watcher(layer, keys, values)`` at every attention: keys behind RoPE, (batch, kv heads, tokens, d)."""
     global _watcher
-    before = attention_names(model)
-    _register()
-    try:
-        set_attention(model, _NAME)
-        _watcher = watcher
-        with evaluating(model):
-            yield
-    finally:
-        _watcher = None
-        restore_attention(before)
+    with _watching:
+        before = attention_names(model)
+        _register()
+        try:
+            set_attention(model, _NAME)
+            _watcher = watcher
+            with evaluating(model):
+                yield
+        finally:
+            _watcher = None
+            restore_attention(before)

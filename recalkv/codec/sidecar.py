@@ -255,7 +255,9 @@ class Codec:
         ParameterError
             If the folder holds anything else.
         """
-        folder = Path(folder)
+        folder = Path(folder).resolve()
+        if folder == Path.cwd():
+            raise ParameterError("codec: the current folder cannot be replaced by a side-car; name a folder in it.")
         partial = folder.with_name(folder.name + ".partial")
         for held in (folder, partial):
             if held.exists() and not (held.is_dir() and {each.name for each in held.iterdir()} <= _FILES):

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import threading
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from recalkv.runtime.decode import decode_step
 from recalkv.runtime.shared import of_mask
 
 NAME = "recalkv_codec"
+
+GIVEN = threading.local()
+"""``positions`` of the pass of this thread, (batch or 1, tokens), where there is no cache to keep them."""
 
 _HIDDEN = -1000.0
 """Additive mask values below this hide a slot."""
@@ -65,7 +69,7 @@ def _attention(
         query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
         mixed = torch.autocast(kind, enabled=False)
     with torch.no_grad(), mixed:
-        given = position_ids if position_ids is not None or layer is None else layer.given
+        given = position_ids if position_ids is not None else _given(query) if layer is None else layer.given
         positions = _positions(module, given, query.shape[2])
         arguments = (mask, scale, softcap, s_aux)
         if layer is None:
@@ -87,6 +91,10 @@ def _slots_seen(module: Any, mask: Tensor) -> Tensor:
     """
     if mask.dtype == torch.bool:
         return mask
+    if not mask.is_floating_point():
+        raise UnsupportedModelError(
+            f"codec: the mask of {type(module).__name__} is of {mask.dtype}; give one of bool, or of two dimensions."
+        )
 
     def make() -> Tensor:
         seen = mask > _HIDDEN
@@ -146,6 +154,13 @@ def check_positions(module: Any, positions: Tensor) -> None:
         torch._assert_async(same, message)
     elif not bool(same):
         raise UnsupportedModelError(message)
+
+
+def _given(query: Tensor) -> Tensor | None:
+    """Positions of a pass without a cache, where the model does not hand them to its attention."""
+    positions: Tensor | None = None if torch.compiler.is_compiling() else getattr(GIVEN, "positions", None)
+    fits = positions is not None and positions.shape[0] in (1, len(query)) and positions.shape[1] == query.shape[2]
+    return positions if fits else None
 
 
 def _positions(module: Any, positions: Tensor | None, count: int) -> Tensor | None:

@@ -22,7 +22,7 @@ from recalkv.codec.context import check_rope, model_fingerprint
 from recalkv.codec.probe import attention_names, restore_attention, set_attention, watching
 from recalkv.codec.sidecar import Codec, LayerCodec
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
-from recalkv.runtime.attention import NAME, check_positions
+from recalkv.runtime.attention import GIVEN, NAME, check_positions
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.coded import kernel
 
@@ -186,7 +186,7 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
                 own = CodecLayer(layers[index], codec.window, codec.sinks, layer.sliding_window, layer.capacity)
                 own.record_past = layer.record_past
                 cache.layers[index] = layer = own
-            layer.awaited = True
+            layer.expect()
             continue
         if type(layer) not in _REPLACED:
             if isinstance(layer, DynamicLayer | StaticLayer):
@@ -211,7 +211,7 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
         cache.layers[index] = CodecLayer(layers[index], codec.window, codec.sinks, window, capacity)
         if getattr(layer, "record_past", False):
             cache.layers[index].activate_past_recording()
-        cache.layers[index].awaited = True
+        cache.layers[index].expect()
     return cache
 
 
@@ -263,11 +263,13 @@ def _check_packed(positions: Tensor, mask: Any) -> None:
     ------
     ParameterError
     """
-    if positions.shape[1] == 1 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
+    if positions.shape[1] == 1 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() in (2, 4))):
         return
     wrong = positions.diff(dim=1) != 1
     if mask is not None:
-        seen = mask[:, -positions.shape[1] :].bool().to(wrong.device)
+        seen = mask[..., -positions.shape[1] :]
+        seen = seen.bool() if mask.dim() == 2 else _slots_of_texts(seen)
+        seen = seen.to(wrong.device)
         if seen.shape[1] == positions.shape[1]:
             wrong = wrong & seen[:, 1:] & seen[:, :-1]
     if bool(wrong.any()):
@@ -275,6 +277,18 @@ def _check_packed(positions: Tensor, mask: Any) -> None:
             "codec: position_ids restart or leave out positions between a sequence's tokens, and keys are coded by "
             "where they stand; pass packed sequences one by one, and pad before the first token alone."
         )
+
+
+def _slots_of_texts(mask: Tensor) -> Tensor:
+    """Slots (batch, tokens) that queries see by a mask (batch or 1, heads or 1, queries, tokens).
+
+    None where the last query does not see the last slot: a static cache has room behind its tokens. Padding, whose
+    queries see nothing, is let see everything by transformers.
+    """
+    seen = (mask if mask.dtype == torch.bool else mask == 0).any(1)
+    causal = ~seen[..., -1:]
+    causal[:, -1] = seen[:, -1, -1:]
+    return (seen & causal).any(1) & seen[:, -1, -1:]
 
 
 class _CacheHook:
@@ -305,7 +319,9 @@ class _CacheHook:
             kwargs["past_key_values"] = coded(cache, self.codec.layers, self.codec)
         if positions is not None and positions.dim() == 3:
             check_positions(module, positions)
-        elif positions is not None and cache is not None and not torch.compiler.is_compiling():
+        if cache is None and not torch.compiler.is_compiling():
+            GIVEN.positions = positions if positions is not None and positions.dim() == 2 else None
+        elif positions is not None and positions.dim() == 2 and not torch.compiler.is_compiling():
             layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CodecLayer)]
             for layer in layers:
                 layer.given = positions

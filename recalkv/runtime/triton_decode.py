@@ -348,7 +348,8 @@ def combine(partial: Tensor, most: Tensor, sums: Tensor) -> tuple[Tensor, Tensor
     if not batch:
         return out, lse
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        combine_kernel[(groups * count, batch, triton.cdiv(width, _COLUMNS))](
+        # Of values of no width the sums are still wanted, and Triton skips an empty grid.
+        combine_kernel[(groups * count, batch, max(1, triton.cdiv(width, _COLUMNS)))](
             partial, most, sums, out, lse, width, runs, BLOCK_R=triton.next_power_of_2(runs), COLUMNS=_COLUMNS,
             num_warps=4, num_stages=1,
         )  # fmt: skip

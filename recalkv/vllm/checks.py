@@ -28,7 +28,8 @@ def check(version: str, vllm_config: Any) -> None:
     ParameterError
         If an option is set that rows cannot have.
     """
-    numbers = tuple(int(part) for part in version.split(".")[:2])
+    # A source tree may have no numbers.
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     first, behind = (".".join(map(str, each)) for each in TESTED)
     if not TESTED[0] <= numbers < TESTED[1]:
         raise CheckpointError(
