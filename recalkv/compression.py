@@ -37,7 +37,7 @@ from recalkv.model.layers import CheckpointSource, LayerSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype
 from recalkv.model.spec import LatentSpec, LayerSpec
-from recalkv.params import CalibrationParams, CompressionParams, EvaluationParams
+from recalkv.params import CalibrationParams, CompressionParams, EvaluationParams, Progress, silent
 from recalkv.statistics.fisher import FisherScores, collect_gradients
 from recalkv.statistics.layer_inputs import FISHER_WINDOWS, LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
@@ -45,12 +45,6 @@ from recalkv.statistics.whitening import InputMoments, collect_input_moments
 from recalkv.text.chat import Document
 from recalkv.text.corpora import calibration_windows, check_length, held_out_windows, load_tokenizer
 from recalkv.text.windows import Windows
-
-Progress = Callable[[str, int, int], None]
-
-
-def _silent(step: str, done: int, total: int) -> None:
-    """Show nothing."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +95,7 @@ def compress_checkpoint(
     parameters: CompressionParams,
     device: torch.device,
     folder: Path,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     target: Target | None = None,
     tokenizer: Any = None,
 ) -> LatentSpec:
@@ -131,7 +125,8 @@ def compress_checkpoint(
     LatentSpec
         What the latents are.
     """
-    calibration = _resolved(calibration, device)
+    # The checkpoint's card names what this device takes.
+    calibration = calibration.model_copy(update={"precision": resolve_precision(calibration.precision, device)})
     source = CheckpointSource(reference.folder, device, calibration.precision)
     check_length(source.config, "calibration.length", calibration.length)
     tokenizer = load_tokenizer(reference.folder) if tokenizer is None else tokenizer
@@ -154,7 +149,7 @@ def collect_statistics(
     windows: Tensor,
     calibration: CalibrationParams,
     method: Method,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Statistics:
     """Statistics of every layer; the gradients' half is left out where the method does not need it."""
     total, used = source.num_layers, windows[:FISHER_WINDOWS]
@@ -186,7 +181,7 @@ def compress_layers(
     windows: Tensor,
     calibration: CalibrationParams,
     parameters: CompressionParams,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     statistics: Statistics | None = None,
 ) -> CompressedLayers:
     """Run Algorithm 1 on token windows; the factors are those of the pipeline's stages.
@@ -244,7 +239,7 @@ def compress_to_target(
     target: Target,
     dtype: torch.dtype,
     held_out: Callable[[], Windows],
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> tuple[CompressionParams, CompressedLayers]:
     """:func:`compress_layers` at the ratio that a target asks for.
 
@@ -342,8 +337,3 @@ def _fused(
     parts = enumerate(zip(specs, result.refits, result.input_means, strict=True))
     compressed = (fuse_layer(source, index, spec, refit, mean, dtype) for index, (spec, refit, mean) in parts)
     return decoder_layers(source, compressed)
-
-
-def _resolved(calibration: CalibrationParams, device: torch.device) -> CalibrationParams:
-    """The same with the precision that this device takes, which the checkpoint's card is to name."""
-    return calibration.model_copy(update={"precision": resolve_precision(calibration.precision, device)})

@@ -26,7 +26,7 @@ from recalkv.method.target import Target
 from recalkv.model.device import device_of
 from recalkv.model.loading import load_model
 from recalkv.model.source import EMBEDDED, resolve_model
-from recalkv.params import CalibrationParams, CodecParams, RuntimeParams, public_name
+from recalkv.params import CalibrationParams, CodecParams, Progress, RuntimeParams, public_name, silent
 from recalkv.store.folders import CODEC, check_output, writing_folder
 from recalkv.text.chat import Document
 from recalkv.text.corpora import (
@@ -41,8 +41,6 @@ from recalkv.text.windows import Windows
 
 SAMPLES = CodecParams().samples
 """Calibration windows of a codec."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @torch.inference_mode(False)
@@ -60,7 +58,7 @@ def fit(
     seed: int | None = None,
     heads: int | None = None,
     device: str = RuntimeParams().device,
-    progress: Progress = lambda step, done, total: None,
+    progress: Progress = silent,
 ) -> Codec:
     """Fit a codec to a model, without training; :func:`recalkv.use_codec` lets the model use it.
 
@@ -172,7 +170,7 @@ def fit_loaded(
     calibration: CalibrationParams,
     goal: Target | float,
     context: int | None = None,
-    progress: Progress = lambda step, done, total: None,
+    progress: Progress = silent,
     heads: int | None = None,
 ) -> Codec:
     """Fit a codec to a loaded model on windows of some texts.
@@ -260,9 +258,7 @@ def _bits_of_loss(
 
 
 @torch.no_grad()
-def divergence(
-    model: Any, codec: Codec, windows: Windows, progress: Progress = lambda step, done, total: None
-) -> tuple[float, float]:
+def divergence(model: Any, codec: Codec, windows: Windows, progress: Progress = silent) -> tuple[float, float]:
     """Kullback-Leibler divergence of the model with a codec from itself, nats per token, and its standard error.
 
     Only tokens that attend to coded ones count, so that short windows represent long contexts.

@@ -4,7 +4,7 @@ The defaults here are those of the file, the command line and Python alike. The 
 is a complete record of the run; `recalkv preset` writes it from what is written here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,6 +21,13 @@ class _Section(BaseModel):
 
 
 S = TypeVar("S", bound=_Section)
+
+Progress = Callable[[str, int, int], None]
+"""Called with a step, what is done of it, and what there is in all."""
+
+
+def silent(step: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
 
 
 def public_name(name: str) -> str:

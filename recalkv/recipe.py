@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from recalkv.compression import Progress, assemble, compress_checkpoint, compress_to_target
+from recalkv.compression import assemble, compress_checkpoint, compress_to_target
 from recalkv.errors import ParameterError
 from recalkv.method.target import Target
 from recalkv.model.device import check_device, device_of
@@ -19,7 +19,7 @@ from recalkv.model.layers import ModuleSource
 from recalkv.model.loading import check_causal, load_model
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import EMBEDDED, checkpoint_dtype, resolve_model
-from recalkv.params import CalibrationParams, CompressionParams, RuntimeParams, parse_section
+from recalkv.params import CalibrationParams, CompressionParams, Progress, RuntimeParams, parse_section, silent
 from recalkv.store.folders import check_output, writing_folder
 from recalkv.text.chat import Document
 from recalkv.text.corpora import (
@@ -48,7 +48,7 @@ def compress(
     precision: str | None = None,
     text_name: str | None = None,
     device: str = RuntimeParams().device,
-    progress: Progress = lambda step, done, total: None,
+    progress: Progress = silent,
     **compression: Any,
 ) -> Any:
     """Compress a model's KV cache, without training.

@@ -41,7 +41,7 @@ def contexts(
             f"{run.params.evaluation.text} has {len(text)} tokens, {length} are asked for; take fewer."
         )
     model, ids = load_model(folder, run.device, run.evaluated_dtype(folder)), text[None, :length]
-    roundings = [quantizer(name, check_supported(model.config).head_dim) for name in names]
+    roundings = {name: quantizer(name, check_supported(model.config).head_dim) for name in names}
     edges = [0, *(1 << power for power in range(10, math.ceil(math.log2(length)))), length]
     rows: list[dict[str, Any]] = []
     with run.bar(1 + len(codecs) + len(names), "pass") as bar, torch.inference_mode():
@@ -59,9 +59,9 @@ def contexts(
             use_codec(model, codec)
             measure(f"codec-{codec.record['bits']:g}", fitted=codec.context, bits=codec.bits_per_element(length))
             stop_codec(model)
-        for rounding in roundings:
+        for name, rounding in roundings.items():
             with quantized_cache(model, rounding):
-                measure(rounding.name, bits=rounding.bits_per_element(length, len(model.model.layers)))
+                measure(name, bits=rounding.bits_per_element(length, len(model.model.layers)))
     write_json(out, {"length": length, "edges": edges, "rows": rows})
 
 

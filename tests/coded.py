@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts
 from recalkv.codec.fit import build_codec, check_bits
 from recalkv.codec.moments import take_moments
-from recalkv.codec.sidecar import Codec
+from recalkv.codec.sidecar import Codec, LayerCodec
 from recalkv.runtime.models import use_codec
 from tests import tiny
 
@@ -62,6 +62,23 @@ def dense(family: str = "llama-gqa", **changes: Any) -> Any:
 def codec_of(family: str = "llama-gqa", bits: float = 4) -> Codec:
     """Its codec, of few exact tokens."""
     return dataclasses.replace(fit(dense(family), tiny.windows(), bits, context=256), window=WINDOW)
+
+
+def mean_keys(layer: LayerCodec, positions: Tensor) -> Tensor:
+    """Mean keys behind RoPE of positions (..., tokens): (..., kv heads, tokens, d_k) float32."""
+    mean = layer.key_mean[:, None].expand(-1, positions.shape[-1], -1)
+    return layer.rotation.turned(mean.expand(*positions.shape[:-1], *mean.shape), positions[..., None, :])
+
+
+def packed(layer: LayerCodec, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """Rows (batch, tokens, row bytes) of keys behind RoPE and values, (batch, kv heads, tokens, d), by definition."""
+    return layer.pack_centered(keys.float() - mean_keys(layer, positions), values.float() - layer.value_mean[:, None])
+
+
+def unpacked(layer: LayerCodec, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, float32, of rows."""
+    keys, values = layer.unpack_centered(rows)
+    return keys + mean_keys(layer, positions), values + layer.value_mean[:, None]
 
 
 def coded_model(family: str = "llama-gqa", bits: float = 4) -> Any:

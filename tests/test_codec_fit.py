@@ -25,7 +25,7 @@ from recalkv.errors import (
     ParameterError,
     UnsupportedModelError,
 )
-from tests.coded import fit
+from tests.coded import fit, mean_keys, packed, unpacked
 from tests.tiny import dense_model, windows
 
 CONTEXT = 256
@@ -48,7 +48,7 @@ def states_of(codec: Codec, layer: int = 0, tokens: int = 40) -> tuple[Tensor, T
     positions = torch.randint(0, CONTEXT, (2, tokens), generator=generator)
     shape = (2, own.kv_heads, tokens, own.head_dims[0])
     keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
-    return keys + own.mean_keys(positions), values + own.value_mean[:, None], positions
+    return keys + mean_keys(own, positions), values + own.value_mean[:, None], positions
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3.5, 4, 8])
@@ -74,12 +74,12 @@ def test_keys_and_values_come_back_from_their_rows(model: Any) -> None:
         model(input_ids=ids, use_cache=False)
     keys, values = seen[1]
     positions = torch.arange(40).expand(2, -1)
-    rows = layer.pack(keys, values, positions)
+    rows = packed(layer, keys, values, positions)
     assert rows.shape == (2, 40, layer.row_bytes) and rows.dtype == torch.uint8
-    for own, found in zip((keys, values), layer.unpack(rows, positions), strict=True):
+    for own, found in zip((keys, values), unpacked(layer, rows, positions), strict=True):
         assert float((own - found).norm() / own.norm()) < 0.02
     # Any tokens, by themselves.
-    assert torch.equal(layer.pack(keys[:, :, 7:9], values[:, :, 7:9], positions[:, 7:9]), rows[:, 7:9])
+    assert torch.equal(packed(layer, keys[:, :, 7:9], values[:, :, 7:9], positions[:, 7:9]), rows[:, 7:9])
 
 
 def test_matrices_give_segments_of_unit_variance(model: Any) -> None:
@@ -111,7 +111,7 @@ def test_heads_may_have_codes_of_their_own(model: Any) -> None:
     layer = codec.layers[0]
     assert layer.groups == 3 and len(layer.values) == 3 and layer.keys[0].matrix.shape == (8, 8)
     keys, values, positions = states_of(codec)
-    found = layer.unpack(layer.pack(keys, values, positions), positions)
+    found = unpacked(layer, packed(layer, keys, values, positions), positions)
     assert float((found[1] - values).norm() / values.norm()) < 0.5
     with pytest.raises(ParameterError, match=r"2 heads per code do not divide the 3 KV heads of layer 0"):
         build_codec(moments, 4, CONTEXT, heads=2)
@@ -194,7 +194,7 @@ def test_a_codec_is_what_was_saved(codec: Codec, tmp_path: Path) -> None:
         assert getattr(found, name) == getattr(codec, name)
     for index, layer in codec.layers.items():
         keys, values, positions = states_of(codec, index)
-        assert torch.equal(found.layers[index].pack(keys, values, positions), layer.pack(keys, values, positions))
+        assert torch.equal(packed(found.layers[index], keys, values, positions), packed(layer, keys, values, positions))
         assert torch.equal(found.layers[index].rotation.pairs, layer.rotation.pairs)
     assert found.record["bits"] == 4 and found.record["windows"] == [8, 48]
 

@@ -12,6 +12,7 @@ from recalkv.runtime import coded, paged
 from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.trellis.rows import TILE
+from tests.coded import packed, unpacked
 from tests.test_codec_decode import _layer_codec
 
 _WINDOW, _SINKS = 32, 4
@@ -56,7 +57,7 @@ class _Sequences:
         query, key, value = self.states[number]
         places = torch.arange(len(key))
         keys, values = (each.transpose(0, 1)[None] for each in (key, value))
-        rounded = self.codec.unpack(self.codec.pack(keys, values, places[None]), places[None])
+        rounded = unpacked(self.codec, packed(self.codec, keys, values, places[None]), places[None])
         result = []
         for place in range(len(key)):
             low = 0 if self.sliding is None else max(0, place + 1 - self.sliding)

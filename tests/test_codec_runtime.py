@@ -29,7 +29,9 @@ from tests.coded import (
     differences,
     in_chunks,
     one_pass,
+    packed,
     token_ids,
+    unpacked,
 )
 
 WAYS: dict[str, Any] = {
@@ -59,7 +61,7 @@ def reference(codec: Codec) -> Callable[..., tuple[Tensor, None]]:
         own, tokens = codec.layers[module.layer_idx], query.shape[2]
         places = torch.arange(tokens)[None]
         repeats = query.shape[1] // key.shape[1]
-        rounded = [each.double() for each in own.unpack(own.pack(key, value, places), places)]
+        rounded = [each.double() for each in unpacked(own, packed(own, key, value, places), places)]
         outputs = []
         for place in range(tokens):
             slots = places[0, : place + 1]

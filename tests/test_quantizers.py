@@ -167,7 +167,7 @@ def test_bits_count_scales_and_exact_windows(name: str, bits: float) -> None:
 
 
 def test_what_is_rounded_leaves_the_window_in_whole_steps() -> None:
-    rounding = CacheQuantizer("", lambda x: x, lambda x: x, 4, exact=10, step=4)
+    rounding = CacheQuantizer(lambda x: x, lambda x: x, 4, exact=10, step=4)
     assert [rounding.rounded(seen) for seen in (0, 9, 10, 13, 14, 17, 18)] == [0, 0, 0, 0, 4, 4, 8]
     assert rounding.bits_per_element(14) == pytest.approx((4 * 4 + 10 * 16) / 14)
 

@@ -15,7 +15,15 @@ import zarr
 from recalkv.errors import StoreError
 from recalkv.store import stores as module
 from recalkv.store.folders import partial_path, writing_folder
-from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, writing_layers, writing_store
+from recalkv.store.stores import (
+    SCHEMA_VERSION,
+    StoreWriter,
+    array_digest,
+    joint_digest,
+    open_store,
+    writing_layers,
+    writing_store,
+)
 
 TENSORS = {
     "float64": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4),
@@ -67,7 +75,7 @@ def test_round_trip(path: Path) -> None:
         "model": "abc",
         "parameters": {"samples": 3, "nested": {"a": [1, None]}},
         "complete": True,
-        "digest": reader.counted_digest(),
+        "digest": joint_digest({name: array_digest(tensor.detach().numpy()) for name, tensor in TENSORS.items()}),
     }
     assert not partial_path(path).exists()
 
@@ -90,10 +98,6 @@ def test_digest_is_that_of_the_arrays_alone(path: Path) -> None:
         digests.append(open_store(path, "whiten").digest)
     assert len(set(digests)) == 1
     assert open_store(path, "whiten").windows == "w"
-    # A store from before digests were recorded has one all the same.
-    group = zarr.open_group(path, mode="r+")
-    del group.attrs["digest"]
-    assert open_store(path, "whiten").digest == digests[0]
     contents: list[Any] = [[1.0], [[1.0]], [1], [2.0], [-0.0], [0.0]]
     for content in contents:
         with writing_store(path, "whiten", "abc", {}) as store:

@@ -11,6 +11,7 @@ from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.vllm.checks import TESTED, check
 from recalkv.vllm.shards import shard
+from tests.coded import packed
 from tests.test_codec_decode import _layer_codec
 from tests.tiny import dense_model
 
@@ -89,11 +90,11 @@ def test_processes_have_heads_of_their_own() -> None:
     assert sum(part.row_bytes for part in parts) == codec.row_bytes
     keys, values = torch.randn(2, 1, codec.kv_heads, 5, 32, generator=torch.Generator().manual_seed(0))
     places = torch.arange(5)[None]
-    whole = codec.pack(keys, values, places)
+    whole = packed(codec, keys, values, places)
     for rank, part in enumerate(parts):
         own = slice(rank * part.kv_heads, (rank + 1) * part.kv_heads)
         rows = whole[..., rank * part.row_bytes : (rank + 1) * part.row_bytes]
-        assert torch.equal(part.pack(keys[:, own], values[:, own], places), rows)
+        assert torch.equal(packed(part, keys[:, own], values[:, own], places), rows)
     assert shard(codec, 0, 1) is codec
 
 

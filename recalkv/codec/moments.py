@@ -14,7 +14,6 @@ only the blocks of heads that may share a code are kept.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, measured_rotations, no_rotation
 from recalkv.errors import DataError, NonFiniteError, ParameterError, UnsupportedModelError
+from recalkv.params import Progress, silent
 
 SINKS = 4
 """Tokens at the start of a sequence that are kept exact."""
@@ -117,7 +117,7 @@ def take_moments(
     windows: Tensor,
     context: int,
     seed: int = 0,
-    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+    progress: Progress = silent,
     heads: int | None = None,
 ) -> dict[int, LayerMoments]:
     """Measure a model's rotations, and take the moments of all its layers; see :func:`collect_moments`."""
@@ -132,7 +132,7 @@ def collect_moments(
     rotations: dict[int, Rotation],
     context: int,
     seed: int = 0,
-    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+    progress: Progress = silent,
     served: dict[int, Rotation] | None = None,
     heads: int | None = None,
 ) -> dict[int, LayerMoments]:
@@ -191,15 +191,11 @@ def collect_moments(
             kept = states.detach()
 
             def add(gradient: Tensor, number: int = number, kept: Tensor = kept, layer: int = layer) -> None:
-                side, own = sides[layer][number], (kept, gradient)
-                if number == 0:
-                    own = (before_rope(layer, kept), before_rope(layer, gradient))
-                else:
-                    own = (kept[:, :, SINKS:], gradient[:, :, SINKS:])
-                if not bool(torch.isfinite(own[1]).all()):
+                pair = [before_rope(layer, x) if number == 0 else x[:, :, SINKS:] for x in (kept, gradient)]
+                if not bool(torch.isfinite(pair[1]).all()):
                     stopped.append(layer)
                     return
-                side.add(*own)
+                sides[layer][number].add(*pair)
 
             states.register_hook(add)
 

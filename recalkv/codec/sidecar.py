@@ -141,31 +141,8 @@ class LayerCodec:
         """Compute what is made once, which a graph that is being traced cannot."""
         _ = self.rotation.halves, [(code.into, code.back) for code in (*self.keys, *self.values)]
 
-    def mean_keys(self, positions: Tensor) -> Tensor:
-        """Mean keys behind RoPE of positions (..., tokens): (..., kv heads, tokens, d_k) float32."""
-        mean = self.key_mean.to(positions.device)[:, None].expand(-1, positions.shape[-1], -1)
-        return self.rotation.turned(mean.expand(*positions.shape[:-1], *mean.shape), positions[..., None, :])
-
-    def pack(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        """Rows of tokens.
-
-        Parameters
-        ----------
-        keys, values : (batch, kv heads, tokens, d)
-            Keys behind RoPE.
-        positions : (batch, tokens) int64
-            Of the tokens.
-
-        Returns
-        -------
-        (batch, tokens, row bytes) uint8
-        """
-        return self.pack_centered(
-            keys.float() - self.mean_keys(positions), values.float() - self.value_mean.to(values.device)[:, None]
-        )
-
     def pack_centered(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Rows of states whose means are taken off, float32."""
+        """Rows (batch, tokens, row bytes) uint8 of (batch, kv heads, tokens, d) float32 whose means are taken off."""
         centered = keys, values
         flat = [each.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3) for each in centered]
         parts = []
@@ -174,11 +151,6 @@ class LayerCodec:
                 code = codes[group]
                 parts.append(pack(states[:, group] @ code.into.to(states.device), code.segments))
         return torch.cat(parts, -1)
-
-    def unpack(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo :meth:`pack`, up to rounding: keys and values, float32."""
-        keys, values = self.unpack_centered(rows)
-        return keys + self.mean_keys(positions), values + self.value_mean.to(rows.device)[:, None]
 
     def unpack_centered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Undo :meth:`pack_centered`, up to rounding: (batch, kv heads, tokens, d) float32."""

@@ -319,7 +319,7 @@ def figures(dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wan
         found["needle"] = {side: _digits(each.needle, wanted.needle) for side, each in sides.items()}
     if wanted.tasks:
         pairs = zip(dense.tasks, compressed.tasks, strict=True)
-        found["tasks"] = {own.task: _task(reference, own) for reference, own in pairs}
+        found["tasks"] = {own.task: own.record(reference) for reference, own in pairs}
     return found
 
 
@@ -345,14 +345,3 @@ def _digits(scores: Tensor | None, wanted: NeedleParams) -> dict[str, Any]:
 def _error(values: Tensor) -> float:
     """Standard error of the mean; 0 of a single value."""
     return float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
-
-
-def _task(reference: TaskScore, own: TaskScore) -> dict[str, Any]:
-    difference, error = own.against(reference)
-    return {
-        "items": len(own.correct),
-        "dense": {"accuracy": reference.accuracy, "standard_error": reference.standard_error},
-        "compressed": {"accuracy": own.accuracy, "standard_error": own.standard_error},
-        "difference": difference,
-        "difference_standard_error": error,
-    }

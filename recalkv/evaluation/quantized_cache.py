@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from recalkv.evaluation.quantizers import CacheQuantizer
 
-_EXACT = CacheQuantizer("exact", lambda states: states, lambda states: states, 16)
+_EXACT = CacheQuantizer(lambda states: states, lambda states: states, 16)
 
 _IMPLEMENTATION = "recalkv_quantized_cache"
 

@@ -36,8 +36,6 @@ class CacheQuantizer:
 
     Attributes
     ----------
-    name
-        In :data:`QUANTIZERS`.
     keys, values
         Take (batch, heads, tokens, d_h), give what attention reads, same shape and type.
     bits
@@ -50,7 +48,6 @@ class CacheQuantizer:
         First layers, and last ones, whose cache stays in 16 bits.
     """
 
-    name: str
     keys: Callable[[Tensor], Tensor]
     values: Callable[[Tensor], Tensor]
     bits: float
@@ -88,48 +85,45 @@ def quantizer(name: str, head_dim: int) -> CacheQuantizer:
             f"{name} has scales for groups of {group} numbers, which do not divide the model's head size {head_dim}; "
             f"leave it out."
         )
-    return QUANTIZERS[name](name, head_dim)
+    return QUANTIZERS[name](head_dim)
 
 
-def _fp8(name: str, head_dim: int) -> CacheQuantizer:
+def _fp8(head_dim: int) -> CacheQuantizer:
     """E4M3 without scales: vLLM's ``kv_cache_dtype="fp8"``."""
-    return CacheQuantizer(name, _to_fp8, _to_fp8, 8)
+    return CacheQuantizer(_to_fp8, _to_fp8, 8)
 
 
-def _fp8_scaled(name: str, head_dim: int) -> CacheQuantizer:
+def _fp8_scaled(head_dim: int) -> CacheQuantizer:
     """E4M3 with one scale per token and head."""
-
-    def rounded(states: Tensor) -> Tensor:
-        scale = states.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
-        return (_to_fp8(states.float() / scale) * scale).to(states.dtype)
-
-    return CacheQuantizer(name, rounded, rounded, 8 + _META_BITS / head_dim)
+    rounded = functools.partial(_scaled_fp8, largest=lambda sizes: sizes.amax(-1, keepdim=True))
+    return CacheQuantizer(rounded, rounded, 8 + _META_BITS / head_dim)
 
 
-def _fp8_tensor(name: str, head_dim: int) -> CacheQuantizer:
+def _fp8_tensor(head_dim: int) -> CacheQuantizer:
     """E4M3 with one scale for the keys of a layer and one for its values, that of the text itself.
 
     Which is the kindest case of a calibrated checkpoint's ``k_scale`` and ``v_scale`` in vLLM.
     """
-
-    def rounded(states: Tensor) -> Tensor:
-        scale = states.float().abs().amax().clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
-        return (_to_fp8(states.float() / scale) * scale).to(states.dtype)
-
-    return CacheQuantizer(name, rounded, rounded, 8)
+    rounded = functools.partial(_scaled_fp8, largest=torch.amax)
+    return CacheQuantizer(rounded, rounded, 8)
 
 
-def _int8_token_head(name: str, head_dim: int) -> CacheQuantizer:
+def _scaled_fp8(states: Tensor, largest: Callable[[Tensor], Tensor]) -> Tensor:
+    scale = largest(states.float().abs()).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (_to_fp8(states.float() / scale) * scale).to(states.dtype)
+
+
+def _int8_token_head(head_dim: int) -> CacheQuantizer:
     """Integers between -127 and 127 with one float32 scale per token and head: vLLM's ``int8_per_token_head``."""
 
     def rounded(states: Tensor) -> Tensor:
         scale = (states.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-6)
         return ((states.float() / scale).round() * scale).to(states.dtype)
 
-    return CacheQuantizer(name, rounded, rounded, 8 + 32 / head_dim)
+    return CacheQuantizer(rounded, rounded, 8 + 32 / head_dim)
 
 
-def _int4_token_head(name: str, head_dim: int) -> CacheQuantizer:
+def _int4_token_head(head_dim: int) -> CacheQuantizer:
     """Integers behind random signs and a Hadamard matrix, a scale per token and head: ``int4_per_token_head``.
 
     vLLM keeps the zero point of 4 bits in the last bits of the float32 scale.
@@ -144,10 +138,10 @@ def _int4_token_head(name: str, head_dim: int) -> CacheQuantizer:
         return ((states / scale + zero).round().clamp(0, 15) - zero) * scale
 
     rounded = _rotated(coded, rotation)
-    return CacheQuantizer(name, rounded, rounded, 4 + 32 / head_dim)
+    return CacheQuantizer(rounded, rounded, 4 + 32 / head_dim)
 
 
-def _nvfp4(name: str, head_dim: int) -> CacheQuantizer:
+def _nvfp4(head_dim: int) -> CacheQuantizer:
     """E2M1, an E4M3 scale of 16 elements, and a float32 scale of a layer's keys and one of its values: ``nvfp4``."""
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -158,7 +152,7 @@ def _nvfp4(name: str, head_dim: int) -> CacheQuantizer:
         sizes = own[torch.bucketize(values.abs() / scale.clamp_min(1e-12), (own[1:] + own[:-1]) / 2)]
         return (sizes * values.sign() * scale).flatten(-2).to(states.dtype)
 
-    return CacheQuantizer(name, rounded, rounded, 4 + 8 / 16)
+    return CacheQuantizer(rounded, rounded, 4 + 8 / 16)
 
 
 def _llama_rotations(head_dim: int) -> tuple[Tensor, Tensor]:
@@ -167,7 +161,7 @@ def _llama_rotations(head_dim: int) -> tuple[Tensor, Tensor]:
     return whole, torch.block_diag(*[_hadamard(64)] * (head_dim // 64)) if head_dim % 64 == 0 else whole
 
 
-def _q4_0(rotate: bool, name: str, head_dim: int) -> CacheQuantizer:
+def _q4_0(rotate: bool, head_dim: int) -> CacheQuantizer:
     """llama.cpp's ``q4_0``: 16 levels of 32 elements, of which the largest has the least code; rotated by default."""
 
     def coded(states: Tensor) -> Tensor:
@@ -178,10 +172,10 @@ def _q4_0(rotate: bool, name: str, head_dim: int) -> CacheQuantizer:
         return ((codes - 8) * scale.half().float()).flatten(-2)
 
     keys, values = (_rotated(coded, each) for each in (_llama_rotations(head_dim) if rotate else (None, None)))
-    return CacheQuantizer(name, keys, values, 4 + _META_BITS / _GROUP)
+    return CacheQuantizer(keys, values, 4 + _META_BITS / _GROUP)
 
 
-def _q8_0(rotate: bool, name: str, head_dim: int) -> CacheQuantizer:
+def _q8_0(rotate: bool, head_dim: int) -> CacheQuantizer:
     """llama.cpp's ``q8_0``: integers between -127 and 127 of 32 elements; rotated by default."""
 
     def coded(states: Tensor) -> Tensor:
@@ -191,10 +185,10 @@ def _q8_0(rotate: bool, name: str, head_dim: int) -> CacheQuantizer:
         return ((groups * inverse).round() * scale.half().float()).flatten(-2)
 
     keys, values = (_rotated(coded, each) for each in (_llama_rotations(head_dim) if rotate else (None, None)))
-    return CacheQuantizer(name, keys, values, 8 + _META_BITS / _GROUP)
+    return CacheQuantizer(keys, values, 8 + _META_BITS / _GROUP)
 
 
-def _vllm_turboquant(bits: int, name: str, head_dim: int) -> CacheQuantizer:
+def _vllm_turboquant(bits: int, head_dim: int) -> CacheQuantizer:
     """VLLM's ``turboquant_4bit_nc`` and ``_3bit_nc``, which shares the paper's name and not all of its method.
 
     Keys: a Hadamard matrix, their norm in 16 bits, the Gaussian's codebook, and the code's own norm divided out.
@@ -211,10 +205,10 @@ def _vllm_turboquant(bits: int, name: str, head_dim: int) -> CacheQuantizer:
         return found / found.norm(dim=-1, keepdim=True) * size.half().float()
 
     rounded = bits + (_META_BITS + 2 * _META_BITS) / 2 / head_dim
-    return CacheQuantizer(name, _rotated(keys, rotation), lambda v: _affine(v, bits), rounded, exact_layers=2)
+    return CacheQuantizer(_rotated(keys, rotation), lambda v: _affine(v, bits), rounded, exact_layers=2)
 
 
-def _kivi(bits: int, name: str, head_dim: int) -> CacheQuantizer:
+def _kivi(bits: int, head_dim: int) -> CacheQuantizer:
     """KIVI: keys per channel in groups of 32 tokens, values per token in groups of 32 channels; the last 128 exact."""
 
     def keys(states: Tensor) -> Tensor:
@@ -224,33 +218,32 @@ def _kivi(bits: int, name: str, head_dim: int) -> CacheQuantizer:
     def values(states: Tensor) -> Tensor:
         return _affine(states.unflatten(3, (-1, _GROUP)), bits).flatten(3)
 
-    return CacheQuantizer(name, keys, values, bits + 2 * _META_BITS / _GROUP, exact=128, step=_GROUP)
+    return CacheQuantizer(keys, values, bits + 2 * _META_BITS / _GROUP, exact=128, step=_GROUP)
 
 
-def _turboquant(bits: int, name: str, head_dim: int) -> CacheQuantizer:
+def _turboquant(bits: int, head_dim: int) -> CacheQuantizer:
     """TurboQuant (MSE): a random rotation, the norm in 16 bits, and the best codebook for the sphere's coordinates.
 
     Coordinates of a random direction in d_h dimensions are close to Gaussian of variance 1 / d_h.
     """
-    rotation, codebook = random_rotation(head_dim, 0), gaussian_codebook(bits)
+    codebook = gaussian_codebook(bits).float()
 
-    def rounded(states: Tensor) -> Tensor:
-        turn, codes = rotation.to(states.device, torch.float32), codebook.to(states.device, torch.float32)
-        turned = states.float() @ turn
-        size = turned.norm(dim=-1, keepdim=True).half().float() / math.sqrt(head_dim)
-        nearest = torch.bucketize(turned / size.clamp_min(1e-12), (codes[1:] + codes[:-1]) / 2)
-        return (codes[nearest] * size @ turn.T).to(states.dtype)
+    def coded(states: Tensor) -> Tensor:
+        codes = codebook.to(states.device)
+        size = states.norm(dim=-1, keepdim=True).half().float() / math.sqrt(head_dim)
+        return codes[torch.bucketize(states / size.clamp_min(1e-12), (codes[1:] + codes[:-1]) / 2)] * size
 
-    return CacheQuantizer(name, rounded, rounded, bits + _META_BITS / head_dim)
+    rounded = _rotated(coded, random_rotation(head_dim, 0).float())
+    return CacheQuantizer(rounded, rounded, bits + _META_BITS / head_dim)
 
 
-def _rotated_integer(bits: int, name: str, head_dim: int) -> CacheQuantizer:
+def _rotated_integer(bits: int, head_dim: int) -> CacheQuantizer:
     """A random rotation, then integers with a scale and a zero point per token and head."""
     rounded = _rotated(lambda states: _affine(states, bits), random_rotation(head_dim, 0).float())
-    return CacheQuantizer(name, rounded, rounded, bits + 2 * _META_BITS / head_dim)
+    return CacheQuantizer(rounded, rounded, bits + 2 * _META_BITS / head_dim)
 
 
-def _transformers(backend: str, bits: int, name: str, head_dim: int) -> CacheQuantizer:
+def _transformers(backend: str, bits: int, head_dim: int) -> CacheQuantizer:
     """Transformers' ``QuantizedCache``: the backend's own rounding, of groups of 64 elements of a head in a row.
 
     All at transformers' defaults but the axis of HQQ, where 1 is what its documentation recommends, and what makes the
@@ -272,11 +265,11 @@ def _transformers(backend: str, bits: int, name: str, head_dim: int) -> CacheQua
         return layer._dequantize(packed).to(states.dtype)
 
     return CacheQuantizer(
-        name, rounded, rounded, bits + 2 * _META_BITS / layer.q_group_size, exact=1, step=layer.residual_length
+        rounded, rounded, bits + 2 * _META_BITS / layer.q_group_size, exact=1, step=layer.residual_length
     )
 
 
-QUANTIZERS: dict[str, Callable[[str, int], CacheQuantizer]] = {
+QUANTIZERS: dict[str, Callable[[int], CacheQuantizer]] = {
     "fp8": _fp8,
     "fp8-scaled": _fp8_scaled,
     "fp8-tensor": _fp8_tensor,

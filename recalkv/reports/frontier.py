@@ -7,14 +7,12 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from recalkv.reports.plots import save
-from recalkv.reports.tables import frontier
+from recalkv.reports.tables import CONTEXT, frontier
 
 Row = dict[str, Any]
 
 _PAPERS = ("palu", "recalkv", "svd")
 """Names of methods of the literature begin so."""
-_CONTEXT = 2048
-"""Tokens over which windows of exact latents are spread."""
 
 
 def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
@@ -36,7 +34,7 @@ def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
         and its ``error``, ``excess`` and its ``excess_error`` (nats per token), ``top1`` (fraction), and ``ours``: the
         codec or latents in mixed bits.
     """
-    spread = cell.get("window_bytes", 0) / _CONTEXT
+    spread = cell.get("window_bytes", 0) / CONTEXT
     return [
         {
             "method": name,

@@ -5,10 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from recalkv.reports.tables import frontier, markdown
-
-CONTEXT = 2048
-"""Tokens of the sequence whose cached bits are counted."""
+from recalkv.reports.tables import CONTEXT, frontier, markdown
 
 _LIMITS = (0.01, 0.1)
 _FORMS = ("codec", "latents")

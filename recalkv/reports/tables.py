@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _SIDES = ("dense", "compressed")
-_CONTEXT = 2048
+CONTEXT = 2048
 """Tokens that the exact ones of a sequence are spread over."""
 STATES = "states of the other layers, bytes per sequence"
 
@@ -76,10 +76,10 @@ def methods(comparison: Mapping[str, Any]) -> str:
     for row in rows:
         name = f"`{row['method']}`"
         bytes_per_token = f"{row['bytes_per_token']:,.0f}"
-        bits = 16 * (row["bytes_per_token"] + row.get("window_bytes", 0) / _CONTEXT) / row["dense_bytes_per_token"]
+        bits = 16 * (row["bytes_per_token"] + row.get("window_bytes", 0) / CONTEXT) / row["dense_bytes_per_token"]
         line = [name, f"{bits:.2f}", bytes_per_token, f"{row['perplexity']:.2f}", excess(row)]
         lines.append([*line, f"{row['kl_nats']:.4f}", f"{row['top1_agreement']:.1%}"])
-    head = ["method", f"bits at {_CONTEXT:,} tokens", "bytes per token", "perplexity", "excess (nats/token)",
+    head = ["method", f"bits at {CONTEXT:,} tokens", "bytes per token", "perplexity", "excess (nats/token)",
             "KL (nats/token)", "top-1"]  # fmt: skip
     return markdown(head, lines)
 
@@ -187,21 +187,16 @@ def codec_divergence(report: Mapping[str, Any]) -> str:
     return markdown(["rows", *(f"KL, {_short(text)}" for text in texts)], lines)
 
 
-def beside(report: Mapping[str, Any], *pairs: tuple[str, str, str], names: tuple[str, str]) -> str:
-    """Divergence of pairs of the frontier's methods, a pair of columns a text."""
+def exact_window(report: Mapping[str, Any]) -> str:
+    """Divergence of latents without and with the window of exact tokens, a pair of columns a text."""
     rows = {(row["method"], row["text"]): row["kl"] for row in report["rows"]}
     texts = list(dict.fromkeys(row["text"] for row in report["rows"]))
+    sides = {"without": "ours-no-window", "with": "ours"}
     lines = [
-        [title, *(f"{rows[method, text]:.4f}" for text in texts for method in (first, second))]
-        for title, first, second in pairs
+        [str(bits), *(f"{rows[f'{method}-{bits}', text]:.4f}" for text in texts for method in sides.values())]
+        for bits in (4, 2, 1)
     ]
-    return markdown(["bits of rows", *(f"{_short(text)}, {name}" for text in texts for name in names)], lines)
-
-
-def exact_window(report: Mapping[str, Any]) -> str:
-    """Divergence of latents without and with the window of exact tokens."""
-    pairs = ((str(bits), f"ours-no-window-{bits}", f"ours-{bits}") for bits in (4, 2, 1))
-    return beside(report, *pairs, names=("without", "with"))
+    return markdown(["bits of rows", *(f"{_short(text)}, {name}" for text in texts for name in sides)], lines)
 
 
 def loss_targets(report: Mapping[str, Any]) -> str:

@@ -144,14 +144,9 @@ class StoreReader:
 
     @property
     def digest(self) -> str:
-        """Digest of the store's arrays; that of a store from before it was recorded is taken now."""
-        recorded: str | None = self.attributes.get("digest")
-        return self.counted_digest() if recorded is None else recorded
-
-    def counted_digest(self) -> str:
-        """Digest of the arrays as they are on the disk now."""
-        arrays = [name for name, node in self._group.members(max_depth=None) if isinstance(node, zarr.Array)]
-        return joint_digest({name: self._array_digest(name) for name in arrays})
+        """Digest of the store's arrays, taken when it was completed."""
+        recorded: str = self.attributes["digest"]
+        return recorded
 
     def holds(self, digests: Mapping[str, str]) -> bool:
         """Whether these arrays are there and have these digests."""

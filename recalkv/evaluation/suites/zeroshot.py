@@ -63,6 +63,17 @@ class TaskScore:
         differences = np.subtract(self.correct, other.correct, dtype=float)
         return float(differences.mean()), _standard_error(differences)
 
+    def record(self, dense: "TaskScore") -> dict[str, Any]:
+        """Both accuracies and their difference, with standard errors over items, paired for the difference."""
+        difference, error = self.against(dense)
+        return {
+            "items": len(self.correct),
+            "dense": {"accuracy": dense.accuracy, "standard_error": dense.standard_error},
+            "compressed": {"accuracy": self.accuracy, "standard_error": self.standard_error},
+            "difference": difference,
+            "difference_standard_error": error,
+        }
+
 
 def average(scores: Sequence[TaskScore]) -> float:
     """Mean accuracy over tasks, each counting alike, as in the paper."""
@@ -180,16 +191,8 @@ class ZeroShot(Suite):
         """Fractions of the items, standard errors over items, paired for the difference."""
         tasks = {}
         for reference, score in zip(dense, compressed, strict=True):
-            difference, error = score.against(reference)
             same = sum(a == b for a, b in zip(score.correct, reference.correct, strict=True))
-            tasks[score.task] = {
-                "items": len(score.correct),
-                "dense": {"accuracy": reference.accuracy, "standard_error": reference.standard_error},
-                "compressed": {"accuracy": score.accuracy, "standard_error": score.standard_error},
-                "difference": difference,
-                "difference_standard_error": error,
-                "agreement": same / len(score.correct),
-            }
+            tasks[score.task] = score.record(reference) | {"agreement": same / len(score.correct)}
         return {"average": {"dense": average(dense), "compressed": average(compressed)}, "tasks": tasks}
 
     def page(self, metrics: dict[str, Any]) -> list[str]:

@@ -352,7 +352,7 @@ def _number_of(context: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def _scaled(context: Any, values: Any, scales: Any, count: Any, out: Any) -> Any:
+def scaled(context: Any, values: Any, scales: Any, count: Any, out: Any) -> Any:
     """Write products of float32, a multiple of 16, and return their sum and their maximum, in this order at ``out``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -376,8 +376,8 @@ def _scaled(context: Any, values: Any, scales: Any, count: Any, out: Any) -> Any
 
 
 @intrinsic
-def _integers(context: Any, values: Any, factor: Any, count: Any, out: Any) -> Any:
-    """Write float32, at most 32,767 behind a factor, as integers of 16 bits; a multiple of 16."""
+def to_integers(context: Any, values: Any, factor: Any, count: Any, out: Any) -> Any:
+    """Write float32 at an address times a factor, none negative, at most 32,767, as int16; a multiple of 16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, factor, count, out = arguments
@@ -391,18 +391,6 @@ def _integers(context: Any, values: Any, factor: Any, count: Any, out: Any) -> A
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64), generate
-
-
-@nested
-def scaled(values, scales, count, out):
-    """Write products of float32 at addresses, a multiple of 16 of them; returns their sum and their maximum."""
-    return _scaled(values, scales, count, out)
-
-
-@nested
-def to_integers(values, factor, count, out):
-    """Write float32 times a factor, none negative, as integers of 16 bits; addresses, a multiple of 16."""
-    _integers(values, factor, count, out)
 
 
 @intrinsic
