@@ -1,6 +1,7 @@
 """Codes as vector code: decoding tiles, scales, and the search of a chain's codes."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from recalkv.trellis.codes import CURVES, FROM, GRAIN, PLANES, SUBSETS, levels
+from recalkv.trellis.codes import BITS, CURVES, FROM, GRAIN, PLANES, SUBSETS, levels
 from recalkv.trellis.cpu.vectors import (
     BYTE,
     FEATURES,
@@ -202,42 +203,33 @@ def partner(width: int, bits: int) -> tuple[list[int], list[int]]:
     return [first for first, _ in rows], [second for _, second in rows]
 
 
-_single_1, _single_2, _single_3, _single_4, _single_6, _single_8 = (_decoder(b, False) for b in (1, 2, 3, 4, 6, 8))
-_paired_1, _paired_2, _paired_3, _paired_4, _paired_6, _paired_8 = (_decoder(b, True) for b in (1, 2, 3, 4, 6, 8))
+def _by_bits(make: Callable[[int], Any]) -> Any:
+    """One function of bits, known when it runs, and what ``make(bits)`` takes."""
+    one, two, three, four, six, eight = map(make, BITS)
+
+    @nested
+    def call(bits, *arguments):
+        if bits == 4:
+            four(*arguments)
+        elif bits == 3:
+            three(*arguments)
+        elif bits == 6:
+            six(*arguments)
+        elif bits == 2:
+            two(*arguments)
+        elif bits == 8:
+            eight(*arguments)
+        else:
+            one(*arguments)
+
+    return call
 
 
-@nested
-def decode(bits, first, second, width, target, stride):
-    """Decode a segment of two tiles of tokens, number by number: addresses, and bytes from one row to the next."""
-    if bits == 4:
-        _single_4(first, second, width, target, stride)
-    elif bits == 3:
-        _single_3(first, second, width, target, stride)
-    elif bits == 6:
-        _single_6(first, second, width, target, stride)
-    elif bits == 2:
-        _single_2(first, second, width, target, stride)
-    elif bits == 8:
-        _single_8(first, second, width, target, stride)
-    else:
-        _single_1(first, second, width, target, stride)
+decode = _by_bits(lambda bits: _decoder(bits, False))
+"""Decode a segment of two tiles of tokens, number by number: addresses, and bytes from one row to the next."""
 
-
-@nested
-def decode_pairs(bits, first, second, width, target, stride):
-    """Decode a segment of two tiles of tokens, two numbers side by side."""
-    if bits == 4:
-        _paired_4(first, second, width, target, stride)
-    elif bits == 3:
-        _paired_3(first, second, width, target, stride)
-    elif bits == 6:
-        _paired_6(first, second, width, target, stride)
-    elif bits == 2:
-        _paired_2(first, second, width, target, stride)
-    elif bits == 8:
-        _paired_8(first, second, width, target, stride)
-    else:
-        _paired_1(first, second, width, target, stride)
+decode_pairs = _by_bits(lambda bits: _decoder(bits, True))
+"""The same, two numbers side by side."""
 
 
 @intrinsic
@@ -341,21 +333,5 @@ def _search(bits: int) -> Any:
     return search
 
 
-_search_1, _search_2, _search_3, _search_4, _search_6, _search_8 = (_search(bits) for bits in (1, 2, 3, 4, 6, 8))
-
-
-@nested
-def search(bits, numbers, count, inverses, cells, reach, trail, errors):
-    """Search a chain's codes at eight scales; see :func:`_search`."""
-    if bits == 4:
-        _search_4(numbers, count, inverses, cells, reach, trail, errors)
-    elif bits == 3:
-        _search_3(numbers, count, inverses, cells, reach, trail, errors)
-    elif bits == 6:
-        _search_6(numbers, count, inverses, cells, reach, trail, errors)
-    elif bits == 2:
-        _search_2(numbers, count, inverses, cells, reach, trail, errors)
-    elif bits == 8:
-        _search_8(numbers, count, inverses, cells, reach, trail, errors)
-    else:
-        _search_1(numbers, count, inverses, cells, reach, trail, errors)
+search = _by_bits(_search)
+"""Search a chain's codes at eight scales; see :func:`_search`."""
