@@ -18,6 +18,7 @@ from recalkv.errors import DataError, StoreError
 from recalkv.text import documents as text
 from recalkv.text.chat import rendered
 from recalkv.text.documents import load_documents
+from recalkv.text.wikitext import prose
 
 WIKITEXT = """{{Infobox|name={{nested|x}}}}
 [[File:Cat.jpg|thumb|A [[cat]] on a ''mat''.]]
@@ -60,7 +61,7 @@ def fails(message: str, name: str, **arguments: Any) -> None:
 
 
 def test_wikitext_becomes_prose() -> None:
-    assert text._plain_text(WIKITEXT).split("\n") == [
+    assert prose(WIKITEXT).split("\n") == [
         "The cat (Felis catus) is an animal. It",
         "weighs 4 to 5 kg and eats H2O.",
         "",
@@ -89,7 +90,7 @@ def test_wikitext_becomes_prose() -> None:
     ],
 )
 def test_wikitext_details(wikitext: str, expected: str) -> None:
-    assert text._plain_text(wikitext) == expected
+    assert prose(wikitext) == expected
 
 
 # The embedded set ----------------------------------------------------------------------------------------

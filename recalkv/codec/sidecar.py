@@ -162,7 +162,7 @@ class LayerCodec:
                 start += code.row_bytes
                 own.append(numbers @ code.back.to(rows.device))
         keys, values = (
-            torch.stack(own, 1).unflatten(-1, (self.kv_heads // self.groups, -1)).transpose(2, 3).flatten(1, 2)
+            torch.stack(own, 1).unflatten(-1, (self.kv_heads_per_code, -1)).transpose(2, 3).flatten(1, 2)
             for own in pairs
         )
         return keys, values

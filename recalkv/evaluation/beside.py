@@ -1,4 +1,4 @@
-"""A compressed model beside the dense one, by what people ask of it: bytes, text, hidden numbers, tasks, speed.
+"""Compare a compressed model with the dense one: bytes, loss, hidden numbers, tasks and speed.
 
 One model is in memory at a time. The dense model is measured first and leaves its last hidden states on the windows,
 with which the compressed one is compared.

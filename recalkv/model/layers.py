@@ -148,7 +148,7 @@ class LayerSource(ABC):
         }
 
     def holds(self, name: str) -> bool:
-        """Whether one of :meth:`layer_tensor_names` is held by itself, not as a part of another."""
+        """Whether the checkpoint stores this tensor separately rather than in a fused projection."""
         return name not in self._fused
 
     def layer_tensor(self, place: int, name: str) -> Tensor:

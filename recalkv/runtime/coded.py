@@ -117,7 +117,7 @@ def _prepared(codec: LayerCodec, device: torch.device) -> _Prepared:
     kept: dict[torch.device, _Prepared] = codec.__dict__.setdefault("_prepared", {})
     if device not in kept:
         with torch.inference_mode(False):
-            layout, heads = DeviceLayout.of(codec, device), codec.kv_heads // codec.groups
+            layout, heads = DeviceLayout.of(codec, device), codec.kv_heads_per_code
             backs = []
             for side, codes in enumerate((codec.keys, codec.values)):
                 wide = layout.widths[side]

@@ -1,4 +1,4 @@
-"""Which tensors the compiled loops serve."""
+"""Choose between Numba's loops and plain torch."""
 
 from typing import Any
 

@@ -59,7 +59,7 @@ class Segment(NamedTuple):
 
     @property
     def whole(self) -> "Segment":
-        """It as it is packed, with zeros at its end."""
+        """The segment as it is packed: its width rounded up to a multiple of 8, with zeros at its end."""
         return Segment(-(-self.width // BLOCK) * BLOCK, self.bits)
 
     @property

@@ -108,7 +108,7 @@ class LayerLoops:
             pair = segment_table(keys.segments, start), segment_table(values.segments, start + keys.row_bytes)
             start += keys.row_bytes + values.row_bytes
             self.tables.append(pair)
-            heads = codec.kv_heads // codec.groups
+            heads = codec.kv_heads_per_code
             value_back = values.back.unflatten(1, (heads, -1)).transpose(0, 1)
             groups += [
                 keys.width, values.width, self._at(pair[0]), len(pair[0]), self._at(pair[1]), len(pair[1]),
@@ -245,7 +245,7 @@ class LayerLoops:
                 for b in range(len(blocks)):
                     unpack_tiles(tiles, table, blocks[b], start, numbers[b])
                 states = numbers @ code.back
-                result[side].append(states.unflatten(2, (self.codec.kv_heads // self.codec.groups, -1)).transpose(1, 2))
+                result[side].append(states.unflatten(2, (self.codec.kv_heads_per_code, -1)).transpose(1, 2))
         keys, values = (own[0] if len(own) == 1 else torch.cat(own, 1) for own in result)
         return keys, values
 

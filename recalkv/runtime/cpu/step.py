@@ -43,9 +43,9 @@ _INTEGER = 32767
 _LARGEST = 2**31 * (1 - 2**-12)
 """Of sums of products: rounding one side to integers adds at most half of the largest level for each of 256 terms."""
 _WITHIN = np.array([_LARGEST / GRAIN / float(levels(bits)[-1]) if bits in BITS else 0 for bits in range(9)], np.float32)
-"""By bits, of factors that keep sums of products within 32 bits, as no number exceeds the largest level: of the root of
-a segment's width times a query's norm there, and of the sum of a piece's weights, which tokens that are repeated make
-of the largest level in every slot."""
+"""By bits: largest product of two bounds at which an int32 sum of products cannot overflow. For scores the bounds are
+the root of a segment's width and the query's norm there, for values the sum of a piece's weights: tokens that are
+repeated have the largest level in every slot."""
 
 _TINY = np.float32(1e-30)
 

@@ -17,7 +17,7 @@ _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, 
 
 _SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
 _VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
-"""Of what compiled code calls: Numba checks what it kept against a function's own file alone."""
+"""Hash of this package's sources, part of the key of Numba's cache: Numba checks a function's own file alone."""
 
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 _VECTOR = 16 if "+avx512f" in FEATURES else 8
