@@ -12,10 +12,15 @@ from stages.common import Stage, stage, write_json
 
 @stage(default=False)
 def needle_page(run: Stage) -> None:
-    """Gather DATA/cells/needle; write REPORTS/suites/needle.json (`rows`, `places`), needle.md and needle.png."""
+    """Gather DATA/cells/needle; write REPORTS/suites/needle.json (`rows`, `places`), needle.md and needle.png.
+
+    Forms of cache that are not there stay as an earlier run measured them.
+    """
     cells = {path.stem: json.loads(path.read_text()) for path in (run.data / "cells/needle").glob("*.json")}
-    found, folder = report(cells), run.reports / "suites"
-    write_json(folder / "needle.json", found)
+    folder = run.reports / "suites"
+    path = folder / "needle.json"
+    found = report(cells, json.loads(path.read_text()) if path.exists() else {})
+    write_json(path, found)
     needle_heat_maps(folder / "needle.png", found["places"])
     (folder / "needle.md").write_text(page(found, run.params.needle, public_name(run.model().name)))
 

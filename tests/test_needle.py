@@ -204,6 +204,10 @@ def test_stages_measure_models_and_make_a_page(
     page = Path("reports/suites/needle.md").read_text()
     assert "| turboquant-2 | 4.00 |" in page and "2 prompts of each length" in page
     assert Path("reports/suites/needle.png").read_bytes().startswith(b"\x89PNG")
+    # What has no cell stays.
+    Path("data/cells/needle/codec-4.json").unlink()
+    assert invoke("needle_page") == 0
+    assert json.loads(Path("reports/suites/needle.json").read_text()) == found
     # They are not of the default run, whose costs are kept.
     assert not {"needle", "needle_page"} & set(json.loads(Path("reports/timings.json").read_text()))
 

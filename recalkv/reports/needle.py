@@ -1,6 +1,7 @@
 """Numbers hidden in long texts: what each model finds of them, by length and depth of the prompts."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,15 @@ ALL = "all"
 """In the place of a length: the mean over all."""
 
 
-def report(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """All models' scores, by falling bits.
 
     Parameters
     ----------
     cells
         What the stage ``needle`` wrote, by name.
+    earlier
+        An earlier report, for what has no cell.
 
     Returns
     -------
@@ -28,8 +31,8 @@ def report(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         prompts, within each of which the mean is over depths; 0 where there is one prompt only. ``places``: by
         ``method``, ``length`` and ``depth`` the means.
     """
-    rows, places = [], []
-    for name in sorted(cells, key=lambda name: (-cells[name]["bits_per_element"], name)):
+    rows, places = ([row for row in earlier.get(kind, ()) if row["method"] not in cells] for kind in ("rows", "places"))
+    for name in cells:
         cell, scores = cells[name], {}
         for score, values in cells[name]["scores"].items():
             scores[score] = np.array(values)  # [lengths, prompts, depths]
@@ -47,7 +50,11 @@ def report(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             score: (means.mean(), np.linalg.norm(errors) / len(errors)) for score, (means, errors) in by_length.items()
         }
         rows.append(whole | {"length": ALL, "prompts": prompts * len(cell["lengths"])} | _flat(found))
-    return {"rows": rows, "places": places}
+    order = {row["method"]: (-row["bits_per_element"], row["method"]) for row in rows}
+    return {
+        kind: sorted(found, key=lambda row: order[row["method"]])
+        for kind, found in {"rows": rows, "places": places}.items()
+    }
 
 
 def _means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
