@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from recalkv.codec.sidecar import LayerCodec
-from recalkv.runtime.cpu.step import COLUMNS, PIECE, ROOM, attend
+from recalkv.runtime.cpu.step import CODE, COLUMNS, PIECE, ROOM, STEP, attend
 from recalkv.trellis.cpu.codes import partner
 from recalkv.trellis.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles
-from recalkv.trellis.cpu.threads import run, threads_of_torch
+from recalkv.trellis.cpu.threads import record, run, threads_of_torch
 from recalkv.trellis.rows import Segment
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -110,26 +110,30 @@ class LayerLoops:
             self.tables.append(pair)
             heads = codec.kv_heads_per_code
             value_back = values.back.unflatten(1, (heads, -1)).transpose(0, 1)
-            groups += [
-                keys.width, values.width, self._at(pair[0]), len(pair[0]), self._at(pair[1]), len(pair[1]),
-                self._tensor(keys.into, True), self._tensor(keys.back.T, True), self._tensor(values.into, True),
-                self._tensor(value_back, True),
-                self._at(_partners(keys.segments)),
-            ]  # fmt: skip
+            groups.append(
+                record(
+                    CODE, wk=keys.width, wv=values.width, key_segments=self._at(pair[0]), key_count=len(pair[0]),
+                    value_segments=self._at(pair[1]), value_count=len(pair[1]), key_into=self._tensor(keys.into, True),
+                    key_back=self._tensor(keys.back.T, True), value_into=self._tensor(values.into, True),
+                    value_back=self._tensor(value_back, True), partners=self._at(_partners(keys.segments)),
+                )
+            )  # fmt: skip
         self._most = max(len(code.segments) for code in codec.keys)
         self._widest = max(code.width for code in codec.keys), max(code.width for code in codec.values)
         rotation = codec.rotation
         frequencies, pairs = rotation.frequencies.double().numpy(), np.ascontiguousarray(rotation.pairs.numpy())
         reduced, table = (torch.from_numpy(each) for each in _mean_table(frequencies.tobytes()))
         self._frequencies, self._pieces = frequencies, np.zeros((0, 2, len(frequencies)), np.float32)
-        fixed = (
-            self._at(pairs), self._at(np.ascontiguousarray(frequencies)), len(table), self._tensor(reduced, True),
-            self._tensor(table),
-        )  # fmt: skip
-        means = self._tensor(codec.key_mean), self._tensor(codec.value_mean)
-        self._row_bytes = codec.row_bytes
-        codes, lookup = self._at(np.array(groups, np.int64)), self._at(np.array(tables().addresses, np.int64))
-        self._fixed = (*fixed, codes, *means, lookup)
+        self._fixed = {
+            "groups": codec.groups, "kv": codec.kv_heads, "dk": codec.head_dims[0], "dv": codec.head_dims[1],
+            "row": codec.row_bytes, "pairs": self._at(pairs), "count": len(frequencies),
+            "frequencies": self._at(np.ascontiguousarray(frequencies)), "inner": len(table),
+            "reduced": self._tensor(reduced, True),
+            "table": self._tensor(table), "codes": self._at(np.concatenate(groups)),
+            "key_mean": self._tensor(codec.key_mean), "value_mean": self._tensor(codec.value_mean),
+            "lookup": self._at(np.array(tables().addresses, np.int64)), "wk": self._widest[0], "wv": self._widest[1],
+            "most": self._most,
+        }  # fmt: skip
 
     def _at(self, numbers: np.ndarray) -> int:
         self._kept.append(numbers)
@@ -167,34 +171,33 @@ class LayerLoops:
         mask : (batch or 1, slots from the first that is attended to on) bool, or None
         """
         threads, (batch, heads) = threads_of_torch(), query.shape[:2]
-        dv, repeats = self.codec.head_dims[1], heads // self.codec.kv_heads
-        out = torch.empty(batch, heads, dv, dtype=torch.float32, device="cpu")
+        repeats = heads // self.codec.kv_heads
+        out = torch.empty(batch, heads, self.codec.head_dims[1], dtype=torch.float32, device="cpu")
         real = np.array([scale, softcap or 0.0], np.float32)
         aux = None if s_aux is None else s_aux.detach().float().contiguous()
         mask = None if mask is None else mask.contiguous()
         scratch = _scratch(self._scratch_size(cache, batch, repeats, threads))
-        codec, (wk, wv), (dk, dv) = self.codec, self._widest, self.codec.head_dims
-        rows, exact, found = cache.rows, cache.exact, (0, 0, 0, 0, 0)
+        rows, exact, paged = cache.rows, cache.exact, {}
         if cache.exact_pages is not None:
-            pages = cache.exact_pages
-            found = pages.data_ptr(), pages.stride(0), exact.shape[1], exact.stride(0), exact.stride(1)
-            found = (*found[:3], found[3] * exact.element_size(), found[4] * exact.element_size())
+            size = exact.element_size()
+            paged = {
+                "exact_pages": cache.exact_pages.data_ptr(), "exact_row": cache.exact_pages.stride(0),
+                "exact_size": exact.shape[1], "exact_block": exact.stride(0) * size,
+                "exact_token": exact.stride(1) * size,
+            }  # fmt: skip
         turns = self._turns((cache.longest - cache.base) // PIECE + 1)
-        # In the order of the places that :mod:`recalkv.runtime.cpu.step` lists.
-        numbers = np.array(
-            [
-                threads, batch, codec.groups, codec.kv_heads, repeats, dk, dv, self._row_bytes, rows.shape[1],
-                rows.stride(0), cache.pages.data_ptr(), cache.pages.stride(0), cache.base, cache.bounds.data_ptr(),
-                cache.sinks, cache.ring, _KINDS[query.dtype], rows.data_ptr(), exact.data_ptr(), *found,
-                query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), cache.first.data_ptr(),
-                cache.offset.data_ptr(), 0 if mask is None else mask.data_ptr(),
-                mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, real.ctypes.data,
-                0 if aux is None else aux.data_ptr(), scratch.ctypes.data, *self._fixed[:2], len(self._frequencies),
-                turns.ctypes.data, *self._fixed[2:], wk, wv, self._most,
-            ],
-            np.int64,
+        numbers = record(
+            STEP, threads=threads, batch=batch, repeats=repeats, tiles=rows.shape[1], block=rows.stride(0),
+            pages=cache.pages.data_ptr(), pages_row=cache.pages.stride(0), base=cache.base,
+            bounds=cache.bounds.data_ptr(), sinks=cache.sinks, ring=cache.ring, kind=_KINDS[query.dtype],
+            rows=rows.data_ptr(), exact=exact.data_ptr(), q=query.data_ptr(), k=key.data_ptr(), v=value.data_ptr(),
+            out=out.data_ptr(), first=cache.first.data_ptr(), offset=cache.offset.data_ptr(),
+            mask=0 if mask is None else mask.data_ptr(),
+            mask_row=mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, real=real.ctypes.data,
+            aux=0 if aux is None else aux.data_ptr(), scratch=scratch.ctypes.data, pieces=turns.ctypes.data,
+            **paged, **self._fixed,
         )  # fmt: skip
-        run(attend, numbers, threads)
+        run(attend, numbers)
         return out
 
     def _scratch_size(self, cache: "StepCache", batch: int, repeats: int, threads: int) -> int:

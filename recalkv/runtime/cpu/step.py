@@ -49,20 +49,34 @@ repeated have the largest level in every slot."""
 
 _TINY = np.float32(1e-30)
 
-# Places in the list of numbers that a step works on.
-(
-    _THREADS, _BATCH, _GROUPS, _KV, _REPEATS, _DK, _DV, _ROW, _TILES, _BLOCK, _PAGES, _PAGES_ROW, _BASE, _BOUNDS,
-    _SINKS, _RING, _KIND, _ROWS, _EXACT, _EXACT_PAGES, _EXACT_ROW, _EXACT_SIZE, _EXACT_BLOCK, _EXACT_TOKEN, _Q, _K,
-    _V, _OUT, _FIRST, _OFFSET, _MASK, _MASK_ROW, _REAL, _AUX, _SCRATCH, _PAIRS, _FREQUENCIES, _COUNT, _PIECES, _INNER,
-    _REDUCED, _TABLE, _CODES, _KEY_MEAN, _VALUE_MEAN, _LOOKUP, _WK, _WV, _MOST, _PLACES,
-) = range(50)  # fmt: skip
+STEP = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "threads", "batch", "groups", "kv", "repeats", "dk", "dv", "row", "tiles", "block", "pages", "pages_row",
+            "base", "bounds", "sinks", "ring", "kind", "rows", "exact", "exact_pages", "exact_row", "exact_size",
+            "exact_block", "exact_token", "q", "k", "v", "out", "first", "offset", "mask", "mask_row", "real", "aux",
+            "scratch", "pairs", "frequencies", "count", "pieces", "inner", "reduced", "table", "codes", "key_mean",
+            "value_mean", "lookup", "wk", "wv", "most",
+        )
+    ]
+)  # fmt: skip
+"""What a step works on: counts, and addresses of what :meth:`recalkv.runtime.cpu.layer.LayerLoops.step` names."""
+
+CODE = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "wk", "wv", "key_segments", "key_count", "value_segments", "value_count", "key_into", "key_back",
+            "value_into", "value_back", "partners",
+        )
+    ]
+)  # fmt: skip
+"""Of each group's codes: widths, tables of segments with their lengths, and matrices."""
+_CODE_SIZE = CODE.itemsize
 
 # Of each sequence: its slots, the first that is attended to, and the first that is read exactly.
 _LENGTH, _LOW, _EDGE = range(3)
-
-# Of each group's codes, in a list of their own.
-_CODE = 11
-_C_WK, _C_WV, _C_KS, _C_KN, _C_VS, _C_VN, _C_KINTO, _C_KBACK, _C_VINTO, _C_VBACK, _C_PARTNERS = range(_CODE)
 
 
 @nested
@@ -87,29 +101,29 @@ def _multiply(rows, inner, left, matrix, width, out):
 @nested
 def _bounds(a, b):
     """Bounds of a sequence."""
-    return array(a[_BOUNDS] + 24 * b, 3, np.int64)
+    return array(a.bounds + 24 * b, 3, np.int64)
 
 
 @nested
 def _tile_at(a, b, tile):
     """Address of a tile of a sequence."""
-    block = array(a[_PAGES] + 8 * (b * a[_PAGES_ROW] + tile // a[_TILES]), 1, np.int64)[0]
-    return a[_ROWS] + block * a[_BLOCK] + tile % a[_TILES] * a[_ROW] * _TILE
+    block = array(a.pages + 8 * (b * a.pages_row + tile // a.tiles), 1, np.int64)[0]
+    return a.rows + block * a.block + tile % a.tiles * a.row * _TILE
 
 
 @nested
 def _query_size(a):
     """float32 numbers that a prepared query takes: integers of its code, a factor a segment, coefficients, itself."""
-    return a[_WK] // 2 + a[_MOST] + 2 * a[_COUNT] + a[_DK]
+    return a.wk // 2 + a.most + 2 * a.count + a.dk
 
 
 @nested
 def _as_integers(code, numbers, target, factors):
     """Write a query in code coordinates as integers of 16 bits, in the pairs in which keys are decoded."""
-    table = array(code[_C_KS], code[_C_KN] * 4, np.int64)
-    partners = array(code[_C_PARTNERS], code[_C_WK], np.int64)
-    out = array(target, code[_C_WK], np.int16)
-    for each in range(code[_C_KN]):
+    table = array(code.key_segments, code.key_count * 4, np.int64)
+    partners = array(code.partners, code.wk, np.int64)
+    out = array(target, code.wk, np.int16)
+    for each in range(code.key_count):
         width, bits, first = table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
         top, norm = _TINY, _TINY
         for i in range(first, first + width):
@@ -124,34 +138,34 @@ def _as_integers(code, numbers, target, factors):
 @nested
 def _prepare(a, real, b, g, task, queries, own):
     """A task of the first phase: a query in code coordinates and its coefficients, or a row's keys or values."""
-    dk, dv, pairs, kv = a[_DK], a[_DV], a[_COUNT], a[_KV] // a[_GROUPS]
-    code = array(a[_CODES] + 8 * _CODE * g, _CODE, np.int64)
-    angles = array(a[_FREQUENCIES], pairs, np.float64)
-    first, second = array(a[_PAIRS], pairs, np.int64), array(a[_PAIRS] + 8 * pairs, pairs, np.int64)
-    offset = array(a[_OFFSET], a[_BATCH], np.int64)[b]
-    size = 4 if a[_KIND] == 0 else 2
-    heads = a[_KV] * a[_REPEATS]
-    repeats, wide = a[_REPEATS], _padded(code[_C_WK])
+    dk, dv, pairs, kv = a.dk, a.dv, a.count, a.kv // a.groups
+    code = array(a.codes + _CODE_SIZE * g, 1, CODE)[0]
+    angles = array(a.frequencies, pairs, np.float64)
+    first, second = array(a.pairs, pairs, np.int64), array(a.pairs + 8 * pairs, pairs, np.int64)
+    offset = array(a.offset, a.batch, np.int64)[b]
+    size = 4 if a.kind == 0 else 2
+    heads = a.kv * a.repeats
+    repeats, wide = a.repeats, _padded(code.wk)
     if task < kv:
         head = (g * kv + task) * repeats
         scaled, numbers = own[: repeats * dk], own[repeats * dk : repeats * (dk + wide)]
-        as_float(a[_KIND], a[_Q] + size * dk * (b * heads + head), repeats * dk, scaled)
+        as_float(a.kind, a.q + size * dk * (b * heads + head), repeats * dk, scaled)
         for i in range(repeats * dk):
             scaled[i] *= real[0]
-        _multiply(repeats, dk, scaled, code[_C_KBACK] + 4 * task * dk * wide, code[_C_WK], numbers)
-        mean = floats(a[_KEY_MEAN] + 4 * (g * kv + task) * dk, dk)
+        _multiply(repeats, dk, scaled, code.key_back + 4 * task * dk * wide, code.wk, numbers)
+        mean = floats(a.key_mean + 4 * (g * kv + task) * dk, dk)
         for r in range(repeats):
-            start = a[_SCRATCH] + 4 * (b * heads + head + r) * _query_size(a)
+            start = a.scratch + 4 * (b * heads + head + r) * _query_size(a)
             query = scaled[r * dk : (r + 1) * dk]
-            _as_integers(code, numbers[r * wide : (r + 1) * wide], start, floats(start + 2 * a[_WK], code[_C_KN]))
-            out = floats(start + 2 * a[_WK] + 4 * a[_MOST], 2 * pairs)
-            kept = floats(start + 2 * a[_WK] + 4 * (a[_MOST] + 2 * pairs), dk)
+            _as_integers(code, numbers[r * wide : (r + 1) * wide], start, floats(start + 2 * a.wk, code.key_count))
+            out = floats(start + 2 * a.wk + 4 * a.most, 2 * pairs)
+            kept = floats(start + 2 * a.wk + 4 * (a.most + 2 * pairs), dk)
             kept[:] = query
             for i in range(pairs):
                 qa, qb, ma, mb = query[first[i]], query[second[i]], mean[first[i]], mean[second[i]]
                 c, s = qa * ma + qb * mb, qb * ma - qa * mb
-                if a[_BASE] + offset != 0:
-                    turn = angles[i] * np.float64(a[_BASE] + offset)
+                if a.base + offset != 0:
+                    turn = angles[i] * np.float64(a.base + offset)
                     cos, sin = np.float32(np.cos(turn)), np.float32(np.sin(turn))
                     c, s = c * cos + s * sin, s * cos - c * sin
                 out[i], out[pairs + i] = c, s
@@ -160,12 +174,12 @@ def _prepare(a, real, b, g, task, queries, own):
     side = task - kv
     dim = dk if side == 0 else dv
     states = own[: kv * dim]
-    source = (a[_K] if side == 0 else a[_V]) + size * dim * (b * a[_KV] + g * kv)
-    as_float(a[_KIND], source, kv * dim, states)
+    source = (a.k if side == 0 else a.v) + size * dim * (b * a.kv + g * kv)
+    as_float(a.kind, source, kv * dim, states)
     _keep_exact(a, b, g * kv, kv, side, dim, size, slot)
     numbers = own[kv * dim :]
     if side == 0:
-        mean = floats(a[_KEY_MEAN] + 4 * g * kv * dk, kv * dk)
+        mean = floats(a.key_mean + 4 * g * kv * dk, kv * dk)
         for i in range(pairs):
             turn = angles[i] * np.float64(slot + offset)
             cos, sin = np.float32(np.cos(turn)), np.float32(np.sin(turn))
@@ -173,44 +187,44 @@ def _prepare(a, real, b, g, task, queries, own):
                 ma, mb = mean[h * dk + first[i]], mean[h * dk + second[i]]
                 states[h * dk + first[i]] -= ma * cos - mb * sin
                 states[h * dk + second[i]] -= mb * cos + ma * sin
-        _multiply(1, kv * dk, states, code[_C_KINTO], code[_C_WK], numbers)
+        _multiply(1, kv * dk, states, code.key_into, code.wk, numbers)
     else:
-        mean = floats(a[_VALUE_MEAN] + 4 * g * kv * dv, kv * dv)
+        mean = floats(a.value_mean + 4 * g * kv * dv, kv * dv)
         for i in range(kv * dv):
             states[i] -= mean[i]
-        _multiply(1, kv * dv, states, code[_C_VINTO], code[_C_WV], numbers)
-    row = _tile_at(a, b, (slot - a[_BASE]) // _TILE) + (slot - a[_BASE]) % _TILE
-    segments, count = (code[_C_KS], code[_C_KN]) if side == 0 else (code[_C_VS], code[_C_VN])
-    write_row(numbers, segments, count, array(a[_LOOKUP], 3, np.int64), row)
+        _multiply(1, kv * dv, states, code.value_into, code.wv, numbers)
+    row = _tile_at(a, b, (slot - a.base) // _TILE) + (slot - a.base) % _TILE
+    segments, count = (code.key_segments, code.key_count) if side == 0 else (code.value_segments, code.value_count)
+    write_row(numbers, segments, count, array(a.lookup, 3, np.int64), row)
 
 
 @nested
 def _keep_exact(a, b, head, count, side, dim, size, slot):
     """Copy a new token's states to the newest ones, and to the first ones if it is one of these."""
-    wide, skip = size * (a[_DK] + a[_DV]), 0 if side == 0 else size * a[_DK]
-    number = slot - array(a[_FIRST], a[_BATCH], np.int64)[b]
+    wide, skip = size * (a.dk + a.dv), 0 if side == 0 else size * a.dk
+    number = slot - array(a.first, a.batch, np.int64)[b]
     for h in range(head, head + count):
-        source = (a[_K] if side == 0 else a[_V]) + size * dim * (b * a[_KV] + h)
+        source = (a.k if side == 0 else a.v) + size * dim * (b * a.kv + h)
         own = array(source, size * dim, np.uint8)
         step = skip + h * _head_step(a, wide)
-        array(_exact_at(a, b, slot, a[_SINKS] + slot % a[_RING], wide) + step, size * dim, np.uint8)[:] = own
-        if a[_EXACT_PAGES] == 0 and 0 <= number < a[_SINKS]:
+        array(_exact_at(a, b, slot, a.sinks + slot % a.ring, wide) + step, size * dim, np.uint8)[:] = own
+        if a.exact_pages == 0 and 0 <= number < a.sinks:
             array(_exact_at(a, b, slot, number, wide) + step, size * dim, np.uint8)[:] = own
 
 
 @nested
 def _exact_at(a, b, slot, place, wide):
     """Address of an exact token: by its slot in the sequence's blocks, or by its place among those of the sequence."""
-    if a[_EXACT_PAGES] == 0:
-        return a[_EXACT] + (b * a[_KV] * (a[_SINKS] + a[_RING]) + place) * wide
-    block = array(a[_EXACT_PAGES] + 8 * (b * a[_EXACT_ROW] + slot // a[_EXACT_SIZE]), 1, np.int64)[0]
-    return a[_EXACT] + block * a[_EXACT_BLOCK] + slot % a[_EXACT_SIZE] * a[_EXACT_TOKEN]
+    if a.exact_pages == 0:
+        return a.exact + (b * a.kv * (a.sinks + a.ring) + place) * wide
+    block = array(a.exact_pages + 8 * (b * a.exact_row + slot // a.exact_size), 1, np.int64)[0]
+    return a.exact + block * a.exact_block + slot % a.exact_size * a.exact_token
 
 
 @nested
 def _head_step(a, wide):
     """Bytes from one head of an exact token to the next."""
-    return wide if a[_EXACT_PAGES] != 0 else wide * (a[_SINKS] + a[_RING])
+    return wide if a.exact_pages != 0 else wide * (a.sinks + a.ring)
 
 
 @nested
@@ -238,14 +252,14 @@ def _weigh(scores, row, partial, queries, dv, wv, coded):
 @nested
 def _tiles_of(a, b, slot, end, places):
     """Write the addresses of the tiles of a piece's slots up to an end, and say how many there are."""
-    tile = (slot - a[_BASE]) // _TILE
-    count = min(PIECE // _TILE, (end - a[_BASE] + _TILE - 1) // _TILE - tile)
-    block, inside = tile // a[_TILES], tile % a[_TILES]
-    pages, step = array(a[_PAGES] + 8 * b * a[_PAGES_ROW], block + count + 1, np.int64), a[_ROW] * _TILE
+    tile = (slot - a.base) // _TILE
+    count = min(PIECE // _TILE, (end - a.base + _TILE - 1) // _TILE - tile)
+    block, inside = tile // a.tiles, tile % a.tiles
+    pages, step = array(a.pages + 8 * b * a.pages_row, block + count + 1, np.int64), a.row * _TILE
     for number in range(count):
-        places[number] = a[_ROWS] + pages[block] * a[_BLOCK] + inside * step
+        places[number] = a.rows + pages[block] * a.block + inside * step
         inside += 1
-        if inside == a[_TILES]:
+        if inside == a.tiles:
             block, inside = block + 1, 0
     return count
 
@@ -262,8 +276,8 @@ def _scales(places, tiles, byte, out):
 @nested
 def _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, sums, scale, scores):
     """Add the scores of a piece's keys, means not counted: decoded in pairs, multiplied as integers."""
-    table, row = array(code[_C_KS], code[_C_KN] * 4, np.int64), 4 * PIECE + 64
-    for each in range(code[_C_KN]):
+    table, row = array(code.key_segments, code.key_count * 4, np.int64), 4 * PIECE + 64
+    for each in range(code.key_count):
         byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
         for number in range(0, tiles, 2):
             ahead, behind = (byte + 1) * _TILE, min(number + 1, tiles - 1)
@@ -274,7 +288,7 @@ def _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, su
         multiply_pairs(queries, width // 2, whole, queries_at + 2 * first, stride, numbers, row, sums, 4 * PIECE)
         _scales(places, tiles, byte, scale)
         for q in range(queries):
-            factor = floats(queries_at + stride * q + 2 * a[_WK], code[_C_KN])[each]
+            factor = floats(queries_at + stride * q + 2 * a.wk, code.key_count)[each]
             own, total = scores[q * PIECE : (q + 1) * PIECE], totals[q * PIECE : (q + 1) * PIECE]
             for j in range(PIECE):
                 own[j] += np.float32(total[j]) * (scale[j] * factor)
@@ -283,9 +297,9 @@ def _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, su
 @nested
 def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scale, products, scores, partial):
     """Add a piece's values times their weights, in code coordinates."""
-    table = array(code[_C_VS], code[_C_VN] * 4, np.int64)
-    sums = partial[3 * queries + queries * a[_DV] :]
-    for each in range(code[_C_VN]):
+    table = array(code.value_segments, code.value_count * 4, np.int64)
+    sums = partial[3 * queries + queries * a.dv :]
+    for each in range(code.value_count):
         byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
         for number in range(0, tiles, 2):
             ahead, behind = (byte + 1) * _TILE, min(number + 1, tiles - 1)
@@ -301,24 +315,24 @@ def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scal
         columns = (tiles + 1) // 2 * _PAIR
         add_dots(
             queries, width, columns, weights, 2 * PIECE, numbers, 2 * PIECE + 64, sums.ctypes.data + 4 * first,
-            4 * a[_WV], factors.ctypes.data,
+            4 * a.wv, factors.ctypes.data,
         )  # fmt: skip
 
 
 @nested
 def _piece_size(a, queries):
     """float32 numbers of memory that a piece is worked on in."""
-    most = max(a[_WK], a[_WV])
-    return most // 2 * ROOM + (2 * queries + 2) * PIECE + queries * (2 * a[_COUNT] + _padded(a[_INNER]) + 1) + 48
+    most = max(a.wk, a.wv)
+    return most // 2 * ROOM + (2 * queries + 2) * PIECE + queries * (2 * a.count + _padded(a.inner) + 1) + 48
 
 
 @nested
 def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
     """Attend to slots begin to end (not included) of one piece, by their rows."""
-    code = array(a[_CODES] + 8 * _CODE * g, _CODE, np.int64)
-    pairs, heads = a[_COUNT], a[_KV] * a[_REPEATS]
-    slot = a[_BASE] + piece * PIECE
-    most = max(a[_WK], a[_WV]) // 2
+    code = array(a.codes + _CODE_SIZE * g, 1, CODE)[0]
+    pairs, heads = a.count, a.kv * a.repeats
+    slot = a.base + piece * PIECE
+    most = max(a.wk, a.wv) // 2
     own = own[-own.ctypes.data // 4 % 16 :]  # vectors that cross no cache line
     places, own = array(own.ctypes.data, PIECE // _TILE, np.int64), own[2 * PIECE // _TILE :]
     tiles = _tiles_of(a, b, slot, end, places)
@@ -329,25 +343,23 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
     # Sums of scores first, and weights when they are no longer needed.
     sums, products = rest.ctypes.data, rest[queries * PIECE : (queries + 1) * PIECE]
     rest = rest[(queries + 1) * PIECE :]
-    wide = _padded(a[_INNER])
+    wide = _padded(a.inner)
     turned, reduced, factors = (
         rest[: queries * 2 * pairs],
         rest[queries * 2 * pairs : queries * (2 * pairs + wide)],
         rest[queries * (2 * pairs + wide) :],
     )
     stride = 4 * _query_size(a)
-    queries_at = a[_SCRATCH] + stride * (b * heads + g * queries)
-    turn = floats(a[_PIECES] + 8 * pairs * piece, 2 * pairs)
+    queries_at = a.scratch + stride * (b * heads + g * queries)
+    turn = floats(a.pieces + 8 * pairs * piece, 2 * pairs)
     for q in range(queries):
-        c = floats(queries_at + stride * q + 2 * a[_WK] + 4 * a[_MOST], 2 * pairs)
+        c = floats(queries_at + stride * q + 2 * a.wk + 4 * a.most, 2 * pairs)
         for i in range(pairs):
             cos, sin = turn[i], turn[pairs + i]
             turned[q * 2 * pairs + i] = c[i] * cos + c[pairs + i] * sin
             turned[q * 2 * pairs + pairs + i] = c[pairs + i] * cos - c[i] * sin
-    _multiply(queries, 2 * pairs, turned, a[_REDUCED], a[_INNER], reduced)
-    multiply(
-        queries, a[_INNER], PIECE, reduced.ctypes.data, 4 * wide, a[_TABLE], 4 * PIECE, scores.ctypes.data, 4 * PIECE
-    )
+    _multiply(queries, 2 * pairs, turned, a.reduced, a.inner, reduced)
+    multiply(queries, a.inner, PIECE, reduced.ctypes.data, 4 * wide, a.table, 4 * PIECE, scores.ctypes.data, 4 * PIECE)
     _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, sums, scale, scores)
     for q in range(queries):
         own_scores = scores[q * PIECE : (q + 1) * PIECE]
@@ -358,14 +370,14 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
             own_scores[j] = LEAST
         for j in range(end - slot, PIECE):
             own_scores[j] = LEAST
-        if a[_MASK] != 0:
+        if a.mask != 0:
             lowest = _bounds(a, b)[_LOW]
             low = max(begin, lowest)
-            seen = array(a[_MASK] + a[_MASK_ROW] * b + low - lowest, max(end - low, 0), np.uint8)
+            seen = array(a.mask + a.mask_row * b + low - lowest, max(end - low, 0), np.uint8)
             for j in range(end - low):
                 if seen[j] == 0:
                     own_scores[low - slot + j] = LEAST
-        if not _weigh(own_scores, q, partial, queries, a[_DV], a[_WV], True):
+        if not _weigh(own_scores, q, partial, queries, a.dv, a.wv, True):
             own_scores[:] = 0
     _sum_values(a, code, places, tiles, queries, numbers, sums, factors, scale, products, scores, partial)
 
@@ -373,37 +385,37 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
 @nested
 def _exact_piece(a, real, b, g, queries, partial, own):
     """Attend to the exact tokens: the first of the sequence, and the newest."""
-    dk, dv, repeats = a[_DK], a[_DV], a[_REPEATS]
-    kv, heads, places = a[_KV] // a[_GROUPS], a[_KV] * a[_REPEATS], a[_SINKS] + a[_RING]
-    size = 4 if a[_KIND] == 0 else 2
-    first = array(a[_FIRST], a[_BATCH], np.int64)[b]
+    dk, dv, repeats = a.dk, a.dv, a.repeats
+    kv, heads, places = a.kv // a.groups, a.kv * a.repeats, a.sinks + a.ring
+    size = 4 if a.kind == 0 else 2
+    first = array(a.first, a.batch, np.int64)[b]
     stride = 4 * _query_size(a)
     scores, state = own[: queries * places], own[queries * places :]
     scores[:] = LEAST
     bounds, wide = _bounds(a, b), size * (dk + dv)
     length, low = bounds[_LENGTH], bounds[_LOW]
-    begin = max(bounds[_EDGE], first + a[_SINKS], low)
-    count = min(a[_SINKS], length - first) if first < length else 0
+    begin = max(bounds[_EDGE], first + a.sinks, low)
+    count = min(a.sinks, length - first) if first < length else 0
     for step in range(2):
         for place in range(places):
-            if place < a[_SINKS]:
+            if place < a.sinks:
                 slot = first + place
                 if place >= count or slot < low:
                     continue
             else:
-                slot = length - 1 - (length - 1 - (place - a[_SINKS])) % a[_RING]
+                slot = length - 1 - (length - 1 - (place - a.sinks)) % a.ring
                 if slot < begin:
                     continue
-            if a[_MASK] != 0 and array(a[_MASK] + a[_MASK_ROW] * b + slot - low, 1, np.uint8)[0] == 0:
+            if a.mask != 0 and array(a.mask + a.mask_row * b + slot - low, 1, np.uint8)[0] == 0:
                 continue
             token = _exact_at(a, b, slot, place, wide)
             for h in range(kv):
                 start = token + (g * kv + h) * _head_step(a, wide)
                 if step == 0:
-                    as_float(a[_KIND], start, dk, state)
+                    as_float(a.kind, start, dk, state)
                     for r in range(repeats):
                         q = h * repeats + r
-                        query = floats(a[_SCRATCH] + stride * (b * heads + g * queries + q) + stride - 4 * dk, dk)
+                        query = floats(a.scratch + stride * (b * heads + g * queries + q) + stride - 4 * dk, dk)
                         total = np.float32(0)
                         for i in range(dk):
                             total += query[i] * state[i]
@@ -411,7 +423,7 @@ def _exact_piece(a, real, b, g, queries, partial, own):
                             total = real[1] * np.float32(np.tanh(total / real[1]))
                         scores[q * places + place] = total
                 else:
-                    as_float(a[_KIND], start + size * dk, dv, state)
+                    as_float(a.kind, start + size * dk, dv, state)
                     for r in range(repeats):
                         q = h * repeats + r
                         weight = scores[q * places + place]
@@ -421,28 +433,28 @@ def _exact_piece(a, real, b, g, queries, partial, own):
         if step == 0:
             for q in range(queries):
                 part = scores[q * places : (q + 1) * places]
-                if not _weigh(part, q, partial, queries, dv, a[_WV], False):
+                if not _weigh(part, q, partial, queries, dv, a.wv, False):
                     part[:] = 0
 
 
 @nested
 def _finish(a, b, kv_head, queries, many, partials, step, own):
     """Merge the threads' sums of a KV head's queries, and map those of codes back."""
-    dv, wv, repeats, kv = a[_DV], a[_WV], a[_REPEATS], a[_KV] // a[_GROUPS]
-    g, heads = kv_head // kv, a[_KV] * repeats
-    code = array(a[_CODES] + 8 * _CODE * g, _CODE, np.int64)
-    width, wide = code[_C_WV], _padded(dv)
+    dv, wv, repeats, kv = a.dv, a.wv, a.repeats, a.kv // a.groups
+    g, heads = kv_head // kv, a.kv * repeats
+    code = array(a.codes + _CODE_SIZE * g, 1, CODE)[0]
+    width, wide = code.wv, _padded(dv)
     size = _partial_size(queries, dv, wv)
-    base = (b * a[_GROUPS] + g) * size
+    base = (b * a.groups + g) * size
     numbers, rest = own[: repeats * width], own[repeats * width :]
     values, rest = rest[: repeats * dv], rest[repeats * dv :]
     totals, mapped = rest[:repeats], rest[repeats : repeats * (1 + wide)]
     numbers[:] = 0
     values[:] = 0
-    mean = floats(a[_VALUE_MEAN] + 4 * kv_head * dv, dv)
+    mean = floats(a.value_mean + 4 * kv_head * dv, dv)
     for r in range(repeats):
         q = kv_head * repeats + r - g * queries
-        aux = floats(a[_AUX], heads)[kv_head * repeats + r] if a[_AUX] != 0 else LEAST
+        aux = floats(a.aux, heads)[kv_head * repeats + r] if a.aux != 0 else LEAST
         peak, coded, exact = aux, np.float32(0), np.float32(0)
         for t in range(many):
             peak = max(peak, partials[t * step + base + q])
@@ -463,8 +475,8 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
         if aux > LEAST:
             totals[r] += np.float32(np.exp(np.float64(aux) - np.float64(peak)))
     inside = kv_head - g * kv
-    _multiply(repeats, width, numbers, code[_C_VBACK] + 4 * inside * width * wide, dv, mapped)
-    out = floats(a[_OUT] + 4 * dv * (b * heads + kv_head * repeats), repeats * dv)
+    _multiply(repeats, width, numbers, code.value_back + 4 * inside * width * wide, dv, mapped)
+    out = floats(a.out + 4 * dv * (b * heads + kv_head * repeats), repeats * dv)
     for r in range(repeats):
         # Nothing is attended to by padding.
         by = np.float32(1) / totals[r] if totals[r] > 0 else np.float32(0)
@@ -475,44 +487,44 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
 @called
 def attend(address):
     """What each thread does of a step, given the address of its list of numbers."""
-    a = carray(address, (_PLACES,), np.int64)
-    real = floats(a[_REAL], 2)
-    threads = a[_THREADS]
+    a = carray(address, (1,), STEP)[0]
+    real = floats(a.real, 2)
+    threads = a.threads
     many, me = thread_count(threads), thread_number(threads)
-    batch, groups, dk, dv = a[_BATCH], a[_GROUPS], a[_DK], a[_DV]
-    heads = a[_KV] * a[_REPEATS]
+    batch, groups, dk, dv = a.batch, a.groups, a.dk, a.dv
+    heads = a.kv * a.repeats
     queries = heads // groups
-    size = _partial_size(queries, dv, a[_WV])
+    size = _partial_size(queries, dv, a.wv)
     step = batch * groups * size
-    at = a[_SCRATCH] + 4 * batch * heads * _query_size(a)
+    at = a.scratch + 4 * batch * heads * _query_size(a)
     partials = floats(at, threads * step)
-    most = max(a[_WK], a[_WV])
-    own_size = _piece_size(a, queries) + queries * (a[_SINKS] + a[_RING])
-    own_size += (queries + a[_KV]) * (dk + dv + most + 3 * COLUMNS)
+    most = max(a.wk, a.wv)
+    own_size = _piece_size(a, queries) + queries * (a.sinks + a.ring)
+    own_size += (queries + a.kv) * (dk + dv + most + 3 * COLUMNS)
     own = floats(at + 4 * (threads * step + me * own_size), own_size)
     mine = partials[me * step : (me + 1) * step]
     mine[:] = 0
     for each in range(batch * groups):
         mine[each * size : each * size + queries] = LEAST
-    tasks = a[_KV] // groups + 2
+    tasks = a.kv // groups + 2
     for task in range(me, batch * groups * tasks, many):
         unit = task // tasks
         _prepare(a, real, unit // groups, unit % groups, tasks - 1 - task % tasks, queries, own)
     wait_for_all(threads)
-    first = array(a[_FIRST], batch, np.int64)
+    first = array(a.first, batch, np.int64)
     total = 0
     for b in range(batch):
         bounds = _bounds(a, b)
-        begin, edge, pieces = max(bounds[_LOW], a[_BASE], first[b] + a[_SINKS]), bounds[_EDGE], 0
+        begin, edge, pieces = max(bounds[_LOW], a.base, first[b] + a.sinks), bounds[_EDGE], 0
         if begin < edge:
-            pieces = (edge - 1 - a[_BASE]) // PIECE - (begin - a[_BASE]) // PIECE + 1
+            pieces = (edge - 1 - a.base) // PIECE - (begin - a.base) // PIECE + 1
         total += groups * (pieces + 1)
     low, high, unit = total * me // many, total * (me + 1) // many, 0
     for b in range(batch):
         bounds = _bounds(a, b)
-        begin, edge = max(bounds[_LOW], a[_BASE], first[b] + a[_SINKS]), bounds[_EDGE]
-        start = (begin - a[_BASE]) // PIECE
-        pieces = (edge - 1 - a[_BASE]) // PIECE - start + 1 if begin < edge else 0
+        begin, edge = max(bounds[_LOW], a.base, first[b] + a.sinks), bounds[_EDGE]
+        start = (begin - a.base) // PIECE
+        pieces = (edge - 1 - a.base) // PIECE - start + 1 if begin < edge else 0
         for g in range(groups):
             place = (b * groups + g) * size
             partial = mine[place : place + size]
@@ -521,12 +533,12 @@ def attend(address):
                     if piece == pieces:
                         _exact_piece(a, real, b, g, queries, partial, own)
                     else:
-                        slot = a[_BASE] + (start + piece) * PIECE
+                        slot = a.base + (start + piece) * PIECE
                         _coded_piece(
                             a, real, b, g, start + piece, max(begin, slot), min(edge, slot + PIECE), queries,
                             partial, own,
                         )  # fmt: skip
                 unit += 1
     wait_for_all(threads)
-    for task in range(me, batch * a[_KV], many):
-        _finish(a, task // a[_KV], task % a[_KV], queries, many, partials, step, own)
+    for task in range(me, batch * a.kv, many):
+        _finish(a, task // a.kv, task % a.kv, queries, many, partials, step, own)

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from recalkv.trellis.codes import BITS, GRAIN, levels
 from recalkv.trellis.cpu.codes import CELLS, decode, search
-from recalkv.trellis.cpu.threads import array, floats, run, thread_count, thread_number, threads_of_torch
+from recalkv.trellis.cpu.threads import array, floats, record, run, thread_count, thread_number, threads_of_torch
 from recalkv.trellis.cpu.vectors import called, nested
 from recalkv.trellis.rows import (
     FIRST,
@@ -158,53 +157,59 @@ def write_row(numbers, segments, count, lookup, row):
             place += octets * _TILE
 
 
-# Places in the list of numbers that rows are written and read by.
-(
-    _THREADS, _TOKENS, _WIDTH, _NUMBERS, _SEGMENTS, _COUNT, _LOOK, _BLOCKS, _TILES, _BLOCK, _ROW, _SLOTS, _START, _OWN,
-) = range(14)  # fmt: skip
+_ROWS = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "threads", "tokens", "width", "numbers", "segments", "count", "look", "blocks", "tiles", "block", "row",
+            "slots", "start", "own",
+        )
+    ]
+)  # fmt: skip
+"""What rows are written and read by: counts, and addresses."""
 
 
 @called
 def _pack(address):
     """Rows of many tokens, each in the slot that the list has for it; none where that is negative."""
-    a = carray(address, (14,), np.int64)
-    lookup, slots = array(a[_LOOK], 3, np.int64), array(a[_SLOTS], a[_TOKENS], np.int64)
-    width, size = a[_WIDTH], a[_TILES] * _TILE
-    many, me = thread_count(a[_THREADS]), thread_number(a[_THREADS])
-    for token in range(a[_TOKENS] * me // many, a[_TOKENS] * (me + 1) // many):
+    a = carray(address, (1,), _ROWS)[0]
+    lookup, slots = array(a.look, 3, np.int64), array(a.slots, a.tokens, np.int64)
+    width, size = a.width, a.tiles * _TILE
+    many, me = thread_count(a.threads), thread_number(a.threads)
+    for token in range(a.tokens * me // many, a.tokens * (me + 1) // many):
         slot = slots[token]
         if slot >= 0:
-            row = a[_BLOCKS] + slot // size * a[_BLOCK] + slot % size // _TILE * a[_ROW] * _TILE + slot % _TILE
-            write_row(floats(a[_NUMBERS] + 4 * width * token, width), a[_SEGMENTS], a[_COUNT], lookup, row)
+            row = a.blocks + slot // size * a.block + slot % size // _TILE * a.row * _TILE + slot % _TILE
+            write_row(floats(a.numbers + 4 * width * token, width), a.segments, a.count, lookup, row)
 
 
 @called
 def _unpack(address):
     """Numbers of consecutive slots of a sequence, whose blocks the list has; two tiles are decoded at a time."""
-    a = carray(address, (14,), np.int64)
-    tokens, width, start, row_bytes, count = a[_TOKENS], a[_WIDTH], a[_START], a[_ROW], a[_COUNT]
-    table, lookup = array(a[_SEGMENTS], count * 4, np.int64), array(a[_LOOK], 3, np.int64)
-    many, me = thread_count(a[_THREADS]), thread_number(a[_THREADS])
+    a = carray(address, (1,), _ROWS)[0]
+    tokens, width, start, row_bytes, count = a.tokens, a.width, a.start, a.row, a.count
+    table, lookup = array(a.segments, count * 4, np.int64), array(a.look, 3, np.int64)
+    many, me = thread_count(a.threads), thread_number(a.threads)
     scales = floats(lookup[2], 256)
-    own = a[_OWN] + 4 * me * width * _TILE
+    own = a.own + 4 * me * width * _TILE
     decoded = array(own, width * 2 * _TILE, np.int16)
     factor = np.float32(1 / GRAIN)
     low, high = start // _TILE, (start + tokens + _TILE - 1) // _TILE
-    blocks = array(a[_SLOTS], (high + a[_TILES] - 1) // a[_TILES], np.int64)
+    blocks = array(a.slots, (high + a.tiles - 1) // a.tiles, np.int64)
     pairs = (high - low + 1) // 2
     for pair in range(pairs * me // many, pairs * (me + 1) // many):
         tile = low + 2 * pair
-        place = a[_BLOCKS] + blocks[tile // a[_TILES]] * a[_BLOCK] + tile % a[_TILES] * row_bytes * _TILE
+        place = a.blocks + blocks[tile // a.tiles] * a.block + tile % a.tiles * row_bytes * _TILE
         other, behind = place, tile + 1
         if behind < high:
-            other = a[_BLOCKS] + blocks[behind // a[_TILES]] * a[_BLOCK] + behind % a[_TILES] * row_bytes * _TILE
+            other = a.blocks + blocks[behind // a.tiles] * a.block + behind % a.tiles * row_bytes * _TILE
         for each in range(count):
             byte, wide, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
             ahead = (byte + 1) * _TILE
             decode(bits, place + ahead, other + ahead, wide, own + 4 * _TILE * first, 4 * _TILE)
         begin, end = max(tile * _TILE, start), min((tile + 2) * _TILE, start + tokens)
         for slot in range(begin, end):
-            out, lane = floats(a[_NUMBERS] + 4 * width * (slot - start), width), slot - tile * _TILE
+            out, lane = floats(a.numbers + 4 * width * (slot - start), width), slot - tile * _TILE
             row = place if lane < _TILE else other
             for each in range(count):
                 wide, first = table[4 * each + 1], table[4 * each + 3]
@@ -217,13 +222,11 @@ def _unpack(address):
 def _arguments(
     numbers: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor, start: int, scratch: int
 ) -> np.ndarray:
-    return np.array(
-        [
-            threads_of_torch(), numbers.shape[0], numbers.shape[1], numbers.data_ptr(), table.ctypes.data, len(table),
-            _LOOKUP.ctypes.data, tiles.data_ptr(), tiles.shape[1], tiles.stride(0), tiles.shape[2], slots.data_ptr(),
-            start, scratch,
-        ],
-        np.int64,
+    return record(
+        _ROWS, threads=threads_of_torch(), tokens=numbers.shape[0], width=numbers.shape[1], numbers=numbers.data_ptr(),
+        segments=table.ctypes.data, count=len(table), look=_LOOKUP.ctypes.data, blocks=tiles.data_ptr(),
+        tiles=tiles.shape[1], block=tiles.stride(0), row=tiles.shape[2], slots=slots.data_ptr(), start=start,
+        own=scratch,
     )  # fmt: skip
 
 
@@ -243,7 +246,7 @@ def pack_tiles(numbers: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor)
     slots : (tokens,) int64
         Block times the slots of a block, plus the place in it; negative for tokens that are not written.
     """
-    _run(_pack, _arguments(numbers, table, tiles, slots, 0, 0))
+    run(_pack, _arguments(numbers, table, tiles, slots, 0, 0))
 
 
 def unpack_tiles(tiles: Tensor, table: np.ndarray, blocks: Tensor, start: int, numbers: Tensor) -> None:
@@ -257,11 +260,7 @@ def unpack_tiles(tiles: Tensor, table: np.ndarray, blocks: Tensor, start: int, n
         First slot of the sequence that is read.
     """
     scratch = np.empty((threads_of_torch(), TILE * numbers.shape[1]), np.float32)
-    _run(_unpack, _arguments(numbers, table, tiles, blocks, start, scratch.ctypes.data))
-
-
-def _run(task: Any, arguments: np.ndarray) -> None:
-    run(task, arguments, int(arguments[0]))
+    run(_unpack, _arguments(numbers, table, tiles, blocks, start, scratch.ctypes.data))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -56,9 +56,16 @@ def _say_one_thread() -> None:
     )
 
 
-def run(task: Any, numbers: np.ndarray, threads: int) -> None:
-    """Call a ``void(void*)`` of Numba with the address of int64 numbers in so many threads; wait for all."""
-    library = _openmp()
+def record(layout: np.dtype, /, **numbers: int) -> np.ndarray:
+    """One record of int64 numbers by their names, for compiled code; those that are not given are 0."""
+    found = [numbers.pop(name, 0) for name in layout.names or ()]
+    assert not numbers, f"no fields {', '.join(numbers)}"
+    return np.array(found, np.int64).view(layout)
+
+
+def run(task: Any, numbers: np.ndarray) -> None:
+    """Call a ``void(void*)`` of Numba with the address of a record in so many ``threads`` as it says; wait for all."""
+    library, threads = _openmp(), int(numbers["threads"][0])
     if threads == 1 or library is None:
         task.ctypes(ctypes.c_void_p(numbers.ctypes.data))
     else:
