@@ -13,13 +13,7 @@ from recalkv.evaluation.key_bias import bias_shares, rotated_biases, without_bia
 from recalkv.evaluation.perplexity import window_scores
 from recalkv.evaluation.quantized_cache import quantized_cache
 from recalkv.evaluation.quantizers import quantizer
-from recalkv.evaluation.suites.answers import (
-    Prompt,
-    final_number,
-    generate_answers,
-    read_prompts,
-    score,
-)
+from recalkv.evaluation.suites.answers import Prompt, final_number, generate_answers, read_prompts, score
 from recalkv.text.windows import Windows
 from stages.baseline import own_words
 from stages.models_page import compared

@@ -17,13 +17,7 @@ from recalkv.codec.fit import build_codec
 from recalkv.codec.moments import heads_per_code, take_moments
 from recalkv.codec.probe import watching
 from recalkv.codec.sidecar import Codec
-from recalkv.errors import (
-    CheckpointError,
-    DataError,
-    NonFiniteError,
-    ParameterError,
-    UnsupportedModelError,
-)
+from recalkv.errors import CheckpointError, DataError, NonFiniteError, ParameterError, UnsupportedModelError
 from tests.coded import fit
 from tests.tiny import dense_model, windows
 

@@ -144,8 +144,7 @@ def test_left_padding_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "static"),
-    [("llama-gqa", False), ("mistral-sliding", True), ("gemma3", False), ("gpt-oss-sinks", True)],
+    ("family", "static"), [("llama-gqa", False), ("mistral-sliding", True), ("gemma3", False), ("gpt-oss-sinks", True)]
 )
 def test_long_chunks_push_out_what_they_attend_to(family: str, static: bool) -> None:
     model, ids = coded_model(family), torch.cat([token_ids(4), token_ids(4, 130, seed=8)], 1)
@@ -229,8 +228,7 @@ def same_start(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("gemma3", "beams"), ("llama-gqa", "sampled beams"), ("llama-gqa", "several samples")],
+    ("family", "kind"), [("gemma3", "beams"), ("llama-gqa", "sampled beams"), ("llama-gqa", "several samples")]
 )
 def test_generation_is_that_of_passes_without_a_cache(family: str, kind: str) -> None:
     model, ids = coded_model(family), token_ids(4, 30)

@@ -69,10 +69,7 @@ def test_error_grows_with_the_ratio(method: str) -> None:
 def test_two_runs_agree_bit_for_bit(precision: str, changes: dict[str, Any]) -> None:
     first, second = (
         compress_layers(
-            ModuleSource(dense_model("llama-gqa"), precision=precision),
-            windows(),
-            calibration(),
-            plain(**changes),
+            ModuleSource(dense_model("llama-gqa"), precision=precision), windows(), calibration(), plain(**changes)
         )
         for _ in range(2)
     )
@@ -141,11 +138,7 @@ def test_the_full_disk_of_the_scratch_folder_is_named(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("changes", "gradients"),
-    [
-        ({}, True),
-        ({"method": "recalkv"}, True),
-        ({"method": "recalkv", "allocation": "uniform"}, False),
-    ],
+    [({}, True), ({"method": "recalkv"}, True), ({"method": "recalkv", "allocation": "uniform"}, False)],
 )
 def test_gradients_are_collected_where_the_method_needs_them(
     changes: dict[str, Any], gradients: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -86,15 +86,7 @@ KINDS: dict[str, list[Any]] = {
     "values": ["fused", "absorbed", "reconstructed"],
     "window": [0, 5],
 }
-TOKENS = [
-    "greedy",
-    "beams",
-    "padded",
-    "turns",
-    "lookup",
-    "assisted",
-    "chunks7",
-]
+TOKENS = ["greedy", "beams", "padded", "turns", "lookup", "assisted", "chunks7"]
 LOGITS = ["one-pass", "singly", "pieces", "crop", "half-precision"]
 WAYS: dict[str, list[Any]] = {
     "way": TOKENS + LOGITS,
@@ -291,13 +283,8 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
 
 NEW_TOKENS = 16
 # Of the outcome, and of how it is reached.
-CHOICES: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-}
-SPEED: dict[str, dict[str, Any]] = {
-    "lookup": {"prompt_lookup_num_tokens": 4},
-    "chunks7": {"prefill_chunk_size": 7},
-}
+CHOICES: dict[str, dict[str, Any]] = {"beams": {"num_beams": 3, "num_return_sequences": 2}}
+SPEED: dict[str, dict[str, Any]] = {"lookup": {"prompt_lookup_num_tokens": 4}, "chunks7": {"prefill_chunk_size": 7}}
 
 
 def generate(model: Any, ids: Tensor, tokens: int = NEW_TOKENS, **options: Any) -> Tensor:

@@ -177,8 +177,7 @@ def test_c4_is_cut_as_in_the_papers(monkeypatch: pytest.MonkeyPatch, tiny_tokeni
 
 
 @pytest.mark.parametrize(
-    ("text", "joined"),
-    [("wikitext2", "^a b\n\nc"), ("ptb", "^a b c"), ("c4", "^a b c"), ("embedded", "a b\n\nc")],
+    ("text", "joined"), [("wikitext2", "^a b\n\nc"), ("ptb", "^a b c"), ("c4", "^a b c"), ("embedded", "a b\n\nc")]
 )
 def test_corpora_are_tokenized_as_one_string(monkeypatch: pytest.MonkeyPatch, text: str, joined: str) -> None:
     """A tokenizer that marks the start of every string, as LLaMA's does, marks the start of a corpus only."""

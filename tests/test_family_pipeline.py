@@ -28,20 +28,11 @@ SDPA, EAGER = "static cache, beside SDPA", "static cache, beside transformers' e
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        pytest.param(
-            lambda folder: published_experts(folder)[0],
-            [EAGER],
-            id="mxfp4",
-        ),
+        pytest.param(lambda folder: published_experts(folder)[0], [EAGER], id="mxfp4"),
         pytest.param(_saved("qwen3-next-hybrid"), ["states of the other layers", SDPA], id="hybrid"),
         pytest.param(_saved("glm-partial"), [SDPA], id="glm", marks=pytest.mark.slow),
         pytest.param(_saved("granite4-hybrid"), ["states of the other layers"], id="granite4", marks=pytest.mark.slow),
-        pytest.param(
-            _saved("gemma2-softcap"),
-            [EAGER],
-            id="gemma2",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(_saved("gemma2-softcap"), [EAGER], id="gemma2", marks=pytest.mark.slow),
         pytest.param(_saved("gemma3"), [SDPA], id="gemma3", marks=pytest.mark.slow),
         pytest.param(_saved("olmo2-whole-norm"), [SDPA], id="olmo2", marks=pytest.mark.slow),
         pytest.param(_saved("phi3-fused"), [SDPA], id="phi3", marks=pytest.mark.slow),

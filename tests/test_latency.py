@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from recalkv.errors import CheckpointError, ParameterError
-from recalkv.evaluation.attention_step import (
-    Step,
-    dense_step,
-    module_of,
-    typical_layer,
-)
+from recalkv.evaluation.attention_step import Step, dense_step, module_of, typical_layer
 from recalkv.evaluation.decoding import CACHES, check_same, largest, prompt_contents, time_decoding
 from recalkv.evaluation.latency import check_contexts
 from recalkv.evaluation.timing import environment

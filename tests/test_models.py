@@ -131,10 +131,7 @@ def test_handbook_keeps_the_paragraphs_and_parts_the_sections(tmp_path: Path) ->
 
 
 def test_tasks_by_every_form_of_cache(
-    prepared: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    prepared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     template = read_reference(Path("data/model")).folder / "chat_template.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")

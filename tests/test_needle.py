@@ -13,14 +13,7 @@ from transformers import DynamicCache
 
 from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
-from recalkv.evaluation.suites.needle import (
-    DIGITS,
-    SCORES,
-    answer_scores,
-    digit_places,
-    find_needles,
-    needle_context,
-)
+from recalkv.evaluation.suites.needle import DIGITS, SCORES, answer_scores, digit_places, find_needles, needle_context
 from recalkv.params import NeedleParams
 from tests import tiny
 from tests.pipeline import invoke

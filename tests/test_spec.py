@@ -75,23 +75,14 @@ def test_lists_and_tuples_are_the_same() -> None:
         ({"value_layout": "both"}, "value_layout='both' is none of separate, fused"),
         ({"head_permutation": [0, 2, 2]}, r"\[0, 2, 2\] is no permutation"),
         ({"key_segments": [[(3, 4)], [(2, 4)]]}, "must both be given or both be null"),
-        (
-            {"key_segments": [[(3, 4)], [(1, 4)]], "value_segments": [[(4, 4)]]},
-            r"key_segments of \[3, 1\] latents",
-        ),
+        ({"key_segments": [[(3, 4)], [(1, 4)]], "value_segments": [[(4, 4)]]}, r"key_segments of \[3, 1\] latents"),
         ({"key_segments": [[(5, 4)]], "value_segments": [[(4, 4)]]}, r"key_segments of \[5\] latents"),
-        (
-            {"key_segments": [[(3, 5)], [(2, 4)]], "value_segments": [[(4, 4)]]},
-            "packed.* bits one of 1, 2, 3, 4, 6, 8",
-        ),
+        ({"key_segments": [[(3, 5)], [(2, 4)]], "value_segments": [[(4, 4)]]}, "packed.* bits one of 1, 2, 3, 4, 6, 8"),
         ({"key_segments": [[(4, 4), (-1, 4)], [(2, 4)]], "value_segments": [[(4, 4)]]}, "cannot be packed"),
         ({"key_segments": [[3, 4], [2, 4]], "value_segments": [[(4, 4)]]}, "whole numbers"),
         ({"key_segments": [[(3, 2, 8)], [(2, 4)]], "value_segments": [[(4, 4)]]}, "pairs of width, bits"),
         ({"joint": True}, r"ranks \[3, 2\] and values of ranks \[4\] share"),
-        (
-            {"joint": True, "value_ranks": [3, 2], "value_segments": [[(3, 4)], [(2, 4)]]},
-            "value_segments null",
-        ),
+        ({"joint": True, "value_ranks": [3, 2], "value_segments": [[(3, 4)], [(2, 4)]]}, "value_segments null"),
     ],
 )
 def test_a_layer_that_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:

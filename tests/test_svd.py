@@ -5,13 +5,7 @@ import torch
 from torch import Tensor
 
 from recalkv.method.lowrank import LowRank
-from recalkv.method.svd import (
-    GroupPart,
-    factorize_parts,
-    group_columns,
-    group_parts,
-    relative_error,
-)
+from recalkv.method.svd import GroupPart, factorize_parts, group_columns, group_parts, relative_error
 
 WIDTH, HEADS, HEAD_DIM = 20, 5, 4
 

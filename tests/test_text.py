@@ -183,21 +183,13 @@ def test_jsonl_and_json(tmp_path: Path) -> None:
             r"a\.jsonl, line 2: column 'text' does not exist; .*: body, id; set `field`",
         ),
         ("a.jsonl", '{"text": "x"}\n\n{"text": ', r"a\.jsonl, line 3: not JSON with the column 'text': "),
-        (
-            "a.jsonl",
-            '{"text": "x"}\n["y"]',
-            r"a\.jsonl, line 2: column 'text' does not exist; .* present: none",
-        ),
+        ("a.jsonl", '{"text": "x"}\n["y"]', r"a\.jsonl, line 2: column 'text' does not exist; .* present: none"),
         (
             "a.jsonl",
             '{"text": 3}',
             r"a\.jsonl, line 1: column 'text' holds int instead of text or messages; .* present: text;",
         ),
-        (
-            "a.json",
-            '["x", {"body": "y"}]',
-            r"a\.json, item 2: column 'text' does not exist; .* present: body;",
-        ),
+        ("a.json", '["x", {"body": "y"}]', r"a\.json, item 2: column 'text' does not exist; .* present: body;"),
         ("a.json", '{"text": "x"}', r"a\.json: a JSON dict, not a list of objects or strings"),
         ("a.json", "[", r"a\.json: not JSON with the column 'text': "),
         ("a.txt", "", r"a\.txt' holds no text"),
@@ -288,11 +280,7 @@ def test_hub_rows_are_verbatim(hub: Any) -> None:
             "train",
             "text",
             ("allenai/c4", None),
-            {
-                "split": "train",
-                "revision": None,
-                "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"},
-            },
+            {"split": "train", "revision": None, "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}},
         ),
         (
             "c4",

@@ -33,9 +33,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma2-softcap": {"tie_word_embeddings": True},
     "gpt-oss-sinks": {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
     "minimax-m2-whole-norm": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "phi3-longrope": {
-        "rope_parameters": LONGROPE | {"short_factor": [1.0] * 4 + [1.5] * 4, "long_factor": [3.0] * 8},
-    },
+    "phi3-longrope": {"rope_parameters": LONGROPE | {"short_factor": [1.0] * 4 + [1.5] * 4, "long_factor": [3.0] * 8}},
 }
 NAMES = [name for name in ALL_FAMILIES if name not in ("llama-linear-rope", "llama-bias", "qwen2-mixed-sliding")]
 PER_HEAD = {"llama-halves": "llama-mha", "qwen3-halves": "qwen3-qk-norm"}
