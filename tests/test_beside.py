@@ -32,6 +32,7 @@ from recalkv.params import EvaluationParams, NeedleParams
 from recalkv.reports.beside import FIGURES, advice
 from recalkv.text.documents import given_documents
 from recalkv.text.windows import Windows
+from tests import raises
 from tests.tiny import VOCABULARY, windows
 
 SMALL = Wanted(
@@ -304,10 +305,8 @@ def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.Monk
 
 def test_checkpoint_folders(tmp_path: Path, compressed: Path) -> None:
     assert checkpoint_folder(str(compressed), tmp_path) == compressed
-    with pytest.raises(ModelUnavailableError, match="no safetensors"):
-        checkpoint_folder(str(tmp_path), tmp_path)
-    with pytest.raises(ModelUnavailableError, match="no/such"):
-        checkpoint_folder("no/such", tmp_path)
+    raises(ModelUnavailableError, "no safetensors", checkpoint_folder, str(tmp_path), tmp_path)
+    raises(ModelUnavailableError, "no/such", checkpoint_folder, "no/such", tmp_path)
 
 
 # The one call --------------------------------------------------------------------------------------------
@@ -321,8 +320,7 @@ def test_conversations_are_calibrated_on_in_the_template(tiny_folder: Path, tiny
     said = "the cache holds what the model has read so far " * 40
     chats = [[{"role": "user", "content": said}, {"role": "assistant", "content": said}]]
     dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    with pytest.raises(DataError, match="has no chat template"):
-        recalkv.compress(dense, tiny_tokenizer, chats, **CALL)
+    raises(DataError, "has no chat template", recalkv.compress, dense, tiny_tokenizer, chats, **CALL)
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     expected = recalkv.compress(dense, tiny_tokenizer, [said + said], **CALL).state_dict()
@@ -339,8 +337,7 @@ def test_conversations_are_calibrated_on_in_the_template(tiny_folder: Path, tiny
     ],
 )
 def test_the_call_refuses_before_it_works(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises((ParameterError, DataError), match=message):
-        recalkv.compress("no/such", **({"dataset": ["a"]} | changes))
+    raises((ParameterError, DataError), message, recalkv.compress, "no/such", **{"dataset": ["a"]} | changes)
 
 
 def test_a_model_with_offloaded_layers_is_refused(tiny_folder: Path, tiny_tokenizer: Any) -> None:
@@ -429,8 +426,7 @@ def test_ways_to_give_documents(given: Any, tiny_folder: Path, tmp_path: Path) -
     ],
 )
 def test_what_are_no_documents_is_refused(dataset: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        recalkv.compress("no/such", dataset=dataset)
+    raises(DataError, message, recalkv.compress, "no/such", dataset=dataset)
 
 
 def test_what_is_no_causal_model_is_refused(tiny_folder: Path, tiny_tokenizer: Any) -> None:
@@ -458,8 +454,7 @@ def test_the_call_works_whatever_the_mode_of_gradients(context: Any, tiny_folder
 def test_a_loaded_model_without_a_name_needs_its_tokenizer(tiny_folder: Path) -> None:
     dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
     dense.config._name_or_path = ""
-    with pytest.raises(ParameterError, match="no tokenizer is given"):
-        recalkv.compress(dense, dataset=["a"])
+    raises(ParameterError, "no tokenizer is given", recalkv.compress, dense, dataset=["a"])
     assert dense.config.vocab_size == VOCABULARY
 
 

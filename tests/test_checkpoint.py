@@ -21,6 +21,7 @@ from recalkv.model.export import build_model
 from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
+from tests import raises
 from tests.tiny import ALL_FAMILIES, VOCABULARY, compressed_pair, dense_model, over_values, windows
 
 pair = functools.cache(compressed_pair)
@@ -115,8 +116,7 @@ def test_tensors_that_do_not_fit_the_config_are_refused(
     checkpoint: Path, tmp_path: Path, change: Any, message: str
 ) -> None:
     """Most of these only warn in transformers, and go on with new weights."""
-    with pytest.raises(CheckpointError, match=message):
-        AutoModelForCausalLM.from_pretrained(edited(checkpoint, tmp_path, change))
+    raises(CheckpointError, message, AutoModelForCausalLM.from_pretrained, edited(checkpoint, tmp_path, change))
 
 
 def test_the_cost_rule_and_a_limit_choose_between_equal_paths() -> None:
@@ -277,13 +277,10 @@ def test_compressed_weights_are_not_the_dense_models() -> None:
 
 def test_compress_refuses_unsupported_and_compressed_models() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=VOCABULARY))
-    with pytest.raises(UnsupportedModelError, match="llama, mistral, qwen2, qwen3"):
-        quick(gpt2)
-    with pytest.raises(UnsupportedModelError, match="already"):
-        quick(pair("llama-gqa")[1])
+    raises(UnsupportedModelError, "llama, mistral, qwen2, qwen3", quick, gpt2)
+    raises(UnsupportedModelError, "already", quick, pair("llama-gqa")[1])
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(UnsupportedModelError, match="rope_type='dynamic'"):
-        quick(dense_model("llama-gqa", rope_parameters=dynamic))
+    raises(UnsupportedModelError, "rope_type='dynamic'", quick, dense_model("llama-gqa", rope_parameters=dynamic))
 
 
 @pytest.mark.xfail(reason="with nothing removed every dense shape is kept, and extra tensors only warn", strict=True)

@@ -28,7 +28,7 @@ from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.models import check_cached, codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
 from recalkv.trellis.codes import _kept_levels
-from tests import tiny
+from tests import raises, tiny
 from tests.coded import WINDOW, assert_agree, codec_of, coded_model, dense, fit, in_chunks, one_pass, token_ids
 
 STEPS = [20, *range(21, 61)]
@@ -37,8 +37,7 @@ STEPS = [20, *range(21, 61)]
 def test_a_codec_of_another_model_is_refused() -> None:
     with pytest.raises(CheckpointError, match="fingerprint .* fit one to this model"):
         use_codec(dense("llama-mha"), codec_of("llama-gqa"))
-    with pytest.raises(CheckpointError, match="fingerprint"):
-        use_codec(dense("llama-gqa", seed=1), codec_of("llama-gqa"))
+    raises(CheckpointError, "fingerprint", use_codec, dense("llama-gqa", seed=1), codec_of("llama-gqa"))
 
 
 def test_heads_of_other_sizes_are_refused_even_unchecked() -> None:
@@ -92,8 +91,7 @@ def test_a_coded_cache_is_refused_by_a_model_without_a_codec(filled: bool) -> No
     cache = codec_cache(model)
     if filled:
         in_chunks(model, ids, [40], cache)
-    with pytest.raises(UnsupportedModelError, match="use_codec"):
-        in_chunks(stop_codec(model), ids, [59, 60], cache)
+    raises(UnsupportedModelError, "use_codec", in_chunks, stop_codec(model), ids, [59, 60], cache)
 
 
 def test_other_kinds_of_caches_are_refused() -> None:
@@ -102,22 +100,19 @@ def test_other_kinds_of_caches_are_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="class Own cannot hold coded layers"):
         coded_model()(token_ids(), past_key_values=Own(), use_cache=True)
-    with pytest.raises(UnsupportedModelError, match="the model uses none"):
-        codec_cache(dense())
+    raises(UnsupportedModelError, "the model uses none", codec_cache, dense())
 
 
 def test_other_batches_are_refused() -> None:
     model, ids = coded_model(), token_ids()
     _, cache = in_chunks(model, ids, [40])
-    with pytest.raises(ParameterError, match="holds 6 sequences but got 2"):
-        in_chunks(model, ids[:2], [60], cache)
+    raises(ParameterError, "holds 6 sequences but got 2", in_chunks, model, ids[:2], [60], cache)
 
 
 def test_there_are_no_gradients() -> None:
     model, ids = coded_model(), token_ids()
     loss = model(ids, labels=ids, use_cache=False).loss
-    with pytest.raises(ReCalKVError, match="no gradient; call `recalkv.stop_codec"):
-        loss.backward()
+    raises(ReCalKVError, "no gradient; call `recalkv.stop_codec", loss.backward)
     assert bool(torch.isfinite(model(ids, labels=ids, use_cache=False).loss))
     assert one_pass(model, ids).grad_fn is None
 
@@ -249,18 +244,15 @@ def test_all_tokens_may_be_taken_back() -> None:
 def test_more_tokens_than_there_are_cannot_be_taken_back() -> None:
     model, ids = coded_model(), token_ids()
     _, cache = in_chunks(model, ids, [20])
-    with pytest.raises(ParameterError, match="21 tokens cannot be taken back of 20"):
-        cache.crop(-21)
-    with pytest.raises(ValueError, match="negative"):
-        cache.crop(5)
+    raises(ParameterError, "21 tokens cannot be taken back of 20", cache.crop, -21)
+    raises(ValueError, "negative", cache.crop, 5)
     assert cache.get_seq_length() == 20
 
 
 def test_what_slid_out_is_taken_back_where_it_was_recorded() -> None:
     model, ids = coded_model("mistral-sliding"), torch.cat([token_ids(), token_ids(seed=8)], 1)
     _, cache = in_chunks(model, ids, [60, *range(61, 121)])
-    with pytest.raises(RuntimeError, match="activate_past_recording"):
-        cache.crop(-100)
+    raises(RuntimeError, "activate_past_recording", cache.crop, -100)
     assert cache.get_seq_length() == 120
     cache = codec_cache(model)
     in_chunks(model, ids, [20], cache)
@@ -358,10 +350,8 @@ def test_submodels_keep_the_attention_that_each_had() -> None:
 
 def test_a_model_is_copied_without_its_codec() -> None:
     model = coded_model()
-    with pytest.raises(UnsupportedModelError, match="stop_codec"):
-        copy.deepcopy(model)
-    with pytest.raises(UnsupportedModelError, match="stop_codec"):
-        pickle.dumps(model)
+    raises(UnsupportedModelError, "stop_codec", copy.deepcopy, model)
+    raises(UnsupportedModelError, "stop_codec", pickle.dumps, model)
     copied = copy.deepcopy(stop_codec(model))
     assert torch.equal(one_pass(copied, token_ids()), one_pass(model, token_ids()))
 
@@ -421,8 +411,7 @@ def test_layers_that_share_their_keys_are_refused() -> None:
     torch.manual_seed(0)
     model = Gemma3nForCausalLM(Gemma3nTextConfig(**sizes, **kinds, laurel_rank=4, pad_token_id=0)).eval()
     use_codec(model, fit(model, tiny.windows(), 4, context=256))
-    with pytest.raises(UnsupportedModelError, match="layer 2 attends to the keys of an earlier layer"):
-        model(token_ids(), use_cache=True)
+    raises(UnsupportedModelError, "layer 2 attends to the keys of an earlier layer", model, token_ids(), use_cache=True)
     # Before an hour of fitting.
     with pytest.raises(
         UnsupportedModelError, match="layer 2 of Gemma3nForCausalLM attends to other keys than its cache"
@@ -446,8 +435,7 @@ def test_masks_that_show_later_tokens_are_refused(cached: bool) -> None:
     with torch.no_grad():
         assert_agree(model(ids, attention_mask=mask, use_cache=cached).logits, one_pass(model, ids))
         mask[:, :, 10:20, 10:20] = True
-        with pytest.raises(UnsupportedModelError, match="attend to later ones"):
-            model(ids, attention_mask=mask, use_cache=cached)
+        raises(UnsupportedModelError, "attend to later ones", model, ids, attention_mask=mask, use_cache=cached)
 
 
 def test_padding_between_turns_is_refused() -> None:
@@ -479,8 +467,7 @@ def test_static_caches_begin_without_dense_keys_and_batches_are_not_continuous()
     assert shape is not None
     use_codec(model, codec_of())
     assert model._get_static_cache_init_shape() is None
-    with pytest.raises(UnsupportedModelError, match="continuous batching keeps a cache of its own"):
-        model.init_continuous_batching()
+    raises(UnsupportedModelError, "continuous batching keeps a cache of its own", model.init_continuous_batching)
     assert stop_codec(model)._get_static_cache_init_shape() == shape
 
 

@@ -18,6 +18,7 @@ from recalkv.codec.moments import heads_per_code, take_moments
 from recalkv.codec.probe import watching
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import CheckpointError, DataError, NonFiniteError, ParameterError, UnsupportedModelError
+from tests import raises
 from tests.coded import fit
 from tests.tiny import dense_model, windows
 
@@ -188,16 +189,13 @@ def test_a_codec_replaces_a_codec_alone(codec: Codec, tmp_path: Path) -> None:
     codec.save(place)
     codec.save(str(place))
     (place / "notes.txt").write_text("mine")
-    with pytest.raises(ParameterError, match=r"holds other files than those of a codec"):
-        codec.save(place)
+    raises(ParameterError, r"holds other files than those of a codec", codec.save, place)
     assert (place / "notes.txt").read_text() == "mine"
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ParameterError, match="holds other files"):
-        codec.save(tmp_path / "file")
+    raises(ParameterError, "holds other files", codec.save, tmp_path / "file")
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "notes.txt").write_text("mine")
-    with pytest.raises(ParameterError, match=r"new\.partial holds other files"):
-        codec.save(tmp_path / "new")
+    raises(ParameterError, r"new\.partial holds other files", codec.save, tmp_path / "new")
     assert (tmp_path / "new.partial" / "notes.txt").read_text() == "mine"
 
 
@@ -265,8 +263,7 @@ NAME, KEY_MEAN = "layers.1.keys.0", "layers.1.key_mean"
 def test_a_damaged_codec_is_refused(codec: Codec, tmp_path: Path, damage: Any, message: str) -> None:
     codec.save(tmp_path / "codec")
     damage(tmp_path / "codec")
-    with pytest.raises(CheckpointError, match=message):
-        Codec.load(tmp_path / "codec")
+    raises(CheckpointError, message, Codec.load, tmp_path / "codec")
 
 
 def test_no_codec_says_how_to_make_one(tmp_path: Path) -> None:
@@ -326,8 +323,7 @@ def test_windows_without_tokens_behind_the_sinks_are_refused(model: Any, length:
 def test_weights_that_are_not_finite_name_the_layer(weight: str, message: str) -> None:
     model = dense_model("llama-gqa", tie_word_embeddings=False)
     model.get_parameter(weight).data.fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match=message):
-        fit(model, windows(2, 24))
+    raises(NonFiniteError, message, fit, model, windows(2, 24))
 
 
 def test_gradients_that_are_not_finite_name_the_layer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,8 +339,7 @@ def test_gradients_that_are_not_finite_name_the_layer(model: Any, monkeypatch: p
             return gradient * float("inf")
 
     own.model.layers[1].register_forward_hook(lambda _, __, out: Poison.apply(out))
-    with pytest.raises(NonFiniteError, match="in the gradients of layer 1 during calibration"):
-        fit(own, windows(2, 24))
+    raises(NonFiniteError, "in the gradients of layer 1 during calibration", fit, own, windows(2, 24))
 
 
 def test_head_sizes_that_give_no_blocks_are_refused() -> None:
@@ -357,5 +352,4 @@ def test_models_with_attention_of_their_own_are_refused() -> None:
     torch.manual_seed(0)
 
     bloom = BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=48, n_layer=2, n_head=6))
-    with pytest.raises(UnsupportedModelError, match=r"attention interface"):
-        fit(bloom, windows(2, 24))
+    raises(UnsupportedModelError, r"attention interface", fit, bloom, windows(2, 24))

@@ -19,7 +19,7 @@ from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
 from recalkv.trellis.cpu import compiled
-from tests import tiny
+from tests import raises, tiny
 from tests.coded import (
     FAMILIES,
     assert_agree,
@@ -248,8 +248,7 @@ def test_assisted_decoding_gives_the_same_tokens(family: str, coded_assistant: b
     model = coded_model(family)
     if family == "qwen3-next-hybrid":
         # Of what it keeps beside keys and values nothing can be taken back: as in the dense model.
-        with pytest.raises(ValueError, match="(?i)assist|crop|stateful"):
-            generated(model, token_ids(1, 30), prompt_lookup_num_tokens=3)
+        raises(ValueError, "(?i)assist|crop|stateful", generated, model, token_ids(1, 30), prompt_lookup_num_tokens=3)
         return
     ids = token_ids(1, 30)
     ids = torch.cat([ids, ids], 1)
@@ -398,8 +397,7 @@ def test_a_codec_that_is_refused_leaves_the_one_that_is_used() -> None:
     own = used_codec(model)
     assert own is not None
     other = dataclasses.replace(own, layers={index + 1: each for index, each in own.layers.items()})
-    with pytest.raises(CheckpointError, match=r"it has layers \[3\]"):
-        use_codec(model, other, check=False)
+    raises(CheckpointError, r"it has layers \[3\]", use_codec, model, other, check=False)
     assert used_codec(model) is own
 
 
@@ -510,8 +508,7 @@ def test_a_cache_that_is_used_again_takes_the_codec_of_the_model(static: bool) -
     cache = StaticCache(config=model.config, max_cache_len=64) if static else DynamicCache(config=model.config)
     in_chunks(use_codec(model, codec_of()), ids, [60], cache)
     use_codec(model, codec_of(bits=2))
-    with pytest.raises(UnsupportedModelError, match="holds 60 tokens in rows of another codec"):
-        in_chunks(model, ids, [61], cache)
+    raises(UnsupportedModelError, "holds 60 tokens in rows of another codec", in_chunks, model, ids, [61], cache)
     cache.reset()
     assert_agree(in_chunks(model, ids, [20, *range(21, 61)], cache)[0], one_pass(model, ids))
     assert {layer.codec.row_bytes for layer in cache.layers} == {
@@ -523,5 +520,4 @@ def test_packed_sequences_are_refused() -> None:
     model, ids = coded_model("qwen2-bias"), token_ids(1)
     packed = torch.cat([torch.arange(30), torch.arange(30)])[None]
     for cached in (False, True):
-        with pytest.raises(ParameterError, match="pass packed sequences one by one"):
-            model(ids, position_ids=packed, use_cache=cached)
+        raises(ParameterError, "pass packed sequences one by one", model, ids, position_ids=packed, use_cache=cached)

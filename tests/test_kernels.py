@@ -17,7 +17,7 @@ from recalkv.errors import ParameterError
 from recalkv.kernels.plan import cover_rank, value_blocks
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import group_sizes
-from tests import tiny
+from tests import raises, tiny
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -377,14 +377,11 @@ def test_a_model_with_kernels_is_saved_whole(tmp_path: Path) -> None:
 def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
     model = model.to(DEVICE)
-    with pytest.raises(ParameterError, match=r"kernel='cuda' must be one of: torch, triton, auto"):
-        use_kernels(model, "cuda")
-    with pytest.raises(ParameterError, match=r"kernel=triton cannot be used: the model has no latent attention"):
-        use_kernels(dense)
+    raises(ParameterError, r"kernel='cuda' must be one of: torch, triton, auto", use_kernels, model, "cuda")
+    raises(ParameterError, r"kernel=triton cannot be used: the model has no latent attention", use_kernels, dense)
     use_kernels(model)
     assert all(decoder_of(layer.self_attn) for layer in model.model.layers)
-    with pytest.raises(ParameterError, match=r"float64, and the kernels take float16"):
-        use_kernels(model.double())
+    raises(ParameterError, r"float64, and the kernels take float16", use_kernels, model.double())
     with pytest.warns(UserWarning, match="decoding in plain torch: the weights are torch.float64"):
         use_kernels(model, "auto")
     monkeypatch.setattr(module, "version", lambda name: "3.5.1")
@@ -392,8 +389,7 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         use_kernels(model.float())
     assert not any(decoder_of(layer.self_attn) for layer in model.model.layers)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ParameterError, match="triton is not installed"):
-        use_kernels(model.float())
+    raises(ParameterError, "triton is not installed", use_kernels, model.float())
 
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -408,8 +404,7 @@ def test_packed_latents_stay_with_torch(settings: dict[str, Any], counted: list[
     model = tiny.compressed_pair("llama-gqa", layers=1, **settings)[1].to(DEVICE)
     refused = r"latents of layer 0 are packed in \d+\.\d bits each, and the kernels serve those of 16 bits"
     remedy = r"compress with bits=16, .* Use kernel=torch, or auto\."
-    with pytest.raises(ParameterError, match=rf"kernel=triton cannot be used: {refused}; {remedy}"):
-        use_kernels(model, "triton")
+    raises(ParameterError, rf"kernel=triton cannot be used: {refused}; {remedy}", use_kernels, model, "triton")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         use_kernels(model, "auto")
@@ -425,8 +420,7 @@ def test_one_layer_of_packed_latents_leaves_all_to_torch() -> None:
     model = tiny.compressed_pair("llama-gqa", method="loss-aware")[1].to(DEVICE)
     packed = tiny.compressed_pair("llama-gqa", **PACKED["one code"])[1].to(DEVICE)
     model.model.layers[1] = packed.model.layers[1]
-    with pytest.raises(ParameterError, match="latents of layer 1 are packed"):
-        use_kernels(model)
+    raises(ParameterError, "latents of layer 1 are packed", use_kernels, model)
     with pytest.warns(UserWarning, match="latents of layer 1 are packed"):
         use_kernels(model, "auto")
     assert not any(decoder_of(layer.self_attn) for layer in model.model.layers)

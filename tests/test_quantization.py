@@ -21,7 +21,7 @@ from recalkv.model.layers import ModuleSource
 from recalkv.statistics.whitening import damped
 from recalkv.trellis.codes import BITS, DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment, pack, unpack
-from tests import tiny
+from tests import raises, tiny
 from tests.tiny import plain
 
 
@@ -176,8 +176,7 @@ def test_more_bytes_never_lose_more() -> None:
 def test_bad_budgets_name_the_remedy() -> None:
     with pytest.raises(BudgetError, match=r"ratio=0\.99 allows 0 bytes per token, but .* lower the ratio to 0\.\d+"):
         mixed_bits([[1.0] * 8, [1.0] * 8], 0.99)
-    with pytest.raises(NonFiniteError, match="energies"):
-        mixed_bits([[math.nan, 1.0]], 0.5)
+    raises(NonFiniteError, "energies", mixed_bits, [[math.nan, 1.0]], 0.5)
     dense = tiny.dense_model("llama-gqa")
 
     def compressed(**fields: Any) -> Any:
@@ -186,10 +185,8 @@ def test_bad_budgets_name_the_remedy() -> None:
 
     with pytest.raises(ParameterError, match=r"bits=mixed .*allocation=fisher does not use; set allocation to water"):
         compressed(method="palu", bits="mixed")
-    with pytest.raises(ParameterError, match="rank_multiple=16 must be 1"):
-        compressed(bits="mixed", rank_multiple=16)
-    with pytest.raises(BudgetError, match=r"ratio=0\.99 leaves \d+ latents of 8 bits to \d+ groups"):
-        compressed(bits=8, ratio=0.99)
+    raises(ParameterError, "rank_multiple=16 must be 1", compressed, bits="mixed", rank_multiple=16)
+    raises(BudgetError, r"ratio=0\.99 leaves \d+ latents of 8 bits to \d+ groups", compressed, bits=8, ratio=0.99)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

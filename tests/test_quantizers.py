@@ -14,7 +14,7 @@ from recalkv.errors import MissingPackageError, ParameterError
 from recalkv.evaluation.perplexity import window_scores
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import QUANTIZERS, CacheQuantizer, gaussian_codebook, quantizer
-from tests import tiny
+from tests import raises, tiny
 
 BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq.core.quantize"}
 """Packages of transformers' quantized cache, by the names of the quantizers."""
@@ -214,8 +214,7 @@ def test_one_pass_is_decoding_token_by_token(family: str, name: str) -> None:
 
 
 def test_an_unknown_quantizer_is_named() -> None:
-    with pytest.raises(ParameterError, match="'kivi-5' is unknown; choose one of fp8"):
-        quantizer("kivi-5", 64)
+    raises(ParameterError, "'kivi-5' is unknown; choose one of fp8", quantizer, "kivi-5", 64)
 
 
 @pytest.mark.parametrize("name", ["quanto-4", "quanto-2", "hqq-4", "hqq-2"])
@@ -240,8 +239,7 @@ def test_backends_round_as_the_cache_of_transformers_does(name: str) -> None:
 @pytest.mark.parametrize("name", ["quanto-4", "hqq-4"])
 def test_a_backend_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, BACKENDS[name.partition("-")[0]], None)
-    with pytest.raises(MissingPackageError, match=r"pip install '.\[quantizers\]'"):
-        quantizer(name, 64)
+    raises(MissingPackageError, r"pip install '.\[quantizers\]'", quantizer, name, 64)
 
 
 def test_a_window_of_exact_tokens_reads_a_prompt_as_it_comes() -> None:

@@ -9,6 +9,7 @@ import pytest
 from recalkv.errors import BudgetError, NonFiniteError, ParameterError
 from recalkv.method.ranks import Allocation, Projection, allocate_ranks, check_ratio, proportional_shares, water_filling
 from recalkv.model.families import group_sizes
+from tests import raises
 
 RATIOS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95)
 
@@ -131,10 +132,8 @@ def test_shares_are_clipped_multiples_of_the_scores_that_sum_to_the_total() -> N
 @pytest.mark.parametrize("ratio", [1.0, -0.1, 1.5, float("nan")])
 def test_ratio_out_of_range_is_refused(ratio: float) -> None:
     message = rf"compression\.ratio={ratio} must be in \[0, 1\).*fraction.*0\.7 keeps 30 %"
-    with pytest.raises(ParameterError, match=message):
-        check_ratio(ratio)
-    with pytest.raises(ParameterError, match=message):
-        allocate_ranks([Projection((8,), 1.0)], ratio)
+    raises(ParameterError, message, check_ratio, ratio)
+    raises(ParameterError, message, allocate_ranks, [Projection((8,), 1.0)], ratio)
 
 
 def test_multiple_below_one_is_refused() -> None:
@@ -151,8 +150,7 @@ def test_illegal_scores_are_refused_by_number(score: float) -> None:
 def test_impossible_budget_names_a_ratio_that_works() -> None:
     projections = [Projection((80, 80), 1.0), Projection((80, 80), 1.0)]
     message = r"ratio=0\.7 allows 96 .* ranks need 128: lower the ratio to 0\.6 or less.*rank_multiple \(32\)"
-    with pytest.raises(BudgetError, match=message):
-        allocate_ranks(projections, 0.7, 32)
+    raises(BudgetError, message, allocate_ranks, projections, 0.7, 32)
     assert allocate_ranks(projections, 0.6, 32).used == 128
     assert issubclass(BudgetError, ParameterError)
 
@@ -206,5 +204,4 @@ def test_units_without_energy_get_the_minimum() -> None:
 
 
 def test_energies_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(NonFiniteError, match="rerun the fisher stage in float32"):
-        water_filling([[1.0, float("nan")]], 0.5)
+    raises(NonFiniteError, "rerun the fisher stage in float32", water_filling, [[1.0, float("nan")]], 0.5)

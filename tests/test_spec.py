@@ -11,6 +11,7 @@ import pytest
 from recalkv.errors import CheckpointError
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
+from tests import raises
 
 # Three key/value heads of 8: key groups of 2 and 1 heads, one value group.
 GEOMETRY = AttentionGeometry(hidden=48, heads=6, kv_heads=3, head_dim=8, layers=2)
@@ -86,8 +87,7 @@ def test_lists_and_tuples_are_the_same() -> None:
     ],
 )
 def test_a_layer_that_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        LayerSpec(**({"key_ranks": [3, 2], "value_ranks": [4]} | settings))
+    raises(CheckpointError, message, LayerSpec, **{"key_ranks": [3, 2], "value_ranks": [4]} | settings)
 
 
 def _set(content: dict[str, Any], path: str, value: Any) -> None:
@@ -133,11 +133,9 @@ def test_a_section_that_does_not_fit_is_refused(path: str, value: Any, message: 
 def test_an_entry_that_is_missing_is_named(name: str) -> None:
     content = spec(PLAIN, PLAIN).to_dict()
     del content[name]
-    with pytest.raises(CheckpointError, match=rf"lacks the entries \['{name}'\]"):
-        LatentSpec.from_dict(content, GEOMETRY)
+    raises(CheckpointError, rf"lacks the entries \['{name}'\]", LatentSpec.from_dict, content, GEOMETRY)
     del (content := spec(PLAIN, PLAIN).to_dict())["layers"][1]["key_ranks"]
-    with pytest.raises(CheckpointError, match=r"layer 1 lacks the entries \['key_ranks'\]"):
-        LatentSpec.from_dict(content, GEOMETRY)
+    raises(CheckpointError, r"layer 1 lacks the entries \['key_ranks'\]", LatentSpec.from_dict, content, GEOMETRY)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +149,7 @@ def test_an_entry_that_is_missing_is_named(name: str) -> None:
 def test_layers_that_do_not_fit_the_model_are_refused(
     layers: list[LayerSpec], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        spec(*layers, **({"joint": layers[-1].joint and layers[0].joint} | changes))
+    raises(CheckpointError, message, spec, *layers, **{"joint": layers[-1].joint and layers[0].joint} | changes)
 
 
 def test_a_config_without_a_section_is_refused() -> None:

@@ -16,6 +16,7 @@ from recalkv.errors import StoreError
 from recalkv.store import stores as module
 from recalkv.store.folders import partial_path, writing_folder
 from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, writing_layers, writing_store
+from tests import raises
 
 TENSORS = {
     "float64": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4),
@@ -135,23 +136,19 @@ def test_killed_writer_is_refused_and_cleaned_by_the_next(path: Path) -> None:
         open_store(partial_path(path), "whiten")
     write(path)
     assert not partial_path(path).exists()
-    with pytest.raises(StoreError, match="has no array 'x'"):
-        open_store(path, "whiten").get("x")
+    raises(StoreError, "has no array 'x'", open_store(path, "whiten").get, "x")
 
 
 def test_store_without_its_mark_is_refused(path: Path) -> None:
     write(path)
     zarr.open_group(path, mode="r+").attrs["complete"] = False
-    with pytest.raises(StoreError, match=r"is unfinished .*; remove it and run `dvc repro whiten`"):
-        open_store(path, "whiten")
+    raises(StoreError, r"is unfinished .*; remove it and run `dvc repro whiten`", open_store, path, "whiten")
     zarr.open_group(path.with_name("bare.zarr"), mode="w")
-    with pytest.raises(StoreError, match="is unfinished"):
-        open_store(path.with_name("bare.zarr"), "whiten")
+    raises(StoreError, "is unfinished", open_store, path.with_name("bare.zarr"), "whiten")
 
 
 def test_missing_store_names_the_stage_to_run(path: Path) -> None:
-    with pytest.raises(StoreError, match=r"whiten\.zarr does not exist; run `dvc repro whiten`"):
-        open_store(path, "whiten")
+    raises(StoreError, r"whiten\.zarr does not exist; run `dvc repro whiten`", open_store, path, "whiten")
 
 
 @pytest.mark.parametrize(
@@ -163,8 +160,7 @@ def test_missing_store_names_the_stage_to_run(path: Path) -> None:
 )
 def test_another_stage_or_model_is_refused(path: Path, stage: str, model: str, message: str) -> None:
     write(path)
-    with pytest.raises(StoreError, match=message):
-        open_store(path, stage, model)
+    raises(StoreError, message, open_store, path, stage, model)
     assert open_store(path, "whiten").attributes["model"] == "abc"
 
 
@@ -172,8 +168,7 @@ def test_another_schema_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) 
     write(path)
     monkeypatch.setattr(module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
     message = rf"has schema_version={SCHEMA_VERSION}, expected {SCHEMA_VERSION + 1}; .*version: run `dvc repro whiten`"
-    with pytest.raises(StoreError, match=message):
-        open_store(path, "whiten", "abc")
+    raises(StoreError, message, open_store, path, "whiten", "abc")
 
 
 @pytest.mark.parametrize("content", ["file", "empty folder", "garbage", "array"])
@@ -194,15 +189,12 @@ def test_what_is_no_zarr_group_is_refused(path: Path, content: str) -> None:
 def test_lost_and_damaged_arrays_are_refused(path: Path) -> None:
     write(path)
     reader = open_store(path, "whiten")
-    with pytest.raises(StoreError, match=r"has no array 'nothing'; .* rerun its stage"):
-        reader.get("nothing")
+    raises(StoreError, r"has no array 'nothing'; .* rerun its stage", reader.get, "nothing")
     chunk = path / "int64" / "c" / "0"
     chunk.write_bytes(chunk.read_bytes()[:-3])
-    with pytest.raises(StoreError, match=r"array 'int64' is damaged; remove the store and rerun"):
-        reader.get("int64")
+    raises(StoreError, r"array 'int64' is damaged; remove the store and rerun", reader.get, "int64")
     chunk.unlink()
-    with pytest.raises(StoreError, match=r"array 'int64' has lost its data; remove the store and rerun"):
-        reader.get("int64")
+    raises(StoreError, r"array 'int64' has lost its data; remove the store and rerun", reader.get, "int64")
 
 
 def test_full_disk_is_said_and_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,12 +202,10 @@ def test_full_disk_is_said_and_leaves_nothing(path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(StoreWriter, "put", full)
-    with pytest.raises(StoreError, match=r"no space left on the disk of .*data; free some space .* again"):
-        write(path)
+    raises(StoreError, r"no space left on the disk of .*data; free some space .* again", write, path)
     assert list(path.parent.iterdir()) == []
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(StoreError, match="no space left"):
-        write(path)
+    raises(StoreError, "no space left", write, path)
 
 
 def test_folder_replaces_the_old_one_whole(path: Path) -> None:
@@ -297,8 +287,7 @@ def test_an_interrupted_store_goes_on_after_its_whole_layers(path: Path, tmp_pat
         else:
             with pytest.raises(KeyboardInterrupt):
                 write_layers(path, stop=1)
-        with pytest.raises(StoreError, match="unfinished"):
-            open_store(path, "fisher")
+        raises(StoreError, "unfinished", open_store, path, "fisher")
         assert write_layers(path) == [1, 0]
         assert digest(path) == expected
         assert list(path.parent.iterdir()) == [path]

@@ -15,6 +15,7 @@ from recalkv.method.target import Target
 from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams, EvaluationParams
 from recalkv.text.windows import Windows
+from tests import raises
 from tests.tiny import assemble, calibration, dense_model, statistics, windows
 
 
@@ -59,15 +60,12 @@ def test_a_loss_has_no_ratio_of_its_own() -> None:
     ],
 )
 def test_what_cannot_be_a_budget(written: Any, message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        Target.of(written)
+    raises(ParameterError, message, Target.of, written)
 
 
 def test_one_budget_and_no_more() -> None:
-    with pytest.raises(ParameterError, match="nothing is given"):
-        Target()
-    with pytest.raises(ParameterError, match="exactly one"):
-        Target(ratio=0.5, max_excess=0.1)
+    raises(ParameterError, "nothing is given", Target)
+    raises(ParameterError, "exactly one", Target, ratio=0.5, max_excess=0.1)
 
 
 def test_a_budget_that_holds_the_dense_cache_is_refused() -> None:

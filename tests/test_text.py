@@ -18,6 +18,7 @@ from recalkv.errors import DataError, StoreError
 from recalkv.text import documents as text
 from recalkv.text.chat import rendered
 from recalkv.text.documents import load_documents
+from tests import raises
 
 WIKITEXT = """{{Infobox|name={{nested|x}}}}
 [[File:Cat.jpg|thumb|A [[cat]] on a ''mat''.]]
@@ -52,8 +53,7 @@ def write(folder: Path, name: str, content: str) -> str:
 
 
 def fails(message: str, name: str, **arguments: Any) -> None:
-    with pytest.raises(DataError, match=message):
-        load_documents(name, **({"split": "train"} | arguments))
+    raises(DataError, message, load_documents, name, **{"split": "train"} | arguments)
 
 
 # Wikitext ------------------------------------------------------------------------------------------------
@@ -350,8 +350,7 @@ def test_a_tokenizer_without_a_template_reads_no_conversation() -> None:
         chat_template = None
 
     assert rendered(Base(), "Hi") == "Hi"
-    with pytest.raises(DataError, match="has no chat template, as base models have none; use the chat version"):
-        rendered(Base(), CHAT)
+    raises(DataError, "has no chat template, as base models have none; use the chat version", rendered, Base(), CHAT)
 
 
 def test_a_template_that_refuses_is_named() -> None:
@@ -359,8 +358,7 @@ def test_a_template_that_refuses_is_named() -> None:
         def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
             raise TemplateError("roles must alternate")
 
-    with pytest.raises(DataError, match="of the roles user, assistant: roles must alternate"):
-        rendered(Strict(), CHAT)
+    raises(DataError, "of the roles user, assistant: roles must alternate", rendered, Strict(), CHAT)
 
 
 def test_short_name_is_not_shadowed_by_a_folder(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

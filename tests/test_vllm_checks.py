@@ -11,6 +11,7 @@ from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.vllm.checks import TESTED, check
 from recalkv.vllm.shards import shard
+from tests import raises
 from tests.test_codec_decode import _layer_codec
 from tests.tiny import dense_model
 
@@ -78,8 +79,7 @@ def test_other_versions(version: str) -> None:
     ],
 )
 def test_what_rows_cannot_have(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        check(VERSION, config(**changes))
+    raises(ParameterError, message, check, VERSION, config(**changes))
 
 
 def test_processes_have_heads_of_their_own() -> None:
@@ -100,8 +100,7 @@ def test_processes_have_heads_of_their_own() -> None:
 @pytest.mark.parametrize(("groups", "ranks", "fitting"), [(1, 2, "1"), (4, 8, "1, 2, 4"), (4, 3, "1, 2, 4")])
 def test_a_group_is_not_cut(groups: int, ranks: int, fitting: str) -> None:
     message = rf"tensor_parallel_size={ranks} would cut groups of 2 .* that fit are {fitting}\. Fit with fewer"
-    with pytest.raises(ParameterError, match=message):
-        shard(_layer_codec(groups), 0, ranks)
+    raises(ParameterError, message, shard, _layer_codec(groups), 0, ranks)
 
 
 def test_more_processes_than_heads_hold_the_same() -> None:
@@ -110,8 +109,7 @@ def test_more_processes_than_heads_hold_the_same() -> None:
     one = LayerCodec(whole.keys, whole.values, *means, whole.rotation)
     assert one.kv_heads == one.kv_heads_per_code == 1
     assert all(shard(one, rank, 4) is one for rank in range(4))
-    with pytest.raises(ParameterError, match="would cut groups of 2"):
-        shard(whole, 0, 4)
+    raises(ParameterError, "would cut groups of 2", shard, whole, 0, 4)
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])

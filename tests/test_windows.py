@@ -15,6 +15,7 @@ from recalkv.text.windows import (
     windows_of_each,
     with_recall,
 )
+from tests import raises
 
 
 class Characters:
@@ -70,8 +71,7 @@ def test_too_few_tokens_name_both_counts_and_a_remedy() -> None:
         r"has 99 tokens, but calibration\.samples=10 windows of calibration\.length=10 need 100; "
         r"use a larger set, or at most 9 windows of this length"
     )
-    with pytest.raises(DataError, match=message):
-        sample_windows(torch.arange(99), 10, 10, 0)
+    raises(DataError, message, sample_windows, torch.arange(99), 10, 10, 0)
     assert sample_windows(torch.arange(99), 9, 10, 0).shape == (9, 10)
 
 
@@ -86,10 +86,8 @@ def test_consecutive_windows_are_the_text_in_order(tokens: int, window: int, mos
 
 def test_text_shorter_than_an_evaluation_window_is_refused() -> None:
     message = r"has 9 tokens, fewer than one window of 10; use a longer text, or a shorter window"
-    with pytest.raises(DataError, match=message):
-        consecutive_windows(torch.arange(9), 10)
-    with pytest.raises(DataError, match=message):
-        spread_windows(torch.arange(9).split(4), 10)
+    raises(DataError, message, consecutive_windows, torch.arange(9), 10)
+    raises(DataError, message, spread_windows, torch.arange(9).split(4), 10)
 
 
 # --- several texts ---
@@ -104,16 +102,14 @@ def test_texts_give_windows_in_turn() -> None:
         assert torch.equal(windows[place::3], sample_windows(tokens, share, 20, 3))
     assert torch.equal(windows_of_each({"a": texts["a"]}, 5, 20, 0), sample_windows(texts["a"], 5, 20, 0))
     message = r"calibration\.samples=2 windows are fewer than the 3 texts a, b, c; use at least 3"
-    with pytest.raises(ParameterError, match=message):
-        windows_of_each(texts, 2, 20, 0)
+    raises(ParameterError, message, windows_of_each, texts, 2, 20, 0)
 
 
 @pytest.mark.parametrize(
     ("tokens", "remedy"), [(19, r"or a shorter calibration\.length\."), (45, "or at most 2 windows of this length")]
 )
 def test_what_to_do_with_a_short_text(tokens: int, remedy: str) -> None:
-    with pytest.raises(DataError, match=remedy):
-        sample_windows(torch.arange(tokens), 3, 20, 0)
+    raises(DataError, remedy, sample_windows, torch.arange(tokens), 3, 20, 0)
 
 
 def test_the_text_that_is_too_short_is_named() -> None:

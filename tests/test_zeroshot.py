@@ -14,7 +14,7 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites import zeroshot
 from recalkv.evaluation.suites.items import local_data
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, zero_shot
-from tests import tiny
+from tests import raises, tiny
 from tests.conftest import SENTENCE
 from tests.pipeline import invoke
 
@@ -119,12 +119,10 @@ def test_failures_name_the_remedy(few_tasks: None, tmp_path: Path, tiny_tokenize
         zero_shot(model, tiny_tokenizer, {"nonsense": None})
     with pytest.raises(DataError, match=r"missing\.jsonl does not exist"):
         zero_shot(model, tiny_tokenizer, {"piqa": tmp_path / "missing.jsonl"})
-    with pytest.raises(DataError, match=r"one file piqa\.SPLIT\.jsonl, found none"):
-        local_data(tmp_path, ["piqa"])
+    raises(DataError, r"one file piqa\.SPLIT\.jsonl, found none", local_data, tmp_path, ["piqa"])
     for split in ("test", "validation"):
         (tmp_path / f"piqa.{split}.jsonl").write_text("{}")
-    with pytest.raises(DataError, match=r"found piqa\.test\.jsonl, piqa\.validation\.jsonl"):
-        local_data(tmp_path, ["piqa"])
+    raises(DataError, r"found piqa\.test\.jsonl, piqa\.validation\.jsonl", local_data, tmp_path, ["piqa"])
 
 
 def test_stage_scores_both_models_on_the_same_items(
@@ -159,8 +157,7 @@ def test_stage_scores_both_models_on_the_same_items(
 def test_a_file_of_another_schema_is_refused_by_line(arc_file: Path, line: str, message: str) -> None:
     rows = arc_file.read_text().splitlines()
     arc_file.write_text("\n".join([*rows[:2], line, *rows[2:]]))
-    with pytest.raises(DataError, match=message):
-        check_tasks({"arc_easy": arc_file})
+    raises(DataError, message, check_tasks, {"arc_easy": arc_file})
 
 
 def test_the_papers_tasks_are_known_to_lm_eval() -> None:
