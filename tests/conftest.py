@@ -6,6 +6,7 @@ import gc
 import math
 import shutil
 import string
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,13 @@ def _text(words: int, seed: int) -> str:
         state = (state * 1103515245 + 12345) % 2**31
         picked.append(words_of[state // 65536 % len(words_of)])
     return " ".join(picked)
+
+
+def process(*command: Any, cwd: Path = ROOT, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A process of its own, which ends well."""
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 _SHARED = {"finished", "prepared", "fresh_python"}
@@ -169,6 +177,23 @@ def change_parameters() -> Callable[[Path, str, Any], None]:
         path.write_text(yaml.safe_dump(parameters))
 
     return change
+
+
+@pytest.fixture
+def settings(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> list[Any]:
+    """What `recalkv compress` and `recalkv fit` are given: the tiny model and few windows of a text."""
+    return [tiny_folder, "--text", tiny_texts[0], "--samples", "6", "--length", "32", "--device", "cpu"]
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no model be found, read or compressed."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("loaded something before its arguments were checked")
+
+    for name in ("model.source.resolve_model", "compression.compress_checkpoint", "fitting.resolve_model"):
+        monkeypatch.setattr(f"recalkv.{name}", fail)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,9 @@ import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner, Result
 
 import recalkv
 import recalkv.model.modeling
-from recalkv.cli import app
 from recalkv.errors import BudgetError, DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation import beside
 from recalkv.evaluation.beside import QUICK, Wanted, compare, possible
@@ -33,6 +30,8 @@ from recalkv.reports.beside import FIGURES, advice
 from recalkv.text.documents import given_documents
 from recalkv.text.windows import Windows
 from tests import raises
+from tests.commands import done, refused
+from tests.conftest import process
 from tests.tiny import VOCABULARY, windows
 
 SMALL = Wanted(
@@ -41,10 +40,6 @@ SMALL = Wanted(
     contexts=(40,),
     steps=2,
 )
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -199,16 +194,15 @@ def test_eval_writes_a_page_and_its_figures(
         "question": "the model holds", "answerKey": "A", "choices": {"text": ["keys", "tokens"], "label": ["A", "B"]}
     }  # fmt: skip
     (tmp_path / "arc_easy.test.jsonl").write_text("".join(json.dumps(item | {"id": str(i)}) + "\n" for i in range(3)))
-    done = run(*command, *tasks, "--out", tmp_path / "page.md")
-    assert done.exit_code == 0, done.output
-    assert ("| arc_easy (3 items) |" in done.output) == bool(tasks)
+    output = done(*command, *tasks, "--out", tmp_path / "page.md")
+    assert ("| arc_easy (3 items) |" in output) == bool(tasks)
     found = json.loads((tmp_path / "page.json").read_text())
-    assert (tmp_path / "page.md").read_text() in done.output
+    assert (tmp_path / "page.md").read_text() in output
     assert found["text"] == tiny_texts[1].name
     assert not (compressed / FIGURES).exists()
 
     # In the checkpoint's own folder by default, where the card takes them up.
-    assert run(*command).exit_code == 0
+    done(*command)
     card = (compressed / CARD).read_text()
     assert f"| digits found in long prompts | {found['needle']['dense']['found']:.0%} |" in card
     assert "top-1 agreement" in card
@@ -216,7 +210,7 @@ def test_eval_writes_a_page_and_its_figures(
     # Another model's folder keeps its card.
     shutil.copy(tiny_folder / "config.json", tmp_path)
     (tmp_path / CARD).write_text("of another")
-    assert run(*command, "--out", tmp_path / FIGURES.replace("json", "md")).exit_code == 0
+    done(*command, "--out", tmp_path / FIGURES.replace("json", "md"))
     assert (tmp_path / CARD).read_text() == "of another"
 
 
@@ -241,9 +235,7 @@ def test_eval_refuses(
     for folder in ("one", "other"):
         Path(folder).mkdir()
         Path(folder, "text.txt").write_text("a text")
-    refused = run("eval", compressed, "--device", "cpu", *arguments)
-    assert refused.exit_code == 1
-    assert message in refused.output
+    assert message in refused("eval", compressed, "--device", "cpu", *arguments)
 
 
 def test_eval_says_what_to_do_without_the_recorded_model(compressed: Path, tmp_path: Path) -> None:
@@ -251,35 +243,23 @@ def test_eval_says_what_to_do_without_the_recorded_model(compressed: Path, tmp_p
     config = json.loads((copy / "config.json").read_text())
     config["recalkv"]["source"]["name"] = "/nowhere/llama"
     (copy / "config.json").write_text(json.dumps(config))
-    refused = run("eval", copy, "--device", "cpu")
-    assert refused.exit_code == 1
-    assert "'/nowhere/llama', is not there; name it with --dense" in refused.output
+    said = refused("eval", copy, "--device", "cpu")
+    assert "'/nowhere/llama', is not there; name it with --dense" in said
 
 
-def test_eval_wants_a_compressed_model(tiny_folder: Path) -> None:
-    refused = run("eval", tiny_folder, "--device", "cpu")
-    assert refused.exit_code == 1
-    assert "no `recalkv` section" in refused.output
+def test_commands_want_what_they_need(compressed: Path, tiny_folder: Path) -> None:
+    """A compressed model, a prompt, and a chat template."""
+    assert "no `recalkv` section" in refused("eval", tiny_folder, "--device", "cpu")
+    assert "the prompt '' has no tokens" in refused("generate", compressed, "", "--device", "cpu")
+    assert "has no chat template" in refused("chat", compressed, "--device", "cpu")
 
 
 def test_generate_shows_what_the_model_says(compressed: Path) -> None:
-    done = run("generate", compressed, "the cache holds", "--tokens", "5", "--device", "cpu")
-    assert done.exit_code == 0, done.output
+    output = done("generate", compressed, "the cache holds", "--tokens", "5", "--device", "cpu")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(compressed), AutoTokenizer.from_pretrained(compressed)
     ids = tokenizer("the cache holds", return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=5, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in done.output
-
-
-def test_generate_wants_a_prompt(compressed: Path) -> None:
-    refused = run("generate", compressed, "", "--device", "cpu")
-    assert isinstance(refused.exception, SystemExit) and "the prompt '' has no tokens" in refused.output
-
-
-def test_chat_wants_a_template(compressed: Path, tmp_path: Path) -> None:
-    refused = run("chat", compressed, "--device", "cpu")
-    assert refused.exit_code == 1
-    assert "has no chat template" in refused.output
+    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in output
 
 
 def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,10 +276,7 @@ def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(command, "_open", lambda name, codec, device: (model, tokenizer))
     monkeypatch.setattr(command, "_answer", watched)
-    done = CliRunner().invoke(
-        app, ["chat", "x", "--tokens", "3", "--temperature", "1"], input="the cache\nits keys\n\n"
-    )
-    assert done.exit_code == 0, done.output
+    done("chat", "x", "--tokens", "3", "--temperature", "1", input="the cache\nits keys\n\n")
     assert len(lengths) == 2 and lengths[1] > lengths[0] + 3
 
 
@@ -476,8 +453,7 @@ def test_transformers_serve_finds_the_class(fresh_python: Path, compressed: Path
     ]
     (tmp_path / "stages").mkdir()
     (tmp_path / "stages" / "load.py").write_text("\n".join(lines))
-    done = subprocess.run([fresh_python, "-m", "stages.load"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process(fresh_python, "-m", "stages.load", cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -494,8 +470,4 @@ def test_lm_eval_loads_a_checkpoint(compressed: Path, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(task))
     line = "import recalkv; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
     arguments = ["--model", "hf", "--model_args", f"pretrained={compressed}", "--tasks", "own", "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "-c", line, *arguments, "--include_path", tmp_path], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "|own " in done.stdout
+    assert "|own " in process(sys.executable, "-c", line, *arguments, "--include_path", tmp_path).stdout

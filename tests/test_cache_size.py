@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
-from typer.testing import CliRunner
 
-from recalkv.cli import app
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.evaluation.generation import cache_bytes_per_token, parameter_count
 from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 from recalkv.model.spec import LatentSpec
 from recalkv.presets import preset_names
 from recalkv.reports.cache_size import GIB, layer_bytes, table
+from tests.commands import done, refused
 from tests.tiny import ALL_FAMILIES, compressed_pair, dense_model, windows
 
 
@@ -72,9 +71,7 @@ def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Pa
         with torch.no_grad():
             model(windows(2, 8), past_key_values=cache)
         assert cache_bytes_per_token(cache) == expected
-    result = CliRunner().invoke(app, ["cache-size", "--config", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert f"| this checkpoint | {spec.cached_bytes_per_token():,} |" in result.output
+    assert f"| this checkpoint | {spec.cached_bytes_per_token():,} |" in done("cache-size", "--config", tmp_path)
 
 
 @pytest.mark.parametrize("context", [8, 40, 200])
@@ -94,25 +91,21 @@ def test_layers_with_a_window_count_for_no_more_than_it(context: int) -> None:
 
 @pytest.mark.parametrize("name", ["default", *(name for name in preset_names() if name.startswith("paper/"))])
 def test_the_papers_presets_have_sizes(name: str) -> None:
-    result = CliRunner().invoke(app, ["cache-size", "--config", name])
-    assert result.exit_code == 0, result.output
-    assert "| 16 bits |" in result.output
+    assert "| 16 bits |" in done("cache-size", "--config", name)
 
 
 def test_models_that_transformers_does_not_know_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     for command in (["cache-size", "--config", tmp_path], ["eval", tmp_path]):
         (tmp_path / "model.safetensors").write_text("weights")
-        refused = CliRunner().invoke(app, list(map(str, command)))
-        assert refused.exit_code == 1 and refused.output.count("error:") == 1
-        assert "is not a config that this version of transformers takes" in refused.output
+        said = refused(*command)
+        assert said.count("error:") == 1 and "is not a config that this version of transformers takes" in said
 
 
 def test_errors_name_the_known() -> None:
-    result = CliRunner().invoke(app, ["cache-size", "--config", "gpt-5"])
-    assert result.exit_code == 1
-    assert "'gpt-5'" in result.output and "llama-2-70b" in result.output
-    assert "preset" not in CliRunner().invoke(app, ["cache-size", "--help"]).output, "most have no sizes offline"
+    said = refused("cache-size", "--config", "gpt-5")
+    assert "'gpt-5'" in said and "llama-2-70b" in said
+    assert "preset" not in done("cache-size", "--help"), "most have no sizes offline"
     with pytest.raises(ParameterError, match=r"here: 'x' is not known; choose of smollm2-135m, "):
         known_sizes("x", "here")
     config = dense_model("llama-mha").config

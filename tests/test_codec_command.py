@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from typer.testing import CliRunner
 
 import recalkv
-import recalkv.fitting
-from recalkv.cli import app
 from recalkv.codec.budget import bits_within, target_bits
 from recalkv.codec.context import cached_tokens
 from recalkv.codec.fit import build_codec
@@ -23,33 +19,19 @@ from recalkv.evaluation.perplexity import window_losses
 from recalkv.fitting import divergence
 from recalkv.method.target import Target
 from recalkv.text.windows import Windows
+from tests.commands import done, everything, refused
 from tests.tiny import SIZES, dense_model, windows
 
 DENSE = 288
 """Bytes that the tiny model caches of a token in 16 bits."""
 
 
-def fit(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["fit", *map(str, arguments)])
+def fit(*arguments: Any) -> str:
+    return done("fit", *arguments)
 
 
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture
-def settings(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> list[str | Path]:
-    return [tiny_folder, "--text", tiny_texts[0], "--samples", "6", "--length", "32", "--device", "cpu"]
-
-
-@pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no model be found or loaded."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("loaded something before its arguments were checked")
-
-    monkeypatch.setattr(recalkv.fitting, "resolve_model", fail)
+def refuse(*arguments: Any) -> str:
+    return refused("fit", *arguments)
 
 
 # ---- budgets
@@ -107,33 +89,26 @@ def test_divergence_is_that_of_the_logits() -> None:
 # ---- the command
 
 
-def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[str | Path], tmp_path: Path) -> None:
+def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "new" / "codec"
-    done = fit(*settings, "--out", out, "--seed", "3")
-    assert done.exit_code == 0, done.output
+    output = fit(*settings, "--out", out, "--seed", "3")
     codec = Codec.load(out)
     size = sum(path.stat().st_size for path in out.iterdir())
-    assert f"{out}: {size / 1e6:,.1f} MB, for contexts of 256 tokens" in done.output
-    assert f"caches {codec.bytes_per_token} bytes per token, dense {DENSE} in 16 bits" in done.output
-    assert f"{codec.bits_per_element(2048):.2f} bits per element at 2,048 tokens" in done.output
-    assert f'use it: recalkv.use_codec(model, "{out}")' in done.output
+    assert f"{out}: {size / 1e6:,.1f} MB, for contexts of 256 tokens" in output
+    assert f"caches {codec.bytes_per_token} bytes per token, dense {DENSE} in 16 bits" in output
+    assert f"{codec.bits_per_element(2048):.2f} bits per element at 2,048 tokens" in output
+    assert f'use it: recalkv.use_codec(model, "{out}")' in output
     assert codec.bytes_per_token <= DENSE / 4
-    record = dict(codec.record)
-    assert record == {
-        "model": Path(settings[0]).name,
-        "revision": None,
-        "bits": 4,
-        "seed": 3,
-        "texts": ["calibration.txt"],
-        "windows": [6, 32],
-        "rope": {"": {"type": "default", "base": 10000.0, "factor": None, "original": None}},
-    }
+    assert dict(codec.record) == {
+        "model": Path(settings[0]).name, "revision": None, "bits": 4, "seed": 3, "texts": ["calibration.txt"],
+        "windows": [6, 32], "rope": {"": {"type": "default", "base": 10000.0, "factor": None, "original": None}},
+    }  # fmt: skip
     model = recalkv.use_codec(AutoModelForCausalLM.from_pretrained(settings[0]), out)
     assert model.generate(windows(1, 40), max_new_tokens=4, do_sample=False).shape == (1, 44)
 
 
-def test_fit_in_python_is_the_same(settings: list[str | Path], tmp_path: Path, tiny_tokenizer: Any) -> None:
-    assert fit(*settings, "--out", tmp_path / "a", "--bits", "3", "--heads", "1").exit_code == 0
+def test_fit_in_python_is_the_same(settings: list[Any], tmp_path: Path, tiny_tokenizer: Any) -> None:
+    fit(*settings, "--out", tmp_path / "a", "--bits", "3", "--heads", "1")
     given: dict[str, Any] = {"bits": 3, "samples": 6, "length": 32, "heads": 1}
     recalkv.fit(str(settings[0]), dataset=settings[2], out=tmp_path / "b", device="cpu", **given)
     model = AutoModelForCausalLM.from_pretrained(settings[0])
@@ -147,20 +122,19 @@ def test_fit_in_python_is_the_same(settings: list[str | Path], tmp_path: Path, t
         recalkv.fit(model, dataset=texts, **given)
 
 
-def test_a_loss_target_is_met(settings: list[str | Path], tmp_path: Path) -> None:
+def test_a_loss_target_is_met(settings: list[Any], tmp_path: Path) -> None:
     longer = [*settings, "--length", "64"]
-    done = fit(*longer, "--target", "max_excess=0.02", "--out", tmp_path / "codec")
-    assert done.exit_code == 0, done.output
+    fit(*longer, "--target", "max_excess=0.02", "--out", tmp_path / "codec")
     assert 2 < Codec.load(tmp_path / "codec").bits_per_element() < 8
-    refused = fit(*longer, "--target", "max_excess=1e-12", "--out", tmp_path / "other")
-    assert refused.exit_code == 1 and "is not met on held-out windows" in refused.output
-    refused = fit(*settings, "--target", "max_excess=0.02", "--out", tmp_path / "other")
-    assert refused.exit_code == 1 and "windows of at most 36 tokens, which are kept exact" in refused.output
+    said = refuse(*longer, "--target", "max_excess=1e-12", "--out", tmp_path / "other")
+    assert "is not met on held-out windows" in said
+    said = refuse(*settings, "--target", "max_excess=0.02", "--out", tmp_path / "other")
+    assert "windows of at most 36 tokens, which are kept exact" in said
     assert not (tmp_path / "other").exists()
 
 
-def test_the_context_is_what_is_fitted_for(settings: list[str | Path], tmp_path: Path) -> None:
-    assert fit(*settings, "--context", "100", "--out", tmp_path / "codec").exit_code == 0
+def test_the_context_is_what_is_fitted_for(settings: list[Any], tmp_path: Path) -> None:
+    fit(*settings, "--context", "100", "--out", tmp_path / "codec")
     assert Codec.load(tmp_path / "codec").context == 100
 
 
@@ -180,15 +154,14 @@ def test_the_context_is_what_is_fitted_for(settings: list[str | Path], tmp_path:
     ],
 )
 def test_bad_arguments_are_refused_before_the_work(
-    unloaded: None, arguments: list[str], message: str, settings: list[str | Path], tmp_path: Path
+    unloaded: None, arguments: list[str], message: str, settings: list[Any], tmp_path: Path
 ) -> None:
-    refused = fit(*settings, *arguments, "--out", tmp_path / "codec")
-    assert refused.exit_code == 1, refused.output
-    assert message in refused.output and refused.output.count("error:") == 1
+    said = refuse(*settings, *arguments, "--out", tmp_path / "codec")
+    assert message in said and said.count("error:") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_other_bad_input_is_refused(settings: list[str | Path], tmp_path: Path) -> None:
+def test_other_bad_input_is_refused(settings: list[Any], tmp_path: Path) -> None:
     for arguments, message in (
         (["--samples", "1000"], "calibration.samples=1000"),
         (["--length", "512"], "length=512 exceeds the model's 256 positions; use at most 256"),
@@ -196,43 +169,37 @@ def test_other_bad_input_is_refused(settings: list[str | Path], tmp_path: Path) 
         (["--target", "bytes_per_token=400"], "400 bytes per token already hold the dense cache of 288 bytes"),
         (["--bits", "0.01"], "of the smallest rows; ask for more"),
     ):
-        refused = fit(*settings, *arguments, "--out", tmp_path / "codec")
-        assert refused.exit_code == 1 and message in refused.output, refused.output
+        assert message in refuse(*settings, *arguments, "--out", tmp_path / "codec")
         assert not list(tmp_path.iterdir())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    refused = fit(tmp_path / "model", *settings[1:], "--out", tmp_path / "codec")
-    assert refused.exit_code == 1 and "has no safetensors weights" in refused.output
+    assert "has no safetensors weights" in refuse(tmp_path / "model", *settings[1:], "--out", tmp_path / "codec")
 
 
-def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[str | Path], tmp_path: Path) -> None:
+def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "codec"
-    assert fit(*settings, "--out", out).exit_code == 0
+    fit(*settings, "--out", out)
     before = everything(out)
-    refused = fit(*settings, "--bits", "2", "--out", out)
-    assert refused.exit_code == 1 and "replace a codec by `recalkv fit --overwrite`" in refused.output
+    assert "replace a codec by `recalkv fit --overwrite`" in refuse(*settings, "--bits", "2", "--out", out)
     assert everything(out) == before
     for name in ("evaluation.md", "evaluation.json"):  # of `recalkv eval`
         (out / name).write_text("measured")
-    assert fit(*settings, "--bits", "2", "--out", out, "--overwrite").exit_code == 0
+    fit(*settings, "--bits", "2", "--out", out, "--overwrite")
     assert Codec.load(out).record["bits"] == 2
     # A failing run keeps the old one.
     before = everything(tmp_path)
-    assert fit(*settings, "--samples", "1000", "--out", out, "--overwrite").exit_code == 1
+    refuse(*settings, "--samples", "1000", "--out", out, "--overwrite")
     assert everything(tmp_path) == before
     other = tmp_path / "mine"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
-    refused = fit(*settings, "--out", other, "--overwrite")
-    assert refused.exit_code == 1 and "--overwrite replaces codecs alone" in refused.output
+    assert "--overwrite replaces codecs alone" in refuse(*settings, "--out", other, "--overwrite")
     # A codec may lie beside a model's weights.
     (out / "model.safetensors").write_text("weights")
     before = everything(out)
-    refused = fit(*settings, "--out", out, "--overwrite")
-    assert refused.exit_code == 1 and "--overwrite replaces codecs alone" in refused.output
+    assert "--overwrite replaces codecs alone" in refuse(*settings, "--out", out, "--overwrite")
     assert everything(out) == before
-    refused = fit(*settings, "--out", settings[0], "--overwrite")
-    assert refused.exit_code == 1 and "is, holds or lies in the model's folder" in refused.output
+    assert "is, holds or lies in the model's folder" in refuse(*settings, "--out", settings[0], "--overwrite")
 
 
 # ---- in Python

@@ -5,13 +5,14 @@ spilled, and tensor-core instructions of warp groups and of warps.
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.conftest import process
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -84,15 +85,7 @@ def main(some: Sequence[str] = ()) -> int:
 def test_kernels_compile_within_limits(fresh_python: Path, names: list[str]) -> None:
     """In a process of its own: where kernels are interpreted, they cannot be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [fresh_python, __file__, *names],
-        cwd=Path(__file__).parent.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = process(fresh_python, __file__, *names, env=environment)
     compiled = len(names) + 2 if names else 2 * (len(GEOMETRIES) * len(WAYS) + 2)
     assert len(done.stdout.splitlines()) == compiled
 

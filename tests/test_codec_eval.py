@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 import recalkv
-from recalkv.cli import app
 from recalkv.codec.sidecar import Codec
 from recalkv.evaluation import beside
 from recalkv.evaluation.beside import Wanted, compare
 from recalkv.params import EvaluationParams, NeedleParams
 from recalkv.reports.beside import advice, page
 from recalkv.text.windows import Windows
+from tests.commands import done, refused
 from tests.tiny import dense_model, windows
 
 SMALL = Wanted(
@@ -26,10 +24,6 @@ SMALL = Wanted(
     contexts=(60,),
     steps=2,
 )
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +58,7 @@ def test_the_command_writes_its_page_beside_the_codec(
     codec: Path, tiny_folder: Path, tiny_texts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beside, "QUICK", SMALL)
-    done = run("eval", tiny_folder, "--codec", codec, "--text", tiny_texts[1], "--quick", "--device", "cpu")
-    assert done.exit_code == 0, done.output
+    done("eval", tiny_folder, "--codec", codec, "--text", tiny_texts[1], "--quick", "--device", "cpu")
     found: dict[str, Any] = json.loads((codec / "evaluation.json").read_text())
     assert found["cache"]["compressed_bytes_per_token"] == 72
     assert "KL" in (codec / "evaluation.md").read_text()
@@ -80,8 +73,7 @@ def test_bad_input_is_refused(codec: Path, tiny_folder: Path, tiny_tokenizer: An
         ([tiny_folder, "--codec", tmp_path], "holds no readable codec.json"),
         ([tiny_folder, "--codec", codec, "--dense", tiny_folder], "is measured on MODEL itself; leave out --dense"),
     ):
-        refused = run("eval", *arguments, "--device", "cpu")
-        assert refused.exit_code == 1 and message in refused.output, refused.output
+        assert message in refused("eval", *arguments, "--device", "cpu")
     with pytest.raises(recalkv.errors.CheckpointError, match="fitted to a model of fingerprint"):
         texts = {"one": Windows(windows(4, 60, 5), torch.arange(4))}
         compare(Codec.load(codec), tmp_path / "other", texts, windows(1, 500, 7)[0], SMALL, torch.device("cpu"))
@@ -93,8 +85,6 @@ def test_generate_caches_by_a_codec(codec: Path, tiny_folder: Path) -> None:
     prompt = "the cache holds " * 20  # beyond the residual window
     ids = tokenizer(prompt, return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    said = run("generate", tiny_folder, prompt, "--codec", codec, "--tokens", "8", "--device", "cpu")
-    assert said.exit_code == 0, said.output
-    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in said.output
-    refused = run("generate", tiny_folder, prompt, "--codec", tiny_folder, "--device", "cpu")
-    assert refused.exit_code == 1 and str(tiny_folder) in refused.output
+    said = done("generate", tiny_folder, prompt, "--codec", codec, "--tokens", "8", "--device", "cpu")
+    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in said
+    assert str(tiny_folder) in refused("generate", tiny_folder, prompt, "--codec", tiny_folder, "--device", "cpu")

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
-from typer.testing import CliRunner
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import recalkv
-from recalkv.cli import app
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.runtime.models import use_codec
 from recalkv.text.chat import is_conversation, plain_text, rendered
@@ -24,6 +21,8 @@ from recalkv.text.unicode import well_formed
 from recalkv.text.windows import document_tokens
 from tests import tiny
 from tests.coded import fit
+from tests.commands import run
+from tests.conftest import process
 
 WINDOW: dict[str, Any] = {"method": "loss-aware", "bits": "mixed", "ratio": 0.5, "exact_window": 8}
 
@@ -57,9 +56,7 @@ with torch.no_grad():
 def test_tables_do_not_follow_the_default_dtype(fresh_python: Path, tmp_path: Path) -> None:
     """In a process of its own, where nothing has been made before."""
     compressed().save_pretrained(tmp_path)
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run([fresh_python, "-c", LOADED, tmp_path], cwd=root, capture_output=True, text=True)
-    assert done.stdout == "torch.float32 True\n", done.stderr[-2000:]
+    assert process(fresh_python, "-c", LOADED, tmp_path).stdout == "torch.float32 True\n"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -84,9 +81,7 @@ CALLS = [
 ]
 
 
-def test_conversations_of_today_are_read_alike_from_everywhere(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_conversations_of_today_are_read_alike_from_everywhere(tmp_path: Path, tiny_tokenizer: Any) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": CALLS}) + "\n")
     (tmp_path / "rows.json").write_text(json.dumps([CALLS, {"messages": CALLS}]))
     assert load_documents(str(tmp_path / "rows.jsonl"), split="train") == [CALLS]
@@ -100,7 +95,7 @@ def test_conversations_of_today_are_read_alike_from_everywhere(
     assert rendered(tokenizer, CALLS) == "user: What is the time? assistant:  tool: noon "
 
 
-def test_lone_surrogates_and_foreign_bytes(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_lone_surrogates_and_foreign_bytes(tmp_path: Path, tiny_tokenizer: Any) -> None:
     assert well_formed("a\ud800b\udfff \U0001f600") == ("a\ufffdb\ufffd \U0001f600", 2)
     with pytest.warns(UserWarning, match="2 lone surrogates in rows 1 of the text were read as U\\+FFFD"):
         document_tokens(tiny_tokenizer, ["the cache", "the \ud800\udfff model"])
@@ -109,13 +104,12 @@ def test_lone_surrogates_and_foreign_bytes(tmp_path: Path, tiny_tokenizer: PreTr
         load_documents(str(tmp_path / "text.txt"), split="train")
 
 
-def test_standard_input_in_another_encoding(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_standard_input_in_another_encoding(tmp_path: Path, tiny_tokenizer: Any) -> None:
     compressed().save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
-    command = ["generate", str(tmp_path), "-", "--tokens", "2", "--device", "cpu"]
-    done = CliRunner().invoke(app, command, input=b"the caf\xe9 is")
-    assert done.exit_code == 0, done.output
-    assert "1 characters of the input are not utf-8; read as U+FFFD" in done.stderr
+    said = run("generate", tmp_path, "-", "--tokens", "2", "--device", "cpu", input=b"the caf\xe9 is")
+    assert said.exit_code == 0, said.output
+    assert "1 characters of the input are not utf-8; read as U+FFFD" in said.stderr
 
 
 # --- caches ---------------------------------------------------------------------------------------------------------
@@ -193,7 +187,7 @@ def test_weights_written_by_data_are_noticed() -> None:
 # --- what is handed in ----------------------------------------------------------------------------------------------
 
 
-def test_objects_that_wrap_a_model_are_told_apart(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_objects_that_wrap_a_model_are_told_apart(tiny_tokenizer: Any) -> None:
     model = tiny.dense_model("llama-gqa")
     with pytest.raises(UnsupportedModelError, match=r"compiled by torch.compile; give the model as it was before"):
         recalkv.compress(torch.compile(model), tiny_tokenizer, ["text"])
@@ -204,14 +198,12 @@ def test_objects_that_wrap_a_model_are_told_apart(tiny_tokenizer: PreTrainedToke
         recalkv.compress(nn.DataParallel(model), tiny_tokenizer, ["text"])
 
 
-def test_one_long_text_is_no_path(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_one_long_text_is_no_path(tiny_tokenizer: Any) -> None:
     with pytest.raises(ParameterError, match=r"dataset is one text of 9000 characters; give a list of texts"):
         recalkv.compress(tiny.dense_model("llama-gqa"), tiny_tokenizer, "the cache" * 1000)
 
 
-def test_a_source_without_its_head_is_refused_before_the_work(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_source_without_its_head_is_refused_before_the_work(tmp_path: Path, tiny_tokenizer: Any) -> None:
     tiny.dense_model("llama-gqa", tie_word_embeddings=False).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["lm_head.weight"]
@@ -220,9 +212,7 @@ def test_a_source_without_its_head_is_refused_before_the_work(
         recalkv.compress(str(tmp_path), tiny_tokenizer, ["the cache holds " * 900], samples=4, length=32)
 
 
-def test_compress_takes_a_revision_and_a_split(
-    monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_compress_takes_a_revision_and_a_split(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
     seen: list[Any] = []
 
     def resolved(*given: Any) -> Any:
@@ -264,6 +254,4 @@ try:
 finally:
     assert "recalkv.model.source" in sys.modules
 """
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run([fresh_python, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert "Usage" in done.stdout
+    assert "Usage" in process(fresh_python, "-c", code).stdout

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import ROOT, Finished
+from tests.conftest import ROOT, Finished, process
 from tests.pipeline import CODEC, COMPRESSION, STATISTICS, folder_hash, invoke
 
 CHAIN = (*STATISTICS, *COMPRESSION, *CODEC, "baseline")
@@ -149,9 +149,8 @@ def kill_in_a_copy(python: Path, finished: Finished, folder: Path, stages: list[
     shutil.copy(finished.folder / "params.yaml", folder)
     # A process of its own: the parent of the forks must not have used zarr, whose threads do not survive a fork.
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [python, "-c", f"from tests.test_kill import drive; drive({stages}, {thorough})"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    code = f"from tests.test_kill import drive; drive({stages}, {thorough})"
+    done = process(python, "-c", code, cwd=folder, env=environment)
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("killed")] == stages
     if set(stages) & set(BY_LAYER):
         assert "layer(s) are there already" in done.stderr
@@ -169,29 +168,20 @@ def test_every_stage_killed_at_many_moments(fresh_python: Path, finished: Finish
 @pytest.mark.slow
 def test_dvc_recovers_from_a_killed_run(project: Path) -> None:
     """Kill dvc and its stage together at several moments; the next repro ends in the undisturbed bytes."""
-    environment = os.environ | {
-        "PYTHONPATH": str(project),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
-    subprocess.run(["dvc", "init", "--no-scm", "-q"], cwd=project, env=environment, check=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(project), "PATH": path}
+    process("dvc", "init", "--no-scm", "-q", cwd=project, env=environment)
     target = ["dvc", "repro", "fuse"]
-    subprocess.run(target, cwd=project, env=environment, check=True, capture_output=True)
+    process(*target, cwd=project, env=environment)
     expected = folder_hash(project / "data/compressed")
     for delay in (4, 9, 14, 19):
         for path in ("data", ".dvc/cache"):
             shutil.rmtree(project / path)
         (project / "dvc.lock").unlink()
-        running = subprocess.Popen(
-            target,
-            cwd=project,
-            env=environment,
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        running = subprocess.Popen(target, cwd=project, env=environment, start_new_session=True, **silent)
         time.sleep(delay)
         os.killpg(running.pid, signal.SIGKILL)
         running.wait()
-        done = subprocess.run(target, cwd=project, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        process(*target, cwd=project, env=environment)
         assert folder_hash(project / "data/compressed") == expected

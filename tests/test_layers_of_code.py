@@ -6,7 +6,6 @@ import graphlib
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import time
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.conftest import ROOT, process
+
 # Modules of the library, by their dotted names.
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -97,16 +97,8 @@ def test_what_decodes_imports_nothing_that_calibrates(module: str) -> None:
 @pytest.mark.parametrize("module", DECODING)
 def test_what_decodes_needs_few_packages(module: str) -> None:
     packages = {name for name in reached(module) if name not in FILES} - set(sys.stdlib_module_names)
-    assert packages <= {
-        "torch",
-        "transformers",
-        "triton",
-        "huggingface_hub",
-        "safetensors",
-        "numpy",
-        "numba",
-        "llvmlite",
-    }
+    few = {"torch", "transformers", "triton", "huggingface_hub", "safetensors", "numpy", "numba", "llvmlite"}
+    assert packages <= few
 
 
 def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> None:
@@ -131,7 +123,7 @@ def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> 
             assert compiled("recalkv.trellis.cpu.rows") is None
         assert ["NUMBA_CACHE_DIR" in str(each.message) for each in caught] == [True]
     """
-    subprocess.run([fresh_python, "-c", textwrap.dedent(code)], cwd=ROOT, check=True)
+    process(fresh_python, "-c", textwrap.dedent(code))
 
 
 def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:

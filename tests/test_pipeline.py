@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv
 from recalkv.store.stores import StoreWriter, open_store
-from tests.conftest import Finished
+from tests.conftest import Finished, process
 from tests.pipeline import COMPRESSION, STAGES, folder_hash, invoke
 from tests.warm_python import warm_python
 
@@ -27,17 +26,9 @@ OWN = "recalkv.compression", "recalkv.evaluation.latency", "recalkv.runtime.mode
 
 
 def dvc(project: Path, *arguments: str) -> str:
-    folders = project / ".warm", Path(sys.executable).parent, os.environ["PATH"]
-    environment = os.environ | {
-        "PYTHONPATH": str(project),
-        "PATH": os.pathsep.join(map(str, folders)),
-        "DVC_NO_ANALYTICS": "1",
-    }
-    done = subprocess.run(
-        ("dvc", *arguments), cwd=project, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    path = os.pathsep.join(map(str, (project / ".warm", Path(sys.executable).parent, os.environ["PATH"])))
+    environment = os.environ | {"PYTHONPATH": str(project), "PATH": path, "DVC_NO_ANALYTICS": "1"}
+    return process("dvc", *arguments, cwd=project, env=environment).stdout
 
 
 def test_repro_runs_every_stage_once(fresh_python: Path, project: Path, finished: Finished) -> None:

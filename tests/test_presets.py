@@ -16,10 +16,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
-from typer.testing import CliRunner, Result
 
 from recalkv.cache.rows import RowLayout
-from recalkv.cli import app
 from recalkv.compression import compress_layers
 from recalkv.method.methods import resolve_method
 from recalkv.model.layers import ModuleSource
@@ -29,6 +27,7 @@ from recalkv.presets import is_rendered, preset, preset_names, render
 from stages.cell import cell_parameters
 from stages.forms import latent_setting
 from tests import tiny
+from tests.commands import done, refused
 
 ROOT = Path(__file__).resolve().parent.parent
 # Presets of one kind differ in the model alone. Its own head counts; widths and depth scaled down.
@@ -100,10 +99,6 @@ def test_every_model_of_the_papers_tables_has_a_preset() -> None:
     assert {row["model"] for row in rows} <= {name.removeprefix("paper/") for name in preset_names()}
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["preset", *arguments])
-
-
 @pytest.mark.parametrize("name", preset_names())
 def test_cells_of_grids_and_pages_stand_whatever_the_preset(name: str) -> None:
     setting = latent_setting("latents", 4)
@@ -113,26 +108,24 @@ def test_cells_of_grids_and_pages_stand_whatever_the_preset(name: str) -> None:
 
 def test_command_needs_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run("llama-2-7b", "--ratio", "0.7").exit_code == 0
+    done("preset", "llama-2-7b", "--ratio", "0.7")
     assert (tmp_path / "params.yaml").read_text() == render(preset("llama-2-7b", 0.7))
 
 
 def test_command_starts_from_the_defaults_and_keeps_what_was_changed(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    assert run("llama-7b", "--out", str(path)).exit_code == 0
+    done("preset", "llama-7b", "--out", path)
     # A preset as it was written has nothing to lose, at whatever ratio.
-    assert run("llama-2-7b", "--out", str(path), "--ratio", "0.6").exit_code == 0
-    assert run("llama-3.1-8b", "--out", str(path)).exit_code == 0
+    done("preset", "llama-2-7b", "--out", path, "--ratio", "0.6")
+    done("preset", "llama-3.1-8b", "--out", path)
     assert path.read_text() == render(preset("llama-3.1-8b"))
 
     changed = path.read_text().replace("seed: 0 ", "seed: 7 ", 1)
     path.write_text(changed)
-    refused = run("default", "--out", str(path))
-    assert refused.exit_code == 1
-    assert "mine.yaml" in refused.output
-    assert "--overwrite" in refused.output
+    said = refused("preset", "default", "--out", path)
+    assert "mine.yaml" in said and "--overwrite" in said
     assert path.read_text() == changed
-    assert run("default", "--out", str(path), "--overwrite").exit_code == 0
+    done("preset", "default", "--out", path, "--overwrite")
     assert path.read_text() == render(preset("default"))
 
 
@@ -141,10 +134,7 @@ def test_command_starts_from_the_defaults_and_keeps_what_was_changed(tmp_path: P
 )
 def test_refused_presets_write_nothing(arguments: list[str], named: str, tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
-    refused = run(*arguments, "--out", str(path))
-    assert refused.exit_code == 1
-    assert named in refused.output
-    assert not path.exists()
+    assert named in refused("preset", *arguments, "--out", path) and not path.exists()
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "a: {", "compression:\n  ratio: 7\n"])
@@ -158,6 +148,5 @@ def test_places_that_cannot_be_written_are_refused(
     out: str, overwrite: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = run("tiny", "--out", out, *overwrite)
-    assert isinstance(refused.exception, SystemExit)
-    assert f"error: --out {out} cannot be written" in refused.output and not list(tmp_path.iterdir())
+    assert f"error: --out {out} cannot be written" in refused("preset", "tiny", "--out", out, *overwrite)
+    assert not list(tmp_path.iterdir())

@@ -1,7 +1,6 @@
 """Quantized latents: rows, the basis, allocation of bits, and models that cache packed rows."""
 
 import math
-import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from recalkv.statistics.whitening import damped
 from recalkv.trellis.codes import BITS, DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment, pack, unpack
 from tests import raises, tiny
+from tests.conftest import process
 from tests.tiny import plain
 
 
@@ -76,8 +76,7 @@ def test_rows_do_not_follow_the_default_device(fresh_python: Path) -> None:
         rows = RowLayout([[Segment(20, 4)]])
         print(float((rows.unpack(rows.pack(latents), torch.float32) - latents).square().mean()) < 0.05)
     """
-    run = subprocess.run([fresh_python, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert run.stdout == "True\n"
+    assert process(fresh_python, "-c", textwrap.dedent(code)).stdout == "True\n"
 
 
 def test_rows_are_traced_as_one_node() -> None:
