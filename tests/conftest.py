@@ -7,7 +7,7 @@ import math
 import shutil
 import string
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,20 +163,6 @@ def project(tmp_path: Path, tiny_parameters: dict[str, Any]) -> Path:
             shutil.copy(source, tmp_path / name)
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(tiny_parameters))
     return tmp_path
-
-
-@pytest.fixture
-def change_parameters() -> Callable[[Path, str, Any], None]:
-    """Set one parameter, ``section.key``, in a project's params.yaml."""
-
-    def change(project: Path, name: str, value: Any) -> None:
-        path = project / "params.yaml"
-        parameters = yaml.safe_load(path.read_text())
-        section, key = name.split(".")
-        parameters[section][key] = value
-        path.write_text(yaml.safe_dump(parameters))
-
-    return change
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
 from tests import raises
+from tests.characters import Characters
 from tests.tiny import ALL_FAMILIES, VOCABULARY, compressed_pair, dense_model, over_values, windows
 
 pair = functools.cache(compressed_pair)
@@ -216,19 +217,12 @@ def test_fused_output_equals_reconstruction_then_output(sizes: list[int]) -> Non
     torch.testing.assert_close(torch.cat(absorbed, dim=1).flatten() @ output, expected)
 
 
-class LetterTokenizer:
-    """A token per character."""
-
-    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[ord(letter) % VOCABULARY for letter in text] for text in texts]}
-
-
 TEXTS = ["the quick brown fox jumps over the lazy dog; " * 20, "pack my box with five dozen jugs. " * 20]
 
 
 def quick(model: Any, **options: Any) -> Any:
     sizes = {"samples": 4, "length": 32, "precision": "float32"}
-    return recalkv.compress(model, LetterTokenizer(), TEXTS, **(sizes | options))
+    return recalkv.compress(model, Characters(), TEXTS, **(sizes | options))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from recalkv.text import corpora
 from recalkv.text.corpora import PROTOCOLS, further_windows, main_windows, text_names
 from recalkv.text.windows import spread_windows
 from tests import tiny
-from tests.pipeline import invoke
+from tests.characters import Characters
+from tests.pipeline import change, invoke
 
 
 @pytest.fixture(params=["dense", "mixed"])
@@ -181,16 +181,11 @@ def test_c4_is_cut_as_in_the_papers(monkeypatch: pytest.MonkeyPatch, tiny_tokeni
 )
 def test_corpora_are_tokenized_as_one_string(monkeypatch: pytest.MonkeyPatch, text: str, joined: str) -> None:
     """A tokenizer that marks the start of every string, as LLaMA's does, marks the start of a corpus only."""
-
-    def tokenize(texts: Any, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
-        one = [ord(c) for c in ("^" if add_special_tokens else "") + texts] if isinstance(texts, str) else None
-        return {"input_ids": one or [[ord(c) for c in each] for each in texts]}
-
     monkeypatch.setattr(corpora, "load_documents", lambda name, **options: ["a b", "c"])
     # A window of one token, so that nothing is cut off.
     wanted = EvaluationParams(text=text, max_windows=None).model_copy(update={"window": 1})
-    for windows in (further_windows(tokenize, wanted, text), main_windows(tokenize, wanted)):
-        assert "".join(map(chr, windows.tokens.flatten().tolist())) == joined
+    for windows in (further_windows(Characters("^"), wanted, text), main_windows(Characters("^"), wanted)):
+        assert Characters().decode(windows.tokens.flatten()) == joined
 
 
 def test_short_texts_are_named(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
@@ -214,12 +209,10 @@ def test_names_of_texts(tmp_path: Path) -> None:
     assert set(PROTOCOLS) == {"embedded", "embedded-news", "embedded-code", "wikitext2", "ptb", "c4"}
 
 
-def test_further_texts_are_measured_by_all_stages(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], tmp_path: Path
-) -> None:
+def test_further_texts_are_measured_by_all_stages(prepared: Path, tmp_path: Path) -> None:
     text = tmp_path / "other.txt"
     text.write_text("every token adds its keys and the values of it so far . " * 40)
-    change_parameters(prepared, "evaluation.further_texts", [str(text)])
+    change("evaluation.further_texts", [str(text)])
     for stage in ("baseline", "evaluate"):
         assert invoke(stage) == 0
     metrics = json.loads((prepared / "reports/metrics.json").read_text())

@@ -28,8 +28,7 @@ WINDOW: dict[str, Any] = {"method": "loss-aware", "bits": "mixed", "ratio": 0.5,
 
 
 def compressed(**changes: Any) -> Any:
-    with torch.enable_grad():
-        return copy.deepcopy(tiny.compressed_pair("llama-gqa", **WINDOW | changes)[1])
+    return copy.deepcopy(tiny.compressed_pair("llama-gqa", **WINDOW | changes)[1])
 
 
 def coded() -> Any:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from recalkv.model.family import family_of
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.reports.latency import latency_section
 from tests import tiny
-from tests.pipeline import folder_hash, invoke
+from tests.pipeline import change, folder_hash, invoke
 
 pair = functools.cache(tiny.compressed_pair)
 CPU = torch.device("cpu")
@@ -148,7 +147,6 @@ def test_stage_writes_rows_metrics_and_a_picture(prepared: Path) -> None:
 )
 def test_bad_input_names_value_rule_and_remedy(
     prepared: Path,
-    change_parameters: Callable[[Path, str, Any], None],
     capsys: pytest.CaptureFixture[str],
     parameter: str,
     value: Any,
@@ -157,7 +155,7 @@ def test_bad_input_names_value_rule_and_remedy(
     # Refused before a weight is read: the config is all that is there of the checkpoint.
     for weights in (prepared / "data/compressed").glob("*.safetensors"):
         weights.unlink()
-    change_parameters(prepared, parameter, value)
+    change(parameter, value)
     before = folder_hash(prepared / "reports")
     capsys.readouterr()
     assert invoke("latency") == 1

@@ -29,8 +29,7 @@ def no_gradients() -> Iterator[None]:
 
 
 def compressed_model(family: str, **compression: Any) -> Any:
-    with torch.enable_grad():
-        return pair(family, **compression)[1]
+    return pair(family, **compression)[1]
 
 
 def assert_close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
@@ -49,8 +48,7 @@ def in_pieces(model: Any, ids: Tensor, lengths: list[int], cache: Any = None, **
     ("family", "method"), [*((family, "loss-aware") for family in FAMILIES), ("llama-mha", "recalkv")]
 )
 def test_full_rank_equals_the_dense_model(family: str, method: str) -> None:
-    with torch.enable_grad():
-        dense, compressed, _ = (copy.deepcopy(each) for each in pair(family, ratio=0.0, method=method))
+    dense, compressed, _ = (copy.deepcopy(each) for each in pair(family, ratio=0.0, method=method))
     # What the models differ by, and not how float32 rounds either.
     dense, compressed = dense.double(), compressed.double()
     ids = windows(2, LONG)
@@ -125,8 +123,7 @@ def test_packed_sequences(lengths: list[int], mode: str) -> None:
 @pytest.mark.parametrize("tokens", [20, LONG])
 def test_prepared_masks(tokens: int, mode: str) -> None:
     """Boolean and additive four-dimensional masks, here one that blocks a middle token."""
-    with torch.enable_grad():
-        _, compressed, twin = pair("llama-gqa", values=mode)
+    _, compressed, twin = pair("llama-gqa", values=mode)
     ids = windows(2, tokens)
     allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     allowed[8:, 7] = False
@@ -169,8 +166,7 @@ def test_output_attentions() -> None:
 
 @pytest.mark.parametrize("family", ["llama3-rope", "llama-yarn", "mistral-sliding"])
 def test_rotary_tables_grow(family: str) -> None:
-    with torch.enable_grad():
-        _, compressed, twin = compressed_pair(family)
+    _, compressed, twin = compressed_pair(family)
     ids = windows(1, 290)
     assert_close(in_pieces(compressed, ids, [20, 230, *[1] * 20, 20]), twin(ids).logits)
     cos, _ = compressed.model.layers[0].self_attn.slots.upto(1, torch.zeros(1))
@@ -178,8 +174,7 @@ def test_rotary_tables_grow(family: str) -> None:
 
 
 def test_the_compressed_model_assists_the_dense_one() -> None:
-    with torch.enable_grad():
-        dense, compressed, _ = compressed_pair("llama-gqa", ratio=0.2)
+    dense, compressed, _ = compressed_pair("llama-gqa", ratio=0.2)
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     alone = dense.generate(windows(1, 12), **options)
     assert torch.equal(dense.generate(windows(1, 12), assistant_model=compressed, **options), alone)

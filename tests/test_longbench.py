@@ -1,7 +1,6 @@
 """LongBench: official prompts and truncation, lm-eval's metrics, and the suite."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,11 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites.longbench import TASKS, cut_middle, longbench
 from recalkv.params import LongBenchParams
 from tests import tiny
-from tests.pipeline import invoke
+from tests.characters import Characters
+from tests.pipeline import change, invoke
 
 pytest.importorskip("jieba", reason="the packages of LongBench's metrics are not installed")
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-
-
-class Characters:
-    """A tokenizer of single characters, with a chat template."""
-
-    chat_template: str | None = None
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [ord(character) for character in text]}
-
-    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, torch.as_tensor(ids).tolist()))
-
-    def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
-        return f"<user>{messages[0]['content']}<assistant>"
 
 
 class Scripted:
@@ -160,12 +145,11 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
 )
 def test_all_sets_are_checked_before_the_first_is_answered(
     prepared: Path,
-    change_parameters: Callable[[Path, str, Any], None],
     capfd: pytest.CaptureFixture[str],
     tasks: list[str],
     message: str,
 ) -> None:
-    change_parameters(prepared, "longbench.tasks", tasks)
+    change("longbench.tasks", tasks)
     assert invoke("suite", name="longbench") == 1
     assert message in capfd.readouterr().err
     assert not (prepared / "reports/suites").exists()

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import recalkv
 from recalkv.store.stores import StoreWriter, open_store
 from tests.conftest import Finished, process
-from tests.pipeline import COMPRESSION, STAGES, folder_hash, invoke
+from tests.pipeline import COMPRESSION, STAGES, change, folder_hash, invoke
 from tests.warm_python import warm_python
 
 # As one group they are begun early: the first of them takes longer than any other.
@@ -135,7 +134,6 @@ def test_a_changed_ratio_and_bits_from_the_same_statistics(prepared: Path) -> No
 )
 def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
     prepared: Path,
-    change_parameters: Callable[[Path, str, Any], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     parameter: str,
@@ -145,7 +143,7 @@ def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", _unreachable)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", _unreachable)
-    change_parameters(prepared, parameter, value)
+    change(parameter, value)
     (prepared / "short.txt").write_text("a text")
     before = _files(prepared)
     capsys.readouterr()
@@ -166,10 +164,8 @@ def test_store_of_another_model_is_refused(prepared: Path, capsys: pytest.Captur
     assert not (prepared / "data/whiten.zarr").exists()
 
 
-def test_stores_of_different_windows_are_not_read_together(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    change_parameters(prepared, "calibration.seed", 1)
+def test_stores_of_different_windows_are_not_read_together(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change("calibration.seed", 1)
     shutil.rmtree(prepared / "data/allocate.zarr")
     for stage in ("sample", "whiten", "reorder"):
         assert invoke(stage) == 0
@@ -216,13 +212,11 @@ def test_few_calibration_tokens_only_warn(prepared: Path, capsys: pytest.Capture
     assert "compression.damping" in capsys.readouterr().err
 
 
-def test_a_cell_takes_the_method_as_it_is_meant(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None]
-) -> None:
+def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
     # The pipeline's own choices do not leak into the methods beside it, which may have none of them; what --set names
     # does.
     for key, value in (("bits", "mixed"), ("joint", True), ("damping", 0.3)):
-        change_parameters(prepared, f"compression.{key}", value)
+        change(f"compression.{key}", value)
     changes = ["compression.method=palu", "compression.ratio=0.6"]
     own = [*changes, "compression.allocation=uniform"]
     for name, settings in (("plain", changes), ("own", own)):

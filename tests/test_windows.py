@@ -1,7 +1,5 @@
 """Windows for calibration and evaluation: runs of tokens that do not overlap, and calibration's reproducible."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,20 +14,13 @@ from recalkv.text.windows import (
     with_recall,
 )
 from tests import raises
-
-
-class Characters:
-    """Tokenizer stand-in: one token a character."""
-
-    def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
-        assert options["add_special_tokens"] is False
-        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+from tests.characters import Characters
 
 
 def test_documents_are_joined_by_blank_lines() -> None:
-    tokens = joined_tokens(Characters(), ["ab", "", "c"])
+    tokens = joined_tokens(Characters("^"), ["ab", "", "c"])
     assert tokens.dtype == torch.int64
-    assert "".join(map(chr, tokens.tolist())) == "ab\n\n\n\nc"
+    assert Characters().decode(tokens) == "ab\n\n\n\nc"
 
 
 @pytest.mark.parametrize(("tokens", "samples", "length"), [(100, 1, 100), (100, 10, 10), (1000, 7, 13), (50, 3, 16)])

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from recalkv.evaluation.suites.items import local_data
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, zero_shot
 from tests import raises, tiny
 from tests.conftest import SENTENCE
-from tests.pipeline import invoke
+from tests.pipeline import change, invoke
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -125,12 +125,10 @@ def test_failures_name_the_remedy(few_tasks: None, tmp_path: Path, tiny_tokenize
     raises(DataError, r"found piqa\.test\.jsonl, piqa\.validation\.jsonl", local_data, tmp_path, ["piqa"])
 
 
-def test_stage_scores_both_models_on_the_same_items(
-    prepared: Path, arc_file: Path, change_parameters: Callable[[Path, str, Any], None]
-) -> None:
-    change_parameters(prepared, "zeroshot.tasks", ["arc_easy"])
-    change_parameters(prepared, "zeroshot.items", str(arc_file.parent))
-    change_parameters(prepared, "zeroshot.limit", 4)
+def test_stage_scores_both_models_on_the_same_items(prepared: Path, arc_file: Path) -> None:
+    change("zeroshot.tasks", ["arc_easy"])
+    change("zeroshot.items", str(arc_file.parent))
+    change("zeroshot.limit", 4)
     assert invoke("suite", name="zeroshot") == 0
     scores = json.loads((prepared / "reports/suites/zeroshot.json").read_text())
     assert list(scores["tasks"]) == ["arc_easy"]
@@ -167,10 +165,9 @@ def test_the_papers_tasks_are_known_to_lm_eval() -> None:
 def test_stage_names_an_unknown_task(
     few_tasks: None,
     prepared: Path,
-    change_parameters: Callable[[Path, str, Any], None],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    change_parameters(prepared, "zeroshot.tasks", ["continuations"])
+    change("zeroshot.tasks", ["continuations"])
     assert invoke("suite", name="zeroshot") == 1
     assert "lm-eval has no single task continuations; `lm-eval ls subtasks`" in capfd.readouterr().err
     assert not (prepared / "reports/suites").exists()

@@ -267,6 +267,8 @@ def _compressed_layers(family: str, layers: int, compression: tuple[tuple[str, A
     return parameters, compress_layers(source, windows(), calibration(), parameters, statistics=known)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def compressed_pair(family: str, values: str = "auto", layers: int = 3, **compression: Any) -> tuple[Any, Any, Any]:
     """Compress a tiny model: (dense, compressed, dense twin with the reconstructed weights).
 
