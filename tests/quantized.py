@@ -108,19 +108,13 @@ def _groups(form: str, **weights: Any) -> dict[str, Any]:
     activations = {"num_bits": 8, "type": weights["type"], "symmetric": True, "dynamic": not fixed}
     activations["strategy"] = "tensor" if fixed else "token"
     group = {
-        "targets": ["Linear"],
-        "weights": known | weights,
-        "input_activations": None if form.startswith("pack") else activations,
-        "output_activations": None,
-    }
+        "targets": ["Linear"], "weights": known | weights,
+        "input_activations": None if form.startswith("pack") else activations, "output_activations": None,
+    }  # fmt: skip
     return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-    }
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,9 +139,7 @@ KINDS = {
         _groups("float-quantized", type="float", strategy="channel"), fp8((1, -1), "weight_scale")
     ),
     "float-quantized matrices": Kind(
-        _groups("float-quantized", type="float", strategy="tensor"),
-        fp8(None, "weight_scale", (1,)),
-        ("input_scale",),
+        _groups("float-quantized", type="float", strategy="tensor"), fp8(None, "weight_scale", (1,)), ("input_scale",),
         (1,),
     ),
     "float-quantized blocks": Kind(
@@ -169,7 +161,7 @@ KINDS = {
         {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "llm_int8_skip_modules": None},
         int8("SCB", by_127=True),
     ),
-}
+}  # fmt: skip
 
 
 def write(folder: Path, tensors: dict[str, Tensor], config: Any, **section: Any) -> Path:

@@ -36,10 +36,8 @@ from tests.tiny import VOCABULARY, windows
 
 SMALL = Wanted(
     EvaluationParams(window=32, batch_size=2, prefill=20, precision="float32"),
-    NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2),
-    contexts=(40,),
-    steps=2,
-)
+    NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2), contexts=(40,), steps=2,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,10 @@ from tests.tiny import ALL_FAMILIES, compressed_pair, dense_model, windows
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("smollm2-135m", 134_515_008),
-        ("llama-2-7b", 6_738_415_616),
-        ("llama-2-13b", 13_015_864_320),
-        ("llama-2-70b", 68_976_648_192),
-        ("llama-3.1-8b", 8_030_261_248),
-        ("mistral-7b", 7_241_732_096),
+        ("smollm2-135m", 134_515_008), ("llama-2-7b", 6_738_415_616), ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192), ("llama-3.1-8b", 8_030_261_248), ("mistral-7b", 7_241_732_096),
     ],
-)
+)  # fmt: skip
 def test_parameters_are_the_published_ones(name: str, parameters: int) -> None:
     assert KNOWN[name].parameters == parameters
 

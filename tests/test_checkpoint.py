@@ -54,12 +54,10 @@ def edited(checkpoint: Path, folder: Path, change: Any) -> Path:
 @pytest.mark.parametrize(
     ("family", "method"),
     [
-        *((family, "recalkv") for family in ALL_FAMILIES),
-        ("llama-gqa", "palu"),
-        ("llama-gqa", "loss-aware"),
+        *((family, "recalkv") for family in ALL_FAMILIES), ("llama-gqa", "palu"), ("llama-gqa", "loss-aware"),
         ("qwen2-bias", "svd"),
     ],
-)
+)  # fmt: skip
 def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
     _, compressed, _ = pair(family, method=method)
     specs = compressed.config.recalkv["layers"]

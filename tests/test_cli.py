@@ -86,23 +86,16 @@ def test_compress_gives_the_pipelines_checkpoint(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "1.5"], "ratio=1.5"),
-        (["--bits", "5"], "bits=5"),
-        (["--bits", "["], "bits='['"),
-        (["--method", "pca"], "method='pca'"),
-        (["--group-size", "0"], "group_size=0"),
-        (["--exact-window", "-1"], "exact_window=-1"),
-        (["--batch-size", "0"], "batch_size=0"),
-        (["--precision", "float8"], "precision='float8'"),
-        (["--samples", "0"], "samples=0"),
-        (["--method", "palu", "--bits", "mixed"], "water-filling"),
-        (["--text", "missing.txt"], "missing.txt"),
-        (["--device", "abacus"], "device='abacus'"),
-        (["--target", "small"], "target 'small' cannot be read"),
+        (["--ratio", "1.5"], "ratio=1.5"), (["--bits", "5"], "bits=5"), (["--bits", "["], "bits='['"),
+        (["--method", "pca"], "method='pca'"), (["--group-size", "0"], "group_size=0"),
+        (["--exact-window", "-1"], "exact_window=-1"), (["--batch-size", "0"], "batch_size=0"),
+        (["--precision", "float8"], "precision='float8'"), (["--samples", "0"], "samples=0"),
+        (["--method", "palu", "--bits", "mixed"], "water-filling"), (["--text", "missing.txt"], "missing.txt"),
+        (["--device", "abacus"], "device='abacus'"), (["--target", "small"], "target 'small' cannot be read"),
         (["--target", "4GiB@128K", "--ratio", "0.5"], "--target 4GiB@128K and --ratio 0.5 are both given"),
         (["--target", "0.5", "--ratio", "0.75"], "--target 0.5 and --ratio 0.75 are both given"),
     ],
-)
+)  # fmt: skip
 def test_arguments_are_checked_before_anything_is_loaded(
     arguments: list[str], message: str, unloaded: None, settings: list[Any], tmp_path: Path
 ) -> None:
@@ -121,15 +114,11 @@ OURS = {"config.json": json.dumps({"recalkv": {"version": 5}}), "model.safetenso
         ({"out/config.json": json.dumps({"model_type": "llama"})}, "out", None),
         ({"out/config.json": "{"}, "out", None),
         ({f"out/{name}": text for name, text in OURS.items()} | {"out/.git/HEAD": "main"}, "out", None),
-        ({"out": "a file"}, "out", "is a file"),
-        ({"out": "a file"}, "out/new", "no folder that can be written to"),
-        ({}, ".", "current folder"),
-        ({}, "..", "current folder"),
-        ({}, "dense", "model's folder"),
-        ({}, "dense/out", "model's folder"),
-        ({"out.partial/notes.txt": "mine"}, "out", "out.partial"),
+        ({"out": "a file"}, "out", "is a file"), ({"out": "a file"}, "out/new", "no folder that can be written to"),
+        ({}, ".", "current folder"), ({}, "..", "current folder"), ({}, "dense", "model's folder"),
+        ({}, "dense/out", "model's folder"), ({"out.partial/notes.txt": "mine"}, "out", "out.partial"),
     ],
-)
+)  # fmt: skip
 def test_nothing_of_the_users_is_deleted(
     content: dict[str, str],
     out: str,

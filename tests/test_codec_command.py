@@ -141,18 +141,15 @@ def test_the_context_is_what_is_fitted_for(settings: list[Any], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--bits", "0"], "bits"),
-        (["--bits", "17"], "bits"),
+        (["--bits", "0"], "bits"), (["--bits", "17"], "bits"),
         (["--bits", "4", "--target", "0.5"], "--target 0.5 and --bits 4 are both given; give one of them"),
-        (["--target", "small"], "'small' cannot be read; write"),
-        (["--context", "0"], "context"),
-        (["--heads", "0"], "heads"),
-        (["--samples", "0"], "samples"),
+        (["--target", "small"], "'small' cannot be read; write"), (["--context", "0"], "context"),
+        (["--heads", "0"], "heads"), (["--samples", "0"], "samples"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
         (["--revision", "main"], "--revision main applies to hub models only, and"),
         (["--device", "moon"], "'moon' cannot be used here"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_refused_before_the_work(
     unloaded: None, arguments: list[str], message: str, settings: list[Any], tmp_path: Path
 ) -> None:

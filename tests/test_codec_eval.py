@@ -20,10 +20,8 @@ from tests.tiny import dense_model, windows
 
 SMALL = Wanted(
     EvaluationParams(window=60, batch_size=2, prefill=40, precision="float32"),
-    NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2),
-    contexts=(60,),
-    steps=2,
-)
+    NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2), contexts=(60,), steps=2,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -82,12 +82,9 @@ def test_two_runs_agree_bit_for_bit(precision: str, changes: dict[str, Any]) -> 
 def test_given_statistics_give_the_same_as_collected_ones(changes: dict[str, Any]) -> None:
     """Also statistics that know more than the method asks for."""
     result = compress_layers(
-        ModuleSource(dense_model("llama-gqa")),
-        windows(),
-        calibration(),
-        plain(**changes),
+        ModuleSource(dense_model("llama-gqa")), windows(), calibration(), plain(**changes),
         statistics=statistics_of("llama-gqa", 8, 48),
-    )
+    )  # fmt: skip
     assert_same(layers_of(dense_model("llama-gqa"), windows(), **changes), result)
 
 

@@ -44,11 +44,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # --- what is tried ---------------------------------------------------------------------------------------------------
 
 METHODS: dict[str, dict[str, Any]] = {
-    "joint": {"method": "loss-aware"},
-    "separate": {"method": "loss-aware", "joint": False},
-    "whole-values": {"method": "recalkv"},
-    "grouped": {"method": "palu"},
-}
+    "joint": {"method": "loss-aware"}, "separate": {"method": "loss-aware", "joint": False},
+    "whole-values": {"method": "recalkv"}, "grouped": {"method": "palu"},
+}  # fmt: skip
 RATIOS = {16: 0.5, 4: 0.65, 3: 0.65, "mixed": 0.8}
 
 

@@ -16,11 +16,8 @@ GROUPS = [[0, 3], [1, 2], [4, 5]]
 def test_reported_errors_are_those_of_the_outputs(method: str) -> None:
     given = steps("llama-gqa", method=method, damping=0.0)
     inputs, problem, layer, order = (
-        inputs_of(given.model, given.ids, 1),
-        given.problem(1),
-        given.factors[1],
-        given.order(1),
-    )
+        inputs_of(given.model, given.ids, 1), given.problem(1), given.factors[1], given.order(1),
+    )  # fmt: skip
     for weight, factors, error in (
         (problem.keys, layer.keys, layer.key_error),
         (problem.values, layer.values, layer.value_error),

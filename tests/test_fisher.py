@@ -119,10 +119,8 @@ def test_layers_that_are_done_are_passed_through_only(done: set[int], tmp_path: 
     for layer in rest:
         expected = whole[layer.index]
         assert (layer.key_score, layer.value_score, layer.loss) == (
-            expected.key_score,
-            expected.value_score,
-            expected.loss,
-        )
+            expected.key_score, expected.value_score, expected.loss,
+        )  # fmt: skip
         for name in ("gram", "mean", "key_gradient", "value_gradient"):
             assert torch.equal(getattr(layer.moments, name), getattr(expected.moments, name))
 

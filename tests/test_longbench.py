@@ -55,15 +55,11 @@ def write(folder: Path, task: str, question: str = "question", **fields: Any) ->
 
 # The prompts of LongBench's own code (config/dataset2prompt.json), for this item.
 ENDS = {
-    "qasper": "Question: Who is it?\n\nAnswer:",
-    "qmsum": "Query: Who is it?\nAnswer:",
-    "multi_news": "Now, write a one-page summary of all the news.\n\nSummary:",
-    "trec": "It is a cache.\nWho is it?",
-    "triviaqa": "It is a cache.\n\nWho is it?",
-    "samsum": "It is a cache.\n\nWho is it?",
-    "lcc": "It is a cache.Next line of code:\n",
-    "repobench-p": "It is a cache.Who is it?Next line of code:\n",
-}
+    "qasper": "Question: Who is it?\n\nAnswer:", "qmsum": "Query: Who is it?\nAnswer:",
+    "multi_news": "Now, write a one-page summary of all the news.\n\nSummary:", "trec": "It is a cache.\nWho is it?",
+    "triviaqa": "It is a cache.\n\nWho is it?", "samsum": "It is a cache.\n\nWho is it?",
+    "lcc": "It is a cache.Next line of code:\n", "repobench-p": "It is a cache.Who is it?Next line of code:\n",
+}  # fmt: skip
 NEW_TOKENS = {"qasper": 128, "qmsum": 512, "multi_news": 512, "trec": 64, "triviaqa": 32, "samsum": 128}
 
 

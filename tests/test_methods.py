@@ -15,11 +15,9 @@ from tests.steps import method_of
 from tests.tiny import calibration, dense_model, plain, windows
 
 OTHERS: dict[str, tuple[Any, ...]] = {
-    "joint": (True, False),
-    "grouping": ("neighbors", "cka"),
-    "allocation": ("water-filling", "fisher", "uniform"),
+    "joint": (True, False), "grouping": ("neighbors", "cka"), "allocation": ("water-filling", "fisher", "uniform"),
     "refit": ("none", "values", "output"),
-}
+}  # fmt: skip
 
 
 def chosen(method: Choices) -> dict[str, Any]:
@@ -55,15 +53,12 @@ def test_a_choice_of_its_own_changes_nothing_else(name: str, choice: str, value:
 @pytest.mark.parametrize(
     ("given", "refit"),
     [
-        ({"bits": "mixed", "ratio": 0.9}, "none"),
-        ({"bits": "auto", "ratio": 0.75}, "none"),
-        ({"bits": "mixed", "ratio": 0.91}, "output"),
-        ({"bits": 4, "ratio": 0.75}, "output"),
-        ({"bits": 16, "ratio": 0.5}, "output"),
-        ({"bits": "mixed", "ratio": 0.75, "refit": "output"}, "output"),
+        ({"bits": "mixed", "ratio": 0.9}, "none"), ({"bits": "auto", "ratio": 0.75}, "none"),
+        ({"bits": "mixed", "ratio": 0.91}, "output"), ({"bits": 4, "ratio": 0.75}, "output"),
+        ({"bits": 16, "ratio": 0.5}, "output"), ({"bits": "mixed", "ratio": 0.75, "refit": "output"}, "output"),
         ({"bits": "mixed", "ratio": 0.9375, "refit": "none"}, "none"),
     ],
-)
+)  # fmt: skip
 def test_the_output_is_fitted_where_much_is_left_out(given: dict[str, Any], refit: str) -> None:
     assert method_of(**given).refit == refit
 

@@ -20,12 +20,10 @@ def test_only_methods_of_the_paper_stand_beside_it() -> None:
         {"method": "palu", "ratio": 0.5, "bits": "16", "perplexity": 5.9},
     ]
     facts = SimpleNamespace(
-        params=params,
-        method=SimpleNamespace(bits=16),
-        metrics={"perplexity": {"dense": 5.47, "compressed": 5.8}, "further_texts": {}},
-        comparison={"rows": rows},
+        params=params, method=SimpleNamespace(bits=16),
+        metrics={"perplexity": {"dense": 5.47, "compressed": 5.8}, "further_texts": {}}, comparison={"rows": rows},
         paper=paper_rows(PAPER, params.model.id),
-    )
+    )  # fmt: skip
     shown = "\n".join(_paper(facts))  # type: ignore[arg-type]
     assert "| palu | 50% | 16 |" in shown and "fp8" not in shown
 
@@ -46,15 +44,11 @@ def test_averages_are_those_of_the_scores_but_one() -> None:
 def test_ours_stand_beside_the_same_setting() -> None:
     rows = paper_rows(PAPER, "meta-llama/Llama-2-7b-hf")
     measured = [
-        Measured("dense", 0.0, 16, "wikitext2", 5.47),
-        Measured("loss-aware", 0.5, 16, "wikitext2", 5.6),
-        Measured("loss-aware", 0.5, 4, "c4", 8.0),
-        Measured("palu", 0.7, 16, "zero_shot_average", 50.0),
-        Measured("recalkv (HSR)", 0.8, 16, "wikitext2", 9.5),
-        Measured("loss-aware", 0.55, 16, "wikitext2", 5.7),
-        Measured("loss-aware", 0.5, "mixed", "wikitext2", 5.6),
-        Measured("loss-aware", 0.5, 16, "wiki.test.raw", 5.6),
-    ]
+        Measured("dense", 0.0, 16, "wikitext2", 5.47), Measured("loss-aware", 0.5, 16, "wikitext2", 5.6),
+        Measured("loss-aware", 0.5, 4, "c4", 8.0), Measured("palu", 0.7, 16, "zero_shot_average", 50.0),
+        Measured("recalkv (HSR)", 0.8, 16, "wikitext2", 9.5), Measured("loss-aware", 0.55, 16, "wikitext2", 5.7),
+        Measured("loss-aware", 0.5, "mixed", "wikitext2", 5.6), Measured("loss-aware", 0.5, 16, "wiki.test.raw", 5.6),
+    ]  # fmt: skip
     found = beside_paper(rows, measured)
     pairs = [(row.palu, row.recalkv) for row in found]
     assert pairs == [(5.47, 5.47), (6.02, 5.83), (8.75, 8.18), (52.14, 59.90), (None, 9.01)]

@@ -78,22 +78,16 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("compression.ratio", 1.0, "less than 1"),
-        ("compression.ratio", float("nan"), "finite number"),
-        ("compression.ratio", "half", "valid number"),
-        ("compression.group_size", 1.5, "valid integer"),
+        ("compression.ratio", 1.0, "less than 1"), ("compression.ratio", float("nan"), "finite number"),
+        ("compression.ratio", "half", "valid number"), ("compression.group_size", 1.5, "valid integer"),
         ("compression.method", "magic", "'recalkv', 'palu' or 'svd'"),
-        ("compression.bits", 5, "16, 8, 4, 3, 2 or 'mixed'"),
-        ("compression.joint", 3, "'auto', True or False"),
-        ("compression.damping", -1e-9, "greater than or equal to 0"),
-        ("calibration.samples", [4], "valid integer"),
-        ("evaluation.further_texts", "one", "valid list"),
-        ("latency.contexts", [], "at least 1 item"),
-        ("needle.depths", [0.5] * 11, "at most 10 items"),
-        ("model.id", None, "valid string"),
+        ("compression.bits", 5, "16, 8, 4, 3, 2 or 'mixed'"), ("compression.joint", 3, "'auto', True or False"),
+        ("compression.damping", -1e-9, "greater than or equal to 0"), ("calibration.samples", [4], "valid integer"),
+        ("evaluation.further_texts", "one", "valid list"), ("latency.contexts", [], "at least 1 item"),
+        ("needle.depths", [0.5] * 11, "at most 10 items"), ("model.id", None, "valid string"),
         ("runtime.device", 0, "valid string"),
     ],
-)
+)  # fmt: skip
 def test_illegal_value_names_key_value_and_rule(raw: dict[str, Any], key: str, value: Any, rule: str) -> None:
     section, name = key.split(".")
     raw[section][name] = value
@@ -110,10 +104,8 @@ def test_all_illegal_values_are_told_at_once(raw: dict[str, Any]) -> None:
     with pytest.raises(ParameterError) as caught:
         parse_params(raw, "params.yaml")
     assert [line.split("=")[0].split(": ")[1] for line in str(caught.value).splitlines()] == [
-        "calibration.samples",
-        "compression.ratio",
-        "compression.group_size",
-    ]
+        "calibration.samples", "compression.ratio", "compression.group_size",
+    ]  # fmt: skip
 
 
 def test_exponents_without_a_point_are_numbers(raw: dict[str, Any], tmp_path: Path) -> None:
@@ -151,18 +143,12 @@ def test_illegal_item_of_a_list_is_named(raw: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "value"),
     [
-        ("compression.ratio=0.7", 0.7),
-        ("compression.damping=1e-4", 1e-4),
-        ("compression.bits=mixed", "mixed"),
-        ("compression.bits=4", 4),
-        ("compression.joint=false", False),
-        ("model.revision=null", None),
-        ("model.id=owner/name", "owner/name"),
-        ("calibration.text=[texts/a=b.txt, ptb]", ["texts/a=b.txt", "ptb"]),
-        ("evaluation.further_texts=[c4, ptb]", ["c4", "ptb"]),
-        ("evaluation.further_texts=[]", []),
+        ("compression.ratio=0.7", 0.7), ("compression.damping=1e-4", 1e-4), ("compression.bits=mixed", "mixed"),
+        ("compression.bits=4", 4), ("compression.joint=false", False), ("model.revision=null", None),
+        ("model.id=owner/name", "owner/name"), ("calibration.text=[texts/a=b.txt, ptb]", ["texts/a=b.txt", "ptb"]),
+        ("evaluation.further_texts=[c4, ptb]", ["c4", "ptb"]), ("evaluation.further_texts=[]", []),
     ],
-)
+)  # fmt: skip
 def test_changes_stand_in_place_of_the_files_values(
     raw: dict[str, dict[str, Any]], tmp_path: Path, change: str, value: Any
 ) -> None:

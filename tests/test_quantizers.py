@@ -140,23 +140,11 @@ def test_turboquant_leaves_the_distortion_of_its_codebook_whatever_the_vectors(b
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        ("fp8", 8),
-        ("fp8-scaled", 8.25),
-        ("kivi-4", 5),
-        ("kivi-2", 3),
-        ("turboquant-4", 4.25),
-        ("rotated-int4", 4.5),
-        ("int8-token-head", 8.5),
-        ("int4-token-head", 4.5),
-        ("nvfp4", 4.5),
-        ("q4_0", 4.5),
-        ("q8_0-rotated", 8.5),
-        ("vllm-turboquant-4", 4.375),
-        ("quanto-4", 4.5),
-        ("quanto-2", 2.5),
-        ("hqq-4", 4.5),
+        ("fp8", 8), ("fp8-scaled", 8.25), ("kivi-4", 5), ("kivi-2", 3), ("turboquant-4", 4.25), ("rotated-int4", 4.5),
+        ("int8-token-head", 8.5), ("int4-token-head", 4.5), ("nvfp4", 4.5), ("q4_0", 4.5), ("q8_0-rotated", 8.5),
+        ("vllm-turboquant-4", 4.375), ("quanto-4", 4.5), ("quanto-2", 2.5), ("hqq-4", 4.5),
     ],
-)
+)  # fmt: skip
 def test_bits_count_scales_and_exact_windows(name: str, bits: float) -> None:
     rounding = dataclasses.replace(made(name, 64), exact_layers=0)
     assert rounding.bits == bits

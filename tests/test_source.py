@@ -167,12 +167,10 @@ UNREAD = {
         "config_groups": {"group_0": {"weights": INT8}, "group_1": {"weights": INT8 | {"num_bits": 3}}},
     },
     r"with kv_cache_scheme: a cache that is quantized already": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": {"weights": INT8}},
-        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+        "quant_method": "compressed-tensors", "format": "int-quantized",
+        "config_groups": {"group_0": {"weights": INT8}}, "kv_cache_scheme": {"num_bits": 8, "type": "float"},
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", UNREAD)
@@ -337,11 +335,8 @@ def test_record_round_trip(folder: Path, tmp_path: Path) -> None:
     write_reference(written, record)
     read = read_reference(record)
     assert (read.folder, read.name, read.revision, read.fingerprint) == (
-        written.folder,
-        written.name,
-        written.revision,
-        written.fingerprint,
-    )
+        written.folder, written.name, written.revision, written.fingerprint,
+    )  # fmt: skip
     first = (record / "source.json").read_bytes()
     write_reference(written, record)
     assert (record / "source.json").read_bytes() == first

@@ -21,16 +21,11 @@ from tests import raises
 TENSORS = {
     "float64": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4),
     "layers/000/float32": torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)),
-    "layers/001/transposed": torch.arange(6.0).reshape(2, 3).T,
-    "int64": torch.tensor([0, -5, 2**40]),
-    "zeros": torch.zeros(4),
-    "zero_integers": torch.zeros(4, dtype=torch.int64),
-    "bool": torch.tensor([True, False]),
-    "scalar": torch.tensor(1.5, dtype=torch.float64),
-    "empty": torch.zeros(0, 3),
-    "gradient": torch.ones(2, requires_grad=True),
-    "nan": torch.tensor([float("nan"), float("inf")]),
-}
+    "layers/001/transposed": torch.arange(6.0).reshape(2, 3).T, "int64": torch.tensor([0, -5, 2**40]),
+    "zeros": torch.zeros(4), "zero_integers": torch.zeros(4, dtype=torch.int64), "bool": torch.tensor([True, False]),
+    "scalar": torch.tensor(1.5, dtype=torch.float64), "empty": torch.zeros(0, 3),
+    "gradient": torch.ones(2, requires_grad=True), "nan": torch.tensor([float("nan"), float("inf")]),
+}  # fmt: skip
 
 
 def write(path: Path, **changes: Any) -> None:
@@ -63,13 +58,9 @@ def test_round_trip(path: Path) -> None:
         assert actual.dtype == tensor.dtype
         torch.testing.assert_close(actual, tensor.detach(), rtol=0, atol=0, equal_nan=True)
     assert reader.attributes == {
-        "schema_version": SCHEMA_VERSION,
-        "stage": "whiten",
-        "model": "abc",
-        "parameters": {"samples": 3, "nested": {"a": [1, None]}},
-        "complete": True,
-        "digest": reader.counted_digest(),
-    }
+        "schema_version": SCHEMA_VERSION, "stage": "whiten", "model": "abc",
+        "parameters": {"samples": 3, "nested": {"a": [1, None]}}, "complete": True, "digest": reader.counted_digest(),
+    }  # fmt: skip
     assert not partial_path(path).exists()
 
 

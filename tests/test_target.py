@@ -22,17 +22,11 @@ from tests.tiny import assemble, calibration, dense_model, statistics, windows
 @pytest.mark.parametrize(
     ("written", "ratio"),
     [
-        (0.75, 0.75),
-        (0, 0.0),
-        ("0.75", 0.75),
-        ("ratio=0.5", 0.5),
-        ("bytes_per_token=250", 0.75),
-        ("1000KB@4000", 0.75),
-        ("1MiB@4K", 1 - 256 / 1000),
-        (" 0.5 gib @ 2m ", 1 - 256 / 1000),
+        (0.75, 0.75), (0, 0.0), ("0.75", 0.75), ("ratio=0.5", 0.5), ("bytes_per_token=250", 0.75),
+        ("1000KB@4000", 0.75), ("1MiB@4K", 1 - 256 / 1000), (" 0.5 gib @ 2m ", 1 - 256 / 1000),
         (Target(bytes_per_token=500), 0.5),
     ],
-)
+)  # fmt: skip
 def test_what_is_written_is_a_ratio(written: Any, ratio: float) -> None:
     assert Target.of(written).fixed_ratio(1000) == pytest.approx(ratio, abs=1e-15)
 
@@ -45,20 +39,14 @@ def test_a_loss_has_no_ratio_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("1.0", "ratio=1.0 must be in"),
-        (-0.1, "ratio=-0.1"),
-        (math.nan, "ratio=nan"),
-        ("small", "'small' cannot be read; write"),
-        ("4GiB", "'4GiB' cannot be read"),
-        ("4@128K", "cannot be read"),
-        ("size=4", "'size=4' cannot be read"),
-        ("max_excess=a", "'max_excess=a' cannot be read"),
+        ("1.0", "ratio=1.0 must be in"), (-0.1, "ratio=-0.1"), (math.nan, "ratio=nan"),
+        ("small", "'small' cannot be read; write"), ("4GiB", "'4GiB' cannot be read"), ("4@128K", "cannot be read"),
+        ("size=4", "'size=4' cannot be read"), ("max_excess=a", "'max_excess=a' cannot be read"),
         ("max_excess=0", "max_excess=0.0 must be a positive"),
         ("bytes_per_token=-5", "bytes_per_token=-5.0 must be a positive"),
-        ("bytes_per_token=inf", "bytes_per_token=inf must be"),
-        ("4GiB@0K", "bytes_per_token=inf"),
+        ("bytes_per_token=inf", "bytes_per_token=inf must be"), ("4GiB@0K", "bytes_per_token=inf"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_a_budget(written: Any, message: str) -> None:
     raises(ParameterError, message, Target.of, written)
 

@@ -61,18 +61,9 @@ def fails(message: str, name: str, **arguments: Any) -> None:
 
 def test_wikitext_becomes_prose() -> None:
     assert text._plain_text(WIKITEXT).split("\n") == [
-        "The cat (Felis catus) is an animal. It",
-        "weighs 4 to 5 kg and eats H2O.",
-        "",
-        "Life",
-        "Food",
-        "mice",
-        "fish",
-        "It obeys \\frac{ {a} } {b}.",
-        "",
-        "After",
-        "Last line.",
-    ]
+        "The cat (Felis catus) is an animal. It", "weighs 4 to 5 kg and eats H2O.", "", "Life", "Food", "mice", "fish",
+        "It obeys \\frac{ {a} } {b}.", "", "After", "Last line.",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -262,24 +253,15 @@ def test_hub_rows_are_verbatim(hub: Any) -> None:
     ("name", "split", "column", "args", "kwargs"),
     [
         (
-            "wikitext2",
-            "test",
-            "text",
-            ("Salesforce/wikitext", "wikitext-2-raw-v1"),
+            "wikitext2", "test", "text", ("Salesforce/wikitext", "wikitext-2-raw-v1"),
             {"split": "test", "revision": None},
         ),
         (
-            "ptb",
-            "test",
-            "sentence",
-            ("ptb-text-only/ptb_text_only", None),
+            "ptb", "test", "sentence", ("ptb-text-only/ptb_text_only", None),
             {"split": "test", "revision": "refs/convert/parquet"},
         ),
         (
-            "c4",
-            "train",
-            "text",
-            ("allenai/c4", None),
+            "c4", "train", "text", ("allenai/c4", None),
             {"split": "train", "revision": None, "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}},
         ),
         (
@@ -294,7 +276,7 @@ def test_hub_rows_are_verbatim(hub: Any) -> None:
             },
         ),
     ],
-)
+)  # fmt: skip
 def test_short_names(
     name: str, split: str, column: str, args: tuple[Any, ...], kwargs: dict[str, Any], hub: Any
 ) -> None:

@@ -20,16 +20,9 @@ VERSION = ".".join(map(str, TESTED[0])) + ".1"
 
 def config(**changes: Any) -> Any:
     settings: dict[str, Any] = {
-        "cache_dtype": "auto",
-        "one_kind": False,
-        "mrope": False,
-        "images": False,
-        "prefix": False,
-        "connector": None,
-        "offloaded": None,
-        "chunk": None,
-        "parallel": {},
-    }
+        "cache_dtype": "auto", "one_kind": False, "mrope": False, "images": False, "prefix": False, "connector": None,
+        "offloaded": None, "chunk": None, "parallel": {},
+    }  # fmt: skip
     settings |= changes
     images = types.SimpleNamespace(language_model_only=not settings["images"])
     return types.SimpleNamespace(
@@ -38,15 +31,12 @@ def config(**changes: Any) -> Any:
         ),
         kv_transfer_config=settings["connector"],
         model_config=types.SimpleNamespace(
-            multimodal_config=images,
-            uses_mrope=settings["mrope"],
-            is_mm_prefix_lm=settings["prefix"],
-            dtype=torch.bfloat16,
-            attention_chunk_size=settings["chunk"],
+            multimodal_config=images, uses_mrope=settings["mrope"], is_mm_prefix_lm=settings["prefix"],
+            dtype=torch.bfloat16, attention_chunk_size=settings["chunk"],
         ),
         scheduler_config=types.SimpleNamespace(disable_hybrid_kv_cache_manager=settings["one_kind"]),
         parallel_config=types.SimpleNamespace(**settings["parallel"]),
-    )
+    )  # fmt: skip
 
 
 def test_what_can_be_served_is_not_refused() -> None:

@@ -22,13 +22,9 @@ VOCABULARY = 128
 VALUES = ("auto", "fused", "absorbed", "reconstructed")
 """Paths of the values that tests can force."""
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -66,30 +62,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5,
-    "short_factor": [1.0, 1.5],
-    "long_factor": [2.0, 4.0],
-    "original_max_position_embeddings": 48,
-}
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 4.0], "original_max_position_embeddings": 48,
+}  # fmt: skip
 LLAMA4 = YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 SLIDING = {"sliding_window": 16}
 
 LINEAR_ATTENTION = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "full_attention"],
-}
+}  # fmt: skip
 MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_state": 8,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
+    "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16,
     "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
-}
+}  # fmt: skip
 
 FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", SLIDING | {"num_local_experts": 4}),
@@ -98,10 +84,7 @@ FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "granite",
         {
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.6,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
+            "attention_multiplier": 0.2, "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
             "attention_bias": True,
         },
     ),
@@ -147,12 +130,8 @@ FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         MAMBA
         | {
-            "num_local_experts": 4,
-            "shared_intermediate_size": 24,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.6,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
+            "num_local_experts": 4, "shared_intermediate_size": 24, "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
         },
     ),
     "arcee": ("arcee", {"attention_bias": True}),
@@ -172,7 +151,7 @@ FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": HALF_TURNED},
     ),
     "gpt-oss-sinks": ("gpt_oss", SLIDING | {"num_local_experts": 4, "rope_parameters": YARN}),
-}
+}  # fmt: skip
 """Families that are tried in fewer ways."""
 
 ALL_FAMILIES = FAMILIES | FURTHER_FAMILIES

@@ -57,14 +57,9 @@ def prompts(tokenizer: Any) -> list[list[int]]:
 def engine() -> Iterator[Any]:
     # Room for some of the prompts at once only, read in parts.
     llm = LLM(
-        str(DEFAULT),
-        **SIZES,
-        **CODEC,
-        num_gpu_blocks_override=120,
-        max_num_batched_tokens=256,
-        max_num_seqs=16,
+        str(DEFAULT), **SIZES, **CODEC, num_gpu_blocks_override=120, max_num_batched_tokens=256, max_num_seqs=16,
         disable_log_stats=False,
-    )
+    )  # fmt: skip
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
@@ -236,13 +231,9 @@ def test_real_models(name: str) -> None:
     prompts = [ids[number : number + length] for number, length in enumerate((4, 40, 300, 1500))]
     codec = {"additional_config": {"recalkv_codec": str(folder / "codec")}}
     found, metrics = compared(
-        str(folder / "checkpoint"),
-        prompts,
-        **codec,
-        max_model_len=2048,
-        max_num_batched_tokens=512,
+        str(folder / "checkpoint"), prompts, **codec, max_model_len=2048, max_num_batched_tokens=512,
         num_gpu_blocks_override=2400,
-    )
+    )  # fmt: skip
     assert found["gap"] < EVEN
     assert found["difference"] < 0.05
     assert metrics["vllm:kv_cache_usage_perc"] == 0
@@ -429,15 +420,8 @@ def test_the_server_answers(tokenizer: Any) -> None:
         assert chat["choices"][0]["message"]["role"] == "assistant"
         bench = ["bench", "serve", "--model", str(DEFAULT), "--base-url", url, "--dataset-name", "random"]
         sizes = [
-            "--num-prompts",
-            "6",
-            "--random-input-len",
-            "100",
-            "--random-output-len",
-            "8",
-            "--max-concurrency",
-            "4",
-        ]
+            "--num-prompts", "6", "--random-input-len", "100", "--random-output-len", "8", "--max-concurrency", "4",
+        ]  # fmt: skip
         result = subprocess.run([sys.executable, "-c", COMMAND, *bench, *sizes], capture_output=True, text=True)
         assert re.search(r"Successful requests:\s+6\b", result.stdout), result.stdout + result.stderr
     finally:
