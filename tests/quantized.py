@@ -75,12 +75,8 @@ def int8(scale_name: str, by_127: bool = False, zero: bool = False) -> Callable:
 
 def packed(values: Tensor, bits: int) -> Tensor:
     """(rows, columns) of signed integers as (rows, words) int32, the first in the lowest bits; whole words only."""
-    shifted = values.long() + 2 ** (bits - 1)
-    words = [
-        sum(shifted[:, start + place] << (bits * place) for place in range(32 // bits))
-        for start in range(0, values.shape[1], 32 // bits)
-    ]
-    together = torch.stack(words, dim=1)  # type: ignore[arg-type]
+    codes = (values.long() + 2 ** (bits - 1)).unflatten(1, (-1, 32 // bits))
+    together = (codes << (bits * torch.arange(32 // bits))).sum(-1)
     return torch.where(together >= 2**31, together - 2**32, together).to(torch.int32)
 
 

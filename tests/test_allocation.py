@@ -75,9 +75,8 @@ def test_equal_bits_meet_the_bytes_of_the_ratio(changes: dict[str, Any], bits: i
     assert sum(spec.cached_elements for spec in specs) == allocation.used
     for spec in specs:
         assert spec.key_segments == tuple((Segment(rank, bits),) for rank in spec.key_ranks)
-        assert spec.value_segments == (
-            None if method.joint else tuple((Segment(rank, bits),) for rank in spec.value_ranks)
-        )
+        segments = None if method.joint else tuple((Segment(rank, bits),) for rank in spec.value_ranks)
+        assert spec.value_segments == segments
     budget, spent = round(960 * 16 * 0.1), sum(spec.cached_bits for spec in specs)
     # Less than a block is left over.
     assert budget - 8 * bits < spent <= budget

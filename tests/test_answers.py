@@ -90,9 +90,8 @@ class Batch(dict):  # type: ignore[type-arg]
 
 def test_answers_are_those_of_each_prompt_alone() -> None:
     model = tiny.dense_model("llama-gqa", max_position_embeddings=512)
-    prompts = [
-        Prompt("a", "Why? " * count, [], tokens, "So ") for count, tokens in ((3, 8), (1, 8), (5, 4), (2, 8), (4, 4))
-    ]
+    lengths = (3, 8), (1, 8), (5, 4), (2, 8), (4, 4)
+    prompts = [Prompt("a", "Why? " * count, [], tokens, "So ") for count, tokens in lengths]
     made: list[int] = []
     together = generate_answers(model, Characters(), prompts, batch_size=3, progress=lambda: made.append(1))
     alone = [generate_answers(model, Characters(), [each])[0] for each in prompts]

@@ -74,9 +74,8 @@ def test_figures_are_those_of_the_models(
     assert text["excess_nats"] == pytest.approx(float(loss[1] - loss[0]), abs=1e-3)
     divergence = (theirs.exp() * (theirs - own)).sum(-1).mean()
     assert text["kl_nats"] == pytest.approx(float(divergence), rel=2e-2)
-    assert text["top1_agreement"] == pytest.approx(
-        float((theirs.argmax(-1) == own.argmax(-1)).double().mean()), abs=0.02
-    )
+    same = (theirs.argmax(-1) == own.argmax(-1)).double().mean()
+    assert text["top1_agreement"] == pytest.approx(float(same), abs=0.02)
     assert found["decoded_tokens_per_window"] == 12
     assert set(found["further_texts"]) == {"two"}
     # 3 layers, 3 heads of 8 dimensions, keys and values, 4 bytes; and what the rows of the checkpoint take.
@@ -92,9 +91,8 @@ def test_figures_are_those_of_the_models(
 
 
 def test_latents_of_16_bits_are_counted_in_their_own_type() -> None:
-    spec: Any = SimpleNamespace(
-        dense_bytes_per_token=288, dense_elements_per_token=144, layers=[SimpleNamespace(quantized=False)]
-    )
+    spec: Any = SimpleNamespace(dense_bytes_per_token=288, dense_elements_per_token=144)
+    spec.layers = [SimpleNamespace(quantized=False)]
     assert reference_bytes_per_token(spec, 4) == 576 and reference_bytes_per_token(spec, 2) == 288
     spec.layers[0].quantized = True
     assert reference_bytes_per_token(spec, 4) == 288
@@ -185,9 +183,7 @@ def test_eval_writes_a_page_and_its_figures(
 ) -> None:
     monkeypatch.setattr(beside, "QUICK", SMALL)
     command = ["eval", compressed, "--text", tiny_texts[1], "--quick", "--device", "cpu"]
-    tasks: list[str | Path] = (
-        ["--tasks", "arc_easy", "--items", tmp_path] if importlib.util.find_spec("lm_eval") else []
-    )
+    tasks: list[Any] = ["--tasks", "arc_easy", "--items", tmp_path] if importlib.util.find_spec("lm_eval") else []
     item = {
         "question": "the model holds", "answerKey": "A", "choices": {"text": ["keys", "tokens"], "label": ["A", "B"]}
     }  # fmt: skip

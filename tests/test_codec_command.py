@@ -77,10 +77,8 @@ def test_the_fewest_bits_within_a_loss() -> None:
 def test_divergence_is_that_of_the_logits() -> None:
     model, ids = dense_model("llama-gqa"), windows(3, 40, seed=5)
     moments = take_moments(model, windows(), 256)
-    found = [
-        divergence(model, build_codec(moments, bits, 256, window=4), Windows(ids, torch.arange(3)))[0]
-        for bits in (8, 4, 2)
-    ]
+    own, codecs = Windows(ids, torch.arange(3)), [build_codec(moments, bits, 256, window=4) for bits in (8, 4, 2)]
+    found = [divergence(model, codec, own)[0] for codec in codecs]
     assert 0 < found[0] < found[1] < found[2]
     assert model.config._attn_implementation == "sdpa"
     assert not any(each._forward_pre_hooks for each in model.modules())

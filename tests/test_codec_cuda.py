@@ -84,9 +84,8 @@ def test_places_are_two_halves_of_cosines_and_sines() -> None:
     table = position_table(device).double().sum(2)
     for step, i, g, c, second, row in itertools.product(range(2), range(4), (0, 5), range(4), range(2), range(2)):
         angle = rotation.frequencies[8 * step + 4 * second + c] * (8 * g + 2 * i + row)
-        torch.testing.assert_close(
-            table[step, i, g, c, second, row], torch.stack([angle.cos(), angle.sin()]), rtol=0, atol=1e-6
-        )
+        expected = torch.stack([angle.cos(), angle.sin()])
+        torch.testing.assert_close(table[step, i, g, c, second, row], expected, rtol=0, atol=1e-6)
 
 
 def test_tables_do_not_follow_the_ambient_device() -> None:

@@ -130,9 +130,8 @@ def test_a_step_of_padded_sequences_asks_the_device_once(monkeypatch: pytest.Mon
         for start, end in ((0, 36), (36, 37), (37, 38), (38, 39)):
             positions = (own[:, :end].cumsum(1) - 1).clamp_min(0)[:, start:]
             with torch.no_grad(), Questions() as questions:
-                output = model(
-                    ids[:, start:end], attention_mask=own[:, :end], position_ids=positions, past_key_values=cache
-                )
+                given = {"attention_mask": own[:, :end], "position_ids": positions, "past_key_values": cache}
+                output = model(ids[:, start:end], **given)
             counts.append(questions.asked)
             found.append(output.logits[:, -1])
         return torch.stack(found)

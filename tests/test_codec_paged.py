@@ -77,9 +77,8 @@ class _Sequences:
 
     def decode(self, places: list[tuple[int, int]]) -> Tensor:
         """Attend from (sequence, place) tokens at once."""
-        query, key, value = (
-            torch.stack([self.states[number][kind][place] for number, place in places]) for kind in range(3)
-        )
+        own = [[self.states[number][kind][place] for number, place in places] for kind in range(3)]
+        query, key, value = map(torch.stack, own)
         tables = [torch.stack([self.tables[kind][number] for number, _ in places]) for kind in range(2)]
         lengths = torch.tensor([place + 1 for _, place in places])
         if not self.layer.writes_as_it_decodes(query):
@@ -99,10 +98,7 @@ class _Sequences:
         return list(output.split([count for *_, count in parts]))
 
     def _write(self, key: Tensor, value: Tensor, places: list[tuple[int, int]]) -> None:
-        slots = [
-            torch.cat([self.slots(kind, number, torch.tensor([place])) for number, place in places])
-            for kind in range(2)
-        ]
+        slots = [torch.cat([self.slots(kind, n, torch.tensor([place])) for n, place in places]) for kind in range(2)]
         self.layer.write(key, value, torch.tensor([place for _, place in places]), *slots)
 
 

@@ -508,9 +508,8 @@ def test_a_cache_that_is_used_again_takes_the_codec_of_the_model(static: bool) -
     raises(UnsupportedModelError, "holds 60 tokens in rows of another codec", in_chunks, model, ids, [61], cache)
     cache.reset()
     assert_agree(in_chunks(model, ids, [20, *range(21, 61)], cache)[0], one_pass(model, ids))
-    assert {layer.codec.row_bytes for layer in cache.layers} == {
-        each.row_bytes for each in codec_of(bits=2).layers.values()
-    }
+    sizes = {each.row_bytes for each in codec_of(bits=2).layers.values()}
+    assert {layer.codec.row_bytes for layer in cache.layers} == sizes
 
 
 def test_packed_sequences_are_refused() -> None:

@@ -141,9 +141,8 @@ def test_gradients_are_collected_where_the_method_needs_them(
     changes: dict[str, Any], gradients: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    known = collect_statistics(
-        ModuleSource(dense_model("llama-gqa")), windows(2, 8), calibration(), method_of(**changes)
-    )
+    source = ModuleSource(dense_model("llama-gqa"))
+    known = collect_statistics(source, windows(2, 8), calibration(), method_of(**changes))
     assert (known.scores is not None) == gradients
     for index in range(3):
         assert (known.layer(index).loss is not None) == gradients

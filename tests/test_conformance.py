@@ -231,9 +231,8 @@ def opaque_kernel(
     distance = torch.arange(queries)[:, None] + slots - queries - torch.arange(slots)
     allowed = (distance >= 0) & (distance < (sliding_window or slots))
     repeats = query.shape[1] // key.shape[1]
-    output = scaled_dot_product_attention(
-        query, repeat_kv(key, repeats), repeat_kv(value, repeats), attn_mask=allowed, scale=scaling
-    )
+    keys, values = repeat_kv(key, repeats), repeat_kv(value, repeats)
+    output = scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=scaling)
     return output.transpose(1, 2), None
 
 

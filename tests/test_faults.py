@@ -140,11 +140,8 @@ def test_a_cache_rebuilt_from_its_tensors_says_what_is_missing() -> None:
 
 
 def test_a_crop_of_a_generated_cache_names_the_remedy() -> None:
-    cache = (
-        compressed()
-        .generate(tiny.windows(1, 40), max_new_tokens=20, min_new_tokens=20, return_dict_in_generate=True)
-        .past_key_values
-    )
+    settings: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "return_dict_in_generate": True}
+    cache = compressed().generate(tiny.windows(1, 40), **settings).past_key_values
     with pytest.warns(UserWarning, match=r"activate_past_recording\(\)` before the text is read, and crop at most 32"):
         cache.crop(-12)
 
@@ -155,9 +152,7 @@ def test_every_parameter_that_wants_a_gradient_gets_one(tmp_path: Path) -> None:
     model = type(compressed()).from_pretrained(tmp_path).train()
     ids = tiny.windows(1, 40)
     model(ids, labels=ids).loss.backward()
-    wanting = [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
-    ]
+    wanting = [name for name, own in model.named_parameters() if own.requires_grad and own.grad is None]
     assert wanting == []
 
 

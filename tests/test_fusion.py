@@ -50,9 +50,8 @@ class Case:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
 
     def factors(self, widths: list[int], ranks: list[int]) -> LowRank:
-        return LowRank(
-            [self.draw(20, rank) for rank in ranks], [self.draw(*size) for size in zip(ranks, widths, strict=True)]
-        )
+        up = [self.draw(*size) for size in zip(ranks, widths, strict=True)]
+        return LowRank([self.draw(20, rank) for rank in ranks], up)
 
     def bias(self, name: str, size: int) -> Tensor:
         return self.dense.get(f"{name}.bias", torch.zeros(size, dtype=torch.float64))
@@ -151,9 +150,7 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
         )
         for device in ("cpu", "meta")
     )
-    expected = {f"self_attn.{name}": tensor for name, tensor in case.tensors.items()} | {
-        "mlp.weight": held["mlp.weight"]
-    }
+    expected = {f"self_attn.{name}": own for name, own in case.tensors.items()} | {"mlp.weight": held["mlp.weight"]}
     fused = fuse_layer(here, 0, spec, refit, case.mean)  # type: ignore[arg-type]
     assert fused.keys() == expected.keys()
     assert fused["mlp.weight"].dtype is held["mlp.weight"].dtype

@@ -33,10 +33,8 @@ def test_similar_heads_are_grouped_where_the_method_reorders() -> None:
 
 def test_similarity_is_centered() -> None:
     weight = planted_keys()
-    expected, moved = (
-        group_heads(problem_of(weight, weight, inputs, 2, method="recalkv")).similarity
-        for inputs in (rows(), rows() + 5)
-    )
+    problems = [problem_of(weight, weight, inputs, 2, method="recalkv") for inputs in (rows(), rows() + 5)]
+    expected, moved = (group_heads(problem).similarity for problem in problems)
     torch.testing.assert_close(moved, expected)
 
 

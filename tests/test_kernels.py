@@ -118,9 +118,8 @@ class Problem:
         case = self.case
         keys = joined([up.to(DEVICE) for up in self.ups])
         values = joined([up.to(DEVICE) for up in self.value_ups]) if self.value_ups else None
-        plan = LayerPlan(
-            keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, case.head_dim, 232_448
-        )
+        ranks, heads = (self.key_ranks, self.value_ranks), (self.key_heads, self.value_heads)
+        plan = LayerPlan(keys, values, ranks[0], heads[0], ranks[1], heads[1], case.head_dim, 232_448)
         z_k, z_v = self.z_k.to(DEVICE), self.z_v.to(DEVICE)
         seen: Any = self.first + case.queries
         result = latent_attention(
@@ -183,8 +182,7 @@ class Problem:
             # Python's largest of a number and NaN is the number.
             assert bool(ours.isfinite().all())
         return max(
-            float((ours.double() - reference).abs().max() / reference.abs().max().clamp_min(1e-9))
-            for ours, reference in pairs
+            float((ours.double() - other).abs().max() / other.abs().max().clamp_min(1e-9)) for ours, other in pairs
         )
 
 

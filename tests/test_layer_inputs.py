@@ -72,11 +72,8 @@ def test_only_whole_inputs_of_the_pass_are_taken(tmp_path: Path) -> None:
 
     kept().put(0, 0, whole)
     assert not kept().are_of("digest"), "nothing says that they are whole"
-    for other, moments in (
-        (kept(), "another"),
-        (kept(shape=(4, 3, 4)), "digest"),
-        (kept(dtype=torch.bfloat16), "digest"),
-    ):
+    others = (kept(), "another"), (kept((4, 3, 4)), "digest"), (kept(dtype=torch.bfloat16), "digest")
+    for other, moments in others:
         kept().put(0, 0, whole)
         kept().sign("digest", layers=1)
         assert kept().are_of("digest")

@@ -87,9 +87,8 @@ def test_first_line_counts_where_it_does_officially(tmp_path: Path, answer: str,
     file = write(tmp_path, "triviaqa")
     assert longbench(Scripted(answer), Characters(), "triviaqa", file, asked(limit=1)).scores == (score,)
     # Elsewhere the whole answer counts: one of five words is right once.
-    whole = longbench(
-        Scripted("cache of two or three"), Characters(), "qasper", write(tmp_path, "qasper"), asked(limit=1)
-    )
+    file = write(tmp_path, "qasper")
+    whole = longbench(Scripted("cache of two or three"), Characters(), "qasper", file, asked(limit=1))
     assert whole.scores == (pytest.approx(2 * 0.2 * 1 / 1.2),)
 
 

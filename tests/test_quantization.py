@@ -150,9 +150,8 @@ def code_bits(segments: list[tuple[Segment, ...]]) -> float:
 def test_mixed_bits_are_as_good_as_any(ratio: float) -> None:
     """Lagrange: at any price of a bit, no assignment with as many bits loses less than the cheapest of all."""
     generator = torch.Generator().manual_seed(0)
-    energies = [
-        (torch.randn(96, generator=generator) * 2).exp().sort().values.flip(0).double().tolist() for _ in range(20)
-    ]
+    drawn = [torch.randn(96, generator=generator) * 2 for _ in range(20)]
+    energies = [own.exp().sort().values.flip(0).double().tolist() for own in drawn]
     found = mixed_bits(energies, ratio)
     blocks = torch.tensor(energies, dtype=torch.float64).view(-1, BLOCK).sum(1)
     rates = torch.tensor([0.0, *(BLOCK * bits for bits in BITS)], dtype=torch.float64)

@@ -51,9 +51,8 @@ def test_integers_by_hand() -> None:
 def test_fp8_is_that_of_torch_and_saturates() -> None:
     plain, scaled = quantizer("fp8", 64), quantizer("fp8-scaled", 64)
     kept = torch.tensor([0.0, 1.0, -1.125, 448.0, 1e6, 0.3])[None, None, None]
-    torch.testing.assert_close(
-        plain.keys(kept), torch.tensor([0.0, 1.0, -1.125, 448.0, 448.0, 0.3125])[None, None, None]
-    )
+    expected = torch.tensor([0.0, 1.0, -1.125, 448.0, 448.0, 0.3125])[None, None, None]
+    torch.testing.assert_close(plain.keys(kept), expected)
     assert float(scaled.keys(kept).max()) == pytest.approx(1e6, rel=1e-3)
 
 
@@ -80,9 +79,8 @@ def test_llama_cpps_blocks_by_hand() -> None:
     # A rotation spreads one large element over its head.
     spiky = torch.zeros(1, 1, 1, 64)
     spiky[..., 0], spiky[..., 1:] = 100, states(63)
-    plain, rotated = (
-        float((quantizer(name, 64).keys(spiky) - spiky)[..., 1:].abs().mean()) for name in ("q4_0", "q4_0-rotated")
-    )
+    errors = [(quantizer(name, 64).keys(spiky) - spiky)[..., 1:] for name in ("q4_0", "q4_0-rotated")]
+    plain, rotated = (float(error.abs().mean()) for error in errors)
     assert plain > 0.4 and rotated < 2 * plain
     torch.testing.assert_close(quantizer("q8_0-rotated", 64).keys(spiky), spiky, atol=0.2, rtol=0)
 
@@ -190,9 +188,8 @@ def test_one_pass_is_decoding_token_by_token(family: str, name: str) -> None:
     reference = window_scores(model, windows, keep=True)
     with quantized_cache(model, rounding):
         whole = window_scores(model, windows, dense=reference.states)
-    single = window_scores(
-        model, windows, dense=reference.states, prefill=1, cache=lambda: quantized_layers(model, rounding)
-    )
+    rounded = {"prefill": 1, "cache": lambda: quantized_layers(model, rounding)}
+    single = window_scores(model, windows, dense=reference.states, **rounded)
     # HQQ's fit depends a little on how much is rounded together.
     limit = 1e-3 if name.startswith("hqq") else 1e-4
     torch.testing.assert_close(whole.losses, single.losses, rtol=limit, atol=limit)

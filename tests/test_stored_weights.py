@@ -76,9 +76,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> A
         place = tmp_path_factory.mktemp("exported")
         # transformers takes a grid of blocks to be even, which the experts' 24 columns are not with blocks of 16.
         quantized, dense = published(place, kind, family, **({"moe_intermediate_size": 32} if "moe" in family else {}))
-        first, second = (
-            compress(folder, tiny_tokenizer, place / f"compressed-{folder.name}", **changes)
-            for folder in (quantized, dense)
+        pair = (
+            compress(each, tiny_tokenizer, place / f"compressed-{each.name}", **changes) for each in (quantized, dense)
         )
         return quantized, first, second
 
@@ -117,12 +116,9 @@ def test_what_is_not_replaced_stays_byte_for_byte(kind: str, exported: Any) -> N
 def test_config_names_what_is_no_longer_quantized(kind: str, exported: Any) -> None:
     quantized, compressed, _ = exported(kind)
     before, after = (config_of(folder)["quantization_config"] for folder in (quantized, compressed))
-    key = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}.get(
-        before["quant_method"], "llm_int8_skip_modules"
-    )
-    assert {name: value for name, value in after.items() if name != key} == {
-        n: v for n, v in before.items() if n != key
-    }
+    keys = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}
+    key = keys.get(before["quant_method"], "llm_int8_skip_modules")
+    assert {n: v for n, v in after.items() if n != key} == {n: v for n, v in before.items() if n != key}
     # The head is tied to a table that is held plainly; without it in the list transformers would look for codes.
     assert set(after[key]) == replaced_in(compressed) | {"lm_head", "model.embed_tokens"}
     assert config_of(compressed)["dtype"] == "bfloat16"
@@ -148,9 +144,8 @@ def test_transformers_loads_and_runs_it(kind: str, exported: Any) -> None:
     mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
     ids = windows(2, 20)
     assert torch.equal(mine(ids).logits, theirs(ids).logits)
-    assert torch.equal(
-        mine.generate(ids, max_new_tokens=4, do_sample=False), theirs.generate(ids, max_new_tokens=4, do_sample=False)
-    )
+    found, expected = (model.generate(ids, max_new_tokens=4, do_sample=False) for model in (mine, theirs))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "phi3-fused", "glm4-moe"])
@@ -351,9 +346,8 @@ def test_tied_tables_under_either_name(names: list[str], tmp_path: Path, tiny_to
     assert torch.equal(source.head_weight(), table)
     assert torch.equal(source.embed(windows(1, 5), 1)[0], table[windows(1, 5)])
     compressed = compress(folder, tiny_tokenizer, tmp_path / "compressed")
-    assert {name for name in held_of(compressed) if ".layers." not in name} == {
-        name for name in tensors if ".layers." not in name
-    }
+    others = {name for name in held_of(compressed) if ".layers." not in name}
+    assert others == {name for name in tensors if ".layers." not in name}
     loaded = AutoModelForCausalLM.from_pretrained(compressed)
     assert torch.equal(loaded.lm_head.weight, table) and torch.equal(loaded.model.embed_tokens.weight, table)
     result = compress_layers(source, windows(), calibration(), CompressionParams(method="palu", bits=16))
@@ -419,9 +413,8 @@ def test_experts_in_mxfp4_pass_through(tmp_path: Path, tiny_tokenizer: Any) -> N
 def test_scales_of_mxfp4_that_do_not_fit_are_named(tmp_path: Path) -> None:
     folder, _ = published_experts(tmp_path)
     name = "model.layers.1.mlp.experts.down_proj"
-    short = rewritten(
-        folder, tmp_path / "short", lambda held: held.update({f"{name}_scales": held[f"{name}_scales"][1:]})
-    )
+    scales = tensors_of(folder)[f"{name}_scales"]
+    short = rewritten(folder, tmp_path / "short", lambda held: held.update({f"{name}_scales": scales[1:]}))
     with pytest.raises(ModelUnavailableError, match=rf"{name}_scales has the shape \(3, 64, 1\); .*\(4, 64, 1\)"):
         CheckpointSource(short).tensor(name)
     lost = rewritten(folder, tmp_path / "lost", lambda held: held.pop(f"{name}_scales"))

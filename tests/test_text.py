@@ -92,9 +92,8 @@ def gensim_at(folder: Path) -> Callable[[str], importlib.machinery.ModuleSpec]:
 
 @pytest.fixture
 def small_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = [
-        f"<page><title>T</title><ns>0</ns><revision><text>''Article'' {i}.</text></revision></page>" for i in range(13)
-    ]
+    page = "<page><title>T</title><ns>0</ns><revision><text>''Article'' {}.</text></revision></page>"
+    pages = list(map(page.format, range(13)))
     pages.insert(2, "<page><ns>0</ns><redirect title='x'/><revision><text>#REDIRECT [[x]]</text></revision></page>")
     pages.insert(5, "<page><ns>4</ns><revision><text>Project page.</text></revision></page>")
     path = tmp_path / text._ARTICLES
@@ -359,9 +358,7 @@ def test_unknown_split_of_c4(hub: Any) -> None:
 @pytest.mark.parametrize("error", [ConnectionError("no route"), FileNotFoundError("no route"), ValueError("no route")])
 def test_unreachable_hub(error: Exception, hub: Any) -> None:
     hub.answer = error
-    message = (
-        f"'org/set' .*{type(error).__name__}: no route; .* use embedded, wikitext2, ptb, c4, ultrachat, or a local file"
-    )
+    message = f"{type(error).__name__}: no route; .* use embedded, wikitext2, ptb, c4, ultrachat, or a local file"
     fails(message, "org/set")
 
 

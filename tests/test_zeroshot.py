@@ -75,9 +75,8 @@ def test_agrees_with_log_likelihoods_by_hand(arc_file: Path, tiny_tokenizer: Any
 
 def test_limit_takes_the_first_items_in_order(arc_file: Path, tiny_tokenizer: Any) -> None:
     model = tiny.dense_model("llama-gqa")
-    whole, first = (
-        zero_shot(model, tiny_tokenizer, {"arc_easy": arc_file}, limit=limit)[0].correct for limit in (None, 3)
-    )
+    file = {"arc_easy": arc_file}
+    whole, first = (zero_shot(model, tiny_tokenizer, file, limit=limit)[0].correct for limit in (None, 3))
     assert first == whole[:3]
 
 

@@ -232,9 +232,8 @@ def statistics(family: str, layers: int) -> Statistics:
 
 def plain(**changes: Any) -> CompressionParams:
     """Compression parameters: 16-bit latents of pairs of heads at half of the bytes, hardly damped, but for changes."""
-    return CompressionParams(
-        **({"ratio": 0.5, "group_size": 2, "bits": 16, "exact_window": 0, "damping": 1e-6} | changes)
-    )
+    own = {"ratio": 0.5, "group_size": 2, "bits": 16, "exact_window": 0, "damping": 1e-6}
+    return CompressionParams(**(own | changes))
 
 
 @functools.cache

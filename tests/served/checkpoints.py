@@ -110,11 +110,10 @@ def write_quantized(folder: Path) -> None:
     model.save_pretrained(place / "own")
     fit(model, windows(6, 96), bits=8, context=256).save(place / "codec")
     own = {
-        name: weight for name, weight in model.state_dict().items() if "_proj" not in name and name != "lm_head.weight"
+        name: tensor for name, tensor in model.state_dict().items() if "_proj" not in name and name != "lm_head.weight"
     }
-    save_file(
-        tensors | {name: weight.half() for name, weight in own.items()}, place / "model.safetensors", {"format": "pt"}
-    )
+    tensors |= {name: weight.half() for name, weight in own.items()}
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
     quantized = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     config = json.loads((place / "own" / "config.json").read_text()) | {"quantization_config": quantized}
     (place / "config.json").write_text(json.dumps(config))
