@@ -1,6 +1,7 @@
 """Fisher scores: against plain autograd through the whole Hugging Face model, window by window."""
 
 from collections.abc import Collection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,8 @@ def test_layers_that_are_done_are_passed_through_only(done: set[int], tmp_path: 
     assert [layer.index for layer in rest] == [index for index in (2, 1, 0) if index not in done]
     for layer in rest:
         expected = whole[layer.index]
-        assert (layer.key_score, layer.value_score, layer.loss) == (
-            expected.key_score, expected.value_score, expected.loss,
-        )  # fmt: skip
+        figures = attrgetter("key_score", "value_score", "loss")
+        assert figures(layer) == figures(expected)
         for name in ("gram", "mean", "key_gradient", "value_gradient"):
             assert torch.equal(getattr(layer.moments, name), getattr(expected.moments, name))
 

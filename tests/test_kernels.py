@@ -182,7 +182,7 @@ class Problem:
             # Python's largest of a number and NaN is the number.
             assert bool(ours.isfinite().all())
         return max(
-            float((ours.double() - other).abs().max() / other.abs().max().clamp_min(1e-9)) for ours, other in pairs
+            float((own.double() - other).abs().max() / other.abs().max().clamp_min(1e-9)) for own, other in pairs
         )
 
 

@@ -76,9 +76,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> A
         place = tmp_path_factory.mktemp("exported")
         # transformers takes a grid of blocks to be even, which the experts' 24 columns are not with blocks of 16.
         quantized, dense = published(place, kind, family, **({"moe_intermediate_size": 32} if "moe" in family else {}))
-        pair = (
-            compress(each, tiny_tokenizer, place / f"compressed-{each.name}", **changes) for each in (quantized, dense)
-        )
+        names = {quantized: "first", dense: "second"}
+        first, second = (compress(each, tiny_tokenizer, place / name, **changes) for each, name in names.items())
         return quantized, first, second
 
     return make

@@ -109,9 +109,7 @@ def write_quantized(folder: Path) -> None:
             tensors[f"{stem}.scales"] = scales[:, 0].half().contiguous()
     model.save_pretrained(place / "own")
     fit(model, windows(6, 96), bits=8, context=256).save(place / "codec")
-    own = {
-        name: tensor for name, tensor in model.state_dict().items() if "_proj" not in name and name != "lm_head.weight"
-    }
+    own = {name: weight for name, weight in model.state_dict().items() if "_proj" not in name and "lm_head" not in name}
     tensors |= {name: weight.half() for name, weight in own.items()}
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     quantized = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
