@@ -98,13 +98,19 @@ def int4(group: int, zero: bool = False) -> Callable:
     return quantize
 
 
-def _groups(form: str, **weights: Any) -> dict[str, Any]:
-    known = {"num_bits": 8, "symmetric": True, "dynamic": False, "group_size": None, "block_structure": None}
-    fixed = weights["strategy"] == "tensor"
-    activations = {"num_bits": 8, "type": weights["type"], "symmetric": True, "dynamic": not fixed}
+def _groups(form: str, kind: str, strategy: str, **changes: Any) -> dict[str, Any]:
+    weights = {
+        "num_bits": 8,
+        "symmetric": True,
+        "dynamic": False,
+        "group_size": None,
+        "block_structure": None,
+    } | changes
+    fixed = strategy == "tensor"
+    activations = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": not fixed}
     activations["strategy"] = "tensor" if fixed else "token"
     group = {
-        "targets": ["Linear"], "weights": known | weights,
+        "targets": ["Linear"], "weights": known | {"type": kind, "strategy": strategy} | changes,
         "input_activations": None if form.startswith("pack") else activations, "output_activations": None,
     }  # fmt: skip
     return {
@@ -124,6 +130,7 @@ class Kind:
 
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": None}
+_FOUR: dict[str, Any] = {"num_bits": 4, "group_size": 16}
 KINDS = {
     "fp8 blocks": Kind(_FP8 | {"weight_block_size": [8, 16]}, fp8((8, 16), "weight_scale_inv")),
     "fp8 matrices": Kind(
@@ -131,33 +138,26 @@ KINDS = {
         fp8(None, "weight_scale_inv", ()),
         ("activation_scale",),
     ),
-    "float-quantized rows": Kind(
-        _groups("float-quantized", type="float", strategy="channel"), fp8((1, -1), "weight_scale")
-    ),
+    "float-quantized rows": Kind(_groups("float-quantized", "float", "channel"), fp8((1, -1), "weight_scale")),
     "float-quantized matrices": Kind(
-        _groups("float-quantized", type="float", strategy="tensor"), fp8(None, "weight_scale", (1,)), ("input_scale",),
-        (1,),
+        _groups("float-quantized", "float", "tensor"), fp8(None, "weight_scale", (1,)), ("input_scale",), (1,)
     ),
     "float-quantized blocks": Kind(
-        _groups("float-quantized", type="float", strategy="block", block_structure=[8, 16]),
-        fp8((8, 16), "weight_scale"),
+        _groups("float-quantized", "float", "block", block_structure=[8, 16]), fp8((8, 16), "weight_scale")
     ),
-    "int-quantized": Kind(_groups("int-quantized", type="int", strategy="channel"), int8("weight_scale")),
+    "int-quantized": Kind(_groups("int-quantized", "int", "channel"), int8("weight_scale")),
     "int-quantized with zeros": Kind(
-        _groups("int-quantized", type="int", strategy="channel", symmetric=False), int8("weight_scale", zero=True)
+        _groups("int-quantized", "int", "channel", symmetric=False), int8("weight_scale", zero=True)
     ),
-    "pack-quantized": Kind(
-        _groups("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16), int4(16)
-    ),
+    "pack-quantized": Kind(_groups("pack-quantized", "int", "group", **_FOUR), int4(16)),
     "pack-quantized with zeros": Kind(
-        _groups("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16, symmetric=False),
-        int4(16, zero=True),
+        _groups("pack-quantized", "int", "group", **_FOUR, symmetric=False), int4(16, zero=True)
     ),
     "bitsandbytes": Kind(
         {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "llm_int8_skip_modules": None},
         int8("SCB", by_127=True),
     ),
-}  # fmt: skip
+}
 
 
 def write(folder: Path, tensors: dict[str, Tensor], config: Any, **section: Any) -> Path:

@@ -146,11 +146,7 @@ def test_stage_writes_rows_metrics_and_a_picture(prepared: Path) -> None:
     ],
 )
 def test_bad_input_names_value_rule_and_remedy(
-    prepared: Path,
-    capsys: pytest.CaptureFixture[str],
-    parameter: str,
-    value: Any,
-    words: tuple[str, ...],
+    prepared: Path, capsys: pytest.CaptureFixture[str], parameter: str, value: Any, words: tuple[str, ...]
 ) -> None:
     # Refused before a weight is read: the config is all that is there of the checkpoint.
     for weights in (prepared / "data/compressed").glob("*.safetensors"):

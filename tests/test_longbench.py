@@ -139,10 +139,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_all_sets_are_checked_before_the_first_is_answered(
-    prepared: Path,
-    capfd: pytest.CaptureFixture[str],
-    tasks: list[str],
-    message: str,
+    prepared: Path, capfd: pytest.CaptureFixture[str], tasks: list[str], message: str
 ) -> None:
     change("longbench.tasks", tasks)
     assert invoke("suite", name="longbench") == 1

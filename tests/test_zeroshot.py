@@ -161,11 +161,7 @@ def test_the_papers_tasks_are_known_to_lm_eval() -> None:
     check_tasks(dict.fromkeys(PAPER_TASKS))
 
 
-def test_stage_names_an_unknown_task(
-    few_tasks: None,
-    prepared: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_stage_names_an_unknown_task(few_tasks: None, prepared: Path, capfd: pytest.CaptureFixture[str]) -> None:
     change("zeroshot.tasks", ["continuations"])
     assert invoke("suite", name="zeroshot") == 1
     assert "lm-eval has no single task continuations; `lm-eval ls subtasks`" in capfd.readouterr().err

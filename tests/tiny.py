@@ -29,21 +29,12 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+    "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 256,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     # The library's 0.02 makes tiny models almost linear, and their logits almost equal.
     "initializer_range": 0.3,
-}
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("llama", {"num_key_value_heads": 6}),
@@ -67,91 +58,60 @@ LONGROPE = {
 }  # fmt: skip
 LLAMA4 = YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 SLIDING = {"sliding_window": 16}
+TURNED = {"rope_parameters": HALF_TURNED}
+CAPPED = {"query_pre_attn_scalar": 4, "final_logit_softcapping": 8.0}
+SCALED = {"attention_multiplier": 0.2, "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+SHARED = {"shared_expert_intermediate_size": 24}
+ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0}
+
+
+def _types(names: str) -> dict[str, list[str]]:
+    return {"layer_types": [f"{name}_attention" for name in names.split()]}
+
 
 LINEAR_ATTENTION = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    **_types("linear full full"),
 }  # fmt: skip
-MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16,
-    "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16}
 
 FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", SLIDING | {"num_local_experts": 4}),
-    "qwen2-moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen2-moe": ("qwen2_moe", EXPERTS | SHARED),
     "qwen3-moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
-    "granite": (
-        "granite",
-        {
-            "attention_multiplier": 0.2, "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
-            "attention_bias": True,
-        },
-    ),
+    "granite": ("granite", SCALED | {"attention_bias": True}),
     "ministral": ("ministral", SLIDING),
     "ministral3": ("ministral3", {"rope_parameters": LLAMA4}),
     "seed-oss": ("seed_oss", {"attention_bias": True}),
     "smollm3-nope": ("smollm3", {"no_rope_layer_interval": 2}),
     "olmo2-whole-norm": ("olmo2", {}),
     "olmo3-sliding": ("olmo3", SLIDING),
-    "gemma2-softcap": (
-        "gemma2",
-        SLIDING | {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
-    ),
-    "gemma3": (
-        "gemma3_text",
-        SLIDING | {"query_pre_attn_scalar": 4, "sliding_window_pattern": 2, "final_logit_softcapping": 8.0},
-    ),
+    "gemma2-softcap": ("gemma2", SLIDING | CAPPED | {"attn_logit_softcapping": 5.0}),
+    "gemma3": ("gemma3_text", SLIDING | CAPPED | {"sliding_window_pattern": 2}),
     "phi3-fused": ("phi3", {}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}),
-    "glm-partial": ("glm", {"rope_parameters": HALF_TURNED}),
-    "glm4-post-norm": ("glm4", {"rope_parameters": HALF_TURNED, "attention_bias": True}),
+    "glm-partial": ("glm", TURNED),
+    "glm4-post-norm": ("glm4", TURNED | {"attention_bias": True}),
     "glm4-moe": (
         "glm4_moe",
-        EXPERTS
-        | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True, "rope_parameters": HALF_TURNED},
+        EXPERTS | TURNED | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True},
     ),
-    "qwen3-next-hybrid": (
-        "qwen3_next",
-        EXPERTS
-        | LINEAR_ATTENTION
-        | {"shared_expert_intermediate_size": 24, "rope_parameters": HALF_TURNED, "attention_bias": True},
-    ),
-    "qwen3.5-hybrid": (
-        "qwen3_5_text",
-        LINEAR_ATTENTION
-        | {"rope_parameters": HALF_TURNED, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
-    ),
-    "qwen3.5-moe-hybrid": (
-        "qwen3_5_moe_text",
-        EXPERTS | LINEAR_ATTENTION | {"shared_expert_intermediate_size": 24, "rope_parameters": HALF_TURNED},
-    ),
+    "qwen3-next-hybrid": ("qwen3_next", EXPERTS | LINEAR_ATTENTION | SHARED | TURNED | {"attention_bias": True}),
+    "qwen3.5-hybrid": ("qwen3_5_text", LINEAR_ATTENTION | TURNED | _types("full linear full")),
+    "qwen3.5-moe-hybrid": ("qwen3_5_moe_text", EXPERTS | LINEAR_ATTENTION | SHARED | TURNED),
     "granite4-hybrid": (
         "granitemoehybrid",
-        MAMBA
-        | {
-            "num_local_experts": 4, "shared_intermediate_size": 24, "attention_multiplier": 0.2,
-            "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
-        },
+        MAMBA | SCALED | _types("full linear full linear") | {"num_local_experts": 4, "shared_intermediate_size": 24},
     ),
     "arcee": ("arcee", {"attention_bias": True}),
     "apertus": ("apertus", {"rope_parameters": LLAMA3}),
     "gemma": ("gemma", {"tie_word_embeddings": True}),
     "ernie4.5": ("ernie4_5", {"use_bias": True}),
-    "ernie4.5-moe": (
-        "ernie4_5_moe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
-    ),
-    "exaone4-nope": (
-        "exaone4",
-        SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-    "minimax-m2-whole-norm": (
-        "minimax_m2",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": HALF_TURNED},
-    ),
+    "ernie4.5-moe": ("ernie4_5_moe", ERNIE),
+    "exaone4-nope": ("exaone4", SLIDING | _types("sliding full sliding")),
+    "minimax-m2-whole-norm": ("minimax_m2", TURNED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss-sinks": ("gpt_oss", SLIDING | {"num_local_experts": 4, "rope_parameters": YARN}),
-}  # fmt: skip
+}
 """Families that are tried in fewer ways."""
 
 ALL_FAMILIES = FAMILIES | FURTHER_FAMILIES
@@ -179,8 +139,7 @@ def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
 
 
 def windows(samples: int = 8, length: int = 48, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (samples, length), generator=generator)
+    return torch.randint(3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(seed))
 
 
 def assemble(dense: Any, result: CompressedLayers, parameters: CompressionParams) -> Any:
