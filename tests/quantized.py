@@ -99,13 +99,7 @@ def int4(group: int, zero: bool = False) -> Callable:
 
 
 def _groups(form: str, kind: str, strategy: str, **changes: Any) -> dict[str, Any]:
-    weights = {
-        "num_bits": 8,
-        "symmetric": True,
-        "dynamic": False,
-        "group_size": None,
-        "block_structure": None,
-    } | changes
+    known = {"num_bits": 8, "symmetric": True, "dynamic": False, "group_size": None, "block_structure": None}
     fixed = strategy == "tensor"
     activations = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": not fixed}
     activations["strategy"] = "tensor" if fixed else "token"

@@ -25,22 +25,19 @@ def energies_of(*widths: int, seed: int = 0) -> list[list[torch.Tensor]]:
     return [[torch.rand(width, generator=generator).sort(descending=True).values for width in widths] for _ in "ab"]
 
 
-def test_keys_get_a_rank_per_group_and_whole_values_one() -> None:
-    specs, allocation = allocate(GEOMETRY, None, method_of(method="recalkv", allocation="uniform"))
-    assert specs == [LayerSpec([80, 40], [120])] * 2
+@pytest.mark.parametrize(
+    ("method", "spec"),
+    [
+        ("recalkv", LayerSpec([80, 40], [120])),
+        ("palu", LayerSpec([80, 40], [80, 40])),
+        ("loss-aware", LayerSpec([160, 80], [160, 80], joint=True)),
+    ],
+)
+def test_a_rank_for_each_group_and_one_for_whole_values(method: str, spec: LayerSpec) -> None:
+    specs, allocation = allocate(GEOMETRY, None, method_of(method=method, allocation="uniform"))
+    assert specs == [spec] * 2
     assert allocation.dense == GEOMETRY.dense_elements_per_token == 960
-    assert allocation.used == allocation.budget == 480
-
-
-def test_grouped_values_get_a_rank_per_group() -> None:
-    specs, _ = allocate(GEOMETRY, None, method_of(method="palu", allocation="uniform"))
-    assert specs == [LayerSpec([80, 40], [80, 40])] * 2
-
-
-def test_joint_latents_are_as_wide_as_keys_and_values() -> None:
-    specs, allocation = allocate(GEOMETRY, None, method_of(allocation="uniform"))
-    assert specs == [LayerSpec([160, 80], [160, 80], joint=True)] * 2
-    assert allocation.used == sum(spec.cached_elements for spec in specs) == 480
+    assert allocation.used == allocation.budget == sum(each.cached_elements for each in specs) == 480
 
 
 def test_scores_reach_their_own_projections() -> None:

@@ -20,6 +20,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     StaticCache,
 )
+from transformers.modeling_utils import local_torch_dtype
 
 import recalkv
 import recalkv.runtime.means
@@ -126,14 +127,9 @@ def test_the_default_type_does_not_matter(dtype: torch.dtype, monkeypatch: pytes
     monkeypatch.setattr(recalkv.runtime.means, "_tables", {})
     _kept_levels.cache_clear()
     use_codec(model, fresh)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.inference_mode():
-            first, _ = in_chunks(model, ids, STEPS)
-    finally:
-        torch.set_default_dtype(before)
-        _kept_levels.cache_clear()
+    with local_torch_dtype(torch.bfloat16), torch.inference_mode():
+        first, _ = in_chunks(model, ids, STEPS)
+    _kept_levels.cache_clear()
     assert torch.equal(first, wanted)
     again, _ = in_chunks(model, ids, STEPS)
     assert torch.equal(again, wanted)
@@ -155,11 +151,12 @@ def test_a_cache_goes_on_outside_of_inference_mode() -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        lambda cache: None,
         lambda cache: cache.reorder_cache(torch.arange(6)),
         lambda cache: cache.batch_repeat_interleave(1),
         lambda cache: cache.batch_select_indices(torch.arange(6)),
     ],
-    ids=["reorder", "repeat", "select"],
+    ids=["nothing", "reorder", "repeat", "select"],
 )
 def test_sequences_changed_in_inference_mode_go_on_outside_of_it(change: Any) -> None:
     model, ids = coded_model(), token_ids()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_utils import local_torch_dtype
 
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
@@ -352,12 +353,8 @@ def test_products_around_attention(batch: int, per_head: int, dim: int, width: i
 def test_tables_do_not_hang_on_defaults() -> None:
     layer = Problem(CASES["one group"]).layer
     expected = DeviceLayout.of(layer, "cpu"), DeviceRotation.of(layer.rotation, "cpu")
-    torch.set_default_dtype(torch.float16)
-    try:
-        with torch.device("meta"), torch.inference_mode():
-            found = DeviceLayout.of(layer, "cpu"), DeviceRotation.of(layer.rotation, "cpu")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with local_torch_dtype(torch.float16), torch.device("meta"), torch.inference_mode():
+        found = DeviceLayout.of(layer, "cpu"), DeviceRotation.of(layer.rotation, "cpu")
     assert torch.equal(found[0].table, expected[0].table) and torch.equal(found[0].places, expected[0].places)
     assert torch.equal(found[1].anchors, expected[1].anchors) and torch.equal(found[1].places, expected[1].places)
     assert not found[0].table.is_inference()

@@ -22,6 +22,8 @@ from recalkv.model.source import checkpoint_dtype, fingerprint, read_reference, 
 from tests import raises
 from tests.tiny import dense_model
 
+Hub = tuple[Path, list[tuple[str, dict[str, Any]]]]
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -44,7 +46,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[tuple[str, dict[str, Any]]]]:
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """A hub with one model: its snapshot, and what was asked of it in which order."""
     snapshot = folder.rename(tmp_path / "0123abcd")
     calls: list[tuple[str, dict[str, Any]]] = []
@@ -60,6 +62,14 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", one_file)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", everything)
     return snapshot, calls
+
+
+def recorded(name: str, tmp_path: Path) -> Path:
+    """The folder of the record of a model."""
+    record = tmp_path / "model"
+    record.mkdir()
+    write_reference(resolve_model(name, None, tmp_path), record)
+    return record
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -82,9 +92,7 @@ def test_relative_folder_is_recorded_whole(
     assert (reference.folder, reference.name) == (folder, str(folder))
 
 
-def test_hub_model_is_downloaded_without_code_or_pickles(
-    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
-) -> None:
+def test_hub_model_is_downloaded_without_code_or_pickles(hub: Hub, tmp_path: Path) -> None:
     snapshot, calls = hub
     reference = resolve_model("someone/model", "main", tmp_path)
     assert (reference.folder, reference.name, reference.revision) == (snapshot, "someone/model", "0123abcd")
@@ -106,7 +114,7 @@ def test_hub_model_is_downloaded_without_code_or_pickles(
     ],
 )
 def test_unsupported_hub_models_cost_no_download(
-    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path, changes: dict[str, Any], message: str
+    hub: Hub, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     snapshot, calls = hub
     edit_config(snapshot, **changes)
@@ -175,7 +183,7 @@ UNREAD = {
 
 @pytest.mark.parametrize("message", UNREAD)
 def test_parts_of_a_method_that_are_not_read_are_refused_before_the_download(
-    message: str, hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
+    message: str, hub: Hub, tmp_path: Path
 ) -> None:
     snapshot, calls = hub
     edit_config(snapshot, quantization_config=UNREAD[message])
@@ -184,9 +192,7 @@ def test_parts_of_a_method_that_are_not_read_are_refused_before_the_download(
     assert [name for name, _ in calls] == ["someone/model/config.json"]
 
 
-def test_quantized_models_that_are_read_are_downloaded(
-    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
-) -> None:
+def test_quantized_models_that_are_read_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     snapshot, calls = hub
     edit_config(snapshot, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     assert resolve_model("someone/model", None, tmp_path).folder == snapshot
@@ -218,7 +224,7 @@ def test_what_the_hub_does_not_show_says_how_to_log_in(
     assert asked == ["meta/llama/config.json"]
 
 
-def test_weights_are_fetched_once(hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path) -> None:
+def test_weights_are_fetched_once(hub: Hub, tmp_path: Path) -> None:
     """Repositories that hold them for other programs too, in another folder or consolidated."""
     resolve_model("someone/model", None, tmp_path)
     _, (_, options) = hub[1]
@@ -329,27 +335,17 @@ def test_a_full_disk_is_no_network_problem(error: Exception, tmp_path: Path, mon
 
 
 def test_record_round_trip(folder: Path, tmp_path: Path) -> None:
-    record = tmp_path / "model"
-    record.mkdir()
-    written = resolve_model(str(folder), None, tmp_path)
-    write_reference(written, record)
-    read = read_reference(record)
-    assert (read.folder, read.name, read.revision, read.fingerprint) == (
-        written.folder, written.name, written.revision, written.fingerprint,
-    )  # fmt: skip
+    written, record = resolve_model(str(folder), None, tmp_path), recorded(str(folder), tmp_path)
+    assert vars(read_reference(record)) == vars(written)
     first = (record / "source.json").read_bytes()
     write_reference(written, record)
     assert (record / "source.json").read_bytes() == first
 
 
-def test_record_of_a_hub_model_holds_elsewhere(
-    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_of_a_hub_model_holds_elsewhere(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where `dvc pull` brings it to a machine that has the model in another place, or not yet."""
     snapshot, calls = hub
-    record = tmp_path / "model"
-    record.mkdir()
-    write_reference(resolve_model("someone/model", None, tmp_path), record)
+    record = recorded("someone/model", tmp_path)
     assert str(tmp_path) not in (record / "source.json").read_text()
     elsewhere = shutil.copytree(snapshot, tmp_path / "another")
 
@@ -380,9 +376,7 @@ def test_missing_record_says_what_to_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["config", "start", "end", "size", "more"])
 def test_changed_model_is_detected(folder: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_SAMPLE_BYTES", 64)  # far less than the file holds
-    record = tmp_path / "model"
-    record.mkdir()
-    write_reference(resolve_model(str(folder), None, tmp_path), record)
+    record = recorded(str(folder), tmp_path)
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     if change == "config":
@@ -396,9 +390,7 @@ def test_changed_model_is_detected(folder: Path, tmp_path: Path, change: str, mo
 
 
 def test_model_that_is_gone(folder: Path, tmp_path: Path) -> None:
-    record = tmp_path / "model"
-    record.mkdir()
-    write_reference(resolve_model(str(folder), None, tmp_path), record)
+    record = recorded(str(folder), tmp_path)
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(ModelUnavailableError, match=r"folder .*tiny is gone; restore it or run `dvc repro -f model`"):
         read_reference(record)

@@ -108,6 +108,14 @@ def test_failed_writer_leaves_nothing_and_keeps_the_old_store(path: Path) -> Non
     assert list(path.parent.iterdir()) == [path]
 
 
+def kill(write: Any, *arguments: Any) -> None:
+    """Let a process of its own write until it kills itself."""
+    child = multiprocessing.get_context("fork").Process(target=write, args=arguments)
+    child.start()
+    child.join(timeout=60)
+    assert child.exitcode == -signal.SIGKILL
+
+
 def write_and_die(path: Path) -> None:
     with writing_store(path, "whiten", "abc", {}) as store:
         store.put("x", torch.ones(2))
@@ -115,10 +123,7 @@ def write_and_die(path: Path) -> None:
 
 
 def test_killed_writer_is_refused_and_cleaned_by_the_next(path: Path) -> None:
-    child = multiprocessing.get_context("fork").Process(target=write_and_die, args=(path,))
-    child.start()
-    child.join(timeout=60)
-    assert child.exitcode == -signal.SIGKILL
+    kill(write_and_die, path)
     assert not path.exists()
     assert (partial_path(path) / "x").exists()
     with pytest.raises(StoreError, match=r"whiten\.zarr is unfinished \(its stage was interrupted\); run `dvc repro"):
@@ -271,10 +276,7 @@ def test_an_interrupted_store_goes_on_after_its_whole_layers(path: Path, tmp_pat
     expected = digest(tmp_path / "whole.zarr")
     for kill in (False, True):
         if kill:
-            child = multiprocessing.get_context("fork").Process(target=write_layers, args=(path, "k", 1, True))
-            child.start()
-            child.join(timeout=60)
-            assert child.exitcode == -signal.SIGKILL
+            kill(write_layers, path, "k", 1, True)
         else:
             with pytest.raises(KeyboardInterrupt):
                 write_layers(path, stop=1)

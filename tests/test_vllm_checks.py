@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import local_torch_dtype
 
 from recalkv.codec.context import checkpoint_fingerprint, model_fingerprint
 from recalkv.codec.sidecar import LayerCodec
@@ -108,10 +109,6 @@ def test_a_folder_has_its_models_fingerprint(family: str, default: torch.dtype, 
     """Whatever the default type is, as an engine sets another while it makes a model."""
     model = dense_model(family)
     model.save_pretrained(tmp_path)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
+    with local_torch_dtype(default):
         assert checkpoint_fingerprint(tmp_path, model.config) == model_fingerprint(model)
-    finally:
-        torch.set_default_dtype(before)
     assert checkpoint_fingerprint(tmp_path / "nowhere", model.config) is None
