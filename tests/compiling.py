@@ -124,8 +124,7 @@ class Compiled:
     @property
     def resident(self) -> int:
         """Programs that fit a processor at once."""
-        room = SHARED_LIMITS[self.architecture] + 1024
-        return resident_programs(self.registers, self.shared, self.warps, room)
+        return resident_programs(self.registers, self.shared, self.warps, SHARED_LIMITS[self.architecture] + 1024)
 
 
 def compile_all(
@@ -187,8 +186,7 @@ def _scores(c: Configuration, architecture: int) -> Launch:
 
 
 def _values(c: Configuration, architecture: int) -> Launch:
-    rows = c.rows
-    _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows)
+    _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], c.rows)
     types = {
         "logits_ptr": "*fp32", "latent_ptr": f"*{c.dtype}", "partial_ptr": "*fp32", "most_ptr": "*fp32",
         "sum_ptr": "*fp32", "seen_ptr": "*i64", "blocks_ptr": "*i32", "latent_batch_stride": "i64",

@@ -199,8 +199,7 @@ def mxfp4(weight: Tensor) -> Coded:
     rows = weight.mT.unflatten(-1, (-1, 32))
     exponent = rows.abs().amax(-1).log2().floor() - 2
     scaled = rows / exponent.exp2()[..., None]
-    nearest = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
-    codes = (nearest + 8 * (scaled < 0)).to(torch.uint8)
+    codes = ((scaled.abs()[..., None] - E2M1).abs().argmin(-1) + 8 * (scaled < 0)).to(torch.uint8)
     stored = {"blocks": codes[..., ::2] + 16 * codes[..., 1::2], "scales": (exponent + 127).to(torch.uint8)}
     signed = torch.cat([E2M1, -E2M1]).double()
     return stored, (signed[codes.long()] * exponent.double().exp2()[..., None]).flatten(-2).mT

@@ -55,8 +55,7 @@ def test_scores_reach_their_own_projections() -> None:
 def test_energies_reach_their_own_latents(joint: bool) -> None:
     energies = energies_of(*((320, 160) if joint else (160, 80, 160, 80)))
     specs, allocation = allocate(GEOMETRY, None, method_of(joint=joint, ratio=0.7), energies)
-    flat = [unit.tolist() for layer in energies for unit in layer]
-    ranks, budget, used = water_filling(flat, 0.7)
+    ranks, budget, used = water_filling([unit.tolist() for layer in energies for unit in layer], 0.7)
     assert (allocation.budget, allocation.used, allocation.dense) == (budget, used, 960)
     given = [rank for spec in specs for rank in [*spec.key_ranks, *(() if joint else spec.value_ranks)]]
     assert given == ranks
@@ -83,15 +82,13 @@ def test_equal_bits_meet_the_bytes_of_the_ratio(changes: dict[str, Any], bits: i
 @pytest.mark.parametrize("joint", [True, False])
 def test_mixed_bits_give_every_latent_segments_of_its_own(joint: bool) -> None:
     energies = energies_of(*((320, 160) if joint else (160, 80, 160, 80)))
-    method = method_of(joint=joint, ratio=0.8, bits="mixed")
-    specs, allocation = allocate(GEOMETRY, None, method, energies)
+    specs, allocation = allocate(GEOMETRY, None, method_of(joint=joint, ratio=0.8, bits="mixed"), energies)
     expected = mixed_bits([unit.tolist() for layer in energies for unit in layer], 0.8)
     given = [tuple(group) for spec in specs for group in [*spec.key_segments, *(spec.value_segments or ())]]
     assert given == expected
     assert allocation.used == sum(segment.width for unit in expected for segment in unit)
     # What is left of every direction.
-    left = sum(float(unit.sum()) for layer in energies for unit in layer)
-    assert 0 < predicted_loss(specs, energies) < left / 2
+    assert 0 < predicted_loss(specs, energies) < sum(float(unit.sum()) for layer in energies for unit in layer) / 2
 
 
 def test_refusals_name_the_remedy() -> None:

@@ -53,8 +53,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, tiny
 @pytest.fixture(scope="module")
 def measured(compressed: Path, tiny_folder: Path) -> tuple[dict[str, Any], LatentSpec]:
     texts = {name: Windows(windows(4, 32, seed), torch.arange(4)) for name, seed in (("one", 5), ("two", 6))}
-    haystack = windows(1, 500, 7)[0]
-    return compare(compressed, tiny_folder, texts, haystack, SMALL, torch.device("cpu"))
+    return compare(compressed, tiny_folder, texts, windows(1, 500, 7)[0], SMALL, torch.device("cpu"))
 
 
 def test_figures_are_those_of_the_models(
@@ -72,8 +71,7 @@ def test_figures_are_those_of_the_models(
     assert text["dense"] == pytest.approx(float(loss[0].exp()), rel=1e-3)
     assert text["compressed"] == pytest.approx(float(loss[1].exp()), rel=1e-3)
     assert text["excess_nats"] == pytest.approx(float(loss[1] - loss[0]), abs=1e-3)
-    divergence = (theirs.exp() * (theirs - own)).sum(-1).mean()
-    assert text["kl_nats"] == pytest.approx(float(divergence), rel=2e-2)
+    assert text["kl_nats"] == pytest.approx(float((theirs.exp() * (theirs - own)).sum(-1).mean()), rel=2e-2)
     same = (theirs.argmax(-1) == own.argmax(-1)).double().mean()
     assert text["top1_agreement"] == pytest.approx(float(same), abs=0.02)
     assert found["decoded_tokens_per_window"] == 12
@@ -237,8 +235,7 @@ def test_eval_says_what_to_do_without_the_recorded_model(compressed: Path, tmp_p
     config = json.loads((copy / "config.json").read_text())
     config["recalkv"]["source"]["name"] = "/nowhere/llama"
     (copy / "config.json").write_text(json.dumps(config))
-    said = refused("eval", copy, "--device", "cpu")
-    assert "'/nowhere/llama', is not there; name it with --dense" in said
+    assert "'/nowhere/llama', is not there; name it with --dense" in refused("eval", copy, "--device", "cpu")
 
 
 def test_commands_want_what_they_need(compressed: Path, tiny_folder: Path) -> None:

@@ -182,8 +182,7 @@ def test_fusion_rule_is_that_of_the_multiplications() -> None:
             fused = heads * rank * hidden
             separate = heads * rank * head_dim + heads * head_dim * hidden
             assert (choose_value_layout(geometry, [rank]) == "fused") == (fused <= separate)
-    wide_heads = AttentionGeometry(hidden=8, heads=2, kv_heads=2, head_dim=8, layers=1)
-    assert choose_value_layout(wide_heads, [16]) == "fused"
+    assert choose_value_layout(AttentionGeometry(hidden=8, heads=2, kv_heads=2, head_dim=8, layers=1), [16]) == "fused"
 
 
 @pytest.mark.parametrize("sizes", [[3], [2, 1], [1, 1, 1]])

@@ -174,8 +174,7 @@ def test_the_column_of_a_text_can_be_named(settings: list[Any], tmp_path: Path) 
 def test_a_target_is_the_budget(settings: list[Any], tmp_path: Path) -> None:
     """128 tokens in 7 KiB are 56 bytes a token, of 288."""
     compress(*settings, "--target", "7KiB@128", "--out", tmp_path / "out")
-    spec = LatentSpec.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
-    assert 45 < spec.cached_bytes_per_token() <= 56
+    assert 45 < LatentSpec.from_config(AutoConfig.from_pretrained(tmp_path / "out")).cached_bytes_per_token() <= 56
 
 
 def test_compress_ends_with_a_quick_evaluation(settings: list[Any], tmp_path: Path) -> None:
@@ -184,8 +183,7 @@ def test_compress_ends_with_a_quick_evaluation(settings: list[Any], tmp_path: Pa
     found = json.loads((out / "evaluation.json").read_text())
     assert found["text"] == "calibration.txt, held out" and found["perplexity"]["tokens_per_window"] == 32
     assert f"KL {found['perplexity']['kl_nats']:.4f}" in output
-    card = (out / "README.md").read_text()
-    assert "| perplexity, calibration.txt, held out (8 windows) |" in card
+    assert "| perplexity, calibration.txt, held out (8 windows) |" in (out / "README.md").read_text()
     # Random weights of a tiny model at a tenth of the bytes.
     assert "poor on calibration.txt, held out" in output and "try: calibrate on more than 192" in output
     assert AutoModelForCausalLM.from_pretrained(out).dtype is not None
@@ -196,8 +194,7 @@ def test_what_cannot_be_evaluated_is_compressed_all_the_same(
 ) -> None:
     short = tmp_path / "short.txt"
     short.write_text("the cache holds what the model has read " * 25)
-    tokens = len(tiny_tokenizer(short.read_text())["input_ids"])
-    all_of_it = ["--samples", "1", "--length", str(tokens)]
+    all_of_it = ["--samples", "1", "--length", str(len(tiny_tokenizer(short.read_text())["input_ids"]))]
     output = compress(settings[0], "--text", short, *all_of_it, "--out", tmp_path / "out", check=True)
     assert "not evaluated: 'short.txt'" in output.replace(str(tmp_path) + "/", "")
     assert "Not evaluated yet" in (tmp_path / "out" / "README.md").read_text()

@@ -112,8 +112,7 @@ def test_other_batches_are_refused() -> None:
 
 def test_there_are_no_gradients() -> None:
     model, ids = coded_model(), token_ids()
-    loss = model(ids, labels=ids, use_cache=False).loss
-    raises(ReCalKVError, "no gradient; call `recalkv.stop_codec", loss.backward)
+    raises(ReCalKVError, "no gradient; call `recalkv.stop_codec", model(ids, labels=ids, use_cache=False).loss.backward)
     assert bool(torch.isfinite(model(ids, labels=ids, use_cache=False).loss))
     assert one_pass(model, ids).grad_fn is None
 
@@ -143,8 +142,7 @@ def test_a_cache_goes_on_outside_of_inference_mode() -> None:
     rest = []
     for end in range(41, 61):
         # Neither inference mode nor no_grad.
-        output = model(ids[:, end - 1 : end], past_key_values=cache, use_cache=True)
-        rest.append(output.logits.detach())
+        rest.append(model(ids[:, end - 1 : end], past_key_values=cache, use_cache=True).logits.detach())
     assert torch.equal(torch.cat([first, *rest], 1), wanted)
 
 
@@ -281,13 +279,10 @@ def test_a_row_without_tokens_harms_no_other(family: str, static: bool) -> None:
     found = model.generate(ids, attention_mask=mask, **settings)
     assert all(bool(torch.isfinite(each).all()) for each in found.logits)
     for row in (0, 2):
-        alone = model.generate(ids[row : row + 1], **settings)
-        assert torch.equal(found.sequences[row], alone.sequences[0])
+        assert torch.equal(found.sequences[row], model.generate(ids[row : row + 1], **settings).sequences[0])
     # Its own tokens are those of a sequence that begins with them.
-    own = found.sequences[1, 30:][None]
-    wanted = one_pass(model, own)
-    got = torch.stack([each[1] for each in found.logits[1:]])[None]
-    assert_agree(got, wanted[:, :-1], 1e-3)
+    wanted = one_pass(model, found.sequences[1, 30:][None])
+    assert_agree(torch.stack([each[1] for each in found.logits[1:]])[None], wanted[:, :-1], 1e-3)
 
 
 @pytest.mark.parametrize("family", ["mistral-sliding"])
@@ -349,15 +344,13 @@ def test_a_model_is_copied_without_its_codec() -> None:
     model = coded_model()
     raises(UnsupportedModelError, "stop_codec", copy.deepcopy, model)
     raises(UnsupportedModelError, "stop_codec", pickle.dumps, model)
-    copied = copy.deepcopy(stop_codec(model))
-    assert torch.equal(one_pass(copied, token_ids()), one_pass(model, token_ids()))
+    assert torch.equal(one_pass(copy.deepcopy(stop_codec(model)), token_ids()), one_pass(model, token_ids()))
 
 
 def test_training_goes_on_behind_it() -> None:
     """As under DDP: what takes part in one step takes part in the next, and nothing of the codec is trained."""
     model, ids = coded_model(), token_ids()
-    names = {name for name, _ in model.named_parameters()}
-    assert names == {name for name, _ in dense().named_parameters()}
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in dense().named_parameters()}
     assert set(model.state_dict()) == set(dense().state_dict())
     in_chunks(model, ids, STEPS)
     stop_codec(model).train()
@@ -390,8 +383,7 @@ def multimodal() -> Any:
 
 def test_positions_of_several_numbers_are_served_for_text_alone() -> None:
     model, ids = multimodal(), token_ids()
-    codec = dataclasses.replace(fit(model, tiny.windows(), 4, context=256), window=WINDOW)
-    use_codec(model, codec)
+    use_codec(model, dataclasses.replace(fit(model, tiny.windows(), 4, context=256), window=WINDOW))
     assert_agree(in_chunks(model, ids, STEPS)[0], one_pass(model, ids))
     positions = torch.arange(60).expand(3, 6, 60).clone()
     assert_agree(one_pass(model, ids, position_ids=positions), one_pass(model, ids))

@@ -67,8 +67,7 @@ def test_the_fewest_bits_within_a_loss() -> None:
         tried.append(bits)
         return float(3 * 4**-bits)
 
-    found = bits_within(0.01, lambda bits: 4**-bits, measure)
-    assert 0.009 <= measure(found) <= 0.01
+    assert 0.009 <= measure(bits_within(0.01, lambda bits: 4**-bits, measure)) <= 0.01
     assert len(tried) <= 9
     with pytest.raises(BudgetError, match=r"max_excess=0.01 is not met on held-out windows"):
         bits_within(0.01, lambda bits: 4**-bits, lambda bits: 0.02)
@@ -114,8 +113,7 @@ def test_fit_in_python_is_the_same(settings: list[Any], tmp_path: Path, tiny_tok
     assert everything(tmp_path / "a") == everything(tmp_path / "b") == everything(tmp_path / "c")
     assert Codec.load(tmp_path / "a").layers[0].kv_heads_per_code == 1
     texts = [Path(settings[2]).read_text()]
-    codec = recalkv.fit(model, dataset=texts, **given)
-    assert codec.bytes_per_token == Codec.load(tmp_path / "a").bytes_per_token
+    assert recalkv.fit(model, dataset=texts, **given).bytes_per_token == Codec.load(tmp_path / "a").bytes_per_token
     with torch.inference_mode():
         recalkv.fit(model, dataset=texts, **given)
 

@@ -60,8 +60,7 @@ def test_rows_take_what_was_asked_for(model: Any, bits: float) -> None:
 
 
 def test_keys_and_values_come_back_from_their_rows(model: Any) -> None:
-    codec = fit(model, windows(), bits=8)
-    layer = codec.layers[1]
+    layer = fit(model, windows(), bits=8).layers[1]
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     ids = windows(2, 40, seed=9)
     with watching(model, lambda index, key, value: seen.update({index: (key, value)})), torch.no_grad():

@@ -199,18 +199,15 @@ def test_windows_that_turn_otherwise_than_the_context_are_turned_back_by_their_o
     model, ids = dense_model("phi3-longrope"), windows(3, 24)
     own, served = measured_rotations(model, 24), measured_rotations(model, 256)
     found = take_moments(model, ids, 256)
-    expected = naive_moments(model, ids, own, 1)
-    turned = served[0].averaged(expected[0]["states"][0], 256)
+    turned = served[0].averaged(naive_moments(model, ids, own, 1)[0]["states"][0], 256)
     # At position 0 nothing is turned: the formulas' average over one position is the moment before RoPE.
-    error = (found[0].states[0] - turned).norm() / turned.norm()
-    assert float(error) < 1e-3
+    assert float((found[0].states[0] - turned).norm() / turned.norm()) < 1e-3
     assert torch.equal(found[0].rotation.frequencies, served[0].frequencies)
 
 
 def test_labels_are_drawn_by_their_probabilities() -> None:
     likely = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]).expand(20000, -1)
-    places = torch.rand(20000, 1, generator=torch.Generator().manual_seed(0))
-    found = codec_moments._drawn(likely, places)[:, 0]
+    found = codec_moments._drawn(likely, torch.rand(20000, 1, generator=torch.Generator().manual_seed(0)))[:, 0]
     counts = torch.bincount(found, minlength=6) / 20000
     torch.testing.assert_close(counts, likely[0], rtol=0, atol=0.01)
     assert counts[[0, 2, 5]].sum() == 0

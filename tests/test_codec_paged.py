@@ -71,8 +71,7 @@ class _Sequences:
                 scores = self.softcap * (scores / self.softcap).tanh()
             if self.aux is not None:
                 scores = torch.cat([scores, self.aux.double()[:, None]], 1)
-            weights = scores.softmax(-1)[:, : own[1].shape[1]]
-            result.append((weights[:, None] @ own[1])[:, 0])
+            result.append((scores.softmax(-1)[:, : own[1].shape[1]][:, None] @ own[1])[:, 0])
         return torch.stack(result)
 
     def decode(self, places: list[tuple[int, int]]) -> Tensor:

@@ -113,8 +113,7 @@ class Problem:
         slots = -(-max(*case.length, TILE) // TILE) * TILE
         parts = []
         for own in itertools.chain(*zip(self.layer.keys, self.layer.values, strict=True)):
-            numbers = normal(batch, slots, own.width) * torch.exp2(normal(batch, slots, 1) / 2)
-            parts.append(pack(numbers, own.segments))
+            parts.append(pack(normal(batch, slots, own.width) * torch.exp2(normal(batch, slots, 1) / 2), own.segments))
         rows = torch.cat(parts, -1)
         self.query = normal(batch, groups * case.heads, case.per_head, case.key_dim).double()
         self.expected = self._attention(rows)
@@ -228,13 +227,11 @@ def test_attention_is_that_over_keys_and_values(way: str, page: int, name: str) 
 
 def test_queries_may_be_large_and_small() -> None:
     """Products in 16 bits neither run over nor vanish."""
-    problem = Problem(CASES["one group"])
-    given = problem.given()
+    given = Problem(CASES["one group"]).given()
     for factor in (1e-6, 1e6):
         scaled = given | {"queries": given["queries"] * factor, "mean_queries": given["mean_queries"] * factor}
         out, lse = coded_attention(**scaled)
-        expected = coded_attention_torch(**scaled)
-        torch.testing.assert_close(lse, expected[1], rtol=2e-3, atol=1e-5)
+        torch.testing.assert_close(lse, coded_attention_torch(**scaled)[1], rtol=2e-3, atol=1e-5)
         assert bool(out.isfinite().all())
 
 
@@ -275,8 +272,7 @@ def test_merging_is_attention_over_both() -> None:
 
 
 def test_positions_turn_by_their_digits() -> None:
-    frequencies = 1e4 ** (-torch.arange(20, dtype=torch.float64) / 20)
-    rotation = Rotation(torch.arange(40).view(2, 20), frequencies)
+    rotation = Rotation(torch.arange(40).view(2, 20), 1e4 ** (-torch.arange(20, dtype=torch.float64) / 20))
     positions = torch.tensor([-63, -1, 0, 1, 255, 256, 65535, 65536, 131071, 16_000_000])
     for own, expected in zip(DeviceRotation.of(rotation, "cpu").at(positions), rotation.tables(positions), strict=True):
         torch.testing.assert_close(own, expected.float(), rtol=0, atol=1e-6)
@@ -303,8 +299,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.gpu
 def test_graphs_hold_for_any_length() -> None:
     """Captured once, replayed for other lengths."""
-    problem = Problem(CASES["one group"])
-    given = problem.given()
+    given = Problem(CASES["one group"]).given()
     coded_attention(**given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -341,8 +336,7 @@ def test_products_around_attention(batch: int, per_head: int, dim: int, width: i
     groups, heads, kv_heads = 2, 2, 4
     query = torch.randn(batch, 5, kv_heads * per_head, dim, dtype=dtype, device=DEVICE)[:, 3]
     back, mean = torch.randn(kv_heads, dim, width, device=DEVICE), torch.randn(kv_heads, dim, device=DEVICE)
-    pairs = torch.arange(dim, device=DEVICE).view(-1, heads).T.contiguous()
-    given = query, back, mean, pairs, groups, SCALE
+    given = query, back, mean, torch.arange(dim, device=DEVICE).view(-1, heads).T.contiguous(), groups, SCALE
     for found, expected in zip(triton_basis.coordinates(*given), coordinates_torch(*given), strict=True):
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
     numbers = torch.randn(batch, groups, heads * per_head, width, device=DEVICE)

@@ -93,8 +93,7 @@ def test_errors_are_those_of_documents() -> None:
     # Deviations -2.5, -1.5, 0.5 and 3.5 add up to -4 and 4 within two documents: sqrt(2 / 1 * 32) / 4.
     assert over_documents(rise, torch.tensor([7, 7, 9, 9])) == pytest.approx((3.5, 2.0))
     # Windows that tell the same twice tell no more than once.
-    twice = over_documents(rise.repeat(2), torch.arange(4).repeat(2))
-    assert twice == pytest.approx(alone)
+    assert over_documents(rise.repeat(2), torch.arange(4).repeat(2)) == pytest.approx(alone)
     assert over_documents(rise, torch.zeros(4).long()) == (3.5, 0.0)
     assert over_documents(rise[:1], torch.arange(1)) == (1.0, 0.0)
 

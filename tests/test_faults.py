@@ -174,8 +174,7 @@ def test_weights_written_by_data_are_noticed() -> None:
             layer.self_attn.o_proj.weight.data *= 1.5
         parts = [model(part, past_key_values=cache).logits for part in ids.split([20, *[1] * 10], dim=1)]
         # Codes of few bits fall the other way here and there.
-        difference = (torch.cat(parts, dim=1) - model(ids).logits).abs()
-        assert difference.flatten().quantile(0.9) < 0.1
+        assert (torch.cat(parts, dim=1) - model(ids).logits).abs().flatten().quantile(0.9) < 0.1
 
 
 # --- what is handed in ----------------------------------------------------------------------------------------------

@@ -43,8 +43,7 @@ def test_paths_links_and_modules_are_there(path: Path) -> None:
     paths = [ROOT / part for span in code(text) for part in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./-]+", span)]
     missing = [str(each) for each in [*links, *paths] if not each.exists()]
     named_modules = r"\b(?:recalkv|stages|benchmarks)(?:\.[a-z]\w*)+"
-    modules = [part for span in code(text) for part in re.findall(named_modules, span)]
-    for module in modules:
+    for module in [part for span in code(text) for part in re.findall(named_modules, span)]:
         whole, parent = (ROOT.joinpath(*parts) for parts in (module.split("."), module.split(".")[:-1]))
         files = [parent.with_suffix(".py"), parent / "__init__.py"]
         inside = any(re.search(rf"\b{whole.name}\b", file.read_text()) for file in files if file.exists())

@@ -10,8 +10,7 @@ def test_rows_and_page_of_the_cells(prepared: Path) -> None:
     cells = Path("data/cells/frontier")
     assert invoke("quantizer", out=cells / "fp8.json", name="fp8") == 0
     assert invoke("quantizer", out=cells / "turboquant-2.json", name="turboquant-2") == 0
-    changes = ["compression.bits=mixed", "compression.ratio=0.75"]
-    assert invoke("cell", out=cells / "ours-4.json", changes=changes) == 0
+    assert invoke("cell", out=cells / "ours-4.json", changes=["compression.bits=mixed", "compression.ratio=0.75"]) == 0
     assert invoke("frontier", name="frontier") == 0
     rows = json.loads(Path("reports/frontier.json").read_text())["rows"]
     assert {row["text"] for row in rows} == {"evaluation.txt"}

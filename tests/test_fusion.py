@@ -90,8 +90,7 @@ def test_keys_queries_and_outputs_are_those_of_the_factors(arguments: Any) -> No
 
     # Every query attends to one token of each row: what it reads is that token's values.
     values = inputs @ case.values.dense() + case.bias("v_proj", 12)[COLUMNS]
-    contexts = values.view(7, 3, 4).repeat_interleave(2, dim=1).flatten(1)
-    expected = contexts @ case.output[ROWS] + case.bias("o_proj", 20)
+    expected = values.view(7, 3, 4).repeat_interleave(2, dim=1).flatten(1) @ case.output[ROWS] + case.bias("o_proj", 20)
     latents = case.latents(inputs, "value")
     if case.layout == "fused":
         heads = [up.shape[1] // 4 for up in case.values.up]
@@ -100,8 +99,7 @@ def test_keys_queries_and_outputs_are_those_of_the_factors(arguments: Any) -> No
     else:
         rebuilt = [latent @ tensors[f"value_up.{group}"] for group, latent in enumerate(latents)]
         read = torch.cat(rebuilt, dim=1).view(7, 3, 4).repeat_interleave(2, dim=1).flatten(1)
-    output = read @ tensors["o_proj.weight"].T + tensors.get("o_proj.bias", torch.zeros(1))
-    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(read @ tensors["o_proj.weight"].T + tensors.get("o_proj.bias", torch.zeros(1)), expected)
 
 
 @pytest.mark.parametrize("shape", WIDTHS)
@@ -163,8 +161,7 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
 
 def test_sinks_and_norms_over_all_heads_move_with_the_heads() -> None:
     case = Case("joint", "separate", True, True, False)
-    norms = {"q_norm.weight": case.draw(24), "k_norm.weight": case.draw(12)}
-    dense = case.dense | norms | {"sinks": case.draw(6)}
+    dense = case.dense | {"q_norm.weight": case.draw(24), "k_norm.weight": case.draw(12)} | {"sinks": case.draw(6)}
     geometry = AttentionGeometry(hidden=20, heads=6, kv_heads=3, head_dim=4, layers=1, sinks=True)
     spec = LayerSpec(*RANKS["joint"], True, value_layout="separate", head_permutation=PERMUTATION)
     tensors = fused_attention_tensors(dense, geometry, spec, case.keys, case.values, None, case.mean)

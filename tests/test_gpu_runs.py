@@ -105,8 +105,7 @@ def test_latents_where_dense_does_not_fit_are_on_the_page(tmp_path: Path) -> Non
     ]  # fmt: skip
     (tmp_path / "kernels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_page(tmp_path)
-    page = (tmp_path / "README.md").read_text()
-    assert "| none |  |  | 9.0 | 3 |  |  | 1.0e-03 |" in page
+    assert "| none |  |  | 9.0 | 3 |  |  | 1.0e-03 |" in (tmp_path / "README.md").read_text()
 
 
 def test_nothing_is_timed_under_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:

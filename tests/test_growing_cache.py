@@ -93,8 +93,7 @@ def test_what_a_gradient_needs_is_not_written_over() -> None:
         total = total + (query @ keys.mT).square().sum()
     (found,) = torch.autograd.grad(total, query)
     keys = layer.keys
-    expected = sum(2 * (query @ keys[:, :, :n].mT) @ keys[:, :, :n] for n in (300, 301, 302))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, sum(2 * (query @ keys[:, :, :n].mT) @ keys[:, :, :n] for n in (300, 301, 302)))
 
 
 def test_sliding_layers_are_transformers_own() -> None:

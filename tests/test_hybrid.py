@@ -104,8 +104,7 @@ def test_quantized_caches_to_compare_with_leave_the_states_alone(family: str) ->
     model, rounding, ids = dense_model(family), quantizer("fp8", 8), windows(2, 24)
     with quantized_cache(model, rounding):
         expected = model(ids, use_cache=False).logits
-    cache = quantized_layers(model, rounding)
-    torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
+    torch.testing.assert_close(model(ids, past_key_values=quantized_layers(model, rounding)).logits, expected)
     assert not torch.allclose(expected, model(ids).logits, rtol=1e-3)
 
 

@@ -217,8 +217,7 @@ def test_geometries(name: str) -> None:
     ("slots", "runs"), [(1, None), (2, 1), (17, 3), (63, 1), (64, 2), (65, 2), (150, 1), (150, 2), (150, 3), (300, 4)]
 )
 def test_lengths_and_runs(slots: int, runs: int | None) -> None:
-    case = Case(kv_heads=2, query_heads=4, slots=slots, runs=runs)
-    assert Problem(case, seed=slots).error() < 2e-6
+    assert Problem(Case(kv_heads=2, query_heads=4, slots=slots, runs=runs), seed=slots).error() < 2e-6
 
 
 @pytest.mark.parametrize("queries", [2, 5, 9])
@@ -250,8 +249,7 @@ def test_a_row_that_may_see_nothing_is_zero() -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize("name", ["bias", "gqa", "joint latents"])
 def test_half_precision(name: str, dtype: torch.dtype, bound: float) -> None:
-    case = Case(**{**GEOMETRIES[name].__dict__, "dtype": dtype})
-    assert Problem(case).error() < bound
+    assert Problem(Case(**{**GEOMETRIES[name].__dict__, "dtype": dtype})).error() < bound
 
 
 @pytest.mark.parametrize("tile", [64, 128])
@@ -280,8 +278,7 @@ def test_blocks_cover_the_rank(rank: int) -> None:
 def test_value_blocks_tile_the_context(ranks: list[int], heads: list[int], rows: int) -> None:
     """Every element of every group's context is written once."""
     blocks, block_rows, block_columns = value_blocks(ranks, heads, rows)
-    total = sum(rank * count * rows for rank, count in zip(ranks, heads, strict=True))
-    written = [0] * total
+    written = [0] * sum(rank * count * rows for rank, count in zip(ranks, heads, strict=True))
     for _, width, _, count, place, stride in blocks:
         assert width <= block_columns
         assert count <= block_rows
@@ -416,8 +413,7 @@ def test_packed_latents_stay_with_torch(settings: dict[str, Any], counted: list[
 def test_one_layer_of_packed_latents_leaves_all_to_torch() -> None:
     """As one does whose attention the kernels do not compute."""
     model = tiny.compressed_pair("llama-gqa", method="loss-aware")[1].to(DEVICE)
-    packed = tiny.compressed_pair("llama-gqa", **PACKED["one code"])[1].to(DEVICE)
-    model.model.layers[1] = packed.model.layers[1]
+    model.model.layers[1] = tiny.compressed_pair("llama-gqa", **PACKED["one code"])[1].to(DEVICE).model.layers[1]
     raises(ParameterError, "latents of layer 1 are packed", use_kernels, model)
     with pytest.warns(UserWarning, match="latents of layer 1 are packed"):
         use_kernels(model, "auto")

@@ -35,8 +35,7 @@ class Scripted:
     def generate(self, ids: Tensor, **options: Any) -> Tensor:
         self.prompts.append("".join(map(chr, ids[0].tolist())))
         self.options.append(options)
-        answer = [ord(c) for c in self._answer[: options["max_new_tokens"]]]
-        return torch.cat([ids, torch.tensor([answer])], dim=1)
+        return torch.cat([ids, torch.tensor([[ord(c) for c in self._answer[: options["max_new_tokens"]]]])], dim=1)
 
 
 def asked(**changes: Any) -> LongBenchParams:
@@ -96,8 +95,7 @@ def test_long_prompts_lose_their_middle(tmp_path: Path) -> None:
     assert cut_middle(list(range(10)), 10) == list(range(10))
     assert cut_middle(list(range(10)), 4) == [0, 1, 8, 9]
     assert cut_middle(list(range(10)), 5) == [0, 1, 8, 9]
-    context = "".join(f"{number:05d} " for number in range(2000))
-    file = write(tmp_path, "trec", context=context, all_classes=["a"])
+    file = write(tmp_path, "trec", context="".join(f"{number:05d} " for number in range(2000)), all_classes=["a"])
     model = Scripted("a")
     longbench(model, Characters(), "trec", file, asked(limit=1))
     # 4000 positions less 64 of the answer.

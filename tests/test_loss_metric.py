@@ -181,8 +181,7 @@ def test_discarded_energy_is_the_objective(rank: int) -> None:
     total = float(energies.sum())
     assert lost == pytest.approx(float(energies[rank:].sum()), rel=1e-6, abs=1e-9 * total)
     specs = [LayerSpec([rank], [6]), LayerSpec([6], [rank])]
-    predicted = predicted_loss(specs, [[energies, energies]] * 2)
-    assert predicted == pytest.approx(lost, rel=1e-6, abs=1e-9 * total)
+    assert predicted_loss(specs, [[energies, energies]] * 2) == pytest.approx(lost, rel=1e-6, abs=1e-9 * total)
 
 
 def test_identity_gradient_is_the_whitened_method() -> None:
@@ -190,8 +189,7 @@ def test_identity_gradient_is_the_whitened_method() -> None:
     columns = group_columns([[0, 2], [1]], 2)
     whitened = factorize_groups(weight, gram, columns, [2, 1])
     for scale in (1.0, 1e-9, 1e6):
-        identity = scale * torch.eye(6, dtype=torch.float64)
-        factors = factorize_groups(weight, gram, columns, [2, 1], identity, 1e-3)
+        factors = factorize_groups(weight, gram, columns, [2, 1], scale * torch.eye(6, dtype=torch.float64), 1e-3)
         torch.testing.assert_close(factors.dense(), whitened.dense(), rtol=1e-6, atol=1e-9)
 
 

@@ -27,8 +27,7 @@ def asked(lengths: list[int], depths: list[float], trials: int = 1, seed: int = 
 
 
 def test_context_hides_every_sentence_at_its_depth_in_one_stretch_of_text() -> None:
-    depths = [0.7, 0.0, 1.0]
-    ids, questions = needle_context(Characters("^"), HAYSTACK, 400, depths, random.Random(0))
+    ids, questions = needle_context(Characters("^"), HAYSTACK, 400, [0.7, 0.0, 1.0], random.Random(0))
     text = Characters().decode(ids)
     assert len(text) + max(map(len, questions)) == 400
     told = [Characters().decode(question) for question in questions]
@@ -174,8 +173,7 @@ def test_stages_measure_models_and_make_a_page(prepared: Path) -> None:
     found = json.loads(Path("reports/suites/needle.json").read_text())
     bits = {row["method"]: row["bits_per_element"] for row in found["rows"]}
     assert bits["dense"] == 16 and bits["compressed"] <= 8 and bits["turboquant-2"] == 4
-    told = {row["method"]: row["log_probability"] for row in found["rows"]}
-    assert len(set(told.values())) == 3
+    assert len(set({row["method"]: row["log_probability"] for row in found["rows"]}.values())) == 3
     page = Path("reports/suites/needle.md").read_text()
     assert "| turboquant-2 | 4.00 |" in page and "2 prompts of each length" in page
     assert Path("reports/suites/needle.png").read_bytes().startswith(b"\x89PNG")

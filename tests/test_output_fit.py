@@ -32,11 +32,9 @@ def test_ridge_is_that_of_the_definition_and_pulls_to_the_dense_weight() -> None
     c, t, weight = problem()
     penalty = 0.3 * c.double().square().sum(0).mean()
     stacked = torch.cat([c.double(), penalty.sqrt() * torch.eye(12, dtype=torch.float64)])
-    aims = torch.cat([t.double(), penalty.sqrt() * weight.double()])
-    expected = torch.linalg.lstsq(stacked, aims).solution
+    expected = torch.linalg.lstsq(stacked, torch.cat([t.double(), penalty.sqrt() * weight.double()])).solution
     torch.testing.assert_close(fit_output(moments_of(c, t), weight, 0.3), expected, rtol=1e-4, atol=1e-5)
-    far = fit_output(moments_of(c, t), weight, 1e9)
-    torch.testing.assert_close(far, weight.double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(fit_output(moments_of(c, t), weight, 1e9), weight.double(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])

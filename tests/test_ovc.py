@@ -64,8 +64,7 @@ def test_reported_errors_are_those_of_the_outputs() -> None:
     result = calibrate_values(factors, columns, weight, compressed.T @ compressed, 0.0)
     total = (compressed @ weight).square().sum()
     for reported, used in ((result.error_before, factors), (result.error_after, result.factors)):
-        error = (compressed @ (used.dense() - weight[:, order])).square().sum() / total
-        assert reported == pytest.approx(float(error))
+        assert reported == pytest.approx(float((compressed @ (used.dense() - weight[:, order])).square().sum() / total))
     assert result.factors.ranks == [3, 2]
 
 
@@ -104,8 +103,7 @@ def test_fewer_tokens_than_hidden_size() -> None:
     for damping in (0.0, 1e-6):
         weight, dense, compressed = setting(9, tokens=5)
         columns = [torch.arange(weight.shape[1])]
-        gram = damped(dense.T @ dense, 1e-6)
-        factors = factorize_parts(group_parts(weight, gram, columns), [8])
+        factors = factorize_parts(group_parts(weight, damped(dense.T @ dense, 1e-6), columns), [8])
         result = calibrate_values(factors, columns, weight, compressed.T @ compressed, damping)
         assert bool(torch.isfinite(result.factors.dense()).all())
         assert result.error_after <= result.error_before + 1e-12

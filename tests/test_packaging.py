@@ -31,8 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder / name)
-    code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
-    process(sys.executable, "-c", code, cwd=folder)
+    process(sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('dist')", cwd=folder)
     (path,) = (folder / "dist").glob("*.whl")
     return path
 

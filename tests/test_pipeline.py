@@ -218,8 +218,7 @@ def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
     for key, value in (("bits", "mixed"), ("joint", True), ("damping", 0.3)):
         change(f"compression.{key}", value)
     changes = ["compression.method=palu", "compression.ratio=0.6"]
-    own = [*changes, "compression.allocation=uniform"]
-    for name, settings in (("plain", changes), ("own", own)):
+    for name, settings in (("plain", changes), ("own", [*changes, "compression.allocation=uniform"])):
         assert invoke("cell", out=prepared / f"{name}.json", changes=settings) == 0
     plain, uniform = (json.loads((prepared / f"{name}.json").read_text()) for name in ("plain", "own"))
     assert plain["removed"] == pytest.approx(0.6, abs=1 / 144)

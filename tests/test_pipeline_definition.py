@@ -121,8 +121,7 @@ def test_a_stage_tracks_the_parameters_that_it_reads_and_no_others(stage: str, f
     sections = {each.partition(".")[0] for each in in_pipeline(stage).get("params", [])}
     read = finished.seen[stage]["params"] & set(Params.model_fields)
     # Where things run changes no result beyond rounding: latency measures just that, and machine names it.
-    expected = {"latency": read, "machine": read | {"runtime"}}
-    assert sections == expected.get(stage, read - {"runtime"})
+    assert sections == {"latency": read, "machine": read | {"runtime"}}.get(stage, read - {"runtime"})
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -141,8 +140,7 @@ def test_stages_leave_nothing_that_is_no_output(finished: Finished) -> None:
     known = [*declared, *LEFT_BEHIND, "reports/paper.json"]
     left = [path.relative_to(finished.folder) for path in finished.folder.rglob("*") if path.is_file()]
     assert sorted(str(path) for path in left if len(path.parts) > 1 and not tracked(str(path), known)) == []
-    missing = [out for out in declared if not (finished.folder / out).exists()]
-    assert missing == []
+    assert [out for out in declared if not (finished.folder / out).exists()] == []
 
 
 def rerun_by(section: str) -> set[str]:

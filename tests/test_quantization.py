@@ -81,8 +81,7 @@ def test_rows_do_not_follow_the_default_device(fresh_python: Path) -> None:
 def test_rows_are_traced_as_one_node() -> None:
     """A compiled model packs by the same loops."""
     layout, latents = RowLayout([[Segment(20, 4), Segment(8, 2)]]), normal(3, 28)
-    traced = torch.compile(layout.pack, fullgraph=True, backend="eager")
-    assert torch.equal(traced(latents), layout.pack(latents))
+    assert torch.equal(torch.compile(layout.pack, fullgraph=True, backend="eager")(latents), layout.pack(latents))
     assert str(torch.export.export(_Packer(layout), (latents,)).graph).count("recalkv.pack_rows") == 1
 
 

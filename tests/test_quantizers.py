@@ -74,8 +74,7 @@ def test_llama_cpps_blocks_by_hand() -> None:
     # The largest of a block, here -16, has the code 0 of 16 and a step of 2; ties go away from the largest's side.
     assert quantizer("q4_0", 32).keys(rows)[0, 0, 0, :5].tolist() == [-16, -14, -14, -12, -12]
     assert float((quantizer("q4_0", 32).keys(rows) - rows).abs().max()) == 1
-    eight = quantizer("q8_0", 32).keys(rows)
-    assert float((eight - rows).abs().max()) <= 0.5 * 16 / 127 + 16 * 2**-11
+    assert float((quantizer("q8_0", 32).keys(rows) - rows).abs().max()) <= 0.5 * 16 / 127 + 16 * 2**-11
     # A rotation spreads one large element over its head.
     spiky = torch.zeros(1, 1, 1, 64)
     spiky[..., 0], spiky[..., 1:] = 100, states(63)
@@ -92,15 +91,13 @@ def test_vllms_scales_per_token_and_head() -> None:
     )
     four, random = quantizer("int4-token-head", 64), states(1, 2, 200, 64)
     # Uniform noise of a step of the range / 15: 200 x 64 elements of a Gaussian have a range of about 4.8 sigma.
-    error = float((four.keys(random) - random).square().mean())
-    assert error == pytest.approx((4.8 / 15) ** 2 / 12, rel=0.15)
+    assert float((four.keys(random) - random).square().mean()) == pytest.approx((4.8 / 15) ** 2 / 12, rel=0.15)
 
 
 def test_vllms_turboquant_keeps_norms_and_skips_layers() -> None:
     turbo, random = quantizer("vllm-turboquant-4", 64), 3 * states(1, 2, 200, 64)
     torch.testing.assert_close(turbo.keys(random).norm(dim=-1), random.norm(dim=-1), rtol=1e-3, atol=0)
-    error = (turbo.keys(random) - random).square().sum() / random.square().sum()
-    assert float(error) == pytest.approx(0.0095, rel=0.1)
+    assert float((turbo.keys(random) - random).square().sum() / random.square().sum()) == pytest.approx(0.0095, rel=0.1)
     # 16 levels from the least to the largest.
     values = torch.arange(16.0).repeat(4)[None, None, None]
     torch.testing.assert_close(turbo.values(values), values)

@@ -162,8 +162,7 @@ def test_remedy_of_an_impossible_budget_always_works() -> None:
         try:
             allocate_ranks(projections, 0.97, 16)
         except BudgetError as error:
-            remedy = float(str(error).split("lower the ratio to ")[1].split(" ")[0])
-            allocate_ranks(projections, remedy, 16)
+            allocate_ranks(projections, float(str(error).split("lower the ratio to ")[1].split(" ")[0]), 16)
 
 
 # --- water-filling ---

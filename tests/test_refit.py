@@ -67,8 +67,7 @@ def test_each_layer_sees_the_compressed_prefix(family: str, monkeypatch: pytest.
 @pytest.mark.parametrize("method", ["recalkv", "palu"])
 def test_values_are_calibrated_on_their_layers_own_statistics(method: str) -> None:
     # palu never calibrates by itself, but its grouped values go through the same code.
-    settings = VALUES | {"method": method, "refit": "values", "damping": 1e-3}
-    given = steps("llama-gqa", samples=8, length=48, **settings)
+    given = steps("llama-gqa", samples=8, length=48, **VALUES | {"method": method, "refit": "values", "damping": 1e-3})
     for index, result in enumerate(given.refits):
         inputs = inputs_of(given.prefix(index), given.ids, index)
         gram = inputs.T @ inputs / len(inputs)
@@ -189,6 +188,5 @@ def test_targets_of_one_batch_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch
         held.append(weakref.ref(targets))
 
     monkeypatch.setattr(OutputMoments, "add", watched_add)
-    own = Steps("llama-gqa", method="loss-aware")
-    own.refit(batch_size=2)
+    Steps("llama-gqa", method="loss-aware").refit(batch_size=2)
     assert len(held) == 3 * 3

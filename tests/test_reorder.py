@@ -11,8 +11,7 @@ GEOMETRIES = [(heads, size) for heads in range(1, 13) for size in range(1, heads
 
 
 def random_similarity(heads: int, seed: int, levels: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.rand(heads, heads, generator=generator, dtype=torch.float64)
+    values = torch.rand(heads, heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if levels:  # few distinct values: many ties
         values = (values * levels).floor() / levels
     values = (values + values.T) / 2
@@ -20,8 +19,7 @@ def random_similarity(heads: int, seed: int, levels: int = 0) -> Tensor:
 
 
 def planted(groups: list[list[int]], inside: float = 0.9) -> Tensor:
-    heads = sum(map(len, groups))
-    similarity = 0.1 * random_similarity(heads, 0)
+    similarity = 0.1 * random_similarity(sum(map(len, groups)), 0)
     for group in groups:
         for a in group:
             for b in group:

@@ -73,8 +73,7 @@ def chain_by_loops(chain: list[int], bits: int) -> list[float]:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_are_decoded_by_the_formula(bits: int) -> None:
-    generator = torch.Generator().manual_seed(bits)
-    chains = torch.randint(0, 1 << bits, (3, 40), generator=generator)
+    chains = torch.randint(0, 1 << bits, (3, 40), generator=torch.Generator().manual_seed(bits))
     expected = torch.tensor([chain_by_loops(chain, bits) for chain in chains.tolist()])
     assert torch.equal(decoded(chains, bits), expected)
 
@@ -83,8 +82,7 @@ def test_codes_are_decoded_by_the_formula(bits: int) -> None:
 def test_no_chain_of_codes_is_nearer_than_the_one_found(bits: int) -> None:
     length = 8 // bits
     own = numbers(20, 1, length)
-    every = torch.cartesian_prod(*[torch.arange(1 << bits)] * length)
-    nearest = (own - decoded(every, bits)).square().sum(-1).amin(1)
+    nearest = (own - decoded(torch.cartesian_prod(*[torch.arange(1 << bits)] * length), bits)).square().sum(-1).amin(1)
     trials, found = search(own, torch.ones(20, 1), bits)
     assert not trials.any()
     torch.testing.assert_close((own[:, 0] - decoded(found, bits)).square().sum(-1), nearest)
@@ -137,8 +135,7 @@ def test_rows_are_coded_one_by_one() -> None:
 
 def test_packing_what_was_unpacked_changes_nothing_beyond_its_scale() -> None:
     found = unpack(pack(numbers(50, WIDTH), MIXED), MIXED)
-    again = unpack(pack(found, MIXED), MIXED)
-    error, first = (again - found).norm(dim=1), (found - numbers(50, WIDTH)).norm(dim=1)
+    error, first = (unpack(pack(found, MIXED), MIXED) - found).norm(dim=1), (found - numbers(50, WIDTH)).norm(dim=1)
     assert float((error / first).max()) < 1
 
 
@@ -183,8 +180,7 @@ def test_numbers_far_beyond_the_others_are_not_cut_off(bits: int) -> None:
 
 def test_the_first_trial_wins_ties() -> None:
     # Numbers so small that every scale byte is held at 0.
-    rows = pack(torch.full((1, 8), 1e-35), (Segment(8, 4),))
-    assert int(rows[0, 0]) == 0
+    assert int(pack(torch.full((1, 8), 1e-35), (Segment(8, 4),))[0, 0]) == 0
 
 
 def test_the_table_of_numbers_reads_what_rows_hold() -> None:
@@ -204,8 +200,7 @@ def test_the_table_of_numbers_reads_what_rows_hold() -> None:
     scale = scales_of(rows[:, table.scale.long()].float())
     square = place * place
     level = place * (table.linear + square * (table.cubic + square * table.quintic))
-    found = (level * GRAIN).round() / GRAIN * scale
-    torch.testing.assert_close(found, unpack(rows[:, start:], MIXED))
+    torch.testing.assert_close((level * GRAIN).round() / GRAIN * scale, unpack(rows[:, start:], MIXED))
 
 
 def test_levels_are_what_the_curves_say() -> None:

@@ -41,8 +41,7 @@ def test_equals_the_textbook_definition() -> None:
 
 def test_one_dimensional_heads_by_hand() -> None:
     # Heads of width 1 on white inputs: CKA is the squared cosine of the columns.
-    weight = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
-    cka = head_cka(weight, torch.eye(2), 1)
+    cka = head_cka(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 2.0]]), torch.eye(2), 1)
     expected = torch.tensor([[1.0, 0.5, 0.0], [0.5, 1.0, 0.5], [0.0, 0.5, 1.0]], dtype=torch.float64)
     torch.testing.assert_close(cka, expected)
 

@@ -52,8 +52,7 @@ def compress(folder: Path, tokenizer: Any, out: Path, **changes: Any) -> Path:
     parameters = plain(**({"method": "palu", "ratio": 0.3} | changes))
     out.mkdir()
     reference = ModelReference(folder, "tiny", None, fingerprint(folder))
-    given = calibration(samples=4, length=24, text=["words"])
-    compress_checkpoint(reference, texts, given, parameters, CPU, out)
+    compress_checkpoint(reference, texts, calibration(samples=4, length=24, text=["words"]), parameters, CPU, out)
     return out
 
 

@@ -152,16 +152,14 @@ def test_embedded_news_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["a.txt", "a.raw", "notes.md"])
 def test_text_file_is_one_document(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path, name, "One.\n\nTwo.\n")
-    assert load_documents(path, split="ignored") == ["One.\n\nTwo.\n"]
+    assert load_documents(write(tmp_path, name, "One.\n\nTwo.\n"), split="ignored") == ["One.\n\nTwo.\n"]
 
 
 def test_jsonl_and_json(tmp_path: Path) -> None:
     lines = write(tmp_path, "a.jsonl", '{"body": "one\u2028x", "n": 1}\n\n{"body": "two"}\r\n{"body": ""}\n')
     assert load_documents(lines, split="train", field="body") == ["one\u2028x", "two", ""]
     assert load_documents(lines, split="train", field="body", max_documents=1) == ["one\u2028x"]
-    listed = write(tmp_path, "a.json", '["one", {"text": "two"}]')
-    assert load_documents(listed, split="train") == ["one", "two"]
+    assert load_documents(write(tmp_path, "a.json", '["one", {"text": "two"}]'), split="train") == ["one", "two"]
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,7 @@ def test_windows_reach_both_ends_and_come_in_random_order() -> None:
     starts = torch.stack([sample_windows(torch.arange(40), 3, 10, seed)[:, 0] for seed in range(200)])
     assert int(starts.min()) == 0
     assert int(starts.max()) == 30
-    ascending = (starts.diff(dim=1) > 0).all(dim=1).float().mean()
-    assert 0.05 < float(ascending) < 0.4  # one order of six
+    assert 0.05 < float((starts.diff(dim=1) > 0).all(dim=1).float().mean()) < 0.4  # one order of six
 
 
 def test_too_few_tokens_name_both_counts_and_a_remedy() -> None:
