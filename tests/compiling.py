@@ -143,8 +143,7 @@ def compile_all(
 
 def faults(compiled: Compiled) -> list[str]:
     """What is wrong with a compiled kernel."""
-    found = []
-    limit = SHARED_LIMITS[compiled.architecture]
+    found, limit = [], SHARED_LIMITS[compiled.architecture]
     if compiled.shared > limit:
         found.append(f"{compiled.shared} bytes of shared memory, limit {limit}")
     if compiled.spilled > SPILL_LIMIT:
@@ -165,8 +164,7 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
 
 
 def _scores(c: Configuration, architecture: int) -> Launch:
-    rows = c.rows
-    half = c.head_dim // 2
+    rows, half = c.rows, c.head_dim // 2
     launch = scores_launch(c.key_rank, c.head_dim, rows, 2, SHARED_LIMITS[architecture])
     types = {
         "query_ptr": f"*{c.dtype}", "latent_ptr": f"*{c.dtype}", "up_ptr": f"*{c.dtype}",

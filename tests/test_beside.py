@@ -258,8 +258,7 @@ def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.Monk
 
     model, tokenizer = command._open(str(compressed), None, "cpu")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-    lengths = []
-    answer = command._answer
+    lengths, answer = [], command._answer
 
     def watched(model: Any, tokenizer: Any, inputs: Any, *rest: Any) -> str:
         lengths.append(inputs["input_ids"].shape[1])
@@ -346,8 +345,7 @@ def test_a_given_tokenizer_is_used_and_saved_for_a_folder(
     tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     """The folder's own is not there."""
-    bare, out = tmp_path / "bare", tmp_path / "out"
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    bare, out, dense = tmp_path / "bare", tmp_path / "out", AutoModelForCausalLM.from_pretrained(tiny_folder)
     dense.save_pretrained(bare)
     texts = ["the cache holds what the model has read " * 40]
     with pytest.raises(ModelUnavailableError, match=r"bare has no tokenizer that can be read .*copy the model's"):

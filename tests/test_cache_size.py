@@ -74,8 +74,7 @@ def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Pa
 def test_layers_with_a_window_count_for_no_more_than_it(context: int) -> None:
     """As a live cache of such a sequence; its windows hold sixteen tokens, one less than the layer sees."""
     model = dense_model("gemma3", num_hidden_layers=4)
-    sizes = ModelSizes.from_config(model.config)
-    cache = DynamicCache(config=model.config)
+    sizes, cache = ModelSizes.from_config(model.config), DynamicCache(config=model.config)
     with torch.no_grad():
         model(windows(1, context), past_key_values=cache)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -179,8 +179,7 @@ def test_fusion_rule_is_that_of_the_multiplications() -> None:
     for hidden, heads, head_dim in ((4096, 32, 128), (48, 6, 8), (576, 9, 64)):
         geometry = AttentionGeometry(hidden, heads, heads, head_dim, 1)
         for rank in range(1, 2 * head_dim):
-            fused = heads * rank * hidden
-            separate = heads * rank * head_dim + heads * head_dim * hidden
+            fused, separate = heads * rank * hidden, heads * rank * head_dim + heads * head_dim * hidden
             assert (choose_value_layout(geometry, [rank]) == "fused") == (fused <= separate)
     assert choose_value_layout(AttentionGeometry(hidden=8, heads=2, kv_heads=2, head_dim=8, layers=1), [16]) == "fused"
 
@@ -189,15 +188,12 @@ def test_fusion_rule_is_that_of_the_multiplications() -> None:
 def test_fused_output_equals_reconstruction_then_output(sizes: list[int]) -> None:
     """Against both products written out per query head, with a permutation of the heads."""
     torch.manual_seed(0)
-    d_h, repeats = GEOMETRY.head_dim, GEOMETRY.queries_per_kv
-    ranks = [3 + group for group in range(len(sizes))]
+    d_h, repeats, ranks = GEOMETRY.head_dim, GEOMETRY.queries_per_kv, [3 + group for group in range(len(sizes))]
     up = [torch.randn(rank, size * d_h).double() for rank, size in zip(ranks, sizes, strict=True)]
     output = torch.randn(GEOMETRY.heads * d_h, GEOMETRY.hidden).double()
-    fused = fuse_output(up, output, GEOMETRY)
-    latents = [torch.randn(rank).double() for rank in ranks]
+    fused, latents = fuse_output(up, output, GEOMETRY), [torch.randn(rank).double() for rank in ranks]
     owner = [(group, place) for group, size in enumerate(sizes) for place in range(size)]
-    expected = torch.zeros(GEOMETRY.hidden).double()
-    inputs = []
+    expected, inputs = torch.zeros(GEOMETRY.hidden).double(), []
     for head in range(GEOMETRY.heads):
         group, place = owner[head // repeats]
         # A different context for every query head, as attention gives.
@@ -229,8 +225,7 @@ def test_compress_in_one_call(family: str, method: str, tmp_path: Path) -> None:
     dense.generation_config.max_new_tokens = 7
     before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
     settings, expected = dense.config.to_dict(), logits(dense)
-    compressed = quick(dense, method=method, ratio=0.4, bits=16, group_size=2)
-    after = dense.state_dict()
+    compressed, after = quick(dense, method=method, ratio=0.4, bits=16, group_size=2), dense.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert dense.config.to_dict() == settings
     assert torch.equal(logits(dense), expected)

@@ -154,8 +154,7 @@ def test_folder_that_holds_the_source_is_refused(
 def test_checkpoints_are_replaced_only_when_asked(settings: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     compress(*settings, "--out", out)
-    before = everything(out)
-    again = [*settings, "--ratio", "0.7", "--out", out]
+    before, again = everything(out), [*settings, "--ratio", "0.7", "--out", out]
     refuse(*again)
     assert everything(out) == before
     output = compress(*again, "--overwrite")

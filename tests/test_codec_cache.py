@@ -120,8 +120,7 @@ def test_there_are_no_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_default_type_does_not_matter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor whatever else tables that are made in the first pass could take from around them."""
-    ids, model = token_ids(), dense().to(dtype)
-    fresh = copy.deepcopy(codec_of())
+    ids, model, fresh = token_ids(), dense().to(dtype), copy.deepcopy(codec_of())
     wanted, _ = in_chunks(use_codec(copy.deepcopy(model), codec_of()), ids, STEPS)
     monkeypatch.setattr(recalkv.runtime.means, "_tables", {})
     _kept_levels.cache_clear()
@@ -354,8 +353,7 @@ def test_training_goes_on_behind_it() -> None:
     assert set(model.state_dict()) == set(dense().state_dict())
     in_chunks(model, ids, STEPS)
     stop_codec(model).train()
-    rate = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
+    rate, losses = torch.optim.SGD(model.parameters(), 0.1), []
     for _ in range(2):
         rate.zero_grad()
         loss = model(ids, labels=ids).loss

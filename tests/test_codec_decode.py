@@ -173,8 +173,7 @@ def test_values_of_a_repeated_token_do_not_overflow(bits: int) -> None:
     codec = LayerCodec(codes, codes, torch.zeros(1, 64), torch.zeros(1, 64), no_rotation(64))
     value = torch.randn(64, generator=torch.Generator().manual_seed(0))
     value[20] = 8.0
-    values = value.expand(1, 1, 600, 64).contiguous()
-    layer = CodecLayer(codec, 32, 4)
+    values, layer = value.expand(1, 1, 600, 64).contiguous(), CodecLayer(codec, 32, 4)
     layer.update(torch.zeros_like(values), values)
     layer.append(torch.zeros_like(values), values, None, None)
     coded_value = layer.rounded(300, 301)[1][0, 0, 0]

@@ -32,8 +32,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, tiny_text
 
 
 def test_figures_are_those_of_the_model_with_a_codec(codec: Path, tiny_folder: Path) -> None:
-    texts = {"one": Windows(windows(4, 60, 5), torch.arange(4))}
-    own = Codec.load(codec)
+    texts, own = {"one": Windows(windows(4, 60, 5), torch.arange(4))}, Codec.load(codec)
     figures, facts = compare(own, tiny_folder, texts, windows(1, 500, 7)[0], SMALL, torch.device("cpu"))
     cache, text = figures["cache"], figures["perplexity"]
     assert 0 < text["kl_nats"] < 0.2 and text["dense"] != text["compressed"]

@@ -37,8 +37,7 @@ def codec(model: Any) -> Codec:
 
 def states_of(codec: Codec, layer: int = 0, tokens: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and positions of random tokens as a layer may have them."""
-    own = codec.layers[layer]
-    generator = torch.Generator().manual_seed(0)
+    own, generator = codec.layers[layer], torch.Generator().manual_seed(0)
     positions = torch.randint(0, CONTEXT, (2, tokens), generator=generator)
     shape = (2, own.kv_heads, tokens, own.head_dims[0])
     keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -125,8 +124,7 @@ def test_sliding_layers_hold_their_window(model: Any) -> None:
 @pytest.mark.parametrize("family", ["qwen3.5-hybrid", "granite4-hybrid"])
 def test_layers_of_other_kinds_have_no_code(family: str) -> None:
     hybrid = dense_model(family)
-    kinds = hybrid.config.layer_types
-    codec = fit(hybrid, windows(2, 24))
+    kinds, codec = hybrid.config.layer_types, fit(hybrid, windows(2, 24))
     assert list(codec.layers) == [index for index, kind in enumerate(kinds) if kind == "full_attention"]
 
 

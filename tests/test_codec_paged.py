@@ -29,12 +29,10 @@ class _Sequences:
         self.aux = torch.randn(heads, generator=random) if kinds.get("aux") else None
         self.softcap = kinds.get("softcap")
         self.layer = PagedLayer(codec, _WINDOW, _SINKS, sliding, self.scale, self.softcap, self.aux)
-        blocks = sum(-(-each // _BLOCK) for each in lengths)
-        size = codec.row_bytes * _BLOCK
+        blocks, size = sum(-(-each // _BLOCK) for each in lengths), codec.row_bytes * _BLOCK
         memory = torch.randint(0, 256, (blocks + 1, size + 48), dtype=torch.uint8, generator=random)
         rows = memory[:, 16 : 16 + size].unflatten(1, (_BLOCK // TILE, codec.row_bytes, TILE))
-        exact_blocks = sum(-(-each // _EXACT_BLOCK) for each in lengths)
-        width = codec.kv_heads * (dk + dv)
+        exact_blocks, width = sum(-(-each // _EXACT_BLOCK) for each in lengths), codec.kv_heads * (dk + dv)
         exact = torch.full((exact_blocks + 1, _EXACT_BLOCK, 2 * width), torch.nan)
         self.layer.bind(rows, exact[..., 8 : 8 + width].unflatten(2, (codec.kv_heads, dk + dv)))
         self.tables = [self._table(each, random) for each in (_BLOCK, _EXACT_BLOCK)]
@@ -43,8 +41,7 @@ class _Sequences:
 
     def _table(self, size: int, random: torch.Generator) -> list[Tensor]:
         counts = [-(-each // size) for each in self.lengths]
-        order = 1 + torch.randperm(sum(counts), generator=random)
-        most = max(counts) + 1
+        order, most = 1 + torch.randperm(sum(counts), generator=random), max(counts) + 1
         return [torch.nn.functional.pad(own, (0, most - len(own))) for own in order.split(counts)]
 
     def slots(self, kind: int, number: int, places: Tensor) -> Tensor:

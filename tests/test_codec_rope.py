@@ -132,8 +132,7 @@ def test_the_context_decides_where_the_model_says_so() -> None:
 
 def test_long_contexts_are_measured_precisely() -> None:
     model = dense_model("llama-gqa", max_position_embeddings=131072)
-    rotation = measured_rotations(model, 131072)[0]
-    table = model.model.rotary_emb.inv_freq.double()
+    rotation, table = measured_rotations(model, 131072)[0], model.model.rotary_emb.inv_freq.double()
     # In radians at the last position; the model's own tables are as far from exact ones there.
     assert float((rotation.frequencies - table).abs().max()) * 131071 < 0.02
 
@@ -150,8 +149,7 @@ def random_rotation_of(heads: int, size: int) -> tuple[Rotation, torch.Tensor]:
 @pytest.mark.parametrize("context", [1, 7, 9000])
 def test_averages_are_those_of_a_sum_over_positions(context: int) -> None:
     rotation, moment = random_rotation_of(3, 8)
-    total = torch.zeros_like(moment)
-    eye = torch.eye(8, dtype=torch.float64)
+    total, eye = torch.zeros_like(moment), torch.eye(8, dtype=torch.float64)
     for position in range(context):
         # Row i of the turned identity is basis vector i, turned.
         one = rotation.turned(eye[:, None], torch.tensor([position]))[:, 0].T

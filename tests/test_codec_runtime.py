@@ -54,8 +54,7 @@ def reference(codec: Codec) -> Callable[..., tuple[Tensor, None]]:
         scaling: float, softcap: float | None = None, s_aux: Tensor | None = None, **further: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         own, tokens = codec.layers[module.layer_idx], query.shape[2]
-        places = torch.arange(tokens)[None]
-        repeats = query.shape[1] // key.shape[1]
+        places, repeats = torch.arange(tokens)[None], query.shape[1] // key.shape[1]
         rounded = [each.double() for each in own.unpack(own.pack(key, value, places), places)]
         outputs = []
         for place in range(tokens):
@@ -121,11 +120,9 @@ def test_all_ways_agree(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_padding_changes_nothing(family: str) -> None:
-    model, padding = coded_model(family), torch.tensor([0, 1, 5, 9, 17, 33])
-    ids = token_ids()
+    model, padding, ids = coded_model(family), torch.tensor([0, 1, 5, 9, 17, 33]), token_ids()
     place = torch.arange(60)
-    shifted = (place - padding[:, None]).clamp_min(0)
-    real = place >= padding[:, None]
+    shifted, real = (place - padding[:, None]).clamp_min(0), place >= padding[:, None]
     padded = torch.where(real, ids.gather(1, shifted), 0)
     masks = {"attention_mask": real.long(), "position_ids": shifted}
     wanted = one_pass(model, ids).gather(1, shifted[..., None].expand(-1, -1, model.config.vocab_size))
@@ -170,8 +167,7 @@ def test_models_of_other_types(family: str, dtype: torch.dtype, tolerance: float
     if (family, dtype) == ("gpt-oss-sinks", torch.float64):
         pytest.skip(EXPERTS)
     ids = token_ids()
-    wanted = one_pass(coded_model(family), ids)
-    model = coded_model(family).to(dtype)
+    wanted, model = one_pass(coded_model(family), ids), coded_model(family).to(dtype)
     single = one_pass(model, ids)
     assert single.dtype == dtype
     assert_agree(single.float(), wanted, tolerance, 0.1)
@@ -276,8 +272,7 @@ def test_a_cache_can_be_made_and_given() -> None:
 
 
 def test_caches_are_reordered_selected_and_repeated() -> None:
-    model, ids = coded_model("mistral-sliding"), token_ids()
-    order = torch.tensor([3, 0, 0, 5])
+    model, ids, order = coded_model("mistral-sliding"), token_ids(), torch.tensor([3, 0, 0, 5])
     wanted = one_pass(model, ids)
     for change in (lambda cache: cache.reorder_cache(order), lambda cache: cache.batch_select_indices(order)):
         _, cache = in_chunks(model, ids, [40])
@@ -353,16 +348,14 @@ def causal_mask(ids: Tensor, hidden: int) -> Tensor:
 def test_masks_that_are_added_hide_what_those_of_bool_do(least: float) -> None:
     model, ids = coded_model(), token_ids()
     seen = causal_mask(ids, 10)
-    added = torch.zeros(seen.shape).masked_fill(~seen, least)
-    wanted = one_pass(model, ids, attention_mask=seen)
+    added, wanted = torch.zeros(seen.shape).masked_fill(~seen, least), one_pass(model, ids, attention_mask=seen)
     assert torch.equal(one_pass(model, ids, attention_mask=added), wanted)
     with pytest.raises(UnsupportedModelError, match="adds to the scores of tokens that it does not hide"):
         one_pass(model, ids, attention_mask=added + 0.5 * seen)
 
 
 def test_masks_of_single_heads() -> None:
-    model, ids = coded_model(), token_ids()
-    place = torch.arange(60)
+    model, ids, place = coded_model(), token_ids(), torch.arange(60)
     shown = torch.rand(6, 6, 60, 60, generator=torch.Generator().manual_seed(2)) < 0.7
     mask = (shown | (place == place[:, None])) & (place <= place[:, None])
     wanted = one_pass(model, ids, attention_mask=mask)

@@ -99,8 +99,7 @@ class Problem:
         def code(own: tuple[tuple[int, int], ...], size: int) -> Code:
             return Code(torch.linalg.qr(normal(size, size))[0] * 0.7, tuple(Segment(*each) for each in own))
 
-        groups, batch = len(case.keys), len(case.length)
-        half = case.key_dim // 2
+        groups, batch, half = len(case.keys), len(case.length), case.key_dim // 2
         # Interleaved pairs, the last of which does not turn.
         frequencies = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
         frequencies[-1] = 0
@@ -110,8 +109,7 @@ class Problem:
             normal(groups * case.heads, case.key_dim) * case.mean, normal(groups * case.heads, case.value_dim),
             Rotation(torch.arange(case.key_dim).view(-1, 2).T, frequencies),
         )  # fmt: skip
-        slots = -(-max(*case.length, TILE) // TILE) * TILE
-        parts = []
+        slots, parts = -(-max(*case.length, TILE) // TILE) * TILE, []
         for own in itertools.chain(*zip(self.layer.keys, self.layer.values, strict=True)):
             parts.append(pack(normal(batch, slots, own.width) * torch.exp2(normal(batch, slots, 1) / 2), own.segments))
         rows = torch.cat(parts, -1)
@@ -162,8 +160,7 @@ class Problem:
         places = torch.randperm(batch * blocks + 2, generator=generator)[: batch * blocks]
         pool = torch.full((batch * blocks + 2, page, *self.rows.shape[2:]), 255, dtype=torch.uint8, device=DEVICE)
         pool[places.to(DEVICE)] = whole.reshape(batch * blocks, page, *self.rows.shape[2:])
-        table = places.int().view(batch, blocks)
-        start = torch.arange(blocks) * page * TILE
+        table, start = places.int().view(batch, blocks), torch.arange(blocks) * page * TILE
         used = (start < self.length.cpu()[:, None]) & (start + page * TILE > self.first.cpu()[:, None])
         table[~used] = 1 << 30
         self.rows, self.table = pool, table.to(DEVICE)
@@ -189,8 +186,7 @@ class Problem:
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
         """Of outputs and of logarithms, relative to the largest of each; exact zeros where nothing is attended to."""
-        out = out.cpu().double()
-        parts = []
+        out, parts = out.cpu().double(), []
         for group, code in enumerate(self.layer.values):
             assert not out[:, group, :, code.width :].any()
             back = code.back.double().unflatten(1, (self.case.heads, -1))

@@ -39,8 +39,7 @@ def test_decoding_reads_the_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -
     from transformers import DynamicCache
 
     windows = tiny.windows(2, 24, seed=5)
-    whole = window_losses(model, windows)
-    update = DynamicCache.update
+    whole, update = window_losses(model, windows), DynamicCache.update
 
     def forgetful(self: Any, keys: Any, values: Any, *rest: Any, **options: Any) -> Any:
         return update(self, torch.zeros_like(keys), torch.zeros_like(values), *rest, **options)

@@ -116,13 +116,11 @@ def test_standard_input_in_another_encoding(tmp_path: Path, tiny_tokenizer: Any)
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_an_empty_text_in_a_padded_batch(cache: str | None) -> None:
-    model = compressed()
-    ids = tiny.windows(2, 12)
+    model, ids = compressed(), tiny.windows(2, 12)
     mask = torch.ones_like(ids)
     mask[1] = 0
     settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
-    found = model.generate(ids, attention_mask=mask, **settings)
-    alone = model.generate(ids[:1], **settings)
+    found, alone = model.generate(ids, attention_mask=mask, **settings), model.generate(ids[:1], **settings)
     assert found.shape == (2, 15) and torch.equal(found[:1], alone)
 
 
@@ -149,8 +147,7 @@ def test_a_crop_of_a_generated_cache_names_the_remedy() -> None:
 def test_every_parameter_that_wants_a_gradient_gets_one(tmp_path: Path) -> None:
     """DistributedDataParallel waits for all of them."""
     compressed().save_pretrained(tmp_path)
-    model = type(compressed()).from_pretrained(tmp_path).train()
-    ids = tiny.windows(1, 40)
+    model, ids = type(compressed()).from_pretrained(tmp_path).train(), tiny.windows(1, 40)
     model(ids, labels=ids).loss.backward()
     wanting = [name for name, own in model.named_parameters() if own.requires_grad and own.grad is None]
     assert wanting == []

@@ -118,8 +118,7 @@ def test_layers_that_are_done_are_passed_through_only(done: set[int], tmp_path: 
     rest = gradients_of(model, ids, tmp_path, done=done)
     assert [layer.index for layer in rest] == [index for index in (2, 1, 0) if index not in done]
     for layer in rest:
-        expected = whole[layer.index]
-        figures = attrgetter("key_score", "value_score", "loss")
+        expected, figures = whole[layer.index], attrgetter("key_score", "value_score", "loss")
         assert figures(layer) == figures(expected)
         for name in ("gram", "mean", "key_gradient", "value_gradient"):
             assert torch.equal(getattr(layer.moments, name), getattr(expected.moments, name))

@@ -115,8 +115,7 @@ class Problem:
                 self.mask[sequence, :, :, :count] = False
 
     def by_kernels(self) -> list[Tensor]:
-        case = self.case
-        keys = joined([up.to(DEVICE) for up in self.ups])
+        case, keys = self.case, joined([up.to(DEVICE) for up in self.ups])
         values = joined([up.to(DEVICE) for up in self.value_ups]) if self.value_ups else None
         ranks, heads = (self.key_ranks, self.value_ranks), (self.key_heads, self.value_heads)
         plan = LayerPlan(keys, values, ranks[0], heads[0], ranks[1], heads[1], case.head_dim, 232_448)
@@ -138,8 +137,7 @@ class Problem:
 
     def by_loops(self) -> list[Tensor]:
         case, n_rep = self.case, self.case.query_heads // self.case.kv_heads
-        positions = torch.arange(case.slots)
-        places = torch.arange(case.queries) + self.first
+        positions, places = torch.arange(case.slots), torch.arange(case.queries) + self.first
         heads: list[Tensor] = []
         for sequence in range(case.batch):
             latents = self.z_k[sequence].double().split(self.key_ranks, dim=-1)

@@ -52,8 +52,7 @@ CASES = [
 def test_steps_are_right_and_complete(family: str, changes: dict[str, Any]) -> None:
     dense, compressed, _ = pair(family, **changes)
     layer = typical_layer(compressed.config)
-    module = module_of(dense, layer)
-    before = dense.config._attn_implementation
+    module, before = module_of(dense, layer), dense.config._attn_implementation
     # Where all layers slide, no cache holds more than the window's tokens.
     context = 32 if "full_attention" in layer_attention_types(dense.config) else 16
     baseline = dense_step(Step(module, context), 2)
@@ -64,8 +63,7 @@ def test_steps_are_right_and_complete(family: str, changes: dict[str, Any]) -> N
 
 
 def test_a_wrong_module_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(module_of(pair("llama-gqa")[1], 0), 32)
-    right = LatentAttention._attend
+    step, right = Step(module_of(pair("llama-gqa")[1], 0), 32), LatentAttention._attend
     monkeypatch.setattr(LatentAttention, "_attend", lambda *given: right(*given).flip(-1))
     monkeypatch.setattr("recalkv.evaluation.attention_step.time_calls", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(CheckpointError, match=r"layer 0, latents, 32 tokens: .* differs from its float64 reference"):

@@ -40,8 +40,7 @@ def streamed_states(source: LayerSource, ids: Tensor, batch_size: int) -> list[T
 
 @torch.no_grad()
 def assert_equals_model(source: LayerSource, model: Any, ids: Tensor, batch_size: int = 2) -> None:
-    output = model(ids, output_hidden_states=True)
-    states = streamed_states(source, ids, batch_size)
+    output, states = model(ids, output_hidden_states=True), streamed_states(source, ids, batch_size)
     assert len(states) == len(output.hidden_states)
     for actual, expected in zip(states, output.hidden_states, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
@@ -137,8 +136,7 @@ def test_layers_do_not_alias_the_model() -> None:
 def test_config_of_the_model_is_left_as_it_is() -> None:
     model = dense_model("llama-gqa")
     model.set_attn_implementation("eager")
-    before = model.config.to_dict()
-    source = ModuleSource(model)
+    before, source = model.config.to_dict(), ModuleSource(model)
     assert model.config._attn_implementation == "eager"
     assert model.config.to_dict() == before
     assert_equals_model(source, model, windows(samples=2, length=24))

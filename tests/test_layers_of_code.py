@@ -203,8 +203,7 @@ def test_the_library_knows_no_stages() -> None:
 
 def test_no_code_of_a_checkpoint_is_run() -> None:
     """Unless told so, transformers asks on the standard input whether it may."""
-    loads = re.compile(r"Auto\w+\.from_pretrained\((.*)")
-    silent = []
+    loads, silent = re.compile(r"Auto\w+\.from_pretrained\((.*)"), []
     # Two files show users how to load what is theirs.
     shown = {ROOT / "recalkv/model/card.py", ROOT / "recalkv/model/modeling.py"}
     for path in sorted({*ROOT.glob("recalkv/**/*.py"), *ROOT.glob("stages/*.py")} - shown):

@@ -94,11 +94,9 @@ def test_moments_are_those_of_plain_autograd(
 
 
 def test_zero_gradients_are_defined() -> None:
-    sums = LossMomentsAccumulator(6, 4, 1)
-    inputs, nothing = torch.randn(2, 5, 6), torch.zeros(2, 5, 4)
+    sums, inputs, nothing = LossMomentsAccumulator(6, 4, 1), torch.randn(2, 5, 6), torch.zeros(2, 5, 4)
     sums.add(inputs, nothing, nothing)
-    moments = sums.finish("layer 0")
-    rows = inputs[:, 1:].flatten(0, 1).double()
+    moments, rows = sums.finish("layer 0"), inputs[:, 1:].flatten(0, 1).double()
     expected = rows.T @ rows / 8 + inputs[:, 0].double().T @ inputs[:, 0].double() / 2
     torch.testing.assert_close(moments.gram, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(moments.mean, rows.mean(dim=0), rtol=1e-5, atol=1e-6)
@@ -158,8 +156,7 @@ def objective(weight: Tensor, product: Tensor, gram: Tensor, gradient: Tensor) -
 def test_factors_beat_random_and_alternating_solutions(seed: int, rank: int) -> None:
     weight, gram, gradient = problem(seed)
     left, right = truncated_factors(weight, weight.T @ gram @ weight, rank, gradient)
-    ours = objective(weight, left @ right, gram, gradient)
-    generator = torch.Generator().manual_seed(seed)
+    ours, generator = objective(weight, left @ right, gram, gradient), torch.Generator().manual_seed(seed)
     for _ in range(5):
         l = torch.randn(10, rank, generator=generator, dtype=torch.float64)  # noqa: E741
         r = torch.randn(rank, 6, generator=generator, dtype=torch.float64)
@@ -177,8 +174,7 @@ def test_discarded_energy_is_the_objective(rank: int) -> None:
     left, right = truncated_factors(weight, moment, rank, gradient)
     energies = GroupPart(weight, moment, gradient).energies()
     assert (energies.diff() <= 0).all()
-    lost = objective(weight, left @ right, gram, gradient)
-    total = float(energies.sum())
+    lost, total = objective(weight, left @ right, gram, gradient), float(energies.sum())
     assert lost == pytest.approx(float(energies[rank:].sum()), rel=1e-6, abs=1e-9 * total)
     specs = [LayerSpec([rank], [6]), LayerSpec([6], [rank])]
     assert predicted_loss(specs, [[energies, energies]] * 2) == pytest.approx(lost, rel=1e-6, abs=1e-9 * total)

@@ -177,8 +177,7 @@ def test_tasks_by_every_form_of_cache(
 
 def test_bits_of_layers_with_windows_and_of_those_left_exact() -> None:
     # Of six layers the first two and the last two are exact, and the third caches 512 tokens alone.
-    tokens = [2048, 2048, 512, 2048, 2048, 2048]
-    rows = 4 + (16 + 32) / 2 / 64
+    tokens, rows = [2048, 2048, 512, 2048, 2048, 2048], 4 + (16 + 32) / 2 / 64
     found = _bits("vllm-turboquant-4", {}, tokens, 64)
     assert found == pytest.approx((rows * (512 + 2048) + 16 * 4 * 2048) / sum(tokens))
     # Rows of 32 bytes and 36 exact tokens of 128 bytes, of 64 numbers a token.

@@ -119,8 +119,7 @@ def test_rounded_caches_are_read_as_when_every_token_is_decoded(name: str) -> No
         found = find_needles(model, Characters("^"), HAYSTACK, wanted)[2, 0, 0]
     context, questions = needle_context(Characters("^"), HAYSTACK, 200, wanted.depths, random.Random("0 200 0"))
     for question, log_probability in zip(questions, found.tolist(), strict=True):
-        cache, told = quantized_layers(model, rounding), []
-        ids = torch.cat([context, question])
+        cache, told, ids = quantized_layers(model, rounding), [], torch.cat([context, question])
         for token in ids[:-1]:
             told.append(model(token[None, None], past_key_values=cache).logits[0, 0].log_softmax(-1))
         expected = torch.stack(told[-DIGITS:])[torch.arange(DIGITS), ids[-DIGITS:]].mean()

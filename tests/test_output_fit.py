@@ -51,8 +51,7 @@ def test_error_is_exact_and_never_rises(ridge: float) -> None:
 @pytest.mark.parametrize("ridge", [0.0, 0.01])
 def test_directions_that_no_context_takes_keep_the_dense_weight(ridge: float) -> None:
     c, t, weight = problem(tokens=5)
-    seen = torch.linalg.svd(c.double()).Vh[:5]
-    fitted = fit_output(moments_of(c, t), weight, ridge)
+    seen, fitted = torch.linalg.svd(c.double()).Vh[:5], fit_output(moments_of(c, t), weight, ridge)
     assert torch.isfinite(fitted).all()
     change = fitted - weight.double()
     torch.testing.assert_close(change, seen.T @ (seen @ change), rtol=1e-4, atol=1e-4)

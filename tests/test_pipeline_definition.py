@@ -157,9 +157,7 @@ def rerun_by(section: str) -> set[str]:
 
 
 def test_what_reruns_follows_from_the_graph() -> None:
-    everything = set(PIPELINE)
-    statistics = set(STATISTICS)
-    codec = {"moments", "codec", "codec_cell"}
+    everything, statistics, codec = set(PIPELINE), set(STATISTICS), {"moments", "codec", "codec_cell"}
     after_statistics = everything - statistics - codec - {"baseline", "quantizer", "machine"}
     assert rerun_by("model") == everything - {"machine"}
     assert rerun_by("calibration") == everything - {"model", "baseline", "quantizer", "machine"}

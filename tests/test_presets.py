@@ -75,8 +75,7 @@ def test_preset_compresses_its_architecture_scaled_down(name: str, monkeypatch: 
     if types := special.get("layer_types"):
         sizes["num_hidden_layers"] = len(types)
     dense = model_class(config_class(**sizes, **special, initializer_range=0.2)).eval()
-    parameters = preset(name).compression
-    windows = tiny.windows(4, 32)
+    parameters, windows = preset(name).compression, tiny.windows(4, 32)
     result = compress_layers(ModuleSource(dense), windows, tiny.calibration(), parameters)
     compressed, twin = tiny.assemble(dense, result, parameters), tiny.reconstructed_twin(dense, result)
     # Latents as they are before they are rounded.

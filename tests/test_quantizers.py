@@ -210,8 +210,7 @@ def test_backends_round_as_the_cache_of_transformers_does(name: str) -> None:
     # Past the flush of the window, which rounds all of it again.
     for token in following.split(1, dim=2):
         keys, values = cache.update(token, 2 * token, 0)
-    whole = torch.cat([prompt, following], dim=2)
-    rounded = 256 + rounding.step
+    whole, rounded = torch.cat([prompt, following], dim=2), 256 + rounding.step
     torch.testing.assert_close(keys[:, :, :rounded], rounding.keys(whole[:, :, :rounded]), rtol=0, atol=1e-4)
     torch.testing.assert_close(values[:, :, :rounded], rounding.values(2 * whole[:, :, :rounded]), rtol=0, atol=1e-4)
     assert torch.equal(keys[:, :, rounded:], whole[:, :, rounded:])
@@ -228,8 +227,7 @@ def test_a_window_of_exact_tokens_reads_a_prompt_as_it_comes() -> None:
     """KIVI's own prompts attend to exact keys and values; what is decoded behind them finds them rounded."""
     model, ids = tiny.dense_model("llama-gqa"), torch.randint(0, tiny.VOCABULARY, (2, 90))
     with torch.no_grad():
-        dense = model(ids).logits
-        cache = quantized_layers(model, small("kivi-2"))
+        dense, cache = model(ids).logits, quantized_layers(model, small("kivi-2"))
         torch.testing.assert_close(model(ids[:, :80], past_key_values=cache).logits, dense[:, :80])
         later = model(ids[:, 80:], past_key_values=cache).logits
     assert float((later - dense[:, 80:]).abs().max()) > 1e-3

@@ -19,15 +19,13 @@ def random_model(generator: random.Random) -> list[Projection]:
     heads, head_dim = generator.choice([1, 2, 3, 4, 5, 8]), generator.choice([8, 64, 80, 128])
     size = generator.randint(1, heads)
     keys = tuple(head_dim * s for s in group_sizes(heads, size))
-    values = generator.choice([keys, (heads * head_dim,)])
-    skew = generator.choice([0, 1, 6])
+    values, skew = generator.choice([keys, (heads * head_dim,)]), generator.choice([0, 1, 6])
     pairs = [(keys, values)] * generator.randint(1, 5)
     return [Projection(widths, generator.random() ** skew) for pair in pairs for widths in pair]
 
 
 def check_legal(allocation: Allocation, projections: list[Projection], ratio: float, multiple: int) -> None:
-    used = sum(map(sum, allocation.ranks))
-    dense = sum(p.full for p in projections)
+    used, dense = sum(map(sum, allocation.ranks)), sum(p.full for p in projections)
     assert (allocation.used, allocation.dense) == (used, dense)
     assert allocation.budget == math.floor(dense * (1 - ratio) + 1e-9)
     assert used <= allocation.budget
@@ -69,8 +67,7 @@ def test_small_group_at_its_minimum_does_not_break_the_budget() -> None:
 
 
 def test_budget_and_ranks_are_legal_on_random_models() -> None:
-    generator = random.Random(0)
-    solved = 0
+    generator, solved = random.Random(0), 0
     for _ in range(1500):
         projections, multiple = random_model(generator), generator.choice([1, 16, 32])
         ratio = generator.choice([*RATIOS, generator.random() * 0.95])
@@ -118,8 +115,7 @@ def test_shares_are_clipped_multiples_of_the_scores_that_sum_to_the_total() -> N
     generator = random.Random(2)
     for _ in range(300):
         n = generator.randint(1, 7)
-        scores = [generator.random() ** 4 for _ in range(n)]
-        low = [generator.randint(1, 5) for _ in range(n)]
+        scores, low = [generator.random() ** 4 for _ in range(n)], [generator.randint(1, 5) for _ in range(n)]
         high = [lo + generator.randint(0, 50) for lo in low]
         total = generator.randint(sum(low), sum(high))
         shares = proportional_shares(scores, low, high, total)

@@ -106,8 +106,7 @@ def test_overflow_behind_the_prefix_names_the_layer() -> None:
 def test_output_is_fitted_to_its_target_behind_the_compressed_prefix(family: str, joint: bool) -> None:
     given = steps(family, joint=joint)
     for index, result in enumerate(given.refits):
-        behind, start = given.prefix(index), given.factors[index]
-        dense = watched(given.model, given.ids, index)
+        behind, start, dense = given.prefix(index), given.factors[index], watched(given.model, given.ids, index)
         # The layer should add what it adds in the dense model, and what the stream already lacks.
         lacking = (dense["stream"] - watched(behind, given.ids, index)["stream"]) / SCALES.get(family, 1.0)
         # Behind a norm no output can repair the stream.

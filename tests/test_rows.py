@@ -119,8 +119,7 @@ def test_rows_hold_what_the_search_found(segments: tuple[Segment, ...]) -> None:
     found, start, byte = unpack(rows, segments), 0, 0
     assert found.shape == own.shape
     for segment in segments:
-        part = slice(start, start + segment.width)
-        scale = scales_of(rows[..., byte : byte + 1].float())
+        part, scale = slice(start, start + segment.width), scales_of(rows[..., byte : byte + 1].float())
         chains = chained(own[..., part] / scale, segment.bits).flatten(0, 1)[:, None]
         _, expected = search(chains, torch.ones(15, 1), segment.bits)
         numbers_found = unchained(decoded(expected, segment.bits), segment.bits).view(own[..., part].shape) * scale
@@ -150,8 +149,7 @@ def test_extreme_and_empty_numbers_stay_finite(size: float) -> None:
 
 
 def test_scales_are_powers_and_the_best_of_the_trials() -> None:
-    segment = Segment(16, 4)
-    own = numbers(200, 16) * torch.exp(numbers(200, 1, seed=1))
+    segment, own = Segment(16, 4), numbers(200, 16) * torch.exp(numbers(200, 1, seed=1))
     rows = pack(own, (segment,))
 
     def error_at(level: torch.Tensor) -> torch.Tensor:
@@ -184,8 +182,7 @@ def test_the_first_trial_wins_ties() -> None:
 
 
 def test_the_table_of_numbers_reads_what_rows_hold() -> None:
-    own = numbers(20, WIDTH)
-    start = 3
+    own, start = numbers(20, WIDTH), 3
     rows = torch.cat([torch.full((20, start), 77, dtype=torch.uint8), pack(own, MIXED)], 1)
     table = number_table(MIXED, start)
     assert all(len(column) == WIDTH for column in table)
@@ -197,8 +194,7 @@ def test_the_table_of_numbers_reads_what_rows_hold() -> None:
     below = (table.second_mask + 1).log2().int()
     bits = torch.tensor([segment.bits for segment in MIXED for _ in range(segment.width)])
     place = 2 * (((high << below) | low) ^ before) + last - ((2 << bits) - 1) / 2
-    scale = scales_of(rows[:, table.scale.long()].float())
-    square = place * place
+    scale, square = scales_of(rows[:, table.scale.long()].float()), place * place
     level = place * (table.linear + square * (table.cubic + square * table.quintic))
     torch.testing.assert_close((level * GRAIN).round() / GRAIN * scale, unpack(rows[:, start:], MIXED))
 

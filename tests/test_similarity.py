@@ -33,8 +33,7 @@ def textbook_cka(first: Tensor, second: Tensor) -> float:
 
 def test_equals_the_textbook_definition() -> None:
     weight, inputs, covariance = setting()
-    cka = head_cka(weight, covariance, HEAD_DIM)
-    outputs = (inputs @ weight).split(HEAD_DIM, dim=1)
+    cka, outputs = head_cka(weight, covariance, HEAD_DIM), (inputs @ weight).split(HEAD_DIM, dim=1)
     expected = [[textbook_cka(a, b) for b in outputs] for a in outputs]
     torch.testing.assert_close(cka, torch.tensor(expected, dtype=torch.float64))
 

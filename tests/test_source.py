@@ -376,8 +376,7 @@ def test_missing_record_says_what_to_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["config", "start", "end", "size", "more"])
 def test_changed_model_is_detected(folder: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_SAMPLE_BYTES", 64)  # far less than the file holds
-    record = recorded(str(folder), tmp_path)
-    weights = folder / "model.safetensors"
+    record, weights = recorded(str(folder), tmp_path), folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     if change == "config":
         edit_config(folder, rms_norm_eps=1e-3)

@@ -98,8 +98,7 @@ def test_weights_are_those_of_the_formula(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_replaced_stays_byte_for_byte(kind: str, exported: Any) -> None:
     quantized, compressed, _ = exported(kind)
-    before, after = held_of(quantized), held_of(compressed)
-    replaced = replaced_in(compressed)
+    before, after, replaced = held_of(quantized), held_of(compressed), replaced_in(compressed)
     kept = {name for name in before if name.rpartition(".")[0] not in replaced}
     assert len(replaced) >= 6 and len(kept) > 2 * len(LINEAR)
     assert {name: after.get(name) for name in kept} == {name: before[name] for name in kept}
@@ -196,11 +195,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 def rewritten(folder: Path, out: Path, change: Any, **section: Any) -> Path:
     """A copy of a quantized checkpoint with its tensors changed in place, and its quantization_config."""
-    source = CheckpointSource(folder)
-    tensors = tensors_of(folder)
+    source, tensors = CheckpointSource(folder), tensors_of(folder)
     change(tensors)
-    config = copy.deepcopy(source.config)
-    held = source.held.config | section
+    config, held = copy.deepcopy(source.config), source.held.config | section
     del config.quantization_config
     return write(out, tensors, config, quantization_config=held)
 

@@ -110,8 +110,7 @@ def test_the_text_that_is_too_short_is_named() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_held_out_windows_share_no_token_with_those_of_calibration(seed: int) -> None:
     texts = {"a": torch.arange(300), "b": torch.arange(1000, 1500)}
-    seen = windows_of_each(texts, 5, 40, seed)
-    others = other_windows(texts, 5, 40, seed, 20, 7)
+    seen, others = windows_of_each(texts, 5, 40, seed), other_windows(texts, 5, 40, seed, 20, 7)
     assert others.tokens.shape == (7, 20) and others.documents.shape == (7,)
     assert not set(seen.flatten().tolist()) & set(others.tokens.flatten().tolist())
     assert others.tokens.unique().numel() == 140

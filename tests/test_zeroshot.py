@@ -32,8 +32,7 @@ ITEMS = [
 @pytest.fixture
 def arc_file(tmp_path: Path) -> Path:
     """Items in the schema of ARC, with letters, with digits, and with fewer choices."""
-    path = tmp_path / "arc_easy.test.jsonl"
-    lines = []
+    path, lines = tmp_path / "arc_easy.test.jsonl", []
     for number, (question, choices, answer) in enumerate(ITEMS):
         labels = [str(i + 1) if answer.isdigit() else "ABCD"[i] for i in range(len(choices))]
         record = {"id": str(number), "question": question, "choices": {"text": choices, "label": labels}}
@@ -48,8 +47,7 @@ def best_choice(
 ) -> int:
     """The choice of the largest log-likelihood after lm-eval's prompt, that for ARC unless told."""
     context = prompt.format(question)
-    start = len(tokenizer(context)["input_ids"])
-    sums = []
+    start, sums = len(tokenizer(context)["input_ids"]), []
     for choice in choices:
         ids = torch.tensor([tokenizer(f"{context} {choice}")["input_ids"]])
         logs = model(ids).logits[0, :-1].double().log_softmax(-1)
@@ -74,15 +72,13 @@ def test_agrees_with_log_likelihoods_by_hand(arc_file: Path, tiny_tokenizer: Any
 
 
 def test_limit_takes_the_first_items_in_order(arc_file: Path, tiny_tokenizer: Any) -> None:
-    model = tiny.dense_model("llama-gqa")
-    file = {"arc_easy": arc_file}
+    model, file = tiny.dense_model("llama-gqa"), {"arc_easy": arc_file}
     whole, first = (zero_shot(model, tiny_tokenizer, file, limit=limit)[0].correct for limit in (None, 3))
     assert first == whole[:3]
 
 
 def test_scores_by_hand() -> None:
-    ours = TaskScore("piqa", (True, True, False, True))
-    other = TaskScore("piqa", (True, False, False, False))
+    ours, other = TaskScore("piqa", (True, True, False, True)), TaskScore("piqa", (True, False, False, False))
     assert (ours.accuracy, other.accuracy, average([ours, other])) == (0.75, 0.25, 0.5)
     assert ours.standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
     # Differences 0, 1, 0, 1.

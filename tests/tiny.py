@@ -150,8 +150,7 @@ def assemble(dense: Any, result: CompressedLayers, parameters: CompressionParams
 
 def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
     """The dense model with its key and value weights replaced by ``L R``, and its refitted output projections."""
-    twin = copy.deepcopy(dense)
-    head_dim = ModuleSource(dense).geometry.head_dim
+    twin, head_dim = copy.deepcopy(dense), ModuleSource(dense).geometry.head_dim
     for layer, permutation, refit in zip(attending_layers(twin), result.permutations, result.refits, strict=True):
         order = torch.cat(group_columns([permutation], head_dim))
         for letter, factors in (("k", refit.keys), ("v", refit.values)):
@@ -199,8 +198,7 @@ def plain(**changes: Any) -> CompressionParams:
 def _compressed_layers(family: str, layers: int, compression: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
     """Parameters and factors, which tests may change, of the settings of a tiny model."""
     parameters = plain(**({"method": "recalkv"} | dict(compression)))
-    source = ModuleSource(dense_model(family, num_hidden_layers=layers))
-    known = statistics(family, layers)
+    source, known = ModuleSource(dense_model(family, num_hidden_layers=layers)), statistics(family, layers)
     return parameters, compress_layers(source, windows(), calibration(), parameters, statistics=known)
 
 
