@@ -35,8 +35,7 @@ def energies_of(*widths: int, seed: int = 0) -> list[list[torch.Tensor]]:
 )
 def test_a_rank_for_each_group_and_one_for_whole_values(method: str, spec: LayerSpec) -> None:
     specs, allocation = allocate(GEOMETRY, None, method_of(method=method, allocation="uniform"))
-    assert specs == [spec] * 2
-    assert allocation.dense == GEOMETRY.dense_elements_per_token == 960
+    assert specs == [spec] * 2 and allocation.dense == GEOMETRY.dense_elements_per_token == 960
     assert allocation.used == allocation.budget == sum(each.cached_elements for each in specs) == 480
 
 
@@ -58,8 +57,7 @@ def test_energies_reach_their_own_latents(joint: bool) -> None:
     ranks, budget, used = water_filling([unit.tolist() for layer in energies for unit in layer], 0.7)
     assert (allocation.budget, allocation.used, allocation.dense) == (budget, used, 960)
     given = [rank for spec in specs for rank in [*spec.key_ranks, *(() if joint else spec.value_ranks)]]
-    assert given == ranks
-    assert all(spec.joint == joint and not spec.quantized for spec in specs)
+    assert given == ranks and all(spec.joint == joint and not spec.quantized for spec in specs)
 
 
 @pytest.mark.parametrize("changes", [{}, {"joint": False}, {"method": "recalkv"}, {"method": "palu"}])
@@ -85,8 +83,7 @@ def test_mixed_bits_give_every_latent_segments_of_its_own(joint: bool) -> None:
     specs, allocation = allocate(GEOMETRY, None, method_of(joint=joint, ratio=0.8, bits="mixed"), energies)
     expected = mixed_bits([unit.tolist() for layer in energies for unit in layer], 0.8)
     given = [tuple(group) for spec in specs for group in [*spec.key_segments, *(spec.value_segments or ())]]
-    assert given == expected
-    assert allocation.used == sum(segment.width for unit in expected for segment in unit)
+    assert given == expected and allocation.used == sum(segment.width for unit in expected for segment in unit)
     # What is left of every direction.
     assert 0 < predicted_loss(specs, energies) < sum(float(unit.sum()) for layer in energies for unit in layer) / 2
 

@@ -23,10 +23,8 @@ from tests import tiny
 def test_the_final_number_of_an_answer() -> None:
     assert final_number("6 + 12 = 18, so \\boxed{18}.") == 18
     assert final_number("\\boxed{1} and then \\boxed{\\$1,250.50}") == 1250.5
-    assert final_number("She has 5 apples and 3 pears: 8 in all.") == 8
-    assert final_number("It is -7") == -7
-    assert final_number("\\boxed{none} of 12") == 12
-    assert final_number("no number") is None
+    assert final_number("She has 5 apples and 3 pears: 8 in all.") == 8 and final_number("It is -7") == -7
+    assert final_number("\\boxed{none} of 12") == 12 and final_number("no number") is None
 
 
 def test_prompts_are_read(tmp_path: Path) -> None:
@@ -59,8 +57,7 @@ def test_a_summary_is_scored_by_its_longest_common_words() -> None:
     pytest.importorskip("rouge")
     news = Prompt("multi_news", "", ["it rained all day", "the sun shone"], 512)
     # Of 4 and 3 words, 3 in common in order: precision 3/4, recall 1.
-    assert score(news, "the sun shone today") == pytest.approx(6 / 7, abs=1e-6)
-    assert score(news, "") == 0
+    assert score(news, "the sun shone today") == pytest.approx(6 / 7, abs=1e-6) and score(news, "") == 0
 
 
 class Characters:

@@ -73,8 +73,7 @@ def test_figures_are_those_of_the_models(
     assert text["excess_nats"] == pytest.approx(float(loss[1] - loss[0]), abs=1e-3)
     assert text["kl_nats"] == pytest.approx(float((theirs.exp() * (theirs - own)).sum(-1).mean()), rel=2e-2)
     same = (theirs.argmax(-1) == own.argmax(-1)).double().mean()
-    assert text["top1_agreement"] == pytest.approx(float(same), abs=0.02)
-    assert found["decoded_tokens_per_window"] == 12
+    assert text["top1_agreement"] == pytest.approx(float(same), abs=0.02) and found["decoded_tokens_per_window"] == 12
     assert set(found["further_texts"]) == {"two"}
     # 3 layers, 3 heads of 8 dimensions, keys and values, 4 bytes; and what the rows of the checkpoint take.
     assert found["cache"]["dense_bytes_per_token"] == 576
@@ -101,8 +100,7 @@ def test_hidden_numbers_have_errors_over_prompts() -> None:
     scores[0, 0] = torch.tensor([[1.0, 0.5], [0.5, 0.0]])
     found = beside._digits(scores, NeedleParams(lengths=[100], depths=[0.0, 1.0], trials=2))
     # Prompts have 0.75 and 0.25.
-    assert found["found"] == 0.5
-    assert found["standard_error"] == pytest.approx(0.25)
+    assert found["found"] == 0.5 and found["standard_error"] == pytest.approx(0.25)
     assert found["lengths"]["100"]["depths"] == {"0": 0.75, "1": 0.25}
 
 
@@ -133,14 +131,12 @@ def test_what_is_poor_is_said_with_what_to_change(
     assert said in lines
     # It was calibrated on 6 x 32 tokens, in mixed bits, at 0.8.
     assert "more than 192 tokens" in lines and "`--ratio` below 0.8" in lines and "--text" in lines
-    assert "mixed" not in lines
-    assert ("longer windows" in lines) == (found[1] == 0.7)
+    assert "mixed" not in lines and ("longer windows" in lines) == (found[1] == 0.7)
 
 
 def test_what_does_not_fit_is_left_out() -> None:
     less = possible(QUICK, 400, 10_000)
-    assert less.needle is None and less.contexts == ()
-    assert possible(QUICK, 8192, 10_000) == QUICK
+    assert less.needle is None and less.contexts == () and possible(QUICK, 8192, 10_000) == QUICK
     assert possible(QUICK, 8192, 500).needle is None
 
 
@@ -172,8 +168,7 @@ def test_16_bit_checkpoints_are_measured_in_float32_where_that_fits(
         monkeypatch.setattr(beside, "available_mib", lambda device, mib=mib: mib)
         figures = compare(codec, folder, text, torch.zeros(0), wanted, torch.device("cpu"))[0]
         found[figures["dtype"]] = figures["perplexity"]["kl_nats"]
-    assert found.keys() == {"float32", "bfloat16"}
-    assert 0 < found["float32"] < found["bfloat16"] / 2
+    assert found.keys() == {"float32", "bfloat16"} and 0 < found["float32"] < found["bfloat16"] / 2
 
 
 def test_eval_writes_a_page_and_its_figures(
@@ -189,8 +184,7 @@ def test_eval_writes_a_page_and_its_figures(
     output = done(*command, *tasks, "--out", tmp_path / "page.md")
     assert ("| arc_easy (3 items) |" in output) == bool(tasks)
     found = json.loads((tmp_path / "page.json").read_text())
-    assert (tmp_path / "page.md").read_text() in output
-    assert found["text"] == tiny_texts[1].name
+    assert (tmp_path / "page.md").read_text() in output and found["text"] == tiny_texts[1].name
     assert not (compressed / FIGURES).exists()
 
     # In the checkpoint's own folder by default, where the card takes them up.

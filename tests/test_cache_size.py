@@ -45,12 +45,10 @@ def test_a_config_without_an_intermediate_size_has_sizes() -> None:
 
 def test_llama_2_7b_at_4096_tokens_takes_2_gib() -> None:
     rows = table(KNOWN["llama-2-7b"])
-    assert rows["16 bits"]["gib_at_4096_tokens"] == 2.0
-    assert rows["8 bits"]["gib_at_4096_tokens"] == 1.0
+    assert rows["16 bits"]["gib_at_4096_tokens"] == 2.0 and rows["8 bits"]["gib_at_4096_tokens"] == 1.0
     # 24 GiB less 2 x 6,738,415,616 bytes of weights, by half a MiB a token.
     assert rows["16 bits"]["tokens_in_24_gib"] == (24 * GIB - 13_476_831_232) // 524_288
-    assert rows["16 bits"]["sequences_of_4096_in_24_gib"] == 5
-    assert rows["8 bits"]["sequences_of_4096_in_24_gib"] == 11
+    assert rows["16 bits"]["sequences_of_4096_in_24_gib"] == 5 and rows["8 bits"]["sequences_of_4096_in_24_gib"] == 11
     assert table(KNOWN["llama-2-70b"])["16 bits"]["tokens_in_80_gib"] == 0
 
 

@@ -66,11 +66,9 @@ def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
     compressed.save_pretrained(tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
-    assert type(loaded) is type(compressed)
-    assert loaded.config.recalkv == compressed.config.recalkv
+    assert type(loaded) is type(compressed) and loaded.config.recalkv == compressed.config.recalkv
     expected, actual = compressed.state_dict(), loaded.state_dict()
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
     assert torch.equal(logits(loaded), logits(compressed))
 
 
@@ -227,15 +225,13 @@ def test_compress_in_one_call(family: str, method: str, tmp_path: Path) -> None:
     settings, expected = dense.config.to_dict(), logits(dense)
     compressed, after = quick(dense, method=method, ratio=0.4, bits=16, group_size=2), dense.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert dense.config.to_dict() == settings
-    assert torch.equal(logits(dense), expected)
+    assert dense.config.to_dict() == settings and torch.equal(logits(dense), expected)
     assert all(parameter.grad is None for parameter in dense.parameters())
 
     record = LatentSpec.from_config(compressed.config)
     assert (record.method, record.key_group_size) == (method, 2)
     assert record.removed == pytest.approx(0.4, abs=1 / record.dense_elements_per_token)
-    assert compressed.dtype == dense.dtype
-    assert compressed.generation_config.max_new_tokens == 7
+    assert compressed.dtype == dense.dtype and compressed.generation_config.max_new_tokens == 7
     assert compressed.generate(windows(1, 8), min_new_tokens=7).shape == (1, 15)
     compressed.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(compressed))
@@ -246,8 +242,7 @@ def test_the_seed_of_the_call_draws_the_windows() -> None:
     options = {"samples": 2, "length": 16, "method": "recalkv", "allocation": "uniform"}
     first, again, other = (quick(dense, seed=seed, **options).state_dict() for seed in (3, 3, 4))
     factors = [name for name in first if "key_up" in name or "k_proj" in name]
-    assert factors
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert factors and all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.allclose(first[name], other[name]) for name in factors)
 
 
@@ -257,8 +252,7 @@ def test_compressed_weights_are_not_the_dense_models() -> None:
     compressed = quick(dense)
     theirs = {tensor.untyped_storage().data_ptr() for tensor in dense.state_dict().values()}
     shared = [n for n, t in compressed.state_dict().items() if t.untyped_storage().data_ptr() in theirs]
-    assert not shared
-    assert compressed.generation_config is not dense.generation_config
+    assert not shared and compressed.generation_config is not dense.generation_config
 
 
 def test_compress_refuses_unsupported_and_compressed_models() -> None:

@@ -79,8 +79,7 @@ def test_compress_gives_the_pipelines_checkpoint(
     assert 0.6 <= spec.removed < 0.7 and spec.layers[0].quantized
 
     ours, theirs = everything(project / "out"), everything(project / "data" / "compressed")
-    assert ours == theirs
-    assert {"config.json", "tokenizer.json", "generation_config.json", "README.md"} <= ours.keys()
+    assert ours == theirs and {"config.json", "tokenizer.json", "generation_config.json", "README.md"} <= ours.keys()
 
 
 @pytest.mark.parametrize(
@@ -99,8 +98,7 @@ def test_compress_gives_the_pipelines_checkpoint(
 def test_arguments_are_checked_before_anything_is_loaded(
     arguments: list[str], message: str, unloaded: None, settings: list[Any], tmp_path: Path
 ) -> None:
-    assert message in refuse(*settings, *arguments, "--out", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+    assert message in refuse(*settings, *arguments, "--out", tmp_path / "out") and not list(tmp_path.iterdir())
 
 
 OURS = {"config.json": json.dumps({"recalkv": {"version": 5}}), "model.safetensors": "x"}
@@ -147,8 +145,7 @@ def test_folder_that_holds_the_source_is_refused(
     source = tmp_path / "dense"
     source.mkdir()
     monkeypatch.chdir(Path(__file__).parent)
-    assert "model's folder" in refuse(source, *settings[1:], "--out", tmp_path, "--overwrite")
-    assert source.exists()
+    assert "model's folder" in refuse(source, *settings[1:], "--out", tmp_path, "--overwrite") and source.exists()
 
 
 def test_checkpoints_are_replaced_only_when_asked(settings: list[Any], tmp_path: Path) -> None:
@@ -202,8 +199,7 @@ def test_what_cannot_be_evaluated_is_compressed_all_the_same(
 def test_failed_run_leaves_nothing_and_keeps_the_old(settings: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     too_long = [*settings, "--samples", "1000", "--out", out]
-    assert "calibration.samples=1000" in refuse(*too_long)
-    assert not list(tmp_path.iterdir())
+    assert "calibration.samples=1000" in refuse(*too_long) and not list(tmp_path.iterdir())
     compress(*settings, "--out", out)
     before = everything(out)
     refuse(*too_long, "--overwrite")
@@ -276,8 +272,7 @@ def test_families_are_listed_with_reasons() -> None:
     lines = done("families").splitlines()
     assert {"llama: supported", "gpt_oss: supported", "gemma3_text: supported"} <= set(lines)
     assert "deepseek_v3: refused, as it caches latents already (multi-head latent attention)" in lines
-    assert "qwen3_next: supported" in lines
-    assert "mamba: refused, as it keeps no keys and values in any layer" in lines
+    assert "qwen3_next: supported" in lines and "mamba: refused, as it keeps no keys and values in any layer" in lines
     assert any(line.startswith("falcon_h1: refused, as it has layers that keep a state instead") for line in lines)
     assert "gemma3: supported" not in lines, "a multimodal wrapper is what its text model is"
 

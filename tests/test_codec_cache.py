@@ -113,8 +113,7 @@ def test_other_batches_are_refused() -> None:
 def test_there_are_no_gradients() -> None:
     model, ids = coded_model(), token_ids()
     raises(ReCalKVError, "no gradient; call `recalkv.stop_codec", model(ids, labels=ids, use_cache=False).loss.backward)
-    assert bool(torch.isfinite(model(ids, labels=ids, use_cache=False).loss))
-    assert one_pass(model, ids).grad_fn is None
+    assert bool(torch.isfinite(model(ids, labels=ids, use_cache=False).loss)) and one_pass(model, ids).grad_fn is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -316,13 +315,11 @@ def test_stopping_leaves_nothing() -> None:
     attributes = [set(vars(each)) for each in model.modules()]
     before, name = one_pass(model, ids), model.config._attn_implementation
     for _ in range(2):
-        assert use_codec(use_codec(model, codec_of()), codec_of(bits=8)) is model
-        assert len(model.recalkv_hooks) == 2
+        assert use_codec(use_codec(model, codec_of()), codec_of(bits=8)) is model and len(model.recalkv_hooks) == 2
         found = one_pass(model, ids)
         assert torch.equal(found, one_pass(coded_model(bits=8), ids)) and not torch.equal(found, before)
         stop_codec(stop_codec(model))
-    assert model.config._attn_implementation == name
-    assert [set(vars(each)) for each in model.modules()] == attributes
+    assert model.config._attn_implementation == name and [set(vars(each)) for each in model.modules()] == attributes
     assert not model._forward_pre_hooks and not model.model._forward_pre_hooks
     assert torch.equal(one_pass(model, ids), before)
     _, cache = in_chunks(model, ids, [60])

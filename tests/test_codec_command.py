@@ -67,8 +67,7 @@ def test_the_fewest_bits_within_a_loss() -> None:
         tried.append(bits)
         return float(3 * 4**-bits)
 
-    assert 0.009 <= measure(bits_within(0.01, lambda bits: 4**-bits, measure)) <= 0.01
-    assert len(tried) <= 9
+    assert 0.009 <= measure(bits_within(0.01, lambda bits: 4**-bits, measure)) <= 0.01 and len(tried) <= 9
     with pytest.raises(BudgetError, match=r"max_excess=0.01 is not met on held-out windows"):
         bits_within(0.01, lambda bits: 4**-bits, lambda bits: 0.02)
 
@@ -78,8 +77,7 @@ def test_divergence_is_that_of_the_logits() -> None:
     moments = take_moments(model, windows(), 256)
     own, codecs = Windows(ids, torch.arange(3)), [build_codec(moments, bits, 256, window=4) for bits in (8, 4, 2)]
     found = [divergence(model, codec, own)[0] for codec in codecs]
-    assert 0 < found[0] < found[1] < found[2]
-    assert model.config._attn_implementation == "sdpa"
+    assert 0 < found[0] < found[1] < found[2] and model.config._attn_implementation == "sdpa"
     assert not any(each._forward_pre_hooks for each in model.modules())
 
 
@@ -93,8 +91,7 @@ def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[Any], tmp_p
     assert f"{out}: {size / 1e6:,.1f} MB, for contexts of 256 tokens" in output
     assert f"caches {codec.bytes_per_token} bytes per token, dense {DENSE} in 16 bits" in output
     assert f"{codec.bits_per_element(2048):.2f} bits per element at 2,048 tokens" in output
-    assert f'use it: recalkv.use_codec(model, "{out}")' in output
-    assert codec.bytes_per_token <= DENSE / 4
+    assert f'use it: recalkv.use_codec(model, "{out}")' in output and codec.bytes_per_token <= DENSE / 4
     assert dict(codec.record) == {
         "model": Path(settings[0]).name, "revision": None, "bits": 4, "seed": 3, "texts": ["calibration.txt"],
         "windows": [6, 32], "rope": {"": {"type": "default", "base": 10000.0, "factor": None, "original": None}},
@@ -124,8 +121,7 @@ def test_a_loss_target_is_met(settings: list[Any], tmp_path: Path) -> None:
     said = refuse(*longer, "--target", "max_excess=1e-12", "--out", tmp_path / "other")
     assert "is not met on held-out windows" in said
     said = refuse(*settings, "--target", "max_excess=0.02", "--out", tmp_path / "other")
-    assert "windows of at most 36 tokens, which are kept exact" in said
-    assert not (tmp_path / "other").exists()
+    assert "windows of at most 36 tokens, which are kept exact" in said and not (tmp_path / "other").exists()
 
 
 def test_the_context_is_what_is_fitted_for(settings: list[Any], tmp_path: Path) -> None:
@@ -149,8 +145,7 @@ def test_bad_arguments_are_refused_before_the_work(
     unloaded: None, arguments: list[str], message: str, settings: list[Any], tmp_path: Path
 ) -> None:
     said = refuse(*settings, *arguments, "--out", tmp_path / "codec")
-    assert message in said and said.count("error:") == 1
-    assert not list(tmp_path.iterdir())
+    assert message in said and said.count("error:") == 1 and not list(tmp_path.iterdir())
 
 
 def test_other_bad_input_is_refused(settings: list[Any], tmp_path: Path) -> None:
@@ -161,8 +156,7 @@ def test_other_bad_input_is_refused(settings: list[Any], tmp_path: Path) -> None
         (["--target", "bytes_per_token=400"], "400 bytes per token already hold the dense cache of 288 bytes"),
         (["--bits", "0.01"], "of the smallest rows; ask for more"),
     ):
-        assert message in refuse(*settings, *arguments, "--out", tmp_path / "codec")
-        assert not list(tmp_path.iterdir())
+        assert message in refuse(*settings, *arguments, "--out", tmp_path / "codec") and not list(tmp_path.iterdir())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert "has no safetensors weights" in refuse(tmp_path / "model", *settings[1:], "--out", tmp_path / "codec")

@@ -141,8 +141,7 @@ def test_a_step_of_padded_sequences_asks_the_device_once(monkeypatch: pytest.Mon
     counts.clear()
     logits(torch.ones_like(mask))
     # The first step prepares what layers keep. Transformers' own questions are as many without padding.
-    assert first >= later[0] == later[1] == counts[2] + 1 and counts[2] == counts[3]
-    assert len(model.model.layers) > 1
+    assert first >= later[0] == later[1] == counts[2] + 1 and counts[2] == counts[3] and len(model.model.layers) > 1
     # A sequence that is padded reads as it does alone.
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -157,8 +156,7 @@ def test_what_a_mask_gives_is_made_again_once_the_mask_was_written_to() -> None:
     def sums(own: torch.Tensor) -> torch.Tensor:
         return of_mask(own, "sum", lambda: made.append(1) or own.sum())
 
-    assert sums(mask) is sums(mask) and len(made) == 1
-    assert sums(mask[:1]) == 3 and len(made) == 2
+    assert sums(mask) is sums(mask) and len(made) == 1 and sums(mask[:1]) == 3 and len(made) == 2
     mask[0, 0] = False
     assert sums(mask) == 5 and len(made) == 3
     with torch.inference_mode():

@@ -42,8 +42,7 @@ def test_figures_are_those_of_the_model_with_a_codec(codec: Path, tiny_folder: P
     assert own.window_bytes <= cache["compressed_window_bytes"] < 6 * own.window_bytes
     assert figures["parameters"]["dense"] == figures["parameters"]["compressed"]
     assert set(figures["decode_tokens_per_second"]) == {"60_tokens"}
-    assert set(figures["needle"]) == {"dense", "compressed"}
-    assert facts is own
+    assert set(figures["needle"]) == {"dense", "compressed"} and facts is own
     shown = page(figures, facts)
     # The page may be published: where the model lies is nobody else's business.
     assert str(tiny_folder) not in shown and tiny_folder.name in shown and "exact window" in shown
@@ -57,8 +56,7 @@ def test_the_command_writes_its_page_beside_the_codec(
     monkeypatch.setattr(beside, "QUICK", SMALL)
     done("eval", tiny_folder, "--codec", codec, "--text", tiny_texts[1], "--quick", "--device", "cpu")
     found: dict[str, Any] = json.loads((codec / "evaluation.json").read_text())
-    assert found["cache"]["compressed_bytes_per_token"] == 72
-    assert "KL" in (codec / "evaluation.md").read_text()
+    assert found["cache"]["compressed_bytes_per_token"] == 72 and "KL" in (codec / "evaluation.md").read_text()
     # Which does not keep the codec from being fitted again.
     Codec.load(codec).save(codec)
 

@@ -47,11 +47,9 @@ def states_of(codec: Codec, layer: int = 0, tokens: int = 40) -> tuple[Tensor, T
 @pytest.mark.parametrize("bits", [1, 2, 3.5, 4, 8])
 def test_rows_take_what_was_asked_for(model: Any, bits: float) -> None:
     codec = fit(model, windows(2, 24), bits=bits)
-    assert sorted(codec.layers) == [0, 1, 2]
-    assert codec.bits_per_element() <= bits
+    assert sorted(codec.layers) == [0, 1, 2] and codec.bits_per_element() <= bits
     # All at 8 bits and their scales is the most there is; of 24 numbers a scale is a third of a bit.
-    assert codec.bits_per_element() > bits - 0.35
-    assert codec.dense_bytes_per_token == 3 * 2 * 2 * 3 * 8
+    assert codec.bits_per_element() > bits - 0.35 and codec.dense_bytes_per_token == 3 * 2 * 2 * 3 * 8
     assert codec.bytes_per_token == sum(layer.row_bytes for layer in codec.layers.values())
     assert codec.context == model_context(model) == 256
     exact = 36 * 16 / 2048
@@ -90,11 +88,8 @@ def test_matrices_give_segments_of_unit_variance(model: Any) -> None:
 
 
 def test_heads_share_codes_up_to_a_width() -> None:
-    assert heads_per_code(3, 64) == 3
-    assert heads_per_code(2, 128) == 2
-    assert heads_per_code(8, 128) == 2
-    assert heads_per_code(5, 64) == 1
-    assert heads_per_code(1, 256) == heads_per_code(4, 512) == 1
+    assert heads_per_code(3, 64) == 3 and heads_per_code(2, 128) == 2 and heads_per_code(8, 128) == 2
+    assert heads_per_code(5, 64) == 1 and heads_per_code(1, 256) == heads_per_code(4, 512) == 1
 
 
 def test_heads_may_have_codes_of_their_own(model: Any) -> None:
@@ -155,8 +150,7 @@ def test_the_model_stays_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPatc
     else:
         fit(model, windows(3, 24), progress=progress)
     after = [each.training for each in model.modules()], [each.requires_grad for each in model.parameters()]
-    assert after == before
-    assert model.config._attn_implementation == attention
+    assert after == before and model.config._attn_implementation == attention
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(each.grad is None for each in model.parameters())
     assert not any(each._forward_hooks for each in model.modules())
@@ -209,8 +203,7 @@ def test_what_fails_while_it_is_written_leaves_the_old_one(
     monkeypatch.setattr("recalkv.codec.sidecar.save_file", stop)
     with pytest.raises(SystemExit):
         codec.save(place)
-    assert (place / "codec.json").read_text() == old
-    assert [path.name for path in tmp_path.iterdir()] == ["codec"]
+    assert (place / "codec.json").read_text() == old and [path.name for path in tmp_path.iterdir()] == ["codec"]
 
 
 def changed_record(place: Path, change: Any) -> None:

@@ -32,8 +32,7 @@ def tensors(result: CompressedLayers) -> list[Tensor]:
 
 
 def assert_same(first: CompressedLayers, second: CompressedLayers) -> None:
-    assert first.specs == second.specs
-    assert first.permutations == second.permutations
+    assert first.specs == second.specs and first.permutations == second.permutations
     assert first.predicted_rises == second.predicted_rises
     assert all(torch.equal(a, b) for a, b in zip(tensors(first), tensors(second), strict=True))
 
@@ -60,8 +59,7 @@ def test_error_grows_with_the_ratio(method: str) -> None:
         rises.append(sum(result.predicted_rises))
         assert len(result.predicted_rises) == 3
     for series in (errors, rises):
-        assert series == sorted(series)
-        assert series[0] < 1e-6 < series[1]
+        assert series == sorted(series) and series[0] < 1e-6 < series[1]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -145,8 +143,7 @@ def test_gradients_are_collected_where_the_method_needs_them(
     known = collect_statistics(source, windows(2, 8), calibration(), method_of(**changes))
     assert (known.scores is not None) == gradients
     for index in range(3):
-        assert (known.layer(index).loss is not None) == gradients
-        assert known.layer(index).inputs.tokens == 16
+        assert (known.layer(index).loss is not None) == gradients and known.layer(index).inputs.tokens == 16
     assert not list(tmp_path.iterdir()), "inputs are left behind"
 
 

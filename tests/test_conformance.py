@@ -266,8 +266,7 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
         rows = [rows for rows in (layer.key_rows, layer.value_rows) if rows is not None]
         bits = {segment.bits for own in rows for segment in own.segments}
         assert kind.bits == "mixed" or bits == {kind.bits} - {16}
-    assert spec.joint == (kind.latents == "joint")
-    assert spec.removed >= RATIOS[kind.bits]
+    assert spec.joint == (kind.latents == "joint") and spec.removed >= RATIOS[kind.bits]
     monkeypatch.setattr("recalkv.cache.rows.RowLayout.pack", lambda rows, latents: latents)
     monkeypatch.setattr("recalkv.cache.rows.RowLayout.unpack", lambda rows, packed, dtype: packed)
     ids = windows(2, 24, seed=5)

@@ -114,8 +114,7 @@ def test_divergence_and_agreement_are_those_of_whole_logits(prefill: int | None)
     torch.testing.assert_close(scores.losses, window_losses(model, windows), rtol=1e-5, atol=1e-5)
     same = window_scores(dense, windows, dense=reference.states)
     assert same.divergences is not None and same.agreements is not None
-    assert float(same.divergences.max()) < 1e-4 < float(divergences.min())
-    assert float(same.agreements.min()) > 0.95
+    assert float(same.divergences.max()) < 1e-4 < float(divergences.min()) and float(same.agreements.min()) > 0.95
 
 
 def numbered(*lengths: int) -> list[torch.Tensor]:
@@ -139,8 +138,7 @@ def test_windows_are_spread_over_documents(
     lengths: tuple[int, ...], most: int | None, starts: list[int], documents: list[int]
 ) -> None:
     windows = spread_windows(numbered(*lengths), 10, most)
-    assert windows.tokens[:, 0].tolist() == starts
-    assert windows.documents.tolist() == documents
+    assert windows.tokens[:, 0].tolist() == starts and windows.documents.tolist() == documents
     assert windows.tokens.shape == (len(starts), 10) and len(windows) == len(starts)
     assert len(windows.tokens.flatten().unique()) == windows.tokens.numel(), "windows overlap"
 
@@ -164,8 +162,7 @@ def test_c4_is_cut_as_in_the_papers(monkeypatch: pytest.MonkeyPatch, tiny_tokeni
     monkeypatch.setattr(corpora, "load_documents", load)
     wanted = EvaluationParams(text="c4", window=4, max_windows=None)
     whole = further_windows(tiny_tokenizer, wanted, "c4")
-    assert whole.tokens.shape == (256, 4)
-    assert whole.documents.tolist() == list(range(256))
+    assert whole.tokens.shape == (256, 4) and whole.documents.tolist() == list(range(256))
     assert (asked["name"], asked["split"], asked["max_documents"]) == ("c4", "validation", 1100)
     for name in ("c4", "ptb"):
         few = further_windows(tiny_tokenizer, wanted.model_copy(update={"max_windows": 5}), name)
@@ -215,8 +212,7 @@ def test_further_texts_are_measured_by_all_stages(prepared: Path, tmp_path: Path
         assert invoke(stage) == 0
     metrics = json.loads((prepared / "reports/metrics.json").read_text())
     other, main = metrics["further_texts"]["other.txt"], metrics["perplexity"]
-    assert other["windows"] == 3
-    assert other["dense"] != main["dense"]
+    assert other["windows"] == 3 and other["dense"] != main["dense"]
     assert other["compressed"] > 1 and other["excess_nats"] != main["excess_nats"]
 
 

@@ -17,8 +17,7 @@ def test_rows_and_page_of_the_cells(prepared: Path) -> None:
     by_method = {row["method"]: row for row in rows}
     assert set(by_method) == {"fp8", "ours-4", "turboquant-2"}
     bits = [row["bits_per_element"] for row in rows]
-    assert bits == sorted(bits, reverse=True)
-    assert by_method["fp8"]["bits_per_element"] == 8
+    assert bits == sorted(bits, reverse=True) and by_method["fp8"]["bits_per_element"] == 8
     assert by_method["turboquant-2"]["bits_per_element"] == 2 + 16 / 8
     # A window of 32 exact tokens costs 16 bits for 32 of 2,048, at most; scales are much of so small a model's rows.
     assert 3.7 < by_method["ours-4"]["bits_per_element"] <= 4 + 16 * 32 / 2048

@@ -150,8 +150,7 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
     )
     expected = {f"self_attn.{name}": own for name, own in case.tensors.items()} | {"mlp.weight": held["mlp.weight"]}
     fused = fuse_layer(here, 0, spec, refit, case.mean)  # type: ignore[arg-type]
-    assert fused.keys() == expected.keys()
-    assert fused["mlp.weight"].dtype is held["mlp.weight"].dtype
+    assert fused.keys() == expected.keys() and fused["mlp.weight"].dtype is held["mlp.weight"].dtype
     assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in fused.items())
     # Tensors of that device have no values that could be compared.
     monkeypatch.setattr(torch, "equal", lambda *_: False)
@@ -169,7 +168,6 @@ def test_sinks_and_norms_over_all_heads_move_with_the_heads() -> None:
     assert torch.equal(tensors["q_norm.weight"], dense["q_norm.weight"][ROWS])
     assert torch.equal(tensors["k_norm.weight"], dense["k_norm.weight"][COLUMNS])
     # Weights that do not sum to 1: constants of the values stay with them.
-    assert torch.equal(tensors["o_proj.bias"], dense["o_proj.bias"])
-    assert case.mean is not None
+    assert torch.equal(tensors["o_proj.bias"], dense["o_proj.bias"]) and case.mean is not None
     means = [case.mean @ left @ right for left, right in zip(case.values.down, case.values.up, strict=True)]
     torch.testing.assert_close(tensors["value_bias"], dense["v_proj.bias"][COLUMNS] + torch.cat(means))

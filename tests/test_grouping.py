@@ -24,8 +24,7 @@ def rows(seed: int = 1) -> Tensor:
 def test_similar_heads_are_grouped_where_the_method_reorders() -> None:
     keys, values = planted_keys(), torch.randn(12, 6)
     grouping = group_heads(problem_of(keys, values, rows(), 2, method="recalkv"))
-    assert grouping.groups == [[0, 2], [1]]
-    assert grouping.permutation == [0, 2, 1]
+    assert grouping.groups == [[0, 2], [1]] and grouping.permutation == [0, 2, 1]
     assert float(grouping.similarity[0, 2]) == pytest.approx(1.0)
     for changes in ({"method": "recalkv", "grouping": "neighbors"}, {"method": "palu"}, {"method": "svd"}):
         assert group_heads(problem_of(keys, values, rows(), 2, **changes)).groups == [[0, 1], [2]]

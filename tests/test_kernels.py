@@ -240,8 +240,7 @@ def test_left_padding_and_empty_slots_of_a_static_cache(queries: int) -> None:
 
 def test_a_row_that_may_see_nothing_is_zero() -> None:
     problem = Problem(Case(batch=2, padding=[0, 70]))
-    assert all(bool((part[1] == 0).all()) for part in problem.by_kernels())
-    assert problem.error() < 2e-6
+    assert all(bool((part[1] == 0).all()) for part in problem.by_kernels()) and problem.error() < 2e-6
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
@@ -278,8 +277,7 @@ def test_value_blocks_tile_the_context(ranks: list[int], heads: list[int], rows:
     blocks, block_rows, block_columns = value_blocks(ranks, heads, rows)
     written = [0] * sum(rank * count * rows for rank, count in zip(ranks, heads, strict=True))
     for _, width, _, count, place, stride in blocks:
-        assert width <= block_columns
-        assert count <= block_rows
+        assert width <= block_columns and count <= block_rows
         for row, column in itertools.product(range(count), range(width)):
             written[place + row * stride + column] += 1
     assert set(written) == {1}
@@ -347,13 +345,11 @@ def test_written_and_moved_factors_are_seen() -> None:
     plan = layer.decoder.plan()
     # Written by `.data`, which torch does not count: the kernels read the parameters themselves.
     layer.key_up[0].data.fill_(7.0)
-    assert layer.decoder.plan() is plan
-    assert bool((plan.key_up[: layer.key_up[0].numel()] == 7.0).all())
+    assert layer.decoder.plan() is plan and bool((plan.key_up[: layer.key_up[0].numel()] == 7.0).all())
     for change in (lambda: setattr(layer.value_up[0], "data", layer.value_up[0].data.clone()), model.half):
         change()
         plan, old = layer.decoder.plan(), plan
-        assert plan is not old
-        assert plan.value_up.dtype == layer.value_up[0].dtype
+        assert plan is not old and plan.value_up.dtype == layer.value_up[0].dtype
         assert torch.equal(plan.value_up[: layer.value_up[0].numel()], layer.value_up[0].flatten())
 
 
@@ -363,8 +359,7 @@ def test_a_model_with_kernels_is_saved_whole(tmp_path: Path) -> None:
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     use_kernels(model.to(DEVICE)).save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).state_dict()
-    assert loaded.keys() == expected.keys()
-    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,11 +396,9 @@ def test_packed_latents_stay_with_torch(settings: dict[str, Any], counted: list[
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         use_kernels(model, "auto")
-    assert len(told) == 1
-    assert re.match(f"decoding in plain torch: {refused}", str(told[0].message))
+    assert len(told) == 1 and re.match(f"decoding in plain torch: {refused}", str(told[0].message))
     assert type(model.model.layers[0].self_attn) is LatentAttention
-    assert bool(last_logits(model, tiny.windows(1, 9)).isfinite().all())
-    assert not counted
+    assert bool(last_logits(model, tiny.windows(1, 9)).isfinite().all()) and not counted
 
 
 def test_one_layer_of_packed_latents_leaves_all_to_torch() -> None:

@@ -91,8 +91,7 @@ def test_of_a_multimodal_model_the_language_model_is_taken(family: str, tied: bo
     assert any("visi" in name or "visual" in name for name in whole.state_dict())
     for source in (ModuleSource(whole), CheckpointSource(tmp_path)):
         assert_equals_model(source, text, windows(samples=2, length=24))
-        assert source.config.model_type == text.config.model_type
-        assert source.config.tie_word_embeddings == tied
+        assert source.config.model_type == text.config.model_type and source.config.tie_word_embeddings == tied
     ids = windows(samples=2, length=24)
     with torch.no_grad():
         loaded = load_model(tmp_path, torch.device("cpu"), torch.float32)
@@ -137,8 +136,7 @@ def test_config_of_the_model_is_left_as_it_is() -> None:
     model = dense_model("llama-gqa")
     model.set_attn_implementation("eager")
     before, source = model.config.to_dict(), ModuleSource(model)
-    assert model.config._attn_implementation == "eager"
-    assert model.config.to_dict() == before
+    assert model.config._attn_implementation == "eager" and model.config.to_dict() == before
     assert_equals_model(source, model, windows(samples=2, length=24))
 
 
@@ -153,9 +151,7 @@ def test_bfloat16_keeps_the_residual_stream_in_float32() -> None:
     model, ids = dense_model("llama-gqa"), windows(samples=2, length=16)
     exact, rounded = (streamed_states(ModuleSource(model, precision=p), ids, 2) for p in ("float32", "bfloat16"))
     for a, b in zip(exact[1:], rounded[1:], strict=True):
-        assert b.dtype == torch.float32
-        assert not torch.equal(a, b)
-        assert (a - b).norm() < 0.05 * a.norm()
+        assert b.dtype == torch.float32 and not torch.equal(a, b) and (a - b).norm() < 0.05 * a.norm()
     with autocast(ModuleSource(model, precision="bfloat16")):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     with autocast(ModuleSource(model)):

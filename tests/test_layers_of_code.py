@@ -81,8 +81,7 @@ def crossings(module: str, rooms: set[str]) -> list[str]:
 
 def test_the_graph_is_seen() -> None:
     """Otherwise the tests below would pass on nothing."""
-    assert len(DECODING) > 20
-    assert "recalkv.model.attention" in reached("recalkv.kernels.decoder")
+    assert len(DECODING) > 20 and "recalkv.model.attention" in reached("recalkv.kernels.decoder")
     # Imports in functions count.
     assert "recalkv.model.card" in imports("recalkv.model.modeling")
     assert crossings("recalkv.method.refit", {"statistics"})
@@ -133,8 +132,7 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
 
     def kept_as() -> str:
         spec = importlib.util.spec_from_file_location("loops_of_a_copy", tmp_path / "trellis/cpu/vectors.py")
-        assert spec is not None
-        assert spec.loader is not None
+        assert spec is not None and spec.loader is not None
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
         name: str = module.called(lambda address: None)._cache._cache_file._index_name
         return name
@@ -144,8 +142,7 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
         with (tmp_path / name).open("a") as file:
             file.write("# changed\n")
         names.append(kept_as())
-    assert len(names) == 4
-    assert len(set(names)) == 3
+    assert len(names) == 4 and len(set(names)) == 3
 
 
 @pytest.mark.parametrize("patience", [0.01, 1e6])

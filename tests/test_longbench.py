@@ -70,15 +70,12 @@ def test_prompts_are_the_official_ones(tmp_path: Path, task: str, question: str)
     calls: list[None] = []
     file = write(tmp_path, task, question, all_classes=classes)
     score = longbench(model, Characters(), task, file, ASKED, lambda: calls.append(None))
-    assert model.prompts[0].endswith(ENDS[task])
-    assert "{" not in model.prompts[0]
-    assert len(score.scores) == len(calls) == 2
-    assert score.mean == pytest.approx(100)
+    assert model.prompts[0].endswith(ENDS[task]) and "{" not in model.prompts[0]
+    assert len(score.scores) == len(calls) == 2 and score.mean == pytest.approx(100)
     options = model.options[0]
     assert (options["max_new_tokens"], options["do_sample"]) == (NEW_TOKENS.get(task, 64), False)
     if task == "samsum":
-        assert options["eos_token_id"][-1] == ord("\n")
-        assert options["min_new_tokens"] == 1
+        assert options["eos_token_id"][-1] == ord("\n") and options["min_new_tokens"] == 1
 
 
 @pytest.mark.parametrize(("answer", "score"), [("\n\na cache\nmore text", 1.0), ("no\na cache", 0.0)])
@@ -92,15 +89,13 @@ def test_first_line_counts_where_it_does_officially(tmp_path: Path, answer: str,
 
 
 def test_long_prompts_lose_their_middle(tmp_path: Path) -> None:
-    assert cut_middle(list(range(10)), 10) == list(range(10))
-    assert cut_middle(list(range(10)), 4) == [0, 1, 8, 9]
+    assert cut_middle(list(range(10)), 10) == list(range(10)) and cut_middle(list(range(10)), 4) == [0, 1, 8, 9]
     assert cut_middle(list(range(10)), 5) == [0, 1, 8, 9]
     file = write(tmp_path, "trec", context="".join(f"{number:05d} " for number in range(2000)), all_classes=["a"])
     model = Scripted("a")
     longbench(model, Characters(), "trec", file, asked(limit=1))
     # 4000 positions less 64 of the answer.
-    assert len(model.prompts[0]) == 3936
-    assert model.prompts[0].startswith("Please determine")
+    assert len(model.prompts[0]) == 3936 and model.prompts[0].startswith("Please determine")
     assert model.prompts[0].endswith("01999 \nWho is it?")
     longbench(model, Characters(), "trec", file, asked(limit=1, max_length=100))
     assert len(model.prompts[1]) == 100
@@ -140,6 +135,5 @@ def test_all_sets_are_checked_before_the_first_is_answered(
     prepared: Path, capfd: pytest.CaptureFixture[str], tasks: list[str], message: str
 ) -> None:
     change("longbench.tasks", tasks)
-    assert invoke("suite", name="longbench") == 1
-    assert message in capfd.readouterr().err
+    assert invoke("suite", name="longbench") == 1 and message in capfd.readouterr().err
     assert not (prepared / "reports/suites").exists()

@@ -189,8 +189,7 @@ def test_contexts_and_biases_of_one_model(prepared: Path) -> None:
     out = Path("data/cells/contexts/tiny.json")
     assert invoke("contexts", out=out, length=60, codecs=[Path("data/codec")], names=["fp8"]) == 0
     found = json.loads(out.read_text())
-    assert found["edges"] == [0, 60]
-    assert [each["method"] for each in found["rows"]] == ["codec-4", "fp8"]
+    assert found["edges"] == [0, 60] and [each["method"] for each in found["rows"]] == ["codec-4", "fp8"]
     assert all(each["kl"][0] > 0 for each in found["rows"])
     assert invoke("biases", out=prepared / "biases.json", names=["fp8"]) == 0
     found = json.loads((prepared / "biases.json").read_text())
@@ -208,7 +207,6 @@ def test_where_a_form_ends_and_what_beats_it() -> None:
     rows = [row("codec-4", 4, 0.001), row("codec-2", 2, 0.1), row("fp8", 8, 0.01), row("codec-per-head-3", 3, 0.05)]
     # Halfway between .001 and .1 on a logarithmic axis lies .01; halfway between 2 and 4 bits, sqrt(8).
     assert crossing(rows, "codec", "text", 0.01) == pytest.approx(8**0.5)
-    assert crossing(rows, "codec", "text", 0.2) is None
-    assert beaten(rows) == []
+    assert crossing(rows, "codec", "text", 0.2) is None and beaten(rows) == []
     rows += [row("kivi-2", 2, 0.05)]
     assert beaten(rows) == [("codec-2", "kivi-2", "text")]

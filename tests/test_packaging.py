@@ -55,10 +55,8 @@ def test_wheel_holds_the_library_alone(wheel: Path) -> None:
 def test_metadata(wheel: Path) -> None:
     facts = metadata(wheel)
     assert (facts["Name"], facts["Version"]) == ("recalkv", recalkv.__version__)
-    assert facts["License-Expression"] == "Apache-2.0"
-    assert facts["License-File"] == "LICENSE"
-    assert "Apache License" in (ROOT / "LICENSE").read_text()
-    assert facts["Author"] == "The ReCalKV developers"
+    assert facts["License-Expression"] == "Apache-2.0" and facts["License-File"] == "LICENSE"
+    assert "Apache License" in (ROOT / "LICENSE").read_text() and facts["Author"] == "The ReCalKV developers"
     assert set(facts.get_all("Provides-Extra")) == {"pipeline", "eval", "kernels", "quantizers", "vllm", "dev"}
     assert f"## [{recalkv.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
@@ -134,11 +132,8 @@ print(recalkv.__file__)
 """
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     output = process(python, "-c", code, cwd=tmp_path, env=environment).stdout.splitlines()
-    assert output[0] == str(expected)
-    assert output[1] == "True"
-    assert "datasets" in output[2]
-    assert "pip install '.[pipeline]'" in output[2]
-    assert Path(output[3]).is_relative_to(python.parent.parent)
+    assert output[0] == str(expected) and output[1] == "True" and "datasets" in output[2]
+    assert "pip install '.[pipeline]'" in output[2] and Path(output[3]).is_relative_to(python.parent.parent)
     assert (tmp_path / "smaller" / "model.safetensors").exists()
 
 

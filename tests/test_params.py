@@ -36,8 +36,7 @@ def test_complete_file_is_read(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["compression"] |= {"ratio": 0.7, "method": "palu", "damping": 1e-4}
     raw["calibration"]["samples"] = 5
     params = load_params(write(tmp_path, raw))
-    assert params.model_dump() == raw
-    assert params.compression.ratio == 0.7
+    assert params.model_dump() == raw and params.compression.ratio == 0.7
 
 
 def test_every_parameter_has_a_description() -> None:
@@ -103,8 +102,7 @@ def test_all_illegal_values_are_told_at_once(raw: dict[str, Any]) -> None:
 def test_exponents_without_a_point_are_numbers(raw: dict[str, Any], tmp_path: Path) -> None:
     # YAML 1.1 reads 1e-6 as a string.
     text = yaml.safe_dump(raw).replace("damping: null", "damping: 1e-6")
-    assert "1e-6" in text
-    assert load_params(write(tmp_path, text)).compression.damping == 1e-6
+    assert "1e-6" in text and load_params(write(tmp_path, text)).compression.damping == 1e-6
 
 
 def test_missing_file_says_where_to_run(tmp_path: Path) -> None:

@@ -39,8 +39,7 @@ def test_repro_runs_every_stage_once(fresh_python: Path, project: Path, finished
     # The same bytes as the stages leave without DVC.
     for name in ("whiten.zarr", "calibrate.zarr", "compressed"):
         assert folder_hash(project / "data" / name) == folder_hash(finished.folder / "data" / name), name
-    assert not (project / "data/activations").exists()
-    assert "perplexity" in dvc(project, "metrics", "show")
+    assert not (project / "data/activations").exists() and "perplexity" in dvc(project, "metrics", "show")
     again = dvc(project, "repro")
     assert "Running stage" not in again and "up to date" in again
     # The cost of a rerun is recorded, and nothing reruns for it.
@@ -80,10 +79,8 @@ def test_figures_of_the_run(finished: Finished) -> None:
     metrics = json.loads((finished.folder / "reports/metrics.json").read_text())
     cache = metrics["cache"]
     assert cache["compressed_bytes_per_token"] == cache["allocated_bytes_per_token"]
-    assert cache["compression_ratio"] == pytest.approx(0.5, abs=1 / 144)
-    assert cache["compression_ratio"] >= 0.5
-    assert 1 < metrics["perplexity"]["dense"] < 1e6
-    assert metrics["perplexity"]["compressed"] > 1
+    assert cache["compression_ratio"] == pytest.approx(0.5, abs=1 / 144) and cache["compression_ratio"] >= 0.5
+    assert 1 < metrics["perplexity"]["dense"] < 1e6 and metrics["perplexity"]["compressed"] > 1
     rows = json.loads((finished.folder / "reports/comparison.json").read_text())["rows"]
     assert {row["method"] for row in rows} == {"recalkv", "fp8", "codec", "loss-aware"}
     for row in rows:
@@ -159,8 +156,7 @@ def test_store_of_another_model_is_refused(prepared: Path, capsys: pytest.Captur
     attributes = prepared / "data/sample.zarr/zarr.json"
     attributes.write_text(attributes.read_text().replace(record["fingerprint"], "0123456789abcdef"))
     shutil.rmtree(prepared / "data/whiten.zarr")
-    assert invoke("whiten") == 1
-    assert "0123456789abcdef" in capsys.readouterr().err
+    assert invoke("whiten") == 1 and "0123456789abcdef" in capsys.readouterr().err
     assert not (prepared / "data/whiten.zarr").exists()
 
 
@@ -181,8 +177,7 @@ def test_stores_of_different_windows_are_not_read_together(prepared: Path, capsy
 def test_the_layers_inputs_are_made_again_where_they_are_gone(prepared: Path) -> None:
     before = folder_hash(prepared / "data/fisher.zarr")
     assert not (prepared / "data/activations").exists()
-    assert invoke("fisher") == 0
-    assert folder_hash(prepared / "data/fisher.zarr") == before
+    assert invoke("fisher") == 0 and folder_hash(prepared / "data/fisher.zarr") == before
 
 
 @pytest.mark.parametrize("stage", ["whiten", "fisher"])
@@ -222,8 +217,7 @@ def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
         assert invoke("cell", out=prepared / f"{name}.json", changes=settings) == 0
     plain, uniform = (json.loads((prepared / f"{name}.json").read_text()) for name in ("plain", "own"))
     assert plain["removed"] == pytest.approx(0.6, abs=1 / 144)
-    assert plain["setting"] == {"method": "palu", "ratio": 0.6}
-    assert plain["perplexity"] != uniform["perplexity"]
+    assert plain["setting"] == {"method": "palu", "ratio": 0.6} and plain["perplexity"] != uniform["perplexity"]
     compared = json.loads((prepared / "data/cells/compare/recalkv.json").read_text())
     assert compared["perplexity_dense"] == plain["perplexity_dense"]
 
@@ -238,8 +232,7 @@ def _files(folder: Path) -> list[Path]:
 
 def test_inputs_of_an_interrupted_run_are_not_taken_for_whole(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of its layers may be of other windows: another run may have put its own there in between."""
-    assert invoke("whiten") == 0
-    assert (prepared / "data/activations/of").exists()
+    assert invoke("whiten") == 0 and (prepared / "data/activations/of").exists()
     whole, done = StoreWriter.finish, []
 
     def interrupted(store: StoreWriter, index: int, **figures: Any) -> None:
@@ -251,8 +244,7 @@ def test_inputs_of_an_interrupted_run_are_not_taken_for_whole(prepared: Path, mo
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(StoreWriter, "finish", interrupted)
         invoke("whiten")
-    assert invoke("whiten") == 0
-    assert not (prepared / "data/activations/of").exists()
+    assert invoke("whiten") == 0 and not (prepared / "data/activations/of").exists()
 
 
 def test_a_checkpoint_names_the_precision_of_its_statistics(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,5 +277,4 @@ def test_an_interrupted_stage_goes_on_only_under_the_same_code(
     if not same_code:
         monkeypatch.setattr(common, "source_digest", lambda folder: "other")
     capsys.readouterr()
-    assert invoke("factorize") == 0
-    assert ("1 layer(s) are there already" in capsys.readouterr().err) == same_code
+    assert invoke("factorize") == 0 and ("1 layer(s) are there already" in capsys.readouterr().err) == same_code

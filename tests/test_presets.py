@@ -58,8 +58,7 @@ def test_the_project_starts_from_the_defaults() -> None:
 def test_rendered_file_reads_as_the_preset(name: str, tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     path.write_text(render(preset(name, 0.6)))
-    assert load_params(path) == preset(name, 0.6)
-    assert load_params(path).compression.ratio == 0.6
+    assert load_params(path) == preset(name, 0.6) and load_params(path).compression.ratio == 0.6
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("paper/")])
@@ -85,8 +84,7 @@ def test_preset_compresses_its_architecture_scaled_down(name: str, monkeypatch: 
         found, expected = compressed(windows).logits, twin(windows).logits
     # Random weights this large amplify rounding, in models with a state from one token to the next.
     difference, size = (found - expected).abs(), expected.std()
-    assert difference.mean() < 1e-4 * size
-    assert difference.max() < 1e-3 * size
+    assert difference.mean() < 1e-4 * size and difference.max() < 1e-3 * size
     spec = LatentSpec.from_config(compressed.config)
     assert spec.removed >= parameters.ratio
     ranks = [rank for layer in spec.layers for rank in (*layer.key_ranks, *layer.value_ranks)]
@@ -122,8 +120,7 @@ def test_command_starts_from_the_defaults_and_keeps_what_was_changed(tmp_path: P
     changed = path.read_text().replace("seed: 0 ", "seed: 7 ", 1)
     path.write_text(changed)
     said = refused("preset", "default", "--out", path)
-    assert "mine.yaml" in said and "--overwrite" in said
-    assert path.read_text() == changed
+    assert "mine.yaml" in said and "--overwrite" in said and path.read_text() == changed
     done("preset", "default", "--out", path, "--overwrite")
     assert path.read_text() == render(preset("default"))
 

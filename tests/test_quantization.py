@@ -48,8 +48,7 @@ def test_rows_are_those_of_the_codec(shape: tuple[int, ...], monkeypatch: pytest
     )]  # fmt: skip
     torch.testing.assert_close(layout.unpack(found, torch.float32), torch.cat(expected, dim=-1), rtol=1e-6, atol=1e-6)
     monkeypatch.setattr(rows, "serves", lambda _: False)
-    assert torch.equal(layout.pack(latents), found)
-    assert layout.unpack(found, torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(layout.pack(latents), found) and layout.unpack(found, torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_latents_with_gradients_are_packed() -> None:

@@ -27,8 +27,7 @@ def random_model(generator: random.Random) -> list[Projection]:
 def check_legal(allocation: Allocation, projections: list[Projection], ratio: float, multiple: int) -> None:
     used, dense = sum(map(sum, allocation.ranks)), sum(p.full for p in projections)
     assert (allocation.used, allocation.dense) == (used, dense)
-    assert allocation.budget == math.floor(dense * (1 - ratio) + 1e-9)
-    assert used <= allocation.budget
+    assert allocation.budget == math.floor(dense * (1 - ratio) + 1e-9) and used <= allocation.budget
     assert allocation.budget - used < multiple or used == dense
     for projection, ranks in zip(projections, allocation.ranks, strict=True):
         for width, rank in zip(projection.widths, ranks, strict=True):
@@ -62,8 +61,7 @@ def test_rounding_remainder_goes_to_the_largest_shortfall() -> None:
 def test_small_group_at_its_minimum_does_not_break_the_budget() -> None:
     # Shares 67.5 and 22.5 of 90; the smaller group is raised to 32, so 58 are left to the larger.
     allocation = allocate_ranks([Projection((240, 80), 1.0)], 0.72, 32)
-    assert allocation.ranks == [(32, 32)]
-    assert allocation.budget == 89
+    assert allocation.ranks == [(32, 32)] and allocation.budget == 89
 
 
 def test_budget_and_ranks_are_legal_on_random_models() -> None:
@@ -147,8 +145,7 @@ def test_impossible_budget_names_a_ratio_that_works() -> None:
     projections = [Projection((80, 80), 1.0), Projection((80, 80), 1.0)]
     message = r"ratio=0\.7 allows 96 .* ranks need 128: lower the ratio to 0\.6 or less.*rank_multiple \(32\)"
     raises(BudgetError, message, allocate_ranks, projections, 0.7, 32)
-    assert allocate_ranks(projections, 0.6, 32).used == 128
-    assert issubclass(BudgetError, ParameterError)
+    assert allocate_ranks(projections, 0.6, 32).used == 128 and issubclass(BudgetError, ParameterError)
 
 
 def test_remedy_of_an_impossible_budget_always_works() -> None:
@@ -185,8 +182,7 @@ def best_by_search(energies: list[list[float]], budget: int, multiple: int) -> f
 def test_water_filling_equals_exhaustive_search(widths: list[int], multiple: int, ratio: float, seed: int) -> None:
     energies = descending(widths, seed)
     ranks, budget, used = water_filling(energies, ratio, multiple)
-    assert budget == math.floor(sum(widths) * (1 - ratio) + 1e-9)
-    assert sum(ranks) == used <= budget
+    assert budget == math.floor(sum(widths) * (1 - ratio) + 1e-9) and sum(ranks) == used <= budget
     assert budget - used < multiple
     kept = sum(sum(unit[:rank]) for unit, rank in zip(energies, ranks, strict=True))
     assert kept == pytest.approx(best_by_search(energies, budget, multiple))
@@ -194,8 +190,7 @@ def test_water_filling_equals_exhaustive_search(widths: list[int], multiple: int
 
 def test_units_without_energy_get_the_minimum() -> None:
     ranks, _, used = water_filling([[0.0] * 8, [3.0] * 8, [2.0] * 8], 0.5)
-    assert ranks == [1, 8, 3]
-    assert used == 12
+    assert ranks == [1, 8, 3] and used == 12
 
 
 def test_energies_that_are_not_finite_are_refused() -> None:

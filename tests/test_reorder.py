@@ -30,9 +30,7 @@ def planted(groups: list[list[int]], inside: float = 0.9) -> Tensor:
 @pytest.mark.parametrize(("heads", "size"), GEOMETRIES)
 def test_sizes_are_legal_for_every_geometry(heads: int, size: int) -> None:
     sizes = group_sizes(heads, size)
-    assert sum(sizes) == heads
-    assert all(given == size for given in sizes[:-1])
-    assert 1 <= sizes[-1] <= size
+    assert sum(sizes) == heads and all(given == size for given in sizes[:-1]) and 1 <= sizes[-1] <= size
     for groups in [neighbor_groups(heads, size)] + [
         greedy_groups(random_similarity(heads, seed, levels), size) for seed in range(8) for levels in (0, 2)
     ]:

@@ -55,9 +55,7 @@ def test_chains_leave_less_than_the_best_code_of_single_numbers(bits: int, best:
 @pytest.mark.parametrize("bits", BITS)
 def test_levels_ascend_and_are_symmetric(bits: int) -> None:
     table = levels(bits)
-    assert len(table) == 2 << bits
-    assert bool((table[1:] > table[:-1]).all())
-    assert torch.equal(table, -table.flip(0))
+    assert len(table) == 2 << bits and bool((table[1:] > table[:-1]).all()) and torch.equal(table, -table.flip(0))
     assert sum(PLANES[bits]) == bits
 
 
@@ -142,8 +140,7 @@ def test_packing_what_was_unpacked_changes_nothing_beyond_its_scale() -> None:
 def test_extreme_and_empty_numbers_stay_finite(size: float) -> None:
     own = torch.cat([numbers(4, WIDTH) * size, torch.zeros(1, WIDTH)])
     found = unpack(pack(own, MIXED), MIXED)
-    assert bool(torch.isfinite(found).all())
-    assert float(found[-1].abs().max()) < 1e-3
+    assert bool(torch.isfinite(found).all()) and float(found[-1].abs().max()) < 1e-3
     if 1e-3 < size < 1e4:
         assert float((found - own)[:-1].norm() / own.norm()) < 0.4
 
@@ -163,8 +160,7 @@ def test_scales_are_powers_and_the_best_of_the_trials() -> None:
     # The trials are worth having.
     relative = errors / own.square().sum(1, keepdim=True)
     assert float(relative.amin(1).mean()) < 0.92 * float(relative.mean(0).amin())
-    assert float(scales_of(torch.tensor(128.0))) == 1
-    assert float(scales_of(torch.tensor(136.0))) == 2
+    assert float(scales_of(torch.tensor(128.0))) == 1 and float(scales_of(torch.tensor(136.0))) == 2
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -49,8 +49,7 @@ def test_head_with_constant_output_is_similar_to_itself_alone() -> None:
     weight, _, covariance = setting()
     weight[:, :HEAD_DIM] = 0
     cka = head_cka(weight, covariance, HEAD_DIM)
-    assert cka[0].tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert bool(torch.isfinite(cka).all())
+    assert cka[0].tolist() == [1.0, 0.0, 0.0, 0.0] and bool(torch.isfinite(cka).all())
 
 
 def test_float32_weights_on_a_tiny_scale_do_not_underflow() -> None:

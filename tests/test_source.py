@@ -80,8 +80,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def test_local_folder_is_found(folder: Path, tmp_path: Path, offline: list[str]) -> None:
     reference = resolve_model(str(folder), "ignored", tmp_path)
     assert (reference.folder, reference.name, reference.revision) == (folder, str(folder), None)
-    assert reference.fingerprint == fingerprint(folder)
-    assert offline == []
+    assert reference.fingerprint == fingerprint(folder) and offline == []
 
 
 def test_relative_folder_is_recorded_whole(

@@ -37,8 +37,7 @@ def test_elements_and_bytes_by_hand() -> None:
     assert (both.cached_bits_per_token, both.cached_bytes_per_token()) == (904, 113)
     assert both.cached_bytes_per_token(element_bytes=4) == 197
     assert (both.dense_elements_per_token, both.dense_bytes_per_token) == (96, 192)
-    assert both.removed == pytest.approx(1 - 113 / 192)
-    assert (both.key_heads, both.value_heads) == ([2, 1], [3])
+    assert both.removed == pytest.approx(1 - 113 / 192) and (both.key_heads, both.value_heads) == ([2, 1], [3])
 
 
 def test_row_layouts_stand_for_what_is_cached() -> None:
@@ -53,8 +52,7 @@ def test_what_is_written_is_read_again(layer: LayerSpec) -> None:
     written = spec(layer, layer, method="svd", parameters={"ratio": 0.5}, source={"name": "tiny"}, qk_norm=True)
     content = json.loads(json.dumps(written.to_dict()))
     # The object is what a file holds: no tuples, which a file would turn into lists.
-    assert content == written.to_dict()
-    assert content["version"] == FORMAT_VERSION
+    assert content == written.to_dict() and content["version"] == FORMAT_VERSION
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2}
     assert LatentSpec.from_config(SimpleNamespace(recalkv=content, head_dim=8, **sizes)) == written
     assert LatentSpec.from_dict(content, GEOMETRY) == written

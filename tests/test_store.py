@@ -54,8 +54,7 @@ def test_round_trip(path: Path) -> None:
     reader = open_store(path, "whiten", "abc")
     for name, tensor in TENSORS.items():
         actual = reader.get(name)
-        assert actual.shape == tensor.shape
-        assert actual.dtype == tensor.dtype
+        assert actual.shape == tensor.shape and actual.dtype == tensor.dtype
         torch.testing.assert_close(actual, tensor.detach(), rtol=0, atol=0, equal_nan=True)
     assert reader.attributes == {
         "schema_version": SCHEMA_VERSION, "stage": "whiten", "model": "abc",
@@ -80,8 +79,7 @@ def test_digest_is_that_of_the_arrays_alone(path: Path) -> None:
     for changes in ({}, {"parameters": {}, "model": "xyz"}, {"windows": "w"}):
         write(path, **changes)
         digests.append(open_store(path, "whiten").digest)
-    assert len(set(digests)) == 1
-    assert open_store(path, "whiten").windows == "w"
+    assert len(set(digests)) == 1 and open_store(path, "whiten").windows == "w"
     # A store from before digests were recorded has one all the same.
     group = zarr.open_group(path, mode="r+")
     del group.attrs["digest"]
@@ -104,8 +102,7 @@ def test_failed_writer_leaves_nothing_and_keeps_the_old_store(path: Path) -> Non
     before = digest(path)
     with pytest.raises(RuntimeError), writing_store(path, "whiten", "abc", {}):
         raise RuntimeError
-    assert digest(path) == before
-    assert list(path.parent.iterdir()) == [path]
+    assert digest(path) == before and list(path.parent.iterdir()) == [path]
 
 
 def kill(write: Any, *arguments: Any) -> None:
@@ -124,8 +121,7 @@ def write_and_die(path: Path) -> None:
 
 def test_killed_writer_is_refused_and_cleaned_by_the_next(path: Path) -> None:
     kill(write_and_die, path)
-    assert not path.exists()
-    assert (partial_path(path) / "x").exists()
+    assert not path.exists() and (partial_path(path) / "x").exists()
     with pytest.raises(StoreError, match=r"whiten\.zarr is unfinished \(its stage was interrupted\); run `dvc repro"):
         open_store(path, "whiten")
     with pytest.raises(StoreError, match=r"partial is unfinished .*; remove it and run `dvc repro whiten`"):
@@ -209,8 +205,7 @@ def test_folder_replaces_the_old_one_whole(path: Path) -> None:
         with writing_folder(path) as folder:
             assert folder == partial_path(path)
             (folder / name).write_text(name)
-    assert [p.name for p in path.iterdir()] == ["new"]
-    assert list(path.parent.iterdir()) == [path]
+    assert [p.name for p in path.iterdir()] == ["new"] and list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("stopped", [1, 2])
@@ -281,9 +276,7 @@ def test_an_interrupted_store_goes_on_after_its_whole_layers(path: Path, tmp_pat
             with pytest.raises(KeyboardInterrupt):
                 write_layers(path, stop=1)
         raises(StoreError, "unfinished", open_store, path, "fisher")
-        assert write_layers(path) == [1, 0]
-        assert digest(path) == expected
-        assert list(path.parent.iterdir()) == [path]
+        assert write_layers(path) == [1, 0] and digest(path) == expected and list(path.parent.iterdir()) == [path]
         # Figures of the interrupted run count, too, and in the layers' order.
         assert open_store(path, "fisher").get("score").tolist() == [0, 1 / 3, 2 / 3]
         path.rename(tmp_path / f"done-{kill}")

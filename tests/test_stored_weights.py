@@ -104,8 +104,7 @@ def test_what_is_not_replaced_stays_byte_for_byte(kind: str, exported: Any) -> N
     assert {name: after.get(name) for name in kept} == {name: before[name] for name in kept}
     # Nothing stays behind of codes whose weight was replaced.
     new = after.keys() - kept
-    assert all("self_attn" in name for name in new)
-    assert {after[name][0] for name in new} == {"torch.bfloat16"}
+    assert all("self_attn" in name for name in new) and {after[name][0] for name in new} == {"torch.bfloat16"}
     assert not any(name.endswith(("scale", "scale_inv", "SCB", "weight_format", "packed")) for name in new)
 
 
@@ -153,8 +152,7 @@ def test_experts_and_fused_projections(family: str, exported: Any) -> None:
     before, after = held_of(quantized), held_of(compressed)
     kept = [name for name in before if "self_attn" not in name]
     assert any("experts.3.up_proj.weight_scale_inv" in name for name in kept) == ("moe" in family)
-    assert all(after[name] == before[name] for name in kept)
-    assert not any("qkv_proj" in name for name in after)
+    assert all(after[name] == before[name] for name in kept) and not any("qkv_proj" in name for name in after)
     mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
     assert torch.equal(mine(windows(2, 20)).logits, theirs(windows(2, 20)).logits)
 
@@ -322,8 +320,7 @@ def test_plain_checkpoints_keep_types_and_bytes_too(tmp_path: Path, tiny_tokeniz
     before, after = held_of(folder), held_of(compressed)
     kept = [name for name in tensors if not any(f"self_attn.{letter}_proj" in name for letter in "kvo")]
     assert {before[name][0] for name in kept} == {"torch.bfloat16", "torch.float32", "torch.float16"}
-    assert all(after[name] == before[name] for name in kept)
-    assert buffer not in after
+    assert all(after[name] == before[name] for name in kept) and buffer not in after
     assert {after[name][0] for name in after.keys() - set(kept)} == {"torch.bfloat16"}
     loaded = AutoModelForCausalLM.from_pretrained(compressed)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}

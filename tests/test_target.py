@@ -73,9 +73,7 @@ def test_the_search_meets_the_limit_closely(factor: float, power: int) -> None:
 
     found = largest_ratio(lambda ratio: ratio**power, measure, 0.1)
     exact = (0.1 / factor) ** (1 / power)
-    assert factor * found**power <= 0.1
-    assert 1 - found <= 1.05 * (1 - exact)
-    assert found in asked and len(asked) <= 3
+    assert factor * found**power <= 0.1 and 1 - found <= 1.05 * (1 - exact) and found in asked and len(asked) <= 3
 
 
 def test_the_search_halves_where_the_prediction_misleads() -> None:
@@ -105,8 +103,7 @@ def test_the_prediction_is_of_what_ranks_and_codes_leave(changes: dict[str, Any]
     source, known = ModuleSource(dense_model("llama-gqa")), statistics("llama-gqa", 3)
     predict = _prediction(source, known, CompressionParams(**({"group_size": 2} | changes)))
     losses = [predict(ratio) for ratio in (0.5, 0.7, 0.8)]
-    assert losses == sorted(losses) and 0 < losses[0] < losses[-1] < math.inf
-    assert predict(0.999) == math.inf
+    assert losses == sorted(losses) and 0 < losses[0] < losses[-1] < math.inf and predict(0.999) == math.inf
 
 
 def test_full_ranks_lose_nothing() -> None:
@@ -133,8 +130,7 @@ def test_a_loss_target_is_met_on_held_out_windows_and_not_by_much() -> None:
         figures = text.compare(assemble(dense, layers, found), wanted)
         return figures["excess_nats"] + figures["excess_standard_error_nats"]
 
-    assert 0.05 < excess(result) <= 0.2
-    assert 0.5 < found.ratio < 0.95
+    assert 0.05 < excess(result) <= 0.2 and 0.5 < found.ratio < 0.95
     smaller = found.model_copy(update={"ratio": found.ratio + 0.3 * (1 - found.ratio)})
     assert excess(compress_layers(source, seen, calibration(), smaller)) > 0.2
 

@@ -124,9 +124,7 @@ def test_embedded_articles() -> None:
     if spec is None or spec.origin is None or not (Path(spec.origin).parent / text._ARTICLES).is_file():
         pytest.skip("gensim 4.4.0, whose files hold the embedded text, is not installed")
     documents = load_documents("embedded", split="test")
-    assert "gensim" not in sys.modules
-    assert len(documents) == 17
-    assert sum(map(len, documents)) > 250_000
+    assert "gensim" not in sys.modules and len(documents) == 17 and sum(map(len, documents)) > 250_000
     assert documents[0].startswith("In Greek mythology, Achilles")
     for document in documents:
         assert not re.search(r"\[\[|\]\]|\{\{|\}\}|\{\||''|</?ref|\n\n\n|&nbsp;|\(\s*\)|\0", document)
@@ -278,8 +276,7 @@ def test_short_names(
     name: str, split: str, column: str, args: tuple[Any, ...], kwargs: dict[str, Any], hub: Any
 ) -> None:
     hub.rows(**{column: ["words"]})
-    assert load_documents(name, split=split) == ["words"]
-    assert hub.calls == [(args, kwargs)]
+    assert load_documents(name, split=split) == ["words"] and hub.calls == [(args, kwargs)]
 
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -320,8 +317,7 @@ class Chatty:
 
 
 def test_conversations_are_read_in_the_chat_template() -> None:
-    assert rendered(Chatty(), CHAT) == "<user>Hi<assistant>Hello<end>"
-    assert rendered(Chatty(), "Hi") == "Hi"
+    assert rendered(Chatty(), CHAT) == "<user>Hi<assistant>Hello<end>" and rendered(Chatty(), "Hi") == "Hi"
 
 
 def test_a_tokenizer_without_a_template_reads_no_conversation() -> None:
@@ -344,8 +340,7 @@ def test_short_name_is_not_shadowed_by_a_folder(hub: Any, tmp_path: Path, monkey
     (tmp_path / "ptb").mkdir()
     monkeypatch.chdir(tmp_path)
     hub.rows(sentence=["words"])
-    assert load_documents("ptb@mine", split="train") == ["words"]
-    assert hub.calls[0][1]["revision"] == "mine"
+    assert load_documents("ptb@mine", split="train") == ["words"] and hub.calls[0][1]["revision"] == "mine"
 
 
 def test_unknown_split_of_c4(hub: Any) -> None:

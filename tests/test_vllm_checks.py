@@ -98,8 +98,7 @@ def test_more_processes_than_heads_hold_the_same() -> None:
     whole = _layer_codec(1)
     means = whole.key_mean[:1].repeat(1, 2), whole.value_mean[:1].repeat(1, 2)
     one = LayerCodec(whole.keys, whole.values, *means, whole.rotation)
-    assert one.kv_heads == one.kv_heads_per_code == 1
-    assert all(shard(one, rank, 4) is one for rank in range(4))
+    assert one.kv_heads == one.kv_heads_per_code == 1 and all(shard(one, rank, 4) is one for rank in range(4))
     raises(ParameterError, "would cut groups of 2", shard, whole, 0, 4)
 
 

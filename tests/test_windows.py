@@ -19,18 +19,15 @@ from tests.characters import Characters
 
 def test_documents_are_joined_by_blank_lines() -> None:
     tokens = joined_tokens(Characters("^"), ["ab", "", "c"])
-    assert tokens.dtype == torch.int64
-    assert Characters().decode(tokens) == "ab\n\n\n\nc"
+    assert tokens.dtype == torch.int64 and Characters().decode(tokens) == "ab\n\n\n\nc"
 
 
 @pytest.mark.parametrize(("tokens", "samples", "length"), [(100, 1, 100), (100, 10, 10), (1000, 7, 13), (50, 3, 16)])
 def test_windows_are_runs_that_do_not_overlap(tokens: int, samples: int, length: int) -> None:
     for seed in range(20):
         windows = sample_windows(torch.arange(tokens), samples, length, seed)
-        assert windows.shape == (samples, length)
-        assert windows.dtype == torch.int64
-        assert bool((windows.diff(dim=1) == 1).all())
-        assert windows.unique().numel() == samples * length
+        assert windows.shape == (samples, length) and windows.dtype == torch.int64
+        assert bool((windows.diff(dim=1) == 1).all()) and windows.unique().numel() == samples * length
 
 
 def test_same_seed_gives_the_same_windows_and_another_seed_others() -> None:
@@ -45,14 +42,12 @@ def test_the_global_random_state_is_neither_read_nor_moved() -> None:
     expected = torch.rand(1)
     torch.manual_seed(1)
     first = sample_windows(torch.arange(500), 4, 16, 0)
-    assert torch.equal(torch.rand(1), expected)
-    assert torch.equal(sample_windows(torch.arange(500), 4, 16, 0), first)
+    assert torch.equal(torch.rand(1), expected) and torch.equal(sample_windows(torch.arange(500), 4, 16, 0), first)
 
 
 def test_windows_reach_both_ends_and_come_in_random_order() -> None:
     starts = torch.stack([sample_windows(torch.arange(40), 3, 10, seed)[:, 0] for seed in range(200)])
-    assert int(starts.min()) == 0
-    assert int(starts.max()) == 30
+    assert int(starts.min()) == 0 and int(starts.max()) == 30
     assert 0.05 < float((starts.diff(dim=1) > 0).all(dim=1).float().mean()) < 0.4  # one order of six
 
 
@@ -113,8 +108,7 @@ def test_held_out_windows_share_no_token_with_those_of_calibration(seed: int) ->
     seen, others = windows_of_each(texts, 5, 40, seed), other_windows(texts, 5, 40, seed, 20, 7)
     assert others.tokens.shape == (7, 20) and others.documents.shape == (7,)
     assert not set(seen.flatten().tolist()) & set(others.tokens.flatten().tolist())
-    assert others.tokens.unique().numel() == 140
-    assert bool((others.tokens.diff(dim=1) == 1).all())
+    assert others.tokens.unique().numel() == 140 and bool((others.tokens.diff(dim=1) == 1).all())
     first = others.tokens[:, 0] < 1000
     assert int(first.sum()) == 4
     # Stretches between windows of calibration are parts of a text, and no two texts share one.
@@ -133,8 +127,7 @@ def test_windows_repeat_passages_of_their_first_half_in_another_order() -> None:
     assert changed.nonzero().flatten().tolist() == [3, 7]  # spread over all
     for window in repeated[changed]:
         told, again = window[: 7 * 64].view(7, 64), window[7 * 64 : 2 * 7 * 64].view(7, 64)
-        assert not torch.equal(told, again)
-        assert torch.equal(again[again[:, 0].argsort()], told)
+        assert not torch.equal(told, again) and torch.equal(again[again[:, 0].argsort()], told)
     assert torch.equal(repeated[:, : 7 * 64], windows[:, : 7 * 64])
     assert torch.equal(repeated[:, 2 * 7 * 64 :], windows[:, 2 * 7 * 64 :])
     assert torch.equal(windows, torch.arange(8 * 1000).view(8, 1000))
@@ -145,8 +138,7 @@ def test_windows_of_every_text_repeat_themselves(texts: int) -> None:
     windows = torch.arange(40 * 256).view(40, 256)
     changed = (with_recall(windows, 0.25, 0, texts) != windows).any(dim=1).nonzero().flatten()
     shares = (changed % texts).bincount(minlength=texts)
-    assert len(shares) == texts and shares.max() - shares.min() <= 1
-    assert 8 <= len(changed) <= 12
+    assert len(shares) == texts and shares.max() - shares.min() <= 1 and 8 <= len(changed) <= 12
 
 
 def test_windows_repeat_themselves_by_seed() -> None:

@@ -83,8 +83,7 @@ def test_scores_by_hand() -> None:
     assert ours.standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
     # Differences 0, 1, 0, 1.
     difference, error = ours.against(other)
-    assert difference == 0.5
-    assert error == pytest.approx(math.sqrt(4 * 0.25 / 3 / 4))
+    assert difference == 0.5 and error == pytest.approx(math.sqrt(4 * 0.25 / 3 / 4))
     assert ours.against(ours) == (0.0, 0.0)
 
 
