@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert possible(QUICK, 8192, 500).needle is None
 
 
-def test_a_model_that_does_not_fit_is_refused(
+def test_models_that_do_not_fit_are_refused(
     compressed: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beside, "available_mib", lambda device: 0.01)
@@ -335,9 +335,7 @@ def test_windows_longer_than_the_positions_are_refused(loaded: bool, tiny_folder
         recalkv.compress(model, dataset=["the cache " * 3000], **CALL | {"length": 300})
 
 
-def test_a_given_tokenizer_is_used_and_saved_for_a_folder(
-    tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_given_tokenizer_is_used_and_saved(tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """The folder's own is not there."""
     bare, out, dense = tmp_path / "bare", tmp_path / "out", AutoModelForCausalLM.from_pretrained(tiny_folder)
     dense.save_pretrained(bare)

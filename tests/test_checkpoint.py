@@ -109,9 +109,7 @@ def other_rank(config: Any) -> None:
     ],
     ids=["rank", "bias", "depth", "head"],
 )
-def test_tensors_that_do_not_fit_the_config_are_refused(
-    checkpoint: Path, tmp_path: Path, change: Any, message: str
-) -> None:
+def test_tensors_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path, change: Any, message: str) -> None:
     """Most of these only warn in transformers, and go on with new weights."""
     raises(CheckpointError, message, AutoModelForCausalLM.from_pretrained, edited(checkpoint, tmp_path, change))
 

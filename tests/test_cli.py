@@ -64,7 +64,7 @@ def test_defaults_are_those_of_the_parameters() -> None:
     assert shared == 13
 
 
-def test_compress_gives_the_pipelines_checkpoint(
+def test_compress_gives_the_pipelines_files(
     project: Path, settings: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project)
@@ -185,9 +185,7 @@ def test_compress_ends_with_a_quick_evaluation(settings: list[Any], tmp_path: Pa
     assert AutoModelForCausalLM.from_pretrained(out).dtype is not None
 
 
-def test_what_cannot_be_evaluated_is_compressed_all_the_same(
-    settings: list[Any], tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_what_cannot_be_evaluated_is_compressed(settings: list[Any], tiny_tokenizer: Any, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("the cache holds what the model has read " * 25)
     all_of_it = ["--samples", "1", "--length", str(len(tiny_tokenizer(short.read_text())["input_ids"]))]
@@ -281,7 +279,7 @@ def test_families_are_listed_with_reasons() -> None:
     ("arguments", "said"),
     [([], False), (["--bits", "4"], True), (["--bits", "16"], False), (["--method", "palu", "--bits", "4"], False)],
 )
-def test_equal_bits_are_said_to_lose_more(
+def test_equal_bits_are_told_of(
     arguments: list[str], said: bool, unloaded: None, settings: list[Any], tmp_path: Path
 ) -> None:
     """Where mixed bits could be had; the model is not loaded, so the call itself fails."""

@@ -190,9 +190,7 @@ def test_a_codec_replaces_a_codec_alone(codec: Codec, tmp_path: Path) -> None:
     assert (tmp_path / "new.partial" / "notes.txt").read_text() == "mine"
 
 
-def test_what_fails_while_it_is_written_leaves_the_old_one(
-    codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_old_one(codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "codec"
     codec.save(place)
     (place / "codec.json").write_text(old := (place / "codec.json").read_text() + "\n")
@@ -283,9 +281,7 @@ def test_other_models_have_other_fingerprints(model: Any) -> None:
 
 
 @pytest.mark.parametrize("bits", [0, -1, 16.5, float("nan"), float("inf")])
-def test_bits_out_of_range_are_refused_before_the_work(
-    model: Any, tiny_tokenizer: Any, bits: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_out_of_range(model: Any, tiny_tokenizer: Any, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "take_moments", lambda *_: pytest.fail("too late"))
     with pytest.raises(ParameterError, match=rf"bits={bits} must lie above 0 and up to 16"):
         fitting.fit(model, tiny_tokenizer, ["text " * 400], bits=bits, length=32)

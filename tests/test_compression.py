@@ -101,9 +101,7 @@ def test_given_statistics_are_not_collected_again(monkeypatch: pytest.MonkeyPatc
         {"ratio": 0.9, "method": "recalkv", "bits": 16, "rank_multiple": 32},
     ],
 )
-def test_a_budget_that_nothing_meets_is_refused_before_the_statistics(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_that_nothing_meets_is_refused_early(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As the allocation refuses it after them."""
     known = statistics_of("llama-gqa", 4, 24)
     with monkeypatch.context() as patch:

@@ -134,7 +134,7 @@ def numbered(*lengths: int) -> list[torch.Tensor]:
         ((10, 3, 4, 23, 2), None, [100, 200, 403, 413], [0, 1, 1, 1]),  # short ones join the next, the rest the last
     ],
 )
-def test_windows_are_spread_over_documents(
+def test_windows_are_spread(
     lengths: tuple[int, ...], most: int | None, starts: list[int], documents: list[int]
 ) -> None:
     windows = spread_windows(numbered(*lengths), 10, most)

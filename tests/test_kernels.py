@@ -435,7 +435,7 @@ def test_auto_trusts_the_kernels_after_a_trial(monkeypatch: pytest.MonkeyPatch) 
     ("device", "dtype", "slow"),
     [("cuda", torch.float32, True), ("cuda", torch.bfloat16, False), ("cpu", torch.float32, False)],
 )
-def test_auto_leaves_float32_on_a_gpu_to_torch(
+def test_auto_leaves_float32_to_torch(
     device: str, dtype: torch.dtype, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = module.why_not_best(torch.device(device), dtype)

@@ -146,9 +146,7 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("patience", [0.01, 1e6])
-def test_who_waits_for_compiled_loops_is_told(
-    patience: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_who_waits_is_told(patience: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     class Slow:
         """Finds no module, after a while."""
 

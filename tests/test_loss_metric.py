@@ -61,7 +61,7 @@ def tokens_of(model: Any, ids: Tensor, index: int) -> tuple[Tensor, Tensor, Tens
         *((family, 1) for family in ("qwen2-bias", "qwen3-qk-norm", "mistral-sliding", "granite4-hybrid")),
     ],
 )
-def test_moments_are_those_of_plain_autograd(
+def test_moments_are_those_of_autograd(
     family: str, sinks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fisher, "SINK_TOKENS", sinks)

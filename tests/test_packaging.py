@@ -99,7 +99,7 @@ def test_base_requirements_hold_nothing_of_the_extras(wheel: Path) -> None:
     assert not requirements(wheel) & {"dvc", "zarr", "datasets", "matplotlib", "gguf", "lm-eval", "triton", "pytest"}
 
 
-def test_base_requirements_load_generate_and_compress(
+def test_base_requirements_are_enough(
     python: Path, tiny_folder: Path, tiny_texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     compressed = tiny.compressed_pair("llama-gqa")[1]

@@ -139,7 +139,7 @@ def test_illegal_item_of_a_list_is_named(raw: dict[str, Any]) -> None:
         ("evaluation.further_texts=[c4, ptb]", ["c4", "ptb"]), ("evaluation.further_texts=[]", []),
     ],
 )  # fmt: skip
-def test_changes_stand_in_place_of_the_files_values(
+def test_changes_replace_the_files_values(
     raw: dict[str, dict[str, Any]], tmp_path: Path, change: str, value: Any
 ) -> None:
     section, key = change.split("=")[0].split(".")

@@ -87,9 +87,7 @@ def test_figures_of_the_run(finished: Finished) -> None:
         assert row["removed"] == pytest.approx(0.75 if row["method"] == "codec" else 0.5, abs=1 / 144), row
 
 
-def test_the_checkpoint_generates_and_is_that_of_the_one_call(
-    finished: Finished, tiny_texts: tuple[Path, Path]
-) -> None:
+def test_the_checkpoint_generates_and_is_the_one_calls(finished: Finished, tiny_texts: tuple[Path, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished.folder / "data/compressed")
     tokenizer = AutoTokenizer.from_pretrained(finished.folder / "data/compressed")
     ids = tokenizer("the cache holds", return_tensors="pt")

@@ -140,9 +140,7 @@ def test_any_other_file_counts_as_changed(content: str) -> None:
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
 @pytest.mark.parametrize("out", ["missing/params.yaml", "."])
-def test_places_that_cannot_be_written_are_refused(
-    out: str, overwrite: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_without_access(out: str, overwrite: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert f"error: --out {out} cannot be written" in refused("preset", "tiny", "--out", out, *overwrite)
     assert not list(tmp_path.iterdir())

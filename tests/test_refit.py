@@ -131,9 +131,7 @@ REFITS: dict[str, dict[str, Any]] = {"values": VALUES, "output": {}}
 
 @pytest.mark.parametrize("settings", [*REFITS.values(), {"refit": "none"}], ids=[*REFITS, "none"])
 @pytest.mark.parametrize("done", [{0}, {0, 1}, {2}])
-def test_the_others_get_the_same_bytes_where_layers_are_fitted_already(
-    settings: dict[str, Any], done: set[int]
-) -> None:
+def test_others_get_the_same_bytes_where_layers_are_fitted_already(settings: dict[str, Any], done: set[int]) -> None:
     given = steps("qwen2-mixed-sliding", samples=4, length=24, **settings)
     # As a store gives them back: other tensors of the same values.
     stored = copy.deepcopy(given.refits)

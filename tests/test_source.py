@@ -83,7 +83,7 @@ def test_local_folder_is_found(folder: Path, tmp_path: Path, offline: list[str])
     assert reference.fingerprint == fingerprint(folder) and offline == []
 
 
-def test_relative_folder_is_recorded_whole(
+def test_relative_folders_are_whole(
     folder: Path, tmp_path: Path, offline: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
@@ -112,9 +112,7 @@ def test_hub_model_is_downloaded_without_code_or_pickles(hub: Hub, tmp_path: Pat
         ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "model_type='deepseek_v3'"),
     ],
 )
-def test_unsupported_hub_models_cost_no_download(
-    hub: Hub, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_unsupported_models_cost_no_download(hub: Hub, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     snapshot, calls = hub
     edit_config(snapshot, **changes)
     raises(UnsupportedModelError, message, resolve_model, "someone/model", None, tmp_path)
@@ -181,9 +179,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("message", UNREAD)
-def test_parts_of_a_method_that_are_not_read_are_refused_before_the_download(
-    message: str, hub: Hub, tmp_path: Path
-) -> None:
+def test_parts_of_a_method_that_are_not_read_cost_no_download(message: str, hub: Hub, tmp_path: Path) -> None:
     snapshot, calls = hub
     edit_config(snapshot, quantization_config=UNREAD[message])
     with pytest.raises(UnsupportedModelError, match=rf"quantized .*{message}.*; dequantize them first"):
@@ -286,9 +282,7 @@ def test_unpacked_models_and_old_buffers_pass(folder: Path) -> None:
     raises(UnsupportedModelError, "quant_method='bitsandbytes'", ModuleSource, model)
 
 
-def test_code_in_the_folder_is_neither_run_nor_asked_about(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_is_neither_run_nor_asked_about(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_: Any) -> str:
         raise AssertionError("asked whether to run the checkpoint's code")
 

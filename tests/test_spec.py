@@ -144,9 +144,7 @@ def test_an_entry_that_is_missing_is_named(name: str) -> None:
         ([LayerSpec([33, 3], [33, 3], joint=True), JOINT], {}, r"at most \[32, 16\]"),
     ],
 )
-def test_layers_that_do_not_fit_the_model_are_refused(
-    layers: list[LayerSpec], changes: dict[str, Any], message: str
-) -> None:
+def test_layers_that_do_not_fit_are_refused(layers: list[LayerSpec], changes: dict[str, Any], message: str) -> None:
     raises(CheckpointError, message, spec, *layers, **{"joint": layers[-1].joint and layers[0].joint} | changes)
 
 

@@ -209,7 +209,7 @@ def test_folder_replaces_the_old_one_whole(path: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", [1, 2])
-def test_one_folder_is_whole_wherever_replacing_is_interrupted(
+def test_one_is_whole_wherever_replacing_is_interrupted(
     path: Path, stopped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with writing_folder(path) as folder:

@@ -157,9 +157,7 @@ def test_experts_and_fused_projections(family: str, exported: Any) -> None:
     assert torch.equal(mine(windows(2, 20)).logits, theirs(windows(2, 20)).logits)
 
 
-def test_transformers_keeps_the_codes_where_it_can_multiply_them(
-    exported: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_keeps_codes_where_it_can_multiply_them(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU of its kind, whose check is passed over here; only loading, as the products need that GPU."""
     quantized, compressed, _ = exported("fp8 blocks")
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
