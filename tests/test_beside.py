@@ -32,12 +32,17 @@ from recalkv.text.windows import Windows
 from tests import raises
 from tests.commands import done, refused
 from tests.conftest import process
-from tests.tiny import VOCABULARY, windows
+from tests.tiny import VOCABULARY, assert_same_tensors, windows
 
 SMALL = Wanted(
     EvaluationParams(window=32, batch_size=2, prefill=20, precision="float32"),
     NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2), contexts=(40,), steps=2,
 )  # fmt: skip
+
+
+@pytest.fixture
+def dense(tiny_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_folder)
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +154,9 @@ def test_models_that_do_not_fit_are_refused(
 
 
 def test_16_bit_checkpoints_are_measured_in_float32_where_that_fits(
-    tiny_folder: Path,
-    tiny_tokenizer: Any,
-    tiny_texts: tuple[Path, Path],
-    tmp_path: Path,
+    tiny_folder: Path, tiny_tokenizer: Any, tiny_texts: tuple[Path, Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Rounding of products to bfloat16 differs by more than a 4-bit cache does."""
     folder = tmp_path / "bf16"
     AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.bfloat16).save_pretrained(folder)
@@ -275,18 +277,16 @@ def test_checkpoint_folders(tmp_path: Path, compressed: Path) -> None:
 CALL: dict[str, Any] = {"samples": 4, "length": 32, "precision": "float32", "device": "cpu"}
 
 
-def test_conversations_are_calibrated_on_in_the_template(tiny_folder: Path, tiny_tokenizer: Any) -> None:
+def test_conversations_are_calibrated_on_in_the_template(dense: Any, tiny_tokenizer: Any) -> None:
     import copy
 
     said = "the cache holds what the model has read so far " * 40
     chats = [[{"role": "user", "content": said}, {"role": "assistant", "content": said}]]
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
     raises(DataError, "has no chat template", recalkv.compress, dense, tiny_tokenizer, chats, **CALL)
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     expected = recalkv.compress(dense, tiny_tokenizer, [said + said], **CALL).state_dict()
-    for name, tensor in recalkv.compress(dense, tokenizer, chats, **CALL).state_dict().items():
-        assert torch.equal(tensor, expected[name])
+    assert_same_tensors(recalkv.compress(dense, tokenizer, chats, **CALL).state_dict(), expected)
 
 
 @pytest.mark.parametrize(
@@ -301,15 +301,13 @@ def test_the_call_refuses_before_it_works(changes: dict[str, Any], message: str,
     raises((ParameterError, DataError), message, recalkv.compress, "no/such", **{"dataset": ["a"]} | changes)
 
 
-def test_a_model_with_offloaded_layers_is_refused(tiny_folder: Path, tiny_tokenizer: Any) -> None:
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+def test_a_model_with_offloaded_layers_is_refused(dense: Any, tiny_tokenizer: Any) -> None:
     dense.model.layers[1].to("meta")
     with pytest.raises(ParameterError, match="offloaded layers.* give its folder or hub id instead"):
         recalkv.compress(dense, tiny_tokenizer, ["a text"], **CALL)
 
 
-def test_a_target_of_too_few_bytes_is_named(tiny_folder: Path, tiny_tokenizer: Any) -> None:
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+def test_a_target_of_too_few_bytes_is_named(dense: Any, tiny_tokenizer: Any) -> None:
     with pytest.raises(BudgetError, match=r"target of 2 bytes per token: .*allows 2 .*needs"):
         recalkv.compress(dense, tiny_tokenizer, ["the cache holds " * 200], target="bytes_per_token=2", **CALL)
 
@@ -345,8 +343,7 @@ def test_a_given_tokenizer_is_used_and_saved(tiny_folder: Path, tiny_tokenizer: 
     recalkv.compress(bare, tiny_tokenizer, texts, out=out, **CALL)
     assert AutoTokenizer.from_pretrained(out).get_vocab() == tiny_tokenizer.get_vocab()
     expected = recalkv.compress(dense, tiny_tokenizer, texts, **CALL).state_dict()
-    for name, tensor in AutoModelForCausalLM.from_pretrained(out).state_dict().items():
-        assert torch.equal(tensor, expected[name])
+    assert_same_tensors(AutoModelForCausalLM.from_pretrained(out).state_dict(), expected)
 
 
 ROWS = ["the cache holds what the model has read " * 20, "every token adds its keys " * 20]
@@ -362,13 +359,11 @@ ROWS = ["the cache holds what the model has read " * 20, "every token adds its k
     ],
     ids=["path", "iterator", "rows", "datasets"],
 )
-def test_ways_to_give_documents(given: Any, tiny_folder: Path, tmp_path: Path) -> None:
+def test_ways_to_give_documents(given: Any, dense: Any, tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text("\n".join(json.dumps({"text": row}) for row in ROWS))
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
     expected = recalkv.compress(dense, dataset=ROWS, **CALL).state_dict()
-    for name, tensor in recalkv.compress(dense, dataset=given(path), **CALL).state_dict().items():
-        assert torch.equal(tensor, expected[name])
+    assert_same_tensors(recalkv.compress(dense, dataset=given(path), **CALL).state_dict(), expected)
 
 
 @pytest.mark.parametrize(
@@ -387,8 +382,7 @@ def test_what_are_no_documents_is_refused(dataset: Any, message: str) -> None:
     raises(DataError, message, recalkv.compress, "no/such", dataset=dataset)
 
 
-def test_what_is_no_causal_model_is_refused(tiny_folder: Path, tiny_tokenizer: Any) -> None:
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+def test_what_is_no_causal_model_is_refused(tiny_folder: Path, dense: Any, tiny_tokenizer: Any) -> None:
     for model, kind in ((dense.model, "LlamaModel"), (torch.nn.Linear(2, 2), "Linear"), (None, "NoneType")):
         with pytest.raises(UnsupportedModelError, match=f"model is a {kind}, no causal language model"):
             recalkv.compress(model, dataset=["a"])
@@ -405,12 +399,10 @@ def test_the_call_works_whatever_the_mode_of_gradients(context: Any, tiny_folder
         found = [recalkv.compress(model, dataset=ROWS, **CALL) for model in (dense, tiny_folder)]
     for compressed in found:
         assert all(own.requires_grad for own in compressed.parameters())
-        for name, tensor in compressed.state_dict().items():
-            assert torch.equal(tensor, expected[name])
+        assert_same_tensors(compressed.state_dict(), expected)
 
 
-def test_a_loaded_model_without_a_name_needs_its_tokenizer(tiny_folder: Path) -> None:
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+def test_a_loaded_model_without_a_name_needs_its_tokenizer(dense: Any) -> None:
     dense.config._name_or_path = ""
     raises(ParameterError, "no tokenizer is given", recalkv.compress, dense, dataset=["a"])
     assert dense.config.vocab_size == VOCABULARY

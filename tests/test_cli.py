@@ -118,15 +118,9 @@ OURS = {"config.json": json.dumps({"recalkv": {"version": 5}}), "model.safetenso
     ],
 )  # fmt: skip
 def test_nothing_of_the_users_is_deleted(
-    content: dict[str, str],
-    out: str,
-    message: str | None,
-    overwrite: bool,
-    unloaded: None,
-    settings: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    content: dict[str, str], out: str, message: str | None, overwrite: bool, unloaded: None, settings: list[Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     for name, text in ({"dense/config.json": "{}", "work/x": "y"} | content).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -8,18 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    DynamicCache,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
-    PersimmonConfig,
-    PersimmonForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    StaticCache,
-)
+from transformers import DynamicCache, Qwen2VLConfig, Qwen2VLForConditionalGeneration, StaticCache
 from transformers.modeling_utils import local_torch_dtype
 
 import recalkv
@@ -53,7 +42,7 @@ def test_layers_that_are_not_there_are_refused() -> None:
 
 
 def test_a_model_without_the_attention_interface_is_refused() -> None:
-    model = BloomForCausalLM(BloomConfig(hidden_size=48, n_layer=3, n_head=6, vocab_size=128))
+    model = tiny.random_model("bloom", hidden_size=48, n_layer=3, n_head=6, vocab_size=128)
     with pytest.raises((UnsupportedModelError, CheckpointError), match="attention interface|which Bloom"):
         use_codec(model, codec_of("llama-gqa"), check=False)
     assert not hasattr(model, "recalkv_hooks")
@@ -392,8 +381,7 @@ def test_layers_that_share_their_keys_are_refused() -> None:
     sizes |= {"num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 256, "altup_num_inputs": 2}
     sizes |= {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}
     kinds: dict[str, Any] = {"layer_types": ["full_attention"] * 3, "activation_sparsity_pattern": [0.0] * 3}
-    torch.manual_seed(0)
-    model = Gemma3nForCausalLM(Gemma3nTextConfig(**sizes, **kinds, laurel_rank=4, pad_token_id=0)).eval()
+    model = tiny.random_model("gemma3n_text", **sizes, **kinds, laurel_rank=4, pad_token_id=0)
     use_codec(model, fit(model, tiny.windows(), 4, context=256))
     raises(UnsupportedModelError, "layer 2 attends to the keys of an earlier layer", model, token_ids(), use_cache=True)
     # Before an hour of fitting.
@@ -434,8 +422,7 @@ def test_padding_between_turns_is_refused() -> None:
 
 def test_a_family_that_hands_attention_no_positions_is_padded_all_the_same() -> None:
     sizes = tiny.SIZES | {"num_key_value_heads": 6, "qk_layernorm": True}
-    torch.manual_seed(0)
-    model = PersimmonForCausalLM(PersimmonConfig(**sizes)).eval()
+    model = tiny.random_model("persimmon", **sizes)
     use_codec(model, dataclasses.replace(fit(model, tiny.windows(), 4, context=256), window=WINDOW))
     ids, mask = token_ids(), torch.ones(6, 60, dtype=torch.int64)
     alone, _ = in_chunks(model, ids[:1, 17:], [20, *range(21, 44)])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 import recalkv
 from recalkv.codec.budget import bits_within, target_bits
@@ -20,7 +20,7 @@ from recalkv.fitting import divergence
 from recalkv.method.target import Target
 from recalkv.text.windows import Windows
 from tests.commands import done, everything, refused
-from tests.tiny import SIZES, dense_model, windows
+from tests.tiny import SIZES, dense_model, random_model, windows
 
 DENSE = 288
 """Bytes that the tiny model caches of a token in 16 bits."""
@@ -192,15 +192,14 @@ def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[Any], tmp_
 
 
 def test_models_of_families_that_latents_know_nothing_of(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**SIZES | {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 256}))
+    model = random_model("gpt2", **SIZES | {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 256})
     model.save_pretrained(tmp_path / "gpt2")
     tiny_tokenizer.save_pretrained(tmp_path / "gpt2")
     texts = ["the cache holds what the model has read so far " * 200]
     codec = recalkv.fit(tmp_path / "gpt2", dataset=texts, samples=2, length=32, device="cpu")
     assert sorted(codec.layers) == [0, 1, 2] and codec.layers[0].kv_heads == 6
     ids = windows(2, 12)
-    losses = window_losses(model.eval(), ids)
+    losses = window_losses(model, ids)
     assert float(losses.mean()) == pytest.approx(float(model(ids, labels=ids).loss), rel=1e-5)
     assert torch.allclose(window_losses(model, ids, prefill=8), losses, rtol=1e-5)
     with pytest.raises(ParameterError, match=r"context=300 .* 256 positions"):

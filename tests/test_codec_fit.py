@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
+from transformers import AutoModelForCausalLM
 
 from recalkv import fitting
 from recalkv.codec.context import cached_tokens, model_context, model_fingerprint
@@ -20,7 +20,7 @@ from recalkv.codec.sidecar import Codec
 from recalkv.errors import CheckpointError, DataError, NonFiniteError, ParameterError, UnsupportedModelError
 from tests import raises
 from tests.coded import fit
-from tests.tiny import dense_model, windows
+from tests.tiny import dense_model, random_model, windows
 
 CONTEXT = 256
 
@@ -335,7 +335,5 @@ def test_head_sizes_that_give_no_blocks_are_refused() -> None:
 
 
 def test_models_with_attention_of_their_own_are_refused() -> None:
-    torch.manual_seed(0)
-
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=48, n_layer=2, n_head=6))
+    bloom = random_model("bloom", vocab_size=128, hidden_size=48, n_layer=2, n_head=6)
     raises(UnsupportedModelError, r"attention interface", fit, bloom, windows(2, 24))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
 
 from recalkv.codec import moments as codec_moments
 from recalkv.codec.fit import build_codec
@@ -15,7 +14,7 @@ from recalkv.codec.moments import SINKS, LayerMoments, collect_moments, take_mom
 from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, measured_rotations
 from recalkv.errors import ParameterError
-from tests.tiny import dense_model, windows
+from tests.tiny import dense_model, random_model, windows
 
 CONTEXT = 70
 
@@ -181,10 +180,9 @@ def test_activations_computed_again_give_the_same(monkeypatch: pytest.MonkeyPatc
 
 def test_layers_that_drop_states_themselves_drop_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpointing needs layers in training, and OPT's apply dropout in their own forward pass."""
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 48, "ffn_dim": 64, "num_hidden_layers": 2}
-    config = OPTConfig(**sizes, num_attention_heads=6, max_position_embeddings=256, dropout=0.5, word_embed_proj_dim=48)
-    model, ids = OPTForCausalLM(config).eval(), windows(3, 24)
+    sizes |= {"num_attention_heads": 6, "max_position_embeddings": 256, "dropout": 0.5, "word_embed_proj_dim": 48}
+    model, ids = random_model("opt", **sizes), windows(3, 24)
     kept = take_moments(model, ids, CONTEXT)
     monkeypatch.setattr(codec_moments, "_CHECKPOINTED", 0)
     again = take_moments(model, ids, CONTEXT)

@@ -119,12 +119,9 @@ def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_tokens_and_chunks_in_any_order(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: Callable[[pytest.MonkeyPatch], None],
-    groups: int,
-    sliding: int | None,
+    monkeypatch: pytest.MonkeyPatch, backend: Callable[[pytest.MonkeyPatch], None], groups: int, sliding: int | None,
     kinds: dict[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     backend(monkeypatch)
     monkeypatch.setattr(paged, "_PIECE", 32)
     texts = _Sequences(_layer_codec(groups), _LENGTHS, sliding, kinds)

@@ -19,18 +19,8 @@ from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
 from recalkv.trellis.cpu import compiled
-from tests import raises, tiny
-from tests.coded import (
-    FAMILIES,
-    assert_agree,
-    codec_of,
-    coded_model,
-    dense,
-    differences,
-    in_chunks,
-    one_pass,
-    token_ids,
-)
+from tests import coded, raises, tiny
+from tests.coded import assert_agree, codec_of, coded_model, dense, differences, in_chunks, one_pass, token_ids
 
 WAYS: dict[str, Any] = {
     "at once": [60], "chunks": [3, 11, 12, 41, 60], "tokens": range(1, 61), "prompt and tokens": [20, *range(21, 61)],
@@ -100,7 +90,7 @@ def test_a_query_finds_old_tokens_rounded_and_the_newest_and_first_ones_exact(fa
     assert_agree(found, wanted, 1e-4, 5e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", coded.FAMILIES)
 def test_all_ways_agree(family: str) -> None:
     model, ids = coded_model(family), token_ids()
     wanted = one_pass(model, ids)
@@ -118,7 +108,7 @@ def test_all_ways_agree(family: str) -> None:
     assert_agree(torch.cat([one_pass(model, each[None]) for each in ids]), wanted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", coded.FAMILIES)
 def test_left_padding_changes_nothing(family: str) -> None:
     model, padding, ids = coded_model(family), torch.tensor([0, 1, 5, 9, 17, 33]), token_ids()
     place = torch.arange(60)

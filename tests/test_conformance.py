@@ -17,16 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    StaticCache,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import AttentionMaskInterface
 
 from recalkv.errors import ParameterError
 from recalkv.kernels.decoder import use_kernels

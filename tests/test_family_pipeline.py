@@ -39,13 +39,9 @@ SDPA, EAGER = "static cache, beside SDPA", "static cache, beside transformers' e
     ],
 )
 def test_the_pipeline_ends_with_a_page(
-    make: Callable[[Path], Path],
-    words: list[str],
-    tmp_path: Path,
-    tiny_parameters: dict[str, Any],
-    tiny_tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    make: Callable[[Path], Path], words: list[str], tmp_path: Path, tiny_parameters: dict[str, Any],
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     folder = make(tmp_path / "model")
     tiny_tokenizer.save_pretrained(folder)
     tiny_parameters["model"]["id"] = str(folder)

@@ -30,14 +30,9 @@ def kept_inputs(source: ModuleSource, ids: Tensor, folder: Path, batch_size: int
 
 
 def gradients_of(
-    model: Any,
-    ids: Tensor,
-    folder: Path,
-    batch_size: int = 2,
-    kept_by: int = 2,
-    precision: str = "float32",
+    model: Any, ids: Tensor, folder: Path, batch_size: int = 2, kept_by: int = 2, precision: str = "float32",
     done: Collection[int] = (),
-) -> list[LayerGradients]:
+) -> list[LayerGradients]:  # fmt: skip
     """Whitening pass (which keeps the layers' inputs) and Fisher pass, as the pipeline runs them."""
     source = ModuleSource(model, precision=precision)
     inputs = kept_inputs(source, ids, folder, kept_by)

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError
 from recalkv.evaluation.quantized_cache import quantized_cache
@@ -58,22 +51,10 @@ def test_activations_equal_the_hidden_states(family: str, tmp_path: Path) -> Non
         assert_equals_model(source, model, windows(samples=3, length=40))
 
 
-WRAPPERS: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "gemma3": (
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
-        {"model_type": "siglip_vision_model", "hidden_size": 8, "num_attention_heads": 2, "image_size": 28},
-    ),
-    "mistral-full": (
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
-        {"model_type": "pixtral", "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4, "image_size": 28},
-    ),
-    "qwen3.5-hybrid": (
-        Qwen3_5Config,
-        Qwen3_5ForConditionalGeneration,
-        {"model_type": "qwen3_5_vision", "hidden_size": 8, "num_attention_heads": 2, "out_hidden_size": 48},
-    ),
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", {"model_type": "siglip_vision_model", "image_size": 28}),
+    "mistral-full": ("mistral3", {"model_type": "pixtral", "head_dim": 4, "image_size": 28}),
+    "qwen3.5-hybrid": ("qwen3_5", {"model_type": "qwen3_5_vision", "out_hidden_size": 48}),
 }
 
 
@@ -81,10 +62,12 @@ WRAPPERS: dict[str, tuple[type, type, dict[str, Any]]] = {
 @pytest.mark.parametrize("family", WRAPPERS)
 def test_of_a_multimodal_model_the_language_model_is_taken(family: str, tied: bool, tmp_path: Path) -> None:
     text = dense_model(family, tie_word_embeddings=tied)
-    config_class, model_class, vision = WRAPPERS[family]
-    vision = {"intermediate_size": 8, "num_hidden_layers": 1, "patch_size": 14} | vision
-    config = config_class(text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=tied)
-    whole = model_class(config).eval()
+    (model_type, vision), sizes = WRAPPERS[family], {"intermediate_size": 8, "hidden_size": 8, "num_attention_heads": 2}
+    vision = sizes | {"num_hidden_layers": 1, "patch_size": 14} | vision
+    config = CONFIG_MAPPING[model_type](
+        text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=tied
+    )
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval()
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path)

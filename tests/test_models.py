@@ -69,22 +69,17 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     assert invoke("cells", out=out, names=["codec-x"]) == 1
     assert "cell 'codec-x' is unknown; choose codec-BITS" in capsys.readouterr().err
 
-    own = Path("data/models/tiny")
-    own.mkdir(parents=True)
-    shutil.copytree(read_reference(Path("data/model")).folder, own / "checkpoint")
-    calibrated = Path("data/cells/calibrations/tiny")
-    calibrated.mkdir(parents=True)
+    shutil.copytree(read_reference(Path("data/model")).folder, "data/models/tiny/checkpoint")
+    kinds = ("calibrations", "languages", "perplexity", "targets")
+    calibrated, languages, perplexity, targets = places = [Path("data/cells", kind, "tiny") for kind in kinds]
+    for place in places:
+        place.mkdir(parents=True)
     shutil.copy(out / "codec-4.json", calibrated / "2 windows.json")
-    languages = Path("data/cells/languages/tiny")
-    languages.mkdir(parents=True)
     cell = cells["codec-4"]
     further = {"de-DE.test.jsonl": {key: value for key, value in cell.items() if key != "further_texts"}}
     (languages / "codec-4.json").write_text(json.dumps(cell | {"further_texts": further}))
-    perplexity, targets = Path("data/cells/perplexity/tiny"), Path("data/cells/targets/tiny")
-    perplexity.mkdir(parents=True)
     tree = cell | {"dense": 20.0, "compressed": 21.0, "excess_nats": 0.05, "windows": 3}
     (perplexity / "codec-4.json").write_text(json.dumps(cell | {"further_texts": {"ptb.valid.txt": tree}}))
-    targets.mkdir(parents=True)
     shutil.copy(out / "codec-4.json", targets / "max_excess=0.1.json")
     assert invoke("models_page") == 0
     model = json.loads(Path("reports/models.json").read_text())["models"]["tiny"]

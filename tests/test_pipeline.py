@@ -128,14 +128,9 @@ def test_a_changed_ratio_and_bits_from_the_same_statistics(prepared: Path) -> No
     ],
 )
 def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
-    prepared: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    parameter: str,
-    value: Any,
-    stage: str,
-    words: tuple[str, ...],
-) -> None:
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], parameter: str, value: Any,
+    stage: str, words: tuple[str, ...],
+) -> None:  # fmt: skip
     monkeypatch.setattr("huggingface_hub.snapshot_download", _unreachable)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", _unreachable)
     change(parameter, value)

@@ -4,25 +4,9 @@ import pytest
 import torch
 
 from recalkv.errors import CheckpointError
+from recalkv.trellis import rows as module
 from recalkv.trellis.codes import BITS, CURVES, DISTORTION, GRAIN, PLANES, decoded, levels, search
-from recalkv.trellis.rows import (
-    BLOCK,
-    FIRST_FITTED,
-    SCALE_STEPS,
-    TILE,
-    TRIALS,
-    Segment,
-    chained,
-    checked,
-    number_table,
-    pack,
-    row_bytes,
-    scales_of,
-    tiled,
-    unchained,
-    unpack,
-    untiled,
-)
+from recalkv.trellis.rows import BLOCK, TILE, Segment, chained, pack, row_bytes, scales_of, tiled, unchained, unpack
 
 MIXED = (Segment(16, 8), Segment(8, 6), Segment(24, 4), Segment(8, 3), Segment(32, 2), Segment(8, 1))
 WIDTH = sum(segment.width for segment in MIXED)
@@ -154,8 +138,8 @@ def test_scales_are_powers_and_the_best_of_the_trials() -> None:
         _, found = search(chained(own, 4)[:, None] / scale[..., None], torch.ones(200, 1), 4)
         return (chained(own, 4) - decoded(found, 4) * scale).square().sum(1, keepdim=True)
 
-    fitted = ((own.abs().amax(1, keepdim=True) / levels(4)[-1]).log2() * SCALE_STEPS + 128).round()
-    errors = torch.cat([error_at(fitted + FIRST_FITTED + trial) for trial in range(TRIALS)], 1)
+    fitted = ((own.abs().amax(1, keepdim=True) / levels(4)[-1]).log2() * module.SCALE_STEPS + 128).round()
+    errors = torch.cat([error_at(fitted + module.FIRST_FITTED + trial) for trial in range(module.TRIALS)], 1)
     torch.testing.assert_close(error_at(rows[:, :1].float())[:, 0], errors.amin(1))
     # The trials are worth having.
     relative = errors / own.square().sum(1, keepdim=True)
@@ -180,7 +164,7 @@ def test_the_first_trial_wins_ties() -> None:
 def test_the_table_of_numbers_reads_what_rows_hold() -> None:
     own, start = numbers(20, WIDTH), 3
     rows = torch.cat([torch.full((20, start), 77, dtype=torch.uint8), pack(own, MIXED)], 1)
-    table = number_table(MIXED, start)
+    table = module.number_table(MIXED, start)
     assert all(len(column) == WIDTH for column in table)
     octets = rows.int()
     high = (octets[:, table.first.long()] >> table.first_shift) & table.first_mask
@@ -209,7 +193,7 @@ def test_tiles_hold_the_rows_of_16_tokens_byte_by_byte(tokens: int) -> None:
     rows = torch.randint(0, 256, (2, tokens, 11), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tiles = tiled(rows)
     assert tiles.shape == (2, -(-tokens // TILE), 11, TILE) and tiles.is_contiguous()
-    assert torch.equal(untiled(tiles, tokens), rows)
+    assert torch.equal(module.untiled(tiles, tokens), rows)
     for token in range(tokens):
         assert torch.equal(tiles[:, token // TILE, :, token % TILE], rows[:, token])
     assert not tiles.transpose(2, 3).flatten(1, 2)[:, tokens:].any()
@@ -218,5 +202,5 @@ def test_tiles_hold_the_rows_of_16_tokens_byte_by_byte(tokens: int) -> None:
 @pytest.mark.parametrize("pieces", [[[12, 4]], [[0, 4]], [[8, 5]], [[-8, 4]]])
 def test_segments_that_cannot_be_packed_are_refused(pieces: list[list[int]]) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be packed: widths are multiples of 8"):
-        checked(pieces)
-    assert checked([[8, 4], [16, 2]]) == (Segment(8, 4), Segment(16, 2))
+        module.checked(pieces)
+    assert module.checked([[8, 4], [16, 2]]) == (Segment(8, 4), Segment(16, 2))

@@ -4,21 +4,14 @@ import pytest
 import torch
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.text.windows import (
-    consecutive_windows,
-    joined_tokens,
-    other_windows,
-    sample_windows,
-    spread_windows,
-    windows_of_each,
-    with_recall,
-)
+from recalkv.text import windows as module
+from recalkv.text.windows import consecutive_windows, other_windows, sample_windows, windows_of_each, with_recall
 from tests import raises
 from tests.characters import Characters
 
 
 def test_documents_are_joined_by_blank_lines() -> None:
-    tokens = joined_tokens(Characters("^"), ["ab", "", "c"])
+    tokens = module.joined_tokens(Characters("^"), ["ab", "", "c"])
     assert tokens.dtype == torch.int64 and Characters().decode(tokens) == "ab\n\n\n\nc"
 
 
@@ -72,7 +65,7 @@ def test_consecutive_windows_are_the_text_in_order(tokens: int, window: int, mos
 def test_text_shorter_than_an_evaluation_window_is_refused() -> None:
     message = r"has 9 tokens, fewer than one window of 10; use a longer text, or a shorter window"
     raises(DataError, message, consecutive_windows, torch.arange(9), 10)
-    raises(DataError, message, spread_windows, torch.arange(9).split(4), 10)
+    raises(DataError, message, module.spread_windows, torch.arange(9).split(4), 10)
 
 
 # --- several texts ---

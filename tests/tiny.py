@@ -2,10 +2,12 @@
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recalkv import compression as oneshot
@@ -117,18 +119,23 @@ FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 ALL_FAMILIES = FAMILIES | FURTHER_FAMILIES
 
 
+def random_model(model_type: str, seed: int = 0, **content: Any) -> Any:
+    """Causal language model of a type, by its config's content."""
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[model_type](**content)
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+
+
 def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     """Random float32 model; biases and norms are random too, so that dropping one shows.
 
     A family whose types of layers are listed has as many layers, whatever is asked for.
     """
     model_type, special = ALL_FAMILIES[family]
-    config_class = CONFIG_MAPPING[model_type]
-    torch.manual_seed(seed)
     content = SIZES | special | overrides
     if types := content.get("layer_types"):
         content["num_hidden_layers"] = len(types)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class](config_class(**content)).eval()
+    model = random_model(model_type, seed, **content)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
@@ -138,8 +145,15 @@ def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     return model
 
 
-def windows(samples: int = 8, length: int = 48, seed: int = 1) -> torch.Tensor:
+def windows(samples: int = 8, length: int = 48, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, and the same values to the bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def assemble(dense: Any, result: CompressedLayers, parameters: CompressionParams) -> Any:

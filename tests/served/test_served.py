@@ -188,13 +188,19 @@ FAMILIES = [
 ]  # fmt: skip
 
 
+def told_by(module: str, *names: str, key: str = "name") -> dict[str, dict[str, Any]]:
+    """What a module of these tests prints in a process of its own, by its first entry."""
+    command = [sys.executable, "-m", f"tests.served.{module}", *names]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith(f'{{"{key}"')]
+    return {each[key]: each for each in found}
+
+
 @pytest.fixture(scope="module")
 def families() -> dict[str, dict[str, Any]]:
     """What :mod:`tests.served.tiny` finds of each family."""
-    result = subprocess.run([sys.executable, "-m", "tests.served.tiny", *FAMILIES], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"name"')]
-    return {each["name"]: each for each in found}
+    return told_by("tiny", *FAMILIES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -208,11 +214,7 @@ def test_families(name: str, families: dict[str, dict[str, Any]]) -> None:
 
 def test_adapters_and_quantized_weights() -> None:
     """Which the codec does not see: it codes what attention is handed."""
-    command = [sys.executable, "-m", "tests.served.tiny", "llama-lora", "llama-awq"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"name"')]
-    found = {each["name"]: each for each in lines}
+    found = told_by("tiny", "llama-lora", "llama-awq")
     lora, awq = found["llama-lora"], found["llama-awq"]
     assert lora["gap"] < EVEN and lora["difference"] < ROUNDING
     if "has no attribute 'cpu_gemm_wna16'" in awq.get("error", ""):
@@ -241,12 +243,9 @@ def test_real_models(name: str) -> None:
 
 def test_the_kernel_reads_the_paged_cache() -> None:
     """As on a GPU, by Triton's interpreter, in a process of its own."""
-    command = [sys.executable, "-m", "tests.served.watched", "llama-gqa", "mistral-sliding", "gpt-oss-sinks"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"name"')]
+    found = told_by("watched", "llama-gqa", "mistral-sliding", "gpt-oss-sinks")
     assert len(found) == 3
-    for each in found:
+    for each in found.values():
         assert "error" not in each
         # The kernel multiplies in float16.
         assert each["gap"] < EVEN and each["difference"] < 3 * ROUNDING and each["left"] == 0
@@ -355,10 +354,7 @@ def test_lm_eval_finds_what_it_finds_by_transformers(
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
     """What :mod:`tests.served.asked` is answered."""
-    result = subprocess.run([sys.executable, "-m", "tests.served.asked"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"asked"')]
-    return {each["asked"]: each["said"] for each in found}
+    return {asked: each["said"] for asked, each in told_by("asked", key="asked").items()}
 
 
 @pytest.mark.parametrize(
