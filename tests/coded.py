@@ -29,6 +29,7 @@ FAMILIES = (
 
 
 @torch.inference_mode(False)
+@torch.enable_grad()
 def fit(
     model: Any, windows: Tensor, bits: float = 4, context: int | None = None, seed: int = 0,
     progress: Callable[[str, int, int], None] = lambda step, done, total: None,

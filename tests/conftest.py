@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -175,9 +176,7 @@ def settings(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> list[Any]:
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no model be found, read or compressed."""
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("loaded something before its arguments were checked")
-
+    fail = Mock(side_effect=AssertionError("loaded something before its arguments were checked"))
     for name in ("model.source.resolve_model", "compression.compress_checkpoint", "fitting.resolve_model"):
         monkeypatch.setattr(f"recalkv.{name}", fail)
 

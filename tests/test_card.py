@@ -5,6 +5,7 @@ import functools
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import transformers.utils.hub
@@ -85,11 +86,8 @@ def test_push_to_hub_uploads_weights_config_and_our_card(monkeypatch: pytest.Mon
             self.commits.append(content)
             return "done"
 
-    def absent(*args: Any, **options: Any) -> Any:
-        raise EntryNotFoundError("no card yet")
-
     monkeypatch.setattr(transformers.utils.hub, "hf_api", Hub)
-    monkeypatch.setattr(transformers.utils.hub.ModelCard, "load", absent)
+    monkeypatch.setattr(transformers.utils.hub.ModelCard, "load", Mock(side_effect=EntryNotFoundError("no card yet")))
     compressed = pair("llama-gqa")[1]
     compressed.push_to_hub("me/smaller")
     (content,) = Hub.commits

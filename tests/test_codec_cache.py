@@ -421,8 +421,7 @@ def test_padding_between_turns_is_refused() -> None:
 
 
 def test_a_family_that_hands_attention_no_positions_is_padded_all_the_same() -> None:
-    sizes = tiny.SIZES | {"num_key_value_heads": 6, "qk_layernorm": True}
-    model = tiny.random_model("persimmon", **sizes)
+    model = tiny.random_model("persimmon", **tiny.SIZES | {"num_key_value_heads": 6, "qk_layernorm": True})
     use_codec(model, dataclasses.replace(fit(model, tiny.windows(), 4, context=256), window=WINDOW))
     ids, mask = token_ids(), torch.ones(6, 60, dtype=torch.int64)
     alone, _ = in_chunks(model, ids[:1, 17:], [20, *range(21, 44)])

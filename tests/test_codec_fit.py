@@ -4,6 +4,7 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -195,10 +196,7 @@ def test_a_write_that_fails_leaves_the_old_one(codec: Codec, tmp_path: Path, mon
     codec.save(place)
     (place / "codec.json").write_text(old := (place / "codec.json").read_text() + "\n")
 
-    def stop(*_: object, **__: object) -> None:
-        raise SystemExit(143)
-
-    monkeypatch.setattr("recalkv.codec.sidecar.save_file", stop)
+    monkeypatch.setattr("recalkv.codec.sidecar.save_file", Mock(side_effect=SystemExit(143)))
     with pytest.raises(SystemExit):
         codec.save(place)
     assert (place / "codec.json").read_text() == old and [path.name for path in tmp_path.iterdir()] == ["codec"]

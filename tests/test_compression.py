@@ -3,6 +3,7 @@
 import errno
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -116,12 +117,11 @@ def test_a_budget_that_nothing_meets_is_refused_early(changes: dict[str, Any], m
 
 
 def test_the_full_disk_of_the_scratch_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr("recalkv.statistics.layer_inputs.LayerInputs.put", full)
+    monkeypatch.setattr(
+        "recalkv.statistics.layer_inputs.LayerInputs.put", Mock(side_effect=OSError(errno.ENOSPC, "full"))
+    )
     with (
         pytest.raises(StoreError, match=r"no space left on the disk of .*/scratch; free some space or set TMPDIR"),
         writing_folder(tmp_path / "out"),

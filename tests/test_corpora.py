@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -153,22 +154,18 @@ def test_embedded_text_is_measured_on_every_long_article(monkeypatch: pytest.Mon
 
 
 def test_c4_is_cut_as_in_the_papers(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
-    asked: dict[str, Any] = {}
-
-    def load(name: str, **options: Any) -> list[str]:
-        asked.update(options, name=name)
-        return ["the cache holds keys and values " * 500]
-
+    load = Mock(return_value=["the cache holds keys and values " * 500])
     monkeypatch.setattr(corpora, "load_documents", load)
     wanted = EvaluationParams(text="c4", window=4, max_windows=None)
     whole = further_windows(tiny_tokenizer, wanted, "c4")
     assert whole.tokens.shape == (256, 4) and whole.documents.tolist() == list(range(256))
-    assert (asked["name"], asked["split"], asked["max_documents"]) == ("c4", "validation", 1100)
+    assert load.call_args.args == ("c4",)
+    assert load.call_args.kwargs["split"] == "validation" and load.call_args.kwargs["max_documents"] == 1100
     for name in ("c4", "ptb"):
         few = further_windows(tiny_tokenizer, wanted.model_copy(update={"max_windows": 5}), name)
         assert few.tokens.shape == (5, 4)
     assert torch.equal(few.tokens, whole.tokens[:5]), "the first windows, one after the other"
-    assert asked["max_documents"] is None
+    assert load.call_args.kwargs["max_documents"] is None
 
 
 @pytest.mark.parametrize(

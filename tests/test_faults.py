@@ -33,8 +33,7 @@ def compressed(**changes: Any) -> Any:
 
 def coded() -> Any:
     model = tiny.dense_model("llama-gqa")
-    with torch.enable_grad():
-        return use_codec(model, fit(model, tiny.windows(6, 96), bits=4, context=256))
+    return use_codec(model, fit(model, tiny.windows(6, 96), bits=4, context=256))
 
 
 # --- what is made lazily from ambient state -------------------------------------------------------------------------

@@ -11,24 +11,17 @@ from recalkv.errors import NonFiniteError
 from recalkv.method.allocation import predicted_loss
 from recalkv.method.lowrank import LowRank
 from recalkv.method.svd import GroupPart, factorize_parts, group_columns, group_parts
-from recalkv.model.layers import ModuleSource
 from recalkv.model.spec import LayerSpec
 from recalkv.statistics import fisher
-from recalkv.statistics.fisher import collect_gradients
-from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator
-from recalkv.statistics.whitening import collect_input_moments
-from tests.tiny import attending_layers, calibration, dense_model, windows
+from tests.test_fisher import gradients_of
+from tests.tiny import attending_layers, dense_model, windows
 
 # --- moments ---
 
 
-def collected(model: Any, ids: Tensor, folder: Path, **changes: Any) -> list[LossMoments]:
-    source, parameters = ModuleSource(model), calibration(**changes)
-    inputs = LayerInputs(folder / "inputs", (*ids.shape, source.geometry.hidden), torch.float32)
-    list(collect_input_moments(source, ids, parameters.batch_size, inputs))
-    layers = {layer.index: layer.moments for layer in collect_gradients(source, ids, parameters, inputs)}
-    return [layers[index] for index in range(source.num_layers)]
+def collected(model: Any, ids: Tensor, folder: Path) -> list[LossMoments]:
+    return [layer.moments for layer in reversed(gradients_of(model, ids, folder))]
 
 
 def tokens_of(model: Any, ids: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +59,7 @@ def test_moments_are_those_of_autograd(
 ) -> None:
     monkeypatch.setattr(fisher, "SINK_TOKENS", sinks)
     model, ids = dense_model(family), windows(samples=3, length=24)
-    moments = collected(model, ids, tmp_path, batch_size=2)
+    moments = collected(model, ids, tmp_path)
     for index in (0, len(moments) - 1):
         x, k, v = tokens_of(model, ids, index)
         gram, mean, weight = torch.zeros(48, 48, dtype=torch.float64), torch.zeros(48, dtype=torch.float64), 0.0

@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -131,8 +132,8 @@ def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], parameter: str, value: Any,
     stage: str, words: tuple[str, ...],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("huggingface_hub.snapshot_download", _unreachable)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", _unreachable)
+    for name in ("snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(f"huggingface_hub.{name}", Mock(side_effect=OSError("no network in the tests")))
     change(parameter, value)
     (prepared / "short.txt").write_text("a text")
     before = _files(prepared)
@@ -215,10 +216,6 @@ def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
     assert compared["perplexity_dense"] == plain["perplexity_dense"]
 
 
-def _unreachable(*_: Any, **__: Any) -> None:
-    raise OSError("no network in the tests")
-
-
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -256,14 +253,7 @@ def test_an_interrupted_stage_goes_on_only_under_the_same_code(
 ) -> None:
     from stages import common, factorize
 
-    whole, calls = factorize.factorize_layer, []
-
-    def interrupted(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return whole(*arguments)
-
+    interrupted = Mock(wraps=factorize.factorize_layer, side_effect=[DEFAULT, KeyboardInterrupt])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(factorize, "factorize_layer", interrupted)
         invoke("factorize")

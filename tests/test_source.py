@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -33,16 +34,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make the hub unreachable; returns the ids that were asked for."""
-    asked: list[str] = []
-
-    def unreachable(name: str, *_: Any, **__: Any) -> str:
-        asked.append(name)
-        raise ConnectionError("no network")
-
+def offline(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Make the hub unreachable."""
+    unreachable = Mock(side_effect=ConnectionError("no network"))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    return asked
+    return unreachable
 
 
 @pytest.fixture
@@ -51,16 +47,12 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     snapshot = folder.rename(tmp_path / "0123abcd")
     calls: list[tuple[str, dict[str, Any]]] = []
 
-    def one_file(name: str, file: str, **options: Any) -> str:
-        calls.append((f"{name}/{file}", options))
-        return str(snapshot / file)
+    def fetch(name: str, *file: str, **options: Any) -> str:
+        calls.append(("/".join([name, *file]), options))
+        return str(snapshot.joinpath(*file))
 
-    def everything(name: str, **options: Any) -> str:
-        calls.append((name, options))
-        return str(snapshot)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", one_file)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", everything)
+    for function in ("hf_hub_download", "snapshot_download"):
+        monkeypatch.setattr(huggingface_hub, function, fetch)
     return snapshot, calls
 
 
@@ -77,14 +69,14 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_local_folder_is_found(folder: Path, tmp_path: Path, offline: list[str]) -> None:
+def test_local_folder_is_found(folder: Path, tmp_path: Path, offline: Mock) -> None:
     reference = resolve_model(str(folder), "ignored", tmp_path)
     assert (reference.folder, reference.name, reference.revision) == (folder, str(folder), None)
-    assert reference.fingerprint == fingerprint(folder) and offline == []
+    assert reference.fingerprint == fingerprint(folder) and not offline.called
 
 
 def test_relative_folders_are_whole(
-    folder: Path, tmp_path: Path, offline: list[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, offline: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
     reference = resolve_model(folder.name, None, tmp_path)
@@ -119,11 +111,11 @@ def test_unsupported_models_cost_no_download(hub: Hub, tmp_path: Path, changes: 
     assert [name for name, _ in calls] == ["someone/model/config.json"]
 
 
-def test_unreachable_id_names_id_revision_and_remedies(tmp_path: Path, offline: list[str]) -> None:
+def test_unreachable_id_names_id_revision_and_remedies(tmp_path: Path, offline: Mock) -> None:
     message = r"model\.id='no/where' \(revision v1\) .*ConnectionError.*check the id .*model\.id=embedded or a local"
     raises(ModelUnavailableError, message, resolve_model, "no/where", "v1", tmp_path)
     raises(ModelUnavailableError, r"\(revision default\)", resolve_model, "no/where", None, tmp_path)
-    assert offline == ["no/where", "no/where"]
+    assert [call.args[0] for call in offline.call_args_list] == ["no/where", "no/where"]
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
@@ -208,15 +200,10 @@ def test_quantized_models_that_are_read_are_downloaded(hub: Hub, tmp_path: Path)
 def test_what_the_hub_does_not_show_says_how_to_log_in(
     kind: type[RepositoryNotFoundError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-
-    def refused(name: str, file: str, **_: Any) -> str:
-        asked.append(f"{name}/{file}")
-        raise kind("401", response=SimpleNamespace(headers={}, request=None))
-
+    refused = Mock(side_effect=kind("401", response=SimpleNamespace(headers={}, request=None)))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
     raises(ModelUnavailableError, message, resolve_model, "meta/llama", None, tmp_path)
-    assert asked == ["meta/llama/config.json"]
+    assert [call.args for call in refused.call_args_list] == [("meta/llama", "config.json")]
 
 
 def test_weights_are_fetched_once(hub: Hub, tmp_path: Path) -> None:
@@ -241,17 +228,11 @@ LEFTOVERS = {
 
 
 @pytest.mark.parametrize("name", LEFTOVERS)
-def test_codes_and_scales_are_refused_whatever_the_config_says(folder: Path, name: str) -> None:
-    tensors, message = LEFTOVERS[name]
-    path = folder / "model.safetensors"
+def test_codes_and_scales_are_refused(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In files and in models in memory, whatever the config says."""
+    (tensors, message), path, model = LEFTOVERS[name], folder / "model.safetensors", dense_model("llama-gqa")
     save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
     raises(UnsupportedModelError, rf"(?s){message}.*dequantize them first", CheckpointSource, folder)
-
-
-@pytest.mark.parametrize("name", LEFTOVERS)
-def test_models_in_memory_are_looked_at_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, message = LEFTOVERS[name]
-    model = dense_model("llama-gqa")
     state = model.state_dict() | tensors
     monkeypatch.setattr(model, "state_dict", lambda: state)
     raises(UnsupportedModelError, rf"(?s){message}.*dequantize them first", ModuleSource, model)
@@ -283,10 +264,9 @@ def test_unpacked_models_and_old_buffers_pass(folder: Path) -> None:
 
 
 def test_code_is_neither_run_nor_asked_about(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(*_: Any) -> str:
-        raise AssertionError("asked whether to run the checkpoint's code")
-
-    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr(
+        "builtins.input", Mock(side_effect=AssertionError("asked whether to run its code"))
+    )
     (folder / "code.py").write_text("raise SystemExit('the code was run')")
     edit_config(folder, auto_map={"AutoConfig": "code.Config"})
     assert resolve_model(str(folder), None, tmp_path).folder == folder
@@ -316,9 +296,7 @@ def test_embedded_model_without_its_package(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "x"), RuntimeError("write failed: No space left on device")])
 def test_a_full_disk_is_no_network_problem(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> str:
-        raise error
-
+    full = Mock(side_effect=error)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
     with pytest.raises(StoreError, match=r"no space left on the disk of .*; free some space or set HF_HOME"):
         resolve_model("someone/model", None, tmp_path)

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -190,9 +191,7 @@ def test_lost_and_damaged_arrays_are_refused(path: Path) -> None:
 
 
 def test_full_disk_is_said_and_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(StoreWriter, "put", full)
     raises(StoreError, r"no space left on the disk of .*data; free some space .* again", write, path)
     assert list(path.parent.iterdir()) == []

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from jinja2.exceptions import TemplateError
@@ -207,30 +208,17 @@ def test_max_documents_is_positive(count: int) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stand-in for ``datasets.load_dataset``: records its calls, and returns or raises its ``answer``."""
+    """Stand-in for ``datasets.load_dataset``, which returns ``rows``."""
     datasets = pytest.importorskip("datasets")
 
-    class Hub:
-        def __init__(self) -> None:
-            self.answer: Any = None
-            self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-        def rows(self, **columns: list[Any]) -> None:
-            self.answer = datasets.Dataset.from_dict(columns)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            self.calls.append((args, kwargs))
-            if isinstance(self.answer, Exception):
-                raise self.answer
-            return self.answer
-
-    stand_in = Hub()
+    stand_in = Mock()
+    stand_in.rows = lambda **columns: setattr(stand_in, "return_value", datasets.Dataset.from_dict(columns))
     monkeypatch.setattr(datasets, "load_dataset", stand_in)
     return stand_in
 
 
 def test_a_full_disk_is_no_missing_data_set(hub: Any) -> None:
-    hub.answer = OSError(errno.ENOSPC, "x")
+    hub.side_effect = OSError(errno.ENOSPC, "x")
     with pytest.raises(StoreError, match=r"no space left on the disk of .*; free some space or set HF_HOME"):
         load_documents("org/set", split="train")
 
@@ -238,9 +226,9 @@ def test_a_full_disk_is_no_missing_data_set(hub: Any) -> None:
 def test_hub_rows_are_verbatim(hub: Any) -> None:
     hub.rows(text=["", "one\n", "two"], other=[1, 2, 3])
     assert load_documents("org/set:en@abc", split="train") == ["", "one\n", "two"]
-    assert hub.calls == [(("org/set", "en"), {"split": "train", "revision": "abc"})]
+    assert hub.call_args_list == [(("org/set", "en"), {"split": "train", "revision": "abc"})]
     assert load_documents("org/set@abc", split="train", max_documents=2) == ["", "one\n"]
-    assert hub.calls[1] == (("org/set", None), {"split": "train", "revision": "abc"})
+    assert hub.call_args_list[1] == (("org/set", None), {"split": "train", "revision": "abc"})
     assert load_documents("org/set", split="train", max_documents=9) == ["", "one\n", "two"]
 
 
@@ -276,7 +264,7 @@ def test_short_names(
     name: str, split: str, column: str, args: tuple[Any, ...], kwargs: dict[str, Any], hub: Any
 ) -> None:
     hub.rows(**{column: ["words"]})
-    assert load_documents(name, split=split) == ["words"] and hub.calls == [(args, kwargs)]
+    assert load_documents(name, split=split) == ["words"] and hub.call_args_list == [(args, kwargs)]
 
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -286,7 +274,7 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 def test_conversations_of_the_hub(split: str, theirs: str, hub: Any) -> None:
     hub.rows(prompt=["Hi"] * 3, messages=[CHAT] * 3)
     assert load_documents("ultrachat", split=split, max_documents=2) == [CHAT] * 2
-    assert hub.calls == [(("HuggingFaceH4/ultrachat_200k", None), {"split": theirs, "revision": None})]
+    assert hub.call_args_list == [(("HuggingFaceH4/ultrachat_200k", None), {"split": theirs, "revision": None})]
     # Of a set that has no texts, conversations.
     assert load_documents("org/chats", split="train") == [CHAT] * 3
     fails("column 'prompts' does not exist", "org/chats", field="prompts")
@@ -340,17 +328,17 @@ def test_short_name_is_not_shadowed_by_a_folder(hub: Any, tmp_path: Path, monkey
     (tmp_path / "ptb").mkdir()
     monkeypatch.chdir(tmp_path)
     hub.rows(sentence=["words"])
-    assert load_documents("ptb@mine", split="train") == ["words"] and hub.calls[0][1]["revision"] == "mine"
+    assert load_documents("ptb@mine", split="train") == ["words"] and hub.call_args_list[0][1]["revision"] == "mine"
 
 
 def test_unknown_split_of_c4(hub: Any) -> None:
     fails("'c4' has no split 'dev'; choose one of train, validation", "c4", split="dev")
-    assert not hub.calls
+    assert not hub.call_args_list
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no route"), FileNotFoundError("no route"), ValueError("no route")])
 def test_unreachable_hub(error: Exception, hub: Any) -> None:
-    hub.answer = error
+    hub.side_effect = error
     message = f"{type(error).__name__}: no route; .* use embedded, wikitext2, ptb, c4, ultrachat, or a local file"
     fails(message, "org/set")
 
