@@ -136,15 +136,20 @@ class Finished:
     seen: dict[str, dict[str, set[str]]]
 
 
+def write_pipeline(folder: Path, parameters: dict[str, Any]) -> None:
+    """What stages need to begin with."""
+    (folder / "params.yaml").write_text(yaml.safe_dump(parameters))
+    (folder / "reports").mkdir()
+    shutil.copy(ROOT / "reports/paper.json", folder / "reports")
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, _tiny_parameters: dict[str, Any]) -> Finished:
     """Every stage of the pipeline on the tiny model; read it, or copy it (``prepared``)."""
     from tests.pipeline import STAGES, invoke_in_pipeline, watching
 
     folder = tmp_path_factory.mktemp("finished")
-    (folder / "reports").mkdir()
-    shutil.copy(ROOT / "reports/paper.json", folder / "reports")
-    (folder / "params.yaml").write_text(yaml.safe_dump(_tiny_parameters))
+    write_pipeline(folder, _tiny_parameters)
     with contextlib.chdir(folder), watching() as seen:
         for stage in STAGES:
             assert invoke_in_pipeline(stage) == 0, stage
@@ -154,15 +159,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory, _tiny_parameters: dict[st
 @pytest.fixture
 def project(tmp_path: Path, tiny_parameters: dict[str, Any]) -> Path:
     """A copy of the pipeline's files in an empty folder, with the tiny parameters."""
-    (tmp_path / "reports").mkdir()
-    for name in ("dvc.yaml", ".dvcignore", "recalkv", "stages", "reports/paper.json"):
+    write_pipeline(tmp_path, tiny_parameters)
+    for name in ("dvc.yaml", ".dvcignore", "recalkv", "stages"):
         source = ROOT / name
         if source.is_dir():
             # With the loops that Numba has compiled for these very files, which the stages would compile again.
             shutil.copytree(source, tmp_path / name)
         else:
             shutil.copy(source, tmp_path / name)
-    (tmp_path / "params.yaml").write_text(yaml.safe_dump(tiny_parameters))
     return tmp_path
 
 

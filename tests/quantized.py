@@ -98,7 +98,8 @@ def int4(group: int, zero: bool = False) -> Callable:
     return quantize
 
 
-def _groups(form: str, kind: str, strategy: str, **changes: Any) -> dict[str, Any]:
+def _of(form: str, strategy: str, **changes: Any) -> dict[str, Any]:
+    kind = "float" if form.startswith("float") else "int"
     known = {"num_bits": 8, "symmetric": True, "dynamic": False, "group_size": None, "block_structure": None}
     fixed = strategy == "tensor"
     activations = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": not fixed}
@@ -132,21 +133,17 @@ KINDS = {
         fp8(None, "weight_scale_inv", ()),
         ("activation_scale",),
     ),
-    "float-quantized rows": Kind(_groups("float-quantized", "float", "channel"), fp8((1, -1), "weight_scale")),
+    "float-quantized rows": Kind(_of("float-quantized", "channel"), fp8((1, -1), "weight_scale")),
     "float-quantized matrices": Kind(
-        _groups("float-quantized", "float", "tensor"), fp8(None, "weight_scale", (1,)), ("input_scale",), (1,)
+        _of("float-quantized", "tensor"), fp8(None, "weight_scale", (1,)), ("input_scale",), (1,)
     ),
     "float-quantized blocks": Kind(
-        _groups("float-quantized", "float", "block", block_structure=[8, 16]), fp8((8, 16), "weight_scale")
+        _of("float-quantized", "block", block_structure=[8, 16]), fp8((8, 16), "weight_scale")
     ),
-    "int-quantized": Kind(_groups("int-quantized", "int", "channel"), int8("weight_scale")),
-    "int-quantized with zeros": Kind(
-        _groups("int-quantized", "int", "channel", symmetric=False), int8("weight_scale", zero=True)
-    ),
-    "pack-quantized": Kind(_groups("pack-quantized", "int", "group", **_FOUR), int4(16)),
-    "pack-quantized with zeros": Kind(
-        _groups("pack-quantized", "int", "group", **_FOUR, symmetric=False), int4(16, zero=True)
-    ),
+    "int-quantized": Kind(_of("int-quantized", "channel"), int8("weight_scale")),
+    "int-quantized with zeros": Kind(_of("int-quantized", "channel", symmetric=False), int8("weight_scale", zero=True)),
+    "pack-quantized": Kind(_of("pack-quantized", "group", **_FOUR), int4(16)),
+    "pack-quantized with zeros": Kind(_of("pack-quantized", "group", **_FOUR, symmetric=False), int4(16, zero=True)),
     "bitsandbytes": Kind(
         {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "llm_int8_skip_modules": None},
         int8("SCB", by_127=True),

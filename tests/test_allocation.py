@@ -92,7 +92,6 @@ def test_refusals_name_the_remedy() -> None:
     with pytest.raises(BudgetError, match=r"compression\.ratio=0\.99"):
         allocate(GEOMETRY, None, method_of(method="palu", ratio=0.99, rank_multiple=32, allocation="uniform"))
     narrow = AttentionGeometry(hidden=48, heads=6, kv_heads=3, head_dim=8, layers=2)
-    with pytest.raises(
-        BudgetError, match=r"ratio=0\.97 leaves \d+ latents of 8 bits to 4 groups, which take at least \d"
-    ):
+    message = r"ratio=0\.97 leaves \d+ latents of 8 bits to 4 groups, which take at least \d"
+    with pytest.raises(BudgetError, match=message):
         allocate(narrow, None, method_of(ratio=0.97, bits=8, allocation="uniform"))

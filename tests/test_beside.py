@@ -209,11 +209,8 @@ def test_eval_writes_a_page_and_its_figures(
         (["--out", "nowhere/page.md"], "in a writable folder"),
         (["--dense", "no/such"], "no/such"),
         (["--items", "."], "--items . are those of --tasks, which names none"),
-        (
-            ["--text", "one/text.txt", "--text", "other/text.txt"],
-            "two files have one name, of one/text.txt, other/text.txt",
-        ),
-        (["--out", "one/text.txt/page.md"], "in a writable folder"),
+        (["--text", "one/a.txt", "--text", "other/a.txt"], "two files have one name, of one/a.txt, other/a.txt"),
+        (["--out", "one/a.txt/page.md"], "in a writable folder"),
     ],
 )
 def test_eval_refuses(
@@ -222,7 +219,7 @@ def test_eval_refuses(
     monkeypatch.chdir(tmp_path)
     for folder in ("one", "other"):
         Path(folder).mkdir()
-        Path(folder, "text.txt").write_text("a text")
+        Path(folder, "a.txt").write_text("a text")
     assert message in refused("eval", compressed, "--device", "cpu", *arguments)
 
 

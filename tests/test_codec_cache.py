@@ -385,10 +385,8 @@ def test_layers_that_share_their_keys_are_refused() -> None:
     use_codec(model, fit(model, tiny.windows(), 4, context=256))
     raises(UnsupportedModelError, "layer 2 attends to the keys of an earlier layer", model, token_ids(), use_cache=True)
     # Before an hour of fitting.
-    with pytest.raises(
-        UnsupportedModelError, match="layer 2 of Gemma3nForCausalLM attends to other keys than its cache"
-    ):
-        check_cached(stop_codec(model))
+    message = "layer 2 of Gemma3nForCausalLM attends to other keys than its cache"
+    raises(UnsupportedModelError, message, check_cached, stop_codec(model))
 
 
 def test_offloaded_caches_are_refused() -> None:

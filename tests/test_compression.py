@@ -119,9 +119,8 @@ def test_a_budget_that_nothing_meets_is_refused_early(changes: dict[str, Any], m
 def test_the_full_disk_of_the_scratch_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr(
-        "recalkv.statistics.layer_inputs.LayerInputs.put", Mock(side_effect=OSError(errno.ENOSPC, "full"))
-    )
+    full = Mock(side_effect=OSError(errno.ENOSPC, "full"))
+    monkeypatch.setattr("recalkv.statistics.layer_inputs.LayerInputs.put", full)
     with (
         pytest.raises(StoreError, match=r"no space left on the disk of .*/scratch; free some space or set TMPDIR"),
         writing_folder(tmp_path / "out"),

@@ -192,9 +192,8 @@ def test_names_of_texts(tmp_path: Path) -> None:
     for path in (tmp_path / "news.txt", tmp_path / "a" / "news.txt"):
         path.write_text("text")
     assert text_names(["ptb", str(tmp_path / "news.txt")]) == ["ptb", "news.txt"]
-    with pytest.raises(
-        ParameterError, match=r"'pbt' is neither a file nor one of embedded, embedded-news, embedded-code"
-    ):
+    message = r"'pbt' is neither a file nor one of embedded, embedded-news, embedded-code"
+    with pytest.raises(ParameterError, match=message):
         text_names(["pbt"])
     with pytest.raises(ParameterError, match=r"two texts are called 'news.txt'"):
         text_names([str(tmp_path / "news.txt"), str(tmp_path / "a" / "news.txt")])

@@ -1,14 +1,12 @@
 """Every stage on models that differ from LLaMA in what the stages see of them: each ends with a page."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.conftest import ROOT
+from tests.conftest import write_pipeline
 from tests.pipeline import STAGES, invoke_in_pipeline
 from tests.quantized import published_experts
 from tests.tiny import dense_model
@@ -46,9 +44,7 @@ def test_the_pipeline_ends_with_a_page(
     tiny_tokenizer.save_pretrained(folder)
     tiny_parameters["model"]["id"] = str(folder)
     tiny_parameters["compression"] |= {"bits": "auto", "exact_window": 4}
-    (tmp_path / "params.yaml").write_text(yaml.safe_dump(tiny_parameters))
-    (tmp_path / "reports").mkdir()
-    shutil.copy(ROOT / "reports/paper.json", tmp_path / "reports")
+    write_pipeline(tmp_path, tiny_parameters)
     monkeypatch.chdir(tmp_path)
     for stage in STAGES:
         assert invoke_in_pipeline(stage) == 0, stage

@@ -73,13 +73,11 @@ def test_values_are_grouped_alone_with_the_keys_or_all_at_once() -> None:
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"refit": "values"}, r"compression\.refit=values .*joint=true shares .*; set joint to false, or refit to output"),
     ({"method": "recalkv", "joint": True}, r"compression\.refit=values .* set joint to false, or refit to"),
-    (
-        {"method": "palu", "bits": "mixed"},
-        r"compression\.bits=mixed .* compression\.allocation=fisher does not use; set allocation to water-filling, or",
-    ),
+    ({"method": "palu", "bits": "mixed"},
+     r"compression\.bits=mixed .* compression\.allocation=fisher does not use; set allocation to water-filling, or"),
     ({"bits": "mixed", "allocation": "uniform"}, r"bits=mixed .*allocation=uniform does not use; set allocation to"),
     ({"bits": "mixed", "rank_multiple": 16}, r"compression\.rank_multiple=16 must be 1 with compression\.bits=mixed"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "message"), CONFLICTS)

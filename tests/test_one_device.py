@@ -1,14 +1,12 @@
 """No step mixes devices: on one that refuses it (tests/tagged.py), every method and number of bits runs through."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.conftest import ROOT, process
+from tests.conftest import ROOT, process, write_pipeline
 
 
 def run(python: Path, what: str, folder: Path) -> None:
@@ -26,7 +24,5 @@ def test_in_memory(fresh_python: Path, tmp_path: Path) -> None:
 def test_stages(fresh_python: Path, tmp_path: Path, tiny_parameters: dict[str, Any]) -> None:
     """What is read from stores goes to the device, and no eigenvalue is found on the host."""
     tiny_parameters["runtime"]["device"] = "tagged:0"
-    (tmp_path / "params.yaml").write_text(yaml.safe_dump(tiny_parameters))
-    (tmp_path / "reports").mkdir()
-    shutil.copy(ROOT / "reports/paper.json", tmp_path / "reports")
+    write_pipeline(tmp_path, tiny_parameters)
     run(fresh_python, "stages", tmp_path)

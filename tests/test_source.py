@@ -154,13 +154,11 @@ INT8 = {"num_bits": 8, "type": "int"}
 UNREAD = {
     r"with load_in_8bit not set": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     r"with format='nvfp4-pack-quantized'; of its formats, float-quantized, ": {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
         "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
     },
     r"with num_bits=3; 4 and 8 are read": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
         "config_groups": {"group_0": {"weights": INT8}, "group_1": {"weights": INT8 | {"num_bits": 3}}},
     },
     r"with kv_cache_scheme: a cache that is quantized already": {
@@ -189,14 +187,11 @@ def test_quantized_models_that_are_read_are_downloaded(hub: Hub, tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            GatedRepoError,
-            r"'meta/llama' is gated: accept its license on https://huggingface\.co/meta/llama, and log in with "
-            r"`hf auth login` or set HF_TOKEN\.",
-        ),
+        (GatedRepoError, r"'meta/llama' is gated: accept its license on https://huggingface\.co/meta/llama, and log in "
+                         r"with `hf auth login` or set HF_TOKEN\."),
         (RepositoryNotFoundError, r"'meta/llama' is neither .* check the id, and if the model is private, log in with"),
     ],
-)
+)  # fmt: skip
 def test_what_the_hub_does_not_show_says_how_to_log_in(
     kind: type[RepositoryNotFoundError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,9 +259,7 @@ def test_unpacked_models_and_old_buffers_pass(folder: Path) -> None:
 
 
 def test_code_is_neither_run_nor_asked_about(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "builtins.input", Mock(side_effect=AssertionError("asked whether to run its code"))
-    )
+    monkeypatch.setattr("builtins.input", Mock(side_effect=AssertionError("asked whether to run its code")))
     (folder / "code.py").write_text("raise SystemExit('the code was run')")
     edit_config(folder, auto_map={"AutoConfig": "code.Config"})
     assert resolve_model(str(folder), None, tmp_path).folder == folder

@@ -25,6 +25,7 @@ from tests.tiny import calibration, dense_model, plain, windows
 
 CPU = torch.device("cpu")
 PROJECTION = "model.layers.1.self_attn.v_proj"
+SCALE = f"{PROJECTION}.weight_scale_inv"
 
 
 @functools.cache
@@ -200,7 +201,7 @@ def rewritten(folder: Path, out: Path, change: Any, **section: Any) -> Path:
 
 def test_missing_scale_is_named(tmp_path: Path) -> None:
     folder, _ = published(tmp_path, "fp8 blocks")
-    damaged = rewritten(folder, tmp_path / "out", lambda held: held.pop(f"{PROJECTION}.weight_scale_inv"))
+    damaged = rewritten(folder, tmp_path / "out", lambda held: held.pop(SCALE))
     message = rf"{PROJECTION}\.weight holds codes \(F8_E4M3\).*no {PROJECTION}\.weight_scale_inv: .*download it again"
     with pytest.raises(ModelUnavailableError, match=message):
         CheckpointSource(damaged)
@@ -211,16 +212,8 @@ def test_missing_scale_is_named(tmp_path: Path) -> None:
     [
         (lambda held: None, {"weight_block_size": [16, 16]}, r"\(3, 3\); .* 16 x 16 has \(2, 3\)"),
         (lambda held: None, {"weight_block_size": None}, r"\(3, 3\); .* 24 x 48 has \(1, 1\)"),
-        (
-            lambda held: held.update({f"{PROJECTION}.weight_scale_inv": torch.ones(3, 2)}),
-            {},
-            r"\(3, 2\); .* 8 x 16 has \(3, 3\)",
-        ),
-        (
-            lambda held: held.update({f"{PROJECTION}.weight_scale_inv": torch.ones(9)}),
-            {},
-            r"\(9,\); .* 8 x 16 has \(3, 3\)",
-        ),
+        (lambda held: held.update({SCALE: torch.ones(3, 2)}), {}, r"\(3, 2\); .* 8 x 16 has \(3, 3\)"),
+        (lambda held: held.update({SCALE: torch.ones(9)}), {}, r"\(9,\); .* 8 x 16 has \(3, 3\)"),
     ],
     ids=["other blocks", "no blocks", "other shape", "flat"],
 )
@@ -233,12 +226,9 @@ def test_a_scale_that_does_not_fit_is_named(change: Any, section: Any, found: st
 
 def test_a_scale_beside_plain_weights_is_refused(tmp_path: Path) -> None:
     folder, _ = published(tmp_path, "fp8 blocks")
-
-    def widen(held: dict[str, Tensor]) -> None:
-        held[f"{PROJECTION}.weight"] = held[f"{PROJECTION}.weight"].to(torch.bfloat16)
-
+    widened = {f"{PROJECTION}.weight": tensors_of(folder)[f"{PROJECTION}.weight"].to(torch.bfloat16)}
     with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION}\.weight is of type bfloat16 .*codes as F8_E4M3"):
-        CheckpointSource(rewritten(folder, tmp_path / "out", widen))
+        CheckpointSource(rewritten(folder, tmp_path / "out", lambda held: held.update(widened)))
 
 
 def test_codes_that_no_group_names_are_refused(tmp_path: Path) -> None:
@@ -288,11 +278,8 @@ def test_blocks_at_the_edges_are_smaller(tmp_path: Path) -> None:
     """Of 24 x 48 by 16 x 32, the last are 8 x 16."""
     folder, _ = published(tmp_path, "fp8 blocks")
     scale = torch.rand(2, 2) + 0.5
-
-    def change(held: dict[str, Tensor]) -> None:
-        held[f"{PROJECTION}.weight_scale_inv"] = scale
-
-    source = CheckpointSource(rewritten(folder, tmp_path / "out", change, weight_block_size=[16, 32]))
+    place = rewritten(folder, tmp_path / "out", lambda held: held.update({SCALE: scale}), weight_block_size=[16, 32])
+    source = CheckpointSource(place)
     codes = source.stored(f"{PROJECTION}.weight").float()
     assert torch.equal(source.tensor(f"{PROJECTION}.weight"), naive(codes, scale, (16, 32)).float())
 

@@ -164,18 +164,12 @@ def test_jsonl_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "a.jsonl",
-            '{"text": "x"}\n{"body": "y", "id": 1}',
-            r"a\.jsonl, line 2: column 'text' does not exist; .*: body, id; set `field`",
-        ),
+        ("a.jsonl", '{"text": "x"}\n{"body": "y", "id": 1}',
+         r"a\.jsonl, line 2: column 'text' does not exist; .*: body, id; set `field`"),
         ("a.jsonl", '{"text": "x"}\n\n{"text": ', r"a\.jsonl, line 3: not JSON with the column 'text': "),
         ("a.jsonl", '{"text": "x"}\n["y"]', r"a\.jsonl, line 2: column 'text' does not exist; .* present: none"),
-        (
-            "a.jsonl",
-            '{"text": 3}',
-            r"a\.jsonl, line 1: column 'text' holds int instead of text or messages; .* present: text;",
-        ),
+        ("a.jsonl", '{"text": 3}',
+         r"a\.jsonl, line 1: column 'text' holds int instead of text or messages; .* present: text;"),
         ("a.json", '["x", {"body": "y"}]', r"a\.json, item 2: column 'text' does not exist; .* present: body;"),
         ("a.json", '{"text": "x"}', r"a\.json: a JSON dict, not a list of objects or strings"),
         ("a.json", "[", r"a\.json: not JSON with the column 'text': "),
@@ -186,7 +180,7 @@ def test_jsonl_and_json(tmp_path: Path) -> None:
         ("a.json", "[]", r"a\.json' holds no text"),
         ("a.csv", "text\nx", r"a\.csv: \.csv files are not read; write it as \.jsonl"),
     ],
-)
+)  # fmt: skip
 def test_bad_local_files(name: str, content: str, message: str, tmp_path: Path) -> None:
     fails(message, write(tmp_path, name, content))
 
@@ -235,29 +229,14 @@ def test_hub_rows_are_verbatim(hub: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "split", "column", "args", "kwargs"),
     [
-        (
-            "wikitext2", "test", "text", ("Salesforce/wikitext", "wikitext-2-raw-v1"),
-            {"split": "test", "revision": None},
-        ),
-        (
-            "ptb", "test", "sentence", ("ptb-text-only/ptb_text_only", None),
-            {"split": "test", "revision": "refs/convert/parquet"},
-        ),
-        (
-            "c4", "train", "text", ("allenai/c4", None),
-            {"split": "train", "revision": None, "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}},
-        ),
-        (
-            "c4",
-            "test",
-            "text",
-            ("allenai/c4", None),
-            {
-                "split": "validation",
-                "revision": None,
-                "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"},
-            },
-        ),
+        ("wikitext2", "test", "text", ("Salesforce/wikitext", "wikitext-2-raw-v1"),
+         {"split": "test", "revision": None}),
+        ("ptb", "test", "sentence", ("ptb-text-only/ptb_text_only", None),
+         {"split": "test", "revision": "refs/convert/parquet"}),
+        ("c4", "train", "text", ("allenai/c4", None),
+         {"split": "train", "revision": None, "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}}),
+        ("c4", "test", "text", ("allenai/c4", None), {"split": "validation", "revision": None,
+         "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"}}),
     ],
 )  # fmt: skip
 def test_short_names(

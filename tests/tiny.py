@@ -64,6 +64,7 @@ TURNED = {"rope_parameters": HALF_TURNED}
 CAPPED = {"query_pre_attn_scalar": 4, "final_logit_softcapping": 8.0}
 SCALED = {"attention_multiplier": 0.2, "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
 SHARED = {"shared_expert_intermediate_size": 24}
+GLM = {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True}
 ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0}
 
 
@@ -75,7 +76,10 @@ LINEAR_ATTENTION = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     **_types("linear full full"),
 }  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16}
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16, "num_local_experts": 4,
+    "shared_intermediate_size": 24, **_types("full linear full linear"),
+}  # fmt: skip
 
 FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", SLIDING | {"num_local_experts": 4}),
@@ -94,17 +98,11 @@ FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}),
     "glm-partial": ("glm", TURNED),
     "glm4-post-norm": ("glm4", TURNED | {"attention_bias": True}),
-    "glm4-moe": (
-        "glm4_moe",
-        EXPERTS | TURNED | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True},
-    ),
+    "glm4-moe": ("glm4_moe", EXPERTS | TURNED | GLM),
     "qwen3-next-hybrid": ("qwen3_next", EXPERTS | LINEAR_ATTENTION | SHARED | TURNED | {"attention_bias": True}),
     "qwen3.5-hybrid": ("qwen3_5_text", LINEAR_ATTENTION | TURNED | _types("full linear full")),
     "qwen3.5-moe-hybrid": ("qwen3_5_moe_text", EXPERTS | LINEAR_ATTENTION | SHARED | TURNED),
-    "granite4-hybrid": (
-        "granitemoehybrid",
-        MAMBA | SCALED | _types("full linear full linear") | {"num_local_experts": 4, "shared_intermediate_size": 24},
-    ),
+    "granite4-hybrid": ("granitemoehybrid", MAMBA | SCALED),
     "arcee": ("arcee", {"attention_bias": True}),
     "apertus": ("apertus", {"rope_parameters": LLAMA3}),
     "gemma": ("gemma", {"tie_word_embeddings": True}),
