@@ -17,7 +17,7 @@ from recalkv.evaluation.suites.answers import Prompt, final_number, generate_ans
 from recalkv.text.windows import Windows
 from stages.baseline import own_words
 from stages.models_page import compared
-from tests import tiny
+from tests import raises, tiny
 
 
 def test_the_final_number_of_an_answer() -> None:
@@ -178,5 +178,4 @@ def test_items_may_hold_any_separator_of_lines_and_must_be_there(tmp_path: Path)
     file.write_text("\n".join([json.dumps(row, ensure_ascii=False), "", json.dumps(row)]), encoding="utf-8")
     assert len(read_prompts("gsm8k", file)) == 2 and len(read_prompts("gsm8k", file, 1)) == 1
     file.write_text("\n")
-    with pytest.raises(DataError, match="holds no items"):
-        read_prompts("gsm8k", file)
+    raises(DataError, "holds no items", read_prompts, "gsm8k", file)

@@ -14,6 +14,7 @@ from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 from recalkv.model.spec import LatentSpec
 from recalkv.presets import preset_names
 from recalkv.reports.cache_size import GIB, layer_bytes, table
+from tests import raises
 from tests.commands import done, refused
 from tests.tiny import ALL_FAMILIES, compressed_pair, dense_model, windows
 
@@ -99,9 +100,7 @@ def test_errors_name_the_known() -> None:
     said = refused("cache-size", "--config", "gpt-5")
     assert "'gpt-5'" in said and "llama-2-70b" in said
     assert "preset" not in done("cache-size", "--help"), "most have no sizes offline"
-    with pytest.raises(ParameterError, match=r"here: 'x' is not known; choose of smollm2-135m, "):
-        known_sizes("x", "here")
+    raises(ParameterError, r"here: 'x' is not known; choose of smollm2-135m, ", known_sizes, "x", "here")
     config = dense_model("llama-mha").config
     config.model_type = "gpt2"
-    with pytest.raises(UnsupportedModelError, match="gpt2"):
-        ModelSizes.from_config(config)
+    raises(UnsupportedModelError, "gpt2", ModelSizes.from_config, config)

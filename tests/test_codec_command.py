@@ -19,6 +19,7 @@ from recalkv.evaluation.perplexity import window_losses
 from recalkv.fitting import divergence
 from recalkv.method.target import Target
 from recalkv.text.windows import Windows
+from tests import raises
 from tests.commands import done, everything, refused
 from tests.tiny import SIZES, dense_model, random_model, windows
 
@@ -214,13 +215,11 @@ def test_what_python_refuses(tiny_folder: Path, tiny_tokenizer: Any, tmp_path: P
         recalkv.fit(model, tiny_tokenizer, ["text " * 400], bits=0, length=32)
     with pytest.raises(ParameterError, match=r"context=0 must be positive"):
         recalkv.fit(model, tiny_tokenizer, ["text " * 400], context=0, length=32)
-    with pytest.raises(ParameterError, match="no tokenizer is given"):
-        recalkv.fit(model, None, ["text"])
+    raises(ParameterError, "no tokenizer is given", recalkv.fit, model, None, ["text"])
     adapted = type("PeftModelForCausalLM", (torch.nn.Module,), {"config": model.config, "peft_config": {}})()
     with pytest.raises(ParameterError, match="no tokenizer is given"):  # adapters are none of its business
         recalkv.fit(adapted, None, ["text"])
-    with pytest.raises(UnsupportedModelError, match="Linear without a config"):
-        recalkv.fit(torch.nn.Linear(2, 2), None, ["text"])
+    raises(UnsupportedModelError, "Linear without a config", recalkv.fit, torch.nn.Linear(2, 2), None, ["text"])
     with pytest.raises(DataError):
         recalkv.fit(model, tiny_tokenizer, ["short"], length=32)
     with pytest.raises(ModelUnavailableError):

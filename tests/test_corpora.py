@@ -15,7 +15,7 @@ from recalkv.params import EvaluationParams
 from recalkv.text import corpora
 from recalkv.text.corpora import PROTOCOLS, further_windows, main_windows, text_names
 from recalkv.text.windows import spread_windows
-from tests import tiny
+from tests import raises, tiny
 from tests.characters import Characters
 from tests.pipeline import change, invoke
 
@@ -79,8 +79,7 @@ def test_losses_that_are_not_finite_are_refused(part: str, value: float) -> None
     with torch.no_grad():
         # The head spoils all losses, the embedding of token 100 that of one window.
         {"head": model.lm_head, "embedding": model.model.embed_tokens}[part].weight[100] = value
-    with pytest.raises(NonFiniteError, match=r"evaluation loss; load the model in bfloat16 or float32"):
-        window_losses(model, windows)
+    raises(NonFiniteError, r"evaluation loss; load the model in bfloat16 or float32", window_losses, model, windows)
     if part == "embedding":
         assert bool(torch.isfinite(window_losses(model, windows[::2])).all())
 
@@ -193,8 +192,7 @@ def test_names_of_texts(tmp_path: Path) -> None:
         path.write_text("text")
     assert text_names(["ptb", str(tmp_path / "news.txt")]) == ["ptb", "news.txt"]
     message = r"'pbt' is neither a file nor one of embedded, embedded-news, embedded-code"
-    with pytest.raises(ParameterError, match=message):
-        text_names(["pbt"])
+    raises(ParameterError, message, text_names, ["pbt"])
     with pytest.raises(ParameterError, match=r"two texts are called 'news.txt'"):
         text_names([str(tmp_path / "news.txt"), str(tmp_path / "a" / "news.txt")])
     assert set(PROTOCOLS) == {"embedded", "embedded-news", "embedded-code", "wikitext2", "ptb", "c4"}

@@ -18,7 +18,7 @@ from recalkv.model.families import AttentionGeometry, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.reports.latency import latency_section
-from tests import tiny
+from tests import raises, tiny
 from tests.pipeline import change, folder_hash, invoke
 
 pair = functools.cache(tiny.compressed_pair)
@@ -82,8 +82,7 @@ def test_decoding_is_the_same_over_every_cache(family: str, changes: dict[str, A
             logits = {kind: time_decoding(model, contents, kind, 2, context, 3)[1] for kind in CACHES}
             check_same(logits, "here")
     wrong = {"growing": logits["growing"], "static": logits["growing"].flip(-1)}
-    with pytest.raises(CheckpointError, match=r"here: logits over a static cache differ"):
-        check_same(wrong, "here")
+    raises(CheckpointError, r"here: logits over a static cache differ", check_same, wrong, "here")
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 37, 64, 1000, 12345])

@@ -11,6 +11,7 @@ from recalkv.errors import ParameterError
 from recalkv.method.methods import METHODS, Choices, resolve_method
 from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams
+from tests import raises
 from tests.steps import method_of
 from tests.tiny import calibration, dense_model, plain, windows
 
@@ -85,12 +86,10 @@ def test_choices_that_exclude_each_other_are_refused_before_any_work(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters = CompressionParams(**changes)
-    with pytest.raises(ParameterError, match=message):
-        resolve_method(parameters)
+    raises(ParameterError, message, resolve_method, parameters)
     source = ModuleSource(dense_model("llama-gqa"))
     monkeypatch.setattr(source, "tensor", lambda name: pytest.fail(f"{name} was read"))
-    with pytest.raises(ParameterError, match=message):
-        compress_layers(source, windows(), calibration(), parameters)
+    raises(ParameterError, message, compress_layers, source, windows(), calibration(), parameters)
 
 
 def test_groups_are_no_larger_than_the_model() -> None:

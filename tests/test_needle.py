@@ -14,7 +14,7 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.suites.needle import DIGITS, SCORES, answer_scores, digit_places, find_needles, needle_context
 from recalkv.params import NeedleParams
-from tests import tiny
+from tests import raises, tiny
 from tests.characters import Characters
 from tests.pipeline import change, invoke
 from tests.test_quantizers import small
@@ -46,8 +46,7 @@ def test_context_hides_every_sentence_at_its_depth_in_one_stretch_of_text() -> N
 def test_places_are_those_of_the_digits() -> None:
     question = torch.tensor([ord(c) for c in "\n\nA of Rome 2 is 31"])
     assert Characters().decode(question[digit_places(Characters("^"), question)]) == "231"
-    with pytest.raises(DataError, match="no tokens for digits"):
-        digit_places(Characters("^"), question[:5])
+    raises(DataError, "no tokens for digits", digit_places, Characters("^"), question[:5])
 
 
 class Scripted:

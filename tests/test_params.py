@@ -8,6 +8,7 @@ import yaml
 
 from recalkv.errors import ParameterError
 from recalkv.params import CompressionParams, Params, load_params, parse_params, parse_section
+from tests import raises
 
 SECTIONS = {name: field.annotation for name, field in Params.model_fields.items()}
 EVERY_KEY = [(section, key) for section, model in SECTIONS.items() for key in model.model_fields]  # type: ignore[union-attr]
@@ -155,8 +156,7 @@ def test_changes_replace_the_files_values(
 def test_one_text_is_a_list_of_one(raw: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     path = write(tmp_path, raw)
     assert load_params(path, ["calibration.text=wikitext2"]).calibration.text == ["wikitext2"]
-    with pytest.raises(ParameterError, match=r"calibration\.text=\[\] is not allowed"):
-        load_params(path, ["calibration.text=[]"])
+    raises(ParameterError, r"calibration\.text=\[\] is not allowed", load_params, path, ["calibration.text=[]"])
     words = load_params(path, ["calibration.text=[ptb, texts/b.txt]"]).calibration.in_words
     assert words == "32 x 1024 tokens of `ptb`, `texts/b.txt`"
 
@@ -180,8 +180,7 @@ def test_a_change_of_another_form_is_told_the_form(raw: dict[str, Any], tmp_path
     ],
 )
 def test_a_change_is_checked_as_the_file_is(raw: dict[str, Any], tmp_path: Path, change: str, message: str) -> None:
-    with pytest.raises(ParameterError, match=f"(?s){message}"):
-        load_params(write(tmp_path, raw), [change])
+    raises(ParameterError, f"(?s){message}", load_params, write(tmp_path, raw), [change])
 
 
 # --- one section ---
@@ -192,5 +191,4 @@ def test_a_section_by_itself_has_the_defaults_and_the_same_errors() -> None:
     with pytest.raises(ParameterError, match=r"compress: ratio=1 is not allowed: .*less than 1"):
         parse_section(CompressionParams, {"ratio": 1}, "compress")
     message = r"compress: unknown parameter `ration`; known here: method, ratio, .*damping"
-    with pytest.raises(ParameterError, match=message):
-        parse_section(CompressionParams, {"ration": 0.5}, "compress")
+    raises(ParameterError, message, parse_section, CompressionParams, {"ration": 0.5}, "compress")

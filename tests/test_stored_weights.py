@@ -20,6 +20,7 @@ from recalkv.model.layers import CheckpointSource, ModuleSource
 from recalkv.model.source import ModelReference, fingerprint
 from recalkv.params import CompressionParams
 from recalkv.store.folders import writing_folder
+from tests import raises
 from tests.quantized import KINDS, LINEAR, naive, published, published_experts, write
 from tests.tiny import calibration, dense_model, plain, windows
 
@@ -203,8 +204,7 @@ def test_missing_scale_is_named(tmp_path: Path) -> None:
     folder, _ = published(tmp_path, "fp8 blocks")
     damaged = rewritten(folder, tmp_path / "out", lambda held: held.pop(SCALE))
     message = rf"{PROJECTION}\.weight holds codes \(F8_E4M3\).*no {PROJECTION}\.weight_scale_inv: .*download it again"
-    with pytest.raises(ModelUnavailableError, match=message):
-        CheckpointSource(damaged)
+    raises(ModelUnavailableError, message, CheckpointSource, damaged)
 
 
 @pytest.mark.parametrize(
@@ -395,5 +395,4 @@ def test_scales_of_mxfp4_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailableError, match=rf"{name}_scales has the shape \(3, 64, 1\); .*\(4, 64, 1\)"):
         CheckpointSource(short).tensor(name)
     lost = rewritten(folder, tmp_path / "lost", lambda held: held.pop(f"{name}_scales"))
-    with pytest.raises(ModelUnavailableError, match=rf"{name}_blocks holds codes \(U8\).*no {name}_scales"):
-        CheckpointSource(lost)
+    raises(ModelUnavailableError, rf"{name}_blocks holds codes \(U8\).*no {name}_scales", CheckpointSource, lost)

@@ -12,6 +12,7 @@ from recalkv.errors import NonFiniteError
 from recalkv.model.layers import ModuleSource
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.whitening import InputMoments, MomentAccumulator, collect_input_moments, damped
+from tests import raises
 from tests.steps import inputs_of
 from tests.tiny import FAMILIES, dense_model, windows
 
@@ -88,13 +89,11 @@ def test_damping_by_hand() -> None:
 def test_non_finite_activations_name_the_layer(bad: float) -> None:
     accumulator = MomentAccumulator(2)
     accumulator.add(torch.tensor([[1.0, bad]]))
-    with pytest.raises(NonFiniteError, match=r"(?s)NaN or infinity.*layer 7.*calibration\.precision"):
-        accumulator.finish("layer 7")
+    raises(NonFiniteError, r"(?s)NaN or infinity.*layer 7.*calibration\.precision", accumulator.finish, "layer 7")
 
 
 def test_overflow_in_a_layer_names_the_layer_that_reads_it() -> None:
     model = dense_model("llama-gqa")
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(1e38)  # finite, but its output is not
-    with pytest.raises(NonFiniteError, match="activations of layer 1"):
-        moments_of(model, windows(), 4)
+    raises(NonFiniteError, "activations of layer 1", moments_of, model, windows(), 4)
