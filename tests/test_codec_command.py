@@ -87,7 +87,8 @@ def test_divergence_is_that_of_the_logits() -> None:
 
 def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "new" / "codec"
-    output, codec = fit(*settings, "--out", out, "--seed", "3"), Codec.load(out)
+    output = fit(*settings, "--out", out, "--seed", "3")
+    codec = Codec.load(out)
     size = sum(path.stat().st_size for path in out.iterdir())
     assert f"{out}: {size / 1e6:,.1f} MB, for contexts of 256 tokens" in output
     assert f"caches {codec.bytes_per_token} bytes per token, dense {DENSE} in 16 bits" in output

@@ -106,7 +106,7 @@ def test_failed_writer_leaves_nothing_and_keeps_the_old_store(path: Path) -> Non
     assert digest(path) == before and list(path.parent.iterdir()) == [path]
 
 
-def kill(write: Any, *arguments: Any) -> None:
+def die_writing(write: Any, *arguments: Any) -> None:
     """Let a process of its own write until it kills itself."""
     child = multiprocessing.get_context("fork").Process(target=write, args=arguments)
     child.start()
@@ -121,7 +121,7 @@ def write_and_die(path: Path) -> None:
 
 
 def test_killed_writer_is_refused_and_cleaned_by_the_next(path: Path) -> None:
-    kill(write_and_die, path)
+    die_writing(write_and_die, path)
     assert not path.exists() and (partial_path(path) / "x").exists()
     with pytest.raises(StoreError, match=r"whiten\.zarr is unfinished \(its stage was interrupted\); run `dvc repro"):
         open_store(path, "whiten")
@@ -270,7 +270,7 @@ def test_an_interrupted_store_goes_on_after_its_whole_layers(path: Path, tmp_pat
     expected = digest(tmp_path / "whole.zarr")
     for kill in (False, True):
         if kill:
-            kill(write_layers, path, "k", 1, True)
+            die_writing(write_layers, path, "k", 1, True)
         else:
             with pytest.raises(KeyboardInterrupt):
                 write_layers(path, stop=1)
