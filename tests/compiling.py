@@ -193,7 +193,7 @@ def _combine(c: Configuration) -> Launch:
         "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32", "heads_ptr": "*i32", "up_ptr": f"*{c.dtype}",
         "output_ptr": f"*{c.dtype}", "all_rows": "i32", "total": "i32", "inner": "i32", "runs": "i32",
     }  # fmt: skip
-    block, runs = plan.combine_blocks(rows)[:2]
+    block, runs = plan.combine_blocks(rows)
     constants = {
         "ROWS": rows, "BLOCK_M": block, "QUERIES": c.queries, "HEAD_DIM": c.head_dim,
         "BLOCK_C": plan.COMBINE_COLUMNS, "BLOCK_D": plan.output_block(c.head_dim), "BLOCK_R": runs,

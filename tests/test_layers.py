@@ -64,9 +64,8 @@ def test_of_a_multimodal_model_the_language_model_is_taken(family: str, tied: bo
     text = dense_model(family, tie_word_embeddings=tied)
     (model_type, vision), sizes = WRAPPERS[family], {"intermediate_size": 8, "hidden_size": 8, "num_attention_heads": 2}
     vision = sizes | {"num_hidden_layers": 1, "patch_size": 14} | vision
-    config = CONFIG_MAPPING[model_type](
-        text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=tied
-    )
+    parts = {"text_config": text.config.to_dict(), "vision_config": vision}
+    config = CONFIG_MAPPING[model_type](**parts, tie_word_embeddings=tied)
     whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval()
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
