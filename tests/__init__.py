@@ -1,6 +1,8 @@
 import os
 import re
 import sys
+from collections.abc import Callable
+from typing import Any
 
 # Before the libraries that read them are imported. Of no hub, and threads that wait for work do not spin: two processes
 # of two threads share two cores.
@@ -20,3 +22,11 @@ if not HANDS_OUT:
     if not torch.cuda.is_available():
         # Triton reads it when it is imported: without a GPU, kernels are interpreted.
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def raises(error: Any, message: str, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> None:
+    """A call is refused by an error, or one of several, whose message matches."""
+    import pytest
+
+    with pytest.raises(error, match=message):
+        call(*arguments, **options)

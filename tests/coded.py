@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts
 from recalkv.codec.fit import build_codec, check_bits
@@ -30,14 +29,11 @@ FAMILIES = (
 
 
 @torch.inference_mode(False)
+@torch.enable_grad()
 def fit(
-    model: Any,
-    windows: Tensor,
-    bits: float = 4,
-    context: int | None = None,
-    seed: int = 0,
+    model: Any, windows: Tensor, bits: float = 4, context: int | None = None, seed: int = 0,
     progress: Callable[[str, int, int], None] = lambda step, done, total: None,
-) -> Codec:
+) -> Codec:  # fmt: skip
     """Fit a codec to a loaded model on calibration windows, (samples, length) int64."""
     check_bits(bits)
     context = context or model_context(model)
@@ -52,10 +48,9 @@ def dense(family: str = "llama-gqa", **changes: Any) -> Any:
         # Scores of normed queries and keys would be larger than those of trained models.
         own = {"query_pre_attn_scalar": 24} if family.startswith("gemma") else {}
         return tiny.dense_model(family, initializer_range=RANGE, **own | changes)
-    torch.manual_seed(0)
     sizes = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "vocab_size": tiny.VOCABULARY}
     special = {"initializer_range": RANGE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **special)).eval()
+    return tiny.random_model("gpt2", **sizes, **special)
 
 
 @functools.cache

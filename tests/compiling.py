@@ -27,19 +27,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from recalkv.kernels import plan
 from recalkv.kernels.contexts import combine_kernel, values_kernel
 from recalkv.kernels.launch import resident_programs
-from recalkv.kernels.plan import (
-    COMBINE_COLUMNS,
-    STAGES,
-    TILE,
-    VALUE_WARPS,
-    combine_blocks,
-    output_block,
-    row_block,
-    scores_launch,
-    value_blocks,
-)
 from recalkv.kernels.scores import scores_kernel
 
 SHARED_LIMITS = {80: 166_912, 90: 232_448}
@@ -124,8 +114,7 @@ class Compiled:
     @property
     def resident(self) -> int:
         """Programs that fit a processor at once."""
-        room = SHARED_LIMITS[self.architecture] + 1024
-        return resident_programs(self.registers, self.shared, self.warps, room)
+        return resident_programs(self.registers, self.shared, self.warps, SHARED_LIMITS[self.architecture] + 1024)
 
 
 def compile_all(
@@ -144,8 +133,7 @@ def compile_all(
 
 def faults(compiled: Compiled) -> list[str]:
     """What is wrong with a compiled kernel."""
-    found = []
-    limit = SHARED_LIMITS[compiled.architecture]
+    found, limit = [], SHARED_LIMITS[compiled.architecture]
     if compiled.shared > limit:
         found.append(f"{compiled.shared} bytes of shared memory, limit {limit}")
     if compiled.spilled > SPILL_LIMIT:
@@ -166,9 +154,8 @@ def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
 
 
 def _scores(c: Configuration, architecture: int) -> Launch:
-    rows = c.rows
-    half = c.head_dim // 2
-    launch = scores_launch(c.key_rank, c.head_dim, rows, 2, SHARED_LIMITS[architecture])
+    rows, half = c.rows, c.head_dim // 2
+    launch = plan.scores_launch(c.key_rank, c.head_dim, rows, 2, SHARED_LIMITS[architecture])
     types = {
         "query_ptr": f"*{c.dtype}", "latent_ptr": f"*{c.dtype}", "up_ptr": f"*{c.dtype}",
         "bias_ptr": f"*{c.dtype}" if c.bias else "*i64", "norm_ptr": f"*{c.dtype}" if c.norm else "*i64",
@@ -177,28 +164,27 @@ def _scores(c: Configuration, architecture: int) -> Launch:
         "mask_query_stride": "i32", "logits_stride": "i32", "behind": "i32", "scaling": "fp32", "eps": "fp32",
     }  # fmt: skip
     constants = {
-        "ROWS": rows, "BLOCK_M": row_block(rows), "QUERIES": c.queries,
+        "ROWS": rows, "BLOCK_M": plan.row_block(rows), "QUERIES": c.queries,
         "HALF": half, "BLOCK_H": max(16, triton.next_power_of_2(half)), "RANK_A": launch.rank_first,
         "RANK_B": launch.rank_second, "RESIDENT": launch.resident, "BLOCK_N": launch.tile,
         "ALIGN": math.gcd(16, c.key_rank), "UP_ALIGN": math.gcd(16, c.head_dim), "HAS_BIAS": c.bias,
         "HAS_NORM": c.norm, "MASK": 0 if c.queries == 1 else 1, "UPCAST": False,
     }  # fmt: skip
-    return "scores", scores_kernel, types, constants, launch.warps, STAGES
+    return "scores", scores_kernel, types, constants, launch.warps, plan.STAGES
 
 
 def _values(c: Configuration, architecture: int) -> Launch:
-    rows = c.rows
-    _, block_rows, block_columns = value_blocks([c.value_rank], [c.value_heads], rows)
+    _, block_rows, block_columns = plan.value_blocks([c.value_rank], [c.value_heads], c.rows)
     types = {
         "logits_ptr": "*fp32", "latent_ptr": f"*{c.dtype}", "partial_ptr": "*fp32", "most_ptr": "*fp32",
         "sum_ptr": "*fp32", "seen_ptr": "*i64", "blocks_ptr": "*i32", "latent_batch_stride": "i64",
         "latent_slot_stride": "i32", "logits_stride": "i32", "all_rows": "i32", "total": "i32", "behind": "i32",
     }  # fmt: skip
     constants = {
-        "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": TILE,
+        "BLOCK_M": block_rows, "BLOCK_C": block_columns, "BLOCK_N": plan.TILE,
         "ALIGN": math.gcd(16, c.value_rank), "UPCAST": False, "WIDE": architecture >= 90,
     }  # fmt: skip
-    return "values", values_kernel, types, constants, VALUE_WARPS, STAGES
+    return "values", values_kernel, types, constants, plan.VALUE_WARPS, plan.STAGES
 
 
 def _combine(c: Configuration) -> Launch:
@@ -207,13 +193,13 @@ def _combine(c: Configuration) -> Launch:
         "partial_ptr": "*fp32", "most_ptr": "*fp32", "sum_ptr": "*fp32", "heads_ptr": "*i32", "up_ptr": f"*{c.dtype}",
         "output_ptr": f"*{c.dtype}", "all_rows": "i32", "total": "i32", "inner": "i32", "runs": "i32",
     }  # fmt: skip
+    block, runs = plan.combine_blocks(rows)
     constants = {
-        "ROWS": rows, "BLOCK_M": combine_blocks(rows)[0], "QUERIES": c.queries, "HEAD_DIM": c.head_dim,
-        "BLOCK_C": COMBINE_COLUMNS, "BLOCK_D": output_block(c.head_dim), "BLOCK_R": combine_blocks(rows)[1],
-        "ALIGN": math.gcd(16, c.value_rank),
-        "HAS_UP": not c.fused, "UPCAST": False,
+        "ROWS": rows, "BLOCK_M": block, "QUERIES": c.queries, "HEAD_DIM": c.head_dim,
+        "BLOCK_C": plan.COMBINE_COLUMNS, "BLOCK_D": plan.output_block(c.head_dim), "BLOCK_R": runs,
+        "ALIGN": math.gcd(16, c.value_rank), "HAS_UP": not c.fused, "UPCAST": False,
     }  # fmt: skip
-    return "combine", combine_kernel, types, constants, 4, STAGES
+    return "combine", combine_kernel, types, constants, 4, plan.STAGES
 
 
 def compiled_for(

@@ -6,10 +6,12 @@ import gc
 import math
 import shutil
 import string
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -29,6 +31,13 @@ def _text(words: int, seed: int) -> str:
         state = (state * 1103515245 + 12345) % 2**31
         picked.append(words_of[state // 65536 % len(words_of)])
     return " ".join(picked)
+
+
+def process(*command: Any, cwd: Path = ROOT, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A process of its own, which ends well."""
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 _SHARED = {"finished", "prepared", "fresh_python"}
@@ -127,15 +136,20 @@ class Finished:
     seen: dict[str, dict[str, set[str]]]
 
 
+def write_pipeline(folder: Path, parameters: dict[str, Any]) -> None:
+    """What stages need to begin with."""
+    (folder / "params.yaml").write_text(yaml.safe_dump(parameters))
+    (folder / "reports").mkdir()
+    shutil.copy(ROOT / "reports/paper.json", folder / "reports")
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, _tiny_parameters: dict[str, Any]) -> Finished:
     """Every stage of the pipeline on the tiny model; read it, or copy it (``prepared``)."""
     from tests.pipeline import STAGES, invoke_in_pipeline, watching
 
     folder = tmp_path_factory.mktemp("finished")
-    (folder / "reports").mkdir()
-    shutil.copy(ROOT / "reports/paper.json", folder / "reports")
-    (folder / "params.yaml").write_text(yaml.safe_dump(_tiny_parameters))
+    write_pipeline(folder, _tiny_parameters)
     with contextlib.chdir(folder), watching() as seen:
         for stage in STAGES:
             assert invoke_in_pipeline(stage) == 0, stage
@@ -145,30 +159,30 @@ def finished(tmp_path_factory: pytest.TempPathFactory, _tiny_parameters: dict[st
 @pytest.fixture
 def project(tmp_path: Path, tiny_parameters: dict[str, Any]) -> Path:
     """A copy of the pipeline's files in an empty folder, with the tiny parameters."""
-    (tmp_path / "reports").mkdir()
-    for name in ("dvc.yaml", ".dvcignore", "recalkv", "stages", "reports/paper.json"):
+    write_pipeline(tmp_path, tiny_parameters)
+    for name in ("dvc.yaml", ".dvcignore", "recalkv", "stages"):
         source = ROOT / name
         if source.is_dir():
             # With the loops that Numba has compiled for these very files, which the stages would compile again.
             shutil.copytree(source, tmp_path / name)
         else:
             shutil.copy(source, tmp_path / name)
-    (tmp_path / "params.yaml").write_text(yaml.safe_dump(tiny_parameters))
     return tmp_path
 
 
 @pytest.fixture
-def change_parameters() -> Callable[[Path, str, Any], None]:
-    """Set one parameter, ``section.key``, in a project's params.yaml."""
+def settings(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> list[Any]:
+    """What `recalkv compress` and `recalkv fit` are given: the tiny model and few windows of a text."""
+    return [tiny_folder, "--text", tiny_texts[0], "--samples", "6", "--length", "32", "--device", "cpu"]
 
-    def change(project: Path, name: str, value: Any) -> None:
-        path = project / "params.yaml"
-        parameters = yaml.safe_load(path.read_text())
-        section, key = name.split(".")
-        parameters[section][key] = value
-        path.write_text(yaml.safe_dump(parameters))
 
-    return change
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no model be found, read or compressed."""
+
+    fail = Mock(side_effect=AssertionError("loaded something before its arguments were checked"))
+    for name in ("model.source.resolve_model", "compression.compress_checkpoint", "fitting.resolve_model"):
+        monkeypatch.setattr(f"recalkv.{name}", fail)
 
 
 @pytest.fixture

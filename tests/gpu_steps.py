@@ -27,10 +27,6 @@ def _hang(setting: Setting, emit: Emit) -> None:
 
 def steps(setting: Setting) -> list[Step]:
     return [
-        Step("good", _good),
-        Step("fault", _fault),
-        Step("raise", _raise),
-        Step("hang", _hang, 1.0),
-        Step("long", _good, 4000.0),
-        Step("good again", _good),
-    ]
+        Step("good", _good), Step("fault", _fault), Step("raise", _raise), Step("hang", _hang, 1.0),
+        Step("long", _good, 4000.0), Step("good again", _good),
+    ]  # fmt: skip

@@ -19,12 +19,9 @@ from tests.pipeline import COMPRESSION, STATISTICS, invoke, invoke_in_pipeline
 from tests.tagged import DEVICE, MixedDevicesError, on_host, tagging
 
 SETTINGS: list[dict[str, Any]] = [
-    {"method": "loss-aware", "bits": "mixed"},
-    {"method": "loss-aware", "bits": 4, "joint": False},
-    {"method": "recalkv", "bits": 16},
-    {"method": "palu", "bits": 3, "refit": "output"},
-    {"method": "svd", "bits": 16},
-]
+    {"method": "loss-aware", "bits": "mixed"}, {"method": "loss-aware", "bits": 4, "joint": False},
+    {"method": "recalkv", "bits": 16}, {"method": "palu", "bits": 3, "refit": "output"}, {"method": "svd", "bits": 16},
+]  # fmt: skip
 """Every method, refit and kind of bits, of joint and of separate latents."""
 
 

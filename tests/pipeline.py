@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from stages import common
 
 STATISTICS = ("model", "sample", "whiten", "fisher")
@@ -39,6 +41,14 @@ def invoke_in_pipeline(stage: str, **arguments: Any) -> int:
     if stage == "codec_cell":
         arguments |= {"out": Path("data/cells/compare/codec.json")}
     return invoke(stage, **arguments)
+
+
+def change(name: str, value: Any) -> Any:
+    """Set one parameter, ``section.key``, of the current folder's params.yaml; gives the old value."""
+    content, (section, key) = yaml.safe_load(Path("params.yaml").read_text()), name.split(".")
+    old, content[section][key] = content[section][key], value
+    Path("params.yaml").write_text(yaml.safe_dump(content))
+    return old
 
 
 def folder_hash(folder: Path) -> str:

@@ -75,12 +75,8 @@ def int8(scale_name: str, by_127: bool = False, zero: bool = False) -> Callable:
 
 def packed(values: Tensor, bits: int) -> Tensor:
     """(rows, columns) of signed integers as (rows, words) int32, the first in the lowest bits; whole words only."""
-    shifted = values.long() + 2 ** (bits - 1)
-    words = [
-        sum(shifted[:, start + place] << (bits * place) for place in range(32 // bits))
-        for start in range(0, values.shape[1], 32 // bits)
-    ]
-    together = torch.stack(words, dim=1)  # type: ignore[arg-type]
+    codes = (values.long() + 2 ** (bits - 1)).unflatten(1, (-1, 32 // bits))
+    together = (codes << (bits * torch.arange(32 // bits))).sum(-1)
     return torch.where(together >= 2**31, together - 2**32, together).to(torch.int32)
 
 
@@ -102,25 +98,20 @@ def int4(group: int, zero: bool = False) -> Callable:
     return quantize
 
 
-def _groups(form: str, **weights: Any) -> dict[str, Any]:
+def _of(form: str, strategy: str, **changes: Any) -> dict[str, Any]:
+    kind = "float" if form.startswith("float") else "int"
     known = {"num_bits": 8, "symmetric": True, "dynamic": False, "group_size": None, "block_structure": None}
-    fixed = weights["strategy"] == "tensor"
-    activations = {"num_bits": 8, "type": weights["type"], "symmetric": True, "dynamic": not fixed}
+    fixed = strategy == "tensor"
+    activations = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": not fixed}
     activations["strategy"] = "tensor" if fixed else "token"
     group = {
-        "targets": ["Linear"],
-        "weights": known | weights,
-        "input_activations": None if form.startswith("pack") else activations,
-        "output_activations": None,
-    }
+        "targets": ["Linear"], "weights": known | {"type": kind, "strategy": strategy} | changes,
+        "input_activations": None if form.startswith("pack") else activations, "output_activations": None,
+    }  # fmt: skip
     return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-    }
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,6 +125,7 @@ class Kind:
 
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": None}
+_FOUR: dict[str, Any] = {"num_bits": 4, "group_size": 16}
 KINDS = {
     "fp8 blocks": Kind(_FP8 | {"weight_block_size": [8, 16]}, fp8((8, 16), "weight_scale_inv")),
     "fp8 matrices": Kind(
@@ -141,30 +133,17 @@ KINDS = {
         fp8(None, "weight_scale_inv", ()),
         ("activation_scale",),
     ),
-    "float-quantized rows": Kind(
-        _groups("float-quantized", type="float", strategy="channel"), fp8((1, -1), "weight_scale")
-    ),
+    "float-quantized rows": Kind(_of("float-quantized", "channel"), fp8((1, -1), "weight_scale")),
     "float-quantized matrices": Kind(
-        _groups("float-quantized", type="float", strategy="tensor"),
-        fp8(None, "weight_scale", (1,)),
-        ("input_scale",),
-        (1,),
+        _of("float-quantized", "tensor"), fp8(None, "weight_scale", (1,)), ("input_scale",), (1,)
     ),
     "float-quantized blocks": Kind(
-        _groups("float-quantized", type="float", strategy="block", block_structure=[8, 16]),
-        fp8((8, 16), "weight_scale"),
+        _of("float-quantized", "block", block_structure=[8, 16]), fp8((8, 16), "weight_scale")
     ),
-    "int-quantized": Kind(_groups("int-quantized", type="int", strategy="channel"), int8("weight_scale")),
-    "int-quantized with zeros": Kind(
-        _groups("int-quantized", type="int", strategy="channel", symmetric=False), int8("weight_scale", zero=True)
-    ),
-    "pack-quantized": Kind(
-        _groups("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16), int4(16)
-    ),
-    "pack-quantized with zeros": Kind(
-        _groups("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16, symmetric=False),
-        int4(16, zero=True),
-    ),
+    "int-quantized": Kind(_of("int-quantized", "channel"), int8("weight_scale")),
+    "int-quantized with zeros": Kind(_of("int-quantized", "channel", symmetric=False), int8("weight_scale", zero=True)),
+    "pack-quantized": Kind(_of("pack-quantized", "group", **_FOUR), int4(16)),
+    "pack-quantized with zeros": Kind(_of("pack-quantized", "group", **_FOUR, symmetric=False), int4(16, zero=True)),
     "bitsandbytes": Kind(
         {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "llm_int8_skip_modules": None},
         int8("SCB", by_127=True),
@@ -217,8 +196,7 @@ def mxfp4(weight: Tensor) -> Coded:
     rows = weight.mT.unflatten(-1, (-1, 32))
     exponent = rows.abs().amax(-1).log2().floor() - 2
     scaled = rows / exponent.exp2()[..., None]
-    nearest = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
-    codes = (nearest + 8 * (scaled < 0)).to(torch.uint8)
+    codes = ((scaled.abs()[..., None] - E2M1).abs().argmin(-1) + 8 * (scaled < 0)).to(torch.uint8)
     stored = {"blocks": codes[..., ::2] + 16 * codes[..., 1::2], "scales": (exponent + 127).to(torch.uint8)}
     signed = torch.cat([E2M1, -E2M1]).double()
     return stored, (signed[codes.long()] * exponent.double().exp2()[..., None]).flatten(-2).mT

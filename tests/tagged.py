@@ -124,8 +124,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is _ATEN._fused_sdp_choice.default:
         return 0
     operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    tagged = [leaf for leaf in operands if isinstance(leaf, Tagged)]
-    wanted = kwargs.get("device")
+    tagged, wanted = [leaf for leaf in operands if isinstance(leaf, Tagged)], kwargs.get("device")
     target = bool(tagged) if wanted is None else torch.device(wanted).type == _NAME
     if tagged and func not in _ACROSS:
         judged = operands[:1] if func in _INDEXING and isinstance(operands[0], Tagged) else operands

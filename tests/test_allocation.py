@@ -25,22 +25,18 @@ def energies_of(*widths: int, seed: int = 0) -> list[list[torch.Tensor]]:
     return [[torch.rand(width, generator=generator).sort(descending=True).values for width in widths] for _ in "ab"]
 
 
-def test_keys_get_a_rank_per_group_and_whole_values_one() -> None:
-    specs, allocation = allocate(GEOMETRY, None, method_of(method="recalkv", allocation="uniform"))
-    assert specs == [LayerSpec([80, 40], [120])] * 2
-    assert allocation.dense == GEOMETRY.dense_elements_per_token == 960
-    assert allocation.used == allocation.budget == 480
-
-
-def test_grouped_values_get_a_rank_per_group() -> None:
-    specs, _ = allocate(GEOMETRY, None, method_of(method="palu", allocation="uniform"))
-    assert specs == [LayerSpec([80, 40], [80, 40])] * 2
-
-
-def test_joint_latents_are_as_wide_as_keys_and_values() -> None:
-    specs, allocation = allocate(GEOMETRY, None, method_of(allocation="uniform"))
-    assert specs == [LayerSpec([160, 80], [160, 80], joint=True)] * 2
-    assert allocation.used == sum(spec.cached_elements for spec in specs) == 480
+@pytest.mark.parametrize(
+    ("method", "spec"),
+    [
+        ("recalkv", LayerSpec([80, 40], [120])),
+        ("palu", LayerSpec([80, 40], [80, 40])),
+        ("loss-aware", LayerSpec([160, 80], [160, 80], joint=True)),
+    ],
+)
+def test_a_rank_for_each_group_and_one_for_whole_values(method: str, spec: LayerSpec) -> None:
+    specs, allocation = allocate(GEOMETRY, None, method_of(method=method, allocation="uniform"))
+    assert specs == [spec] * 2 and allocation.dense == GEOMETRY.dense_elements_per_token == 960
+    assert allocation.used == allocation.budget == sum(each.cached_elements for each in specs) == 480
 
 
 def test_scores_reach_their_own_projections() -> None:
@@ -58,12 +54,10 @@ def test_scores_reach_their_own_projections() -> None:
 def test_energies_reach_their_own_latents(joint: bool) -> None:
     energies = energies_of(*((320, 160) if joint else (160, 80, 160, 80)))
     specs, allocation = allocate(GEOMETRY, None, method_of(joint=joint, ratio=0.7), energies)
-    flat = [unit.tolist() for layer in energies for unit in layer]
-    ranks, budget, used = water_filling(flat, 0.7)
+    ranks, budget, used = water_filling([unit.tolist() for layer in energies for unit in layer], 0.7)
     assert (allocation.budget, allocation.used, allocation.dense) == (budget, used, 960)
     given = [rank for spec in specs for rank in [*spec.key_ranks, *(() if joint else spec.value_ranks)]]
-    assert given == ranks
-    assert all(spec.joint == joint and not spec.quantized for spec in specs)
+    assert given == ranks and all(spec.joint == joint and not spec.quantized for spec in specs)
 
 
 @pytest.mark.parametrize("changes", [{}, {"joint": False}, {"method": "recalkv"}, {"method": "palu"}])
@@ -75,9 +69,8 @@ def test_equal_bits_meet_the_bytes_of_the_ratio(changes: dict[str, Any], bits: i
     assert sum(spec.cached_elements for spec in specs) == allocation.used
     for spec in specs:
         assert spec.key_segments == tuple((Segment(rank, bits),) for rank in spec.key_ranks)
-        assert spec.value_segments == (
-            None if method.joint else tuple((Segment(rank, bits),) for rank in spec.value_ranks)
-        )
+        segments = None if method.joint else tuple((Segment(rank, bits),) for rank in spec.value_ranks)
+        assert spec.value_segments == segments
     budget, spent = round(960 * 16 * 0.1), sum(spec.cached_bits for spec in specs)
     # Less than a block is left over.
     assert budget - 8 * bits < spent <= budget
@@ -87,22 +80,18 @@ def test_equal_bits_meet_the_bytes_of_the_ratio(changes: dict[str, Any], bits: i
 @pytest.mark.parametrize("joint", [True, False])
 def test_mixed_bits_give_every_latent_segments_of_its_own(joint: bool) -> None:
     energies = energies_of(*((320, 160) if joint else (160, 80, 160, 80)))
-    method = method_of(joint=joint, ratio=0.8, bits="mixed")
-    specs, allocation = allocate(GEOMETRY, None, method, energies)
+    specs, allocation = allocate(GEOMETRY, None, method_of(joint=joint, ratio=0.8, bits="mixed"), energies)
     expected = mixed_bits([unit.tolist() for layer in energies for unit in layer], 0.8)
     given = [tuple(group) for spec in specs for group in [*spec.key_segments, *(spec.value_segments or ())]]
-    assert given == expected
-    assert allocation.used == sum(segment.width for unit in expected for segment in unit)
+    assert given == expected and allocation.used == sum(segment.width for unit in expected for segment in unit)
     # What is left of every direction.
-    left = sum(float(unit.sum()) for layer in energies for unit in layer)
-    assert 0 < predicted_loss(specs, energies) < left / 2
+    assert 0 < predicted_loss(specs, energies) < sum(float(unit.sum()) for layer in energies for unit in layer) / 2
 
 
 def test_refusals_name_the_remedy() -> None:
     with pytest.raises(BudgetError, match=r"compression\.ratio=0\.99"):
         allocate(GEOMETRY, None, method_of(method="palu", ratio=0.99, rank_multiple=32, allocation="uniform"))
     narrow = AttentionGeometry(hidden=48, heads=6, kv_heads=3, head_dim=8, layers=2)
-    with pytest.raises(
-        BudgetError, match=r"ratio=0\.97 leaves \d+ latents of 8 bits to 4 groups, which take at least \d"
-    ):
+    message = r"ratio=0\.97 leaves \d+ latents of 8 bits to 4 groups, which take at least \d"
+    with pytest.raises(BudgetError, match=message):
         allocate(narrow, None, method_of(ratio=0.97, bits=8, allocation="uniform"))

@@ -13,26 +13,18 @@ from recalkv.evaluation.key_bias import bias_shares, rotated_biases, without_bia
 from recalkv.evaluation.perplexity import window_scores
 from recalkv.evaluation.quantized_cache import quantized_cache
 from recalkv.evaluation.quantizers import quantizer
-from recalkv.evaluation.suites.answers import (
-    Prompt,
-    final_number,
-    generate_answers,
-    read_prompts,
-    score,
-)
+from recalkv.evaluation.suites.answers import Prompt, final_number, generate_answers, read_prompts, score
 from recalkv.text.windows import Windows
 from stages.baseline import own_words
 from stages.models_page import compared
-from tests import tiny
+from tests import raises, tiny
 
 
 def test_the_final_number_of_an_answer() -> None:
     assert final_number("6 + 12 = 18, so \\boxed{18}.") == 18
     assert final_number("\\boxed{1} and then \\boxed{\\$1,250.50}") == 1250.5
-    assert final_number("She has 5 apples and 3 pears: 8 in all.") == 8
-    assert final_number("It is -7") == -7
-    assert final_number("\\boxed{none} of 12") == 12
-    assert final_number("no number") is None
+    assert final_number("She has 5 apples and 3 pears: 8 in all.") == 8 and final_number("It is -7") == -7
+    assert final_number("\\boxed{none} of 12") == 12 and final_number("no number") is None
 
 
 def test_prompts_are_read(tmp_path: Path) -> None:
@@ -65,8 +57,7 @@ def test_a_summary_is_scored_by_its_longest_common_words() -> None:
     pytest.importorskip("rouge")
     news = Prompt("multi_news", "", ["it rained all day", "the sun shone"], 512)
     # Of 4 and 3 words, 3 in common in order: precision 3/4, recall 1.
-    assert score(news, "the sun shone today") == pytest.approx(6 / 7, abs=1e-6)
-    assert score(news, "") == 0
+    assert score(news, "the sun shone today") == pytest.approx(6 / 7, abs=1e-6) and score(news, "") == 0
 
 
 class Characters:
@@ -96,9 +87,8 @@ class Batch(dict):  # type: ignore[type-arg]
 
 def test_answers_are_those_of_each_prompt_alone() -> None:
     model = tiny.dense_model("llama-gqa", max_position_embeddings=512)
-    prompts = [
-        Prompt("a", "Why? " * count, [], tokens, "So ") for count, tokens in ((3, 8), (1, 8), (5, 4), (2, 8), (4, 4))
-    ]
+    lengths = (3, 8), (1, 8), (5, 4), (2, 8), (4, 4)
+    prompts = [Prompt("a", "Why? " * count, [], tokens, "So ") for count, tokens in lengths]
     made: list[int] = []
     together = generate_answers(model, Characters(), prompts, batch_size=3, progress=lambda: made.append(1))
     alone = [generate_answers(model, Characters(), [each])[0] for each in prompts]
@@ -188,5 +178,4 @@ def test_items_may_hold_any_separator_of_lines_and_must_be_there(tmp_path: Path)
     file.write_text("\n".join([json.dumps(row, ensure_ascii=False), "", json.dumps(row)]), encoding="utf-8")
     assert len(read_prompts("gsm8k", file)) == 2 and len(read_prompts("gsm8k", file, 1)) == 1
     file.write_text("\n")
-    with pytest.raises(DataError, match="holds no items"):
-        read_prompts("gsm8k", file)
+    raises(DataError, "holds no items", read_prompts, "gsm8k", file)

@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,9 @@ import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner, Result
 
 import recalkv
 import recalkv.model.modeling
-from recalkv.cli import app
 from recalkv.errors import BudgetError, DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation import beside
 from recalkv.evaluation.beside import QUICK, Wanted, compare, possible
@@ -32,18 +29,20 @@ from recalkv.params import EvaluationParams, NeedleParams
 from recalkv.reports.beside import FIGURES, advice
 from recalkv.text.documents import given_documents
 from recalkv.text.windows import Windows
-from tests.tiny import VOCABULARY, windows
+from tests import raises
+from tests.commands import done, refused
+from tests.conftest import process
+from tests.tiny import VOCABULARY, assert_same_tensors, windows
 
 SMALL = Wanted(
     EvaluationParams(window=32, prefill=20, precision="float32"),
-    NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2),
-    contexts=(40,),
-    steps=2,
-)
+    NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2), contexts=(40,), steps=2,
+)  # fmt: skip
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)))
+@pytest.fixture
+def dense(tiny_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_folder)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +58,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, tiny
 @pytest.fixture(scope="module")
 def measured(compressed: Path, tiny_folder: Path) -> tuple[dict[str, Any], LatentSpec]:
     texts = {name: Windows(windows(4, 32, seed), torch.arange(4)) for name, seed in (("one", 5), ("two", 6))}
-    haystack = windows(1, 500, 7)[0]
-    return compare(compressed, tiny_folder, texts, haystack, SMALL, torch.device("cpu"))
+    return compare(compressed, tiny_folder, texts, windows(1, 500, 7)[0], SMALL, torch.device("cpu"))
 
 
 def test_figures_are_those_of_the_models(
@@ -78,12 +76,9 @@ def test_figures_are_those_of_the_models(
     assert text["dense"] == pytest.approx(float(loss[0].exp()), rel=1e-3)
     assert text["compressed"] == pytest.approx(float(loss[1].exp()), rel=1e-3)
     assert text["excess_nats"] == pytest.approx(float(loss[1] - loss[0]), abs=1e-3)
-    divergence = (theirs.exp() * (theirs - own)).sum(-1).mean()
-    assert text["kl_nats"] == pytest.approx(float(divergence), rel=2e-2)
-    assert text["top1_agreement"] == pytest.approx(
-        float((theirs.argmax(-1) == own.argmax(-1)).double().mean()), abs=0.02
-    )
-    assert found["decoded_tokens_per_window"] == 12
+    assert text["kl_nats"] == pytest.approx(float((theirs.exp() * (theirs - own)).sum(-1).mean()), rel=2e-2)
+    same = (theirs.argmax(-1) == own.argmax(-1)).double().mean()
+    assert text["top1_agreement"] == pytest.approx(float(same), abs=0.02) and found["decoded_tokens_per_window"] == 12
     assert set(found["further_texts"]) == {"two"}
     # 3 layers, 3 heads of 8 dimensions, keys and values, 4 bytes; and what the rows of the checkpoint take.
     assert found["cache"]["dense_bytes_per_token"] == 576
@@ -99,9 +94,8 @@ def test_figures_are_those_of_the_models(
 
 
 def test_latents_of_16_bits_are_counted_in_their_own_type() -> None:
-    spec: Any = SimpleNamespace(
-        dense_bytes_per_token=288, dense_elements_per_token=144, layers=[SimpleNamespace(quantized=False)]
-    )
+    spec: Any = SimpleNamespace(dense_bytes_per_token=288, dense_elements_per_token=144)
+    spec.layers = [SimpleNamespace(quantized=False)]
     assert reference_bytes_per_token(spec, 4) == 576 and reference_bytes_per_token(spec, 2) == 288
     spec.layers[0].quantized = True
     assert reference_bytes_per_token(spec, 4) == 288
@@ -112,8 +106,7 @@ def test_hidden_numbers_have_errors_over_prompts() -> None:
     scores[0, 0] = torch.tensor([[1.0, 0.5], [0.5, 0.0]])
     found = beside._digits(scores, NeedleParams(lengths=[100], depths=[0.0, 1.0], trials=2))
     # Prompts have 0.75 and 0.25.
-    assert found["found"] == 0.5
-    assert found["standard_error"] == pytest.approx(0.25)
+    assert found["found"] == 0.5 and found["standard_error"] == pytest.approx(0.25)
     assert found["lengths"]["100"]["depths"] == {"0": 0.75, "1": 0.25}
 
 
@@ -144,21 +137,19 @@ def test_what_is_poor_is_said_with_what_to_change(
     assert said in lines
     # It was calibrated on 6 x 32 tokens, in mixed bits, at 0.8.
     assert "more than 192 tokens" in lines and "`--ratio` below 0.8" in lines and "--text" in lines
-    assert "mixed" not in lines
-    assert ("longer windows" in lines) == (found[1] == 0.7)
+    assert "mixed" not in lines and ("longer windows" in lines) == (found[1] == 0.7)
 
 
 def test_what_does_not_fit_is_left_out() -> None:
     less = possible(QUICK, 400, 10_000)
-    assert less.needle is None and less.contexts == ()
-    assert possible(QUICK, 8192, 10_000) == QUICK
+    assert less.needle is None and less.contexts == () and possible(QUICK, 8192, 10_000) == QUICK
     assert possible(QUICK, 8192, 500).needle is None
     # Windows within the model's positions, of which the same part is decoded.
     shorter = possible(QUICK, 128).evaluation
     assert (shorter.window, shorter.prefill) == (128, 112)
 
 
-def test_a_model_that_does_not_fit_is_refused(
+def test_models_that_do_not_fit_are_refused(
     compressed: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beside, "available_mib", lambda device: 0.01)
@@ -167,12 +158,9 @@ def test_a_model_that_does_not_fit_is_refused(
 
 
 def test_16_bit_checkpoints_are_measured_in_float32_where_that_fits(
-    tiny_folder: Path,
-    tiny_tokenizer: Any,
-    tiny_texts: tuple[Path, Path],
-    tmp_path: Path,
+    tiny_folder: Path, tiny_tokenizer: Any, tiny_texts: tuple[Path, Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Rounding of products to bfloat16 differs by more than a 4-bit cache does."""
     folder = tmp_path / "bf16"
     AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.bfloat16).save_pretrained(folder)
@@ -186,8 +174,7 @@ def test_16_bit_checkpoints_are_measured_in_float32_where_that_fits(
         monkeypatch.setattr(beside, "available_mib", lambda device, mib=mib: mib)
         figures = compare(codec, folder, text, torch.zeros(0), wanted, torch.device("cpu"))[0]
         found[figures["dtype"]] = figures["perplexity"]["kl_nats"]
-    assert found.keys() == {"float32", "bfloat16"}
-    assert 0 < found["float32"] < found["bfloat16"] / 2
+    assert found.keys() == {"float32", "bfloat16"} and 0 < found["float32"] < found["bfloat16"] / 2
 
 
 def test_eval_writes_a_page_and_its_figures(
@@ -195,23 +182,19 @@ def test_eval_writes_a_page_and_its_figures(
 ) -> None:
     monkeypatch.setattr(beside, "QUICK", SMALL)
     command = ["eval", compressed, "--text", tiny_texts[1], "--quick", "--device", "cpu"]
-    tasks: list[str | Path] = (
-        ["--tasks", "arc_easy", "--items", tmp_path] if importlib.util.find_spec("lm_eval") else []
-    )
+    tasks: list[Any] = ["--tasks", "arc_easy", "--items", tmp_path] if importlib.util.find_spec("lm_eval") else []
     item = {
         "question": "the model holds", "answerKey": "A", "choices": {"text": ["keys", "tokens"], "label": ["A", "B"]}
     }  # fmt: skip
     (tmp_path / "arc_easy.test.jsonl").write_text("".join(json.dumps(item | {"id": str(i)}) + "\n" for i in range(3)))
-    done = run(*command, *tasks, "--out", tmp_path / "page.md")
-    assert done.exit_code == 0, done.output
-    assert ("| arc_easy (3 items) |" in done.output) == bool(tasks)
+    output = done(*command, *tasks, "--out", tmp_path / "page.md")
+    assert ("| arc_easy (3 items) |" in output) == bool(tasks)
     found = json.loads((tmp_path / "page.json").read_text())
-    assert (tmp_path / "page.md").read_text() in done.output
-    assert found["text"] == tiny_texts[1].name
+    assert (tmp_path / "page.md").read_text() in output and found["text"] == tiny_texts[1].name
     assert not (compressed / FIGURES).exists()
 
     # In the checkpoint's own folder by default, where the card takes them up.
-    assert run(*command).exit_code == 0
+    done(*command)
     card = (compressed / CARD).read_text()
     assert f"| digits found in long prompts | {found['needle']['dense']['found']:.0%} |" in card
     assert "top-1 agreement" in card
@@ -219,7 +202,7 @@ def test_eval_writes_a_page_and_its_figures(
     # Another model's folder keeps its card.
     shutil.copy(tiny_folder / "config.json", tmp_path)
     (tmp_path / CARD).write_text("of another")
-    assert run(*command, "--out", tmp_path / FIGURES.replace("json", "md")).exit_code == 0
+    done(*command, "--out", tmp_path / FIGURES.replace("json", "md"))
     assert (tmp_path / CARD).read_text() == "of another"
 
 
@@ -230,11 +213,8 @@ def test_eval_writes_a_page_and_its_figures(
         (["--out", "nowhere/page.md"], "in a writable folder"),
         (["--dense", "no/such"], "no/such"),
         (["--items", "."], "--items . are those of --tasks, which names none"),
-        (
-            ["--text", "one/text.txt", "--text", "other/text.txt"],
-            "two files have one name, of one/text.txt, other/text.txt",
-        ),
-        (["--out", "one/text.txt/page.md"], "in a writable folder"),
+        (["--text", "one/a.txt", "--text", "other/a.txt"], "two files have one name, of one/a.txt, other/a.txt"),
+        (["--out", "one/a.txt/page.md"], "in a writable folder"),
     ],
 )
 def test_eval_refuses(
@@ -243,10 +223,8 @@ def test_eval_refuses(
     monkeypatch.chdir(tmp_path)
     for folder in ("one", "other"):
         Path(folder).mkdir()
-        Path(folder, "text.txt").write_text("a text")
-    refused = run("eval", compressed, "--device", "cpu", *arguments)
-    assert refused.exit_code == 1
-    assert message in refused.output
+        Path(folder, "a.txt").write_text("a text")
+    assert message in refused("eval", compressed, "--device", "cpu", *arguments)
 
 
 def test_eval_says_what_to_do_without_the_recorded_model(compressed: Path, tmp_path: Path) -> None:
@@ -254,35 +232,22 @@ def test_eval_says_what_to_do_without_the_recorded_model(compressed: Path, tmp_p
     config = json.loads((copy / "config.json").read_text())
     config["recalkv"]["source"]["name"] = "/nowhere/llama"
     (copy / "config.json").write_text(json.dumps(config))
-    refused = run("eval", copy, "--device", "cpu")
-    assert refused.exit_code == 1
-    assert "'/nowhere/llama', is not there; name it with --dense" in refused.output
+    assert "'/nowhere/llama', is not there; name it with --dense" in refused("eval", copy, "--device", "cpu")
 
 
-def test_eval_wants_a_compressed_model(tiny_folder: Path) -> None:
-    refused = run("eval", tiny_folder, "--device", "cpu")
-    assert refused.exit_code == 1
-    assert "no `recalkv` section" in refused.output
+def test_commands_want_what_they_need(compressed: Path, tiny_folder: Path) -> None:
+    """A compressed model, a prompt, and a chat template."""
+    assert "no `recalkv` section" in refused("eval", tiny_folder, "--device", "cpu")
+    assert "the prompt '' has no tokens" in refused("generate", compressed, "", "--device", "cpu")
+    assert "has no chat template" in refused("chat", compressed, "--device", "cpu")
 
 
 def test_generate_shows_what_the_model_says(compressed: Path) -> None:
-    done = run("generate", compressed, "the cache holds", "--tokens", "5", "--device", "cpu")
-    assert done.exit_code == 0, done.output
+    output = done("generate", compressed, "the cache holds", "--tokens", "5", "--device", "cpu")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(compressed), AutoTokenizer.from_pretrained(compressed)
     ids = tokenizer("the cache holds", return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=5, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in done.output
-
-
-def test_generate_wants_a_prompt(compressed: Path) -> None:
-    refused = run("generate", compressed, "", "--device", "cpu")
-    assert isinstance(refused.exception, SystemExit) and "the prompt '' has no tokens" in refused.output
-
-
-def test_chat_wants_a_template(compressed: Path, tmp_path: Path) -> None:
-    refused = run("chat", compressed, "--device", "cpu")
-    assert refused.exit_code == 1
-    assert "has no chat template" in refused.output
+    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in output
 
 
 def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,8 +255,7 @@ def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.Monk
 
     model, tokenizer = command._open(str(compressed), None, "cpu")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-    lengths = []
-    answer = command._answer
+    lengths, answer = [], command._answer
 
     def watched(model: Any, tokenizer: Any, inputs: Any, *rest: Any) -> str:
         lengths.append(inputs["input_ids"].shape[1])
@@ -299,19 +263,14 @@ def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(command, "_open", lambda name, codec, device: (model, tokenizer))
     monkeypatch.setattr(command, "_answer", watched)
-    done = CliRunner().invoke(
-        app, ["chat", "x", "--tokens", "3", "--temperature", "1"], input="the cache\nits keys\n\n"
-    )
-    assert done.exit_code == 0, done.output
+    done("chat", "x", "--tokens", "3", "--temperature", "1", input="the cache\nits keys\n\n")
     assert len(lengths) == 2 and lengths[1] > lengths[0] + 3
 
 
 def test_checkpoint_folders(tmp_path: Path, compressed: Path) -> None:
     assert checkpoint_folder(str(compressed), tmp_path) == compressed
-    with pytest.raises(ModelUnavailableError, match="no safetensors"):
-        checkpoint_folder(str(tmp_path), tmp_path)
-    with pytest.raises(ModelUnavailableError, match="no/such"):
-        checkpoint_folder("no/such", tmp_path)
+    raises(ModelUnavailableError, "no safetensors", checkpoint_folder, str(tmp_path), tmp_path)
+    raises(ModelUnavailableError, "no/such", checkpoint_folder, "no/such", tmp_path)
 
 
 # The one call --------------------------------------------------------------------------------------------
@@ -319,19 +278,16 @@ def test_checkpoint_folders(tmp_path: Path, compressed: Path) -> None:
 CALL: dict[str, Any] = {"samples": 4, "length": 32, "precision": "float32", "device": "cpu"}
 
 
-def test_conversations_are_calibrated_on_in_the_template(tiny_folder: Path, tiny_tokenizer: Any) -> None:
+def test_conversations_are_calibrated_on_in_the_template(dense: Any, tiny_tokenizer: Any) -> None:
     import copy
 
     said = "the cache holds what the model has read so far " * 40
     chats = [[{"role": "user", "content": said}, {"role": "assistant", "content": said}]]
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    with pytest.raises(DataError, match="has no chat template"):
-        recalkv.compress(dense, tiny_tokenizer, chats, **CALL)
+    raises(DataError, "has no chat template", recalkv.compress, dense, tiny_tokenizer, chats, **CALL)
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     expected = recalkv.compress(dense, tiny_tokenizer, [said + said], **CALL).state_dict()
-    for name, tensor in recalkv.compress(dense, tokenizer, chats, **CALL).state_dict().items():
-        assert torch.equal(tensor, expected[name])
+    assert_same_tensors(recalkv.compress(dense, tokenizer, chats, **CALL).state_dict(), expected)
 
 
 @pytest.mark.parametrize(
@@ -343,19 +299,16 @@ def test_conversations_are_calibrated_on_in_the_template(tiny_folder: Path, tiny
     ],
 )
 def test_the_call_refuses_before_it_works(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises((ParameterError, DataError), match=message):
-        recalkv.compress("no/such", **({"dataset": ["a"]} | changes))
+    raises((ParameterError, DataError), message, recalkv.compress, "no/such", **{"dataset": ["a"]} | changes)
 
 
-def test_a_model_with_offloaded_layers_is_refused(tiny_folder: Path, tiny_tokenizer: Any) -> None:
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+def test_a_model_with_offloaded_layers_is_refused(dense: Any, tiny_tokenizer: Any) -> None:
     dense.model.layers[1].to("meta")
     with pytest.raises(ParameterError, match="offloaded layers.* give its folder or hub id instead"):
         recalkv.compress(dense, tiny_tokenizer, ["a text"], **CALL)
 
 
-def test_a_target_of_too_few_bytes_is_named(tiny_folder: Path, tiny_tokenizer: Any) -> None:
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+def test_a_target_of_too_few_bytes_is_named(dense: Any, tiny_tokenizer: Any) -> None:
     with pytest.raises(BudgetError, match=r"target of 2 bytes per token: .*allows 2 .*needs"):
         recalkv.compress(dense, tiny_tokenizer, ["the cache holds " * 200], target="bytes_per_token=2", **CALL)
 
@@ -381,12 +334,9 @@ def test_windows_longer_than_the_positions_are_refused(loaded: bool, tiny_folder
         recalkv.compress(model, dataset=["the cache " * 3000], **CALL | {"length": 300})
 
 
-def test_a_given_tokenizer_is_used_and_saved_for_a_folder(
-    tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_given_tokenizer_is_used_and_saved(tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """The folder's own is not there."""
-    bare, out = tmp_path / "bare", tmp_path / "out"
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    bare, out, dense = tmp_path / "bare", tmp_path / "out", AutoModelForCausalLM.from_pretrained(tiny_folder)
     dense.save_pretrained(bare)
     texts = ["the cache holds what the model has read " * 40]
     with pytest.raises(ModelUnavailableError, match=r"bare has no tokenizer that can be read .*copy the model's"):
@@ -394,8 +344,7 @@ def test_a_given_tokenizer_is_used_and_saved_for_a_folder(
     recalkv.compress(bare, tiny_tokenizer, texts, out=out, **CALL)
     assert AutoTokenizer.from_pretrained(out).get_vocab() == tiny_tokenizer.get_vocab()
     expected = recalkv.compress(dense, tiny_tokenizer, texts, **CALL).state_dict()
-    for name, tensor in AutoModelForCausalLM.from_pretrained(out).state_dict().items():
-        assert torch.equal(tensor, expected[name])
+    assert_same_tensors(AutoModelForCausalLM.from_pretrained(out).state_dict(), expected)
 
 
 ROWS = ["the cache holds what the model has read " * 20, "every token adds its keys " * 20]
@@ -411,13 +360,11 @@ ROWS = ["the cache holds what the model has read " * 20, "every token adds its k
     ],
     ids=["path", "iterator", "rows", "datasets"],
 )
-def test_ways_to_give_documents(given: Any, tiny_folder: Path, tmp_path: Path) -> None:
+def test_ways_to_give_documents(given: Any, dense: Any, tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text("\n".join(json.dumps({"text": row}) for row in ROWS))
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
     expected = recalkv.compress(dense, dataset=ROWS, **CALL).state_dict()
-    for name, tensor in recalkv.compress(dense, dataset=given(path), **CALL).state_dict().items():
-        assert torch.equal(tensor, expected[name])
+    assert_same_tensors(recalkv.compress(dense, dataset=given(path), **CALL).state_dict(), expected)
 
 
 @pytest.mark.parametrize(
@@ -433,12 +380,10 @@ def test_ways_to_give_documents(given: Any, tiny_folder: Path, tmp_path: Path) -
     ],
 )
 def test_what_are_no_documents_is_refused(dataset: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        recalkv.compress("no/such", dataset=dataset)
+    raises(DataError, message, recalkv.compress, "no/such", dataset=dataset)
 
 
-def test_what_is_no_causal_model_is_refused(tiny_folder: Path, tiny_tokenizer: Any) -> None:
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+def test_what_is_no_causal_model_is_refused(tiny_folder: Path, dense: Any, tiny_tokenizer: Any) -> None:
     for model, kind in ((dense.model, "LlamaModel"), (torch.nn.Linear(2, 2), "Linear"), (None, "NoneType")):
         with pytest.raises(UnsupportedModelError, match=f"model is a {kind}, no causal language model"):
             recalkv.compress(model, dataset=["a"])
@@ -455,15 +400,12 @@ def test_the_call_works_whatever_the_mode_of_gradients(context: Any, tiny_folder
         found = [recalkv.compress(model, dataset=ROWS, **CALL) for model in (dense, tiny_folder)]
     for compressed in found:
         assert all(own.requires_grad for own in compressed.parameters())
-        for name, tensor in compressed.state_dict().items():
-            assert torch.equal(tensor, expected[name])
+        assert_same_tensors(compressed.state_dict(), expected)
 
 
-def test_a_loaded_model_without_a_name_needs_its_tokenizer(tiny_folder: Path) -> None:
-    dense = AutoModelForCausalLM.from_pretrained(tiny_folder)
+def test_a_loaded_model_without_a_name_needs_its_tokenizer(dense: Any) -> None:
     dense.config._name_or_path = ""
-    with pytest.raises(ParameterError, match="no tokenizer is given"):
-        recalkv.compress(dense, dataset=["a"])
+    raises(ParameterError, "no tokenizer is given", recalkv.compress, dense, dataset=["a"])
     assert dense.config.vocab_size == VOCABULARY
 
 
@@ -485,8 +427,7 @@ def test_transformers_serve_finds_the_class(fresh_python: Path, compressed: Path
     ]
     (tmp_path / "stages").mkdir()
     (tmp_path / "stages" / "load.py").write_text("\n".join(lines))
-    done = subprocess.run([fresh_python, "-m", "stages.load"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process(fresh_python, "-m", "stages.load", cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -503,8 +444,4 @@ def test_lm_eval_loads_a_checkpoint(compressed: Path, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(task))
     line = "import recalkv; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
     arguments = ["--model", "hf", "--model_args", f"pretrained={compressed}", "--tasks", "own", "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "-c", line, *arguments, "--include_path", tmp_path], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "|own " in done.stdout
+    assert "|own " in process(sys.executable, "-c", line, *arguments, "--include_path", tmp_path).stdout

@@ -7,29 +7,25 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
-from typer.testing import CliRunner
 
-from recalkv.cli import app
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.evaluation.generation import cache_bytes_per_token, parameter_count
 from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 from recalkv.model.spec import LatentSpec
 from recalkv.presets import preset_names
 from recalkv.reports.cache_size import GIB, layer_bytes, table
+from tests import raises
+from tests.commands import done, refused
 from tests.tiny import ALL_FAMILIES, compressed_pair, dense_model, windows
 
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("smollm2-135m", 134_515_008),
-        ("llama-2-7b", 6_738_415_616),
-        ("llama-2-13b", 13_015_864_320),
-        ("llama-2-70b", 68_976_648_192),
-        ("llama-3.1-8b", 8_030_261_248),
-        ("mistral-7b", 7_241_732_096),
+        ("smollm2-135m", 134_515_008), ("llama-2-7b", 6_738_415_616), ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192), ("llama-3.1-8b", 8_030_261_248), ("mistral-7b", 7_241_732_096),
     ],
-)
+)  # fmt: skip
 def test_parameters_are_the_published_ones(name: str, parameters: int) -> None:
     assert KNOWN[name].parameters == parameters
 
@@ -50,12 +46,10 @@ def test_a_config_without_an_intermediate_size_has_sizes() -> None:
 
 def test_llama_2_7b_at_4096_tokens_takes_2_gib() -> None:
     rows = table(KNOWN["llama-2-7b"])
-    assert rows["16 bits"]["gib_at_4096_tokens"] == 2.0
-    assert rows["8 bits"]["gib_at_4096_tokens"] == 1.0
+    assert rows["16 bits"]["gib_at_4096_tokens"] == 2.0 and rows["8 bits"]["gib_at_4096_tokens"] == 1.0
     # 24 GiB less 2 x 6,738,415,616 bytes of weights, by half a MiB a token.
     assert rows["16 bits"]["tokens_in_24_gib"] == (24 * GIB - 13_476_831_232) // 524_288
-    assert rows["16 bits"]["sequences_of_4096_in_24_gib"] == 5
-    assert rows["8 bits"]["sequences_of_4096_in_24_gib"] == 11
+    assert rows["16 bits"]["sequences_of_4096_in_24_gib"] == 5 and rows["8 bits"]["sequences_of_4096_in_24_gib"] == 11
     assert table(KNOWN["llama-2-70b"])["16 bits"]["tokens_in_80_gib"] == 0
 
 
@@ -72,17 +66,14 @@ def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Pa
         with torch.no_grad():
             model(windows(2, 8), past_key_values=cache)
         assert cache_bytes_per_token(cache) == expected
-    result = CliRunner().invoke(app, ["cache-size", "--config", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert f"| this checkpoint | {spec.cached_bytes_per_token():,} |" in result.output
+    assert f"| this checkpoint | {spec.cached_bytes_per_token():,} |" in done("cache-size", "--config", tmp_path)
 
 
 @pytest.mark.parametrize("context", [8, 40, 200])
 def test_layers_with_a_window_count_for_no_more_than_it(context: int) -> None:
     """As a live cache of such a sequence; its windows hold sixteen tokens, one less than the layer sees."""
     model = dense_model("gemma3", num_hidden_layers=4)
-    sizes = ModelSizes.from_config(model.config)
-    cache = DynamicCache(config=model.config)
+    sizes, cache = ModelSizes.from_config(model.config), DynamicCache(config=model.config)
     with torch.no_grad():
         model(windows(1, context), past_key_values=cache)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -94,28 +85,22 @@ def test_layers_with_a_window_count_for_no_more_than_it(context: int) -> None:
 
 @pytest.mark.parametrize("name", ["default", *(name for name in preset_names() if name.startswith("paper/"))])
 def test_the_papers_presets_have_sizes(name: str) -> None:
-    result = CliRunner().invoke(app, ["cache-size", "--config", name])
-    assert result.exit_code == 0, result.output
-    assert "| 16 bits |" in result.output
+    assert "| 16 bits |" in done("cache-size", "--config", name)
 
 
 def test_models_that_transformers_does_not_know_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     for command in (["cache-size", "--config", tmp_path], ["eval", tmp_path]):
         (tmp_path / "model.safetensors").write_text("weights")
-        refused = CliRunner().invoke(app, list(map(str, command)))
-        assert refused.exit_code == 1 and refused.output.count("error:") == 1
-        assert "is not a config that this version of transformers takes" in refused.output
+        said = refused(*command)
+        assert said.count("error:") == 1 and "is not a config that this version of transformers takes" in said
 
 
 def test_errors_name_the_known() -> None:
-    result = CliRunner().invoke(app, ["cache-size", "--config", "gpt-5"])
-    assert result.exit_code == 1
-    assert "'gpt-5'" in result.output and "llama-2-70b" in result.output
-    assert "preset" not in CliRunner().invoke(app, ["cache-size", "--help"]).output, "most have no sizes offline"
-    with pytest.raises(ParameterError, match=r"here: 'x' is not known; choose one of smollm2-135m, "):
-        known_sizes("x", "here")
+    said = refused("cache-size", "--config", "gpt-5")
+    assert "'gpt-5'" in said and "llama-2-70b" in said
+    assert "preset" not in done("cache-size", "--help"), "most have no sizes offline"
+    raises(ParameterError, r"here: 'x' is not known; choose one of smollm2-135m, ", known_sizes, "x", "here")
     config = dense_model("llama-mha").config
     config.model_type = "gpt2"
-    with pytest.raises(UnsupportedModelError, match="gpt2"):
-        ModelSizes.from_config(config)
+    raises(UnsupportedModelError, "gpt2", ModelSizes.from_config, config)

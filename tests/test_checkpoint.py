@@ -22,6 +22,8 @@ from recalkv.model.export import build_model
 from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
+from tests import raises
+from tests.characters import Characters
 from tests.tiny import ALL_FAMILIES, VOCABULARY, compressed_pair, dense_model, over_values, windows
 
 pair = functools.cache(compressed_pair)
@@ -53,12 +55,10 @@ def edited(checkpoint: Path, folder: Path, change: Any) -> Path:
 @pytest.mark.parametrize(
     ("family", "method"),
     [
-        *((family, "recalkv") for family in ALL_FAMILIES),
-        ("llama-gqa", "palu"),
-        ("llama-gqa", "loss-aware"),
+        *((family, "recalkv") for family in ALL_FAMILIES), ("llama-gqa", "palu"), ("llama-gqa", "loss-aware"),
         ("qwen2-bias", "svd"),
     ],
-)
+)  # fmt: skip
 def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
     _, compressed, _ = pair(family, method=method)
     specs = compressed.config.recalkv["layers"]
@@ -67,11 +67,9 @@ def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
     compressed.save_pretrained(tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
-    assert type(loaded) is type(compressed)
-    assert loaded.config.recalkv == compressed.config.recalkv
+    assert type(loaded) is type(compressed) and loaded.config.recalkv == compressed.config.recalkv
     expected, actual = compressed.state_dict(), loaded.state_dict()
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
     assert torch.equal(logits(loaded), logits(compressed))
 
 
@@ -112,12 +110,9 @@ def other_rank(config: Any) -> None:
     ],
     ids=["rank", "bias", "depth", "head"],
 )
-def test_tensors_that_do_not_fit_the_config_are_refused(
-    checkpoint: Path, tmp_path: Path, change: Any, message: str
-) -> None:
+def test_tensors_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path, change: Any, message: str) -> None:
     """Most of these only warn in transformers, and go on with new weights."""
-    with pytest.raises(CheckpointError, match=message):
-        AutoModelForCausalLM.from_pretrained(edited(checkpoint, tmp_path, change))
+    raises(CheckpointError, message, AutoModelForCausalLM.from_pretrained, edited(checkpoint, tmp_path, change))
 
 
 def test_the_cost_rule_and_a_limit_choose_between_equal_paths() -> None:
@@ -182,26 +177,21 @@ def test_fusion_rule_is_that_of_the_multiplications() -> None:
     for hidden, heads, head_dim in ((4096, 32, 128), (48, 6, 8), (576, 9, 64)):
         geometry = AttentionGeometry(hidden, heads, heads, head_dim, 1)
         for rank in range(1, 2 * head_dim):
-            fused = heads * rank * hidden
-            separate = heads * rank * head_dim + heads * head_dim * hidden
+            fused, separate = heads * rank * hidden, heads * rank * head_dim + heads * head_dim * hidden
             assert (choose_value_layout(geometry, [rank]) == "fused") == (fused <= separate)
-    wide_heads = AttentionGeometry(hidden=8, heads=2, kv_heads=2, head_dim=8, layers=1)
-    assert choose_value_layout(wide_heads, [16]) == "fused"
+    assert choose_value_layout(AttentionGeometry(hidden=8, heads=2, kv_heads=2, head_dim=8, layers=1), [16]) == "fused"
 
 
 @pytest.mark.parametrize("sizes", [[3], [2, 1], [1, 1, 1]])
 def test_fused_output_equals_reconstruction_then_output(sizes: list[int]) -> None:
     """Against both products written out per query head, with a permutation of the heads."""
     torch.manual_seed(0)
-    d_h, repeats = GEOMETRY.head_dim, GEOMETRY.queries_per_kv
-    ranks = [3 + group for group in range(len(sizes))]
+    d_h, repeats, ranks = GEOMETRY.head_dim, GEOMETRY.queries_per_kv, [3 + group for group in range(len(sizes))]
     up = [torch.randn(rank, size * d_h).double() for rank, size in zip(ranks, sizes, strict=True)]
     output = torch.randn(GEOMETRY.heads * d_h, GEOMETRY.hidden).double()
-    fused = fuse_output(up, output, GEOMETRY)
-    latents = [torch.randn(rank).double() for rank in ranks]
+    fused, latents = fuse_output(up, output, GEOMETRY), [torch.randn(rank).double() for rank in ranks]
     owner = [(group, place) for group, size in enumerate(sizes) for place in range(size)]
-    expected = torch.zeros(GEOMETRY.hidden).double()
-    inputs = []
+    expected, inputs = torch.zeros(GEOMETRY.hidden).double(), []
     for head in range(GEOMETRY.heads):
         group, place = owner[head // repeats]
         # A different context for every query head, as attention gives.
@@ -218,19 +208,12 @@ def test_fused_output_equals_reconstruction_then_output(sizes: list[int]) -> Non
     torch.testing.assert_close(torch.cat(absorbed, dim=1).flatten() @ output, expected)
 
 
-class LetterTokenizer:
-    """A token per character."""
-
-    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[ord(letter) % VOCABULARY for letter in text] for text in texts]}
-
-
 TEXTS = ["the quick brown fox jumps over the lazy dog; " * 20, "pack my box with five dozen jugs. " * 20]
 
 
 def quick(model: Any, **options: Any) -> Any:
     sizes = {"samples": 4, "length": 32, "precision": "float32"}
-    return recalkv.compress(model, LetterTokenizer(), TEXTS, **(sizes | options))
+    return recalkv.compress(model, Characters(), TEXTS, **(sizes | options))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -243,15 +226,13 @@ def test_compress_in_one_call(family: str, method: str, tmp_path: Path) -> None:
     compressed = quick(dense, method=method, ratio=0.4, bits=16, group_size=2)
     after = dense.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert dense.config.to_dict() == settings
-    assert torch.equal(logits(dense), expected)
+    assert dense.config.to_dict() == settings and torch.equal(logits(dense), expected)
     assert all(parameter.grad is None for parameter in dense.parameters())
 
     record = LatentSpec.from_config(compressed.config)
     assert (record.method, record.key_group_size) == (method, 2)
     assert record.removed == pytest.approx(0.4, abs=1 / record.dense_elements_per_token)
-    assert compressed.dtype == dense.dtype
-    assert compressed.generation_config.max_new_tokens == 7
+    assert compressed.dtype == dense.dtype and compressed.generation_config.max_new_tokens == 7
     assert compressed.generate(windows(1, 8), min_new_tokens=7).shape == (1, 15)
     compressed.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(compressed))
@@ -262,8 +243,7 @@ def test_the_seed_of_the_call_draws_the_windows() -> None:
     options = {"samples": 2, "length": 16, "method": "recalkv", "allocation": "uniform"}
     first, again, other = (quick(dense, seed=seed, **options).state_dict() for seed in (3, 3, 4))
     factors = [name for name in first if "key_up" in name or "k_proj" in name]
-    assert factors
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert factors and all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.allclose(first[name], other[name]) for name in factors)
 
 
@@ -273,18 +253,16 @@ def test_compressed_weights_are_not_the_dense_models() -> None:
     compressed = quick(dense)
     theirs = {tensor.untyped_storage().data_ptr() for tensor in dense.state_dict().values()}
     shared = [n for n, t in compressed.state_dict().items() if t.untyped_storage().data_ptr() in theirs]
-    assert not shared
-    assert compressed.generation_config is not dense.generation_config
+    assert not shared and compressed.generation_config is not dense.generation_config
 
 
-def test_defaults_of_generation_that_are_not_saved_are_kept(tmp_path: Path) -> None:
+def test_defaults_of_generation_that_are_not_saved_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = dense_model("llama-gqa")
     dense.generation_config.temperature = 0.9
-    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
-        dense.save_pretrained(tmp_path / "dense")
-    tokenizer = LetterTokenizer()
-    tokenizer.save_pretrained = lambda folder: None  # type: ignore[attr-defined]
-    recalkv.compress(dense, tokenizer, TEXTS, samples=4, length=32, precision="float32", out=tmp_path / "out")
+    raises(ValueError, "GenerationConfig is invalid", dense.save_pretrained, tmp_path / "dense")
+    with monkeypatch.context() as patch:
+        patch.setattr(Characters, "save_pretrained", lambda tokenizer, folder: None, raising=False)
+        quick(dense, out=tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.9
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "recalkv_llama"
 
@@ -308,13 +286,10 @@ def test_replicas_of_data_parallel_keep_their_factors() -> None:
 
 def test_compress_refuses_unsupported_and_compressed_models() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=VOCABULARY))
-    with pytest.raises(UnsupportedModelError, match="llama, mistral, qwen2, qwen3"):
-        quick(gpt2)
-    with pytest.raises(UnsupportedModelError, match="already"):
-        quick(pair("llama-gqa")[1])
+    raises(UnsupportedModelError, "llama, mistral, qwen2, qwen3", quick, gpt2)
+    raises(UnsupportedModelError, "already", quick, pair("llama-gqa")[1])
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(UnsupportedModelError, match="rope_type='dynamic'"):
-        quick(dense_model("llama-gqa", rope_parameters=dynamic))
+    raises(UnsupportedModelError, "rope_type='dynamic'", quick, dense_model("llama-gqa", rope_parameters=dynamic))
 
 
 @pytest.mark.xfail(reason="with nothing removed every dense shape is kept, and extra tensors only warn", strict=True)

@@ -58,8 +58,7 @@ def test_a_tiny_case_by_hand() -> None:
 
 def test_near_the_best_of_all_allocations() -> None:
     energies, tokens, budget = [falling(3, 1.0, 0.3), falling(2, 0.5, 0.2)], [1.0, 2.0], 24.0
-    rates = [0, *BITS]
-    best = math.inf
+    rates, best = [0, *BITS], math.inf
     for levels in itertools.product(rates, repeat=5):
         if not (levels[0] >= levels[1] >= levels[2] and levels[3] >= levels[4]):
             continue

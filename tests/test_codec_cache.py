@@ -8,18 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    DynamicCache,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
-    PersimmonConfig,
-    PersimmonForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    StaticCache,
-)
+from transformers import DynamicCache, Qwen2VLConfig, Qwen2VLForConditionalGeneration, StaticCache
+from transformers.modeling_utils import local_torch_dtype
 
 import recalkv
 import recalkv.runtime.means
@@ -28,7 +18,7 @@ from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.models import check_cached, codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
 from recalkv.trellis.codes import _kept_levels
-from tests import tiny
+from tests import raises, tiny
 from tests.coded import WINDOW, assert_agree, codec_of, coded_model, dense, fit, in_chunks, one_pass, token_ids
 
 STEPS = [20, *range(21, 61)]
@@ -37,8 +27,7 @@ STEPS = [20, *range(21, 61)]
 def test_a_codec_of_another_model_is_refused() -> None:
     with pytest.raises(CheckpointError, match="fingerprint .* fit one to this model"):
         use_codec(dense("llama-mha"), codec_of("llama-gqa"))
-    with pytest.raises(CheckpointError, match="fingerprint"):
-        use_codec(dense("llama-gqa", seed=1), codec_of("llama-gqa"))
+    raises(CheckpointError, "fingerprint", use_codec, dense("llama-gqa", seed=1), codec_of("llama-gqa"))
 
 
 def test_heads_of_other_sizes_are_refused_even_unchecked() -> None:
@@ -53,7 +42,7 @@ def test_layers_that_are_not_there_are_refused() -> None:
 
 
 def test_a_model_without_the_attention_interface_is_refused() -> None:
-    model = BloomForCausalLM(BloomConfig(hidden_size=48, n_layer=3, n_head=6, vocab_size=128))
+    model = tiny.random_model("bloom", hidden_size=48, n_layer=3, n_head=6, vocab_size=128)
     with pytest.raises((UnsupportedModelError, CheckpointError), match="attention interface|which Bloom"):
         use_codec(model, codec_of("llama-gqa"), check=False)
     assert not hasattr(model, "recalkv_hooks")
@@ -92,8 +81,7 @@ def test_a_coded_cache_is_refused_by_a_model_without_a_codec(filled: bool) -> No
     cache = codec_cache(model)
     if filled:
         in_chunks(model, ids, [40], cache)
-    with pytest.raises(UnsupportedModelError, match="use_codec"):
-        in_chunks(stop_codec(model), ids, [59, 60], cache)
+    raises(UnsupportedModelError, "use_codec", in_chunks, stop_codec(model), ids, [59, 60], cache)
 
 
 def test_other_kinds_of_caches_are_refused() -> None:
@@ -102,43 +90,32 @@ def test_other_kinds_of_caches_are_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="class Own cannot hold coded layers"):
         coded_model()(token_ids(), past_key_values=Own(), use_cache=True)
-    with pytest.raises(UnsupportedModelError, match="the model uses none"):
-        codec_cache(dense())
+    raises(UnsupportedModelError, "the model uses none", codec_cache, dense())
 
 
 def test_other_batches_are_refused() -> None:
     model, ids = coded_model(), token_ids()
     _, cache = in_chunks(model, ids, [40])
-    with pytest.raises(ParameterError, match="holds 6 sequences but got 2"):
-        in_chunks(model, ids[:2], [60], cache)
+    raises(ParameterError, "holds 6 sequences but got 2", in_chunks, model, ids[:2], [60], cache)
 
 
 def test_there_are_no_gradients() -> None:
     model, ids = coded_model(), token_ids()
-    loss = model(ids, labels=ids, use_cache=False).loss
-    with pytest.raises(ReCalKVError, match="no gradient; call `recalkv.stop_codec"):
-        loss.backward()
-    assert bool(torch.isfinite(model(ids, labels=ids, use_cache=False).loss))
-    assert one_pass(model, ids).grad_fn is None
+    raises(ReCalKVError, "no gradient; call `recalkv.stop_codec", model(ids, labels=ids, use_cache=False).loss.backward)
+    assert bool(torch.isfinite(model(ids, labels=ids, use_cache=False).loss)) and one_pass(model, ids).grad_fn is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_default_type_does_not_matter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor whatever else tables that are made in the first pass could take from around them."""
-    ids, model = token_ids(), dense().to(dtype)
-    fresh = copy.deepcopy(codec_of())
+    ids, model, fresh = token_ids(), dense().to(dtype), copy.deepcopy(codec_of())
     wanted, _ = in_chunks(use_codec(copy.deepcopy(model), codec_of()), ids, STEPS)
     monkeypatch.setattr(recalkv.runtime.means, "_tables", {})
     _kept_levels.cache_clear()
     use_codec(model, fresh)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.inference_mode():
-            first, _ = in_chunks(model, ids, STEPS)
-    finally:
-        torch.set_default_dtype(before)
-        _kept_levels.cache_clear()
+    with local_torch_dtype(torch.bfloat16), torch.inference_mode():
+        first, _ = in_chunks(model, ids, STEPS)
+    _kept_levels.cache_clear()
     assert torch.equal(first, wanted)
     again, _ = in_chunks(model, ids, STEPS)
     assert torch.equal(again, wanted)
@@ -152,19 +129,19 @@ def test_a_cache_goes_on_outside_of_inference_mode() -> None:
     rest = []
     for end in range(41, 61):
         # Neither inference mode nor no_grad.
-        output = model(ids[:, end - 1 : end], past_key_values=cache, use_cache=True)
-        rest.append(output.logits.detach())
+        rest.append(model(ids[:, end - 1 : end], past_key_values=cache, use_cache=True).logits.detach())
     assert torch.equal(torch.cat([first, *rest], 1), wanted)
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        lambda cache: None,
         lambda cache: cache.reorder_cache(torch.arange(6)),
         lambda cache: cache.batch_repeat_interleave(1),
         lambda cache: cache.batch_select_indices(torch.arange(6)),
     ],
-    ids=["reorder", "repeat", "select"],
+    ids=["nothing", "reorder", "repeat", "select"],
 )
 def test_sequences_changed_in_inference_mode_go_on_outside_of_it(change: Any) -> None:
     model, ids = coded_model(), token_ids()
@@ -249,18 +226,15 @@ def test_all_tokens_may_be_taken_back() -> None:
 def test_more_tokens_than_there_are_cannot_be_taken_back() -> None:
     model, ids = coded_model(), token_ids()
     _, cache = in_chunks(model, ids, [20])
-    with pytest.raises(ParameterError, match="21 tokens cannot be taken back of 20"):
-        cache.crop(-21)
-    with pytest.raises(ValueError, match="negative"):
-        cache.crop(5)
+    raises(ParameterError, "21 tokens cannot be taken back of 20", cache.crop, -21)
+    raises(ValueError, "negative", cache.crop, 5)
     assert cache.get_seq_length() == 20
 
 
 def test_what_slid_out_is_taken_back_where_it_was_recorded() -> None:
     model, ids = coded_model("mistral-sliding"), torch.cat([token_ids(), token_ids(seed=8)], 1)
     _, cache = in_chunks(model, ids, [60, *range(61, 121)])
-    with pytest.raises(RuntimeError, match="activate_past_recording"):
-        cache.crop(-100)
+    raises(RuntimeError, "activate_past_recording", cache.crop, -100)
     assert cache.get_seq_length() == 120
     cache = codec_cache(model)
     in_chunks(model, ids, [20], cache)
@@ -292,13 +266,10 @@ def test_a_row_without_tokens_harms_no_other(family: str, static: bool) -> None:
     found = model.generate(ids, attention_mask=mask, **settings)
     assert all(bool(torch.isfinite(each).all()) for each in found.logits)
     for row in (0, 2):
-        alone = model.generate(ids[row : row + 1], **settings)
-        assert torch.equal(found.sequences[row], alone.sequences[0])
+        assert torch.equal(found.sequences[row], model.generate(ids[row : row + 1], **settings).sequences[0])
     # Its own tokens are those of a sequence that begins with them.
-    own = found.sequences[1, 30:][None]
-    wanted = one_pass(model, own)
-    got = torch.stack([each[1] for each in found.logits[1:]])[None]
-    assert_agree(got, wanted[:, :-1], 1e-3)
+    wanted = one_pass(model, found.sequences[1, 30:][None])
+    assert_agree(torch.stack([each[1] for each in found.logits[1:]])[None], wanted[:, :-1], 1e-3)
 
 
 @pytest.mark.parametrize("family", ["mistral-sliding"])
@@ -333,13 +304,11 @@ def test_stopping_leaves_nothing() -> None:
     attributes = [set(vars(each)) for each in model.modules()]
     before, name = one_pass(model, ids), model.config._attn_implementation
     for _ in range(2):
-        assert use_codec(use_codec(model, codec_of()), codec_of(bits=8)) is model
-        assert len(model.recalkv_hooks) == 2
+        assert use_codec(use_codec(model, codec_of()), codec_of(bits=8)) is model and len(model.recalkv_hooks) == 2
         found = one_pass(model, ids)
         assert torch.equal(found, one_pass(coded_model(bits=8), ids)) and not torch.equal(found, before)
         stop_codec(stop_codec(model))
-    assert model.config._attn_implementation == name
-    assert [set(vars(each)) for each in model.modules()] == attributes
+    assert model.config._attn_implementation == name and [set(vars(each)) for each in model.modules()] == attributes
     assert not model._forward_pre_hooks and not model.model._forward_pre_hooks
     assert torch.equal(one_pass(model, ids), before)
     _, cache = in_chunks(model, ids, [60])
@@ -358,24 +327,19 @@ def test_submodels_keep_the_attention_that_each_had() -> None:
 
 def test_a_model_is_copied_without_its_codec() -> None:
     model = coded_model()
-    with pytest.raises(UnsupportedModelError, match="stop_codec"):
-        copy.deepcopy(model)
-    with pytest.raises(UnsupportedModelError, match="stop_codec"):
-        pickle.dumps(model)
-    copied = copy.deepcopy(stop_codec(model))
-    assert torch.equal(one_pass(copied, token_ids()), one_pass(model, token_ids()))
+    raises(UnsupportedModelError, "stop_codec", copy.deepcopy, model)
+    raises(UnsupportedModelError, "stop_codec", pickle.dumps, model)
+    assert torch.equal(one_pass(copy.deepcopy(stop_codec(model)), token_ids()), one_pass(model, token_ids()))
 
 
 def test_training_goes_on_behind_it() -> None:
     """As under DDP: what takes part in one step takes part in the next, and nothing of the codec is trained."""
     model, ids = coded_model(), token_ids()
-    names = {name for name, _ in model.named_parameters()}
-    assert names == {name for name, _ in dense().named_parameters()}
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in dense().named_parameters()}
     assert set(model.state_dict()) == set(dense().state_dict())
     in_chunks(model, ids, STEPS)
     stop_codec(model).train()
-    rate = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
+    rate, losses = torch.optim.SGD(model.parameters(), 0.1), []
     for _ in range(2):
         rate.zero_grad()
         loss = model(ids, labels=ids).loss
@@ -403,8 +367,7 @@ def multimodal() -> Any:
 
 def test_positions_of_several_numbers_are_served_for_text_alone() -> None:
     model, ids = multimodal(), token_ids()
-    codec = dataclasses.replace(fit(model, tiny.windows(), 4, context=256), window=WINDOW)
-    use_codec(model, codec)
+    use_codec(model, dataclasses.replace(fit(model, tiny.windows(), 4, context=256), window=WINDOW))
     assert_agree(in_chunks(model, ids, STEPS)[0], one_pass(model, ids))
     positions = torch.arange(60).expand(3, 6, 60).clone()
     assert_agree(one_pass(model, ids, position_ids=positions), one_pass(model, ids))
@@ -418,16 +381,12 @@ def test_layers_that_share_their_keys_are_refused() -> None:
     sizes |= {"num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 256, "altup_num_inputs": 2}
     sizes |= {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}
     kinds: dict[str, Any] = {"layer_types": ["full_attention"] * 3, "activation_sparsity_pattern": [0.0] * 3}
-    torch.manual_seed(0)
-    model = Gemma3nForCausalLM(Gemma3nTextConfig(**sizes, **kinds, laurel_rank=4, pad_token_id=0)).eval()
+    model = tiny.random_model("gemma3n_text", **sizes, **kinds, laurel_rank=4, pad_token_id=0)
     use_codec(model, fit(model, tiny.windows(), 4, context=256))
-    with pytest.raises(UnsupportedModelError, match="layer 2 attends to the keys of an earlier layer"):
-        model(token_ids(), use_cache=True)
+    raises(UnsupportedModelError, "layer 2 attends to the keys of an earlier layer", model, token_ids(), use_cache=True)
     # Before an hour of fitting.
-    with pytest.raises(
-        UnsupportedModelError, match="layer 2 of Gemma3nForCausalLM attends to other keys than its cache"
-    ):
-        check_cached(stop_codec(model))
+    message = "layer 2 of Gemma3nForCausalLM attends to other keys than its cache"
+    raises(UnsupportedModelError, message, check_cached, stop_codec(model))
 
 
 def test_offloaded_caches_are_refused() -> None:
@@ -446,8 +405,7 @@ def test_masks_that_show_later_tokens_are_refused(cached: bool) -> None:
     with torch.no_grad():
         assert_agree(model(ids, attention_mask=mask, use_cache=cached).logits, one_pass(model, ids))
         mask[:, :, 10:20, 10:20] = True
-        with pytest.raises(UnsupportedModelError, match="attend to later ones"):
-            model(ids, attention_mask=mask, use_cache=cached)
+        raises(UnsupportedModelError, "attend to later ones", model, ids, attention_mask=mask, use_cache=cached)
 
 
 def test_padding_between_turns_is_refused() -> None:
@@ -461,9 +419,7 @@ def test_padding_between_turns_is_refused() -> None:
 
 
 def test_a_family_that_hands_attention_no_positions_is_padded_all_the_same() -> None:
-    sizes = tiny.SIZES | {"num_key_value_heads": 6, "qk_layernorm": True}
-    torch.manual_seed(0)
-    model = PersimmonForCausalLM(PersimmonConfig(**sizes)).eval()
+    model = tiny.random_model("persimmon", **tiny.SIZES | {"num_key_value_heads": 6, "qk_layernorm": True})
     use_codec(model, dataclasses.replace(fit(model, tiny.windows(), 4, context=256), window=WINDOW))
     ids, mask = token_ids(), torch.ones(6, 60, dtype=torch.int64)
     alone, _ = in_chunks(model, ids[:1, 17:], [20, *range(21, 44)])
@@ -482,8 +438,7 @@ def test_static_caches_begin_without_dense_keys_and_batches_are_not_continuous()
     assert shape is not None
     use_codec(model, codec_of())
     assert model._get_static_cache_init_shape() is None
-    with pytest.raises(UnsupportedModelError, match="continuous batching keeps a cache of its own"):
-        model.init_continuous_batching()
+    raises(UnsupportedModelError, "continuous batching keeps a cache of its own", model.init_continuous_batching)
     assert stop_codec(model)._get_static_cache_init_shape() == shape
 
 

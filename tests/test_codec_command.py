@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from typer.testing import CliRunner
+from transformers import AutoModelForCausalLM
 
 import recalkv
-import recalkv.fitting
-from recalkv.cli import app
 from recalkv.codec.budget import bits_within, target_bits
 from recalkv.codec.context import cached_tokens
 from recalkv.codec.fit import build_codec
@@ -23,33 +19,20 @@ from recalkv.evaluation.perplexity import window_losses
 from recalkv.fitting import divergence
 from recalkv.method.target import Target
 from recalkv.text.windows import Windows
-from tests.tiny import SIZES, dense_model, windows
+from tests import raises
+from tests.commands import done, everything, refused
+from tests.tiny import SIZES, dense_model, random_model, windows
 
 DENSE = 288
 """Bytes that the tiny model caches of a token in 16 bits."""
 
 
-def fit(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["fit", *map(str, arguments)])
+def fit(*arguments: Any) -> str:
+    return done("fit", *arguments)
 
 
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture
-def settings(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> list[str | Path]:
-    return [tiny_folder, "--text", tiny_texts[0], "--samples", "6", "--length", "32", "--device", "cpu"]
-
-
-@pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no model be found or loaded."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("loaded something before its arguments were checked")
-
-    monkeypatch.setattr(recalkv.fitting, "resolve_model", fail)
+def refuse(*arguments: Any) -> str:
+    return refused("fit", *arguments)
 
 
 # ---- budgets
@@ -85,9 +68,7 @@ def test_the_fewest_bits_within_a_loss() -> None:
         tried.append(bits)
         return float(3 * 4**-bits)
 
-    found = bits_within(0.01, lambda bits: 4**-bits, measure)
-    assert 0.009 <= measure(found) <= 0.01
-    assert len(tried) <= 9
+    assert 0.009 <= measure(bits_within(0.01, lambda bits: 4**-bits, measure)) <= 0.01 and len(tried) <= 9
     with pytest.raises(BudgetError, match=r"max_excess=0.01 is not met on held-out windows"):
         bits_within(0.01, lambda bits: 4**-bits, lambda bits: 0.02)
 
@@ -95,48 +76,36 @@ def test_the_fewest_bits_within_a_loss() -> None:
 def test_divergence_is_that_of_the_logits() -> None:
     model, ids = dense_model("llama-gqa"), windows(3, 40, seed=5)
     moments = take_moments(model, windows(), 256)
-    found = [
-        divergence(model, build_codec(moments, bits, 256, window=4), Windows(ids, torch.arange(3)))[0]
-        for bits in (8, 4, 2)
-    ]
-    assert 0 < found[0] < found[1] < found[2]
+    own, codecs = Windows(ids, torch.arange(3)), [build_codec(moments, bits, 256, window=4) for bits in (8, 4, 2)]
+    found = [divergence(model, codec, own)[0] for codec in codecs]
+    assert 0 < found[0] < found[1] < found[2] and model.config._attn_implementation == "sdpa"
     dropping = dense_model("llama-gqa", attention_dropout=0.5).train()
-    again = divergence(dropping, build_codec(moments, 8, 256, window=4), Windows(ids, torch.arange(3)))
-    assert again[0] == found[0] and dropping.training
-    assert model.config._attn_implementation == "sdpa"
+    assert divergence(dropping, codecs[0], own)[0] == found[0] and dropping.training
     assert not any(each._forward_pre_hooks for each in model.modules())
 
 
 # ---- the command
 
 
-def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[str | Path], tmp_path: Path) -> None:
+def test_fit_writes_a_side_car_and_says_how_to_use_it(settings: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "new" / "codec"
-    done = fit(*settings, "--out", out, "--seed", "3")
-    assert done.exit_code == 0, done.output
+    output = fit(*settings, "--out", out, "--seed", "3")
     codec = Codec.load(out)
     size = sum(path.stat().st_size for path in out.iterdir())
-    assert f"{out}: {size / 1e6:,.1f} MB, for contexts of 256 tokens" in done.output
-    assert f"caches {codec.bytes_per_token} bytes per token, dense {DENSE} in 16 bits" in done.output
-    assert f"{codec.bits_per_element(2048):.2f} bits per element at 2,048 tokens" in done.output
-    assert f'use it: recalkv.use_codec(model, "{out}")' in done.output
-    assert codec.bytes_per_token <= DENSE / 4
-    record = dict(codec.record)
-    assert record == {
-        "model": Path(settings[0]).name,
-        "revision": None,
-        "bits": 4,
-        "seed": 3,
-        "texts": ["calibration.txt"],
-        "windows": [6, 32],
-        "rope": {"": {"type": "default", "base": 10000.0, "factor": None, "original": None}},
-    }
+    assert f"{out}: {size / 1e6:,.1f} MB, for contexts of 256 tokens" in output
+    assert f"caches {codec.bytes_per_token} bytes per token, dense {DENSE} in 16 bits" in output
+    assert f"{codec.bits_per_element(2048):.2f} bits per element at 2,048 tokens" in output
+    assert f'use it: recalkv.use_codec(model, "{out}")' in output and codec.bytes_per_token <= DENSE / 4
+    assert dict(codec.record) == {
+        "model": Path(settings[0]).name, "revision": None, "bits": 4, "seed": 3, "texts": ["calibration.txt"],
+        "windows": [6, 32], "rope": {"": {"type": "default", "base": 10000.0, "factor": None, "original": None}},
+    }  # fmt: skip
     model = recalkv.use_codec(AutoModelForCausalLM.from_pretrained(settings[0]), out)
     assert model.generate(windows(1, 40), max_new_tokens=4, do_sample=False).shape == (1, 44)
 
 
-def test_fit_in_python_is_the_same(settings: list[str | Path], tmp_path: Path, tiny_tokenizer: Any) -> None:
-    assert fit(*settings, "--out", tmp_path / "a", "--bits", "3", "--heads", "1").exit_code == 0
+def test_fit_in_python_is_the_same(settings: list[Any], tmp_path: Path, tiny_tokenizer: Any) -> None:
+    fit(*settings, "--out", tmp_path / "a", "--bits", "3", "--heads", "1")
     given: dict[str, Any] = {"bits": 3, "samples": 6, "length": 32, "heads": 1}
     recalkv.fit(str(settings[0]), dataset=settings[2], out=tmp_path / "b", device="cpu", **given)
     model = AutoModelForCausalLM.from_pretrained(settings[0])
@@ -144,54 +113,46 @@ def test_fit_in_python_is_the_same(settings: list[str | Path], tmp_path: Path, t
     assert everything(tmp_path / "a") == everything(tmp_path / "b") == everything(tmp_path / "c")
     assert Codec.load(tmp_path / "a").layers[0].kv_heads_per_code == 1
     texts = [Path(settings[2]).read_text()]
-    codec = recalkv.fit(model, dataset=texts, **given)
-    assert codec.bytes_per_token == Codec.load(tmp_path / "a").bytes_per_token
+    assert recalkv.fit(model, dataset=texts, **given).bytes_per_token == Codec.load(tmp_path / "a").bytes_per_token
     with torch.inference_mode():
         recalkv.fit(model, dataset=texts, **given)
 
 
-def test_a_loss_target_is_met(settings: list[str | Path], tmp_path: Path) -> None:
+def test_a_loss_target_is_met(settings: list[Any], tmp_path: Path) -> None:
     longer = [*settings, "--length", "64"]
-    done = fit(*longer, "--target", "max_excess=0.02", "--out", tmp_path / "codec")
-    assert done.exit_code == 0, done.output
+    fit(*longer, "--target", "max_excess=0.02", "--out", tmp_path / "codec")
     assert 2 < Codec.load(tmp_path / "codec").bits_per_element() < 8
-    refused = fit(*longer, "--target", "max_excess=1e-12", "--out", tmp_path / "other")
-    assert refused.exit_code == 1 and "is not met on held-out windows" in refused.output
-    refused = fit(*settings, "--target", "max_excess=0.02", "--out", tmp_path / "other")
-    assert refused.exit_code == 1 and "windows of at most 36 tokens, which are kept exact" in refused.output
-    assert not (tmp_path / "other").exists()
+    said = refuse(*longer, "--target", "max_excess=1e-12", "--out", tmp_path / "other")
+    assert "is not met on held-out windows" in said
+    said = refuse(*settings, "--target", "max_excess=0.02", "--out", tmp_path / "other")
+    assert "windows of at most 36 tokens, which are kept exact" in said and not (tmp_path / "other").exists()
 
 
-def test_the_context_is_what_is_fitted_for(settings: list[str | Path], tmp_path: Path) -> None:
-    assert fit(*settings, "--context", "100", "--out", tmp_path / "codec").exit_code == 0
+def test_the_context_is_what_is_fitted_for(settings: list[Any], tmp_path: Path) -> None:
+    fit(*settings, "--context", "100", "--out", tmp_path / "codec")
     assert Codec.load(tmp_path / "codec").context == 100
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--bits", "0"], "bits"),
-        (["--bits", "17"], "bits"),
+        (["--bits", "0"], "bits"), (["--bits", "17"], "bits"),
         (["--bits", "4", "--target", "0.5"], "--target 0.5 and --bits 4 are both given; give one of them"),
-        (["--target", "small"], "'small' cannot be read; write"),
-        (["--context", "0"], "context"),
-        (["--heads", "0"], "heads"),
-        (["--samples", "0"], "samples"),
+        (["--target", "small"], "'small' cannot be read; write"), (["--context", "0"], "context"),
+        (["--heads", "0"], "heads"), (["--samples", "0"], "samples"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
         (["--revision", "main"], "--revision main applies to hub models only, and"),
         (["--device", "moon"], "'moon' cannot be used here"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_refused_before_the_work(
-    unloaded: None, arguments: list[str], message: str, settings: list[str | Path], tmp_path: Path
+    unloaded: None, arguments: list[str], message: str, settings: list[Any], tmp_path: Path
 ) -> None:
-    refused = fit(*settings, *arguments, "--out", tmp_path / "codec")
-    assert refused.exit_code == 1, refused.output
-    assert message in refused.output and refused.output.count("error:") == 1
-    assert not list(tmp_path.iterdir())
+    said = refuse(*settings, *arguments, "--out", tmp_path / "codec")
+    assert message in said and said.count("error:") == 1 and not list(tmp_path.iterdir())
 
 
-def test_other_bad_input_is_refused(settings: list[str | Path], tmp_path: Path) -> None:
+def test_other_bad_input_is_refused(settings: list[Any], tmp_path: Path) -> None:
     for arguments, message in (
         (["--samples", "1000"], "calibration.samples=1000"),
         (["--length", "512"], "length=512 exceeds the model's 256 positions; use at most 256"),
@@ -199,58 +160,50 @@ def test_other_bad_input_is_refused(settings: list[str | Path], tmp_path: Path) 
         (["--target", "bytes_per_token=400"], "400 bytes per token already hold the dense cache of 288 bytes"),
         (["--bits", "0.01"], "of the smallest rows; ask for more"),
     ):
-        refused = fit(*settings, *arguments, "--out", tmp_path / "codec")
-        assert refused.exit_code == 1 and message in refused.output, refused.output
-        assert not list(tmp_path.iterdir())
+        assert message in refuse(*settings, *arguments, "--out", tmp_path / "codec") and not list(tmp_path.iterdir())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    refused = fit(tmp_path / "model", *settings[1:], "--out", tmp_path / "codec")
-    assert refused.exit_code == 1 and "has no safetensors weights" in refused.output
+    assert "has no safetensors weights" in refuse(tmp_path / "model", *settings[1:], "--out", tmp_path / "codec")
 
 
-def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[str | Path], tmp_path: Path) -> None:
+def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "codec"
-    assert fit(*settings, "--out", out).exit_code == 0
+    fit(*settings, "--out", out)
     before = everything(out)
-    refused = fit(*settings, "--bits", "2", "--out", out)
-    assert refused.exit_code == 1 and "replace a codec by `recalkv fit --overwrite`" in refused.output
+    assert "replace a codec by `recalkv fit --overwrite`" in refuse(*settings, "--bits", "2", "--out", out)
     assert everything(out) == before
     for name in ("evaluation.md", "evaluation.json"):  # of `recalkv eval`
         (out / name).write_text("measured")
-    assert fit(*settings, "--bits", "2", "--out", out, "--overwrite").exit_code == 0
+    fit(*settings, "--bits", "2", "--out", out, "--overwrite")
     assert Codec.load(out).record["bits"] == 2
     # A failing run keeps the old one.
     before = everything(tmp_path)
-    assert fit(*settings, "--samples", "1000", "--out", out, "--overwrite").exit_code == 1
+    refuse(*settings, "--samples", "1000", "--out", out, "--overwrite")
     assert everything(tmp_path) == before
     other = tmp_path / "mine"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
-    refused = fit(*settings, "--out", other, "--overwrite")
-    assert refused.exit_code == 1 and "--overwrite replaces codecs alone" in refused.output
+    assert "--overwrite replaces codecs alone" in refuse(*settings, "--out", other, "--overwrite")
     # A codec may lie beside a model's weights.
     (out / "model.safetensors").write_text("weights")
     before = everything(out)
-    refused = fit(*settings, "--out", out, "--overwrite")
-    assert refused.exit_code == 1 and "--overwrite replaces codecs alone" in refused.output
+    assert "--overwrite replaces codecs alone" in refuse(*settings, "--out", out, "--overwrite")
     assert everything(out) == before
-    refused = fit(*settings, "--out", settings[0], "--overwrite")
-    assert refused.exit_code == 1 and "is, holds or lies in the model's folder" in refused.output
+    assert "is, holds or lies in the model's folder" in refuse(*settings, "--out", settings[0], "--overwrite")
 
 
 # ---- in Python
 
 
 def test_models_of_families_that_latents_know_nothing_of(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**SIZES | {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 256}))
+    model = random_model("gpt2", **SIZES | {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 256})
     model.save_pretrained(tmp_path / "gpt2")
     tiny_tokenizer.save_pretrained(tmp_path / "gpt2")
     texts = ["the cache holds what the model has read so far " * 200]
     codec = recalkv.fit(tmp_path / "gpt2", dataset=texts, samples=2, length=32, device="cpu")
     assert sorted(codec.layers) == [0, 1, 2] and codec.layers[0].kv_heads == 6
     ids = windows(2, 12)
-    losses = window_losses(model.eval(), ids)
+    losses = window_losses(model, ids)
     assert float(losses.mean()) == pytest.approx(float(model(ids, labels=ids).loss), rel=1e-5)
     assert torch.allclose(window_losses(model, ids, prefill=8), losses, rtol=1e-5)
     with pytest.raises(ParameterError, match=r"context=300 .* 256 positions"):
@@ -265,13 +218,11 @@ def test_what_python_refuses(tiny_folder: Path, tiny_tokenizer: Any, tmp_path: P
         recalkv.fit(model, tiny_tokenizer, ["text " * 400], bits=0, length=32)
     with pytest.raises(ParameterError, match=r"context=0 must be positive"):
         recalkv.fit(model, tiny_tokenizer, ["text " * 400], context=0, length=32)
-    with pytest.raises(ParameterError, match="no tokenizer is given"):
-        recalkv.fit(model, None, ["text"])
+    raises(ParameterError, "no tokenizer is given", recalkv.fit, model, None, ["text"])
     adapted = type("PeftModelForCausalLM", (torch.nn.Module,), {"config": model.config, "peft_config": {}})()
     with pytest.raises(ParameterError, match="no tokenizer is given"):  # adapters are none of its business
         recalkv.fit(adapted, None, ["text"])
-    with pytest.raises(UnsupportedModelError, match="Linear without a config"):
-        recalkv.fit(torch.nn.Linear(2, 2), None, ["text"])
+    raises(UnsupportedModelError, "Linear without a config", recalkv.fit, torch.nn.Linear(2, 2), None, ["text"])
     with pytest.raises(DataError):
         recalkv.fit(model, tiny_tokenizer, ["short"], length=32)
     with pytest.raises(ModelUnavailableError):

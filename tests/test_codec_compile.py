@@ -5,7 +5,6 @@ spilled, and tensor-core instructions of warp groups and of warps.
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,17 +63,15 @@ def main(some: Sequence[str] = ()) -> int:
     types = {f"{name}_ptr": "*fp32" for name in ("partial", "most", "sum", "out", "lse")}
     types |= {"value_width": "i32", "runs": "i32"}
     for architecture in limits:
-        _, _, spilled, *_ = compiled_for(
-            combine_kernel, types, {"BLOCK_R": 128, "COLUMNS": 32}, architecture, 4, STAGES
-        )
+        own: dict[str, Any] = {"BLOCK_R": 128, "COLUMNS": 32}
+        _, _, spilled, *_ = compiled_for(combine_kernel, types, own, architecture, 4, STAGES)
         wrong += spilled > SPILLED
         print(f"{'combine, 128 runs':<48}{architecture:>4}{spilled:>6}")
     types = {f"{name}_ptr": "*fp32" for name in ("numbers", "weights", "levels")} | {"trail_ptr": "*i32"}
     types |= {"trials_ptr": "*i64", "codes_ptr": "*i32", "chains": "i32", "length": "i32"}
     for architecture in limits:
-        _, _, spilled, *_ = compiled_for(
-            search_kernel, types, {"BITS": 4, "TRIALS": 8, "CHAINS": 4}, architecture, 1, STAGES
-        )
+        own = {"BITS": 4, "TRIALS": 8, "CHAINS": 4}
+        _, _, spilled, *_ = compiled_for(search_kernel, types, own, architecture, 1, STAGES)
         wrong += spilled > SPILLED
         print(f"{'search, 4 bits':<48}{architecture:>4}{spilled:>6}")
     return int(wrong > 0)
@@ -83,16 +80,10 @@ def main(some: Sequence[str] = ()) -> int:
 @pytest.mark.parametrize("names", [SOME, pytest.param([], marks=pytest.mark.slow)], ids=["some", "all"])
 def test_kernels_compile_within_limits(fresh_python: Path, names: list[str]) -> None:
     """In a process of its own: where kernels are interpreted, they cannot be compiled."""
+    from tests.conftest import process
+
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [fresh_python, __file__, *names],
-        cwd=Path(__file__).parent.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = process(fresh_python, __file__, *names, env=environment)
     compiled = len(names) + 2 if names else 2 * (len(GEOMETRIES) * len(WAYS) + 2)
     assert len(done.stdout.splitlines()) == compiled
 

@@ -80,13 +80,11 @@ def test_curves_give_levels(bits: int) -> None:
 
 def test_places_are_two_halves_of_cosines_and_sines() -> None:
     rotation = Problem(CASES["wide, in runs"]).layer.rotation
-    device = DeviceRotation.of(rotation, "cpu")
-    table = position_table(device).double().sum(2)
+    table = position_table(DeviceRotation.of(rotation, "cpu")).double().sum(2)
     for step, i, g, c, second, row in itertools.product(range(2), range(4), (0, 5), range(4), range(2), range(2)):
         angle = rotation.frequencies[8 * step + 4 * second + c] * (8 * g + 2 * i + row)
-        torch.testing.assert_close(
-            table[step, i, g, c, second, row], torch.stack([angle.cos(), angle.sin()]), rtol=0, atol=1e-6
-        )
+        expected = torch.stack([angle.cos(), angle.sin()])
+        torch.testing.assert_close(table[step, i, g, c, second, row], expected, rtol=0, atol=1e-6)
 
 
 def test_tables_do_not_follow_the_ambient_device() -> None:
@@ -100,8 +98,7 @@ def test_tables_do_not_follow_the_ambient_device() -> None:
 
 
 def test_the_source_names_every_definition_of_it() -> None:
-    text = source(torch.bfloat16, 2, True, False, (10, 1, 1))
-    head, body = text.split("\n// ", 1)
+    head, body = source(torch.bfloat16, 2, True, False, (10, 1, 1)).split("\n// ", 1)
     defined = {line.split()[1] for line in head.splitlines()}
     assert defined >= HOSTS
     assert {name.rstrip("123468") for name in defined - HOSTS} == {

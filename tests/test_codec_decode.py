@@ -130,9 +130,8 @@ def test_a_step_of_padded_sequences_asks_the_device_once(monkeypatch: pytest.Mon
         for start, end in ((0, 36), (36, 37), (37, 38), (38, 39)):
             positions = (own[:, :end].cumsum(1) - 1).clamp_min(0)[:, start:]
             with torch.no_grad(), Questions() as questions:
-                output = model(
-                    ids[:, start:end], attention_mask=own[:, :end], position_ids=positions, past_key_values=cache
-                )
+                given = {"attention_mask": own[:, :end], "position_ids": positions, "past_key_values": cache}
+                output = model(ids[:, start:end], **given)
             counts.append(questions.asked)
             found.append(output.logits[:, -1])
         return torch.stack(found)
@@ -142,8 +141,7 @@ def test_a_step_of_padded_sequences_asks_the_device_once(monkeypatch: pytest.Mon
     counts.clear()
     logits(torch.ones_like(mask))
     # The first step prepares what layers keep. Transformers' own questions are as many without padding.
-    assert first >= later[0] == later[1] == counts[2] + 1 and counts[2] == counts[3]
-    assert len(model.model.layers) > 1
+    assert first >= later[0] == later[1] == counts[2] + 1 and counts[2] == counts[3] and len(model.model.layers) > 1
     # A sequence that is padded reads as it does alone.
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -158,8 +156,7 @@ def test_what_a_mask_gives_is_made_again_once_the_mask_was_written_to() -> None:
     def sums(own: torch.Tensor) -> torch.Tensor:
         return of_mask(own, "sum", lambda: made.append(1) or own.sum())
 
-    assert sums(mask) is sums(mask) and len(made) == 1
-    assert sums(mask[:1]) == 3 and len(made) == 2
+    assert sums(mask) is sums(mask) and len(made) == 1 and sums(mask[:1]) == 3 and len(made) == 2
     mask[0, 0] = False
     assert sums(mask) == 5 and len(made) == 3
     with torch.inference_mode():
@@ -174,8 +171,7 @@ def test_values_of_a_repeated_token_do_not_overflow(bits: int) -> None:
     codec = LayerCodec(codes, codes, torch.zeros(1, 64), torch.zeros(1, 64), no_rotation(64))
     value = torch.randn(64, generator=torch.Generator().manual_seed(0))
     value[20] = 8.0
-    values = value.expand(1, 1, 600, 64).contiguous()
-    layer = CodecLayer(codec, 32, 4)
+    values, layer = value.expand(1, 1, 600, 64).contiguous(), CodecLayer(codec, 32, 4)
     layer.update(torch.zeros_like(values), values)
     layer.append(torch.zeros_like(values), values, None, None)
     coded_value = layer.rounded(300, 301)[1][0, 0, 0]

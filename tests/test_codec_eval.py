@@ -6,30 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 import recalkv
-from recalkv.cli import app
 from recalkv.codec.sidecar import Codec
 from recalkv.evaluation import beside
 from recalkv.evaluation.beside import Wanted, compare
 from recalkv.params import EvaluationParams, NeedleParams
 from recalkv.reports.beside import advice, page
 from recalkv.text.windows import Windows
+from tests.commands import done, refused
 from tests.tiny import dense_model, windows
 
 SMALL = Wanted(
     EvaluationParams(window=60, prefill=40, precision="float32"),
-    NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2),
-    contexts=(60,),
-    steps=2,
-)
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)))
+    NeedleParams(lengths=[180], depths=[0.0, 1.0], trials=2), contexts=(60,), steps=2,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +32,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, tiny_text
 
 
 def test_figures_are_those_of_the_model_with_a_codec(codec: Path, tiny_folder: Path) -> None:
-    texts = {"one": Windows(windows(4, 60, 5), torch.arange(4))}
-    own = Codec.load(codec)
+    texts, own = {"one": Windows(windows(4, 60, 5), torch.arange(4))}, Codec.load(codec)
     figures, facts = compare(own, tiny_folder, texts, windows(1, 500, 7)[0], SMALL, torch.device("cpu"))
     cache, text = figures["cache"], figures["perplexity"]
     assert 0 < text["kl_nats"] < 0.2 and text["dense"] != text["compressed"]
@@ -51,8 +42,7 @@ def test_figures_are_those_of_the_model_with_a_codec(codec: Path, tiny_folder: P
     assert own.window_bytes <= cache["compressed_window_bytes"] < 6 * own.window_bytes
     assert figures["parameters"]["dense"] == figures["parameters"]["compressed"]
     assert set(figures["decode_tokens_per_second"]) == {"60_tokens"}
-    assert set(figures["needle"]) == {"dense", "compressed"}
-    assert facts is own
+    assert set(figures["needle"]) == {"dense", "compressed"} and facts is own
     shown = page(figures, facts)
     # The page may be published: where the model lies is nobody else's business.
     assert str(tiny_folder) not in shown and tiny_folder.name in shown and "exact window" in shown
@@ -64,11 +54,9 @@ def test_the_command_writes_its_page_beside_the_codec(
     codec: Path, tiny_folder: Path, tiny_texts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beside, "QUICK", SMALL)
-    done = run("eval", tiny_folder, "--codec", codec, "--text", tiny_texts[1], "--quick", "--device", "cpu")
-    assert done.exit_code == 0, done.output
+    done("eval", tiny_folder, "--codec", codec, "--text", tiny_texts[1], "--quick", "--device", "cpu")
     found: dict[str, Any] = json.loads((codec / "evaluation.json").read_text())
-    assert found["cache"]["compressed_bytes_per_token"] == 72
-    assert "KL" in (codec / "evaluation.md").read_text()
+    assert found["cache"]["compressed_bytes_per_token"] == 72 and "KL" in (codec / "evaluation.md").read_text()
     # Which does not keep the codec from being fitted again.
     Codec.load(codec).save(codec)
 
@@ -80,8 +68,7 @@ def test_bad_input_is_refused(codec: Path, tiny_folder: Path, tiny_tokenizer: An
         ([tiny_folder, "--codec", tmp_path], "holds no readable codec.json"),
         ([tiny_folder, "--codec", codec, "--dense", tiny_folder], "is measured on MODEL itself; leave out --dense"),
     ):
-        refused = run("eval", *arguments, "--device", "cpu")
-        assert refused.exit_code == 1 and message in refused.output, refused.output
+        assert message in refused("eval", *arguments, "--device", "cpu")
     with pytest.raises(recalkv.errors.CheckpointError, match="fitted to a model of fingerprint"):
         texts = {"one": Windows(windows(4, 60, 5), torch.arange(4))}
         compare(Codec.load(codec), tmp_path / "other", texts, windows(1, 500, 7)[0], SMALL, torch.device("cpu"))
@@ -93,8 +80,6 @@ def test_generate_caches_by_a_codec(codec: Path, tiny_folder: Path) -> None:
     prompt = "the cache holds " * 20  # beyond the residual window
     ids = tokenizer(prompt, return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    said = run("generate", tiny_folder, prompt, "--codec", codec, "--tokens", "8", "--device", "cpu")
-    assert said.exit_code == 0, said.output
-    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in said.output
-    refused = run("generate", tiny_folder, prompt, "--codec", tiny_folder, "--device", "cpu")
-    assert refused.exit_code == 1 and str(tiny_folder) in refused.output
+    said = done("generate", tiny_folder, prompt, "--codec", codec, "--tokens", "8", "--device", "cpu")
+    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in said
+    assert str(tiny_folder) in refused("generate", tiny_folder, prompt, "--codec", tiny_folder, "--device", "cpu")

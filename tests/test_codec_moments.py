@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
 
 from recalkv.codec import moments as codec_moments
 from recalkv.codec.fit import build_codec
@@ -15,7 +14,7 @@ from recalkv.codec.moments import SINKS, LayerMoments, collect_moments, take_mom
 from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, measured_rotations
 from recalkv.errors import ParameterError
-from tests.tiny import dense_model, windows
+from tests.tiny import dense_model, random_model, windows
 
 CONTEXT = 70
 
@@ -181,10 +180,9 @@ def test_activations_computed_again_give_the_same(monkeypatch: pytest.MonkeyPatc
 
 def test_layers_that_drop_states_themselves_drop_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpointing needs layers in training, and OPT's apply dropout in their own forward pass."""
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 48, "ffn_dim": 64, "num_hidden_layers": 2}
-    config = OPTConfig(**sizes, num_attention_heads=6, max_position_embeddings=256, dropout=0.5, word_embed_proj_dim=48)
-    model, ids = OPTForCausalLM(config).eval(), windows(3, 24)
+    sizes |= {"num_attention_heads": 6, "max_position_embeddings": 256, "dropout": 0.5, "word_embed_proj_dim": 48}
+    model, ids = random_model("opt", **sizes), windows(3, 24)
     kept = take_moments(model, ids, CONTEXT)
     monkeypatch.setattr(codec_moments, "_CHECKPOINTED", 0)
     again = take_moments(model, ids, CONTEXT)
@@ -199,18 +197,15 @@ def test_windows_that_turn_otherwise_than_the_context_are_turned_back_by_their_o
     model, ids = dense_model("phi3-longrope"), windows(3, 24)
     own, served = measured_rotations(model, 24), measured_rotations(model, 256)
     found = take_moments(model, ids, 256)
-    expected = naive_moments(model, ids, own, 1)
-    turned = served[0].averaged(expected[0]["states"][0], 256)
+    turned = served[0].averaged(naive_moments(model, ids, own, 1)[0]["states"][0], 256)
     # At position 0 nothing is turned: the formulas' average over one position is the moment before RoPE.
-    error = (found[0].states[0] - turned).norm() / turned.norm()
-    assert float(error) < 1e-3
+    assert float((found[0].states[0] - turned).norm() / turned.norm()) < 1e-3
     assert torch.equal(found[0].rotation.frequencies, served[0].frequencies)
 
 
 def test_labels_are_drawn_by_their_probabilities() -> None:
     likely = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]).expand(20000, -1)
-    places = torch.rand(20000, 1, generator=torch.Generator().manual_seed(0))
-    found = codec_moments._drawn(likely, places)[:, 0]
+    found = codec_moments._drawn(likely, torch.rand(20000, 1, generator=torch.Generator().manual_seed(0)))[:, 0]
     counts = torch.bincount(found, minlength=6) / 20000
     torch.testing.assert_close(counts, likely[0], rtol=0, atol=0.01)
     assert counts[[0, 2, 5]].sum() == 0

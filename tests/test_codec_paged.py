@@ -30,12 +30,10 @@ class _Sequences:
         self.aux = torch.randn(heads, generator=random) if kinds.get("aux") else None
         self.softcap = kinds.get("softcap")
         self.layer = PagedLayer(codec, _WINDOW, _SINKS, sliding, self.scale, self.softcap, self.aux)
-        blocks = sum(-(-each // _BLOCK) for each in lengths)
-        size = codec.row_bytes * _BLOCK
+        blocks, size = sum(-(-each // _BLOCK) for each in lengths), codec.row_bytes * _BLOCK
         memory = torch.randint(0, 256, (blocks + 1, size + 48), dtype=torch.uint8, generator=random)
         rows = memory[:, 16 : 16 + size].unflatten(1, (_BLOCK // TILE, codec.row_bytes, TILE))
-        exact_blocks = sum(-(-each // _EXACT_BLOCK) for each in lengths)
-        width = codec.kv_heads * (dk + dv)
+        exact_blocks, width = sum(-(-each // _EXACT_BLOCK) for each in lengths), codec.kv_heads * (dk + dv)
         exact = torch.full((exact_blocks + 1, _EXACT_BLOCK, 2 * width), torch.nan)
         self.layer.bind(rows, exact[..., 8 : 8 + width].unflatten(2, (codec.kv_heads, dk + dv)))
         self.tables = [self._table(each, random) for each in (_BLOCK, _EXACT_BLOCK)]
@@ -44,8 +42,7 @@ class _Sequences:
 
     def _table(self, size: int, random: torch.Generator) -> list[Tensor]:
         counts = [-(-each // size) for each in self.lengths]
-        order = 1 + torch.randperm(sum(counts), generator=random)
-        most = max(counts) + 1
+        order, most = 1 + torch.randperm(sum(counts), generator=random), max(counts) + 1
         return [torch.nn.functional.pad(own, (0, most - len(own))) for own in order.split(counts)]
 
     def slots(self, kind: int, number: int, places: Tensor) -> Tensor:
@@ -72,15 +69,13 @@ class _Sequences:
                 scores = self.softcap * (scores / self.softcap).tanh()
             if self.aux is not None:
                 scores = torch.cat([scores, self.aux.double()[:, None]], 1)
-            weights = scores.softmax(-1)[:, : own[1].shape[1]]
-            result.append((weights[:, None] @ own[1])[:, 0])
+            result.append((scores.softmax(-1)[:, : own[1].shape[1]][:, None] @ own[1])[:, 0])
         return torch.stack(result)
 
     def decode(self, places: list[tuple[int, int]]) -> Tensor:
         """Attend from (sequence, place) tokens at once."""
-        query, key, value = (
-            torch.stack([self.states[number][kind][place] for number, place in places]) for kind in range(3)
-        )
+        own = [[self.states[number][kind][place] for number, place in places] for kind in range(3)]
+        query, key, value = map(torch.stack, own)
         tables = [torch.stack([self.tables[kind][number] for number, _ in places]) for kind in range(2)]
         lengths = torch.tensor([place + 1 for _, place in places])
         if not self.layer.writes_as_it_decodes(query):
@@ -100,10 +95,7 @@ class _Sequences:
         return list(output.split([count for *_, count in parts]))
 
     def _write(self, key: Tensor, value: Tensor, places: list[tuple[int, int]]) -> None:
-        slots = [
-            torch.cat([self.slots(kind, number, torch.tensor([place])) for number, place in places])
-            for kind in range(2)
-        ]
+        slots = [torch.cat([self.slots(kind, n, torch.tensor([place])) for n, place in places]) for kind in range(2)]
         self.layer.write(key, value, torch.tensor([place for _, place in places]), *slots)
 
 
@@ -128,12 +120,9 @@ def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_tokens_and_chunks_in_any_order(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: Callable[[pytest.MonkeyPatch], None],
-    groups: int,
-    sliding: int | None,
+    monkeypatch: pytest.MonkeyPatch, backend: Callable[[pytest.MonkeyPatch], None], groups: int, sliding: int | None,
     kinds: dict[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     backend(monkeypatch)
     monkeypatch.setattr(paged, "_PIECE", 32)
     texts = _Sequences(_layer_codec(groups), _LENGTHS, sliding, kinds)

@@ -4,40 +4,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-)
 
 from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, measured_rotations
-from tests.tiny import SIZES, dense_model, windows
+from tests.tiny import SIZES, dense_model, random_model, windows
 
 CONTEXT = 200
 
-OTHERS: dict[str, tuple[type, type, dict[str, Any]]] = {
+OTHERS: dict[str, dict[str, Any]] = {
     # Pairs of neighbors.
-    "cohere": (CohereConfig, CohereForCausalLM, {}),
+    "cohere": {},
     # A part of each head.
-    "phi": (PhiConfig, PhiForCausalLM, {"partial_rotary_factor": 0.5, "num_key_value_heads": 6}),
-    "gpt-neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"rotary_pct": 0.5, "num_key_value_heads": 6}),
+    "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 6},
+    "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 6},
     # Learned positions.
-    "gpt2": (GPT2Config, GPT2LMHeadModel, {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 256}),
+    "gpt2": {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 256},
 }
 
 
 def model_of(family: str) -> Any:
-    if family not in OTHERS:
-        return dense_model(family)
-    config_class, model_class, special = OTHERS[family]
-    torch.manual_seed(0)
-    return model_class(config_class(**(SIZES | special))).eval()
+    return random_model(family, **SIZES | OTHERS[family]) if family in OTHERS else dense_model(family)
 
 
 def keys_at(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -98,9 +84,8 @@ def test_frequencies_are_the_models_own() -> None:
 def test_pairs_of_neighbors_and_of_a_part() -> None:
     assert measured_rotations(model_of("cohere"), CONTEXT)[0].pairs.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     rotation = measured_rotations(model_of("phi"), CONTEXT)[1]
-    assert rotation.pairs.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert rotation.frequencies[2:].tolist() == [0, 0]
-    assert measured_rotations(model_of("gpt-neox"), CONTEXT)[2].pairs.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert rotation.pairs.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]] and rotation.frequencies[2:].tolist() == [0, 0]
+    assert measured_rotations(model_of("gpt_neox"), CONTEXT)[2].pairs.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 def test_layers_differ() -> None:
@@ -114,7 +99,7 @@ def test_layers_differ() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama-gqa", "phi", "gpt-neox", "cohere", "qwen3-qk-norm", "smollm3-nope"])
+@pytest.mark.parametrize("family", ["llama-gqa", "phi", "gpt_neox", "cohere", "qwen3-qk-norm", "smollm3-nope"])
 def test_models_in_16_bits_turn_as_in_32(family: str, dtype: torch.dtype) -> None:
     model = model_of(family)
     expected, found = measured_rotations(model, CONTEXT), measured_rotations(model.to(dtype), CONTEXT)
@@ -132,8 +117,7 @@ def test_the_context_decides_where_the_model_says_so() -> None:
 
 def test_long_contexts_are_measured_precisely() -> None:
     model = dense_model("llama-gqa", max_position_embeddings=131072)
-    rotation = measured_rotations(model, 131072)[0]
-    table = model.model.rotary_emb.inv_freq.double()
+    rotation, table = measured_rotations(model, 131072)[0], model.model.rotary_emb.inv_freq.double()
     # In radians at the last position; the model's own tables are as far from exact ones there.
     assert float((rotation.frequencies - table).abs().max()) * 131071 < 0.02
 
@@ -150,8 +134,7 @@ def random_rotation_of(heads: int, size: int) -> tuple[Rotation, torch.Tensor]:
 @pytest.mark.parametrize("context", [1, 7, 9000])
 def test_averages_are_those_of_a_sum_over_positions(context: int) -> None:
     rotation, moment = random_rotation_of(3, 8)
-    total = torch.zeros_like(moment)
-    eye = torch.eye(8, dtype=torch.float64)
+    total, eye = torch.zeros_like(moment), torch.eye(8, dtype=torch.float64)
     for position in range(context):
         # Row i of the turned identity is basis vector i, turned.
         one = rotation.turned(eye[:, None], torch.tensor([position]))[:, 0].T

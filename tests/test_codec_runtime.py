@@ -19,9 +19,8 @@ from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
 from recalkv.trellis.cpu import compiled
-from tests import tiny
+from tests import coded, raises, tiny
 from tests.coded import (
-    FAMILIES,
     assert_agree,
     codec_of,
     coded_model,
@@ -32,14 +31,11 @@ from tests.coded import (
     packed,
     token_ids,
     unpacked,
-)
+)  # fmt: skip
 
 WAYS: dict[str, Any] = {
-    "at once": [60],
-    "chunks": [3, 11, 12, 41, 60],
-    "tokens": range(1, 61),
-    "prompt and tokens": [20, *range(21, 61)],
-}
+    "at once": [60], "chunks": [3, 11, 12, 41, 60], "tokens": range(1, 61), "prompt and tokens": [20, *range(21, 61)],
+}  # fmt: skip
 SEVERAL = ("at once", "chunks", "tokens")
 """Of these; tokens behind a prompt are fed by further tests."""
 
@@ -59,8 +55,7 @@ def reference(codec: Codec) -> Callable[..., tuple[Tensor, None]]:
         scaling: float, softcap: float | None = None, s_aux: Tensor | None = None, **further: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         own, tokens = codec.layers[module.layer_idx], query.shape[2]
-        places = torch.arange(tokens)[None]
-        repeats = query.shape[1] // key.shape[1]
+        places, repeats = torch.arange(tokens)[None], query.shape[1] // key.shape[1]
         rounded = [each.double() for each in unpacked(own, packed(own, key, value, places), places)]
         outputs = []
         for place in range(tokens):
@@ -78,8 +73,7 @@ def reference(codec: Codec) -> Callable[..., tuple[Tensor, None]]:
                 scores = scores.masked_fill(~attention_mask[:, :, place, : place + 1], -torch.inf)
             if s_aux is not None:
                 scores = torch.cat([scores, s_aux.double()[None, :, None].expand(len(scores), -1, 1)], -1)
-            weights = scores.softmax(-1)[..., : place + 1]
-            outputs.append((weights[:, :, None] @ values)[:, :, 0])
+            outputs.append((scores.softmax(-1)[..., : place + 1][:, :, None] @ values)[:, :, 0])
         return torch.stack(outputs, 1).to(query.dtype), None
 
     return attend
@@ -107,12 +101,11 @@ def test_a_query_finds_old_tokens_rounded_and_the_newest_and_first_ones_exact(fa
     assert_agree(found, wanted, 1e-4, 5e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", coded.FAMILIES)
 def test_all_ways_agree(family: str) -> None:
     model, ids = coded_model(family), token_ids()
     wanted = one_pass(model, ids)
-    plain = one_pass(stop_codec(model), ids)
-    assert float(differences(plain, wanted).min()) > 1e-4
+    assert float(differences(one_pass(stop_codec(model), ids), wanted).min()) > 1e-4
     use_codec(model, codec_of(family))
     for way in SEVERAL:
         found, cache = in_chunks(model, ids, WAYS[way])
@@ -123,17 +116,14 @@ def test_all_ways_agree(family: str) -> None:
     found, _ = in_chunks(model, ids, [13, 22, *range(23, 49), 60], static)
     assert_agree(found, wanted)
     assert any(isinstance(layer, CodecLayer) and layer.capacity for layer in static.layers)
-    alone = torch.cat([one_pass(model, each[None]) for each in ids])
-    assert_agree(alone, wanted)
+    assert_agree(torch.cat([one_pass(model, each[None]) for each in ids]), wanted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", coded.FAMILIES)
 def test_left_padding_changes_nothing(family: str) -> None:
-    model, padding = coded_model(family), torch.tensor([0, 1, 5, 9, 17, 33])
-    ids = token_ids()
+    model, padding, ids = coded_model(family), torch.tensor([0, 1, 5, 9, 17, 33]), token_ids()
     place = torch.arange(60)
-    shifted = (place - padding[:, None]).clamp_min(0)
-    real = place >= padding[:, None]
+    shifted, real = (place - padding[:, None]).clamp_min(0), place >= padding[:, None]
     padded = torch.where(real, ids.gather(1, shifted), 0)
     masks = {"attention_mask": real.long(), "position_ids": shifted}
     wanted = one_pass(model, ids).gather(1, shifted[..., None].expand(-1, -1, model.config.vocab_size))
@@ -146,8 +136,7 @@ def test_left_padding_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "static"),
-    [("llama-gqa", False), ("mistral-sliding", True), ("gemma3", False), ("gpt-oss-sinks", True)],
+    ("family", "static"), [("llama-gqa", False), ("mistral-sliding", True), ("gemma3", False), ("gpt-oss-sinks", True)]
 )
 def test_long_chunks_push_out_what_they_attend_to(family: str, static: bool) -> None:
     model, ids = coded_model(family), torch.cat([token_ids(4), token_ids(4, 130, seed=8)], 1)
@@ -179,8 +168,7 @@ def test_models_of_other_types(family: str, dtype: torch.dtype, tolerance: float
     if (family, dtype) == ("gpt-oss-sinks", torch.float64):
         pytest.skip(EXPERTS)
     ids = token_ids()
-    wanted = one_pass(coded_model(family), ids)
-    model = coded_model(family).to(dtype)
+    wanted, model = one_pass(coded_model(family), ids), coded_model(family).to(dtype)
     single = one_pass(model, ids)
     assert single.dtype == dtype
     assert_agree(single.float(), wanted, tolerance, 0.1)
@@ -231,8 +219,7 @@ def same_start(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("gemma3", "beams"), ("llama-gqa", "sampled beams"), ("llama-gqa", "several samples")],
+    ("family", "kind"), [("gemma3", "beams"), ("llama-gqa", "sampled beams"), ("llama-gqa", "several samples")]
 )
 def test_generation_is_that_of_passes_without_a_cache(family: str, kind: str) -> None:
     model, ids = coded_model(family), token_ids(4, 30)
@@ -252,8 +239,7 @@ def test_assisted_decoding_gives_the_same_tokens(family: str, coded_assistant: b
     model = coded_model(family)
     if family == "qwen3-next-hybrid":
         # Of what it keeps beside keys and values nothing can be taken back: as in the dense model.
-        with pytest.raises(ValueError, match="(?i)assist|crop|stateful"):
-            generated(model, token_ids(1, 30), prompt_lookup_num_tokens=3)
+        raises(ValueError, "(?i)assist|crop|stateful", generated, model, token_ids(1, 30), prompt_lookup_num_tokens=3)
         return
     ids = token_ids(1, 30)
     ids = torch.cat([ids, ids], 1)
@@ -287,8 +273,7 @@ def test_a_cache_can_be_made_and_given() -> None:
 
 
 def test_caches_are_reordered_selected_and_repeated() -> None:
-    model, ids = coded_model("mistral-sliding"), token_ids()
-    order = torch.tensor([3, 0, 0, 5])
+    model, ids, order = coded_model("mistral-sliding"), token_ids(), torch.tensor([3, 0, 0, 5])
     wanted = one_pass(model, ids)
     for change in (lambda cache: cache.reorder_cache(order), lambda cache: cache.batch_select_indices(order)):
         _, cache = in_chunks(model, ids, [40])
@@ -364,8 +349,7 @@ def causal_mask(ids: Tensor, hidden: int) -> Tensor:
 def test_masks_that_are_added_hide_what_those_of_bool_do(least: float) -> None:
     model, ids = coded_model(), token_ids()
     seen = causal_mask(ids, 10)
-    added = torch.zeros(seen.shape).masked_fill(~seen, least)
-    wanted = one_pass(model, ids, attention_mask=seen)
+    added, wanted = torch.zeros(seen.shape).masked_fill(~seen, least), one_pass(model, ids, attention_mask=seen)
     assert torch.equal(one_pass(model, ids, attention_mask=added), wanted)
     with pytest.raises(UnsupportedModelError, match="adds to the scores of tokens that it does not hide"):
         one_pass(model, ids, attention_mask=added + 0.5 * seen)
@@ -374,8 +358,7 @@ def test_masks_that_are_added_hide_what_those_of_bool_do(least: float) -> None:
 
 
 def test_masks_of_single_heads() -> None:
-    model, ids = coded_model(), token_ids()
-    place = torch.arange(60)
+    model, ids, place = coded_model(), token_ids(), torch.arange(60)
     shown = torch.rand(6, 6, 60, 60, generator=torch.Generator().manual_seed(2)) < 0.7
     mask = (shown | (place == place[:, None])) & (place <= place[:, None])
     wanted = one_pass(model, ids, attention_mask=mask)
@@ -404,30 +387,24 @@ def test_a_codec_that_is_refused_leaves_the_one_that_is_used() -> None:
     own = used_codec(model)
     assert own is not None
     other = dataclasses.replace(own, layers={index + 1: each for index, each in own.layers.items()})
-    with pytest.raises(CheckpointError, match=r"it has layers \[3\]"):
-        use_codec(model, other, check=False)
+    raises(CheckpointError, r"it has layers \[3\]", use_codec, model, other, check=False)
     assert used_codec(model) is own
 
 
-@pytest.mark.parametrize(("family", "width"), [("llama-gqa", 40), ("llama-gqa", 1), ("mistral-sliding", 41)])
-def test_masks_of_another_width_are_refused(family: str, width: int) -> None:
-    """As SDPA refuses them; loops would read memory beside the mask. A sliding layer attends to fewer slots."""
+@pytest.mark.parametrize(
+    ("family", "width", "static"),
+    [("llama-gqa", 40, False), ("llama-gqa", 1, False), ("mistral-sliding", 41, False)]
+    + [("llama-gqa", 40, True), ("llama-gqa", 1, True)],
+)
+def test_masks_of_another_width_are_refused(family: str, width: int, static: bool) -> None:
+    """As SDPA refuses them; loops would read memory beside the mask. A sliding layer attends to fewer slots.
+
+    Those of a static cache may be too wide alone.
+    """
     model, ids = coded_model(family), token_ids()
-    _, cache = in_chunks(model, ids, [40])
-    with pytest.raises(ParameterError, match=f"the mask covers {width} slots and must cover"):
-        model(ids[:, 40:41], attention_mask=torch.ones(6, 1, 1, width, dtype=torch.bool), past_key_values=cache)
-    # The cache is as it was.
-    with torch.no_grad():
-        found = model(ids[:, 40:41], past_key_values=cache).logits
-    assert_agree(found, one_pass(model, ids[:, :41])[:, 40:])
-
-
-@pytest.mark.parametrize("width", [40, 1])
-def test_masks_of_a_static_cache_may_be_too_wide_alone(width: int) -> None:
-    model, ids = coded_model(), token_ids()
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    in_chunks(model, ids, [40], cache)
-    with pytest.raises(ParameterError, match=f"the mask covers {width} slots and must cover 41"):
+    cache = StaticCache(config=model.config, max_cache_len=64) if static else None
+    _, cache = in_chunks(model, ids, [40], cache)
+    with pytest.raises(ParameterError, match=f"the mask covers {width} slots and must cover {41 if static else ''}"):
         model(ids[:, 40:41], attention_mask=torch.ones(6, 1, 1, width, dtype=torch.bool), past_key_values=cache)
 
 
@@ -438,13 +415,6 @@ def test_padding_may_be_on_the_right() -> None:
     real[:, 40:] = 0
     found = one_pass(model, ids, attention_mask=real, position_ids=real.cumsum(1) - 1)
     assert_agree(found[:, :40], one_pass(model, ids[:, :40]))
-
-
-def test_a_prefix_read_in_inference_mode_is_gone_on_from() -> None:
-    model, ids = coded_model(), token_ids()
-    with torch.inference_mode():
-        prefix = model(ids[:, :37], use_cache=True).past_key_values
-    assert_agree(in_chunks(model, ids, [50, 51, 60], prefix)[0], one_pass(model, ids)[:, 37:])
 
 
 def test_a_cache_may_be_given_by_its_place() -> None:
@@ -520,21 +490,18 @@ def test_a_cache_that_is_used_again_takes_the_codec_of_the_model(static: bool) -
     cache = StaticCache(config=model.config, max_cache_len=64) if static else DynamicCache(config=model.config)
     in_chunks(use_codec(model, codec_of()), ids, [60], cache)
     use_codec(model, codec_of(bits=2))
-    with pytest.raises(UnsupportedModelError, match="holds 60 tokens in rows of another codec"):
-        in_chunks(model, ids, [61], cache)
+    raises(UnsupportedModelError, "holds 60 tokens in rows of another codec", in_chunks, model, ids, [61], cache)
     cache.reset()
     assert_agree(in_chunks(model, ids, [20, *range(21, 61)], cache)[0], one_pass(model, ids))
-    assert {layer.codec.row_bytes for layer in cache.layers} == {
-        each.row_bytes for each in codec_of(bits=2).layers.values()
-    }
+    sizes = {each.row_bytes for each in codec_of(bits=2).layers.values()}
+    assert {layer.codec.row_bytes for layer in cache.layers} == sizes
 
 
 def test_packed_sequences_are_refused() -> None:
     model, ids = coded_model("qwen2-bias"), token_ids(1)
     packed = torch.cat([torch.arange(30), torch.arange(30)])[None]
     for cached in (False, True):
-        with pytest.raises(ParameterError, match="pass packed sequences one by one"):
-            model(ids, position_ids=packed, use_cache=cached)
+        raises(ParameterError, "pass packed sequences one by one", model, ids, position_ids=packed, use_cache=cached)
         with pytest.raises(ParameterError, match="pass packed sequences one by one"):
             # As SDPA is told of them.
             model(ids, attention_mask=causal_mask(ids, 30), position_ids=packed, use_cache=cached)

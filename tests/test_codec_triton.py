@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_utils import local_torch_dtype
 
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
@@ -98,8 +99,7 @@ class Problem:
         def code(own: tuple[tuple[int, int], ...], size: int) -> Code:
             return Code(torch.linalg.qr(normal(size, size))[0] * 0.7, tuple(Segment(*each) for each in own))
 
-        groups, batch = len(case.keys), len(case.length)
-        half = case.key_dim // 2
+        groups, batch, half = len(case.keys), len(case.length), case.key_dim // 2
         # Interleaved pairs, the last of which does not turn.
         frequencies = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
         frequencies[-1] = 0
@@ -109,11 +109,9 @@ class Problem:
             normal(groups * case.heads, case.key_dim) * case.mean, normal(groups * case.heads, case.value_dim),
             Rotation(torch.arange(case.key_dim).view(-1, 2).T, frequencies),
         )  # fmt: skip
-        slots = -(-max(*case.length, TILE) // TILE) * TILE
-        parts = []
+        slots, parts = -(-max(*case.length, TILE) // TILE) * TILE, []
         for own in itertools.chain(*zip(self.layer.keys, self.layer.values, strict=True)):
-            numbers = normal(batch, slots, own.width) * torch.exp2(normal(batch, slots, 1) / 2)
-            parts.append(pack(numbers, own.segments))
+            parts.append(pack(normal(batch, slots, own.width) * torch.exp2(normal(batch, slots, 1) / 2), own.segments))
         rows = torch.cat(parts, -1)
         self.query = normal(batch, groups * case.heads, case.per_head, case.key_dim).double()
         self.expected = self._attention(rows)
@@ -162,8 +160,7 @@ class Problem:
         places = torch.randperm(batch * blocks + 2, generator=generator)[: batch * blocks]
         pool = torch.full((batch * blocks + 2, page, *self.rows.shape[2:]), 255, dtype=torch.uint8, device=DEVICE)
         pool[places.to(DEVICE)] = whole.reshape(batch * blocks, page, *self.rows.shape[2:])
-        table = places.int().view(batch, blocks)
-        start = torch.arange(blocks) * page * TILE
+        table, start = places.int().view(batch, blocks), torch.arange(blocks) * page * TILE
         used = (start < self.length.cpu()[:, None]) & (start + page * TILE > self.first.cpu()[:, None])
         table[~used] = 1 << 30
         self.rows, self.table = pool, table.to(DEVICE)
@@ -189,8 +186,7 @@ class Problem:
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
         """Of outputs and of logarithms, relative to the largest of each; exact zeros where nothing is attended to."""
-        out = out.cpu().double()
-        parts = []
+        out, parts = out.cpu().double(), []
         for group, code in enumerate(self.layer.values):
             assert not out[:, group, :, code.width :].any()
             back = code.back.double().unflatten(1, (self.case.heads, -1))
@@ -227,13 +223,11 @@ def test_attention_is_that_over_keys_and_values(way: str, page: int, name: str) 
 
 def test_queries_may_be_large_and_small() -> None:
     """Products in 16 bits neither run over nor vanish."""
-    problem = Problem(CASES["one group"])
-    given = problem.given()
+    given = Problem(CASES["one group"]).given()
     for factor in (1e-6, 1e6):
         scaled = given | {"queries": given["queries"] * factor, "mean_queries": given["mean_queries"] * factor}
         out, lse = coded_attention(**scaled)
-        expected = coded_attention_torch(**scaled)
-        torch.testing.assert_close(lse, expected[1], rtol=2e-3, atol=1e-5)
+        torch.testing.assert_close(lse, coded_attention_torch(**scaled)[1], rtol=2e-3, atol=1e-5)
         assert bool(out.isfinite().all())
 
 
@@ -281,8 +275,7 @@ def test_values_of_no_width_leave_the_sums_of_the_softmax() -> None:
 
 
 def test_positions_turn_by_their_digits() -> None:
-    frequencies = 1e4 ** (-torch.arange(20, dtype=torch.float64) / 20)
-    rotation = Rotation(torch.arange(40).view(2, 20), frequencies)
+    rotation = Rotation(torch.arange(40).view(2, 20), 1e4 ** (-torch.arange(20, dtype=torch.float64) / 20))
     positions = torch.tensor([-63, -1, 0, 1, 255, 256, 65535, 65536, 131071, 16_000_000])
     for own, expected in zip(DeviceRotation.of(rotation, "cpu").at(positions), rotation.tables(positions), strict=True):
         torch.testing.assert_close(own, expected.float(), rtol=0, atol=1e-6)
@@ -309,8 +302,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.gpu
 def test_graphs_hold_for_any_length() -> None:
     """Captured once, replayed for other lengths."""
-    problem = Problem(CASES["one group"])
-    given = problem.given()
+    given = Problem(CASES["one group"]).given()
     coded_attention(**given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -347,8 +339,7 @@ def test_products_around_attention(batch: int, per_head: int, dim: int, width: i
     groups, heads, kv_heads = 2, 2, 4
     query = torch.randn(batch, 5, kv_heads * per_head, dim, dtype=dtype, device=DEVICE)[:, 3]
     back, mean = torch.randn(kv_heads, dim, width, device=DEVICE), torch.randn(kv_heads, dim, device=DEVICE)
-    pairs = torch.arange(dim, device=DEVICE).view(-1, heads).T.contiguous()
-    given = query, back, mean, pairs, groups, SCALE
+    given = query, back, mean, torch.arange(dim, device=DEVICE).view(-1, heads).T.contiguous(), groups, SCALE
     for found, expected in zip(triton_basis.coordinates(*given), coordinates_torch(*given), strict=True):
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
     numbers = torch.randn(batch, groups, heads * per_head, width, device=DEVICE)
@@ -359,12 +350,8 @@ def test_products_around_attention(batch: int, per_head: int, dim: int, width: i
 def test_tables_do_not_hang_on_defaults() -> None:
     layer = Problem(CASES["one group"]).layer
     expected = DeviceLayout.of(layer, "cpu"), DeviceRotation.of(layer.rotation, "cpu")
-    torch.set_default_dtype(torch.float16)
-    try:
-        with torch.device("meta"), torch.inference_mode():
-            found = DeviceLayout.of(layer, "cpu"), DeviceRotation.of(layer.rotation, "cpu")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with local_torch_dtype(torch.float16), torch.device("meta"), torch.inference_mode():
+        found = DeviceLayout.of(layer, "cpu"), DeviceRotation.of(layer.rotation, "cpu")
     assert torch.equal(found[0].table, expected[0].table) and torch.equal(found[0].places, expected[0].places)
     assert torch.equal(found[1].anchors, expected[1].anchors) and torch.equal(found[1].places, expected[1].places)
     assert not found[0].table.is_inference()

@@ -3,6 +3,7 @@
 import errno
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,8 +33,7 @@ def tensors(result: CompressedLayers) -> list[Tensor]:
 
 
 def assert_same(first: CompressedLayers, second: CompressedLayers) -> None:
-    assert first.specs == second.specs
-    assert first.permutations == second.permutations
+    assert first.specs == second.specs and first.permutations == second.permutations
     assert first.predicted_rises == second.predicted_rises
     assert all(torch.equal(a, b) for a, b in zip(tensors(first), tensors(second), strict=True))
 
@@ -60,8 +60,7 @@ def test_error_grows_with_the_ratio(method: str) -> None:
         rises.append(sum(result.predicted_rises))
         assert len(result.predicted_rises) == 3
     for series in (errors, rises):
-        assert series == sorted(series)
-        assert series[0] < 1e-6 < series[1]
+        assert series == sorted(series) and series[0] < 1e-6 < series[1]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -69,10 +68,7 @@ def test_error_grows_with_the_ratio(method: str) -> None:
 def test_two_runs_agree_bit_for_bit(precision: str, changes: dict[str, Any]) -> None:
     first, second = (
         compress_layers(
-            ModuleSource(dense_model("llama-gqa"), precision=precision),
-            windows(),
-            calibration(),
-            plain(**changes),
+            ModuleSource(dense_model("llama-gqa"), precision=precision), windows(), calibration(), plain(**changes)
         )
         for _ in range(2)
     )
@@ -85,12 +81,9 @@ def test_two_runs_agree_bit_for_bit(precision: str, changes: dict[str, Any]) -> 
 def test_given_statistics_give_the_same_as_collected_ones(changes: dict[str, Any]) -> None:
     """Also statistics that know more than the method asks for."""
     result = compress_layers(
-        ModuleSource(dense_model("llama-gqa")),
-        windows(),
-        calibration(),
-        plain(**changes),
+        ModuleSource(dense_model("llama-gqa")), windows(), calibration(), plain(**changes),
         statistics=statistics_of("llama-gqa", 8, 48),
-    )
+    )  # fmt: skip
     assert_same(layers_of(dense_model("llama-gqa"), windows(), **changes), result)
 
 
@@ -109,9 +102,7 @@ def test_given_statistics_are_not_collected_again(monkeypatch: pytest.MonkeyPatc
         {"ratio": 0.9, "method": "recalkv", "bits": 16, "rank_multiple": 32},
     ],
 )
-def test_a_budget_that_nothing_meets_is_refused_before_the_statistics(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_that_nothing_meets_is_refused_early(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As the allocation refuses it after them."""
     known = statistics_of("llama-gqa", 4, 24)
     with monkeypatch.context() as patch:
@@ -126,11 +117,9 @@ def test_a_budget_that_nothing_meets_is_refused_before_the_statistics(
 
 
 def test_the_full_disk_of_the_scratch_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
+    full = Mock(side_effect=OSError(errno.ENOSPC, "full"))
     monkeypatch.setattr("recalkv.statistics.layer_inputs.LayerInputs.put", full)
     with (
         pytest.raises(StoreError, match=r"no space left on the disk of .*/scratch; free some space or set TMPDIR"),
@@ -141,23 +130,17 @@ def test_the_full_disk_of_the_scratch_folder_is_named(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("changes", "gradients"),
-    [
-        ({}, True),
-        ({"method": "recalkv"}, True),
-        ({"method": "recalkv", "allocation": "uniform"}, False),
-    ],
+    [({}, True), ({"method": "recalkv"}, True), ({"method": "recalkv", "allocation": "uniform"}, False)],
 )
 def test_gradients_are_collected_where_the_method_needs_them(
     changes: dict[str, Any], gradients: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    known = collect_statistics(
-        ModuleSource(dense_model("llama-gqa")), windows(2, 8), calibration(), method_of(**changes)
-    )
+    source = ModuleSource(dense_model("llama-gqa"))
+    known = collect_statistics(source, windows(2, 8), calibration(), method_of(**changes))
     assert (known.scores is not None) == gradients
     for index in range(3):
-        assert (known.layer(index).loss is not None) == gradients
-        assert known.layer(index).inputs.tokens == 16
+        assert (known.layer(index).loss is not None) == gradients and known.layer(index).inputs.tokens == 16
     assert not list(tmp_path.iterdir()), "inputs are left behind"
 
 

@@ -17,16 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    StaticCache,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import AttentionMaskInterface
 
 from recalkv.errors import ParameterError
 from recalkv.kernels.decoder import use_kernels
@@ -44,11 +38,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # --- what is tried ---------------------------------------------------------------------------------------------------
 
 METHODS: dict[str, dict[str, Any]] = {
-    "joint": {"method": "loss-aware"},
-    "separate": {"method": "loss-aware", "joint": False},
-    "whole-values": {"method": "recalkv"},
-    "grouped": {"method": "palu"},
-}
+    "joint": {"method": "loss-aware"}, "separate": {"method": "loss-aware", "joint": False},
+    "whole-values": {"method": "recalkv"}, "grouped": {"method": "palu"},
+}  # fmt: skip
 RATIOS = {16: 0.5, 4: 0.65, 3: 0.65, "mixed": 0.8}
 
 
@@ -86,15 +78,7 @@ KINDS: dict[str, list[Any]] = {
     "values": ["fused", "absorbed", "reconstructed"],
     "window": [0, 5],
 }
-TOKENS = [
-    "greedy",
-    "beams",
-    "padded",
-    "turns",
-    "lookup",
-    "assisted",
-    "chunks7",
-]
+TOKENS = ["greedy", "beams", "padded", "turns", "lookup", "assisted", "chunks7"]
 LOGITS = ["one-pass", "singly", "pieces", "crop", "half-precision"]
 WAYS: dict[str, list[Any]] = {
     "way": TOKENS + LOGITS,
@@ -239,11 +223,9 @@ def opaque_kernel(
     """Like the flash and flex kernels: causality and window come from arguments, not from a mask tensor."""
     queries, slots = query.shape[2], key.shape[2]
     distance = torch.arange(queries)[:, None] + slots - queries - torch.arange(slots)
-    allowed = (distance >= 0) & (distance < (sliding_window or slots))
-    repeats = query.shape[1] // key.shape[1]
-    output = scaled_dot_product_attention(
-        query, repeat_kv(key, repeats), repeat_kv(value, repeats), attn_mask=allowed, scale=scaling
-    )
+    allowed, repeats = (distance >= 0) & (distance < (sliding_window or slots)), query.shape[1] // key.shape[1]
+    keys, values = repeat_kv(key, repeats), repeat_kv(value, repeats)
+    output = scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=scaling)
     return output.transpose(1, 2), None
 
 
@@ -268,8 +250,7 @@ def attending(model: Any, implementation: str) -> Iterator[Any]:
 def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the rounding of codes: natural basis, rotation and mean cancel, and biases are where they belong."""
     compressed, twin = models(kind)
-    spec = LatentSpec.from_config(compressed.config)
-    groups = -(-kv_heads(kind) // group_size(kind))
+    spec, groups = LatentSpec.from_config(compressed.config), -(-kv_heads(kind) // group_size(kind))
     for layer, attention in zip(spec.layers, tiny.attending_layers(compressed), strict=True):
         assert len(layer.key_ranks) == groups
         assert len(layer.value_ranks) == (1 if kind.latents == "whole-values" else groups)
@@ -279,8 +260,7 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
         rows = [rows for rows in (layer.key_rows, layer.value_rows) if rows is not None]
         bits = {segment.bits for own in rows for segment in own.segments}
         assert kind.bits == "mixed" or bits == {kind.bits} - {16}
-    assert spec.joint == (kind.latents == "joint")
-    assert spec.removed >= RATIOS[kind.bits]
+    assert spec.joint == (kind.latents == "joint") and spec.removed >= RATIOS[kind.bits]
     monkeypatch.setattr("recalkv.cache.rows.RowLayout.pack", lambda rows, latents: latents)
     monkeypatch.setattr("recalkv.cache.rows.RowLayout.unpack", lambda rows, packed, dtype: packed)
     ids = windows(2, 24, seed=5)
@@ -291,13 +271,8 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
 
 NEW_TOKENS = 16
 # Of the outcome, and of how it is reached.
-CHOICES: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-}
-SPEED: dict[str, dict[str, Any]] = {
-    "lookup": {"prompt_lookup_num_tokens": 4},
-    "chunks7": {"prefill_chunk_size": 7},
-}
+CHOICES: dict[str, dict[str, Any]] = {"beams": {"num_beams": 3, "num_return_sequences": 2}}
+SPEED: dict[str, dict[str, Any]] = {"lookup": {"prompt_lookup_num_tokens": 4}, "chunks7": {"prefill_chunk_size": 7}}
 
 
 def generate(model: Any, ids: Tensor, tokens: int = NEW_TOKENS, **options: Any) -> Tensor:
@@ -364,8 +339,7 @@ def test_tokens(kind: Kind, way: Way) -> None:
     if way.way == "assisted":  # a new one each time, as generation changes its config
         options["assistant_model"] = endless(tiny.dense_model("llama-gqa", seed=7))
     if way.way == "padded":
-        length = -(-way.prompt // 3)
-        mask = torch.ones_like(ids)
+        length, mask = -(-way.prompt // 3), torch.ones_like(ids)
         mask[1, :-length] = 0
         with attending(compressed, way.attention):
             actual = generate(compressed, ids * mask, attention_mask=mask, **options)
@@ -428,8 +402,7 @@ def test_logits(kind: Kind, way: Way) -> None:
     lengths = {"one-pass": [way.prompt], "singly": [1] * way.prompt, "crop": [way.prompt, 1, 11]}.get(way.way, pieces)
     # The last bit of a latent decides between codes, and so about those behind: many of them are to be seen.
     ids = windows(8 if half else 2, sum(lengths))
-    expected = reference(ids).logits
-    cache = new_cache(compressed, way.cache, ids.shape[1] + 3)
+    expected, cache = reference(ids).logits, new_cache(compressed, way.cache, ids.shape[1] + 3)
     with attending(compressed, way.attention):
         if way.way == "one-pass":
             actual = compressed(ids, use_cache=False).logits
@@ -544,12 +517,10 @@ def test_kernels(kind: Kind, way: KernelWay, launched: list[Any]) -> None:
     compressed, reference = in_type(kind, torch.float32, layers)
     lengths = [way.prompt, 4 if way.way == "several" else 1]
     ids = windows(2, sum(lengths))
-    expected = reference(ids).logits
-    model = use_kernels(copy.deepcopy(compressed).to(DEVICE))
+    expected, model = reference(ids).logits, use_kernels(copy.deepcopy(compressed).to(DEVICE))
     cache = new_cache(model, way.cache, ids.shape[1] + 3)
     if way.way == "padded":
-        padding = way.prompt // 2
-        mask = torch.ones_like(ids)
+        padding, mask = way.prompt // 2, torch.ones_like(ids)
         mask[1, :padding] = 0
         actual = feed(model, ids * mask, lengths, cache, mask)[:, -1:]
         expected = torch.cat([expected[:1, -1:], reference(ids[1:, padding:]).logits[:, -1:]])
@@ -574,8 +545,7 @@ def test_kernels(kind: Kind, way: KernelWay, launched: list[Any]) -> None:
 @torch.no_grad()
 def test_kernels_of_mixed_rotations_offset_norms_and_gates(family: str, launched: list[Any]) -> None:
     compressed, reference = in_type(Kind(family, "joint", 2, 16, "absorbed"), torch.float32)
-    ids = windows(2, 21)
-    model = use_kernels(copy.deepcopy(compressed).to(DEVICE))
+    ids, model = windows(2, 21), use_kernels(copy.deepcopy(compressed).to(DEVICE))
     assert_near(feed(model, ids, [20, 1], new_cache(model, "dynamic")), reference(ids).logits)
     assert len(launched) == 2
 
@@ -609,8 +579,7 @@ def test_compiled(kind: Kind, launched: list[Any]) -> None:
     # Layers of one kind are one graph.
     layers = 1 if "llama" in kind.family else 2
     compressed, reference = in_type(kind, torch.float32, layers)
-    ids, by_kernels = windows(2, 22), kind.bits == 16
-    model = copy.deepcopy(compressed).to(DEVICE)
+    ids, by_kernels, model = windows(2, 22), kind.bits == 16, copy.deepcopy(compressed).to(DEVICE)
     if by_kernels:
         use_kernels(model)
     cache = new_cache(model, "static", 70)

@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from recalkv.params import EvaluationParams
 from recalkv.text import corpora
 from recalkv.text.corpora import PROTOCOLS, further_windows, main_windows, text_names
 from recalkv.text.windows import spread_windows
-from tests import tiny
-from tests.pipeline import invoke
+from tests import raises, tiny
+from tests.characters import Characters
+from tests.pipeline import change, invoke
 
 
 @pytest.fixture(params=["dense", "mixed"])
@@ -39,8 +40,7 @@ def test_decoding_reads_the_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -
     from transformers import DynamicCache
 
     windows = tiny.windows(2, 24, seed=5)
-    whole = window_losses(model, windows)
-    update = DynamicCache.update
+    whole, update = window_losses(model, windows), DynamicCache.update
 
     def forgetful(self: Any, keys: Any, values: Any, *rest: Any, **options: Any) -> Any:
         return update(self, torch.zeros_like(keys), torch.zeros_like(values), *rest, **options)
@@ -79,8 +79,7 @@ def test_losses_that_are_not_finite_are_refused(part: str, value: float) -> None
     with torch.no_grad():
         # The head spoils all losses, the embedding of token 100 that of one window.
         {"head": model.lm_head, "embedding": model.model.embed_tokens}[part].weight[100] = value
-    with pytest.raises(NonFiniteError, match=r"evaluation loss; load the model in bfloat16 or float32"):
-        window_losses(model, windows)
+    raises(NonFiniteError, r"evaluation loss; load the model in bfloat16 or float32", window_losses, model, windows)
     if part == "embedding":
         assert bool(torch.isfinite(window_losses(model, windows[::2])).all())
 
@@ -93,8 +92,7 @@ def test_errors_are_those_of_documents() -> None:
     # Deviations -2.5, -1.5, 0.5 and 3.5 add up to -4 and 4 within two documents: sqrt(2 / 1 * 32) / 4.
     assert over_documents(rise, torch.tensor([7, 7, 9, 9])) == pytest.approx((3.5, 2.0))
     # Windows that tell the same twice tell no more than once.
-    twice = over_documents(rise.repeat(2), torch.arange(4).repeat(2))
-    assert twice == pytest.approx(alone)
+    assert over_documents(rise.repeat(2), torch.arange(4).repeat(2)) == pytest.approx(alone)
     assert over_documents(rise, torch.zeros(4).long()) == (3.5, 0.0)
     assert over_documents(rise[:1], torch.arange(1)) == (1.0, 0.0)
 
@@ -116,8 +114,7 @@ def test_divergence_and_agreement_are_those_of_whole_logits(prefill: int | None)
     torch.testing.assert_close(scores.losses, window_losses(model, windows), rtol=1e-5, atol=1e-5)
     same = window_scores(dense, windows, dense=reference.states)
     assert same.divergences is not None and same.agreements is not None
-    assert float(same.divergences.max()) < 1e-4 < float(divergences.min())
-    assert float(same.agreements.min()) > 0.95
+    assert float(same.divergences.max()) < 1e-4 < float(divergences.min()) and float(same.agreements.min()) > 0.95
 
 
 def numbered(*lengths: int) -> list[torch.Tensor]:
@@ -137,12 +134,11 @@ def numbered(*lengths: int) -> list[torch.Tensor]:
         ((10, 3, 4, 23, 2), None, [100, 200, 403, 413], [0, 1, 1, 1]),  # short ones join the next, the rest the last
     ],
 )
-def test_windows_are_spread_over_documents(
+def test_windows_are_spread(
     lengths: tuple[int, ...], most: int | None, starts: list[int], documents: list[int]
 ) -> None:
     windows = spread_windows(numbered(*lengths), 10, most)
-    assert windows.tokens[:, 0].tolist() == starts
-    assert windows.documents.tolist() == documents
+    assert windows.tokens[:, 0].tolist() == starts and windows.documents.tolist() == documents
     assert windows.tokens.shape == (len(starts), 10) and len(windows) == len(starts)
     assert len(windows.tokens.flatten().unique()) == windows.tokens.numel(), "windows overlap"
 
@@ -157,41 +153,30 @@ def test_embedded_text_is_measured_on_every_long_article(monkeypatch: pytest.Mon
 
 
 def test_c4_is_cut_as_in_the_papers(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
-    asked: dict[str, Any] = {}
-
-    def load(name: str, **options: Any) -> list[str]:
-        asked.update(options, name=name)
-        return ["the cache holds keys and values " * 500]
-
+    load = Mock(return_value=["the cache holds keys and values " * 500])
     monkeypatch.setattr(corpora, "load_documents", load)
     wanted = EvaluationParams(text="c4", window=4, max_windows=None)
     whole = further_windows(tiny_tokenizer, wanted, "c4")
-    assert whole.tokens.shape == (256, 4)
-    assert whole.documents.tolist() == list(range(256))
-    assert (asked["name"], asked["split"], asked["max_documents"]) == ("c4", "validation", 1100)
+    assert whole.tokens.shape == (256, 4) and whole.documents.tolist() == list(range(256))
+    assert load.call_args.args == ("c4",)
+    assert load.call_args.kwargs["split"] == "validation" and load.call_args.kwargs["max_documents"] == 1100
     for name in ("c4", "ptb"):
         few = further_windows(tiny_tokenizer, wanted.model_copy(update={"max_windows": 5}), name)
         assert few.tokens.shape == (5, 4)
     assert torch.equal(few.tokens, whole.tokens[:5]), "the first windows, one after the other"
-    assert asked["max_documents"] is None
+    assert load.call_args.kwargs["max_documents"] is None
 
 
 @pytest.mark.parametrize(
-    ("text", "joined"),
-    [("wikitext2", "^a b\n\nc"), ("ptb", "^a b c"), ("c4", "^a b c"), ("embedded", "a b\n\nc")],
+    ("text", "joined"), [("wikitext2", "^a b\n\nc"), ("ptb", "^a b c"), ("c4", "^a b c"), ("embedded", "a b\n\nc")]
 )
 def test_corpora_are_tokenized_as_one_string(monkeypatch: pytest.MonkeyPatch, text: str, joined: str) -> None:
     """A tokenizer that marks the start of every string, as LLaMA's does, marks the start of a corpus only."""
-
-    def tokenize(texts: Any, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
-        one = [ord(c) for c in ("^" if add_special_tokens else "") + texts] if isinstance(texts, str) else None
-        return {"input_ids": one or [[ord(c) for c in each] for each in texts]}
-
     monkeypatch.setattr(corpora, "load_documents", lambda name, **options: ["a b", "c"])
     # A window of one token, so that nothing is cut off.
     wanted = EvaluationParams(text=text, max_windows=None).model_copy(update={"window": 1})
-    for windows in (further_windows(tokenize, wanted, text), main_windows(tokenize, wanted)):
-        assert "".join(map(chr, windows.tokens.flatten().tolist())) == joined
+    for windows in (further_windows(Characters("^"), wanted, text), main_windows(Characters("^"), wanted)):
+        assert Characters().decode(windows.tokens.flatten()) == joined
 
 
 def test_short_texts_are_named(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
@@ -206,27 +191,22 @@ def test_names_of_texts(tmp_path: Path) -> None:
     for path in (tmp_path / "news.txt", tmp_path / "a" / "news.txt"):
         path.write_text("text")
     assert text_names(["ptb", str(tmp_path / "news.txt")]) == ["ptb", "news.txt"]
-    with pytest.raises(
-        ParameterError, match=r"'pbt' is neither a file nor one of embedded, embedded-news, embedded-code"
-    ):
-        text_names(["pbt"])
+    message = r"'pbt' is neither a file nor one of embedded, embedded-news, embedded-code"
+    raises(ParameterError, message, text_names, ["pbt"])
     with pytest.raises(ParameterError, match=r"two texts are called 'news.txt'"):
         text_names([str(tmp_path / "news.txt"), str(tmp_path / "a" / "news.txt")])
     assert set(PROTOCOLS) == {"embedded", "embedded-news", "embedded-code", "wikitext2", "ptb", "c4"}
 
 
-def test_further_texts_are_measured_by_all_stages(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], tmp_path: Path
-) -> None:
+def test_further_texts_are_measured_by_all_stages(prepared: Path, tmp_path: Path) -> None:
     text = tmp_path / "other.txt"
     text.write_text("every token adds its keys and the values of it so far . " * 40)
-    change_parameters(prepared, "evaluation.further_texts", [str(text)])
+    change("evaluation.further_texts", [str(text)])
     for stage in ("baseline", "evaluate"):
         assert invoke(stage) == 0
     metrics = json.loads((prepared / "reports/metrics.json").read_text())
     other, main = metrics["further_texts"]["other.txt"], metrics["perplexity"]
-    assert other["windows"] == 3
-    assert other["dense"] != main["dense"]
+    assert other["windows"] == 3 and other["dense"] != main["dense"]
     assert other["compressed"] > 1 and other["excess_nats"] != main["excess_nats"]
 
 

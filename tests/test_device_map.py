@@ -21,9 +21,7 @@ def test_layers_on_disk_give_the_same_tokens(settings: dict[str, Any], tmp_path:
     _, compressed, _ = compressed_pair("llama-mha", **settings)
     compressed.save_pretrained(tmp_path / "model")
     places = dict.fromkeys(PARTS, "cpu") | {"model.layers.1": "disk", "model.layers.2": "disk", "lm_head": "cpu"}
-    split = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
-    )
+    split = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "off")
     assert next(split.model.layers[2].parameters()).is_meta
     ids = windows(2, 12)
     tokens = [model.generate(ids, max_new_tokens=8, do_sample=False) for model in (split, compressed)]
@@ -65,7 +63,6 @@ def test_layers_on_cpu_and_gpu_give_the_same_tokens(tmp_path: Path) -> None:
     places = dict.fromkeys(PARTS, 0) | {"model.layers.1": "cpu", "lm_head": 0}
     split = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places)
     ids = windows(2, 12)
-    tokens = [
-        model.generate(i, max_new_tokens=8, do_sample=False) for model, i in ((split, ids.cuda()), (compressed, ids))
-    ]
+    pairs = (split, ids.cuda()), (compressed, ids)
+    tokens = [model.generate(own, max_new_tokens=8, do_sample=False) for model, own in pairs]
     assert torch.equal(tokens[0].cpu(), tokens[1])

@@ -16,15 +16,10 @@ GROUPS = [[0, 3], [1, 2], [4, 5]]
 def test_reported_errors_are_those_of_the_outputs(method: str) -> None:
     given = steps("llama-gqa", method=method, damping=0.0)
     inputs, problem, layer, order = (
-        inputs_of(given.model, given.ids, 1),
-        given.problem(1),
-        given.factors[1],
-        given.order(1),
-    )
-    for weight, factors, error in (
-        (problem.keys, layer.keys, layer.key_error),
-        (problem.values, layer.values, layer.value_error),
-    ):
+        inputs_of(given.model, given.ids, 1), given.problem(1), given.factors[1], given.order(1),
+    )  # fmt: skip
+    sides = (problem.keys, layer.keys, layer.key_error), (problem.values, layer.values, layer.value_error)
+    for weight, factors, error in sides:
         approximation = in_model_order(factors.dense().double(), order)
         expected = (inputs @ (approximation - weight)).norm() ** 2 / (inputs @ weight.double()).norm() ** 2
         assert error == pytest.approx(float(expected), rel=1e-3)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
-from typer.testing import CliRunner
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import recalkv
-from recalkv.cli import app
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.runtime.models import use_codec
 from recalkv.text.chat import is_conversation, plain_text, rendered
@@ -24,19 +21,19 @@ from recalkv.text.unicode import well_formed
 from recalkv.text.windows import document_tokens
 from tests import tiny
 from tests.coded import fit
+from tests.commands import run
+from tests.conftest import process
 
 WINDOW: dict[str, Any] = {"method": "loss-aware", "bits": "mixed", "ratio": 0.5, "exact_window": 8}
 
 
 def compressed(**changes: Any) -> Any:
-    with torch.enable_grad():
-        return copy.deepcopy(tiny.compressed_pair("llama-gqa", **WINDOW | changes)[1])
+    return copy.deepcopy(tiny.compressed_pair("llama-gqa", **WINDOW | changes)[1])
 
 
 def coded() -> Any:
     model = tiny.dense_model("llama-gqa")
-    with torch.enable_grad():
-        return use_codec(model, fit(model, tiny.windows(6, 96), bits=4, context=256))
+    return use_codec(model, fit(model, tiny.windows(6, 96), bits=4, context=256))
 
 
 # --- what is made lazily from ambient state -------------------------------------------------------------------------
@@ -57,9 +54,7 @@ with torch.no_grad():
 def test_tables_do_not_follow_the_default_dtype(fresh_python: Path, tmp_path: Path) -> None:
     """In a process of its own, where nothing has been made before."""
     compressed().save_pretrained(tmp_path)
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run([fresh_python, "-c", LOADED, tmp_path], cwd=root, capture_output=True, text=True)
-    assert done.stdout == "torch.float32 True\n", done.stderr[-2000:]
+    assert process(fresh_python, "-c", LOADED, tmp_path).stdout == "torch.float32 True\n"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -84,9 +79,7 @@ CALLS = [
 ]
 
 
-def test_conversations_of_today_are_read_alike_from_everywhere(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_conversations_of_today_are_read_alike_from_everywhere(tmp_path: Path, tiny_tokenizer: Any) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": CALLS}) + "\n")
     (tmp_path / "rows.json").write_text(json.dumps([CALLS, {"messages": CALLS}]))
     assert load_documents(str(tmp_path / "rows.jsonl"), split="train") == [CALLS]
@@ -100,7 +93,7 @@ def test_conversations_of_today_are_read_alike_from_everywhere(
     assert rendered(tokenizer, CALLS) == "user: What is the time? assistant:  tool: noon "
 
 
-def test_lone_surrogates_and_foreign_bytes(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_lone_surrogates_and_foreign_bytes(tmp_path: Path, tiny_tokenizer: Any) -> None:
     assert well_formed("a\ud800b\udfff \U0001f600") == ("a\ufffdb\ufffd \U0001f600", 2)
     with pytest.warns(UserWarning, match="2 lone surrogates in rows 1 of the text were read as U\\+FFFD"):
         document_tokens(tiny_tokenizer, ["the cache", "the \ud800\udfff model"])
@@ -109,13 +102,12 @@ def test_lone_surrogates_and_foreign_bytes(tmp_path: Path, tiny_tokenizer: PreTr
         load_documents(str(tmp_path / "text.txt"), split="train")
 
 
-def test_standard_input_in_another_encoding(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_standard_input_in_another_encoding(tmp_path: Path, tiny_tokenizer: Any) -> None:
     compressed().save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
-    command = ["generate", str(tmp_path), "-", "--tokens", "2", "--device", "cpu"]
-    done = CliRunner().invoke(app, command, input=b"the caf\xe9 is")
-    assert done.exit_code == 0, done.output
-    assert "1 characters of the input are not utf-8; read as U+FFFD" in done.stderr
+    said = run("generate", tmp_path, "-", "--tokens", "2", "--device", "cpu", input=b"the caf\xe9 is")
+    assert said.exit_code == 0, said.output
+    assert "1 characters of the input are not utf-8; read as U+FFFD" in said.stderr
 
 
 # --- caches ---------------------------------------------------------------------------------------------------------
@@ -123,13 +115,11 @@ def test_standard_input_in_another_encoding(tmp_path: Path, tiny_tokenizer: PreT
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_an_empty_text_in_a_padded_batch(cache: str | None) -> None:
-    model = compressed()
-    ids = tiny.windows(2, 12)
+    model, ids = compressed(), tiny.windows(2, 12)
     mask = torch.ones_like(ids)
     mask[1] = 0
     settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
-    found = model.generate(ids, attention_mask=mask, **settings)
-    alone = model.generate(ids[:1], **settings)
+    found, alone = model.generate(ids, attention_mask=mask, **settings), model.generate(ids[:1], **settings)
     assert found.shape == (2, 15) and torch.equal(found[:1], alone)
 
 
@@ -147,11 +137,8 @@ def test_a_cache_rebuilt_from_its_tensors_says_what_is_missing() -> None:
 
 
 def test_a_crop_of_a_generated_cache_names_the_remedy() -> None:
-    cache = (
-        compressed()
-        .generate(tiny.windows(1, 40), max_new_tokens=20, min_new_tokens=20, return_dict_in_generate=True)
-        .past_key_values
-    )
+    settings: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "return_dict_in_generate": True}
+    cache = compressed().generate(tiny.windows(1, 40), **settings).past_key_values
     with pytest.warns(UserWarning, match=r"activate_past_recording\(\)` before the text is read, and crop at most 32"):
         cache.crop(-12)
 
@@ -159,12 +146,9 @@ def test_a_crop_of_a_generated_cache_names_the_remedy() -> None:
 def test_every_parameter_that_wants_a_gradient_gets_one(tmp_path: Path) -> None:
     """DistributedDataParallel waits for all of them."""
     compressed().save_pretrained(tmp_path)
-    model = type(compressed()).from_pretrained(tmp_path).train()
-    ids = tiny.windows(1, 40)
+    model, ids = type(compressed()).from_pretrained(tmp_path).train(), tiny.windows(1, 40)
     model(ids, labels=ids).loss.backward()
-    wanting = [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
-    ]
+    wanting = [name for name, own in model.named_parameters() if own.requires_grad and own.grad is None]
     assert wanting == []
 
 
@@ -186,14 +170,13 @@ def test_weights_written_by_data_are_noticed() -> None:
             layer.self_attn.o_proj.weight.data *= 1.5
         parts = [model(part, past_key_values=cache).logits for part in ids.split([20, *[1] * 10], dim=1)]
         # Codes of few bits fall the other way here and there.
-        difference = (torch.cat(parts, dim=1) - model(ids).logits).abs()
-        assert difference.flatten().quantile(0.9) < 0.1
+        assert (torch.cat(parts, dim=1) - model(ids).logits).abs().flatten().quantile(0.9) < 0.1
 
 
 # --- what is handed in ----------------------------------------------------------------------------------------------
 
 
-def test_objects_that_wrap_a_model_are_told_apart(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_objects_that_wrap_a_model_are_told_apart(tiny_tokenizer: Any) -> None:
     model = tiny.dense_model("llama-gqa")
     with pytest.raises(UnsupportedModelError, match=r"compiled by torch.compile; give the model as it was before"):
         recalkv.compress(torch.compile(model), tiny_tokenizer, ["text"])
@@ -204,14 +187,12 @@ def test_objects_that_wrap_a_model_are_told_apart(tiny_tokenizer: PreTrainedToke
         recalkv.compress(nn.DataParallel(model), tiny_tokenizer, ["text"])
 
 
-def test_one_long_text_is_no_path(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_one_long_text_is_no_path(tiny_tokenizer: Any) -> None:
     with pytest.raises(ParameterError, match=r"dataset is one text of 9000 characters; give a list of texts"):
         recalkv.compress(tiny.dense_model("llama-gqa"), tiny_tokenizer, "the cache" * 1000)
 
 
-def test_a_source_without_its_head_is_refused_before_the_work(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_source_without_its_head_is_refused_before_the_work(tmp_path: Path, tiny_tokenizer: Any) -> None:
     tiny.dense_model("llama-gqa", tie_word_embeddings=False).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["lm_head.weight"]
@@ -220,9 +201,7 @@ def test_a_source_without_its_head_is_refused_before_the_work(
         recalkv.compress(str(tmp_path), tiny_tokenizer, ["the cache holds " * 900], samples=4, length=32)
 
 
-def test_compress_takes_a_revision_and_a_split(
-    monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_compress_takes_a_revision_and_a_split(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
     seen: list[Any] = []
 
     def resolved(*given: Any) -> Any:
@@ -264,6 +243,4 @@ try:
 finally:
     assert "recalkv.model.source" in sys.modules
 """
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run([fresh_python, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert "Usage" in done.stdout
+    assert "Usage" in process(fresh_python, "-c", code).stdout

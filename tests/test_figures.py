@@ -31,9 +31,8 @@ def named(text: str) -> str:
 
 
 def code(text: str) -> list[str]:
-    return re.findall(r"^```\w*\n(.*?)^```", named(text), re.MULTILINE | re.DOTALL) + re.findall(
-        r"`([^`\n]+)`", named(text)
-    )
+    blocks = re.findall(r"^```\w*\n(.*?)^```", named(text), re.MULTILINE | re.DOTALL)
+    return blocks + re.findall(r"`([^`\n]+)`", named(text))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -43,10 +42,8 @@ def test_paths_links_and_modules_are_there(path: Path) -> None:
     folders = "recalkv|stages|tests|benchmarks|docs|grids|reports"
     paths = [ROOT / part for span in code(text) for part in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./-]+", span)]
     missing = [str(each) for each in [*links, *paths] if not each.exists()]
-    modules = [
-        part for span in code(text) for part in re.findall(r"\b(?:recalkv|stages|benchmarks)(?:\.[a-z]\w*)+", span)
-    ]
-    for module in modules:
+    named_modules = r"\b(?:recalkv|stages|benchmarks)(?:\.[a-z]\w*)+"
+    for module in [part for span in code(text) for part in re.findall(named_modules, span)]:
         whole, parent = (ROOT.joinpath(*parts) for parts in (module.split("."), module.split(".")[:-1]))
         files = [parent.with_suffix(".py"), parent / "__init__.py"]
         inside = any(re.search(rf"\b{whole.name}\b", file.read_text()) for file in files if file.exists())

@@ -1,6 +1,7 @@
 """Fisher scores: against plain autograd through the whole Hugging Face model, window by window."""
 
 from collections.abc import Collection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,9 @@ def kept_inputs(source: ModuleSource, ids: Tensor, folder: Path, batch_size: int
 
 
 def gradients_of(
-    model: Any,
-    ids: Tensor,
-    folder: Path,
-    batch_size: int = 2,
-    kept_by: int = 2,
-    precision: str = "float32",
+    model: Any, ids: Tensor, folder: Path, batch_size: int = 2, kept_by: int = 2, precision: str = "float32",
     done: Collection[int] = (),
-) -> list[LayerGradients]:
+) -> list[LayerGradients]:  # fmt: skip
     """Whitening pass (which keeps the layers' inputs) and Fisher pass, as the pipeline runs them."""
     source = ModuleSource(model, precision=precision)
     inputs = kept_inputs(source, ids, folder, kept_by)
@@ -117,12 +113,8 @@ def test_layers_that_are_done_are_passed_through_only(done: set[int], tmp_path: 
     rest = gradients_of(model, ids, tmp_path, done=done)
     assert [layer.index for layer in rest] == [index for index in (2, 1, 0) if index not in done]
     for layer in rest:
-        expected = whole[layer.index]
-        assert (layer.key_score, layer.value_score, layer.loss) == (
-            expected.key_score,
-            expected.value_score,
-            expected.loss,
-        )
+        expected, figures = whole[layer.index], attrgetter("key_score", "value_score", "loss")
+        assert figures(layer) == figures(expected)
         for name in ("gram", "mean", "key_gradient", "value_gradient"):
             assert torch.equal(getattr(layer.moments, name), getattr(expected.moments, name))
 

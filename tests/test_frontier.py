@@ -10,16 +10,14 @@ def test_rows_and_page_of_the_cells(prepared: Path) -> None:
     cells = Path("data/cells/frontier")
     assert invoke("quantizer", out=cells / "fp8.json", name="fp8") == 0
     assert invoke("quantizer", out=cells / "turboquant-2.json", name="turboquant-2") == 0
-    changes = ["compression.bits=mixed", "compression.ratio=0.75"]
-    assert invoke("cell", out=cells / "ours-4.json", changes=changes) == 0
+    assert invoke("cell", out=cells / "ours-4.json", changes=["compression.bits=mixed", "compression.ratio=0.75"]) == 0
     assert invoke("frontier", name="frontier") == 0
     rows = json.loads(Path("reports/frontier.json").read_text())["rows"]
     assert {row["text"] for row in rows} == {"evaluation.txt"}
     by_method = {row["method"]: row for row in rows}
     assert set(by_method) == {"fp8", "ours-4", "turboquant-2"}
     bits = [row["bits_per_element"] for row in rows]
-    assert bits == sorted(bits, reverse=True)
-    assert by_method["fp8"]["bits_per_element"] == 8
+    assert bits == sorted(bits, reverse=True) and by_method["fp8"]["bits_per_element"] == 8
     assert by_method["turboquant-2"]["bits_per_element"] == 2 + 16 / 8
     # A window of 32 exact tokens costs 16 bits for 32 of 2,048, at most; scales are much of so small a model's rows.
     assert 3.7 < by_method["ours-4"]["bits_per_element"] <= 4 + 16 * 32 / 2048

@@ -50,9 +50,8 @@ class Case:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
 
     def factors(self, widths: list[int], ranks: list[int]) -> LowRank:
-        return LowRank(
-            [self.draw(20, rank) for rank in ranks], [self.draw(*size) for size in zip(ranks, widths, strict=True)]
-        )
+        up = [self.draw(*size) for size in zip(ranks, widths, strict=True)]
+        return LowRank([self.draw(20, rank) for rank in ranks], up)
 
     def bias(self, name: str, size: int) -> Tensor:
         return self.dense.get(f"{name}.bias", torch.zeros(size, dtype=torch.float64))
@@ -91,8 +90,7 @@ def test_keys_queries_and_outputs_are_those_of_the_factors(arguments: Any) -> No
 
     # Every query attends to one token of each row: what it reads is that token's values.
     values = inputs @ case.values.dense() + case.bias("v_proj", 12)[COLUMNS]
-    contexts = values.view(7, 3, 4).repeat_interleave(2, dim=1).flatten(1)
-    expected = contexts @ case.output[ROWS] + case.bias("o_proj", 20)
+    expected = values.view(7, 3, 4).repeat_interleave(2, dim=1).flatten(1) @ case.output[ROWS] + case.bias("o_proj", 20)
     latents = case.latents(inputs, "value")
     if case.layout == "fused":
         heads = [up.shape[1] // 4 for up in case.values.up]
@@ -101,8 +99,7 @@ def test_keys_queries_and_outputs_are_those_of_the_factors(arguments: Any) -> No
     else:
         rebuilt = [latent @ tensors[f"value_up.{group}"] for group, latent in enumerate(latents)]
         read = torch.cat(rebuilt, dim=1).view(7, 3, 4).repeat_interleave(2, dim=1).flatten(1)
-    output = read @ tensors["o_proj.weight"].T + tensors.get("o_proj.bias", torch.zeros(1))
-    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(read @ tensors["o_proj.weight"].T + tensors.get("o_proj.bias", torch.zeros(1)), expected)
 
 
 @pytest.mark.parametrize("shape", WIDTHS)
@@ -151,12 +148,9 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
         )
         for device in ("cpu", "meta")
     )
-    expected = {f"self_attn.{name}": tensor for name, tensor in case.tensors.items()} | {
-        "mlp.weight": held["mlp.weight"]
-    }
+    expected = {f"self_attn.{name}": own for name, own in case.tensors.items()} | {"mlp.weight": held["mlp.weight"]}
     fused = fuse_layer(here, 0, spec, refit, case.mean)  # type: ignore[arg-type]
-    assert fused.keys() == expected.keys()
-    assert fused["mlp.weight"].dtype is held["mlp.weight"].dtype
+    assert fused.keys() == expected.keys() and fused["mlp.weight"].dtype is held["mlp.weight"].dtype
     assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in fused.items())
     # Tensors of that device have no values that could be compared.
     monkeypatch.setattr(torch, "equal", lambda *_: False)
@@ -166,8 +160,7 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
 
 def test_sinks_and_norms_over_all_heads_move_with_the_heads() -> None:
     case = Case("joint", "separate", True, True, False)
-    norms = {"q_norm.weight": case.draw(24), "k_norm.weight": case.draw(12)}
-    dense = case.dense | norms | {"sinks": case.draw(6)}
+    dense = case.dense | {"q_norm.weight": case.draw(24), "k_norm.weight": case.draw(12)} | {"sinks": case.draw(6)}
     geometry = AttentionGeometry(hidden=20, heads=6, kv_heads=3, head_dim=4, layers=1, sinks=True)
     spec = LayerSpec(*RANKS["joint"], True, value_layout="separate", head_permutation=PERMUTATION)
     tensors = fused_attention_tensors(dense, geometry, spec, case.keys, case.values, None, case.mean)
@@ -175,7 +168,6 @@ def test_sinks_and_norms_over_all_heads_move_with_the_heads() -> None:
     assert torch.equal(tensors["q_norm.weight"], dense["q_norm.weight"][ROWS])
     assert torch.equal(tensors["k_norm.weight"], dense["k_norm.weight"][COLUMNS])
     # Weights that do not sum to 1: constants of the values stay with them.
-    assert torch.equal(tensors["o_proj.bias"], dense["o_proj.bias"])
-    assert case.mean is not None
+    assert torch.equal(tensors["o_proj.bias"], dense["o_proj.bias"]) and case.mean is not None
     means = [case.mean @ left @ right for left, right in zip(case.values.down, case.values.up, strict=True)]
     torch.testing.assert_close(tensors["value_bias"], dense["v_proj.bias"][COLUMNS] + torch.cat(means))

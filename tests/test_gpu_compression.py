@@ -40,10 +40,8 @@ def products(result: CompressedLayers) -> list[Tensor]:
     """What does not depend on the basis of the latents: L R, and the output projections."""
     factors = [each for refit in result.refits for each in (refit.keys, refit.values)]
     dense = [each.dense() for each in factors]
-    return [
-        tensor.double().cpu()
-        for tensor in [*dense, *(each for each in (refit.output for refit in result.refits) if each is not None)]
-    ]
+    outputs = [refit.output for refit in result.refits if refit.output is not None]
+    return [tensor.double().cpu() for tensor in [*dense, *outputs]]
 
 
 @pytest.mark.parametrize(("setting", "where"), ELSEWHERE)

@@ -24,8 +24,7 @@ def rows(seed: int = 1) -> Tensor:
 def test_similar_heads_are_grouped_where_the_method_reorders() -> None:
     keys, values = planted_keys(), torch.randn(12, 6)
     grouping = group_heads(problem_of(keys, values, rows(), 2, method="recalkv"))
-    assert grouping.groups == [[0, 2], [1]]
-    assert grouping.permutation == [0, 2, 1]
+    assert grouping.groups == [[0, 2], [1]] and grouping.permutation == [0, 2, 1]
     assert float(grouping.similarity[0, 2]) == pytest.approx(1.0)
     for changes in ({"method": "recalkv", "grouping": "neighbors"}, {"method": "palu"}, {"method": "svd"}):
         assert group_heads(problem_of(keys, values, rows(), 2, **changes)).groups == [[0, 1], [2]]
@@ -33,10 +32,8 @@ def test_similar_heads_are_grouped_where_the_method_reorders() -> None:
 
 def test_similarity_is_centered() -> None:
     weight = planted_keys()
-    expected, moved = (
-        group_heads(problem_of(weight, weight, inputs, 2, method="recalkv")).similarity
-        for inputs in (rows(), rows() + 5)
-    )
+    problems = [problem_of(weight, weight, inputs, 2, method="recalkv") for inputs in (rows(), rows() + 5)]
+    expected, moved = (group_heads(problem).similarity for problem in problems)
     torch.testing.assert_close(moved, expected)
 
 

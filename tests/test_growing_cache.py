@@ -42,8 +42,7 @@ def test_the_same_as_transformers(change: str, prompt: int) -> None:
         batch = 2 if change == "reset" else layer.keys.shape[0]
         for tokens in (1, 4, 600, 1):
             layer.update(*states(tokens, batch))
-    assert ours.get_seq_length() == theirs.get_seq_length()
-    assert torch.equal(ours.keys, theirs.keys)
+    assert ours.get_seq_length() == theirs.get_seq_length() and torch.equal(ours.keys, theirs.keys)
     assert ours.values.shape == theirs.values.shape
 
 
@@ -93,8 +92,7 @@ def test_what_a_gradient_needs_is_not_written_over() -> None:
         total = total + (query @ keys.mT).square().sum()
     (found,) = torch.autograd.grad(total, query)
     keys = layer.keys
-    expected = sum(2 * (query @ keys[:, :, :n].mT) @ keys[:, :, :n] for n in (300, 301, 302))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, sum(2 * (query @ keys[:, :, :n].mT) @ keys[:, :, :n] for n in (300, 301, 302)))
 
 
 def test_sliding_layers_are_transformers_own() -> None:
@@ -114,5 +112,4 @@ def test_generation_takes_it_by_default(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     own = DynamicCache(config=model.config)
     theirs = model.generate(ids, past_key_values=own, **common, **options)
-    assert theirs.past_key_values is own
-    assert torch.equal(ours.sequences, theirs.sequences)
+    assert theirs.past_key_values is own and torch.equal(ours.sequences, theirs.sequences)

@@ -21,6 +21,7 @@ from recalkv.model.export import compressed_config, decoder_layers, save_checkpo
 from recalkv.model.families import check_supported
 from recalkv.model.layers import CheckpointSource
 from recalkv.model.spec import LatentSpec
+from tests import raises
 from tests.tiny import SIZES, attending_layers, calibration, compressed_pair, dense_model, plain, windows
 
 QWEN, GRANITE = "qwen3-next-hybrid", "granite4-hybrid"
@@ -70,8 +71,7 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
     save_file(given | {"mtp.fc.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
     assert not any("mtp" in name for name in CheckpointSource(tmp_path).stored_others())
     save_file(given | {"mpt.fc.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=r"mpt\.fc\.weight"):
-        CheckpointSource(tmp_path)
+    raises(UnsupportedModelError, r"mpt\.fc\.weight", CheckpointSource, tmp_path)
 
 
 @pytest.mark.parametrize("family", [QWEN, GRANITE])
@@ -104,8 +104,7 @@ def test_quantized_caches_to_compare_with_leave_the_states_alone(family: str) ->
     model, rounding, ids = dense_model(family), quantizer("fp8", 8), windows(2, 24)
     with quantized_cache(model, rounding):
         expected = model(ids, use_cache=False).logits
-    cache = quantized_layers(model, rounding)
-    torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
+    torch.testing.assert_close(model(ids, past_key_values=quantized_layers(model, rounding)).logits, expected)
     assert not torch.allclose(expected, model(ids).logits, rtol=1e-3)
 
 
@@ -118,5 +117,4 @@ def test_quantized_caches_to_compare_with_leave_the_states_alone(family: str) ->
 )
 def test_refusals_name_the_layers(changes: dict[str, Any], message: str) -> None:
     content = SIZES | {"mamba_n_heads": 8} | changes
-    with pytest.raises(UnsupportedModelError, match=message):
-        check_supported(GraniteMoeHybridConfig(**content))
+    raises(UnsupportedModelError, message, check_supported, GraniteMoeHybridConfig(**content))

@@ -1,9 +1,10 @@
 """Every shipped configuration compiles for GPUs that are not here, within their limits."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import process
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -13,10 +14,7 @@ SOME = ["mistral-7b joint s=2 70%"]
 @pytest.mark.parametrize("names", [SOME, pytest.param([], marks=pytest.mark.slow)], ids=["some", "all"])
 def test_configurations_compile_within_limits(fresh_python: Path, names: list[str]) -> None:
     """In a process of its own: where kernels are interpreted, they cannot be compiled."""
-    command = [fresh_python, "-m", "tests.compiling", *names]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()[1:]
+    lines = process(fresh_python, "-m", "tests.compiling", *names).stdout.splitlines()[1:]
     assert len(lines) == 2 * 3 * (len(names) or 15)
     # On sm_90 grouped queries use the instructions of warp groups, and no others.
     columns = [line[42:].split() for line in lines if line.startswith("mistral-7b joint s=2 70% ")]

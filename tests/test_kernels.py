@@ -17,7 +17,7 @@ from recalkv.errors import ParameterError
 from recalkv.kernels.plan import cover_rank, value_blocks
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import group_sizes
-from tests import tiny
+from tests import raises, tiny
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -115,12 +115,10 @@ class Problem:
                 self.mask[sequence, :, :, :count] = False
 
     def by_kernels(self) -> list[Tensor]:
-        case = self.case
-        keys = joined([up.to(DEVICE) for up in self.ups])
+        case, keys = self.case, joined([up.to(DEVICE) for up in self.ups])
         values = joined([up.to(DEVICE) for up in self.value_ups]) if self.value_ups else None
-        plan = LayerPlan(
-            keys, values, self.key_ranks, self.key_heads, self.value_ranks, self.value_heads, case.head_dim, 232_448
-        )
+        ranks, heads = (self.key_ranks, self.value_ranks), (self.key_heads, self.value_heads)
+        plan = LayerPlan(keys, values, ranks[0], heads[0], ranks[1], heads[1], case.head_dim, 232_448)
         z_k, z_v = self.z_k.to(DEVICE), self.z_v.to(DEVICE)
         seen: Any = self.first + case.queries
         result = latent_attention(
@@ -139,8 +137,7 @@ class Problem:
 
     def by_loops(self) -> list[Tensor]:
         case, n_rep = self.case, self.case.query_heads // self.case.kv_heads
-        positions = torch.arange(case.slots)
-        places = torch.arange(case.queries) + self.first
+        positions, places = torch.arange(case.slots), torch.arange(case.queries) + self.first
         heads: list[Tensor] = []
         for sequence in range(case.batch):
             latents = self.z_k[sequence].double().split(self.key_ranks, dim=-1)
@@ -177,15 +174,13 @@ class Problem:
 
     def error(self) -> float:
         """Largest difference relative to the largest value."""
-        pairs = list(zip(self.by_kernels(), self.by_loops(), strict=True))
-        for ours, reference in pairs:
+        errors = []
+        for ours, reference in zip(self.by_kernels(), self.by_loops(), strict=True):
             assert ours.shape == reference.shape
             # Python's largest of a number and NaN is the number.
             assert bool(ours.isfinite().all())
-        return max(
-            float((ours.double() - reference).abs().max() / reference.abs().max().clamp_min(1e-9))
-            for ours, reference in pairs
-        )
+            errors.append(float((ours.double() - reference).abs().max() / reference.abs().max().clamp_min(1e-9)))
+        return max(errors)
 
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -219,8 +214,7 @@ def test_geometries(name: str) -> None:
     ("slots", "runs"), [(1, None), (2, 1), (17, 3), (63, 1), (64, 2), (65, 2), (150, 1), (150, 2), (150, 3), (300, 4)]
 )
 def test_lengths_and_runs(slots: int, runs: int | None) -> None:
-    case = Case(kv_heads=2, query_heads=4, slots=slots, runs=runs)
-    assert Problem(case, seed=slots).error() < 2e-6
+    assert Problem(Case(kv_heads=2, query_heads=4, slots=slots, runs=runs), seed=slots).error() < 2e-6
 
 
 @pytest.mark.parametrize("queries", [2, 5, 9])
@@ -245,15 +239,13 @@ def test_left_padding_and_empty_slots_of_a_static_cache(queries: int) -> None:
 
 def test_a_row_that_may_see_nothing_is_zero() -> None:
     problem = Problem(Case(batch=2, padding=[0, 70]))
-    assert all(bool((part[1] == 0).all()) for part in problem.by_kernels())
-    assert problem.error() < 2e-6
+    assert all(bool((part[1] == 0).all()) for part in problem.by_kernels()) and problem.error() < 2e-6
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize("name", ["bias", "gqa", "joint latents"])
 def test_half_precision(name: str, dtype: torch.dtype, bound: float) -> None:
-    case = Case(**{**GEOMETRIES[name].__dict__, "dtype": dtype})
-    assert Problem(case).error() < bound
+    assert Problem(Case(**{**GEOMETRIES[name].__dict__, "dtype": dtype})).error() < bound
 
 
 @pytest.mark.parametrize("tile", [64, 128])
@@ -282,11 +274,9 @@ def test_blocks_cover_the_rank(rank: int) -> None:
 def test_value_blocks_tile_the_context(ranks: list[int], heads: list[int], rows: int) -> None:
     """Every element of every group's context is written once."""
     blocks, block_rows, block_columns = value_blocks(ranks, heads, rows)
-    total = sum(rank * count * rows for rank, count in zip(ranks, heads, strict=True))
-    written = [0] * total
+    written = [0] * sum(rank * count * rows for rank, count in zip(ranks, heads, strict=True))
     for _, width, _, count, place, stride in blocks:
-        assert width <= block_columns
-        assert count <= block_rows
+        assert width <= block_columns and count <= block_rows
         for row, column in itertools.product(range(count), range(width)):
             written[place + row * stride + column] += 1
     assert set(written) == {1}
@@ -362,13 +352,11 @@ def test_written_and_moved_factors_are_seen() -> None:
     plan = layer.decoder.plan()
     # Written by `.data`, which torch does not count: the kernels read the parameters themselves.
     layer.key_up[0].data.fill_(7.0)
-    assert layer.decoder.plan() is plan
-    assert bool((plan.key_up[: layer.key_up[0].numel()] == 7.0).all())
+    assert layer.decoder.plan() is plan and bool((plan.key_up[: layer.key_up[0].numel()] == 7.0).all())
     for change in (lambda: setattr(layer.value_up[0], "data", layer.value_up[0].data.clone()), model.half):
         change()
         plan, old = layer.decoder.plan(), plan
-        assert plan is not old
-        assert plan.value_up.dtype == layer.value_up[0].dtype
+        assert plan is not old and plan.value_up.dtype == layer.value_up[0].dtype
         assert torch.equal(plan.value_up[: layer.value_up[0].numel()], layer.value_up[0].flatten())
 
 
@@ -378,21 +366,17 @@ def test_a_model_with_kernels_is_saved_whole(tmp_path: Path) -> None:
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     use_kernels(model.to(DEVICE)).save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).state_dict()
-    assert loaded.keys() == expected.keys()
-    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
     model = model.to(DEVICE)
-    with pytest.raises(ParameterError, match=r"kernel='cuda' must be one of: torch, triton, auto"):
-        use_kernels(model, "cuda")
-    with pytest.raises(ParameterError, match=r"kernel=triton cannot be used: the model has no latent attention"):
-        use_kernels(dense)
+    raises(ParameterError, r"kernel='cuda' must be one of: torch, triton, auto", use_kernels, model, "cuda")
+    raises(ParameterError, r"kernel=triton cannot be used: the model has no latent attention", use_kernels, dense)
     use_kernels(model)
     assert all(decoder_of(layer.self_attn) for layer in model.model.layers)
-    with pytest.raises(ParameterError, match=r"float64, and the kernels take float16"):
-        use_kernels(model.double())
+    raises(ParameterError, r"float64, and the kernels take float16", use_kernels, model.double())
     with pytest.warns(UserWarning, match="decoding in plain torch: the weights are torch.float64"):
         use_kernels(model, "auto")
     monkeypatch.setattr(module, "version", lambda name: "3.5.1")
@@ -400,8 +384,7 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         use_kernels(model.float())
     assert not any(decoder_of(layer.self_attn) for layer in model.model.layers)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ParameterError, match="triton is not installed"):
-        use_kernels(model.float())
+    raises(ParameterError, "triton is not installed", use_kernels, model.float())
 
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -416,25 +399,20 @@ def test_packed_latents_stay_with_torch(settings: dict[str, Any], counted: list[
     model = tiny.compressed_pair("llama-gqa", layers=1, **settings)[1].to(DEVICE)
     refused = r"latents of layer 0 are packed in \d+\.\d bits each, and the kernels serve those of 16 bits"
     remedy = r"compress with bits=16, .* Use kernel=torch, or auto\."
-    with pytest.raises(ParameterError, match=rf"kernel=triton cannot be used: {refused}; {remedy}"):
-        use_kernels(model, "triton")
+    raises(ParameterError, rf"kernel=triton cannot be used: {refused}; {remedy}", use_kernels, model, "triton")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         use_kernels(model, "auto")
-    assert len(told) == 1
-    assert re.match(f"decoding in plain torch: {refused}", str(told[0].message))
+    assert len(told) == 1 and re.match(f"decoding in plain torch: {refused}", str(told[0].message))
     assert type(model.model.layers[0].self_attn) is LatentAttention
-    assert bool(last_logits(model, tiny.windows(1, 9)).isfinite().all())
-    assert not counted
+    assert bool(last_logits(model, tiny.windows(1, 9)).isfinite().all()) and not counted
 
 
 def test_one_layer_of_packed_latents_leaves_all_to_torch() -> None:
     """As one does whose attention the kernels do not compute."""
     model = tiny.compressed_pair("llama-gqa", method="loss-aware")[1].to(DEVICE)
-    packed = tiny.compressed_pair("llama-gqa", **PACKED["one code"])[1].to(DEVICE)
-    model.model.layers[1] = packed.model.layers[1]
-    with pytest.raises(ParameterError, match="latents of layer 1 are packed"):
-        use_kernels(model)
+    model.model.layers[1] = tiny.compressed_pair("llama-gqa", **PACKED["one code"])[1].to(DEVICE).model.layers[1]
+    raises(ParameterError, "latents of layer 1 are packed", use_kernels, model)
     with pytest.warns(UserWarning, match="latents of layer 1 are packed"):
         use_kernels(model, "auto")
     assert not any(decoder_of(layer.self_attn) for layer in model.model.layers)
@@ -464,7 +442,7 @@ def test_auto_trusts_the_kernels_after_a_trial(monkeypatch: pytest.MonkeyPatch) 
     ("device", "dtype", "slow"),
     [("cuda", torch.float32, True), ("cuda", torch.bfloat16, False), ("cpu", torch.float32, False)],
 )
-def test_auto_leaves_float32_on_a_gpu_to_torch(
+def test_auto_leaves_float32_to_torch(
     device: str, dtype: torch.dtype, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = module.why_not_best(torch.device(device), dtype)

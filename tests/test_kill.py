@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.conftest import ROOT, Finished
-from tests.pipeline import CODEC, COMPRESSION, STATISTICS, folder_hash, invoke
+from tests.conftest import ROOT, process
+from tests.pipeline import CODEC, COMPRESSION, STATISTICS, change, folder_hash, invoke
 
 CHAIN = (*STATISTICS, *COMPRESSION, *CODEC, "baseline")
 OUTPUTS = {stage: f"{stage}.zarr" for stage in CHAIN} | {"model": "model", "fuse": "compressed", "codec": "codec"}
@@ -84,16 +83,6 @@ def run_layers(stage: str, limit: int = 99, kill: signal.Signals = signal.SIGKIL
     return in_fork(stage, hook)
 
 
-def change(*keys: str, value: Any) -> Any:
-    """Set a parameter; returns the old value."""
-    content = section = yaml.safe_load(Path("params.yaml").read_text())
-    for key in keys[:-1]:
-        section = section[key]
-    old, section[keys[-1]] = section[keys[-1]], value
-    Path("params.yaml").write_text(yaml.safe_dump(content))
-    return old
-
-
 def drive(stages: list[str], thorough: bool) -> None:
     """Kill stages at several moments in a copy of the finished pipeline, in the current folder."""
     for stage in stages:
@@ -133,65 +122,52 @@ def drive(stages: list[str], thorough: bool) -> None:
             # What was left is of other parameters: all of it again.
             clear()
             assert run_layers(stage, 2) == -signal.SIGKILL
-            keys = ("compression", "damping") if stage in COMPRESSION else ("calibration", "batch_size")
-            old = change(*keys, value=3e-6 if stage in COMPRESSION else 3)
-            assert run_layers(stage) == LAYERS, (stage, keys)
-            change(*keys, value=old)
+            name = "compression.damping" if stage in COMPRESSION else "calibration.batch_size"
+            old = change(name, 3e-6 if stage in COMPRESSION else 3)
+            assert run_layers(stage) == LAYERS, (stage, name)
+            change(name, old)
             clear()
             assert run_layers(stage) == LAYERS
             check("parameters of before")
         print(f"killed {stage}")
 
 
-def kill_in_a_copy(python: Path, finished: Finished, folder: Path, stages: list[str], thorough: bool) -> None:
-    shutil.copytree(finished.folder / "data", folder / "data")
-    shutil.copytree(finished.folder / "reports", folder / "reports")
-    shutil.copy(finished.folder / "params.yaml", folder)
+def kill_in_a_copy(python: Path, folder: Path, stages: list[str], thorough: bool) -> None:
     # A process of its own: the parent of the forks must not have used zarr, whose threads do not survive a fork.
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [python, "-c", f"from tests.test_kill import drive; drive({stages}, {thorough})"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    code = f"from tests.test_kill import drive; drive({stages}, {thorough})"
+    done = process(python, "-c", code, cwd=folder, env=environment)
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("killed")] == stages
     if set(stages) & set(BY_LAYER):
         assert "layer(s) are there already" in done.stderr
 
 
-def test_killed_stages_rerun_to_the_same_bytes(fresh_python: Path, finished: Finished, tmp_path: Path) -> None:
-    kill_in_a_copy(fresh_python, finished, tmp_path, ["calibrate", "codec"], thorough=False)
+def test_killed_stages_rerun_to_the_same_bytes(fresh_python: Path, prepared: Path) -> None:
+    kill_in_a_copy(fresh_python, prepared, ["calibrate", "codec"], thorough=False)
 
 
 @pytest.mark.slow
-def test_every_stage_killed_at_many_moments(fresh_python: Path, finished: Finished, tmp_path: Path) -> None:
-    kill_in_a_copy(fresh_python, finished, tmp_path, list(CHAIN), thorough=True)
+def test_every_stage_killed_at_many_moments(fresh_python: Path, prepared: Path) -> None:
+    kill_in_a_copy(fresh_python, prepared, list(CHAIN), thorough=True)
 
 
 @pytest.mark.slow
 def test_dvc_recovers_from_a_killed_run(project: Path) -> None:
     """Kill dvc and its stage together at several moments; the next repro ends in the undisturbed bytes."""
-    environment = os.environ | {
-        "PYTHONPATH": str(project),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
-    subprocess.run(["dvc", "init", "--no-scm", "-q"], cwd=project, env=environment, check=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(project), "PATH": path}
+    process("dvc", "init", "--no-scm", "-q", cwd=project, env=environment)
     target = ["dvc", "repro", "fuse"]
-    subprocess.run(target, cwd=project, env=environment, check=True, capture_output=True)
+    process(*target, cwd=project, env=environment)
     expected = folder_hash(project / "data/compressed")
     for delay in (4, 9, 14, 19):
         for path in ("data", ".dvc/cache"):
             shutil.rmtree(project / path)
         (project / "dvc.lock").unlink()
-        running = subprocess.Popen(
-            target,
-            cwd=project,
-            env=environment,
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        running = subprocess.Popen(target, cwd=project, env=environment, start_new_session=True, **silent)
         time.sleep(delay)
         os.killpg(running.pid, signal.SIGKILL)
         running.wait()
-        done = subprocess.run(target, cwd=project, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        process(*target, cwd=project, env=environment)
         assert folder_hash(project / "data/compressed") == expected

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,7 @@ import pytest
 import torch
 
 from recalkv.errors import CheckpointError, ParameterError
-from recalkv.evaluation.attention_step import (
-    Step,
-    dense_step,
-    module_of,
-    typical_layer,
-)
+from recalkv.evaluation.attention_step import Step, dense_step, module_of, typical_layer
 from recalkv.evaluation.decoding import CACHES, check_same, largest, prompt_contents, time_decoding
 from recalkv.evaluation.latency import check_contexts
 from recalkv.evaluation.timing import environment
@@ -24,8 +18,8 @@ from recalkv.model.families import AttentionGeometry, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.reports.latency import latency_section
-from tests import tiny
-from tests.pipeline import folder_hash, invoke
+from tests import raises, tiny
+from tests.pipeline import change, folder_hash, invoke
 
 pair = functools.cache(tiny.compressed_pair)
 CPU = torch.device("cpu")
@@ -58,8 +52,7 @@ CASES = [
 def test_steps_are_right_and_complete(family: str, changes: dict[str, Any]) -> None:
     dense, compressed, _ = pair(family, **changes)
     layer = typical_layer(compressed.config)
-    module = module_of(dense, layer)
-    before = dense.config._attn_implementation
+    module, before = module_of(dense, layer), dense.config._attn_implementation
     # Where all layers slide, no cache holds more than the window's tokens.
     context = 32 if "full_attention" in layer_attention_types(dense.config) else 16
     baseline = dense_step(Step(module, context), 2)
@@ -70,8 +63,7 @@ def test_steps_are_right_and_complete(family: str, changes: dict[str, Any]) -> N
 
 
 def test_a_wrong_module_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(module_of(pair("llama-gqa")[1], 0), 32)
-    right = LatentAttention._attend
+    step, right = Step(module_of(pair("llama-gqa")[1], 0), 32), LatentAttention._attend
     monkeypatch.setattr(LatentAttention, "_attend", lambda *given: right(*given).flip(-1))
     monkeypatch.setattr("recalkv.evaluation.attention_step.time_calls", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(CheckpointError, match=r"layer 0, latents, 32 tokens: .* differs from its float64 reference"):
@@ -90,16 +82,14 @@ def test_decoding_is_the_same_over_every_cache(family: str, changes: dict[str, A
             logits = {kind: time_decoding(model, contents, kind, 2, context, 3)[1] for kind in CACHES}
             check_same(logits, "here")
     wrong = {"growing": logits["growing"], "static": logits["growing"].flip(-1)}
-    with pytest.raises(CheckpointError, match=r"here: logits over a static cache differ"):
-        check_same(wrong, "here")
+    raises(CheckpointError, r"here: logits over a static cache differ", check_same, wrong, "here")
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 37, 64, 1000, 12345])
 def test_largest_batch_is_found_to_one_in_64(room: int) -> None:
     asked: list[int] = []
     found = largest(lambda batch: asked.append(batch) or batch <= room)
-    assert found <= room <= found + max(1, found // 64) - (found < 64)
-    assert len(asked) < 25
+    assert found <= room <= found + max(1, found // 64) - (found < 64) and len(asked) < 25
 
 
 def test_typical_layer_is_nearest_to_the_mean_and_full() -> None:
@@ -152,17 +142,12 @@ def test_stage_writes_rows_metrics_and_a_picture(prepared: Path) -> None:
     ],
 )
 def test_bad_input_names_value_rule_and_remedy(
-    prepared: Path,
-    change_parameters: Callable[[Path, str, Any], None],
-    capsys: pytest.CaptureFixture[str],
-    parameter: str,
-    value: Any,
-    words: tuple[str, ...],
+    prepared: Path, capsys: pytest.CaptureFixture[str], parameter: str, value: Any, words: tuple[str, ...]
 ) -> None:
     # Refused before a weight is read: the config is all that is there of the checkpoint.
     for weights in (prepared / "data/compressed").glob("*.safetensors"):
         weights.unlink()
-    change_parameters(prepared, parameter, value)
+    change(parameter, value)
     before = folder_hash(prepared / "reports")
     capsys.readouterr()
     assert invoke("latency") == 1

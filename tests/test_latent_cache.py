@@ -29,8 +29,7 @@ def no_gradients() -> Iterator[None]:
 
 
 def compressed_model(family: str, **compression: Any) -> Any:
-    with torch.enable_grad():
-        return pair(family, **compression)[1]
+    return pair(family, **compression)[1]
 
 
 def assert_close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
@@ -49,11 +48,9 @@ def in_pieces(model: Any, ids: Tensor, lengths: list[int], cache: Any = None, **
     ("family", "method"), [*((family, "loss-aware") for family in FAMILIES), ("llama-mha", "recalkv")]
 )
 def test_full_rank_equals_the_dense_model(family: str, method: str) -> None:
-    with torch.enable_grad():
-        dense, compressed, _ = (copy.deepcopy(each) for each in pair(family, ratio=0.0, method=method))
+    dense, compressed, _ = (copy.deepcopy(each) for each in pair(family, ratio=0.0, method=method))
     # What the models differ by, and not how float32 rounds either.
-    dense, compressed = dense.double(), compressed.double()
-    ids = windows(2, LONG)
+    dense, compressed, ids = dense.double(), compressed.double(), windows(2, LONG)
     expected = dense(ids).logits
     assert_close(compressed(ids).logits, expected)
     assert_close(in_pieces(compressed, ids, [LONG - 4, 1, 3]), expected)
@@ -98,10 +95,8 @@ def test_prefill_makes_no_score_matrix(mode: str, method: str) -> None:
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn", "qwen2-bias"])
 def test_shifted_positions(family: str) -> None:
     """A constant shift changes nothing, in the first piece and in later ones."""
-    compressed = compressed_model(family)
-    ids = windows(2, 20)
-    positions = torch.arange(11, 31)[None].expand(2, -1)
-    cache = DynamicCache(config=compressed.config)
+    compressed, ids = compressed_model(family), windows(2, 20)
+    positions, cache = torch.arange(11, 31)[None].expand(2, -1), DynamicCache(config=compressed.config)
     pieces = [
         compressed(part, position_ids=where, past_key_values=cache).logits
         for part, where in zip(ids.split([15, 5], 1), positions.split([15, 5], 1), strict=True)
@@ -113,22 +108,18 @@ def test_shifted_positions(family: str) -> None:
 @pytest.mark.parametrize("lengths", [[10, 25], [50, 40]])
 def test_packed_sequences(lengths: list[int], mode: str) -> None:
     """Sequences packed into one row, told by restarting positions, do not see each other."""
-    compressed = compressed_model("llama-gqa", values=mode)
-    ids = windows(1, sum(lengths))
+    compressed, ids = compressed_model("llama-gqa", values=mode), windows(1, sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = compressed(ids, position_ids=positions, use_cache=False).logits
-    alone = [compressed(part).logits for part in ids.split(lengths, dim=1)]
-    assert_close(packed, torch.cat(alone, dim=1))
+    assert_close(packed, torch.cat([compressed(part).logits for part in ids.split(lengths, dim=1)], dim=1))
 
 
 @pytest.mark.parametrize("mode", VALUES)
 @pytest.mark.parametrize("tokens", [20, LONG])
 def test_prepared_masks(tokens: int, mode: str) -> None:
     """Boolean and additive four-dimensional masks, here one that blocks a middle token."""
-    with torch.enable_grad():
-        _, compressed, twin = pair("llama-gqa", values=mode)
-    ids = windows(2, tokens)
-    allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    _, compressed, twin = pair("llama-gqa", values=mode)
+    ids, allowed = windows(2, tokens), torch.ones(tokens, tokens, dtype=torch.bool).tril()
     allowed[8:, 7] = False
     boolean = allowed[None, None].expand(2, 1, -1, -1)
     additive = torch.zeros(boolean.shape).masked_fill(~boolean, torch.finfo(torch.float32).min)
@@ -169,8 +160,7 @@ def test_output_attentions() -> None:
 
 @pytest.mark.parametrize("family", ["llama3-rope", "llama-yarn", "mistral-sliding"])
 def test_rotary_tables_grow(family: str) -> None:
-    with torch.enable_grad():
-        _, compressed, twin = compressed_pair(family)
+    _, compressed, twin = compressed_pair(family)
     ids = windows(1, 290)
     assert_close(in_pieces(compressed, ids, [20, 230, *[1] * 20, 20]), twin(ids).logits)
     cos, _ = compressed.model.layers[0].self_attn.slots.upto(1, torch.zeros(1))
@@ -178,8 +168,7 @@ def test_rotary_tables_grow(family: str) -> None:
 
 
 def test_the_compressed_model_assists_the_dense_one() -> None:
-    with torch.enable_grad():
-        dense, compressed, _ = compressed_pair("llama-gqa", ratio=0.2)
+    dense, compressed, _ = compressed_pair("llama-gqa", ratio=0.2)
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     alone = dense.generate(windows(1, 12), **options)
     assert torch.equal(dense.generate(windows(1, 12), assistant_model=compressed, **options), alone)

@@ -28,8 +28,7 @@ def test_what_is_put_in_comes_out(tmp_path: Path, dtype: torch.dtype, width: int
     for index, whole in enumerate(layers):
         for first, stop in ((0, 5), (0, 1), (4, 5), (1, 4), (2, 2)):
             read = inputs.get(index, first, stop)
-            assert read.dtype == torch.float32
-            assert torch.equal(read, whole[first:stop].to(dtype).float())
+            assert read.dtype == torch.float32 and torch.equal(read, whole[first:stop].to(dtype).float())
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "new" / "folder").iterdir()}
     assert sizes == dict.fromkeys(("000.bin", "001.bin", "002.bin"), 5 * 3 * 4 * width)
 
@@ -46,8 +45,7 @@ def test_windows_past_the_end_are_dropped(tmp_path: Path) -> None:
     inputs, whole = LayerInputs(tmp_path, SHAPE, torch.float32), states(9, 3, 4)
     for first in (0, 4, 8):
         inputs.put(7, first, whole[first : first + 4])
-    assert inputs.samples == 5
-    assert torch.equal(inputs.get(7, 0, 5), whole[:5])
+    assert inputs.samples == 5 and torch.equal(inputs.get(7, 0, 5), whole[:5])
     assert (tmp_path / "007.bin").stat().st_size == 5 * 3 * 4 * 4
     inputs.put(8, 5, whole[:2])
     assert not (tmp_path / "008.bin").exists()
@@ -72,16 +70,11 @@ def test_only_whole_inputs_of_the_pass_are_taken(tmp_path: Path) -> None:
 
     kept().put(0, 0, whole)
     assert not kept().are_of("digest"), "nothing says that they are whole"
-    for other, moments in (
-        (kept(), "another"),
-        (kept(shape=(4, 3, 4)), "digest"),
-        (kept(dtype=torch.bfloat16), "digest"),
-    ):
+    others = (kept(), "another"), (kept((4, 3, 4)), "digest"), (kept(dtype=torch.bfloat16), "digest")
+    for other, moments in others:
         kept().put(0, 0, whole)
         kept().sign("digest", layers=1)
-        assert kept().are_of("digest")
-        assert torch.equal(kept().get(0, 0, 5), whole)
-        assert not other.are_of(moments)
+        assert kept().are_of("digest") and torch.equal(kept().get(0, 0, 5), whole) and not other.are_of(moments)
         assert not folder.exists(), "others are removed"
     kept().put(0, 0, whole)
     kept().sign("digest", layers=1)

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError
 from recalkv.evaluation.quantized_cache import quantized_cache
@@ -41,8 +33,7 @@ def streamed_states(source: LayerSource, ids: Tensor, batch_size: int) -> list[T
 
 @torch.no_grad()
 def assert_equals_model(source: LayerSource, model: Any, ids: Tensor, batch_size: int = 2) -> None:
-    output = model(ids, output_hidden_states=True)
-    states = streamed_states(source, ids, batch_size)
+    output, states = model(ids, output_hidden_states=True), streamed_states(source, ids, batch_size)
     assert len(states) == len(output.hidden_states)
     for actual, expected in zip(states, output.hidden_states, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
@@ -60,22 +51,10 @@ def test_activations_equal_the_hidden_states(family: str, tmp_path: Path) -> Non
         assert_equals_model(source, model, windows(samples=3, length=40))
 
 
-WRAPPERS: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "gemma3": (
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
-        {"model_type": "siglip_vision_model", "hidden_size": 8, "num_attention_heads": 2, "image_size": 28},
-    ),
-    "mistral-full": (
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
-        {"model_type": "pixtral", "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4, "image_size": 28},
-    ),
-    "qwen3.5-hybrid": (
-        Qwen3_5Config,
-        Qwen3_5ForConditionalGeneration,
-        {"model_type": "qwen3_5_vision", "hidden_size": 8, "num_attention_heads": 2, "out_hidden_size": 48},
-    ),
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", {"model_type": "siglip_vision_model", "image_size": 28}),
+    "mistral-full": ("mistral3", {"model_type": "pixtral", "head_dim": 4, "image_size": 28}),
+    "qwen3.5-hybrid": ("qwen3_5", {"model_type": "qwen3_5_vision", "out_hidden_size": 48}),
 }
 
 
@@ -83,18 +62,18 @@ WRAPPERS: dict[str, tuple[type, type, dict[str, Any]]] = {
 @pytest.mark.parametrize("family", WRAPPERS)
 def test_of_a_multimodal_model_the_language_model_is_taken(family: str, tied: bool, tmp_path: Path) -> None:
     text = dense_model(family, tie_word_embeddings=tied)
-    config_class, model_class, vision = WRAPPERS[family]
-    vision = {"intermediate_size": 8, "num_hidden_layers": 1, "patch_size": 14} | vision
-    config = config_class(text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=tied)
-    whole = model_class(config).eval()
+    (model_type, vision), sizes = WRAPPERS[family], {"intermediate_size": 8, "hidden_size": 8, "num_attention_heads": 2}
+    vision = sizes | {"num_hidden_layers": 1, "patch_size": 14} | vision
+    parts = {"text_config": text.config.to_dict(), "vision_config": vision}
+    config = CONFIG_MAPPING[model_type](**parts, tie_word_embeddings=tied)
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval()
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path)
     assert any("visi" in name or "visual" in name for name in whole.state_dict())
     for source in (ModuleSource(whole), CheckpointSource(tmp_path)):
         assert_equals_model(source, text, windows(samples=2, length=24))
-        assert source.config.model_type == text.config.model_type
-        assert source.config.tie_word_embeddings == tied
+        assert source.config.model_type == text.config.model_type and source.config.tie_word_embeddings == tied
     ids = windows(samples=2, length=24)
     with torch.no_grad():
         loaded = load_model(tmp_path, torch.device("cpu"), torch.float32)
@@ -152,10 +131,8 @@ def test_layers_do_not_alias_the_model() -> None:
 def test_config_of_the_model_is_left_as_it_is() -> None:
     model = dense_model("llama-gqa")
     model.set_attn_implementation("eager")
-    before = model.config.to_dict()
-    source = ModuleSource(model)
-    assert model.config._attn_implementation == "eager"
-    assert model.config.to_dict() == before
+    before, source = model.config.to_dict(), ModuleSource(model)
+    assert model.config._attn_implementation == "eager" and model.config.to_dict() == before
     assert_equals_model(source, model, windows(samples=2, length=24))
 
 
@@ -170,9 +147,7 @@ def test_bfloat16_keeps_the_residual_stream_in_float32() -> None:
     model, ids = dense_model("llama-gqa"), windows(samples=2, length=16)
     exact, rounded = (streamed_states(ModuleSource(model, precision=p), ids, 2) for p in ("float32", "bfloat16"))
     for a, b in zip(exact[1:], rounded[1:], strict=True):
-        assert b.dtype == torch.float32
-        assert not torch.equal(a, b)
-        assert (a - b).norm() < 0.05 * a.norm()
+        assert b.dtype == torch.float32 and not torch.equal(a, b) and (a - b).norm() < 0.05 * a.norm()
     with autocast(ModuleSource(model, precision="bfloat16")):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     with autocast(ModuleSource(model)):

@@ -6,7 +6,6 @@ import graphlib
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import time
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.conftest import ROOT, process
+
 # Modules of the library, by their dotted names.
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -81,8 +81,7 @@ def crossings(module: str, rooms: set[str]) -> list[str]:
 
 def test_the_graph_is_seen() -> None:
     """Otherwise the tests below would pass on nothing."""
-    assert len(DECODING) > 20
-    assert "recalkv.model.attention" in reached("recalkv.kernels.decoder")
+    assert len(DECODING) > 20 and "recalkv.model.attention" in reached("recalkv.kernels.decoder")
     # Imports in functions count.
     assert "recalkv.model.card" in imports("recalkv.model.modeling")
     assert crossings("recalkv.method.refit", {"statistics"})
@@ -97,16 +96,8 @@ def test_what_decodes_imports_nothing_that_calibrates(module: str) -> None:
 @pytest.mark.parametrize("module", DECODING)
 def test_what_decodes_needs_few_packages(module: str) -> None:
     packages = {name for name in reached(module) if name not in FILES} - set(sys.stdlib_module_names)
-    assert packages <= {
-        "torch",
-        "transformers",
-        "triton",
-        "huggingface_hub",
-        "safetensors",
-        "numpy",
-        "numba",
-        "llvmlite",
-    }
+    few = {"torch", "transformers", "triton", "huggingface_hub", "safetensors", "numpy", "numba", "llvmlite"}
+    assert packages <= few
 
 
 def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> None:
@@ -131,7 +122,7 @@ def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> 
             assert compiled("recalkv.trellis.cpu.rows") is None
         assert ["NUMBA_CACHE_DIR" in str(each.message) for each in caught] == [True]
     """
-    subprocess.run([fresh_python, "-c", textwrap.dedent(code)], cwd=ROOT, check=True)
+    process(fresh_python, "-c", textwrap.dedent(code))
 
 
 def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
@@ -141,8 +132,7 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
 
     def kept_as() -> str:
         spec = importlib.util.spec_from_file_location("loops_of_a_copy", tmp_path / "trellis/cpu/vectors.py")
-        assert spec is not None
-        assert spec.loader is not None
+        assert spec is not None and spec.loader is not None
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
         name: str = module.called(lambda address: None)._cache._cache_file._index_name
         return name
@@ -152,14 +142,11 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
         with (tmp_path / name).open("a") as file:
             file.write("# changed\n")
         names.append(kept_as())
-    assert len(names) == 4
-    assert len(set(names)) == 3
+    assert len(names) == 4 and len(set(names)) == 3
 
 
 @pytest.mark.parametrize("patience", [0.01, 1e6])
-def test_who_waits_for_compiled_loops_is_told(
-    patience: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_who_waits_is_told(patience: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     class Slow:
         """Finds no module, after a while."""
 
@@ -211,8 +198,7 @@ def test_the_library_knows_no_stages() -> None:
 
 def test_no_code_of_a_checkpoint_is_run() -> None:
     """Unless told so, transformers asks on the standard input whether it may."""
-    loads = re.compile(r"Auto\w+\.from_pretrained\((.*)")
-    silent = []
+    loads, silent = re.compile(r"Auto\w+\.from_pretrained\((.*)"), []
     # Two files show users how to load what is theirs.
     shown = {ROOT / "recalkv/model/card.py", ROOT / "recalkv/model/modeling.py"}
     for path in sorted({*ROOT.glob("recalkv/**/*.py"), *ROOT.glob("stages/*.py")} - shown):

@@ -1,7 +1,6 @@
 """LongBench: official prompts and truncation, lm-eval's metrics, and the suite."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,11 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites.longbench import TASKS, cut_middle, longbench
 from recalkv.params import LongBenchParams
 from tests import tiny
-from tests.pipeline import invoke
+from tests.characters import Characters
+from tests.pipeline import change, invoke
 
 pytest.importorskip("jieba", reason="the packages of LongBench's metrics are not installed")
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-
-
-class Characters:
-    """A tokenizer of single characters, with a chat template."""
-
-    chat_template: str | None = None
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [ord(character) for character in text]}
-
-    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, torch.as_tensor(ids).tolist()))
-
-    def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
-        return f"<user>{messages[0]['content']}<assistant>"
 
 
 class Scripted:
@@ -50,8 +35,7 @@ class Scripted:
     def generate(self, ids: Tensor, **options: Any) -> Tensor:
         self.prompts.append("".join(map(chr, ids[0].tolist())))
         self.options.append(options)
-        answer = [ord(c) for c in self._answer[: options["max_new_tokens"]]]
-        return torch.cat([ids, torch.tensor([answer])], dim=1)
+        return torch.cat([ids, torch.tensor([[ord(c) for c in self._answer[: options["max_new_tokens"]]]])], dim=1)
 
 
 def asked(**changes: Any) -> LongBenchParams:
@@ -70,15 +54,11 @@ def write(folder: Path, task: str, question: str = "question", **fields: Any) ->
 
 # The prompts of LongBench's own code (config/dataset2prompt.json), for this item.
 ENDS = {
-    "qasper": "Question: Who is it?\n\nAnswer:",
-    "qmsum": "Query: Who is it?\nAnswer:",
-    "multi_news": "Now, write a one-page summary of all the news.\n\nSummary:",
-    "trec": "It is a cache.\nWho is it?",
-    "triviaqa": "It is a cache.\n\nWho is it?",
-    "samsum": "It is a cache.\n\nWho is it?",
-    "lcc": "It is a cache.Next line of code:\n",
-    "repobench-p": "It is a cache.Who is it?Next line of code:\n",
-}
+    "qasper": "Question: Who is it?\n\nAnswer:", "qmsum": "Query: Who is it?\nAnswer:",
+    "multi_news": "Now, write a one-page summary of all the news.\n\nSummary:", "trec": "It is a cache.\nWho is it?",
+    "triviaqa": "It is a cache.\n\nWho is it?", "samsum": "It is a cache.\n\nWho is it?",
+    "lcc": "It is a cache.Next line of code:\n", "repobench-p": "It is a cache.Who is it?Next line of code:\n",
+}  # fmt: skip
 NEW_TOKENS = {"qasper": 128, "qmsum": 512, "multi_news": 512, "trec": 64, "triviaqa": 32, "samsum": 128}
 
 
@@ -90,15 +70,12 @@ def test_prompts_are_the_official_ones(tmp_path: Path, task: str, question: str)
     calls: list[None] = []
     file = write(tmp_path, task, question, all_classes=classes)
     score = longbench(model, Characters(), task, file, ASKED, lambda: calls.append(None))
-    assert model.prompts[0].endswith(ENDS[task])
-    assert "{" not in model.prompts[0]
-    assert len(score.scores) == len(calls) == 2
-    assert score.mean == pytest.approx(100)
+    assert model.prompts[0].endswith(ENDS[task]) and "{" not in model.prompts[0]
+    assert len(score.scores) == len(calls) == 2 and score.mean == pytest.approx(100)
     options = model.options[0]
     assert (options["max_new_tokens"], options["do_sample"]) == (NEW_TOKENS.get(task, 64), False)
     if task == "samsum":
-        assert options["eos_token_id"][-1] == ord("\n")
-        assert options["min_new_tokens"] == 1
+        assert options["eos_token_id"][-1] == ord("\n") and options["min_new_tokens"] == 1
 
 
 @pytest.mark.parametrize(("answer", "score"), [("\n\na cache\nmore text", 1.0), ("no\na cache", 0.0)])
@@ -106,23 +83,19 @@ def test_first_line_counts_where_it_does_officially(tmp_path: Path, answer: str,
     file = write(tmp_path, "triviaqa")
     assert longbench(Scripted(answer), Characters(), "triviaqa", file, asked(limit=1)).scores == (score,)
     # Elsewhere the whole answer counts: one of five words is right once.
-    whole = longbench(
-        Scripted("cache of two or three"), Characters(), "qasper", write(tmp_path, "qasper"), asked(limit=1)
-    )
+    file = write(tmp_path, "qasper")
+    whole = longbench(Scripted("cache of two or three"), Characters(), "qasper", file, asked(limit=1))
     assert whole.scores == (pytest.approx(2 * 0.2 * 1 / 1.2),)
 
 
 def test_long_prompts_lose_their_middle(tmp_path: Path) -> None:
-    assert cut_middle(list(range(10)), 10) == list(range(10))
-    assert cut_middle(list(range(10)), 4) == [0, 1, 8, 9]
+    assert cut_middle(list(range(10)), 10) == list(range(10)) and cut_middle(list(range(10)), 4) == [0, 1, 8, 9]
     assert cut_middle(list(range(10)), 5) == [0, 1, 8, 9]
-    context = "".join(f"{number:05d} " for number in range(2000))
-    file = write(tmp_path, "trec", context=context, all_classes=["a"])
+    file = write(tmp_path, "trec", context="".join(f"{number:05d} " for number in range(2000)), all_classes=["a"])
     model = Scripted("a")
     longbench(model, Characters(), "trec", file, asked(limit=1))
     # 4000 positions less 64 of the answer.
-    assert len(model.prompts[0]) == 3936
-    assert model.prompts[0].startswith("Please determine")
+    assert len(model.prompts[0]) == 3936 and model.prompts[0].startswith("Please determine")
     assert model.prompts[0].endswith("01999 \nWho is it?")
     longbench(model, Characters(), "trec", file, asked(limit=1, max_length=100))
     assert len(model.prompts[1]) == 100
@@ -168,13 +141,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_all_sets_are_checked_before_the_first_is_answered(
-    prepared: Path,
-    change_parameters: Callable[[Path, str, Any], None],
-    capfd: pytest.CaptureFixture[str],
-    tasks: list[str],
-    message: str,
+    prepared: Path, capfd: pytest.CaptureFixture[str], tasks: list[str], message: str
 ) -> None:
-    change_parameters(prepared, "longbench.tasks", tasks)
-    assert invoke("suite", name="longbench") == 1
-    assert message in capfd.readouterr().err
+    change("longbench.tasks", tasks)
+    assert invoke("suite", name="longbench") == 1 and message in capfd.readouterr().err
     assert not (prepared / "reports/suites").exists()

@@ -11,24 +11,17 @@ from recalkv.errors import NonFiniteError
 from recalkv.method.allocation import predicted_loss
 from recalkv.method.lowrank import LowRank
 from recalkv.method.svd import GroupPart, factorize_parts, group_columns, group_parts
-from recalkv.model.layers import ModuleSource
 from recalkv.model.spec import LayerSpec
 from recalkv.statistics import fisher
-from recalkv.statistics.fisher import collect_gradients
-from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator
-from recalkv.statistics.whitening import collect_input_moments
-from tests.tiny import attending_layers, calibration, dense_model, windows
+from tests.test_fisher import gradients_of
+from tests.tiny import attending_layers, dense_model, windows
 
 # --- moments ---
 
 
-def collected(model: Any, ids: Tensor, folder: Path, **changes: Any) -> list[LossMoments]:
-    source, parameters = ModuleSource(model), calibration(**changes)
-    inputs = LayerInputs(folder / "inputs", (*ids.shape, source.geometry.hidden), torch.float32)
-    list(collect_input_moments(source, ids, parameters.batch_size, inputs))
-    layers = {layer.index: layer.moments for layer in collect_gradients(source, ids, parameters, inputs)}
-    return [layers[index] for index in range(source.num_layers)]
+def collected(model: Any, ids: Tensor, folder: Path) -> list[LossMoments]:
+    return [layer.moments for layer in reversed(gradients_of(model, ids, folder))]
 
 
 def tokens_of(model: Any, ids: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,12 +54,12 @@ def tokens_of(model: Any, ids: Tensor, index: int) -> tuple[Tensor, Tensor, Tens
         *((family, 1) for family in ("qwen2-bias", "qwen3-qk-norm", "mistral-sliding", "granite4-hybrid")),
     ],
 )
-def test_moments_are_those_of_plain_autograd(
+def test_moments_are_those_of_autograd(
     family: str, sinks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fisher, "SINK_TOKENS", sinks)
     model, ids = dense_model(family), windows(samples=3, length=24)
-    moments = collected(model, ids, tmp_path, batch_size=2)
+    moments = collected(model, ids, tmp_path)
     for index in (0, len(moments) - 1):
         x, k, v = tokens_of(model, ids, index)
         gram, mean, weight = torch.zeros(48, 48, dtype=torch.float64), torch.zeros(48, dtype=torch.float64), 0.0
@@ -94,11 +87,9 @@ def test_moments_are_those_of_plain_autograd(
 
 
 def test_zero_gradients_are_defined() -> None:
-    sums = LossMomentsAccumulator(6, 4, 1)
-    inputs, nothing = torch.randn(2, 5, 6), torch.zeros(2, 5, 4)
+    sums, inputs, nothing = LossMomentsAccumulator(6, 4, 1), torch.randn(2, 5, 6), torch.zeros(2, 5, 4)
     sums.add(inputs, nothing, nothing)
-    moments = sums.finish("layer 0")
-    rows = inputs[:, 1:].flatten(0, 1).double()
+    moments, rows = sums.finish("layer 0"), inputs[:, 1:].flatten(0, 1).double()
     expected = rows.T @ rows / 8 + inputs[:, 0].double().T @ inputs[:, 0].double() / 2
     torch.testing.assert_close(moments.gram, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(moments.mean, rows.mean(dim=0), rtol=1e-5, atol=1e-6)
@@ -158,8 +149,7 @@ def objective(weight: Tensor, product: Tensor, gram: Tensor, gradient: Tensor) -
 def test_factors_beat_random_and_alternating_solutions(seed: int, rank: int) -> None:
     weight, gram, gradient = problem(seed)
     left, right = truncated_factors(weight, weight.T @ gram @ weight, rank, gradient)
-    ours = objective(weight, left @ right, gram, gradient)
-    generator = torch.Generator().manual_seed(seed)
+    ours, generator = objective(weight, left @ right, gram, gradient), torch.Generator().manual_seed(seed)
     for _ in range(5):
         l = torch.randn(10, rank, generator=generator, dtype=torch.float64)  # noqa: E741
         r = torch.randn(rank, 6, generator=generator, dtype=torch.float64)
@@ -177,12 +167,10 @@ def test_discarded_energy_is_the_objective(rank: int) -> None:
     left, right = truncated_factors(weight, moment, rank, gradient)
     energies = GroupPart(weight, moment, gradient).energies()
     assert (energies.diff() <= 0).all()
-    lost = objective(weight, left @ right, gram, gradient)
-    total = float(energies.sum())
+    lost, total = objective(weight, left @ right, gram, gradient), float(energies.sum())
     assert lost == pytest.approx(float(energies[rank:].sum()), rel=1e-6, abs=1e-9 * total)
     specs = [LayerSpec([rank], [6]), LayerSpec([6], [rank])]
-    predicted = predicted_loss(specs, [[energies, energies]] * 2)
-    assert predicted == pytest.approx(lost, rel=1e-6, abs=1e-9 * total)
+    assert predicted_loss(specs, [[energies, energies]] * 2) == pytest.approx(lost, rel=1e-6, abs=1e-9 * total)
 
 
 def test_identity_gradient_is_the_whitened_method() -> None:
@@ -190,8 +178,7 @@ def test_identity_gradient_is_the_whitened_method() -> None:
     columns = group_columns([[0, 2], [1]], 2)
     whitened = factorize_groups(weight, gram, columns, [2, 1])
     for scale in (1.0, 1e-9, 1e6):
-        identity = scale * torch.eye(6, dtype=torch.float64)
-        factors = factorize_groups(weight, gram, columns, [2, 1], identity, 1e-3)
+        factors = factorize_groups(weight, gram, columns, [2, 1], scale * torch.eye(6, dtype=torch.float64), 1e-3)
         torch.testing.assert_close(factors.dense(), whitened.dense(), rtol=1e-6, atol=1e-9)
 
 

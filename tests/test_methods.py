@@ -11,15 +11,14 @@ from recalkv.errors import ParameterError
 from recalkv.method.methods import METHODS, Choices, resolve_method
 from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams
+from tests import raises
 from tests.steps import method_of
 from tests.tiny import calibration, dense_model, plain, windows
 
 OTHERS: dict[str, tuple[Any, ...]] = {
-    "joint": (True, False),
-    "grouping": ("neighbors", "cka"),
-    "allocation": ("water-filling", "fisher", "uniform"),
+    "joint": (True, False), "grouping": ("neighbors", "cka"), "allocation": ("water-filling", "fisher", "uniform"),
     "refit": ("none", "values", "output"),
-}
+}  # fmt: skip
 
 
 def chosen(method: Choices) -> dict[str, Any]:
@@ -55,15 +54,12 @@ def test_a_choice_of_its_own_changes_nothing_else(name: str, choice: str, value:
 @pytest.mark.parametrize(
     ("given", "refit"),
     [
-        ({"bits": "mixed", "ratio": 0.9}, "none"),
-        ({"bits": "auto", "ratio": 0.75}, "none"),
-        ({"bits": "mixed", "ratio": 0.91}, "output"),
-        ({"bits": 4, "ratio": 0.75}, "output"),
-        ({"bits": 16, "ratio": 0.5}, "output"),
-        ({"bits": "mixed", "ratio": 0.75, "refit": "output"}, "output"),
+        ({"bits": "mixed", "ratio": 0.9}, "none"), ({"bits": "auto", "ratio": 0.75}, "none"),
+        ({"bits": "mixed", "ratio": 0.91}, "output"), ({"bits": 4, "ratio": 0.75}, "output"),
+        ({"bits": 16, "ratio": 0.5}, "output"), ({"bits": "mixed", "ratio": 0.75, "refit": "output"}, "output"),
         ({"bits": "mixed", "ratio": 0.9375, "refit": "none"}, "none"),
     ],
-)
+)  # fmt: skip
 def test_the_output_is_fitted_where_much_is_left_out(given: dict[str, Any], refit: str) -> None:
     assert method_of(**given).refit == refit
 
@@ -78,13 +74,11 @@ def test_values_are_grouped_alone_with_the_keys_or_all_at_once() -> None:
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"refit": "values"}, r"compression\.refit=values .*joint=true shares .*; set joint to false, or refit to output"),
     ({"method": "recalkv", "joint": True}, r"compression\.refit=values .* set joint to false, or refit to"),
-    (
-        {"method": "palu", "bits": "mixed"},
-        r"compression\.bits=mixed .* compression\.allocation=fisher does not use; set allocation to water-filling, or",
-    ),
+    ({"method": "palu", "bits": "mixed"},
+     r"compression\.bits=mixed .* compression\.allocation=fisher does not use; set allocation to water-filling, or"),
     ({"bits": "mixed", "allocation": "uniform"}, r"bits=mixed .*allocation=uniform does not use; set allocation to"),
     ({"bits": "mixed", "rank_multiple": 16}, r"compression\.rank_multiple=16 must be 1 with compression\.bits=mixed"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "message"), CONFLICTS)
@@ -92,12 +86,10 @@ def test_choices_that_exclude_each_other_are_refused_before_any_work(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters = CompressionParams(**changes)
-    with pytest.raises(ParameterError, match=message):
-        resolve_method(parameters)
+    raises(ParameterError, message, resolve_method, parameters)
     source = ModuleSource(dense_model("llama-gqa"))
     monkeypatch.setattr(source, "tensor", lambda name: pytest.fail(f"{name} was read"))
-    with pytest.raises(ParameterError, match=message):
-        compress_layers(source, windows(), calibration(), parameters)
+    raises(ParameterError, message, compress_layers, source, windows(), calibration(), parameters)
 
 
 def test_groups_are_no_larger_than_the_model() -> None:

@@ -72,22 +72,17 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     assert invoke("cells", out=out, names=["codec-x"]) == 1
     assert "cell 'codec-x' is unknown; choose codec-BITS" in capsys.readouterr().err
 
-    own = Path("data/models/tiny")
-    own.mkdir(parents=True)
-    shutil.copytree(read_reference(Path("data/model")).folder, own / "checkpoint")
-    calibrated = Path("data/cells/calibrations/tiny")
-    calibrated.mkdir(parents=True)
+    shutil.copytree(read_reference(Path("data/model")).folder, "data/models/tiny/checkpoint")
+    kinds = ("calibrations", "languages", "perplexity", "targets")
+    calibrated, languages, perplexity, targets = places = [Path("data/cells", kind, "tiny") for kind in kinds]
+    for place in places:
+        place.mkdir(parents=True)
     shutil.copy(out / "codec-4.json", calibrated / "2 windows.json")
-    languages = Path("data/cells/languages/tiny")
-    languages.mkdir(parents=True)
     cell = cells["codec-4"]
     further = {"de-DE.test.jsonl": {key: value for key, value in cell.items() if key != "further_texts"}}
     (languages / "codec-4.json").write_text(json.dumps(cell | {"further_texts": further}))
-    perplexity, targets = Path("data/cells/perplexity/tiny"), Path("data/cells/targets/tiny")
-    perplexity.mkdir(parents=True)
     tree = cell | {"dense": 20.0, "compressed": 21.0, "excess_nats": 0.05, "windows": 3}
     (perplexity / "codec-4.json").write_text(json.dumps(cell | {"further_texts": {"ptb.valid.txt": tree}}))
-    targets.mkdir(parents=True)
     shutil.copy(out / "codec-4.json", targets / "max_excess=0.1.json")
     assert invoke("models_page") == 0
     model = json.loads(Path("reports/models.json").read_text())["models"]["tiny"]
@@ -124,10 +119,8 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     merged = json.loads(Path("reports/models.json").read_text())
     assert list(merged["models"]) == ["other", "tiny"]
     assert {row["method"] for row in merged["models"]["tiny"]["rows"]} == {*bits, "codec-2"}
-    assert {suite: set(each) for suite, each in merged["answers"]["tiny"].items()} == {
-        "gsm8k": {"dense"},
-        "ruler": {"dense", "codec-4"},
-    }
+    kept = {suite: set(each) for suite, each in merged["answers"]["tiny"].items()}
+    assert kept == {"gsm8k": {"dense"}, "ruler": {"dense", "codec-4"}}
     assert set(merged["calibrations"]["tiny"]) == {"2 windows", "4 windows"}
     assert "## other" in Path("reports/models.md").read_text()
 
@@ -147,10 +140,7 @@ def test_handbook_keeps_the_paragraphs_and_parts_the_sections(tmp_path: Path) ->
 
 
 def test_tasks_by_every_form_of_cache(
-    prepared: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    prepared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     template = read_reference(Path("data/model")).folder / "chat_template.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
@@ -196,8 +186,7 @@ def test_tasks_by_every_form_of_cache(
 
 def test_bits_of_layers_with_windows_and_of_those_left_exact() -> None:
     # Of six layers the first two and the last two are exact, and the third caches 512 tokens alone.
-    tokens = [2048, 2048, 512, 2048, 2048, 2048]
-    rows = 4 + (16 + 32) / 2 / 64
+    tokens, rows = [2048, 2048, 512, 2048, 2048, 2048], 4 + (16 + 32) / 2 / 64
     found = _bits("vllm-turboquant-4", {}, tokens, 64)
     assert found == pytest.approx((rows * (512 + 2048) + 16 * 4 * 2048) / sum(tokens))
     # Rows of 32 bytes and 36 exact tokens of 128 bytes, of 64 numbers a token.
@@ -209,8 +198,7 @@ def test_contexts_and_biases_of_one_model(prepared: Path) -> None:
     out = Path("data/cells/contexts/tiny.json")
     assert invoke("contexts", out=out, length=60, codecs=[Path("data/codec")], names=["fp8"]) == 0
     found = json.loads(out.read_text())
-    assert found["edges"] == [0, 60]
-    assert [each["method"] for each in found["rows"]] == ["codec-4", "fp8"]
+    assert found["edges"] == [0, 60] and [each["method"] for each in found["rows"]] == ["codec-4", "fp8"]
     assert all(each["kl"][0] > 0 for each in found["rows"])
     assert invoke("biases", out=prepared / "biases.json", names=["fp8"]) == 0
     found = json.loads((prepared / "biases.json").read_text())
@@ -228,7 +216,6 @@ def test_where_a_form_ends_and_what_beats_it() -> None:
     rows = [row("codec-4", 4, 0.001), row("codec-2", 2, 0.1), row("fp8", 8, 0.01), row("codec-per-head-3", 3, 0.05)]
     # Halfway between .001 and .1 on a logarithmic axis lies .01; halfway between 2 and 4 bits, sqrt(8).
     assert crossing(rows, "codec", "text", 0.01) == pytest.approx(8**0.5)
-    assert crossing(rows, "codec", "text", 0.2) is None
-    assert beaten(rows) == []
+    assert crossing(rows, "codec", "text", 0.2) is None and beaten(rows) == []
     rows += [row("kivi-2", 2, 0.05)]
     assert beaten(rows) == [("codec-2", "kivi-2", "text")]

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,12 @@ from transformers import DynamicCache
 
 from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
-from recalkv.evaluation.suites.needle import (
-    DIGITS,
-    SCORES,
-    answer_scores,
-    digit_places,
-    find_needles,
-    needle_context,
-)
+from recalkv.evaluation.suites.needle import DIGITS, SCORES, answer_scores, digit_places, find_needles, needle_context
 from recalkv.params import NeedleParams
-from tests import tiny
-from tests.pipeline import invoke
+from tests import raises, tiny
+from tests.characters import Characters
+from tests.pipeline import change, invoke
 from tests.test_quantizers import small
-
-
-class Characters:
-    """A tokenizer of single characters."""
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        assert not add_special_tokens
-        return {"input_ids": [ord(character) for character in text]}
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
-
 
 HAYSTACK = torch.tensor([ord("abcdefghij"[i % 10]) for i in range(2000)])
 
@@ -45,23 +26,18 @@ def asked(lengths: list[int], depths: list[float], trials: int = 1) -> NeedlePar
     return NeedleParams(lengths=lengths, depths=depths, trials=trials)
 
 
-def text_of(ids: Tensor) -> str:
-    return "".join(map(chr, ids.tolist()))
-
-
 def test_context_hides_every_sentence_at_its_depth_in_one_stretch_of_text() -> None:
-    depths = [0.7, 0.0, 1.0]
-    ids, questions = needle_context(Characters(), HAYSTACK, 400, depths, random.Random(0))
-    text = text_of(ids)
+    ids, questions = needle_context(Characters("^"), HAYSTACK, 400, [0.7, 0.0, 1.0], random.Random(0))
+    text = Characters().decode(ids)
     assert len(text) + max(map(len, questions)) == 400
-    told = [text_of(question) for question in questions]
+    told = [Characters().decode(question) for question in questions]
     assert len({each.split(" of ")[1].split(" is ")[0] for each in told}) == 3
     filler = text
     for each in told:
         assert each.startswith("\n\nThe special number of ") and each[-DIGITS:].isdigit()
         assert filler.count(f"{each}.\n\n") == 1
         filler = filler.replace(f"{each}.\n\n", "")
-    assert filler in text_of(HAYSTACK)
+    assert filler in Characters().decode(HAYSTACK)
     before = [len(text[: text.index(each)]) for each in told]
     assert before[1] == 0 and text.endswith(f"{told[2]}.\n\n")
     assert before[0] - len(f"{told[1]}.\n\n") == round(0.7 * len(filler))
@@ -69,9 +45,8 @@ def test_context_hides_every_sentence_at_its_depth_in_one_stretch_of_text() -> N
 
 def test_places_are_those_of_the_digits() -> None:
     question = torch.tensor([ord(c) for c in "\n\nA of Rome 2 is 31"])
-    assert [chr(token) for token in question[digit_places(Characters(), question)]] == ["2", "3", "1"]
-    with pytest.raises(DataError, match="no tokens for digits"):
-        digit_places(Characters(), question[:5])
+    assert Characters().decode(question[digit_places(Characters("^"), question)]) == "231"
+    raises(DataError, "no tokens for digits", digit_places, Characters("^"), question[:5])
 
 
 class Scripted:
@@ -94,7 +69,7 @@ class Scripted:
 )
 def test_scores_by_hand(wrong: set[int], digits: float, generated: float) -> None:
     question = torch.tensor([ord(c) for c in "is 777777"])
-    places = digit_places(Characters(), question)
+    places = digit_places(Characters("^"), question)
     found = answer_scores(Scripted(wrong, places), None, question, places)
     expected = [digits, generated, -50.0 * len(wrong) / 6]
     torch.testing.assert_close(found, torch.tensor(expected).double(), atol=1e-4, rtol=0)
@@ -106,7 +81,7 @@ def one_pass(model: Any, wanted: NeedleParams) -> Tensor:
     for i, length in enumerate(wanted.lengths):
         for j in range(wanted.trials):
             generator = random.Random(f"0 {length} {j}")
-            context, questions = needle_context(Characters(), HAYSTACK, length, wanted.depths, generator)
+            context, questions = needle_context(Characters("^"), HAYSTACK, length, wanted.depths, generator)
             for k, question in enumerate(questions):
                 logits = model(torch.cat([context, question])[None], use_cache=False).logits[0, -DIGITS - 1 : -1]
                 told, digits = logits.log_softmax(-1), question[-DIGITS:]
@@ -129,7 +104,7 @@ def models(name: str) -> Any:
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2-mixed-sliding", "mixed"])
 def test_scores_are_those_of_whole_prompts(name: str) -> None:
     model, wanted = models(name), asked([180, 230], [1.0, 0.2], trials=2)
-    found = find_needles(model, Characters(), HAYSTACK, wanted)
+    found = find_needles(model, Characters("^"), HAYSTACK, wanted)
     assert found.shape == (len(SCORES), 2, 2, 2)
     torch.testing.assert_close(found, one_pass(model, wanted), rtol=1e-3, atol=1e-3)
     assert float(found[2].std()) > 0.1
@@ -140,16 +115,15 @@ def test_scores_are_those_of_whole_prompts(name: str) -> None:
 def test_rounded_caches_are_read_as_when_every_token_is_decoded(name: str) -> None:
     model, rounding, wanted = tiny.dense_model("llama-gqa"), small(name), asked([200], [0.5, 1.0])
     with quantized_cache(model, rounding):
-        found = find_needles(model, Characters(), HAYSTACK, wanted)[2, 0, 0]
-    context, questions = needle_context(Characters(), HAYSTACK, 200, wanted.depths, random.Random("0 200 0"))
+        found = find_needles(model, Characters("^"), HAYSTACK, wanted)[2, 0, 0]
+    context, questions = needle_context(Characters("^"), HAYSTACK, 200, wanted.depths, random.Random("0 200 0"))
     for question, log_probability in zip(questions, found.tolist(), strict=True):
-        cache, told = quantized_layers(model, rounding), []
-        ids = torch.cat([context, question])
+        cache, told, ids = quantized_layers(model, rounding), [], torch.cat([context, question])
         for token in ids[:-1]:
             told.append(model(token[None, None], past_key_values=cache).logits[0, 0].log_softmax(-1))
         expected = torch.stack(told[-DIGITS:])[torch.arange(DIGITS), ids[-DIGITS:]].mean()
         assert log_probability == pytest.approx(float(expected), abs=1e-3)
-    assert float((found - find_needles(model, Characters(), HAYSTACK, wanted)[2, 0, 0]).abs().max()) > 1e-4
+    assert float((found - find_needles(model, Characters("^"), HAYSTACK, wanted)[2, 0, 0]).abs().max()) > 1e-4
 
 
 @torch.inference_mode()
@@ -166,7 +140,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @torch.inference_mode()
 def test_greedy_decoding_gets_right_what_is_scored_as_generated() -> None:
     model = models("mixed")
-    context, (question,) = needle_context(Characters(), HAYSTACK, 150, [0.5], random.Random(0))
+    context, (question,) = needle_context(Characters("^"), HAYSTACK, 150, [0.5], random.Random(0))
     prompt = torch.cat([context, question])[None, :-DIGITS]
     answer = model.generate(prompt, max_new_tokens=DIGITS, do_sample=False, eos_token_id=None)[0, -DIGITS:]
     # The number is what it says up to some digit, and wrong from there on.
@@ -182,25 +156,22 @@ def test_greedy_decoding_gets_right_what_is_scored_as_generated() -> None:
 def test_prompts_that_cannot_be_made_are_refused() -> None:
     model = tiny.dense_model("llama-gqa")
     with pytest.raises(ParameterError, match=r"70 tokens do not hold 1 sentences .* take \d+; .*depths"):
-        find_needles(model, Characters(), HAYSTACK, asked([70], [0.5]))
+        find_needles(model, Characters("^"), HAYSTACK, asked([70], [0.5]))
     with pytest.raises(ParameterError, match=r"needle.lengths=300 .* 256 positions; use at most 256"):
-        find_needles(model, Characters(), HAYSTACK, asked([200, 300], [0.5]))
+        find_needles(model, Characters("^"), HAYSTACK, asked([200, 300], [0.5]))
     with pytest.raises(DataError, match=r"has 100 tokens, fewer than a prompt of needle.lengths=250"):
-        find_needles(model, Characters(), HAYSTACK[:100], asked([250], [0.5]))
+        find_needles(model, Characters("^"), HAYSTACK[:100], asked([250], [0.5]))
 
 
-def test_stages_measure_models_and_make_a_page(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None]
-) -> None:
-    change_parameters(prepared, "needle.trials", 2)
+def test_stages_measure_models_and_make_a_page(prepared: Path) -> None:
+    change("needle.trials", 2)
     for name in ("dense", "codec-4", "latents-3", "turboquant-2"):
         assert invoke("needle", out=Path(f"data/cells/needle/{name}.json"), name=name) == 0
     assert invoke("needle_page") == 0
     found = json.loads(Path("reports/suites/needle.json").read_text())
     bits = {row["method"]: row["bits_per_element"] for row in found["rows"]}
     assert bits["dense"] == 16 and bits["turboquant-2"] == 4 and 0 < bits["latents-3"] < 16 and 0 < bits["codec-4"] < 32
-    told = {row["method"]: row["log_probability"] for row in found["rows"]}
-    assert len(set(told.values())) == 4
+    assert len(set({row["method"]: row["log_probability"] for row in found["rows"]}.values())) == 4
     page = Path("reports/suites/needle.md").read_text()
     assert "| turboquant-2 | 4.00 |" in page and "2 prompts of each length" in page
     assert Path("reports/suites/needle.png").read_bytes().startswith(b"\x89PNG")
@@ -212,12 +183,9 @@ def test_stages_measure_models_and_make_a_page(
     assert not {"needle", "needle_page"} & set(json.loads(Path("reports/timings.json").read_text()))
 
 
-def test_stage_refuses_before_it_loads_a_model(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stage_refuses_before_it_loads_a_model(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke("needle", out=Path("x.json"), name="kivi-9") == 1
     assert "cell 'kivi-9' is unknown; choose codec-BITS" in capsys.readouterr().err
-    change_parameters(prepared, "needle.lengths", [64, 5000])
+    change("needle.lengths", [64, 5000])
     assert invoke("needle", out=Path("x.json"), name="dense") == 1
-    assert "needle.lengths=5000" in capsys.readouterr().err
-    assert not Path("x.json").exists()
+    assert "needle.lengths=5000" in capsys.readouterr().err and not Path("x.json").exists()

@@ -51,12 +51,10 @@ def with_outliers(size: float) -> Any:
 
 @pytest.mark.parametrize("size", [1e3, 1e4])
 def test_float32_sums_of_outliers_give_the_factors_of_float64(size: float) -> None:
-    rows = outliers(size=size)
-    moments = MomentAccumulator(64)
+    rows, moments = outliers(size=size), MomentAccumulator(64)
     for batch in rows.split(128):
         moments.add(batch)
-    exact = rows.double().T @ rows.double() / len(rows)
-    gram = moments.finish("test").gram
+    exact, gram = rows.double().T @ rows.double() / len(rows), moments.finish("test").gram
     torch.testing.assert_close(gram, exact, rtol=1e-6, atol=1e-6 * size)
 
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).double() / 8
@@ -70,8 +68,7 @@ def test_float32_sums_of_outliers_give_the_factors_of_float64(size: float) -> No
 
 @functools.cache
 def compressed(size: float, method: str) -> tuple[Any, Any, Any]:
-    dense = with_outliers(size)
-    parameters = settings(method, 0.3).model_copy(update={"damping": 0.0})
+    dense, parameters = with_outliers(size), settings(method, 0.3).model_copy(update={"damping": 0.0})
     result = compress_layers(ModuleSource(dense), windows(), calibration(), parameters)
     return dense, assemble(dense, result, parameters), (result, parameters)
 
@@ -86,15 +83,13 @@ def loss(model: Any) -> float:
 def test_outlier_channels_do_not_decide_the_factors(method: str) -> None:
     # Scaling a channel up and its weights down changes nothing in exact arithmetic.
     rises = [loss(small) - loss(dense) for dense, small, _ in (compressed(3.0, method), compressed(3e4, method))]
-    assert rises[0] < 1
-    assert rises[1] == pytest.approx(rises[0], abs=0.001)
+    assert rises[0] < 1 and rises[1] == pytest.approx(rises[0], abs=0.001)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tokens", [3, 12])
 def test_fewer_tokens_than_directions_leave_everything_finite(method: str, tokens: int) -> None:
-    dense = dense_model("llama-gqa")
-    parameters = settings(method)
+    dense, parameters = dense_model("llama-gqa"), settings(method)
     result = compress_layers(ModuleSource(dense), windows(1, tokens), calibration(), parameters)
     small = assemble(dense, result, parameters)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in small.state_dict().values())
@@ -106,12 +101,10 @@ def test_fewer_tokens_than_directions_leave_everything_finite(method: str, token
 
 @pytest.mark.parametrize("method", METHODS)
 def test_constant_inputs_are_legal(method: str) -> None:
-    dense = dense_model("llama-gqa")
-    parameters = settings(method)
+    dense, parameters = dense_model("llama-gqa"), settings(method)
     result = compress_layers(ModuleSource(dense), torch.full((2, 16), 7), calibration(), parameters)
-    assert all(
-        bool(torch.isfinite(tensor).all()) for tensor in assemble(dense, result, parameters).state_dict().values()
-    )
+    small = assemble(dense, result, parameters)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in small.state_dict().values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

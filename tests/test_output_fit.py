@@ -32,11 +32,9 @@ def test_ridge_is_that_of_the_definition_and_pulls_to_the_dense_weight() -> None
     c, t, weight = problem()
     penalty = 0.3 * c.double().square().sum(0).mean()
     stacked = torch.cat([c.double(), penalty.sqrt() * torch.eye(12, dtype=torch.float64)])
-    aims = torch.cat([t.double(), penalty.sqrt() * weight.double()])
-    expected = torch.linalg.lstsq(stacked, aims).solution
+    expected = torch.linalg.lstsq(stacked, torch.cat([t.double(), penalty.sqrt() * weight.double()])).solution
     torch.testing.assert_close(fit_output(moments_of(c, t), weight, 0.3), expected, rtol=1e-4, atol=1e-5)
-    far = fit_output(moments_of(c, t), weight, 1e9)
-    torch.testing.assert_close(far, weight.double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(fit_output(moments_of(c, t), weight, 1e9), weight.double(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])
@@ -53,11 +51,9 @@ def test_error_is_exact_and_never_rises(ridge: float) -> None:
 @pytest.mark.parametrize("ridge", [0.0, 0.01])
 def test_directions_that_no_context_takes_keep_the_dense_weight(ridge: float) -> None:
     c, t, weight = problem(tokens=5)
-    seen = torch.linalg.svd(c.double()).Vh[:5]
-    fitted = fit_output(moments_of(c, t), weight, ridge)
+    seen, fitted = torch.linalg.svd(c.double()).Vh[:5], fit_output(moments_of(c, t), weight, ridge)
     assert torch.isfinite(fitted).all()
     change = fitted - weight.double()
     torch.testing.assert_close(change, seen.T @ (seen @ change), rtol=1e-4, atol=1e-4)
     nothing = OutputMoments.zeros(12, 7)
-    assert torch.equal(fit_output(nothing, weight, ridge), weight.double())
-    assert output_error(nothing, weight) == 0.0
+    assert torch.equal(fit_output(nothing, weight, ridge), weight.double()) and output_error(nothing, weight) == 0.0

@@ -59,13 +59,11 @@ def test_error_never_rises(groups: list[list[int]]) -> None:
 def test_reported_errors_are_those_of_the_outputs() -> None:
     weight, dense, compressed = setting(1)
     columns = group_columns([[0, 2], [1]], HEAD_DIM)
-    order = torch.cat(columns)
-    factors = start(weight, dense, columns, [3, 2])
+    order, factors = torch.cat(columns), start(weight, dense, columns, [3, 2])
     result = calibrate_values(factors, columns, weight, compressed.T @ compressed, 0.0)
     total = (compressed @ weight).square().sum()
     for reported, used in ((result.error_before, factors), (result.error_after, result.factors)):
-        error = (compressed @ (used.dense() - weight[:, order])).square().sum() / total
-        assert reported == pytest.approx(float(error))
+        assert reported == pytest.approx(float((compressed @ (used.dense() - weight[:, order])).square().sum() / total))
     assert result.factors.ranks == [3, 2]
 
 
@@ -84,8 +82,7 @@ def test_one_sweep_is_the_two_least_squares_problems() -> None:
 @pytest.mark.parametrize("damping", [0.0, 1e-3])
 def test_same_statistics_leave_nothing_to_gain(groups: list[list[int]], damping: float) -> None:
     weight, dense, _ = setting(3)
-    columns = group_columns(groups, HEAD_DIM)
-    gram = dense.T @ dense
+    columns, gram = group_columns(groups, HEAD_DIM), dense.T @ dense
     factors = factorize_parts(group_parts(weight, damped(gram, damping), columns), [2 * len(group) for group in groups])
     result = calibrate_values(factors, columns, weight, gram, damping)
     torch.testing.assert_close(result.factors.dense(), factors.dense(), rtol=1e-6, atol=1e-7)
@@ -104,8 +101,7 @@ def test_fewer_tokens_than_hidden_size() -> None:
     for damping in (0.0, 1e-6):
         weight, dense, compressed = setting(9, tokens=5)
         columns = [torch.arange(weight.shape[1])]
-        gram = damped(dense.T @ dense, 1e-6)
-        factors = factorize_parts(group_parts(weight, gram, columns), [8])
+        factors = factorize_parts(group_parts(weight, damped(dense.T @ dense, 1e-6), columns), [8])
         result = calibrate_values(factors, columns, weight, compressed.T @ compressed, damping)
         assert bool(torch.isfinite(result.factors.dense()).all())
         assert result.error_after <= result.error_before + 1e-12
@@ -115,8 +111,7 @@ def test_fewer_tokens_than_hidden_size() -> None:
 def test_solver_on_regular_and_on_singular_systems() -> None:
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(6, 6, generator=generator, dtype=torch.float64)
-    right = torch.randn(6, 2, generator=generator, dtype=torch.float64)
-    matrix = root @ root.T
+    right, matrix = torch.randn(6, 2, generator=generator, dtype=torch.float64), root @ root.T
     torch.testing.assert_close(solve_psd(matrix, right), torch.linalg.solve(matrix, right), rtol=1e-6, atol=1e-7)
     assert solve_psd(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[4.0], [0.0]])).tolist() == [[2.0], [0.0]]
     thin = root[:, :3] @ root[:, :3].T

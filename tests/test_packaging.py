@@ -3,7 +3,6 @@
 import email
 import os
 import shutil
-import subprocess
 import sys
 import venv
 import zipfile
@@ -16,10 +15,10 @@ from packaging.utils import canonicalize_name
 
 import recalkv
 from tests import tiny
+from tests.conftest import ROOT, process
 
 # One process builds the wheel and its environment.
 pytestmark = pytest.mark.xdist_group("packaging")
-ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("recalkv", "recalkv_command.py", "stages", "tests", "benchmarks", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -32,8 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder / name)
-    code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
-    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True)
+    process(sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('dist')", cwd=folder)
     (path,) = (folder / "dist").glob("*.whl")
     return path
 
@@ -57,10 +55,8 @@ def test_wheel_holds_the_library_alone(wheel: Path) -> None:
 def test_metadata(wheel: Path) -> None:
     facts = metadata(wheel)
     assert (facts["Name"], facts["Version"]) == ("recalkv", recalkv.__version__)
-    assert facts["License-Expression"] == "Apache-2.0"
-    assert facts["License-File"] == "LICENSE"
-    assert "Apache License" in (ROOT / "LICENSE").read_text()
-    assert facts["Author"] == "The ReCalKV developers"
+    assert facts["License-Expression"] == "Apache-2.0" and facts["License-File"] == "LICENSE"
+    assert "Apache License" in (ROOT / "LICENSE").read_text() and facts["Author"] == "The ReCalKV developers"
     assert set(facts.get_all("Provides-Extra")) == {"pipeline", "eval", "kernels", "quantizers", "vllm", "dev"}
     assert f"## [{recalkv.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
@@ -87,7 +83,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, symlinks=True)
     interpreter = folder / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--quiet", "--python", interpreter, "install", "--no-deps", "--no-index"]
-    subprocess.run([*install, wheel], check=True)
+    process(*install, wheel)
     (packages,) = folder.glob("lib/python*/site-packages")
     for name in requirements(wheel):
         own = distribution(name)
@@ -99,29 +95,18 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
-def run(python: Path, code: str, folder: Path) -> str:
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        [python, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_base_requirements_hold_nothing_of_the_extras(wheel: Path) -> None:
     assert not requirements(wheel) & {"dvc", "zarr", "datasets", "matplotlib", "gguf", "lm-eval", "triton", "pytest"}
 
 
-def test_base_requirements_load_generate_and_compress(
+def test_base_requirements_are_enough(
     python: Path, tiny_folder: Path, tiny_texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     compressed = tiny.compressed_pair("llama-gqa")[1]
     compressed.save_pretrained(tmp_path / "checkpoint")
     prompt = tiny.windows(1, 12)
     expected = compressed.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()
-    output = run(
-        python,
-        f"""
+    code = f"""
 import recalkv
 from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -144,17 +129,13 @@ try:
 except recalkv.errors.MissingPackageError as error:
     print(error)
 print(recalkv.__file__)
-""",
-        tmp_path,
-    ).splitlines()
-    assert output[0] == str(expected)
-    assert output[1] == "True"
-    assert "datasets" in output[2]
-    assert "pip install '.[pipeline]'" in output[2]
-    assert Path(output[3]).is_relative_to(python.parent.parent)
+"""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    output = process(python, "-c", code, cwd=tmp_path, env=environment).stdout.splitlines()
+    assert output[0] == str(expected) and output[1] == "True" and "datasets" in output[2]
+    assert "pip install '.[pipeline]'" in output[2] and Path(output[3]).is_relative_to(python.parent.parent)
     assert (tmp_path / "smaller" / "model.safetensors").exists()
 
 
 def test_command_is_installed(python: Path, tmp_path: Path) -> None:
-    done = subprocess.run([python.parent / "recalkv", "preset", "list"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "default" in done.stdout
+    assert "default" in process(python.parent / "recalkv", "preset", "list", cwd=tmp_path).stdout

@@ -21,26 +21,20 @@ def test_only_methods_of_the_paper_stand_beside_it() -> None:
         {"method": "palu", "ratio": 0.5, "bits": "16", "perplexity": 5.9},
     ]
     facts = SimpleNamespace(
-        params=params,
-        method=SimpleNamespace(bits=16),
-        metrics={"perplexity": {"dense": 5.47, "compressed": 5.8}, "further_texts": {}},
-        comparison={"rows": rows},
+        params=params, method=SimpleNamespace(bits=16),
+        metrics={"perplexity": {"dense": 5.47, "compressed": 5.8}, "further_texts": {}}, comparison={"rows": rows},
         paper=paper_rows(PAPER, params.model.id),
-    )
+    )  # fmt: skip
     shown = "\n".join(_paper(facts))  # type: ignore[arg-type]
     assert "| palu | 50% | 16 |" in shown and "fp8" not in shown
 
 
 def test_grids_stand_beside_the_text_and_the_variant_that_they_measured() -> None:
-    settings = {
-        "neither": {"grouping": "neighbors", "refit": "none"},
-        "HSR": {"refit": "none"},
-        "OVC": {"grouping": "neighbors"},
-        "HSR + OVC": {},
-    }
-    base = {"method": "recalkv", "ratio": 0.8, "bits": "16", "further_texts": {}, "perplexity": 50.0}
-    base |= {"removed": 0.8, "bytes_per_token": 1, "perplexity_dense": 5.0, "dense_bytes_per_token": 2}
-    base |= {"excess_nats": 0.0, "excess_standard_error_nats": 0.0}
+    without = {"grouping": "neighbors"}, {"refit": "none"}
+    settings = {"neither": without[0] | without[1], "HSR": without[1], "OVC": without[0], "HSR + OVC": {}}
+    base = dict.fromkeys(("excess_nats", "excess_standard_error_nats", "removed", "bytes_per_token"), 0.8)
+    base |= {"method": "recalkv", "ratio": 0.8, "bits": "16", "further_texts": {}, "perplexity": 50.0}  # type: ignore
+    base |= {"perplexity_dense": 5.0, "dense_bytes_per_token": 2}
     cells = {name: base | {"setting": setting} for name, setting in settings.items()}
     paper = paper_rows(PAPER, "meta-llama/Llama-2-7b-hf")
     shown = grid_page("x", "y", "z.png", cells, "wikitext2", paper).partition("## Beside the paper")[2]
@@ -66,15 +60,11 @@ def test_averages_are_those_of_the_scores_but_one() -> None:
 def test_ours_stand_beside_the_same_setting() -> None:
     rows = paper_rows(PAPER, "meta-llama/Llama-2-7b-hf")
     measured = [
-        Measured("dense", 0.0, 16, "wikitext2", 5.47),
-        Measured("loss-aware", 0.5, 16, "wikitext2", 5.6),
-        Measured("loss-aware", 0.5, 4, "c4", 8.0),
-        Measured("palu", 0.7, 16, "zero_shot_average", 50.0),
-        Measured("recalkv (HSR)", 0.8, 16, "wikitext2", 9.5),
-        Measured("loss-aware", 0.55, 16, "wikitext2", 5.7),
-        Measured("loss-aware", 0.5, "mixed", "wikitext2", 5.6),
-        Measured("loss-aware", 0.5, 16, "wiki.test.raw", 5.6),
-    ]
+        Measured("dense", 0.0, 16, "wikitext2", 5.47), Measured("loss-aware", 0.5, 16, "wikitext2", 5.6),
+        Measured("loss-aware", 0.5, 4, "c4", 8.0), Measured("palu", 0.7, 16, "zero_shot_average", 50.0),
+        Measured("recalkv (HSR)", 0.8, 16, "wikitext2", 9.5), Measured("loss-aware", 0.55, 16, "wikitext2", 5.7),
+        Measured("loss-aware", 0.5, "mixed", "wikitext2", 5.6), Measured("loss-aware", 0.5, 16, "wiki.test.raw", 5.6),
+    ]  # fmt: skip
     found = beside_paper(rows, measured)
     pairs = [(row.palu, row.recalkv) for row in found]
     assert pairs == [(5.47, 5.47), (6.02, 5.83), (8.75, 8.18), (52.14, 59.90), (None, 9.01)]

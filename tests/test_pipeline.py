@@ -4,11 +4,10 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv
 from recalkv.store.stores import StoreWriter, open_store
-from tests.conftest import Finished
-from tests.pipeline import COMPRESSION, STAGES, folder_hash, invoke
+from tests.conftest import Finished, process
+from tests.pipeline import COMPRESSION, STAGES, change, folder_hash, invoke
 from tests.warm_python import warm_python
 
 # As one group they are begun early: the first of them takes longer than any other.
@@ -27,17 +26,9 @@ OWN = "recalkv.compression", "recalkv.evaluation.latency", "recalkv.runtime.mode
 
 
 def dvc(project: Path, *arguments: str) -> str:
-    folders = project / ".warm", Path(sys.executable).parent, os.environ["PATH"]
-    environment = os.environ | {
-        "PYTHONPATH": str(project),
-        "PATH": os.pathsep.join(map(str, folders)),
-        "DVC_NO_ANALYTICS": "1",
-    }
-    done = subprocess.run(
-        ("dvc", *arguments), cwd=project, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    path = os.pathsep.join(map(str, (project / ".warm", Path(sys.executable).parent, os.environ["PATH"])))
+    environment = os.environ | {"PYTHONPATH": str(project), "PATH": path, "DVC_NO_ANALYTICS": "1"}
+    return process("dvc", *arguments, cwd=project, env=environment).stdout
 
 
 def test_repro_runs_every_stage_once(fresh_python: Path, project: Path, finished: Finished) -> None:
@@ -49,8 +40,7 @@ def test_repro_runs_every_stage_once(fresh_python: Path, project: Path, finished
     # The same bytes as the stages leave without DVC.
     for name in ("whiten.zarr", "calibrate.zarr", "compressed"):
         assert folder_hash(project / "data" / name) == folder_hash(finished.folder / "data" / name), name
-    assert not (project / "data/activations").exists()
-    assert "perplexity" in dvc(project, "metrics", "show")
+    assert not (project / "data/activations").exists() and "perplexity" in dvc(project, "metrics", "show")
     again = dvc(project, "repro")
     assert "Running stage" not in again and "up to date" in again
     # The cost of a rerun is recorded, and nothing reruns for it.
@@ -90,19 +80,15 @@ def test_figures_of_the_run(finished: Finished) -> None:
     metrics = json.loads((finished.folder / "reports/metrics.json").read_text())
     cache = metrics["cache"]
     assert cache["compressed_bytes_per_token"] == cache["allocated_bytes_per_token"]
-    assert cache["compression_ratio"] == pytest.approx(0.5, abs=1 / 144)
-    assert cache["compression_ratio"] >= 0.5
-    assert 1 < metrics["perplexity"]["dense"] < 1e6
-    assert metrics["perplexity"]["compressed"] > 1
+    assert cache["compression_ratio"] == pytest.approx(0.5, abs=1 / 144) and cache["compression_ratio"] >= 0.5
+    assert 1 < metrics["perplexity"]["dense"] < 1e6 and metrics["perplexity"]["compressed"] > 1
     rows = json.loads((finished.folder / "reports/comparison.json").read_text())["rows"]
     assert {row["method"] for row in rows} == {"recalkv", "fp8", "codec", "loss-aware"}
     for row in rows:
         assert row["removed"] == pytest.approx(0.75 if row["method"] == "codec" else 0.5, abs=1 / 144), row
 
 
-def test_the_checkpoint_generates_and_is_that_of_the_one_call(
-    finished: Finished, tiny_texts: tuple[Path, Path]
-) -> None:
+def test_the_checkpoint_generates_and_is_the_one_calls(finished: Finished, tiny_texts: tuple[Path, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished.folder / "data/compressed")
     tokenizer = AutoTokenizer.from_pretrained(finished.folder / "data/compressed")
     ids = tokenizer("the cache holds", return_tensors="pt")
@@ -143,18 +129,12 @@ def test_a_changed_ratio_and_bits_from_the_same_statistics(prepared: Path) -> No
     ],
 )
 def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
-    prepared: Path,
-    change_parameters: Callable[[Path, str, Any], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    parameter: str,
-    value: Any,
-    stage: str,
-    words: tuple[str, ...],
-) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", _unreachable)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", _unreachable)
-    change_parameters(prepared, parameter, value)
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], parameter: str, value: Any,
+    stage: str, words: tuple[str, ...],
+) -> None:  # fmt: skip
+    for name in ("snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(f"huggingface_hub.{name}", Mock(side_effect=OSError("no network in the tests")))
+    change(parameter, value)
     (prepared / "short.txt").write_text("a text")
     before = _files(prepared)
     capsys.readouterr()
@@ -170,15 +150,12 @@ def test_store_of_another_model_is_refused(prepared: Path, capsys: pytest.Captur
     attributes = prepared / "data/sample.zarr/zarr.json"
     attributes.write_text(attributes.read_text().replace(record["fingerprint"], "0123456789abcdef"))
     shutil.rmtree(prepared / "data/whiten.zarr")
-    assert invoke("whiten") == 1
-    assert "0123456789abcdef" in capsys.readouterr().err
+    assert invoke("whiten") == 1 and "0123456789abcdef" in capsys.readouterr().err
     assert not (prepared / "data/whiten.zarr").exists()
 
 
-def test_stores_of_different_windows_are_not_read_together(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    change_parameters(prepared, "calibration.seed", 1)
+def test_stores_of_different_windows_are_not_read_together(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change("calibration.seed", 1)
     shutil.rmtree(prepared / "data/allocate.zarr")
     for stage in ("sample", "whiten", "reorder"):
         assert invoke(stage) == 0
@@ -194,8 +171,7 @@ def test_stores_of_different_windows_are_not_read_together(
 def test_the_layers_inputs_are_made_again_where_they_are_gone(prepared: Path) -> None:
     before = folder_hash(prepared / "data/fisher.zarr")
     assert not (prepared / "data/activations").exists()
-    assert invoke("fisher") == 0
-    assert folder_hash(prepared / "data/fisher.zarr") == before
+    assert invoke("fisher") == 0 and folder_hash(prepared / "data/fisher.zarr") == before
 
 
 @pytest.mark.parametrize("stage", ["whiten", "fisher"])
@@ -225,27 +201,19 @@ def test_few_calibration_tokens_only_warn(prepared: Path, capsys: pytest.Capture
     assert "compression.damping" in capsys.readouterr().err
 
 
-def test_a_cell_takes_the_method_as_it_is_meant(
-    prepared: Path, change_parameters: Callable[[Path, str, Any], None]
-) -> None:
+def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
     # The pipeline's own choices do not leak into the methods beside it, which may have none of them; what --set names
     # does.
     for key, value in (("bits", "mixed"), ("joint", True), ("damping", 0.3)):
-        change_parameters(prepared, f"compression.{key}", value)
+        change(f"compression.{key}", value)
     changes = ["compression.method=palu", "compression.ratio=0.6"]
-    own = [*changes, "compression.allocation=uniform"]
-    for name, settings in (("plain", changes), ("own", own)):
+    for name, settings in (("plain", changes), ("own", [*changes, "compression.allocation=uniform"])):
         assert invoke("cell", out=prepared / f"{name}.json", changes=settings) == 0
     plain, uniform = (json.loads((prepared / f"{name}.json").read_text()) for name in ("plain", "own"))
     assert plain["removed"] == pytest.approx(0.6, abs=1 / 144)
-    assert plain["setting"] == {"method": "palu", "ratio": 0.6}
-    assert plain["perplexity"] != uniform["perplexity"]
+    assert plain["setting"] == {"method": "palu", "ratio": 0.6} and plain["perplexity"] != uniform["perplexity"]
     compared = json.loads((prepared / "data/cells/compare/recalkv.json").read_text())
     assert compared["perplexity_dense"] == plain["perplexity_dense"]
-
-
-def _unreachable(*_: Any, **__: Any) -> None:
-    raise OSError("no network in the tests")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -254,8 +222,7 @@ def _files(folder: Path) -> list[Path]:
 
 def test_inputs_of_an_interrupted_run_are_not_taken_for_whole(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of its layers may be of other windows: another run may have put its own there in between."""
-    assert invoke("whiten") == 0
-    assert (prepared / "data/activations/of").exists()
+    assert invoke("whiten") == 0 and (prepared / "data/activations/of").exists()
     whole, done = StoreWriter.finish, []
 
     def interrupted(store: StoreWriter, index: int, **figures: Any) -> None:
@@ -267,8 +234,7 @@ def test_inputs_of_an_interrupted_run_are_not_taken_for_whole(prepared: Path, mo
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(StoreWriter, "finish", interrupted)
         invoke("whiten")
-    assert invoke("whiten") == 0
-    assert not (prepared / "data/activations/of").exists()
+    assert invoke("whiten") == 0 and not (prepared / "data/activations/of").exists()
 
 
 def test_a_checkpoint_names_the_precision_of_its_statistics(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,19 +253,11 @@ def test_an_interrupted_stage_goes_on_only_under_the_same_code(
 ) -> None:
     from stages import common, factorize
 
-    whole, calls = factorize.factorize_layer, []
-
-    def interrupted(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return whole(*arguments)
-
+    interrupted = Mock(wraps=factorize.factorize_layer, side_effect=[DEFAULT, KeyboardInterrupt])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(factorize, "factorize_layer", interrupted)
         invoke("factorize")
     if not same_code:
         monkeypatch.setattr(common, "source_digest", lambda folder: "other")
     capsys.readouterr()
-    assert invoke("factorize") == 0
-    assert ("1 layer(s) are there already" in capsys.readouterr().err) == same_code
+    assert invoke("factorize") == 0 and ("1 layer(s) are there already" in capsys.readouterr().err) == same_code

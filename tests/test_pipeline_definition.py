@@ -121,8 +121,7 @@ def test_a_stage_tracks_the_parameters_that_it_reads_and_no_others(stage: str, f
     sections = {each.partition(".")[0] for each in in_pipeline(stage).get("params", [])}
     read = finished.seen[stage]["params"] & set(Params.model_fields)
     # Where things run changes no result beyond rounding: latency measures just that, and machine names it.
-    expected = {"latency": read, "machine": read | {"runtime"}}
-    assert sections == expected.get(stage, read - {"runtime"})
+    assert sections == {"latency": read, "machine": read | {"runtime"}}.get(stage, read - {"runtime"})
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -141,8 +140,7 @@ def test_stages_leave_nothing_that_is_no_output(finished: Finished) -> None:
     known = [*declared, *LEFT_BEHIND, "reports/paper.json"]
     left = [path.relative_to(finished.folder) for path in finished.folder.rglob("*") if path.is_file()]
     assert sorted(str(path) for path in left if len(path.parts) > 1 and not tracked(str(path), known)) == []
-    missing = [out for out in declared if not (finished.folder / out).exists()]
-    assert missing == []
+    assert [out for out in declared if not (finished.folder / out).exists()] == []
 
 
 def rerun_by(section: str) -> set[str]:
@@ -159,14 +157,11 @@ def rerun_by(section: str) -> set[str]:
 
 
 def test_what_reruns_follows_from_the_graph() -> None:
-    everything = set(PIPELINE)
-    statistics = set(STATISTICS)
-    codec = {"moments", "codec", "codec_cell"}
+    everything, statistics, codec = set(PIPELINE), set(STATISTICS), {"moments", "codec", "codec_cell"}
     after_statistics = everything - statistics - codec - {"baseline", "quantizer", "machine"}
     assert rerun_by("model") == everything - {"machine"}
     assert rerun_by("calibration") == everything - {"model", "baseline", "quantizer", "machine"}
-    assert rerun_by("compression") == after_statistics
-    assert rerun_by("codec") == codec | {"report"}
+    assert rerun_by("compression") == after_statistics and rerun_by("codec") == codec | {"report"}
     assert rerun_by("evaluation") == {"baseline", "evaluate", "paper", "quantizer", "codec_cell", "report"}
     assert rerun_by("latency") == {"latency", "report"}
     assert rerun_by("zeroshot") == rerun_by("needle") == rerun_by("longbench") == set()

@@ -17,8 +17,7 @@ def test_auto_follows_the_processor_and_a_named_type_does_not(monkeypatch, nativ
     """A named type is taken as it is, native or not."""
     monkeypatch.setattr(precision, "_processor_multiplies_bfloat16", lambda: native)
     assert resolve_precision("auto", CPU) == ("bfloat16" if native else "float32")
-    assert resolve_precision("float32", CPU) == "float32"
-    assert resolve_precision("bfloat16", CPU) == "bfloat16"
+    assert resolve_precision("float32", CPU) == "float32" and resolve_precision("bfloat16", CPU) == "bfloat16"
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -35,8 +34,7 @@ def test_plain_avx512_is_emulation(monkeypatch, native):
 def test_measurements_on_a_cpu_take_float32(monkeypatch):
     """Wherever bfloat16 is native; a named type is taken as it is."""
     monkeypatch.setattr(precision, "_processor_multiplies_bfloat16", lambda: True)
-    assert evaluation_precision("auto", CPU) == "float32"
-    assert evaluation_precision("bfloat16", CPU) == "bfloat16"
+    assert evaluation_precision("auto", CPU) == "float32" and evaluation_precision("bfloat16", CPU) == "bfloat16"
 
 
 def test_other_devices_take_float32():

@@ -6,20 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
-from typer.testing import CliRunner, Result
 
 from recalkv.cache.rows import RowLayout
-from recalkv.cli import app
 from recalkv.compression import compress_layers
 from recalkv.method.methods import resolve_method
 from recalkv.model.layers import ModuleSource
@@ -29,6 +17,7 @@ from recalkv.presets import is_rendered, preset, preset_names, render
 from stages.cell import cell_parameters
 from stages.forms import latent_setting
 from tests import tiny
+from tests.commands import done, refused
 
 ROOT = Path(__file__).resolve().parent.parent
 # Presets of one kind differ in the model alone. Its own head counts; widths and depth scaled down.
@@ -36,16 +25,14 @@ GATED = tiny.EXPERTS | tiny.LINEAR_ATTENTION | {
     "num_attention_heads": 16, "num_key_value_heads": 2, "shared_expert_intermediate_size": 24,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }  # fmt: skip
-ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "paper/llama-2-13b-chat": (LlamaConfig, LlamaForCausalLM, {"num_attention_heads": 40, "num_key_value_heads": 40}),
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "paper/llama-2-13b-chat": ("llama", {"num_attention_heads": 40, "num_key_value_heads": 40}),
     "paper/mistral-7b-instruct-v0.2": (
-        MistralConfig, MistralForCausalLM,
-        {"num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None},
+        "mistral", {"num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None},
     ),
-    "serve/qwen3-next-80b-a3b": (Qwen3NextConfig, Qwen3NextForCausalLM, GATED),
+    "serve/qwen3-next-80b-a3b": ("qwen3_next", GATED),
     "serve/gpt-oss-20b": (
-        GptOssConfig, GptOssForCausalLM,
-        {"num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 16, "num_local_experts": 4},
+        "gpt_oss", {"num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 16, "num_local_experts": 4},
     ),
 }  # fmt: skip
 
@@ -59,8 +46,7 @@ def test_the_project_starts_from_the_defaults() -> None:
 def test_rendered_file_reads_as_the_preset(name: str, tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     path.write_text(render(preset(name, 0.6)))
-    assert load_params(path) == preset(name, 0.6)
-    assert load_params(path).compression.ratio == 0.6
+    assert load_params(path) == preset(name, 0.6) and load_params(path).compression.ratio == 0.6
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("paper/")])
@@ -70,14 +56,12 @@ def test_the_papers_models_need_no_prefix(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_preset_compresses_its_architecture_scaled_down(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config_class, model_class, special = ARCHITECTURES[name]
+    model_type, special = ARCHITECTURES[name]
     sizes = {"hidden_size": 320, "head_dim": 16, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 128}
-    torch.manual_seed(0)
     if types := special.get("layer_types"):
         sizes["num_hidden_layers"] = len(types)
-    dense = model_class(config_class(**sizes, **special, initializer_range=0.2)).eval()
-    parameters = preset(name).compression
-    windows = tiny.windows(4, 32)
+    dense = tiny.random_model(model_type, **sizes, **special, initializer_range=0.2)
+    parameters, windows = preset(name).compression, tiny.windows(4, 32)
     result = compress_layers(ModuleSource(dense), windows, tiny.calibration(), parameters)
     compressed, twin = tiny.assemble(dense, result, parameters), tiny.reconstructed_twin(dense, result)
     # Latents as they are before they are rounded.
@@ -87,8 +71,7 @@ def test_preset_compresses_its_architecture_scaled_down(name: str, monkeypatch: 
         found, expected = compressed(windows).logits, twin(windows).logits
     # Random weights this large amplify rounding, in models with a state from one token to the next.
     difference, size = (found - expected).abs(), expected.std()
-    assert difference.mean() < 1e-4 * size
-    assert difference.max() < 1e-3 * size
+    assert difference.mean() < 1e-4 * size and difference.max() < 1e-3 * size
     spec = LatentSpec.from_config(compressed.config)
     assert spec.removed >= parameters.ratio
     ranks = [rank for layer in spec.layers for rank in (*layer.key_ranks, *layer.value_ranks)]
@@ -100,10 +83,6 @@ def test_every_model_of_the_papers_tables_has_a_preset() -> None:
     assert {row["model"] for row in rows} <= {name.removeprefix("paper/") for name in preset_names()}
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["preset", *arguments])
-
-
 @pytest.mark.parametrize("name", preset_names())
 def test_cells_of_grids_and_pages_stand_whatever_the_preset(name: str) -> None:
     setting = latent_setting("latents", 4)
@@ -113,26 +92,23 @@ def test_cells_of_grids_and_pages_stand_whatever_the_preset(name: str) -> None:
 
 def test_command_needs_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run("llama-2-7b", "--ratio", "0.7").exit_code == 0
+    done("preset", "llama-2-7b", "--ratio", "0.7")
     assert (tmp_path / "params.yaml").read_text() == render(preset("llama-2-7b", 0.7))
 
 
 def test_command_starts_from_the_defaults_and_keeps_what_was_changed(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    assert run("llama-7b", "--out", str(path)).exit_code == 0
+    done("preset", "llama-7b", "--out", path)
     # A preset as it was written has nothing to lose, at whatever ratio.
-    assert run("llama-2-7b", "--out", str(path), "--ratio", "0.6").exit_code == 0
-    assert run("llama-3.1-8b", "--out", str(path)).exit_code == 0
+    done("preset", "llama-2-7b", "--out", path, "--ratio", "0.6")
+    done("preset", "llama-3.1-8b", "--out", path)
     assert path.read_text() == render(preset("llama-3.1-8b"))
 
     changed = path.read_text().replace("seed: 0 ", "seed: 7 ", 1)
     path.write_text(changed)
-    refused = run("default", "--out", str(path))
-    assert refused.exit_code == 1
-    assert "mine.yaml" in refused.output
-    assert "--overwrite" in refused.output
-    assert path.read_text() == changed
-    assert run("default", "--out", str(path), "--overwrite").exit_code == 0
+    said = refused("preset", "default", "--out", path)
+    assert "mine.yaml" in said and "--overwrite" in said and path.read_text() == changed
+    done("preset", "default", "--out", path, "--overwrite")
     assert path.read_text() == render(preset("default"))
 
 
@@ -141,10 +117,7 @@ def test_command_starts_from_the_defaults_and_keeps_what_was_changed(tmp_path: P
 )
 def test_refused_presets_write_nothing(arguments: list[str], named: str, tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
-    refused = run(*arguments, "--out", str(path))
-    assert refused.exit_code == 1
-    assert named in refused.output
-    assert not path.exists()
+    assert named in refused("preset", *arguments, "--out", path) and not path.exists()
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "a: {", "compression:\n  ratio: 7\n"])
@@ -154,10 +127,7 @@ def test_any_other_file_counts_as_changed(content: str) -> None:
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
 @pytest.mark.parametrize("out", ["missing/params.yaml", "."])
-def test_places_that_cannot_be_written_are_refused(
-    out: str, overwrite: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_without_access(out: str, overwrite: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = run("tiny", "--out", out, *overwrite)
-    assert isinstance(refused.exception, SystemExit)
-    assert f"error: --out {out} cannot be written" in refused.output and not list(tmp_path.iterdir())
+    assert f"error: --out {out} cannot be written" in refused("preset", "tiny", "--out", out, *overwrite)
+    assert not list(tmp_path.iterdir())

@@ -1,10 +1,8 @@
 """Quantized latents: rows, the basis, allocation of bits, and models that cache packed rows."""
 
 import math
-import subprocess
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +12,15 @@ from recalkv.cache import rows
 from recalkv.cache.rotation import random_rotation
 from recalkv.cache.rows import RowLayout
 from recalkv.compression import compress_layers
-from recalkv.errors import BudgetError, NonFiniteError, ParameterError
+from recalkv.errors import BudgetError, NonFiniteError
 from recalkv.method.basis import natural_basis, shared_scales
 from recalkv.method.bits import mixed_bits
 from recalkv.model.layers import ModuleSource
 from recalkv.statistics.whitening import damped
 from recalkv.trellis.codes import BITS, DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment, pack, unpack
-from tests import tiny
+from tests import raises, tiny
+from tests.conftest import process
 from tests.tiny import plain
 
 
@@ -49,8 +48,7 @@ def test_rows_are_those_of_the_codec(shape: tuple[int, ...], monkeypatch: pytest
     )]  # fmt: skip
     torch.testing.assert_close(layout.unpack(found, torch.float32), torch.cat(expected, dim=-1), rtol=1e-6, atol=1e-6)
     monkeypatch.setattr(rows, "serves", lambda _: False)
-    assert torch.equal(layout.pack(latents), found)
-    assert layout.unpack(found, torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(layout.pack(latents), found) and layout.unpack(found, torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_latents_with_gradients_are_packed() -> None:
@@ -76,15 +74,13 @@ def test_rows_do_not_follow_the_default_device(fresh_python: Path) -> None:
         rows = RowLayout([[Segment(20, 4)]])
         print(float((rows.unpack(rows.pack(latents), torch.float32) - latents).square().mean()) < 0.05)
     """
-    run = subprocess.run([fresh_python, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert run.stdout == "True\n"
+    assert process(fresh_python, "-c", textwrap.dedent(code)).stdout == "True\n"
 
 
 def test_rows_are_traced_as_one_node() -> None:
     """A compiled model packs by the same loops."""
     layout, latents = RowLayout([[Segment(20, 4), Segment(8, 2)]]), normal(3, 28)
-    traced = torch.compile(layout.pack, fullgraph=True, backend="eager")
-    assert torch.equal(traced(latents), layout.pack(latents))
+    assert torch.equal(torch.compile(layout.pack, fullgraph=True, backend="eager")(latents), layout.pack(latents))
     assert str(torch.export.export(_Packer(layout), (latents,)).graph).count("recalkv.pack_rows") == 1
 
 
@@ -151,9 +147,8 @@ def code_bits(segments: list[tuple[Segment, ...]]) -> float:
 def test_mixed_bits_are_as_good_as_any(ratio: float) -> None:
     """Lagrange: at any price of a bit, no assignment with as many bits loses less than the cheapest of all."""
     generator = torch.Generator().manual_seed(0)
-    energies = [
-        (torch.randn(96, generator=generator) * 2).exp().sort().values.flip(0).double().tolist() for _ in range(20)
-    ]
+    drawn = [torch.randn(96, generator=generator) * 2 for _ in range(20)]
+    energies = [own.exp().sort().values.flip(0).double().tolist() for own in drawn]
     found = mixed_bits(energies, ratio)
     blocks = torch.tensor(energies, dtype=torch.float64).view(-1, BLOCK).sum(1)
     rates = torch.tensor([0.0, *(BLOCK * bits for bits in BITS)], dtype=torch.float64)
@@ -176,20 +171,7 @@ def test_more_bytes_never_lose_more() -> None:
 def test_bad_budgets_name_the_remedy() -> None:
     with pytest.raises(BudgetError, match=r"ratio=0\.99 allows 0 bytes per token, but .* lower the ratio to 0\.\d+"):
         mixed_bits([[1.0] * 8, [1.0] * 8], 0.99)
-    with pytest.raises(NonFiniteError, match="energies"):
-        mixed_bits([[math.nan, 1.0]], 0.5)
-    dense = tiny.dense_model("llama-gqa")
-
-    def compressed(**fields: Any) -> Any:
-        parameters = plain(**({"ratio": 0.8} | fields))
-        return compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters)
-
-    with pytest.raises(ParameterError, match=r"bits=mixed .*allocation=fisher does not use; set allocation to water"):
-        compressed(method="palu", bits="mixed")
-    with pytest.raises(ParameterError, match="rank_multiple=16 must be 1"):
-        compressed(bits="mixed", rank_multiple=16)
-    with pytest.raises(BudgetError, match=r"ratio=0\.99 leaves \d+ latents of 8 bits to \d+ groups"):
-        compressed(bits=8, ratio=0.99)
+    raises(NonFiniteError, "energies", mixed_bits, [[math.nan, 1.0]], 0.5)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from recalkv.errors import MissingPackageError, ParameterError
 from recalkv.evaluation.perplexity import window_scores
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import QUANTIZERS, CacheQuantizer, gaussian_codebook, quantizer
-from tests import tiny
+from tests import raises, tiny
 
 BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq.core.quantize"}
 """Packages of transformers' quantized cache, by the names of the quantizers."""
@@ -51,9 +51,8 @@ def test_integers_by_hand() -> None:
 def test_fp8_is_that_of_torch_and_saturates() -> None:
     plain, scaled = quantizer("fp8", 64), quantizer("fp8-scaled", 64)
     kept = torch.tensor([0.0, 1.0, -1.125, 448.0, 1e6, 0.3])[None, None, None]
-    torch.testing.assert_close(
-        plain.keys(kept), torch.tensor([0.0, 1.0, -1.125, 448.0, 448.0, 0.3125])[None, None, None]
-    )
+    expected = torch.tensor([0.0, 1.0, -1.125, 448.0, 448.0, 0.3125])[None, None, None]
+    torch.testing.assert_close(plain.keys(kept), expected)
     assert float(scaled.keys(kept).max()) == pytest.approx(1e6, rel=1e-3)
 
 
@@ -75,14 +74,12 @@ def test_llama_cpps_blocks_by_hand() -> None:
     # The largest of a block, here -16, has the code 0 of 16 and a step of 2; ties go away from the largest's side.
     assert quantizer("q4_0", 32).keys(rows)[0, 0, 0, :5].tolist() == [-16, -14, -14, -12, -12]
     assert float((quantizer("q4_0", 32).keys(rows) - rows).abs().max()) == 1
-    eight = quantizer("q8_0", 32).keys(rows)
-    assert float((eight - rows).abs().max()) <= 0.5 * 16 / 127 + 16 * 2**-11
+    assert float((quantizer("q8_0", 32).keys(rows) - rows).abs().max()) <= 0.5 * 16 / 127 + 16 * 2**-11
     # A rotation spreads one large element over its head.
     spiky = torch.zeros(1, 1, 1, 64)
     spiky[..., 0], spiky[..., 1:] = 100, states(63)
-    plain, rotated = (
-        float((quantizer(name, 64).keys(spiky) - spiky)[..., 1:].abs().mean()) for name in ("q4_0", "q4_0-rotated")
-    )
+    errors = [(quantizer(name, 64).keys(spiky) - spiky)[..., 1:] for name in ("q4_0", "q4_0-rotated")]
+    plain, rotated = (float(error.abs().mean()) for error in errors)
     assert plain > 0.4 and rotated < 2 * plain
     torch.testing.assert_close(quantizer("q8_0-rotated", 64).keys(spiky), spiky, atol=0.2, rtol=0)
 
@@ -94,15 +91,13 @@ def test_vllms_scales_per_token_and_head() -> None:
     )
     four, random = quantizer("int4-token-head", 64), states(1, 2, 200, 64)
     # Uniform noise of a step of the range / 15: 200 x 64 elements of a Gaussian have a range of about 4.8 sigma.
-    error = float((four.keys(random) - random).square().mean())
-    assert error == pytest.approx((4.8 / 15) ** 2 / 12, rel=0.15)
+    assert float((four.keys(random) - random).square().mean()) == pytest.approx((4.8 / 15) ** 2 / 12, rel=0.15)
 
 
 def test_vllms_turboquant_keeps_norms_and_skips_layers() -> None:
     turbo, random = quantizer("vllm-turboquant-4", 64), 3 * states(1, 2, 200, 64)
     torch.testing.assert_close(turbo.keys(random).norm(dim=-1), random.norm(dim=-1), rtol=1e-3, atol=0)
-    error = (turbo.keys(random) - random).square().sum() / random.square().sum()
-    assert float(error) == pytest.approx(0.0095, rel=0.1)
+    assert float((turbo.keys(random) - random).square().sum() / random.square().sum()) == pytest.approx(0.0095, rel=0.1)
     # 16 levels from the least to the largest.
     values = torch.arange(16.0).repeat(4)[None, None, None]
     torch.testing.assert_close(turbo.values(values), values)
@@ -140,23 +135,11 @@ def test_turboquant_leaves_the_distortion_of_its_codebook_whatever_the_vectors(b
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        ("fp8", 8),
-        ("fp8-scaled", 8.25),
-        ("kivi-4", 5),
-        ("kivi-2", 3),
-        ("turboquant-4", 4.25),
-        ("rotated-int4", 4.5),
-        ("int8-token-head", 8.5),
-        ("int4-token-head", 4.5),
-        ("nvfp4", 4.5),
-        ("q4_0", 4.5),
-        ("q8_0-rotated", 8.5),
-        ("vllm-turboquant-4", 4.375),
-        ("quanto-4", 4.5),
-        ("quanto-2", 2.5),
-        ("hqq-4", 4.5),
+        ("fp8", 8), ("fp8-scaled", 8.25), ("kivi-4", 5), ("kivi-2", 3), ("turboquant-4", 4.25), ("rotated-int4", 4.5),
+        ("int8-token-head", 8.5), ("int4-token-head", 4.5), ("nvfp4", 4.5), ("q4_0", 4.5), ("q8_0-rotated", 8.5),
+        ("vllm-turboquant-4", 4.375), ("quanto-4", 4.5), ("quanto-2", 2.5), ("hqq-4", 4.5),
     ],
-)
+)  # fmt: skip
 def test_bits_count_scales_and_exact_windows(name: str, bits: float) -> None:
     rounding = dataclasses.replace(made(name, 64), exact_layers=0)
     assert rounding.bits == bits
@@ -202,9 +185,8 @@ def test_one_pass_is_decoding_token_by_token(family: str, name: str) -> None:
     reference = window_scores(model, windows, keep=True)
     with quantized_cache(model, rounding):
         whole = window_scores(model, windows, dense=reference.states)
-    single = window_scores(
-        model, windows, dense=reference.states, prefill=1, cache=lambda: quantized_layers(model, rounding)
-    )
+    rounded = {"prefill": 1, "cache": lambda: quantized_layers(model, rounding)}
+    single = window_scores(model, windows, dense=reference.states, **rounded)
     # HQQ's fit depends a little on how much is rounded together.
     limit = 1e-3 if name.startswith("hqq") else 1e-4
     torch.testing.assert_close(whole.losses, single.losses, rtol=limit, atol=limit)
@@ -214,10 +196,9 @@ def test_one_pass_is_decoding_token_by_token(family: str, name: str) -> None:
 
 
 def test_an_unknown_quantizer_is_named() -> None:
-    with pytest.raises(ParameterError, match="q4_0-rotated has scales for groups of 32 .* head size 80; leave it out"):
-        quantizer("q4_0-rotated", 80)
-    with pytest.raises(ParameterError, match="'kivi-5' is unknown; choose one of fp8"):
-        quantizer("kivi-5", 64)
+    message = "q4_0-rotated has scales for groups of 32 .* head size 80; leave it out"
+    raises(ParameterError, message, quantizer, "q4_0-rotated", 80)
+    raises(ParameterError, "'kivi-5' is unknown; choose one of fp8", quantizer, "kivi-5", 64)
 
 
 @pytest.mark.parametrize("name", ["quanto-4", "quanto-2", "hqq-4", "hqq-2"])
@@ -231,27 +212,23 @@ def test_backends_round_as_the_cache_of_transformers_does(name: str) -> None:
     # Past the flush of the window, which rounds all of it again.
     for token in following.split(1, dim=2):
         keys, values = cache.update(token, 2 * token, 0)
-    whole = torch.cat([prompt, following], dim=2)
-    rounded = 256 + rounding.step
+    whole, rounded = torch.cat([prompt, following], dim=2), 256 + rounding.step
     torch.testing.assert_close(keys[:, :, :rounded], rounding.keys(whole[:, :, :rounded]), rtol=0, atol=1e-4)
     torch.testing.assert_close(values[:, :, :rounded], rounding.values(2 * whole[:, :, :rounded]), rtol=0, atol=1e-4)
-    assert torch.equal(keys[:, :, rounded:], whole[:, :, rounded:])
-    assert float((keys - whole).abs().max()) > 0.05
+    assert torch.equal(keys[:, :, rounded:], whole[:, :, rounded:]) and float((keys - whole).abs().max()) > 0.05
 
 
 @pytest.mark.parametrize("name", ["quanto-4", "hqq-4"])
 def test_a_backend_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, BACKENDS[name.partition("-")[0]], None)
-    with pytest.raises(MissingPackageError, match=r"pip install '.\[quantizers\]'"):
-        quantizer(name, 64)
+    raises(MissingPackageError, r"pip install '.\[quantizers\]'", quantizer, name, 64)
 
 
 def test_a_window_of_exact_tokens_reads_a_prompt_as_it_comes() -> None:
     """KIVI's own prompts attend to exact keys and values; what is decoded behind them finds them rounded."""
     model, ids = tiny.dense_model("llama-gqa"), torch.randint(0, tiny.VOCABULARY, (2, 90))
     with torch.no_grad():
-        dense = model(ids).logits
-        cache = quantized_layers(model, small("kivi-2"))
+        dense, cache = model(ids).logits, quantized_layers(model, small("kivi-2"))
         torch.testing.assert_close(model(ids[:, :80], past_key_values=cache).logits, dense[:, :80])
         later = model(ids[:, 80:], past_key_values=cache).logits
     assert float((later - dense[:, 80:]).abs().max()) > 1e-3

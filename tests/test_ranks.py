@@ -7,15 +7,9 @@ import random
 import pytest
 
 from recalkv.errors import BudgetError, NonFiniteError, ParameterError
-from recalkv.method.ranks import (
-    Allocation,
-    Projection,
-    allocate_ranks,
-    check_ratio,
-    proportional_shares,
-    water_filling,
-)
+from recalkv.method.ranks import Allocation, Projection, allocate_ranks, check_ratio, proportional_shares, water_filling
 from recalkv.model.families import group_sizes
+from tests import raises
 
 RATIOS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95)
 
@@ -25,18 +19,15 @@ def random_model(generator: random.Random) -> list[Projection]:
     heads, head_dim = generator.choice([1, 2, 3, 4, 5, 8]), generator.choice([8, 64, 80, 128])
     size = generator.randint(1, heads)
     keys = tuple(head_dim * s for s in group_sizes(heads, size))
-    values = generator.choice([keys, (heads * head_dim,)])
-    skew = generator.choice([0, 1, 6])
+    values, skew = generator.choice([keys, (heads * head_dim,)]), generator.choice([0, 1, 6])
     pairs = [(keys, values)] * generator.randint(1, 5)
     return [Projection(widths, generator.random() ** skew) for pair in pairs for widths in pair]
 
 
 def check_legal(allocation: Allocation, projections: list[Projection], ratio: float, multiple: int) -> None:
-    used = sum(map(sum, allocation.ranks))
-    dense = sum(p.full for p in projections)
+    used, dense = sum(map(sum, allocation.ranks)), sum(p.full for p in projections)
     assert (allocation.used, allocation.dense) == (used, dense)
-    assert allocation.budget == math.floor(dense * (1 - ratio) + 1e-9)
-    assert used <= allocation.budget
+    assert allocation.budget == math.floor(dense * (1 - ratio) + 1e-9) and used <= allocation.budget
     assert allocation.budget - used < multiple or used == dense
     for projection, ranks in zip(projections, allocation.ranks, strict=True):
         for width, rank in zip(projection.widths, ranks, strict=True):
@@ -70,13 +61,11 @@ def test_rounding_remainder_goes_to_the_largest_shortfall() -> None:
 def test_small_group_at_its_minimum_does_not_break_the_budget() -> None:
     # Shares 67.5 and 22.5 of 90; the smaller group is raised to 32, so 58 are left to the larger.
     allocation = allocate_ranks([Projection((240, 80), 1.0)], 0.72, 32)
-    assert allocation.ranks == [(32, 32)]
-    assert allocation.budget == 89
+    assert allocation.ranks == [(32, 32)] and allocation.budget == 89
 
 
 def test_budget_and_ranks_are_legal_on_random_models() -> None:
-    generator = random.Random(0)
-    solved = 0
+    generator, solved = random.Random(0), 0
     for _ in range(1500):
         projections, multiple = random_model(generator), generator.choice([1, 16, 32])
         ratio = generator.choice([*RATIOS, generator.random() * 0.95])
@@ -124,8 +113,7 @@ def test_shares_are_clipped_multiples_of_the_scores_that_sum_to_the_total() -> N
     generator = random.Random(2)
     for _ in range(300):
         n = generator.randint(1, 7)
-        scores = [generator.random() ** 4 for _ in range(n)]
-        low = [generator.randint(1, 5) for _ in range(n)]
+        scores, low = [generator.random() ** 4 for _ in range(n)], [generator.randint(1, 5) for _ in range(n)]
         high = [lo + generator.randint(0, 50) for lo in low]
         total = generator.randint(sum(low), sum(high))
         shares = proportional_shares(scores, low, high, total)
@@ -138,10 +126,8 @@ def test_shares_are_clipped_multiples_of_the_scores_that_sum_to_the_total() -> N
 @pytest.mark.parametrize("ratio", [1.0, -0.1, 1.5, float("nan")])
 def test_ratio_out_of_range_is_refused(ratio: float) -> None:
     message = rf"compression\.ratio={ratio} must be in \[0, 1\).*fraction.*0\.7 keeps 30 %"
-    with pytest.raises(ParameterError, match=message):
-        check_ratio(ratio)
-    with pytest.raises(ParameterError, match=message):
-        allocate_ranks([Projection((8,), 1.0)], ratio)
+    raises(ParameterError, message, check_ratio, ratio)
+    raises(ParameterError, message, allocate_ranks, [Projection((8,), 1.0)], ratio)
 
 
 def test_multiple_below_one_is_refused() -> None:
@@ -158,10 +144,8 @@ def test_illegal_scores_are_refused_by_number(score: float) -> None:
 def test_impossible_budget_names_a_ratio_that_works() -> None:
     projections = [Projection((80, 80), 1.0), Projection((80, 80), 1.0)]
     message = r"ratio=0\.7 allows 96 .* ranks need 128: lower the ratio to 0\.6 or less.*rank_multiple \(32\)"
-    with pytest.raises(BudgetError, match=message):
-        allocate_ranks(projections, 0.7, 32)
-    assert allocate_ranks(projections, 0.6, 32).used == 128
-    assert issubclass(BudgetError, ParameterError)
+    raises(BudgetError, message, allocate_ranks, projections, 0.7, 32)
+    assert allocate_ranks(projections, 0.6, 32).used == 128 and issubclass(BudgetError, ParameterError)
 
 
 def test_remedy_of_an_impossible_budget_always_works() -> None:
@@ -171,8 +155,7 @@ def test_remedy_of_an_impossible_budget_always_works() -> None:
         try:
             allocate_ranks(projections, 0.97, 16)
         except BudgetError as error:
-            remedy = float(str(error).split("lower the ratio to ")[1].split(" ")[0])
-            allocate_ranks(projections, remedy, 16)
+            allocate_ranks(projections, float(str(error).split("lower the ratio to ")[1].split(" ")[0]), 16)
 
 
 # --- water-filling ---
@@ -199,8 +182,7 @@ def best_by_search(energies: list[list[float]], budget: int, multiple: int) -> f
 def test_water_filling_equals_exhaustive_search(widths: list[int], multiple: int, ratio: float, seed: int) -> None:
     energies = descending(widths, seed)
     ranks, budget, used = water_filling(energies, ratio, multiple)
-    assert budget == math.floor(sum(widths) * (1 - ratio) + 1e-9)
-    assert sum(ranks) == used <= budget
+    assert budget == math.floor(sum(widths) * (1 - ratio) + 1e-9) and sum(ranks) == used <= budget
     assert budget - used < multiple
     kept = sum(sum(unit[:rank]) for unit, rank in zip(energies, ranks, strict=True))
     assert kept == pytest.approx(best_by_search(energies, budget, multiple))
@@ -208,10 +190,8 @@ def test_water_filling_equals_exhaustive_search(widths: list[int], multiple: int
 
 def test_units_without_energy_get_the_minimum() -> None:
     ranks, _, used = water_filling([[0.0] * 8, [3.0] * 8, [2.0] * 8], 0.5)
-    assert ranks == [1, 8, 3]
-    assert used == 12
+    assert ranks == [1, 8, 3] and used == 12
 
 
 def test_energies_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(NonFiniteError, match="rerun the fisher stage in float32"):
-        water_filling([[1.0, float("nan")]], 0.5)
+    raises(NonFiniteError, "rerun the fisher stage in float32", water_filling, [[1.0, float("nan")]], 0.5)

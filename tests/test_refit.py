@@ -67,8 +67,7 @@ def test_each_layer_sees_the_compressed_prefix(family: str, monkeypatch: pytest.
 @pytest.mark.parametrize("method", ["recalkv", "palu"])
 def test_values_are_calibrated_on_their_layers_own_statistics(method: str) -> None:
     # palu never calibrates by itself, but its grouped values go through the same code.
-    settings = VALUES | {"method": method, "refit": "values", "damping": 1e-3}
-    given = steps("llama-gqa", samples=8, length=48, **settings)
+    given = steps("llama-gqa", samples=8, length=48, **VALUES | {"method": method, "refit": "values", "damping": 1e-3})
     for index, result in enumerate(given.refits):
         inputs = inputs_of(given.prefix(index), given.ids, index)
         gram = inputs.T @ inputs / len(inputs)
@@ -77,8 +76,7 @@ def test_values_are_calibrated_on_their_layers_own_statistics(method: str) -> No
         torch.testing.assert_close(result.values.dense().double(), expected.factors.dense(), rtol=1e-2, atol=2e-3)
         assert result.error_before == pytest.approx(expected.error_before, rel=1e-2)
         assert result.error_after == pytest.approx(expected.error_after, rel=1e-2)
-        assert result.error_after <= result.error_before * (1 + 1e-6)
-        assert result.keys is start.keys
+        assert result.error_after <= result.error_before * (1 + 1e-6) and result.keys is start.keys
         assert result.output is None
 
 
@@ -107,8 +105,7 @@ def test_overflow_behind_the_prefix_names_the_layer() -> None:
 def test_output_is_fitted_to_its_target_behind_the_compressed_prefix(family: str, joint: bool) -> None:
     given = steps(family, joint=joint)
     for index, result in enumerate(given.refits):
-        behind, start = given.prefix(index), given.factors[index]
-        dense = watched(given.model, given.ids, index)
+        behind, start, dense = given.prefix(index), given.factors[index], watched(given.model, given.ids, index)
         # The layer should add what it adds in the dense model, and what the stream already lacks.
         lacking = (dense["stream"] - watched(behind, given.ids, index)["stream"]) / SCALES.get(family, 1.0)
         # Behind a norm no output can repair the stream.
@@ -123,8 +120,7 @@ def test_output_is_fitted_to_its_target_behind_the_compressed_prefix(family: str
         torch.testing.assert_close(result.output, expected.float(), rtol=1e-2, atol=1e-3)
         error = float((contexts @ expected.float() - aim).norm() ** 2 / aim.norm() ** 2)
         assert result.error_after == pytest.approx(error, rel=2e-2, abs=1e-6)
-        assert result.error_after <= result.error_before + 1e-6
-        assert result.keys is start.keys
+        assert result.error_after <= result.error_before + 1e-6 and result.keys is start.keys
         assert result.values is start.values
 
 
@@ -135,9 +131,7 @@ REFITS: dict[str, dict[str, Any]] = {"values": VALUES, "output": {}}
 
 @pytest.mark.parametrize("settings", [*REFITS.values(), {"refit": "none"}], ids=[*REFITS, "none"])
 @pytest.mark.parametrize("done", [{0}, {0, 1}, {2}])
-def test_the_others_get_the_same_bytes_where_layers_are_fitted_already(
-    settings: dict[str, Any], done: set[int]
-) -> None:
+def test_others_get_the_same_bytes_where_layers_are_fitted_already(settings: dict[str, Any], done: set[int]) -> None:
     given = steps("qwen2-mixed-sliding", samples=4, length=24, **settings)
     # As a store gives them back: other tensors of the same values.
     stored = copy.deepcopy(given.refits)
@@ -189,6 +183,5 @@ def test_targets_of_one_batch_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch
         held.append(weakref.ref(targets))
 
     monkeypatch.setattr(OutputMoments, "add", watched_add)
-    own = Steps("llama-gqa", method="loss-aware")
-    own.refit(batch_size=2)
+    Steps("llama-gqa", method="loss-aware").refit(batch_size=2)
     assert len(held) == 3 * 3

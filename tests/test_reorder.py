@@ -11,8 +11,7 @@ GEOMETRIES = [(heads, size) for heads in range(1, 13) for size in range(1, heads
 
 
 def random_similarity(heads: int, seed: int, levels: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.rand(heads, heads, generator=generator, dtype=torch.float64)
+    values = torch.rand(heads, heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if levels:  # few distinct values: many ties
         values = (values * levels).floor() / levels
     values = (values + values.T) / 2
@@ -20,8 +19,7 @@ def random_similarity(heads: int, seed: int, levels: int = 0) -> Tensor:
 
 
 def planted(groups: list[list[int]], inside: float = 0.9) -> Tensor:
-    heads = sum(map(len, groups))
-    similarity = 0.1 * random_similarity(heads, 0)
+    similarity = 0.1 * random_similarity(sum(map(len, groups)), 0)
     for group in groups:
         for a in group:
             for b in group:
@@ -32,9 +30,7 @@ def planted(groups: list[list[int]], inside: float = 0.9) -> Tensor:
 @pytest.mark.parametrize(("heads", "size"), GEOMETRIES)
 def test_sizes_are_legal_for_every_geometry(heads: int, size: int) -> None:
     sizes = group_sizes(heads, size)
-    assert sum(sizes) == heads
-    assert all(given == size for given in sizes[:-1])
-    assert 1 <= sizes[-1] <= size
+    assert sum(sizes) == heads and all(given == size for given in sizes[:-1]) and 1 <= sizes[-1] <= size
     for groups in [neighbor_groups(heads, size)] + [
         greedy_groups(random_similarity(heads, seed, levels), size) for seed in range(8) for levels in (0, 2)
     ]:

@@ -4,25 +4,9 @@ import pytest
 import torch
 
 from recalkv.errors import CheckpointError
+from recalkv.trellis import rows as module
 from recalkv.trellis.codes import BITS, CURVES, DISTORTION, GRAIN, PLANES, decoded, levels, search
-from recalkv.trellis.rows import (
-    BLOCK,
-    FIRST_FITTED,
-    SCALE_STEPS,
-    TILE,
-    TRIALS,
-    Segment,
-    chained,
-    checked,
-    number_table,
-    pack,
-    row_bytes,
-    scales_of,
-    tiled,
-    unchained,
-    unpack,
-    untiled,
-)
+from recalkv.trellis.rows import BLOCK, TILE, Segment, chained, pack, row_bytes, scales_of, tiled, unchained, unpack
 
 MIXED = (Segment(16, 8), Segment(8, 6), Segment(24, 4), Segment(8, 3), Segment(32, 2), Segment(8, 1))
 WIDTH = sum(segment.width for segment in MIXED)
@@ -55,9 +39,7 @@ def test_chains_leave_less_than_the_best_code_of_single_numbers(bits: int, best:
 @pytest.mark.parametrize("bits", BITS)
 def test_levels_ascend_and_are_symmetric(bits: int) -> None:
     table = levels(bits)
-    assert len(table) == 2 << bits
-    assert bool((table[1:] > table[:-1]).all())
-    assert torch.equal(table, -table.flip(0))
+    assert len(table) == 2 << bits and bool((table[1:] > table[:-1]).all()) and torch.equal(table, -table.flip(0))
     assert sum(PLANES[bits]) == bits
 
 
@@ -73,8 +55,7 @@ def chain_by_loops(chain: list[int], bits: int) -> list[float]:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_are_decoded_by_the_formula(bits: int) -> None:
-    generator = torch.Generator().manual_seed(bits)
-    chains = torch.randint(0, 1 << bits, (3, 40), generator=generator)
+    chains = torch.randint(0, 1 << bits, (3, 40), generator=torch.Generator().manual_seed(bits))
     expected = torch.tensor([chain_by_loops(chain, bits) for chain in chains.tolist()])
     assert torch.equal(decoded(chains, bits), expected)
 
@@ -83,8 +64,7 @@ def test_codes_are_decoded_by_the_formula(bits: int) -> None:
 def test_no_chain_of_codes_is_nearer_than_the_one_found(bits: int) -> None:
     length = 8 // bits
     own = numbers(20, 1, length)
-    every = torch.cartesian_prod(*[torch.arange(1 << bits)] * length)
-    nearest = (own - decoded(every, bits)).square().sum(-1).amin(1)
+    nearest = (own - decoded(torch.cartesian_prod(*[torch.arange(1 << bits)] * length), bits)).square().sum(-1).amin(1)
     trials, found = search(own, torch.ones(20, 1), bits)
     assert not trials.any()
     torch.testing.assert_close((own[:, 0] - decoded(found, bits)).square().sum(-1), nearest)
@@ -121,8 +101,7 @@ def test_rows_hold_what_the_search_found(segments: tuple[Segment, ...]) -> None:
     found, start, byte = unpack(rows, segments), 0, 0
     assert found.shape == own.shape
     for segment in segments:
-        part = slice(start, start + segment.width)
-        scale = scales_of(rows[..., byte : byte + 1].float())
+        part, scale = slice(start, start + segment.width), scales_of(rows[..., byte : byte + 1].float())
         chains = chained(own[..., part] / scale, segment.bits).flatten(0, 1)[:, None]
         _, expected = search(chains, torch.ones(15, 1), segment.bits)
         numbers_found = unchained(decoded(expected, segment.bits), segment.bits).view(own[..., part].shape) * scale
@@ -137,8 +116,7 @@ def test_rows_are_coded_one_by_one() -> None:
 
 def test_packing_what_was_unpacked_changes_nothing_beyond_its_scale() -> None:
     found = unpack(pack(numbers(50, WIDTH), MIXED), MIXED)
-    again = unpack(pack(found, MIXED), MIXED)
-    error, first = (again - found).norm(dim=1), (found - numbers(50, WIDTH)).norm(dim=1)
+    error, first = (unpack(pack(found, MIXED), MIXED) - found).norm(dim=1), (found - numbers(50, WIDTH)).norm(dim=1)
     assert float((error / first).max()) < 1
 
 
@@ -146,15 +124,13 @@ def test_packing_what_was_unpacked_changes_nothing_beyond_its_scale() -> None:
 def test_extreme_and_empty_numbers_stay_finite(size: float) -> None:
     own = torch.cat([numbers(4, WIDTH) * size, torch.zeros(1, WIDTH)])
     found = unpack(pack(own, MIXED), MIXED)
-    assert bool(torch.isfinite(found).all())
-    assert float(found[-1].abs().max()) < 1e-3
+    assert bool(torch.isfinite(found).all()) and float(found[-1].abs().max()) < 1e-3
     if 1e-3 < size < 1e4:
         assert float((found - own)[:-1].norm() / own.norm()) < 0.4
 
 
 def test_scales_are_powers_and_the_best_of_the_trials() -> None:
-    segment = Segment(16, 4)
-    own = numbers(200, 16) * torch.exp(numbers(200, 1, seed=1))
+    segment, own = Segment(16, 4), numbers(200, 16) * torch.exp(numbers(200, 1, seed=1))
     rows = pack(own, (segment,))
 
     def error_at(level: torch.Tensor) -> torch.Tensor:
@@ -162,14 +138,13 @@ def test_scales_are_powers_and_the_best_of_the_trials() -> None:
         _, found = search(chained(own, 4)[:, None] / scale[..., None], torch.ones(200, 1), 4)
         return (chained(own, 4) - decoded(found, 4) * scale).square().sum(1, keepdim=True)
 
-    fitted = ((own.abs().amax(1, keepdim=True) / levels(4)[-1]).log2() * SCALE_STEPS + 128).round()
-    errors = torch.cat([error_at(fitted + FIRST_FITTED + trial) for trial in range(TRIALS)], 1)
+    fitted = ((own.abs().amax(1, keepdim=True) / levels(4)[-1]).log2() * module.SCALE_STEPS + 128).round()
+    errors = torch.cat([error_at(fitted + module.FIRST_FITTED + trial) for trial in range(module.TRIALS)], 1)
     torch.testing.assert_close(error_at(rows[:, :1].float())[:, 0], errors.amin(1))
     # The trials are worth having.
     relative = errors / own.square().sum(1, keepdim=True)
     assert float(relative.amin(1).mean()) < 0.92 * float(relative.mean(0).amin())
-    assert float(scales_of(torch.tensor(128.0))) == 1
-    assert float(scales_of(torch.tensor(136.0))) == 2
+    assert float(scales_of(torch.tensor(128.0))) == 1 and float(scales_of(torch.tensor(136.0))) == 2
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -183,15 +158,13 @@ def test_numbers_far_beyond_the_others_are_not_cut_off(bits: int) -> None:
 
 def test_the_first_trial_wins_ties() -> None:
     # Numbers so small that every scale byte is held at 0.
-    rows = pack(torch.full((1, 8), 1e-35), (Segment(8, 4),))
-    assert int(rows[0, 0]) == 0
+    assert int(pack(torch.full((1, 8), 1e-35), (Segment(8, 4),))[0, 0]) == 0
 
 
 def test_the_table_of_numbers_reads_what_rows_hold() -> None:
-    own = numbers(20, WIDTH)
-    start = 3
+    own, start = numbers(20, WIDTH), 3
     rows = torch.cat([torch.full((20, start), 77, dtype=torch.uint8), pack(own, MIXED)], 1)
-    table = number_table(MIXED, start)
+    table = module.number_table(MIXED, start)
     assert all(len(column) == WIDTH for column in table)
     octets = rows.int()
     high = (octets[:, table.first.long()] >> table.first_shift) & table.first_mask
@@ -201,11 +174,9 @@ def test_the_table_of_numbers_reads_what_rows_hold() -> None:
     below = (table.second_mask + 1).log2().int()
     bits = torch.tensor([segment.bits for segment in MIXED for _ in range(segment.width)])
     place = 2 * (((high << below) | low) ^ before) + last - ((2 << bits) - 1) / 2
-    scale = scales_of(rows[:, table.scale.long()].float())
-    square = place * place
+    scale, square = scales_of(rows[:, table.scale.long()].float()), place * place
     level = place * (table.linear + square * (table.cubic + square * table.quintic))
-    found = (level * GRAIN).round() / GRAIN * scale
-    torch.testing.assert_close(found, unpack(rows[:, start:], MIXED))
+    torch.testing.assert_close((level * GRAIN).round() / GRAIN * scale, unpack(rows[:, start:], MIXED))
 
 
 def test_levels_are_what_the_curves_say() -> None:
@@ -222,7 +193,7 @@ def test_tiles_hold_the_rows_of_16_tokens_byte_by_byte(tokens: int) -> None:
     rows = torch.randint(0, 256, (2, tokens, 11), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tiles = tiled(rows)
     assert tiles.shape == (2, -(-tokens // TILE), 11, TILE) and tiles.is_contiguous()
-    assert torch.equal(untiled(tiles, tokens), rows)
+    assert torch.equal(module.untiled(tiles, tokens), rows)
     for token in range(tokens):
         assert torch.equal(tiles[:, token // TILE, :, token % TILE], rows[:, token])
     assert not tiles.transpose(2, 3).flatten(1, 2)[:, tokens:].any()
@@ -231,5 +202,5 @@ def test_tiles_hold_the_rows_of_16_tokens_byte_by_byte(tokens: int) -> None:
 @pytest.mark.parametrize("pieces", [[[12, 4]], [[0, 4]], [[8, 5]], [[-8, 4]]])
 def test_segments_that_cannot_be_packed_are_refused(pieces: list[list[int]]) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be packed: widths are multiples of 8"):
-        checked(pieces)
-    assert checked([[8, 4], [16, 2]]) == (Segment(8, 4), Segment(16, 2))
+        module.checked(pieces)
+    assert module.checked([[8, 4], [16, 2]]) == (Segment(8, 4), Segment(16, 2))

@@ -33,16 +33,14 @@ def textbook_cka(first: Tensor, second: Tensor) -> float:
 
 def test_equals_the_textbook_definition() -> None:
     weight, inputs, covariance = setting()
-    cka = head_cka(weight, covariance, HEAD_DIM)
-    outputs = (inputs @ weight).split(HEAD_DIM, dim=1)
+    cka, outputs = head_cka(weight, covariance, HEAD_DIM), (inputs @ weight).split(HEAD_DIM, dim=1)
     expected = [[textbook_cka(a, b) for b in outputs] for a in outputs]
     torch.testing.assert_close(cka, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_one_dimensional_heads_by_hand() -> None:
     # Heads of width 1 on white inputs: CKA is the squared cosine of the columns.
-    weight = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
-    cka = head_cka(weight, torch.eye(2), 1)
+    cka = head_cka(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 2.0]]), torch.eye(2), 1)
     expected = torch.tensor([[1.0, 0.5, 0.0], [0.5, 1.0, 0.5], [0.0, 0.5, 1.0]], dtype=torch.float64)
     torch.testing.assert_close(cka, expected)
 
@@ -51,8 +49,7 @@ def test_head_with_constant_output_is_similar_to_itself_alone() -> None:
     weight, _, covariance = setting()
     weight[:, :HEAD_DIM] = 0
     cka = head_cka(weight, covariance, HEAD_DIM)
-    assert cka[0].tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert bool(torch.isfinite(cka).all())
+    assert cka[0].tolist() == [1.0, 0.0, 0.0, 0.0] and bool(torch.isfinite(cka).all())
 
 
 def test_float32_weights_on_a_tiny_scale_do_not_underflow() -> None:

@@ -1,5 +1,6 @@
 """Cache slots serve as positions: which positions and masks a compressed model takes, and which it refuses."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -49,17 +50,11 @@ WRONG: dict[str, tuple[Tensor, Any, int]] = {
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["counted", "counted by a tensor"])
-@pytest.mark.parametrize("name", RIGHT)
-def test_positions_that_run_along(name: str, on_device: bool) -> None:
-    positions, mask, start = RIGHT[name]
-    check_positions(positions, mask, torch.tensor(start) if on_device else start)
-
-
-@pytest.mark.parametrize("on_device", [False, True], ids=["counted", "counted by a tensor"])
-@pytest.mark.parametrize("name", WRONG)
-def test_positions_that_do_not(name: str, on_device: bool) -> None:
-    positions, mask, start = WRONG[name]
-    with pytest.raises(ParameterError, match=r"position_ids must run along .* Pad on the left only, and pass packed"):
+@pytest.mark.parametrize("name", RIGHT | WRONG)
+def test_positions_must_run_along(name: str, on_device: bool) -> None:
+    positions, mask, start = (RIGHT | WRONG)[name]
+    message = r"position_ids must run along .* Pad on the left only, and pass packed"
+    with contextlib.nullcontext() if name in RIGHT else pytest.raises(ParameterError, match=message):
         check_positions(positions, mask, torch.tensor(start) if on_device else start)
 
 
@@ -77,9 +72,6 @@ def test_packed_sequences_need_a_pass_without_cache(cache: str) -> None:
         options["past_key_values"] = StaticCache(model().config, max_cache_len=32)
     with pytest.raises(ParameterError, match=r"or with use_cache=False"):
         model()(ids, position_ids=positions, **options)
-    packed = model()(ids, position_ids=positions, use_cache=False).logits
-    alone = torch.cat([model()(part).logits for part in ids.split([12, 8], dim=1)], dim=1)
-    torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

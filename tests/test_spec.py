@@ -11,6 +11,7 @@ import pytest
 from recalkv.errors import CheckpointError
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
+from tests import raises
 
 # Three key/value heads of 8: key groups of 2 and 1 heads, one value group.
 GEOMETRY = AttentionGeometry(hidden=48, heads=6, kv_heads=3, head_dim=8, layers=2)
@@ -36,8 +37,7 @@ def test_elements_and_bytes_by_hand() -> None:
     assert (both.cached_bits_per_token, both.cached_bytes_per_token()) == (904, 113)
     assert both.cached_bytes_per_token(element_bytes=4) == 197
     assert (both.dense_elements_per_token, both.dense_bytes_per_token) == (96, 192)
-    assert both.removed == pytest.approx(1 - 113 / 192)
-    assert (both.key_heads, both.value_heads) == ([2, 1], [3])
+    assert both.removed == pytest.approx(1 - 113 / 192) and (both.key_heads, both.value_heads) == ([2, 1], [3])
 
 
 def test_row_layouts_stand_for_what_is_cached() -> None:
@@ -52,8 +52,7 @@ def test_what_is_written_is_read_again(layer: LayerSpec) -> None:
     written = spec(layer, layer, method="svd", parameters={"ratio": 0.5}, source={"name": "tiny"}, qk_norm=True)
     content = json.loads(json.dumps(written.to_dict()))
     # The object is what a file holds: no tuples, which a file would turn into lists.
-    assert content == written.to_dict()
-    assert content["version"] == FORMAT_VERSION
+    assert content == written.to_dict() and content["version"] == FORMAT_VERSION
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2}
     assert LatentSpec.from_config(SimpleNamespace(recalkv=content, head_dim=8, **sizes)) == written
     assert LatentSpec.from_dict(content, GEOMETRY) == written
@@ -75,28 +74,18 @@ def test_lists_and_tuples_are_the_same() -> None:
         ({"value_layout": "both"}, "value_layout='both' is none of separate, fused"),
         ({"head_permutation": [0, 2, 2]}, r"\[0, 2, 2\] is no permutation"),
         ({"key_segments": [[(3, 4)], [(2, 4)]]}, "must both be given or both be null"),
-        (
-            {"key_segments": [[(3, 4)], [(1, 4)]], "value_segments": [[(4, 4)]]},
-            r"key_segments of \[3, 1\] latents",
-        ),
+        ({"key_segments": [[(3, 4)], [(1, 4)]], "value_segments": [[(4, 4)]]}, r"key_segments of \[3, 1\] latents"),
         ({"key_segments": [[(5, 4)]], "value_segments": [[(4, 4)]]}, r"key_segments of \[5\] latents"),
-        (
-            {"key_segments": [[(3, 5)], [(2, 4)]], "value_segments": [[(4, 4)]]},
-            "packed.* bits one of 1, 2, 3, 4, 6, 8",
-        ),
+        ({"key_segments": [[(3, 5)], [(2, 4)]], "value_segments": [[(4, 4)]]}, "packed.* bits one of 1, 2, 3, 4, 6, 8"),
         ({"key_segments": [[(4, 4), (-1, 4)], [(2, 4)]], "value_segments": [[(4, 4)]]}, "cannot be packed"),
         ({"key_segments": [[3, 4], [2, 4]], "value_segments": [[(4, 4)]]}, "whole numbers"),
         ({"key_segments": [[(3, 2, 8)], [(2, 4)]], "value_segments": [[(4, 4)]]}, "pairs of width, bits"),
         ({"joint": True}, r"ranks \[3, 2\] and values of ranks \[4\] share"),
-        (
-            {"joint": True, "value_ranks": [3, 2], "value_segments": [[(3, 4)], [(2, 4)]]},
-            "value_segments null",
-        ),
+        ({"joint": True, "value_ranks": [3, 2], "value_segments": [[(3, 4)], [(2, 4)]]}, "value_segments null"),
     ],
 )
 def test_a_layer_that_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        LayerSpec(**({"key_ranks": [3, 2], "value_ranks": [4]} | settings))
+    raises(CheckpointError, message, LayerSpec, **{"key_ranks": [3, 2], "value_ranks": [4]} | settings)
 
 
 def _set(content: dict[str, Any], path: str, value: Any) -> None:
@@ -142,11 +131,9 @@ def test_a_section_that_does_not_fit_is_refused(path: str, value: Any, message: 
 def test_an_entry_that_is_missing_is_named(name: str) -> None:
     content = spec(PLAIN, PLAIN).to_dict()
     del content[name]
-    with pytest.raises(CheckpointError, match=rf"lacks the entries \['{name}'\]"):
-        LatentSpec.from_dict(content, GEOMETRY)
+    raises(CheckpointError, rf"lacks the entries \['{name}'\]", LatentSpec.from_dict, content, GEOMETRY)
     del (content := spec(PLAIN, PLAIN).to_dict())["layers"][1]["key_ranks"]
-    with pytest.raises(CheckpointError, match=r"layer 1 lacks the entries \['key_ranks'\]"):
-        LatentSpec.from_dict(content, GEOMETRY)
+    raises(CheckpointError, r"layer 1 lacks the entries \['key_ranks'\]", LatentSpec.from_dict, content, GEOMETRY)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +144,8 @@ def test_an_entry_that_is_missing_is_named(name: str) -> None:
         ([LayerSpec([33, 3], [33, 3], joint=True), JOINT], {}, r"at most \[32, 16\]"),
     ],
 )
-def test_layers_that_do_not_fit_the_model_are_refused(
-    layers: list[LayerSpec], changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        spec(*layers, **({"joint": layers[-1].joint and layers[0].joint} | changes))
+def test_layers_that_do_not_fit_are_refused(layers: list[LayerSpec], changes: dict[str, Any], message: str) -> None:
+    raises(CheckpointError, message, spec, *layers, **{"joint": layers[-1].joint and layers[0].joint} | changes)
 
 
 def test_a_config_without_a_section_is_refused() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,21 +24,17 @@ from recalkv.store.stores import (
     open_store,
     writing_layers,
     writing_store,
-)
+)  # fmt: skip
+from tests import raises
 
 TENSORS = {
     "float64": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4),
     "layers/000/float32": torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)),
-    "layers/001/transposed": torch.arange(6.0).reshape(2, 3).T,
-    "int64": torch.tensor([0, -5, 2**40]),
-    "zeros": torch.zeros(4),
-    "zero_integers": torch.zeros(4, dtype=torch.int64),
-    "bool": torch.tensor([True, False]),
-    "scalar": torch.tensor(1.5, dtype=torch.float64),
-    "empty": torch.zeros(0, 3),
-    "gradient": torch.ones(2, requires_grad=True),
-    "nan": torch.tensor([float("nan"), float("inf")]),
-}
+    "layers/001/transposed": torch.arange(6.0).reshape(2, 3).T, "int64": torch.tensor([0, -5, 2**40]),
+    "zeros": torch.zeros(4), "zero_integers": torch.zeros(4, dtype=torch.int64), "bool": torch.tensor([True, False]),
+    "scalar": torch.tensor(1.5, dtype=torch.float64), "empty": torch.zeros(0, 3),
+    "gradient": torch.ones(2, requires_grad=True), "nan": torch.tensor([float("nan"), float("inf")]),
+}  # fmt: skip
 
 
 def write(path: Path, **changes: Any) -> None:
@@ -66,17 +63,13 @@ def test_round_trip(path: Path) -> None:
     reader = open_store(path, "whiten", "abc")
     for name, tensor in TENSORS.items():
         actual = reader.get(name)
-        assert actual.shape == tensor.shape
-        assert actual.dtype == tensor.dtype
+        assert actual.shape == tensor.shape and actual.dtype == tensor.dtype
         torch.testing.assert_close(actual, tensor.detach(), rtol=0, atol=0, equal_nan=True)
     assert reader.attributes == {
-        "schema_version": SCHEMA_VERSION,
-        "stage": "whiten",
-        "model": "abc",
-        "parameters": {"samples": 3, "nested": {"a": [1, None]}},
-        "complete": True,
+        "schema_version": SCHEMA_VERSION, "stage": "whiten", "model": "abc",
+        "parameters": {"samples": 3, "nested": {"a": [1, None]}}, "complete": True,
         "digest": joint_digest({name: array_digest(tensor.detach().numpy()) for name, tensor in TENSORS.items()}),
-    }
+    }  # fmt: skip
     assert not partial_path(path).exists()
 
 
@@ -96,8 +89,7 @@ def test_digest_is_that_of_the_arrays_alone(path: Path) -> None:
     for changes in ({}, {"parameters": {}, "model": "xyz"}, {"windows": "w"}):
         write(path, **changes)
         digests.append(open_store(path, "whiten").digest)
-    assert len(set(digests)) == 1
-    assert open_store(path, "whiten").windows == "w"
+    assert len(set(digests)) == 1 and open_store(path, "whiten").windows == "w"
     contents: list[Any] = [[1.0], [[1.0]], [1], [2.0], [-0.0], [0.0]]
     for content in contents:
         with writing_store(path, "whiten", "abc", {}) as store:
@@ -116,8 +108,15 @@ def test_failed_writer_leaves_nothing_and_keeps_the_old_store(path: Path) -> Non
     before = digest(path)
     with pytest.raises(RuntimeError), writing_store(path, "whiten", "abc", {}):
         raise RuntimeError
-    assert digest(path) == before
-    assert list(path.parent.iterdir()) == [path]
+    assert digest(path) == before and list(path.parent.iterdir()) == [path]
+
+
+def die_writing(write: Any, *arguments: Any) -> None:
+    """Let a process of its own write until it kills itself."""
+    child = multiprocessing.get_context("fork").Process(target=write, args=arguments)
+    child.start()
+    child.join(timeout=60)
+    assert child.exitcode == -signal.SIGKILL
 
 
 def write_and_die(path: Path) -> None:
@@ -127,35 +126,27 @@ def write_and_die(path: Path) -> None:
 
 
 def test_killed_writer_is_refused_and_cleaned_by_the_next(path: Path) -> None:
-    child = multiprocessing.get_context("fork").Process(target=write_and_die, args=(path,))
-    child.start()
-    child.join(timeout=60)
-    assert child.exitcode == -signal.SIGKILL
-    assert not path.exists()
-    assert (partial_path(path) / "x").exists()
+    die_writing(write_and_die, path)
+    assert not path.exists() and (partial_path(path) / "x").exists()
     with pytest.raises(StoreError, match=r"whiten\.zarr is unfinished \(its stage was interrupted\); run `dvc repro"):
         open_store(path, "whiten")
     with pytest.raises(StoreError, match=r"partial is unfinished .*; remove it and run `dvc repro whiten`"):
         open_store(partial_path(path), "whiten")
     write(path)
     assert not partial_path(path).exists()
-    with pytest.raises(StoreError, match="has no array 'x'"):
-        open_store(path, "whiten").get("x")
+    raises(StoreError, "has no array 'x'", open_store(path, "whiten").get, "x")
 
 
 def test_store_without_its_mark_is_refused(path: Path) -> None:
     write(path)
     zarr.open_group(path, mode="r+").attrs["complete"] = False
-    with pytest.raises(StoreError, match=r"is unfinished .*; remove it and run `dvc repro whiten`"):
-        open_store(path, "whiten")
+    raises(StoreError, r"is unfinished .*; remove it and run `dvc repro whiten`", open_store, path, "whiten")
     zarr.open_group(path.with_name("bare.zarr"), mode="w")
-    with pytest.raises(StoreError, match="is unfinished"):
-        open_store(path.with_name("bare.zarr"), "whiten")
+    raises(StoreError, "is unfinished", open_store, path.with_name("bare.zarr"), "whiten")
 
 
 def test_missing_store_names_the_stage_to_run(path: Path) -> None:
-    with pytest.raises(StoreError, match=r"whiten\.zarr does not exist; run `dvc repro whiten`"):
-        open_store(path, "whiten")
+    raises(StoreError, r"whiten\.zarr does not exist; run `dvc repro whiten`", open_store, path, "whiten")
 
 
 @pytest.mark.parametrize(
@@ -167,8 +158,7 @@ def test_missing_store_names_the_stage_to_run(path: Path) -> None:
 )
 def test_another_stage_or_model_is_refused(path: Path, stage: str, model: str, message: str) -> None:
     write(path)
-    with pytest.raises(StoreError, match=message):
-        open_store(path, stage, model)
+    raises(StoreError, message, open_store, path, stage, model)
     assert open_store(path, "whiten").attributes["model"] == "abc"
 
 
@@ -176,8 +166,7 @@ def test_another_schema_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) 
     write(path)
     monkeypatch.setattr(module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
     message = rf"has schema_version={SCHEMA_VERSION}, expected {SCHEMA_VERSION + 1}; .*version: run `dvc repro whiten`"
-    with pytest.raises(StoreError, match=message):
-        open_store(path, "whiten", "abc")
+    raises(StoreError, message, open_store, path, "whiten", "abc")
 
 
 @pytest.mark.parametrize("content", ["file", "empty folder", "garbage", "array"])
@@ -198,28 +187,21 @@ def test_what_is_no_zarr_group_is_refused(path: Path, content: str) -> None:
 def test_lost_and_damaged_arrays_are_refused(path: Path) -> None:
     write(path)
     reader = open_store(path, "whiten")
-    with pytest.raises(StoreError, match=r"has no array 'nothing'; .* rerun its stage"):
-        reader.get("nothing")
+    raises(StoreError, r"has no array 'nothing'; .* rerun its stage", reader.get, "nothing")
     chunk = path / "int64" / "c" / "0"
     chunk.write_bytes(chunk.read_bytes()[:-3])
-    with pytest.raises(StoreError, match=r"array 'int64' is damaged; remove the store and rerun"):
-        reader.get("int64")
+    raises(StoreError, r"array 'int64' is damaged; remove the store and rerun", reader.get, "int64")
     chunk.unlink()
-    with pytest.raises(StoreError, match=r"array 'int64' has lost its data; remove the store and rerun"):
-        reader.get("int64")
+    raises(StoreError, r"array 'int64' has lost its data; remove the store and rerun", reader.get, "int64")
 
 
 def test_full_disk_is_said_and_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(StoreWriter, "put", full)
-    with pytest.raises(StoreError, match=r"no space left on the disk of .*data; free some space .* again"):
-        write(path)
+    raises(StoreError, r"no space left on the disk of .*data; free some space .* again", write, path)
     assert list(path.parent.iterdir()) == []
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(StoreError, match="no space left"):
-        write(path)
+    raises(StoreError, "no space left", write, path)
 
 
 def test_folder_replaces_the_old_one_whole(path: Path) -> None:
@@ -227,12 +209,11 @@ def test_folder_replaces_the_old_one_whole(path: Path) -> None:
         with writing_folder(path) as folder:
             assert folder == partial_path(path)
             (folder / name).write_text(name)
-    assert [p.name for p in path.iterdir()] == ["new"]
-    assert list(path.parent.iterdir()) == [path]
+    assert [p.name for p in path.iterdir()] == ["new"] and list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("stopped", [1, 2])
-def test_one_folder_is_whole_wherever_replacing_is_interrupted(
+def test_one_is_whole_wherever_replacing_is_interrupted(
     path: Path, stopped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with writing_folder(path) as folder:
@@ -294,18 +275,12 @@ def test_an_interrupted_store_goes_on_after_its_whole_layers(path: Path, tmp_pat
     expected = digest(tmp_path / "whole.zarr")
     for kill in (False, True):
         if kill:
-            child = multiprocessing.get_context("fork").Process(target=write_layers, args=(path, "k", 1, True))
-            child.start()
-            child.join(timeout=60)
-            assert child.exitcode == -signal.SIGKILL
+            die_writing(write_layers, path, "k", 1, True)
         else:
             with pytest.raises(KeyboardInterrupt):
                 write_layers(path, stop=1)
-        with pytest.raises(StoreError, match="unfinished"):
-            open_store(path, "fisher")
-        assert write_layers(path) == [1, 0]
-        assert digest(path) == expected
-        assert list(path.parent.iterdir()) == [path]
+        raises(StoreError, "unfinished", open_store, path, "fisher")
+        assert write_layers(path) == [1, 0] and digest(path) == expected and list(path.parent.iterdir()) == [path]
         # Figures of the interrupted run count, too, and in the layers' order.
         assert open_store(path, "fisher").get("score").tolist() == [0, 1 / 3, 2 / 3]
         path.rename(tmp_path / f"done-{kill}")

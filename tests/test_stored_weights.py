@@ -20,11 +20,13 @@ from recalkv.model.layers import CheckpointSource, ModuleSource
 from recalkv.model.source import ModelReference, fingerprint
 from recalkv.params import CompressionParams
 from recalkv.store.folders import writing_folder
+from tests import raises
 from tests.quantized import KINDS, LINEAR, naive, published, published_experts, write
 from tests.tiny import calibration, dense_model, plain, windows
 
 CPU = torch.device("cpu")
 PROJECTION = "model.layers.1.self_attn.v_proj"
+SCALE = f"{PROJECTION}.weight_scale_inv"
 
 
 @functools.cache
@@ -52,8 +54,7 @@ def compress(folder: Path, tokenizer: Any, out: Path, **changes: Any) -> Path:
     parameters = plain(**({"method": "palu", "ratio": 0.3} | changes))
     out.mkdir()
     reference = ModelReference(folder, "tiny", None, fingerprint(folder))
-    given = calibration(samples=4, length=24, text=["words"])
-    compress_checkpoint(reference, texts, given, parameters, CPU, out)
+    compress_checkpoint(reference, texts, calibration(samples=4, length=24, text=["words"]), parameters, CPU, out)
     return out
 
 
@@ -76,10 +77,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> A
         place = tmp_path_factory.mktemp("exported")
         # transformers takes a grid of blocks to be even, which the experts' 24 columns are not with blocks of 16.
         quantized, dense = published(place, kind, family, **({"moe_intermediate_size": 32} if "moe" in family else {}))
-        first, second = (
-            compress(folder, tiny_tokenizer, place / f"compressed-{folder.name}", **changes)
-            for folder in (quantized, dense)
-        )
+        names = {quantized: "first", dense: "second"}
+        first, second = (compress(each, tiny_tokenizer, place / name, **changes) for each, name in names.items())
         return quantized, first, second
 
     return make
@@ -101,15 +100,13 @@ def test_weights_are_those_of_the_formula(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_replaced_stays_byte_for_byte(kind: str, exported: Any) -> None:
     quantized, compressed, _ = exported(kind)
-    before, after = held_of(quantized), held_of(compressed)
-    replaced = replaced_in(compressed)
+    before, after, replaced = held_of(quantized), held_of(compressed), replaced_in(compressed)
     kept = {name for name in before if name.rpartition(".")[0] not in replaced}
     assert len(replaced) >= 6 and len(kept) > 2 * len(LINEAR)
     assert {name: after.get(name) for name in kept} == {name: before[name] for name in kept}
     # Nothing stays behind of codes whose weight was replaced.
     new = after.keys() - kept
-    assert all("self_attn" in name for name in new)
-    assert {after[name][0] for name in new} == {"torch.bfloat16"}
+    assert all("self_attn" in name for name in new) and {after[name][0] for name in new} == {"torch.bfloat16"}
     assert not any(name.endswith(("scale", "scale_inv", "SCB", "weight_format", "packed")) for name in new)
 
 
@@ -117,12 +114,9 @@ def test_what_is_not_replaced_stays_byte_for_byte(kind: str, exported: Any) -> N
 def test_config_names_what_is_no_longer_quantized(kind: str, exported: Any) -> None:
     quantized, compressed, _ = exported(kind)
     before, after = (config_of(folder)["quantization_config"] for folder in (quantized, compressed))
-    key = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}.get(
-        before["quant_method"], "llm_int8_skip_modules"
-    )
-    assert {name: value for name, value in after.items() if name != key} == {
-        n: v for n, v in before.items() if n != key
-    }
+    keys = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}
+    key = keys.get(before["quant_method"], "llm_int8_skip_modules")
+    assert {n: v for n, v in after.items() if n != key} == {n: v for n, v in before.items() if n != key}
     # The head is tied to a table that is held plainly; without it in the list transformers would look for codes.
     assert set(after[key]) == replaced_in(compressed) | {"lm_head", "model.embed_tokens"}
     assert config_of(compressed)["dtype"] == "bfloat16"
@@ -148,9 +142,8 @@ def test_transformers_loads_and_runs_it(kind: str, exported: Any) -> None:
     mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
     ids = windows(2, 20)
     assert torch.equal(mine(ids).logits, theirs(ids).logits)
-    assert torch.equal(
-        mine.generate(ids, max_new_tokens=4, do_sample=False), theirs.generate(ids, max_new_tokens=4, do_sample=False)
-    )
+    found, expected = (model.generate(ids, max_new_tokens=4, do_sample=False) for model in (mine, theirs))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "phi3-fused", "glm4-moe"])
@@ -161,15 +154,12 @@ def test_experts_and_fused_projections(family: str, exported: Any) -> None:
     before, after = held_of(quantized), held_of(compressed)
     kept = [name for name in before if "self_attn" not in name]
     assert any("experts.3.up_proj.weight_scale_inv" in name for name in kept) == ("moe" in family)
-    assert all(after[name] == before[name] for name in kept)
-    assert not any("qkv_proj" in name for name in after)
+    assert all(after[name] == before[name] for name in kept) and not any("qkv_proj" in name for name in after)
     mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
     assert torch.equal(mine(windows(2, 20)).logits, theirs(windows(2, 20)).logits)
 
 
-def test_transformers_keeps_the_codes_where_it_can_multiply_them(
-    exported: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_keeps_codes_where_it_can_multiply_them(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU of its kind, whose check is passed over here; only loading, as the products need that GPU."""
     quantized, compressed, _ = exported("fp8 blocks")
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
@@ -203,21 +193,18 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 def rewritten(folder: Path, out: Path, change: Any, **section: Any) -> Path:
     """A copy of a quantized checkpoint with its tensors changed in place, and its quantization_config."""
-    source = CheckpointSource(folder)
-    tensors = tensors_of(folder)
+    source, tensors = CheckpointSource(folder), tensors_of(folder)
     change(tensors)
-    config = copy.deepcopy(source.config)
-    held = source.held.config | section
+    config, held = copy.deepcopy(source.config), source.held.config | section
     del config.quantization_config
     return write(out, tensors, config, quantization_config=held)
 
 
 def test_missing_scale_is_named(tmp_path: Path) -> None:
     folder, _ = published(tmp_path, "fp8 blocks")
-    damaged = rewritten(folder, tmp_path / "out", lambda held: held.pop(f"{PROJECTION}.weight_scale_inv"))
+    damaged = rewritten(folder, tmp_path / "out", lambda held: held.pop(SCALE))
     message = rf"{PROJECTION}\.weight holds codes \(F8_E4M3\).*no {PROJECTION}\.weight_scale_inv: .*download it again"
-    with pytest.raises(ModelUnavailableError, match=message):
-        CheckpointSource(damaged)
+    raises(ModelUnavailableError, message, CheckpointSource, damaged)
 
 
 @pytest.mark.parametrize(
@@ -225,16 +212,8 @@ def test_missing_scale_is_named(tmp_path: Path) -> None:
     [
         (lambda held: None, {"weight_block_size": [16, 16]}, r"\(3, 3\); .* 16 x 16 has \(2, 3\)"),
         (lambda held: None, {"weight_block_size": None}, r"\(3, 3\); .* 24 x 48 has \(1, 1\)"),
-        (
-            lambda held: held.update({f"{PROJECTION}.weight_scale_inv": torch.ones(3, 2)}),
-            {},
-            r"\(3, 2\); .* 8 x 16 has \(3, 3\)",
-        ),
-        (
-            lambda held: held.update({f"{PROJECTION}.weight_scale_inv": torch.ones(9)}),
-            {},
-            r"\(9,\); .* 8 x 16 has \(3, 3\)",
-        ),
+        (lambda held: held.update({SCALE: torch.ones(3, 2)}), {}, r"\(3, 2\); .* 8 x 16 has \(3, 3\)"),
+        (lambda held: held.update({SCALE: torch.ones(9)}), {}, r"\(9,\); .* 8 x 16 has \(3, 3\)"),
     ],
     ids=["other blocks", "no blocks", "other shape", "flat"],
 )
@@ -247,12 +226,9 @@ def test_a_scale_that_does_not_fit_is_named(change: Any, section: Any, found: st
 
 def test_a_scale_beside_plain_weights_is_refused(tmp_path: Path) -> None:
     folder, _ = published(tmp_path, "fp8 blocks")
-
-    def widen(held: dict[str, Tensor]) -> None:
-        held[f"{PROJECTION}.weight"] = held[f"{PROJECTION}.weight"].to(torch.bfloat16)
-
+    widened = {f"{PROJECTION}.weight": tensors_of(folder)[f"{PROJECTION}.weight"].to(torch.bfloat16)}
     with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION}\.weight is of type bfloat16 .*codes as F8_E4M3"):
-        CheckpointSource(rewritten(folder, tmp_path / "out", widen))
+        CheckpointSource(rewritten(folder, tmp_path / "out", lambda held: held.update(widened)))
 
 
 def test_codes_that_no_group_names_are_refused(tmp_path: Path) -> None:
@@ -302,11 +278,8 @@ def test_blocks_at_the_edges_are_smaller(tmp_path: Path) -> None:
     """Of 24 x 48 by 16 x 32, the last are 8 x 16."""
     folder, _ = published(tmp_path, "fp8 blocks")
     scale = torch.rand(2, 2) + 0.5
-
-    def change(held: dict[str, Tensor]) -> None:
-        held[f"{PROJECTION}.weight_scale_inv"] = scale
-
-    source = CheckpointSource(rewritten(folder, tmp_path / "out", change, weight_block_size=[16, 32]))
+    place = rewritten(folder, tmp_path / "out", lambda held: held.update({SCALE: scale}), weight_block_size=[16, 32])
+    source = CheckpointSource(place)
     codes = source.stored(f"{PROJECTION}.weight").float()
     assert torch.equal(source.tensor(f"{PROJECTION}.weight"), naive(codes, scale, (16, 32)).float())
 
@@ -332,8 +305,7 @@ def test_plain_checkpoints_keep_types_and_bytes_too(tmp_path: Path, tiny_tokeniz
     before, after = held_of(folder), held_of(compressed)
     kept = [name for name in tensors if not any(f"self_attn.{letter}_proj" in name for letter in "kvo")]
     assert {before[name][0] for name in kept} == {"torch.bfloat16", "torch.float32", "torch.float16"}
-    assert all(after[name] == before[name] for name in kept)
-    assert buffer not in after
+    assert all(after[name] == before[name] for name in kept) and buffer not in after
     assert {after[name][0] for name in after.keys() - set(kept)} == {"torch.bfloat16"}
     loaded = AutoModelForCausalLM.from_pretrained(compressed)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
@@ -351,9 +323,8 @@ def test_tied_tables_under_either_name(names: list[str], tmp_path: Path, tiny_to
     assert torch.equal(source.head_weight(), table)
     assert torch.equal(source.embed(windows(1, 5), 1)[0], table[windows(1, 5)])
     compressed = compress(folder, tiny_tokenizer, tmp_path / "compressed")
-    assert {name for name in held_of(compressed) if ".layers." not in name} == {
-        name for name in tensors if ".layers." not in name
-    }
+    others = {name for name in held_of(compressed) if ".layers." not in name}
+    assert others == {name for name in tensors if ".layers." not in name}
     loaded = AutoModelForCausalLM.from_pretrained(compressed)
     assert torch.equal(loaded.lm_head.weight, table) and torch.equal(loaded.model.embed_tokens.weight, table)
     result = compress_layers(source, windows(), calibration(), CompressionParams(method="palu", bits=16))
@@ -419,11 +390,9 @@ def test_experts_in_mxfp4_pass_through(tmp_path: Path, tiny_tokenizer: Any) -> N
 def test_scales_of_mxfp4_that_do_not_fit_are_named(tmp_path: Path) -> None:
     folder, _ = published_experts(tmp_path)
     name = "model.layers.1.mlp.experts.down_proj"
-    short = rewritten(
-        folder, tmp_path / "short", lambda held: held.update({f"{name}_scales": held[f"{name}_scales"][1:]})
-    )
+    scales = tensors_of(folder)[f"{name}_scales"]
+    short = rewritten(folder, tmp_path / "short", lambda held: held.update({f"{name}_scales": scales[1:]}))
     with pytest.raises(ModelUnavailableError, match=rf"{name}_scales has the shape \(3, 64, 1\); .*\(4, 64, 1\)"):
         CheckpointSource(short).tensor(name)
     lost = rewritten(folder, tmp_path / "lost", lambda held: held.pop(f"{name}_scales"))
-    with pytest.raises(ModelUnavailableError, match=rf"{name}_blocks holds codes \(U8\).*no {name}_scales"):
-        CheckpointSource(lost)
+    raises(ModelUnavailableError, rf"{name}_blocks holds codes \(U8\).*no {name}_scales", CheckpointSource, lost)

@@ -5,13 +5,7 @@ import torch
 from torch import Tensor
 
 from recalkv.method.lowrank import LowRank
-from recalkv.method.svd import (
-    GroupPart,
-    factorize_parts,
-    group_columns,
-    group_parts,
-    relative_error,
-)
+from recalkv.method.svd import GroupPart, factorize_parts, group_columns, group_parts, relative_error
 
 WIDTH, HEADS, HEAD_DIM = 20, 5, 4
 
@@ -50,8 +44,7 @@ def test_group_columns() -> None:
 
 def test_diagonal_case_by_hand() -> None:
     # Outputs' second moments are 1*9, 4*4, 100*1: the third column matters most, then the second.
-    weight = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
-    gram = torch.diag(torch.tensor([1.0, 4.0, 100.0]))
+    weight, gram = torch.diag(torch.tensor([3.0, 2.0, 1.0])), torch.diag(torch.tensor([1.0, 4.0, 100.0]))
     whitened = factorize_groups(weight, gram, [torch.arange(3)], [2])
     torch.testing.assert_close(whitened.dense(), torch.diag(torch.tensor([0.0, 2.0, 1.0]).double()))
     assert relative_error(weight, whitened.dense(), gram) == pytest.approx(9 / 125)
@@ -71,8 +64,7 @@ def test_equals_the_whitened_svd(groups: list[list[int]]) -> None:
             product, error = reference(weight[:, index], gram, rank)
             torch.testing.assert_close(down @ up, product, rtol=1e-8, atol=1e-8)
             residual += error
-        order = torch.cat(columns)
-        total = float((weight * (gram @ weight)).sum())
+        order, total = torch.cat(columns), float((weight * (gram @ weight)).sum())
         assert relative_error(weight[:, order], factors.dense(), gram) == pytest.approx(residual / total, rel=1e-8)
 
 

@@ -15,23 +15,18 @@ from recalkv.method.target import Target
 from recalkv.model.layers import ModuleSource
 from recalkv.params import CompressionParams, EvaluationParams
 from recalkv.text.windows import Windows
+from tests import raises
 from tests.tiny import assemble, calibration, dense_model, statistics, windows
 
 
 @pytest.mark.parametrize(
     ("written", "ratio"),
     [
-        (0.75, 0.75),
-        (0, 0.0),
-        ("0.75", 0.75),
-        ("ratio=0.5", 0.5),
-        ("bytes_per_token=250", 0.75),
-        ("1000KB@4000", 0.75),
-        ("1MiB@4K", 1 - 256 / 1000),
-        (" 0.5 gib @ 2m ", 1 - 256 / 1000),
+        (0.75, 0.75), (0, 0.0), ("0.75", 0.75), ("ratio=0.5", 0.5), ("bytes_per_token=250", 0.75),
+        ("1000KB@4000", 0.75), ("1MiB@4K", 1 - 256 / 1000), (" 0.5 gib @ 2m ", 1 - 256 / 1000),
         (Target(bytes_per_token=500), 0.5),
     ],
-)
+)  # fmt: skip
 def test_what_is_written_is_a_ratio(written: Any, ratio: float) -> None:
     assert Target.of(written).fixed_ratio(1000) == pytest.approx(ratio, abs=1e-15)
 
@@ -44,30 +39,21 @@ def test_a_loss_has_no_ratio_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("1.0", "ratio=1.0 must be in"),
-        (-0.1, "ratio=-0.1"),
-        (math.nan, "ratio=nan"),
-        ("small", "'small' cannot be read; write"),
-        ("4GiB", "'4GiB' cannot be read"),
-        ("4@128K", "cannot be read"),
-        ("size=4", "'size=4' cannot be read"),
-        ("max_excess=a", "'max_excess=a' cannot be read"),
+        ("1.0", "ratio=1.0 must be in"), (-0.1, "ratio=-0.1"), (math.nan, "ratio=nan"),
+        ("small", "'small' cannot be read; write"), ("4GiB", "'4GiB' cannot be read"), ("4@128K", "cannot be read"),
+        ("size=4", "'size=4' cannot be read"), ("max_excess=a", "'max_excess=a' cannot be read"),
         ("max_excess=0", "max_excess=0.0 must be a positive"),
         ("bytes_per_token=-5", "bytes_per_token=-5.0 must be a positive"),
-        ("bytes_per_token=inf", "bytes_per_token=inf must be"),
-        ("4GiB@0K", "bytes_per_token=inf"),
+        ("bytes_per_token=inf", "bytes_per_token=inf must be"), ("4GiB@0K", "bytes_per_token=inf"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_a_budget(written: Any, message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        Target.of(written)
+    raises(ParameterError, message, Target.of, written)
 
 
 def test_one_budget_and_no_more() -> None:
-    with pytest.raises(ParameterError, match="nothing is given"):
-        Target()
-    with pytest.raises(ParameterError, match="exactly one"):
-        Target(ratio=0.5, max_excess=0.1)
+    raises(ParameterError, "nothing is given", Target)
+    raises(ParameterError, "exactly one", Target, ratio=0.5, max_excess=0.1)
 
 
 def test_a_budget_that_holds_the_dense_cache_is_refused() -> None:
@@ -87,9 +73,7 @@ def test_the_search_meets_the_limit_closely(factor: float, power: int) -> None:
 
     found = largest_ratio(lambda ratio: ratio**power, measure, 0.1)
     exact = (0.1 / factor) ** (1 / power)
-    assert factor * found**power <= 0.1
-    assert 1 - found <= 1.05 * (1 - exact)
-    assert found in asked and len(asked) <= 3
+    assert factor * found**power <= 0.1 and 1 - found <= 1.05 * (1 - exact) and found in asked and len(asked) <= 3
 
 
 def test_the_search_halves_where_the_prediction_misleads() -> None:
@@ -119,8 +103,7 @@ def test_the_prediction_is_of_what_ranks_and_codes_leave(changes: dict[str, Any]
     source, known = ModuleSource(dense_model("llama-gqa")), statistics("llama-gqa", 3)
     predict = _prediction(source, known, CompressionParams(**({"group_size": 2} | changes)))
     losses = [predict(ratio) for ratio in (0.5, 0.7, 0.8)]
-    assert losses == sorted(losses) and 0 < losses[0] < losses[-1] < math.inf
-    assert predict(0.999) == math.inf
+    assert losses == sorted(losses) and 0 < losses[0] < losses[-1] < math.inf and predict(0.999) == math.inf
 
 
 def test_full_ranks_lose_nothing() -> None:
@@ -147,8 +130,7 @@ def test_a_loss_target_is_met_on_held_out_windows_and_not_by_much() -> None:
         figures = text.compare(assemble(dense, layers, found), wanted)
         return figures["excess_nats"] + figures["excess_standard_error_nats"]
 
-    assert 0.05 < excess(result) <= 0.2
-    assert 0.5 < found.ratio < 0.95
+    assert 0.05 < excess(result) <= 0.2 and 0.5 < found.ratio < 0.95
     smaller = found.model_copy(update={"ratio": found.ratio + 0.3 * (1 - found.ratio)})
     assert excess(compress_layers(source, seen, calibration(), smaller)) > 0.2
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from jinja2.exceptions import TemplateError
@@ -19,6 +20,7 @@ from recalkv.text import documents as text
 from recalkv.text.chat import rendered
 from recalkv.text.documents import load_documents
 from recalkv.text.wikitext import prose
+from tests import raises
 
 WIKITEXT = """{{Infobox|name={{nested|x}}}}
 [[File:Cat.jpg|thumb|A [[cat]] on a ''mat''.]]
@@ -53,8 +55,7 @@ def write(folder: Path, name: str, content: str) -> str:
 
 
 def fails(message: str, name: str, **arguments: Any) -> None:
-    with pytest.raises(DataError, match=message):
-        load_documents(name, **({"split": "train"} | arguments))
+    raises(DataError, message, load_documents, name, **{"split": "train"} | arguments)
 
 
 # Wikitext ------------------------------------------------------------------------------------------------
@@ -62,18 +63,9 @@ def fails(message: str, name: str, **arguments: Any) -> None:
 
 def test_wikitext_becomes_prose() -> None:
     assert prose(WIKITEXT).split("\n") == [
-        "The cat (Felis catus) is an animal. It",
-        "weighs 4 to 5 kg and eats H2O.",
-        "",
-        "Life",
-        "Food",
-        "mice",
-        "fish",
-        "It obeys \\frac{ {a} } {b}.",
-        "",
-        "After",
-        "Last line.",
-    ]
+        "The cat (Felis catus) is an animal. It", "weighs 4 to 5 kg and eats H2O.", "", "Life", "Food", "mice", "fish",
+        "It obeys \\frac{ {a} } {b}.", "", "After", "Last line.",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -102,9 +94,8 @@ def gensim_at(folder: Path) -> Callable[[str], importlib.machinery.ModuleSpec]:
 
 @pytest.fixture
 def small_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = [
-        f"<page><title>T</title><ns>0</ns><revision><text>''Article'' {i}.</text></revision></page>" for i in range(13)
-    ]
+    page = "<page><title>T</title><ns>0</ns><revision><text>''Article'' {}.</text></revision></page>"
+    pages = list(map(page.format, range(13)))
     pages.insert(2, "<page><ns>0</ns><redirect title='x'/><revision><text>#REDIRECT [[x]]</text></revision></page>")
     pages.insert(5, "<page><ns>4</ns><revision><text>Project page.</text></revision></page>")
     path = tmp_path / text._ARTICLES
@@ -135,9 +126,7 @@ def test_embedded_articles() -> None:
     if spec is None or spec.origin is None or not (Path(spec.origin).parent / text._ARTICLES).is_file():
         pytest.skip("gensim 4.4.0, whose files hold the embedded text, is not installed")
     documents = load_documents("embedded", split="test")
-    assert "gensim" not in sys.modules
-    assert len(documents) == 17
-    assert sum(map(len, documents)) > 250_000
+    assert "gensim" not in sys.modules and len(documents) == 17 and sum(map(len, documents)) > 250_000
     assert documents[0].startswith("In Greek mythology, Achilles")
     for document in documents:
         assert not re.search(r"\[\[|\]\]|\{\{|\}\}|\{\||''|</?ref|\n\n\n|&nbsp;|\(\s*\)|\0", document)
@@ -163,42 +152,26 @@ def test_embedded_news_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["a.txt", "a.raw", "notes.md"])
 def test_text_file_is_one_document(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path, name, "One.\n\nTwo.\n")
-    assert load_documents(path, split="ignored") == ["One.\n\nTwo.\n"]
+    assert load_documents(write(tmp_path, name, "One.\n\nTwo.\n"), split="ignored") == ["One.\n\nTwo.\n"]
 
 
 def test_jsonl_and_json(tmp_path: Path) -> None:
     lines = write(tmp_path, "a.jsonl", '{"body": "one\u2028x", "n": 1}\n\n{"body": "two"}\r\n{"body": ""}\n')
     assert load_documents(lines, split="train", field="body") == ["one\u2028x", "two", ""]
     assert load_documents(lines, split="train", field="body", max_documents=1) == ["one\u2028x"]
-    listed = write(tmp_path, "a.json", '["one", {"text": "two"}]')
-    assert load_documents(listed, split="train") == ["one", "two"]
+    assert load_documents(write(tmp_path, "a.json", '["one", {"text": "two"}]'), split="train") == ["one", "two"]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "a.jsonl",
-            '{"text": "x"}\n{"body": "y", "id": 1}',
-            r"a\.jsonl, line 2: column 'text' does not exist; .*: body, id; set `field`",
-        ),
+        ("a.jsonl", '{"text": "x"}\n{"body": "y", "id": 1}',
+         r"a\.jsonl, line 2: column 'text' does not exist; .*: body, id; set `field`"),
         ("a.jsonl", '{"text": "x"}\n\n{"text": ', r"a\.jsonl, line 3: not JSON with the column 'text': "),
-        (
-            "a.jsonl",
-            '{"text": "x"}\n["y"]',
-            r"a\.jsonl, line 2: column 'text' does not exist; .* present: none",
-        ),
-        (
-            "a.jsonl",
-            '{"text": 3}',
-            r"a\.jsonl, line 1: column 'text' holds int instead of text or messages; .* present: text;",
-        ),
-        (
-            "a.json",
-            '["x", {"body": "y"}]',
-            r"a\.json, item 2: column 'text' does not exist; .* present: body;",
-        ),
+        ("a.jsonl", '{"text": "x"}\n["y"]', r"a\.jsonl, line 2: column 'text' does not exist; .* present: none"),
+        ("a.jsonl", '{"text": 3}',
+         r"a\.jsonl, line 1: column 'text' holds int instead of text or messages; .* present: text;"),
+        ("a.json", '["x", {"body": "y"}]', r"a\.json, item 2: column 'text' does not exist; .* present: body;"),
         ("a.json", '{"text": "x"}', r"a\.json: a JSON dict, not a list of objects or strings"),
         ("a.json", "[", r"a\.json: not JSON with the column 'text': "),
         ("a.txt", "", r"a\.txt' holds no text"),
@@ -208,7 +181,7 @@ def test_jsonl_and_json(tmp_path: Path) -> None:
         ("a.json", "[]", r"a\.json' holds no text"),
         ("a.csv", "text\nx", r"a\.csv: \.csv files are not read; write it as \.jsonl"),
     ],
-)
+)  # fmt: skip
 def test_bad_local_files(name: str, content: str, message: str, tmp_path: Path) -> None:
     fails(message, write(tmp_path, name, content))
 
@@ -230,30 +203,17 @@ def test_max_documents_is_positive(count: int) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stand-in for ``datasets.load_dataset``: records its calls, and returns or raises its ``answer``."""
+    """Stand-in for ``datasets.load_dataset``, which returns ``rows``."""
     datasets = pytest.importorskip("datasets")
 
-    class Hub:
-        def __init__(self) -> None:
-            self.answer: Any = None
-            self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-        def rows(self, **columns: list[Any]) -> None:
-            self.answer = datasets.Dataset.from_dict(columns)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            self.calls.append((args, kwargs))
-            if isinstance(self.answer, Exception):
-                raise self.answer
-            return self.answer
-
-    stand_in = Hub()
+    stand_in = Mock()
+    stand_in.rows = lambda **columns: setattr(stand_in, "return_value", datasets.Dataset.from_dict(columns))
     monkeypatch.setattr(datasets, "load_dataset", stand_in)
     return stand_in
 
 
 def test_a_full_disk_is_no_missing_data_set(hub: Any) -> None:
-    hub.answer = OSError(errno.ENOSPC, "x")
+    hub.side_effect = OSError(errno.ENOSPC, "x")
     with pytest.raises(StoreError, match=r"no space left on the disk of .*; free some space or set HF_HOME"):
         load_documents("org/set", split="train")
 
@@ -261,59 +221,30 @@ def test_a_full_disk_is_no_missing_data_set(hub: Any) -> None:
 def test_hub_rows_are_verbatim(hub: Any) -> None:
     hub.rows(text=["", "one\n", "two"], other=[1, 2, 3])
     assert load_documents("org/set:en@abc", split="train") == ["", "one\n", "two"]
-    assert hub.calls == [(("org/set", "en"), {"split": "train", "revision": "abc"})]
+    assert hub.call_args_list == [(("org/set", "en"), {"split": "train", "revision": "abc"})]
     assert load_documents("org/set@abc", split="train", max_documents=2) == ["", "one\n"]
-    assert hub.calls[1] == (("org/set", None), {"split": "train", "revision": "abc"})
+    assert hub.call_args_list[1] == (("org/set", None), {"split": "train", "revision": "abc"})
     assert load_documents("org/set", split="train", max_documents=9) == ["", "one\n", "two"]
 
 
 @pytest.mark.parametrize(
     ("name", "split", "column", "args", "kwargs"),
     [
-        (
-            "wikitext2",
-            "test",
-            "text",
-            ("Salesforce/wikitext", "wikitext-2-raw-v1"),
-            {"split": "test", "revision": None},
-        ),
-        (
-            "ptb",
-            "test",
-            "sentence",
-            ("ptb-text-only/ptb_text_only", None),
-            {"split": "test", "revision": "refs/convert/parquet"},
-        ),
-        (
-            "c4",
-            "train",
-            "text",
-            ("allenai/c4", None),
-            {
-                "split": "train",
-                "revision": None,
-                "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"},
-            },
-        ),
-        (
-            "c4",
-            "test",
-            "text",
-            ("allenai/c4", None),
-            {
-                "split": "validation",
-                "revision": None,
-                "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"},
-            },
-        ),
+        ("wikitext2", "test", "text", ("Salesforce/wikitext", "wikitext-2-raw-v1"),
+         {"split": "test", "revision": None}),
+        ("ptb", "test", "sentence", ("ptb-text-only/ptb_text_only", None),
+         {"split": "test", "revision": "refs/convert/parquet"}),
+        ("c4", "train", "text", ("allenai/c4", None),
+         {"split": "train", "revision": None, "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}}),
+        ("c4", "test", "text", ("allenai/c4", None), {"split": "validation", "revision": None,
+         "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"}}),
     ],
-)
+)  # fmt: skip
 def test_short_names(
     name: str, split: str, column: str, args: tuple[Any, ...], kwargs: dict[str, Any], hub: Any
 ) -> None:
     hub.rows(**{column: ["words"]})
-    assert load_documents(name, split=split) == ["words"]
-    assert hub.calls == [(args, kwargs)]
+    assert load_documents(name, split=split) == ["words"] and hub.call_args_list == [(args, kwargs)]
 
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -323,7 +254,7 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 def test_conversations_of_the_hub(split: str, theirs: str, hub: Any) -> None:
     hub.rows(prompt=["Hi"] * 3, messages=[CHAT] * 3)
     assert load_documents("ultrachat", split=split, max_documents=2) == [CHAT] * 2
-    assert hub.calls == [(("HuggingFaceH4/ultrachat_200k", None), {"split": theirs, "revision": None})]
+    assert hub.call_args_list == [(("HuggingFaceH4/ultrachat_200k", None), {"split": theirs, "revision": None})]
     # Of a set that has no texts, conversations.
     assert load_documents("org/chats", split="train") == [CHAT] * 3
     fails("column 'prompts' does not exist", "org/chats", field="prompts")
@@ -354,8 +285,7 @@ class Chatty:
 
 
 def test_conversations_are_read_in_the_chat_template() -> None:
-    assert rendered(Chatty(), CHAT) == "<user>Hi<assistant>Hello<end>"
-    assert rendered(Chatty(), "Hi") == "Hi"
+    assert rendered(Chatty(), CHAT) == "<user>Hi<assistant>Hello<end>" and rendered(Chatty(), "Hi") == "Hi"
 
 
 def test_a_tokenizer_without_a_template_reads_no_conversation() -> None:
@@ -363,8 +293,7 @@ def test_a_tokenizer_without_a_template_reads_no_conversation() -> None:
         chat_template = None
 
     assert rendered(Base(), "Hi") == "Hi"
-    with pytest.raises(DataError, match="has no chat template, as base models have none; use the chat version"):
-        rendered(Base(), CHAT)
+    raises(DataError, "has no chat template, as base models have none; use the chat version", rendered, Base(), CHAT)
 
 
 def test_a_template_that_refuses_is_named() -> None:
@@ -372,29 +301,25 @@ def test_a_template_that_refuses_is_named() -> None:
         def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
             raise TemplateError("roles must alternate")
 
-    with pytest.raises(DataError, match="of the roles user, assistant: roles must alternate"):
-        rendered(Strict(), CHAT)
+    raises(DataError, "of the roles user, assistant: roles must alternate", rendered, Strict(), CHAT)
 
 
 def test_short_name_is_not_shadowed_by_a_folder(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ptb").mkdir()
     monkeypatch.chdir(tmp_path)
     hub.rows(sentence=["words"])
-    assert load_documents("ptb@mine", split="train") == ["words"]
-    assert hub.calls[0][1]["revision"] == "mine"
+    assert load_documents("ptb@mine", split="train") == ["words"] and hub.call_args_list[0][1]["revision"] == "mine"
 
 
 def test_unknown_split_of_c4(hub: Any) -> None:
     fails("'c4' has no split 'dev'; choose one of train, validation", "c4", split="dev")
-    assert not hub.calls
+    assert not hub.call_args_list
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no route"), FileNotFoundError("no route"), ValueError("no route")])
 def test_unreachable_hub(error: Exception, hub: Any) -> None:
-    hub.answer = error
-    message = (
-        f"'org/set' .*{type(error).__name__}: no route; .* use embedded, wikitext2, ptb, c4, ultrachat, or a local file"
-    )
+    hub.side_effect = error
+    message = f"{type(error).__name__}: no route; .* use embedded, wikitext2, ptb, c4, ultrachat, or a local file"
     fails(message, "org/set")
 
 

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import local_torch_dtype
 
 from recalkv.codec.context import checkpoint_fingerprint, model_fingerprint
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.vllm.checks import TESTED, check
 from recalkv.vllm.shards import shard
+from tests import raises
 from tests.coded import packed
 from tests.test_codec_decode import _layer_codec
 from tests.tiny import dense_model
@@ -20,16 +22,9 @@ VERSION = ".".join(map(str, TESTED[0])) + ".1"
 
 def config(**changes: Any) -> Any:
     settings: dict[str, Any] = {
-        "cache_dtype": "auto",
-        "one_kind": False,
-        "mrope": False,
-        "images": False,
-        "prefix": False,
-        "connector": None,
-        "offloaded": None,
-        "chunk": None,
-        "parallel": {},
-    }
+        "cache_dtype": "auto", "one_kind": False, "mrope": False, "images": False, "prefix": False, "connector": None,
+        "offloaded": None, "chunk": None, "parallel": {},
+    }  # fmt: skip
     settings |= changes
     images = types.SimpleNamespace(language_model_only=not settings["images"])
     return types.SimpleNamespace(
@@ -38,15 +33,12 @@ def config(**changes: Any) -> Any:
         ),
         kv_transfer_config=settings["connector"],
         model_config=types.SimpleNamespace(
-            multimodal_config=images,
-            uses_mrope=settings["mrope"],
-            is_mm_prefix_lm=settings["prefix"],
-            dtype=torch.bfloat16,
-            attention_chunk_size=settings["chunk"],
+            multimodal_config=images, uses_mrope=settings["mrope"], is_mm_prefix_lm=settings["prefix"],
+            dtype=torch.bfloat16, attention_chunk_size=settings["chunk"],
         ),
         scheduler_config=types.SimpleNamespace(disable_hybrid_kv_cache_manager=settings["one_kind"]),
         parallel_config=types.SimpleNamespace(**settings["parallel"]),
-    )
+    )  # fmt: skip
 
 
 def test_what_can_be_served_is_not_refused() -> None:
@@ -79,8 +71,7 @@ def test_other_versions(version: str) -> None:
     ],
 )
 def test_what_rows_cannot_have(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        check(VERSION, config(**changes))
+    raises(ParameterError, message, check, VERSION, config(**changes))
 
 
 def test_processes_have_heads_of_their_own() -> None:
@@ -101,18 +92,15 @@ def test_processes_have_heads_of_their_own() -> None:
 @pytest.mark.parametrize(("groups", "ranks", "fitting"), [(1, 2, "1"), (4, 8, "1, 2, 4"), (4, 3, "1, 2, 4")])
 def test_a_group_is_not_cut(groups: int, ranks: int, fitting: str) -> None:
     message = rf"tensor_parallel_size={ranks} would cut groups of 2 .* that fit are {fitting}\. Fit with fewer"
-    with pytest.raises(ParameterError, match=message):
-        shard(_layer_codec(groups), 0, ranks)
+    raises(ParameterError, message, shard, _layer_codec(groups), 0, ranks)
 
 
 def test_more_processes_than_heads_hold_the_same() -> None:
     whole = _layer_codec(1)
     means = whole.key_mean[:1].repeat(1, 2), whole.value_mean[:1].repeat(1, 2)
     one = LayerCodec(whole.keys, whole.values, *means, whole.rotation)
-    assert one.kv_heads == one.kv_heads_per_code == 1
-    assert all(shard(one, rank, 4) is one for rank in range(4))
-    with pytest.raises(ParameterError, match="would cut groups of 2"):
-        shard(whole, 0, 4)
+    assert one.kv_heads == one.kv_heads_per_code == 1 and all(shard(one, rank, 4) is one for rank in range(4))
+    raises(ParameterError, "would cut groups of 2", shard, whole, 0, 4)
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
@@ -121,10 +109,6 @@ def test_a_folder_has_its_models_fingerprint(family: str, default: torch.dtype, 
     """Whatever the default type is, as an engine sets another while it makes a model."""
     model = dense_model(family)
     model.save_pretrained(tmp_path)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
+    with local_torch_dtype(default):
         assert checkpoint_fingerprint(tmp_path, model.config) == model_fingerprint(model)
-    finally:
-        torch.set_default_dtype(before)
     assert checkpoint_fingerprint(tmp_path / "nowhere", model.config) is None

@@ -12,6 +12,7 @@ from recalkv.errors import NonFiniteError
 from recalkv.model.layers import ModuleSource
 from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.whitening import InputMoments, MomentAccumulator, collect_input_moments, damped
+from tests import raises
 from tests.steps import inputs_of
 from tests.tiny import FAMILIES, dense_model, windows
 
@@ -32,10 +33,8 @@ def test_moments_of_two_tokens_by_hand() -> None:
     accumulator.add(torch.tensor([[1.0, 2.0]]))
     accumulator.add(torch.tensor([[[3.0, -2.0]]]))
     moments = accumulator.finish("layer 0")
-    assert moments.tokens == 2
-    assert moments.gram.tolist() == [[5.0, -2.0], [-2.0, 4.0]]
-    assert moments.mean.tolist() == [2.0, 0.0]
-    assert moments.centered_gram().tolist() == [[1.0, -2.0], [-2.0, 4.0]]
+    assert moments.tokens == 2 and moments.gram.tolist() == [[5.0, -2.0], [-2.0, 4.0]]
+    assert moments.mean.tolist() == [2.0, 0.0] and moments.centered_gram().tolist() == [[1.0, -2.0], [-2.0, 4.0]]
     assert moments.gram.dtype == moments.mean.dtype == torch.float64
 
 
@@ -63,8 +62,7 @@ def test_layers_that_are_done_are_passed_through_only(tmp_path: Path) -> None:
     for done in ({0}, {1}, {0, 1}, {2}, {0, 1, 2}):
         left = [index for index in range(3) if index not in done]
         for index, moments in zip(left, moments_of(model, ids, 2, done), strict=True):
-            assert torch.equal(moments.gram, whole[index].gram)
-            assert torch.equal(moments.mean, whole[index].mean)
+            assert torch.equal(moments.gram, whole[index].gram) and torch.equal(moments.mean, whole[index].mean)
     keep = LayerInputs(tmp_path, (5, 24, 48), torch.float32)
     list(collect_input_moments(ModuleSource(model), ids, 2, keep, done={0, 2}))
     assert [path.name for path in tmp_path.iterdir()] == ["001.bin"]
@@ -91,13 +89,11 @@ def test_damping_by_hand() -> None:
 def test_non_finite_activations_name_the_layer(bad: float) -> None:
     accumulator = MomentAccumulator(2)
     accumulator.add(torch.tensor([[1.0, bad]]))
-    with pytest.raises(NonFiniteError, match=r"(?s)NaN or infinity.*layer 7.*calibration\.precision"):
-        accumulator.finish("layer 7")
+    raises(NonFiniteError, r"(?s)NaN or infinity.*layer 7.*calibration\.precision", accumulator.finish, "layer 7")
 
 
 def test_overflow_in_a_layer_names_the_layer_that_reads_it() -> None:
     model = dense_model("llama-gqa")
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(1e38)  # finite, but its output is not
-    with pytest.raises(NonFiniteError, match="activations of layer 1"):
-        moments_of(model, windows(), 4)
+    raises(NonFiniteError, "activations of layer 1", moments_of, model, windows(), 4)

@@ -1,45 +1,27 @@
 """Windows for calibration and evaluation: runs of tokens that do not overlap, and calibration's reproducible."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from recalkv.cache.rotation import random_rotation
 from recalkv.errors import DataError, ParameterError
-from recalkv.text.windows import (
-    consecutive_windows,
-    joined_tokens,
-    other_windows,
-    sample_windows,
-    spread_windows,
-    windows_of_each,
-    with_recall,
-)
-
-
-class Characters:
-    """Tokenizer stand-in: one token a character."""
-
-    def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
-        assert options["add_special_tokens"] is False
-        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+from recalkv.text import windows as module
+from recalkv.text.windows import consecutive_windows, other_windows, sample_windows, windows_of_each, with_recall
+from tests import raises
+from tests.characters import Characters
 
 
 def test_documents_are_joined_by_blank_lines() -> None:
-    tokens = joined_tokens(Characters(), ["ab", "", "c"])
-    assert tokens.dtype == torch.int64
-    assert "".join(map(chr, tokens.tolist())) == "ab\n\n\n\nc"
+    tokens = module.joined_tokens(Characters("^"), ["ab", "", "c"])
+    assert tokens.dtype == torch.int64 and Characters().decode(tokens) == "ab\n\n\n\nc"
 
 
 @pytest.mark.parametrize(("tokens", "samples", "length"), [(100, 1, 100), (100, 10, 10), (1000, 7, 13), (50, 3, 16)])
 def test_windows_are_runs_that_do_not_overlap(tokens: int, samples: int, length: int) -> None:
     for seed in range(20):
         windows = sample_windows(torch.arange(tokens), samples, length, seed)
-        assert windows.shape == (samples, length)
-        assert windows.dtype == torch.int64
-        assert bool((windows.diff(dim=1) == 1).all())
-        assert windows.unique().numel() == samples * length
+        assert windows.shape == (samples, length) and windows.dtype == torch.int64
+        assert bool((windows.diff(dim=1) == 1).all()) and windows.unique().numel() == samples * length
 
 
 def test_same_seed_gives_the_same_windows_and_another_seed_others() -> None:
@@ -54,8 +36,7 @@ def test_the_global_random_state_is_neither_read_nor_moved() -> None:
     expected = torch.rand(1)
     torch.manual_seed(1)
     first = sample_windows(torch.arange(500), 4, 16, 0)
-    assert torch.equal(torch.rand(1), expected)
-    assert torch.equal(sample_windows(torch.arange(500), 4, 16, 0), first)
+    assert torch.equal(torch.rand(1), expected) and torch.equal(sample_windows(torch.arange(500), 4, 16, 0), first)
 
 
 def test_another_default_device_changes_nothing() -> None:
@@ -68,10 +49,8 @@ def test_another_default_device_changes_nothing() -> None:
 
 def test_windows_reach_both_ends_and_come_in_random_order() -> None:
     starts = torch.stack([sample_windows(torch.arange(40), 3, 10, seed)[:, 0] for seed in range(200)])
-    assert int(starts.min()) == 0
-    assert int(starts.max()) == 30
-    ascending = (starts.diff(dim=1) > 0).all(dim=1).float().mean()
-    assert 0.05 < float(ascending) < 0.4  # one order of six
+    assert int(starts.min()) == 0 and int(starts.max()) == 30
+    assert 0.05 < float((starts.diff(dim=1) > 0).all(dim=1).float().mean()) < 0.4  # one order of six
 
 
 def test_too_few_tokens_name_both_counts_and_a_remedy() -> None:
@@ -79,8 +58,7 @@ def test_too_few_tokens_name_both_counts_and_a_remedy() -> None:
         r"has 99 tokens, but calibration\.samples=10 windows of calibration\.length=10 need 100; "
         r"use a larger set, or at most 9 windows of this length"
     )
-    with pytest.raises(DataError, match=message):
-        sample_windows(torch.arange(99), 10, 10, 0)
+    raises(DataError, message, sample_windows, torch.arange(99), 10, 10, 0)
     assert sample_windows(torch.arange(99), 9, 10, 0).shape == (9, 10)
 
 
@@ -95,10 +73,8 @@ def test_consecutive_windows_are_the_text_in_order(tokens: int, window: int, mos
 
 def test_text_shorter_than_an_evaluation_window_is_refused() -> None:
     message = r"has 9 tokens, fewer than one window of 10; use a longer text, or a shorter window"
-    with pytest.raises(DataError, match=message):
-        consecutive_windows(torch.arange(9), 10)
-    with pytest.raises(DataError, match=message):
-        spread_windows(torch.arange(9).split(4), 10)
+    raises(DataError, message, consecutive_windows, torch.arange(9), 10)
+    raises(DataError, message, module.spread_windows, torch.arange(9).split(4), 10)
 
 
 # --- several texts ---
@@ -113,16 +89,14 @@ def test_texts_give_windows_in_turn() -> None:
         assert torch.equal(windows[place::3], sample_windows(tokens, share, 20, 3))
     assert torch.equal(windows_of_each({"a": texts["a"]}, 5, 20, 0), sample_windows(texts["a"], 5, 20, 0))
     message = r"calibration\.samples=2 windows are fewer than the 3 texts a, b, c; use at least 3"
-    with pytest.raises(ParameterError, match=message):
-        windows_of_each(texts, 2, 20, 0)
+    raises(ParameterError, message, windows_of_each, texts, 2, 20, 0)
 
 
 @pytest.mark.parametrize(
     ("tokens", "remedy"), [(19, r"or a shorter calibration\.length\."), (45, "or at most 2 windows of this length")]
 )
 def test_what_to_do_with_a_short_text(tokens: int, remedy: str) -> None:
-    with pytest.raises(DataError, match=remedy):
-        sample_windows(torch.arange(tokens), 3, 20, 0)
+    raises(DataError, remedy, sample_windows, torch.arange(tokens), 3, 20, 0)
 
 
 def test_the_text_that_is_too_short_is_named() -> None:
@@ -133,12 +107,10 @@ def test_the_text_that_is_too_short_is_named() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_held_out_windows_share_no_token_with_those_of_calibration(seed: int) -> None:
     texts = {"a": torch.arange(300), "b": torch.arange(1000, 1500)}
-    seen = windows_of_each(texts, 5, 40, seed)
-    others = other_windows(texts, 5, 40, seed, 20, 7)
+    seen, others = windows_of_each(texts, 5, 40, seed), other_windows(texts, 5, 40, seed, 20, 7)
     assert others.tokens.shape == (7, 20) and others.documents.shape == (7,)
     assert not set(seen.flatten().tolist()) & set(others.tokens.flatten().tolist())
-    assert others.tokens.unique().numel() == 140
-    assert bool((others.tokens.diff(dim=1) == 1).all())
+    assert others.tokens.unique().numel() == 140 and bool((others.tokens.diff(dim=1) == 1).all())
     first = others.tokens[:, 0] < 1000
     assert int(first.sum()) == 4
     # Stretches between windows of calibration are parts of a text, and no two texts share one.
@@ -157,8 +129,7 @@ def test_windows_repeat_passages_of_their_first_half_in_another_order() -> None:
     assert changed.nonzero().flatten().tolist() == [3, 7]  # spread over all
     for window in repeated[changed]:
         told, again = window[: 7 * 64].view(7, 64), window[7 * 64 : 2 * 7 * 64].view(7, 64)
-        assert not torch.equal(told, again)
-        assert torch.equal(again[again[:, 0].argsort()], told)
+        assert not torch.equal(told, again) and torch.equal(again[again[:, 0].argsort()], told)
     assert torch.equal(repeated[:, : 7 * 64], windows[:, : 7 * 64])
     assert torch.equal(repeated[:, 2 * 7 * 64 :], windows[:, 2 * 7 * 64 :])
     assert torch.equal(windows, torch.arange(8 * 1000).view(8, 1000))
@@ -169,8 +140,7 @@ def test_windows_of_every_text_repeat_themselves(texts: int) -> None:
     windows = torch.arange(40 * 256).view(40, 256)
     changed = (with_recall(windows, 0.25, 0, texts) != windows).any(dim=1).nonzero().flatten()
     shares = (changed % texts).bincount(minlength=texts)
-    assert len(shares) == texts and shares.max() - shares.min() <= 1
-    assert 8 <= len(changed) <= 12
+    assert len(shares) == texts and shares.max() - shares.min() <= 1 and 8 <= len(changed) <= 12
 
 
 def test_windows_repeat_themselves_by_seed() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites import zeroshot
 from recalkv.evaluation.suites.items import local_data
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, TaskScore, average, check_tasks, zero_shot
-from tests import tiny
+from tests import raises, tiny
 from tests.conftest import SENTENCE
-from tests.pipeline import invoke
+from tests.pipeline import change, invoke
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -32,8 +32,7 @@ ITEMS = [
 @pytest.fixture
 def arc_file(tmp_path: Path) -> Path:
     """Items in the schema of ARC, with letters, with digits, and with fewer choices."""
-    path = tmp_path / "arc_easy.test.jsonl"
-    lines = []
+    path, lines = tmp_path / "arc_easy.test.jsonl", []
     for number, (question, choices, answer) in enumerate(ITEMS):
         labels = [str(i + 1) if answer.isdigit() else "ABCD"[i] for i in range(len(choices))]
         record = {"id": str(number), "question": question, "choices": {"text": choices, "label": labels}}
@@ -48,8 +47,7 @@ def best_choice(
 ) -> int:
     """The choice of the largest log-likelihood after lm-eval's prompt, that for ARC unless told."""
     context = prompt.format(question)
-    start = len(tokenizer(context)["input_ids"])
-    sums = []
+    start, sums = len(tokenizer(context)["input_ids"]), []
     for choice in choices:
         ids = torch.tensor([tokenizer(f"{context} {choice}")["input_ids"]])
         logs = model(ids).logits[0, :-1].double().log_softmax(-1)
@@ -74,22 +72,18 @@ def test_agrees_with_log_likelihoods_by_hand(arc_file: Path, tiny_tokenizer: Any
 
 
 def test_limit_takes_the_first_items_in_order(arc_file: Path, tiny_tokenizer: Any) -> None:
-    model = tiny.dense_model("llama-gqa")
-    whole, first = (
-        zero_shot(model, tiny_tokenizer, {"arc_easy": arc_file}, limit=limit)[0].correct for limit in (None, 3)
-    )
+    model, file = tiny.dense_model("llama-gqa"), {"arc_easy": arc_file}
+    whole, first = (zero_shot(model, tiny_tokenizer, file, limit=limit)[0].correct for limit in (None, 3))
     assert first == whole[:3]
 
 
 def test_scores_by_hand() -> None:
-    ours = TaskScore("piqa", (True, True, False, True))
-    other = TaskScore("piqa", (True, False, False, False))
+    ours, other = TaskScore("piqa", (True, True, False, True)), TaskScore("piqa", (True, False, False, False))
     assert (ours.accuracy, other.accuracy, average([ours, other])) == (0.75, 0.25, 0.5)
     assert ours.standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
     # Differences 0, 1, 0, 1.
     difference, error = ours.against(other)
-    assert difference == 0.5
-    assert error == pytest.approx(math.sqrt(4 * 0.25 / 3 / 4))
+    assert difference == 0.5 and error == pytest.approx(math.sqrt(4 * 0.25 / 3 / 4))
     assert ours.against(ours) == (0.0, 0.0)
 
 
@@ -119,20 +113,16 @@ def test_failures_name_the_remedy(few_tasks: None, tmp_path: Path, tiny_tokenize
         zero_shot(model, tiny_tokenizer, {"nonsense": None})
     with pytest.raises(DataError, match=r"missing\.jsonl does not exist"):
         zero_shot(model, tiny_tokenizer, {"piqa": tmp_path / "missing.jsonl"})
-    with pytest.raises(DataError, match=r"one file piqa\.SPLIT\.jsonl, found none"):
-        local_data(tmp_path, ["piqa"])
+    raises(DataError, r"one file piqa\.SPLIT\.jsonl, found none", local_data, tmp_path, ["piqa"])
     for split in ("test", "validation"):
         (tmp_path / f"piqa.{split}.jsonl").write_text("{}")
-    with pytest.raises(DataError, match=r"found piqa\.test\.jsonl, piqa\.validation\.jsonl"):
-        local_data(tmp_path, ["piqa"])
+    raises(DataError, r"found piqa\.test\.jsonl, piqa\.validation\.jsonl", local_data, tmp_path, ["piqa"])
 
 
-def test_stage_scores_both_models_on_the_same_items(
-    prepared: Path, arc_file: Path, change_parameters: Callable[[Path, str, Any], None]
-) -> None:
-    change_parameters(prepared, "zeroshot.tasks", ["arc_easy"])
-    change_parameters(prepared, "zeroshot.items", str(arc_file.parent))
-    change_parameters(prepared, "zeroshot.limit", 4)
+def test_stage_scores_both_models_on_the_same_items(prepared: Path, arc_file: Path) -> None:
+    change("zeroshot.tasks", ["arc_easy"])
+    change("zeroshot.items", str(arc_file.parent))
+    change("zeroshot.limit", 4)
     assert invoke("suite", name="zeroshot") == 0
     scores = json.loads((prepared / "reports/suites/zeroshot.json").read_text())
     assert list(scores["tasks"]) == ["arc_easy"]
@@ -159,21 +149,15 @@ def test_stage_scores_both_models_on_the_same_items(
 def test_a_file_of_another_schema_is_refused_by_line(arc_file: Path, line: str, message: str) -> None:
     rows = arc_file.read_text().splitlines()
     arc_file.write_text("\n".join([*rows[:2], line, *rows[2:]]))
-    with pytest.raises(DataError, match=message):
-        check_tasks({"arc_easy": arc_file})
+    raises(DataError, message, check_tasks, {"arc_easy": arc_file})
 
 
 def test_the_papers_tasks_are_known_to_lm_eval() -> None:
     check_tasks(dict.fromkeys(PAPER_TASKS))
 
 
-def test_stage_names_an_unknown_task(
-    few_tasks: None,
-    prepared: Path,
-    change_parameters: Callable[[Path, str, Any], None],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    change_parameters(prepared, "zeroshot.tasks", ["continuations"])
+def test_stage_names_an_unknown_task(few_tasks: None, prepared: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    change("zeroshot.tasks", ["continuations"])
     assert invoke("suite", name="zeroshot") == 1
     assert "lm-eval has no single task continuations; `lm-eval ls subtasks`" in capfd.readouterr().err
     assert not (prepared / "reports/suites").exists()

@@ -2,10 +2,12 @@
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recalkv import compression as oneshot
@@ -22,32 +24,19 @@ VOCABULARY = 128
 VALUES = ("auto", "fused", "absorbed", "reconstructed")
 """Paths of the values that tests can force."""
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+    "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 256,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     # The library's 0.02 makes tiny models almost linear, and their logits almost equal.
     "initializer_range": 0.3,
-}
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("llama", {"num_key_value_heads": 6}),
@@ -66,116 +55,73 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5,
-    "short_factor": [1.0, 1.5],
-    "long_factor": [2.0, 4.0],
-    "original_max_position_embeddings": 48,
-}
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 4.0], "original_max_position_embeddings": 48,
+}  # fmt: skip
 LLAMA4 = YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 SLIDING = {"sliding_window": 16}
+TURNED = {"rope_parameters": HALF_TURNED}
+CAPPED = {"query_pre_attn_scalar": 4, "final_logit_softcapping": 8.0}
+SCALED = {"attention_multiplier": 0.2, "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+SHARED = {"shared_expert_intermediate_size": 24}
+GLM = {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True}
+ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0}
+
+
+def _types(names: str) -> dict[str, list[str]]:
+    return {"layer_types": [f"{name}_attention" for name in names.split()]}
+
 
 LINEAR_ATTENTION = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention", "full_attention"],
-}
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    **_types("linear full full"),
+}  # fmt: skip
 MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_state": 8,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-    "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
-}
+    "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16, "num_local_experts": 4,
+    "shared_intermediate_size": 24, **_types("full linear full linear"),
+}  # fmt: skip
 
 FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", SLIDING | {"num_local_experts": 4}),
-    "qwen2-moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen2-moe": ("qwen2_moe", EXPERTS | SHARED),
     "qwen3-moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
-    "granite": (
-        "granite",
-        {
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.6,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "attention_bias": True,
-        },
-    ),
+    "granite": ("granite", SCALED | {"attention_bias": True}),
     "ministral": ("ministral", SLIDING),
     "ministral3": ("ministral3", {"rope_parameters": LLAMA4}),
     "seed-oss": ("seed_oss", {"attention_bias": True}),
     "smollm3-nope": ("smollm3", {"no_rope_layer_interval": 2}),
     "olmo2-whole-norm": ("olmo2", {}),
     "olmo3-sliding": ("olmo3", SLIDING),
-    "gemma2-softcap": (
-        "gemma2",
-        SLIDING | {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
-    ),
-    "gemma3": (
-        "gemma3_text",
-        SLIDING | {"query_pre_attn_scalar": 4, "sliding_window_pattern": 2, "final_logit_softcapping": 8.0},
-    ),
+    "gemma2-softcap": ("gemma2", SLIDING | CAPPED | {"attn_logit_softcapping": 5.0}),
+    "gemma3": ("gemma3_text", SLIDING | CAPPED | {"sliding_window_pattern": 2}),
     "phi3-fused": ("phi3", {}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}),
-    "glm-partial": ("glm", {"rope_parameters": HALF_TURNED}),
-    "glm4-post-norm": ("glm4", {"rope_parameters": HALF_TURNED, "attention_bias": True}),
-    "glm4-moe": (
-        "glm4_moe",
-        EXPERTS
-        | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True, "rope_parameters": HALF_TURNED},
-    ),
-    "qwen3-next-hybrid": (
-        "qwen3_next",
-        EXPERTS
-        | LINEAR_ATTENTION
-        | {"shared_expert_intermediate_size": 24, "rope_parameters": HALF_TURNED, "attention_bias": True},
-    ),
-    "qwen3.5-hybrid": (
-        "qwen3_5_text",
-        LINEAR_ATTENTION
-        | {"rope_parameters": HALF_TURNED, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
-    ),
-    "qwen3.5-moe-hybrid": (
-        "qwen3_5_moe_text",
-        EXPERTS | LINEAR_ATTENTION | {"shared_expert_intermediate_size": 24, "rope_parameters": HALF_TURNED},
-    ),
-    "granite4-hybrid": (
-        "granitemoehybrid",
-        MAMBA
-        | {
-            "num_local_experts": 4,
-            "shared_intermediate_size": 24,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.6,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-        },
-    ),
+    "glm-partial": ("glm", TURNED),
+    "glm4-post-norm": ("glm4", TURNED | {"attention_bias": True}),
+    "glm4-moe": ("glm4_moe", EXPERTS | TURNED | GLM),
+    "qwen3-next-hybrid": ("qwen3_next", EXPERTS | LINEAR_ATTENTION | SHARED | TURNED | {"attention_bias": True}),
+    "qwen3.5-hybrid": ("qwen3_5_text", LINEAR_ATTENTION | TURNED | _types("full linear full")),
+    "qwen3.5-moe-hybrid": ("qwen3_5_moe_text", EXPERTS | LINEAR_ATTENTION | SHARED | TURNED),
+    "granite4-hybrid": ("granitemoehybrid", MAMBA | SCALED),
     "arcee": ("arcee", {"attention_bias": True}),
     "apertus": ("apertus", {"rope_parameters": LLAMA3}),
     "gemma": ("gemma", {"tie_word_embeddings": True}),
     "ernie4.5": ("ernie4_5", {"use_bias": True}),
-    "ernie4.5-moe": (
-        "ernie4_5_moe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
-    ),
-    "exaone4-nope": (
-        "exaone4",
-        SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-    "minimax-m2-whole-norm": (
-        "minimax_m2",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": HALF_TURNED},
-    ),
+    "ernie4.5-moe": ("ernie4_5_moe", ERNIE),
+    "exaone4-nope": ("exaone4", SLIDING | _types("sliding full sliding")),
+    "minimax-m2-whole-norm": ("minimax_m2", TURNED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss-sinks": ("gpt_oss", SLIDING | {"num_local_experts": 4, "rope_parameters": YARN}),
 }
 """Families that are tried in fewer ways."""
 
 ALL_FAMILIES = FAMILIES | FURTHER_FAMILIES
+
+
+def random_model(model_type: str, seed: int = 0, **content: Any) -> Any:
+    """Causal language model of a type, by its config's content."""
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[model_type](**content)
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
 
 
 def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
@@ -184,12 +130,10 @@ def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     A family whose types of layers are listed has as many layers, whatever is asked for.
     """
     model_type, special = ALL_FAMILIES[family]
-    config_class = CONFIG_MAPPING[model_type]
-    torch.manual_seed(seed)
     content = SIZES | special | overrides
     if types := content.get("layer_types"):
         content["num_hidden_layers"] = len(types)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class](config_class(**content)).eval()
+    model = random_model(model_type, seed, **content)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
@@ -199,9 +143,15 @@ def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     return model
 
 
-def windows(samples: int = 8, length: int = 48, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (samples, length), generator=generator)
+def windows(samples: int = 8, length: int = 48, seed: int = 1) -> Tensor:
+    return torch.randint(3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, and the same values to the bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def assemble(dense: Any, result: CompressedLayers, parameters: CompressionParams) -> Any:
@@ -212,8 +162,7 @@ def assemble(dense: Any, result: CompressedLayers, parameters: CompressionParams
 
 def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
     """The dense model with its key and value weights replaced by ``L R``, and its refitted output projections."""
-    twin = copy.deepcopy(dense)
-    head_dim = ModuleSource(dense).geometry.head_dim
+    twin, head_dim = copy.deepcopy(dense), ModuleSource(dense).geometry.head_dim
     for layer, permutation, refit in zip(attending_layers(twin), result.permutations, result.refits, strict=True):
         order = torch.cat(group_columns([permutation], head_dim))
         for letter, factors in (("k", refit.keys), ("v", refit.values)):
@@ -253,20 +202,20 @@ def statistics(family: str, layers: int) -> Statistics:
 
 def plain(**changes: Any) -> CompressionParams:
     """Compression parameters: 16-bit latents of pairs of heads at half of the bytes, hardly damped, but for changes."""
-    return CompressionParams(
-        **({"ratio": 0.5, "group_size": 2, "bits": 16, "exact_window": 0, "damping": 1e-6} | changes)
-    )
+    own = {"ratio": 0.5, "group_size": 2, "bits": 16, "exact_window": 0, "damping": 1e-6}
+    return CompressionParams(**(own | changes))
 
 
 @functools.cache
 def _compressed_layers(family: str, layers: int, compression: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
     """Parameters and factors, which tests may change, of the settings of a tiny model."""
     parameters = plain(**({"method": "recalkv"} | dict(compression)))
-    source = ModuleSource(dense_model(family, num_hidden_layers=layers))
-    known = statistics(family, layers)
+    source, known = ModuleSource(dense_model(family, num_hidden_layers=layers)), statistics(family, layers)
     return parameters, compress_layers(source, windows(), calibration(), parameters, statistics=known)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def compressed_pair(family: str, values: str = "auto", layers: int = 3, **compression: Any) -> tuple[Any, Any, Any]:
     """Compress a tiny model: (dense, compressed, dense twin with the reconstructed weights).
 

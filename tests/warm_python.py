@@ -18,13 +18,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-PACKAGES = (
-    "torch._dynamo",
-    "transformers.models.llama.modeling_llama",
-    "matplotlib.pyplot",
-    "scipy.optimize",
-    "zarr",
-)
+PACKAGES = ("torch._dynamo", "transformers.models.llama.modeling_llama", "matplotlib.pyplot", "scipy.optimize", "zarr")
 """What most processes import, in them or on the way."""
 
 # Started once a process, so it imports next to nothing, and no site-packages.

@@ -33,9 +33,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma2-softcap": {"tie_word_embeddings": True},
     "gpt-oss-sinks": {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
     "minimax-m2-whole-norm": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "phi3-longrope": {
-        "rope_parameters": LONGROPE | {"short_factor": [1.0] * 4 + [1.5] * 4, "long_factor": [3.0] * 8},
-    },
+    "phi3-longrope": {"rope_parameters": LONGROPE | {"short_factor": [1.0] * 4 + [1.5] * 4, "long_factor": [3.0] * 8}},
 }
 NAMES = [name for name in ALL_FAMILIES if name not in ("llama-linear-rope", "llama-bias", "qwen2-mixed-sliding")]
 PER_HEAD = {"llama-halves": "llama-mha", "qwen3-halves": "qwen3-qk-norm"}
@@ -111,12 +109,9 @@ def write_quantized(folder: Path) -> None:
             tensors[f"{stem}.scales"] = scales[:, 0].half().contiguous()
     model.save_pretrained(place / "own")
     fit(model, windows(6, 96), bits=8, context=256).save(place / "codec")
-    own = {
-        name: weight for name, weight in model.state_dict().items() if "_proj" not in name and name != "lm_head.weight"
-    }
-    save_file(
-        tensors | {name: weight.half() for name, weight in own.items()}, place / "model.safetensors", {"format": "pt"}
-    )
+    own = {name: weight for name, weight in model.state_dict().items() if "_proj" not in name and "lm_head" not in name}
+    tensors |= {name: weight.half() for name, weight in own.items()}
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
     quantized = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     config = json.loads((place / "own" / "config.json").read_text()) | {"quantization_config": quantized}
     (place / "config.json").write_text(json.dumps(config))

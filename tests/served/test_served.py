@@ -57,14 +57,9 @@ def prompts(tokenizer: Any) -> list[list[int]]:
 def engine() -> Iterator[Any]:
     # Room for some of the prompts at once only, read in parts.
     llm = LLM(
-        str(DEFAULT),
-        **SIZES,
-        **CODEC,
-        num_gpu_blocks_override=120,
-        max_num_batched_tokens=256,
-        max_num_seqs=16,
+        str(DEFAULT), **SIZES, **CODEC, num_gpu_blocks_override=120, max_num_batched_tokens=256, max_num_seqs=16,
         disable_log_stats=False,
-    )
+    )  # fmt: skip
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
@@ -193,13 +188,19 @@ FAMILIES = [
 ]  # fmt: skip
 
 
+def told_by(module: str, *names: str, key: str = "name") -> dict[str, dict[str, Any]]:
+    """What a module of these tests prints in a process of its own, by its first entry."""
+    command = [sys.executable, "-m", f"tests.served.{module}", *names]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith(f'{{"{key}"')]
+    return {each[key]: each for each in found}
+
+
 @pytest.fixture(scope="module")
 def families() -> dict[str, dict[str, Any]]:
     """What :mod:`tests.served.tiny` finds of each family."""
-    result = subprocess.run([sys.executable, "-m", "tests.served.tiny", *FAMILIES], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"name"')]
-    return {each["name"]: each for each in found}
+    return told_by("tiny", *FAMILIES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -213,11 +214,7 @@ def test_families(name: str, families: dict[str, dict[str, Any]]) -> None:
 
 def test_adapters_and_quantized_weights() -> None:
     """Which the codec does not see: it codes what attention is handed."""
-    command = [sys.executable, "-m", "tests.served.tiny", "llama-lora", "llama-awq"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"name"')]
-    found = {each["name"]: each for each in lines}
+    found = told_by("tiny", "llama-lora", "llama-awq")
     lora, awq = found["llama-lora"], found["llama-awq"]
     assert lora["gap"] < EVEN and lora["difference"] < ROUNDING
     if "has no attribute 'cpu_gemm_wna16'" in awq.get("error", ""):
@@ -236,13 +233,9 @@ def test_real_models(name: str) -> None:
     prompts = [ids[number : number + length] for number, length in enumerate((4, 40, 300, 1500))]
     codec = {"additional_config": {"recalkv_codec": str(folder / "codec")}}
     found, metrics = compared(
-        str(folder / "checkpoint"),
-        prompts,
-        **codec,
-        max_model_len=2048,
-        max_num_batched_tokens=512,
+        str(folder / "checkpoint"), prompts, **codec, max_model_len=2048, max_num_batched_tokens=512,
         num_gpu_blocks_override=2400,
-    )
+    )  # fmt: skip
     assert found["gap"] < EVEN
     assert found["difference"] < 0.05
     assert metrics["vllm:kv_cache_usage_perc"] == 0
@@ -250,12 +243,9 @@ def test_real_models(name: str) -> None:
 
 def test_the_kernel_reads_the_paged_cache() -> None:
     """As on a GPU, by Triton's interpreter, in a process of its own."""
-    command = [sys.executable, "-m", "tests.served.watched", "llama-gqa", "mistral-sliding", "gpt-oss-sinks"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"name"')]
+    found = told_by("watched", "llama-gqa", "mistral-sliding", "gpt-oss-sinks")
     assert len(found) == 3
-    for each in found:
+    for each in found.values():
         assert "error" not in each
         # The kernel multiplies in float16.
         assert each["gap"] < EVEN and each["difference"] < 3 * ROUNDING and each["left"] == 0
@@ -355,9 +345,8 @@ def test_lm_eval_finds_what_it_finds_by_transformers(
     right, expected = evaluated(HFLM(own_model(name), tokenizer=tokenizer, batch_size=4))
     assert len(scores) == 4 * len(items)
     assert ((scores - expected).abs() / expected.abs().clamp_min(1)).max() < rounding
-    assert results["choices"]["acc,none"] == pytest.approx(
-        right["choices"]["acc,none"], abs=0.1 if rounding > 0.01 else 0
-    )
+    limit = 0.1 if rounding > 0.01 else 0
+    assert results["choices"]["acc,none"] == pytest.approx(right["choices"]["acc,none"], abs=limit)
     words = "word_perplexity,none"
     assert results["texts"][words] == pytest.approx(right["texts"][words], rel=10 * rounding)
 
@@ -365,10 +354,7 @@ def test_lm_eval_finds_what_it_finds_by_transformers(
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
     """What :mod:`tests.served.asked` is answered."""
-    result = subprocess.run([sys.executable, "-m", "tests.served.asked"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"asked"')]
-    return {each["asked"]: each["said"] for each in found}
+    return {asked: each["said"] for asked, each in told_by("asked", key="asked").items()}
 
 
 @pytest.mark.parametrize(
@@ -429,15 +415,8 @@ def test_the_server_answers(tokenizer: Any) -> None:
         assert chat["choices"][0]["message"]["role"] == "assistant"
         bench = ["bench", "serve", "--model", str(DEFAULT), "--base-url", url, "--dataset-name", "random"]
         sizes = [
-            "--num-prompts",
-            "6",
-            "--random-input-len",
-            "100",
-            "--random-output-len",
-            "8",
-            "--max-concurrency",
-            "4",
-        ]
+            "--num-prompts", "6", "--random-input-len", "100", "--random-output-len", "8", "--max-concurrency", "4",
+        ]  # fmt: skip
         result = subprocess.run([sys.executable, "-c", COMMAND, *bench, *sizes], capture_output=True, text=True)
         assert re.search(r"Successful requests:\s+6\b", result.stdout), result.stdout + result.stderr
     finally:

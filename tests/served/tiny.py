@@ -24,12 +24,8 @@ from vllm.platforms import current_platform
 FOLDER = Path(os.environ["RECALKV_SERVED"])
 TOKENS = 16
 SIZES: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 2048,
-    "enforce_eager": True,
-    "block_size": 32,
-    "gpu_memory_utilization": 0.3,
-}
+    "dtype": "float32", "max_model_len": 2048, "enforce_eager": True, "block_size": 32, "gpu_memory_utilization": 0.3,
+}  # fmt: skip
 # Its frequencies are those of the longest sequence that the server takes, transformers' those of each.
 LONG = ("phi3-longrope",)
 # What vLLM has in 16 bits on a CPU, or on demand.

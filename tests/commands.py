@@ -1,0 +1,32 @@
+"""The command `recalkv`, run in this process."""
+
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from recalkv.cli import app
+
+
+def run(*arguments: Any, **options: Any) -> Result:
+    """Whatever comes of it."""
+    return CliRunner().invoke(app, list(map(str, arguments)), **options)
+
+
+def done(*arguments: Any, **options: Any) -> str:
+    """What a command says that succeeds."""
+    result = run(*arguments, **options)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*arguments: Any, **options: Any) -> str:
+    """What a command says that ends with an error."""
+    result = run(*arguments, **options)
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
+    return result.output
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
