@@ -80,9 +80,11 @@ class Tagged(Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor) -> "Tagged":
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, raw.shape, raw.stride(), raw.storage_offset(), dtype=raw.dtype, device=DEVICE
-        )
+        # One of inference mode could be no view of one that is not, as plain tensors are.
+        with torch.inference_mode(False):
+            made: Any = torch.Tensor._make_wrapper_subclass(
+                cls, raw.shape, raw.stride(), raw.storage_offset(), dtype=raw.dtype, device=DEVICE
+            )
         made.raw = raw
         return made
 

@@ -80,7 +80,8 @@ class KernelDecoder:
         if cached.fresh or torch.is_autocast_enabled(query.device.type):
             return False
         # A model may have moved since it was given kernels.
-        if query.dtype not in _TYPES or not (query.is_cuda or _interprets()):
+        served = query.is_cuda or torch.compiler.is_compiling() or _interprets()
+        if query.dtype not in _TYPES or not served:
             return False
         given = (query, layer.k_proj.weight, cached.z_k, cached.z_v)
         if torch.is_grad_enabled() and any(each.requires_grad for each in given):

@@ -278,8 +278,8 @@ def sample_windows(tokens: Tensor, samples: int, length: int, seed: int) -> Tens
     DataError
         If the set holds fewer than ``samples * length`` tokens.
     """
-    starts = torch.tensor(_starts(tokens, samples, length, seed), dtype=torch.int64)
-    return tokens[starts[:, None] + torch.arange(length)]
+    starts = torch.tensor(_starts(tokens, samples, length, seed), dtype=torch.int64, device="cpu")
+    return tokens[starts[:, None] + torch.arange(length, device="cpu")]
 
 
 def _starts(tokens: Tensor, samples: int, length: int, seed: int) -> list[int]:
