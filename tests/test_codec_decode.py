@@ -15,9 +15,9 @@ from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.runtime import cache as cache_module
 from recalkv.runtime import coded, decode
 from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.mask_cache import of_mask
 from recalkv.runtime.models import use_codec
 from recalkv.runtime.reference import coded_attention_torch
-from recalkv.runtime.shared import of_mask
 from recalkv.trellis.rows import Segment
 from tests import tiny
 from tests.coded import dense, fit

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv
 from recalkv.codec.sidecar import Codec
-from recalkv.evaluation import beside
-from recalkv.evaluation.beside import Wanted, compare
+from recalkv.evaluation import comparison
+from recalkv.evaluation.comparison import Wanted, compare
 from recalkv.params import EvaluationParams, NeedleParams
-from recalkv.reports.beside import advice, page
+from recalkv.reports.comparison import advice, page
 from recalkv.text.windows import Windows
 from tests.commands import done, refused
 from tests.tiny import dense_model, windows
@@ -53,7 +53,7 @@ def test_figures_are_those_of_the_model_with_a_codec(codec: Path, tiny_folder: P
 def test_the_command_writes_its_page_beside_the_codec(
     codec: Path, tiny_folder: Path, tiny_texts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "QUICK", SMALL)
+    monkeypatch.setattr(comparison, "QUICK", SMALL)
     done("eval", tiny_folder, "--codec", codec, "--text", tiny_texts[1], "--quick", "--device", "cpu")
     found: dict[str, Any] = json.loads((codec / "evaluation.json").read_text())
     assert found["cache"]["compressed_bytes_per_token"] == 72 and "KL" in (codec / "evaluation.md").read_text()

@@ -58,9 +58,9 @@ def evaluate(
         from dataclasses import replace
 
         from recalkv.codec.sidecar import Codec
-        from recalkv.evaluation.beside import FULL, QUICK, compare, positions_of, possible
+        from recalkv.evaluation.comparison import FULL, QUICK, compare, positions_of, possible
         from recalkv.model.device import device_of
-        from recalkv.reports.beside import page, write
+        from recalkv.reports.comparison import page, write
         from recalkv.text.corpora import load_tokenizer, main_documents, main_windows
         from recalkv.text.windows import joined_tokens
 
@@ -122,9 +122,9 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
     """
     from transformers import AutoTokenizer
 
-    from recalkv.evaluation.beside import QUICK, compare, positions_of, possible
+    from recalkv.evaluation.comparison import QUICK, compare, positions_of, possible
     from recalkv.model.modeling import register
-    from recalkv.reports.beside import advice, write
+    from recalkv.reports.comparison import advice, write
     from recalkv.text.corpora import held_out_windows
     from recalkv.text.windows import joined_tokens
 

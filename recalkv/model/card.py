@@ -39,7 +39,7 @@ def model_card(
     spec
         What its config says of the latents.
     metrics
-        What `recalkv eval` measured of it (:func:`recalkv.evaluation.beside.figures`); None where it was not
+        What `recalkv eval` measured of it (:func:`recalkv.evaluation.comparison.figures`); None where it was not
         evaluated.
     folder
         What a user loads it by: a hub id or a folder.

@@ -16,7 +16,7 @@ from recalkv.errors import ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime import prefill
 from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.decode import decode_step
-from recalkv.runtime.shared import of_mask
+from recalkv.runtime.mask_cache import of_mask
 
 NAME = "recalkv_codec"
 

@@ -17,8 +17,8 @@ from transformers.cache_utils import CacheLayerMixin
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.runtime.loops import layer_loops
+from recalkv.runtime.mask_cache import of_mask
 from recalkv.runtime.means import mean_keys
-from recalkv.runtime.shared import of_mask
 from recalkv.trellis.rows import TILE, tiled, untiled
 
 SLACK = 32

@@ -6,8 +6,8 @@ from torch import Tensor
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.coded import attend_rows, kernel_serves
 from recalkv.runtime.loops import layer_loops
+from recalkv.runtime.mask_cache import of_mask
 from recalkv.runtime.prefill import merge, partial_attention
-from recalkv.runtime.shared import of_mask
 
 
 def decode_step(

@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import recalkv
 import recalkv.model.modeling
 from recalkv.errors import BudgetError, DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
-from recalkv.evaluation import beside
-from recalkv.evaluation.beside import QUICK, Wanted, compare, possible
+from recalkv.evaluation import comparison
+from recalkv.evaluation.comparison import QUICK, Wanted, compare, possible
 from recalkv.evaluation.generation import fill_cache, reference_bytes_per_token, window_bytes
 from recalkv.method.target import Target
 from recalkv.model.card import CARD
 from recalkv.model.source import checkpoint_folder
 from recalkv.model.spec import LatentSpec
 from recalkv.params import EvaluationParams, NeedleParams
-from recalkv.reports.beside import FIGURES, advice
+from recalkv.reports.comparison import FIGURES, advice
 from recalkv.text.documents import given_documents
 from recalkv.text.windows import Windows
 from tests import raises
@@ -104,7 +104,7 @@ def test_latents_of_16_bits_are_counted_in_their_own_type() -> None:
 def test_hidden_numbers_have_errors_over_prompts() -> None:
     scores = torch.zeros(3, 1, 2, 2)
     scores[0, 0] = torch.tensor([[1.0, 0.5], [0.5, 0.0]])
-    found = beside._digits(scores, NeedleParams(lengths=[100], depths=[0.0, 1.0], trials=2))
+    found = comparison._digits(scores, NeedleParams(lengths=[100], depths=[0.0, 1.0], trials=2))
     # Prompts have 0.75 and 0.25.
     assert found["found"] == 0.5 and found["standard_error"] == pytest.approx(0.25)
     assert found["lengths"]["100"]["depths"] == {"0": 0.75, "1": 0.25}
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 def test_models_that_do_not_fit_are_refused(
     compressed: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "available_mib", lambda device: 0.01)
+    monkeypatch.setattr(comparison, "available_mib", lambda device: 0.01)
     with pytest.raises(ModelUnavailableError, match=r"0 MiB are free on cpu; evaluate where they fit"):
         compare(compressed, tiny_folder, {}, torch.zeros(0), SMALL, torch.device("cpu"))
 
@@ -171,7 +171,7 @@ def test_16_bit_checkpoints_are_measured_in_float32_where_that_fits(
     found = {}
     for spare in (2.5, 1.5):
         mib = spare * (folder / "model.safetensors").stat().st_size / 2**20
-        monkeypatch.setattr(beside, "available_mib", lambda device, mib=mib: mib)
+        monkeypatch.setattr(comparison, "available_mib", lambda device, mib=mib: mib)
         figures = compare(codec, folder, text, torch.zeros(0), wanted, torch.device("cpu"))[0]
         found[figures["dtype"]] = figures["perplexity"]["kl_nats"]
     assert found.keys() == {"float32", "bfloat16"} and 0 < found["float32"] < found["bfloat16"] / 2
@@ -180,7 +180,7 @@ def test_16_bit_checkpoints_are_measured_in_float32_where_that_fits(
 def test_eval_writes_a_page_and_its_figures(
     compressed: Path, tiny_folder: Path, tiny_texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "QUICK", SMALL)
+    monkeypatch.setattr(comparison, "QUICK", SMALL)
     command = ["eval", compressed, "--text", tiny_texts[1], "--quick", "--device", "cpu"]
     tasks: list[Any] = ["--tasks", "arc_easy", "--items", tmp_path] if importlib.util.find_spec("lm_eval") else []
     item = {
