@@ -110,14 +110,14 @@ class LayerLoops:
             self.tables.append(pair)
             heads = codec.kv_heads_per_code
             value_back = values.back.unflatten(1, (heads, -1)).transpose(0, 1)
-            groups.append(
-                record(
-                    CODE, wk=keys.width, wv=values.width, key_segments=self._at(pair[0]), key_count=len(pair[0]),
-                    value_segments=self._at(pair[1]), value_count=len(pair[1]), key_into=self._tensor(keys.into, True),
-                    key_back=self._tensor(keys.back.T, True), value_into=self._tensor(values.into, True),
-                    value_back=self._tensor(value_back, True), partners=self._at(_partners(keys.segments)),
-                )
-            )  # fmt: skip
+            own = {
+                "wk": keys.width, "wv": values.width, "key_segments": self._at(pair[0]), "key_count": len(pair[0]),
+                "value_segments": self._at(pair[1]), "value_count": len(pair[1]),
+                "key_into": self._tensor(keys.into, True), "key_back": self._tensor(keys.back.T, True),
+                "value_into": self._tensor(values.into, True), "value_back": self._tensor(value_back, True),
+                "partners": self._at(_partners(keys.segments)),
+            }  # fmt: skip
+            groups.append(record(CODE, own))
         self._most = max(len(code.segments) for code in codec.keys)
         self._widest = max(code.width for code in codec.keys), max(code.width for code in codec.values)
         rotation = codec.rotation
@@ -177,27 +177,23 @@ class LayerLoops:
         aux = None if s_aux is None else s_aux.detach().float().contiguous()
         mask = None if mask is None else mask.contiguous()
         scratch = _scratch(self._scratch_size(cache, batch, repeats, threads))
-        rows, exact, paged = cache.rows, cache.exact, {}
-        if cache.exact_pages is not None:
-            size = exact.element_size()
-            paged = {
-                "exact_pages": cache.exact_pages.data_ptr(), "exact_row": cache.exact_pages.stride(0),
-                "exact_size": exact.shape[1], "exact_block": exact.stride(0) * size,
-                "exact_token": exact.stride(1) * size,
-            }  # fmt: skip
-        turns = self._turns((cache.longest - cache.base) // PIECE + 1)
-        numbers = record(
-            STEP, threads=threads, batch=batch, repeats=repeats, tiles=rows.shape[1], block=rows.stride(0),
-            pages=cache.pages.data_ptr(), pages_row=cache.pages.stride(0), base=cache.base,
-            bounds=cache.bounds.data_ptr(), sinks=cache.sinks, ring=cache.ring, kind=_KINDS[query.dtype],
-            rows=rows.data_ptr(), exact=exact.data_ptr(), q=query.data_ptr(), k=key.data_ptr(), v=value.data_ptr(),
-            out=out.data_ptr(), first=cache.first.data_ptr(), offset=cache.offset.data_ptr(),
-            mask=0 if mask is None else mask.data_ptr(),
-            mask_row=mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, real=real.ctypes.data,
-            aux=0 if aux is None else aux.data_ptr(), scratch=scratch.ctypes.data, pieces=turns.ctypes.data,
-            **paged, **self._fixed,
-        )  # fmt: skip
-        run(attend, numbers)
+        rows, exact, pages = cache.rows, cache.exact, cache.exact_pages
+        size, turns = exact.element_size(), self._turns((cache.longest - cache.base) // PIECE + 1)
+        numbers = {
+            **self._fixed, "threads": threads, "batch": batch, "repeats": repeats, "tiles": rows.shape[1],
+            "block": rows.stride(0), "pages": cache.pages.data_ptr(), "pages_row": cache.pages.stride(0),
+            "base": cache.base, "bounds": cache.bounds.data_ptr(), "sinks": cache.sinks, "ring": cache.ring,
+            "kind": _KINDS[query.dtype], "rows": rows.data_ptr(), "exact": exact.data_ptr(),
+            "exact_pages": 0 if pages is None else pages.data_ptr(),
+            "exact_row": 0 if pages is None else pages.stride(0),
+            "exact_size": exact.shape[1], "exact_block": exact.stride(0) * size, "exact_token": exact.stride(1) * size,
+            "q": query.data_ptr(), "k": key.data_ptr(), "v": value.data_ptr(), "out": out.data_ptr(),
+            "first": cache.first.data_ptr(), "offset": cache.offset.data_ptr(),
+            "mask": 0 if mask is None else mask.data_ptr(),
+            "mask_row": mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, "real": real.ctypes.data,
+            "aux": 0 if aux is None else aux.data_ptr(), "scratch": scratch.ctypes.data, "pieces": turns.ctypes.data,
+        }  # fmt: skip
+        run(attend, record(STEP, numbers))
         return out
 
     def _scratch_size(self, cache: "StepCache", batch: int, repeats: int, threads: int) -> int:

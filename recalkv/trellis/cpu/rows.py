@@ -222,12 +222,13 @@ def _unpack(address):
 def _arguments(
     numbers: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor, start: int, scratch: int
 ) -> np.ndarray:
-    return record(
-        _ROWS, threads=threads_of_torch(), tokens=numbers.shape[0], width=numbers.shape[1], numbers=numbers.data_ptr(),
-        segments=table.ctypes.data, count=len(table), look=_LOOKUP.ctypes.data, blocks=tiles.data_ptr(),
-        tiles=tiles.shape[1], block=tiles.stride(0), row=tiles.shape[2], slots=slots.data_ptr(), start=start,
-        own=scratch,
-    )  # fmt: skip
+    found = {
+        "threads": threads_of_torch(), "tokens": numbers.shape[0], "width": numbers.shape[1],
+        "numbers": numbers.data_ptr(), "segments": table.ctypes.data, "count": len(table),
+        "look": _LOOKUP.ctypes.data, "blocks": tiles.data_ptr(), "tiles": tiles.shape[1], "block": tiles.stride(0),
+        "row": tiles.shape[2], "slots": slots.data_ptr(), "start": start, "own": scratch,
+    }  # fmt: skip
+    return record(_ROWS, found)
 
 
 _LOOKUP = np.array(tables().addresses, np.int64)

@@ -1,7 +1,7 @@
 """Compiled loops on torch's own threads.
 
 Threads of another pool would share the cores with those of torch, which wait for work by spinning. So the loops are
-called by the OpenMP library that torch uses, with what they work on in a list of numbers. Where torch has
+called by the OpenMP library that torch uses, with what they work on in a record of numbers. Where torch has
 another library than GNU's they run in one thread.
 """
 
@@ -9,6 +9,8 @@ import ctypes
 import functools
 import os
 import warnings
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,14 @@ def _say_one_thread() -> None:
     )
 
 
-def record(layout: np.dtype, /, **numbers: int) -> np.ndarray:
-    """One record of int64 numbers by their names, for compiled code; those that are not given are 0."""
-    found = [numbers.pop(name, 0) for name in layout.names or ()]
-    assert not numbers, f"no fields {', '.join(numbers)}"
-    return np.array(found, np.int64).view(layout)
+@functools.cache
+def _fields(layout: np.dtype) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+    return itemgetter(*(layout.names or ()))
+
+
+def record(layout: np.dtype, numbers: Mapping[str, int]) -> np.ndarray:
+    """One record of int64 numbers, all that the layout names, for compiled code."""
+    return np.array(_fields(layout)(numbers), np.int64).view(layout)
 
 
 def run(task: Any, numbers: np.ndarray) -> None:
