@@ -26,13 +26,7 @@ from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
 from recalkv.method.search import largest_ratio
 from recalkv.method.target import Target
-from recalkv.model.export import (
-    build_model,
-    compressed_config,
-    copy_generation_config,
-    decoder_layers,
-    save_checkpoint,
-)
+from recalkv.model.export import build_model, compressed_config, copy_generation_config, decoder_layers, save_checkpoint
 from recalkv.model.layers import CheckpointSource, LayerSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype
@@ -145,11 +139,7 @@ def compress_checkpoint(
 
 
 def collect_statistics(
-    source: LayerSource,
-    windows: Tensor,
-    calibration: CalibrationParams,
-    method: Method,
-    progress: Progress = silent,
+    source: LayerSource, windows: Tensor, calibration: CalibrationParams, method: Method, progress: Progress = silent
 ) -> Statistics:
     """Statistics of every layer; the gradients' half is left out where the method does not need it."""
     total, used = source.num_layers, windows[:FISHER_WINDOWS]

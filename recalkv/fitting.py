@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from recalkv.codec.budget import bits_within, target_bits
 from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts
-from recalkv.codec.fit import (
-    WINDOW,
-    allocated,
-    build_codec,
-    check_bits,
-    natural_units,
-)
+from recalkv.codec.fit import WINDOW, allocated, build_codec, check_bits, natural_units
 from recalkv.codec.moments import SINKS, take_moments
 from recalkv.codec.probe import evaluating
 from recalkv.codec.sidecar import Codec

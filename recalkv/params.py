@@ -202,8 +202,7 @@ class LongBenchParams(_Section):
     """LongBench (paper, Table 2), dense beside compressed; at least one task."""
 
     tasks: list[str] = Field(
-        default_factory=list,
-        description="of qasper, qmsum, multi_news, trec, triviaqa, samsum, lcc, repobench-p",
+        default_factory=list, description="of qasper, qmsum, multi_news, trec, triviaqa, samsum, lcc, repobench-p"
     )
     items: str | None = Field(
         None, description="folder with TASK.SPLIT.jsonl in the schema of the hub's set; null for the hub"

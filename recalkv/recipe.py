@@ -22,13 +22,7 @@ from recalkv.model.source import EMBEDDED, checkpoint_dtype, resolve_model
 from recalkv.params import CalibrationParams, CompressionParams, Progress, RuntimeParams, parse_section, silent
 from recalkv.store.folders import check_output, writing_folder
 from recalkv.text.chat import Document
-from recalkv.text.corpora import (
-    calibration_windows,
-    check_length,
-    given_calibration,
-    held_out_windows,
-    tokenizer_of,
-)
+from recalkv.text.corpora import calibration_windows, check_length, given_calibration, held_out_windows, tokenizer_of
 
 
 @torch.inference_mode(False)

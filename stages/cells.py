@@ -47,11 +47,7 @@ def _is_of(path: Path, key: str) -> bool:
 
 
 def _figures(
-    run: Stage,
-    name: str,
-    dense: Callable[[], Any],
-    texts: Mapping[str, MeasuredText],
-    progress: Callable[[], object],
+    run: Stage, name: str, dense: Callable[[], Any], texts: Mapping[str, MeasuredText], progress: Callable[[], object]
 ) -> dict[str, Any]:
     """Measure one cell."""
     form, bits = form_of(name)

@@ -21,8 +21,7 @@ from stages.common import Stage, stage, write_json
 
 @stage
 def evaluate(
-    run: Stage,
-    checkpoint: Annotated[str, typer.Option(help="Checkpoint to evaluate; default DATA/compressed.")] = "",
+    run: Stage, checkpoint: Annotated[str, typer.Option(help="Checkpoint to evaluate; default DATA/compressed.")] = ""
 ) -> None:
     """Measure the compressed checkpoint; write REPORTS/metrics.json, samples.json and environment.json."""
     from transformers import AutoTokenizer

@@ -13,16 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.codec import CodecModule, CodecStep
-from benchmarks.gpu.kernels import (
-    DenseStep,
-    dense_parts,
-    dense_ways,
-    fastest,
-    latent_parts,
-    per_token,
-    serves,
-    signed,
-)
+from benchmarks.gpu.kernels import DenseStep, dense_parts, dense_ways, fastest, latent_parts, per_token, serves, signed
 from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import dense_model, filled, latent_model, sizes_of
 from recalkv.evaluation.decoding import largest

@@ -159,9 +159,7 @@ def _kernels(rows: list[Record]) -> list[str]:
     head = (*where, *kinds, "dense by", "dense, us", "GB/s", "latents, us", "GB/s", "dense / latents",
             "in torch, us", "error")  # fmt: skip
     return _section(
-        "One attention module, one token",
-        [told, ""] if rows else [],
-        _table(head, map(row, sorted(rows, key=_order))),
+        "One attention module, one token", [told, ""] if rows else [], _table(head, map(row, sorted(rows, key=_order)))
     )
 
 

@@ -12,10 +12,7 @@ from recalkv.evaluation.step_caches import FullCache
 from recalkv.model.families import AttentionGeometry
 from recalkv.model.sizes import KNOWN, ModelSizes
 
-GEOMETRIES = {
-    "llama-2-7b": KNOWN["llama-2-7b"],
-    "llama-3.1-8b": KNOWN["llama-3.1-8b"],
-}
+GEOMETRIES = {"llama-2-7b": KNOWN["llama-2-7b"], "llama-3.1-8b": KNOWN["llama-3.1-8b"]}
 _CODED_ONLY = {
     "qwen2.5-3b": ModelSizes("qwen2", AttentionGeometry(2048, 16, 2, 128, 36), 11008, 151936, 32768, tied=True)
 }
@@ -31,10 +28,7 @@ class Layout:
     joint: bool
 
 
-LAYOUTS = {
-    "joint s=2": Layout(2, True),
-    "separate s=4": Layout(4, False),
-}
+LAYOUTS = {"joint s=2": Layout(2, True), "separate s=4": Layout(4, False)}
 
 
 _KINDS = {"16 bits, 70 %": 0.7}

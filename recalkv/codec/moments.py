@@ -113,12 +113,7 @@ class _Side:
 
 
 def take_moments(
-    model: Any,
-    windows: Tensor,
-    context: int,
-    seed: int = 0,
-    progress: Progress = silent,
-    heads: int | None = None,
+    model: Any, windows: Tensor, context: int, seed: int = 0, progress: Progress = silent, heads: int | None = None
 ) -> dict[int, LayerMoments]:
     """Measure a model's rotations, and take the moments of all its layers; see :func:`collect_moments`."""
     # Long RoPE and dynamic scalings turn short windows otherwise than long contexts.

@@ -31,8 +31,7 @@ def evaluate(
     limit: Annotated[int, typer.Option(help="Items of each task.", min=2)] = 100,
     quick: Annotated[bool, typer.Option("--quick", help="Quick run: about a minute for a small model.")] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Markdown file; JSON beside it. Default: evaluation.md in the folder."),
+        Path | None, typer.Option(help="Markdown file; JSON beside it. Default: evaluation.md in the folder.")
     ] = None,
     device: Annotated[str, typer.Option(help=describe(RuntimeParams.model_fields["device"]))] = RuntimeParams().device,
 ) -> None:

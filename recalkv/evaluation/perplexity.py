@@ -249,10 +249,7 @@ class MeasuredText:
     dense: Scores
 
     def compare(
-        self,
-        model: Any,
-        wanted: EvaluationParams,
-        progress: Callable[[], object] = lambda: None,
+        self, model: Any, wanted: EvaluationParams, progress: Callable[[], object] = lambda: None
     ) -> dict[str, float]:
         """Measure another model, and how far it is from the dense one."""
         own = measured(model, self.windows.tokens, wanted, progress, self.dense.states)

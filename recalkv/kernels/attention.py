@@ -15,14 +15,7 @@ import triton.knobs
 from torch import Tensor
 
 from recalkv.kernels.contexts import combine_kernel, values_kernel
-from recalkv.kernels.launch import (
-    device_runs,
-    note_resources,
-    output_room,
-    row_alignment,
-    split,
-    wide_products,
-)
+from recalkv.kernels.launch import device_runs, note_resources, output_room, row_alignment, split, wide_products
 from recalkv.kernels.plan import (
     COMBINE_COLUMNS,
     STAGES,

@@ -7,14 +7,7 @@ and takes their products. A group's latents are read once per head, from the lev
 import triton
 import triton.language as tl
 
-from recalkv.kernels.blocks import (
-    head_row,
-    load_latents,
-    load_up,
-    run_of_tiles,
-    slot_places,
-    turned_pairs,
-)
+from recalkv.kernels.blocks import head_row, load_latents, load_up, run_of_tiles, slot_places, turned_pairs
 
 
 # What changes while a sequence grows must not be compiled in.

@@ -225,10 +225,7 @@ def fused_attention_tensors(
     queries = head_columns(query_order(spec.head_permutation, geometry.queries_per_kv), d_h)
     heads = head_columns(spec.head_permutation, d_h)
     output = (dense["o_proj.weight"].T if fitted_output is None else fitted_output)[queries]  # [h * d_h, m]
-    tensors = {
-        "q_proj.weight": dense["q_proj.weight"][queries],
-        "k_proj.weight": torch.cat(keys.down, dim=1).T,
-    }
+    tensors = {"q_proj.weight": dense["q_proj.weight"][queries], "k_proj.weight": torch.cat(keys.down, dim=1).T}
     if not spec.joint:
         tensors["v_proj.weight"] = torch.cat(values.down, dim=1).T
     for number, up in enumerate(keys.up):

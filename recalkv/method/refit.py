@@ -133,11 +133,7 @@ def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, me
 
 
 def _fit_output(
-    layer: "_Layer",
-    hidden: Sequence[Tensor],
-    dense_hidden: list[Tensor],
-    start: LayerFactors,
-    done: LayerRefit | None,
+    layer: "_Layer", hidden: Sequence[Tensor], dense_hidden: list[Tensor], start: LayerFactors, done: LayerRefit | None
 ) -> tuple[list[Tensor], LayerRefit]:
     """Fit W_o to the contexts of compressed keys and values, and install all three; contexts by batch, and the fit.
 

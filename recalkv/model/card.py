@@ -27,11 +27,7 @@ tokenizer = AutoTokenizer.from_pretrained({folder!r})
 ```"""
 
 
-def model_card(
-    spec: LatentSpec,
-    metrics: Mapping[str, Any] | None = None,
-    folder: str = "path/to/this/folder",
-) -> str:
+def model_card(spec: LatentSpec, metrics: Mapping[str, Any] | None = None, folder: str = "path/to/this/folder") -> str:
     """Card of a checkpoint: YAML metadata for model hubs, then Markdown.
 
     Parameters

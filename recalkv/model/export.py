@@ -58,11 +58,7 @@ def copy_generation_config(model: Path, folder: Path) -> None:
 
 
 def save_checkpoint(
-    folder: Path,
-    config: Any,
-    other: dict[str, Tensor],
-    layers: Iterable[dict[str, Tensor]],
-    dtype: torch.dtype,
+    folder: Path, config: Any, other: dict[str, Tensor], layers: Iterable[dict[str, Tensor]], dtype: torch.dtype
 ) -> int:
     """Write shards, index and config; returns the number of elements. One layer is held at a time.
 

@@ -10,10 +10,7 @@ from recalkv.model.source import checkpoint_dtype
 from recalkv.model.stored_weights import weight_files
 
 # Names in checkpoints of multimodal models, of several ages, and those of the language model by itself.
-_NAMES = {
-    r"^language_model\.lm_head\.": "lm_head.",
-    r"^(model\.)?language_model\.(model\.)?(?!lm_head\.)": "model.",
-}
+_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(model\.)?language_model\.(model\.)?(?!lm_head\.)": "model."}
 
 _WEIGHTS_SHARE = 0.9
 """Of a device's free memory, what weights may take; activations and the cache are to fit, too."""

@@ -218,10 +218,7 @@ class LayerSource(ABC):
                 "past_key_values": None,
                 "position_ids": positions,
             }
-            makers = {
-                "full_attention": create_causal_mask,
-                "sliding_attention": create_sliding_window_causal_mask,
-            }
+            makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
             # Layers that keep a state want to know of padding alone, which windows have none of.
             masked = makers.keys() & {*self.attention_types}
             self._context = {

@@ -73,12 +73,7 @@ class CodecLayer(CacheLayerMixin):
     record_past = False
 
     def __init__(
-        self,
-        codec: LayerCodec,
-        window: int,
-        sinks: int,
-        sliding_window: int | None = None,
-        capacity: int | None = None,
+        self, codec: LayerCodec, window: int, sinks: int, sliding_window: int | None = None, capacity: int | None = None
     ) -> None:
         super().__init__()
         # Codecs move with the states; which one this was made for is asked when the cache is used again.

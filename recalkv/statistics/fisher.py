@@ -68,11 +68,7 @@ class LayerGradients:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def collect_gradients(
-    source: LayerSource,
-    windows: Tensor,
-    parameters: CalibrationParams,
-    inputs: LayerInputs,
-    done: Collection[int] = (),
+    source: LayerSource, windows: Tensor, parameters: CalibrationParams, inputs: LayerInputs, done: Collection[int] = ()
 ) -> Iterator[LayerGradients]:
     """Yield each layer's Fisher scores and moments of the loss-aware metric, from the last layer to the first.
 
@@ -131,10 +127,7 @@ def collect_gradients(
 
 
 def _loss_gradients(
-    source: LayerSource,
-    windows: Tensor,
-    batches: list[tuple[int, int]],
-    inputs: LayerInputs,
+    source: LayerSource, windows: Tensor, batches: list[tuple[int, int]], inputs: LayerInputs
 ) -> tuple[list[Tensor], Tensor]:
     """Gradient of each window's mean loss at the last layer's output, and the losses of all; logits in chunks."""
     last = len(source.attention_types) - 1

@@ -67,11 +67,7 @@ class MomentAccumulator:
 
 @torch.no_grad()
 def collect_input_moments(
-    source: LayerSource,
-    windows: Tensor,
-    batch_size: int,
-    keep: LayerInputs | None = None,
-    done: Collection[int] = (),
+    source: LayerSource, windows: Tensor, batch_size: int, keep: LayerInputs | None = None, done: Collection[int] = ()
 ) -> Iterator[tuple[int, InputMoments]]:
     """Yield each layer's input moments, in order, from one forward pass, layer by layer.
 

@@ -64,14 +64,7 @@ PROTOCOLS = {
 
 def calibration_documents(wanted: CalibrationParams) -> dict[str, list[Document]]:
     """Documents of each of ``calibration.text``, by its name."""
-    return {
-        text: load_documents(
-            text,
-            split=wanted.split,
-            field=wanted.field,
-        )
-        for text in wanted.text
-    }
+    return {text: load_documents(text, split=wanted.split, field=wanted.field) for text in wanted.text}
 
 
 def given_calibration(

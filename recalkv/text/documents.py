@@ -62,13 +62,7 @@ _SHORT_NAMES = {
 }
 
 
-def load_documents(
-    name: str,
-    *,
-    split: str,
-    field: str = "text",
-    max_documents: int | None = None,
-) -> list[Document]:
+def load_documents(name: str, *, split: str, field: str = "text", max_documents: int | None = None) -> list[Document]:
     """Load the documents of a data set of texts or conversations.
 
     Parameters
