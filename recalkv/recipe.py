@@ -122,8 +122,9 @@ def compress(
         with writing_folder(folder.resolve()) as place:
             generation, compressed.generation_config = compressed.generation_config, GenerationConfig()
             compressed.save_pretrained(place)
-            # transformers refuses to save some that it has loaded.
-            generation.to_json_file(place / "generation_config.json")
+            if generation is not None:
+                # transformers refuses to save some that it has loaded.
+                generation.to_json_file(place / "generation_config.json")
             tokenizer.save_pretrained(place)
         return folder
     where = device_of(device)
@@ -133,7 +134,14 @@ def compress(
         with writing_folder(place) as partial:
             reference = resolve_model(name_or_path, revision, dense)
             compress_checkpoint(reference, texts, calibration, parameters, where, partial, progress, goal, tokenizer)
-        return folder if folder is not None else load_model(place, where, checkpoint_dtype(place))
+        if folder is not None:
+            return folder
+        loaded = load_model(place, where, checkpoint_dtype(place))
+        if "disk" in getattr(loaded, "hf_device_map", {}).values():
+            raise ParameterError(
+                "the compressed model does not fit in memory, and its file is not kept; give out=, a folder for it."
+            )
+        return loaded
 
 
 def _in_memory(

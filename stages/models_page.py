@@ -63,10 +63,14 @@ def _comparable(earlier: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         model: {
             suite: caches
             for suite, caches in suites.items()
-            if caches["dense"] == own.get(model, {}).get(suite, caches)["dense"]
+            if _scores(caches) == _scores(own.get(model, {}).get(suite, caches))
         }
         for model, suites in earlier.items()
     }
+
+
+def _scores(caches: dict[str, Any]) -> dict[str, Any]:
+    return {task: (each["items"], each["score"]) for task, each in caches["dense"].items()}
 
 
 def _model(run: Stage, cells: Path) -> dict[str, Any]:

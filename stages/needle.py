@@ -1,5 +1,6 @@
 """Step 9e: numbers hidden in long texts, asked of one model by one form of cache."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from recalkv.runtime.models import codec_of
 from recalkv.text.corpora import check_length, main_documents
 from recalkv.text.windows import joined_tokens
 from stages.common import Stage, stage, write_json
-from stages.forms import HELP, check_names, opened
+from stages.forms import HELP, check_names, figures_key, opened
 
 
 @stage(default=False)
@@ -23,13 +24,17 @@ def needle(
     out: Annotated[Path, typer.Argument(help="File of the scores.")],
     name: Annotated[str, typer.Argument(help=f"dense, {HELP}")],
 ) -> None:
-    """Ask for the numbers of every length and depth; write the score of each to OUT."""
+    """Ask for the numbers of every length and depth; write the score of each to OUT, unless the same is there."""
     from transformers import AutoConfig, AutoTokenizer
 
     if name != "dense":
         check_names([name])
     folder, wanted = run.model().folder, run.params.needle
     check_length(AutoConfig.from_pretrained(folder, trust_remote_code=False), "needle.lengths", max(wanted.lengths))
+    settings = {"needle": wanted.model_dump(), "evaluation": run.params.evaluation.model_dump()}
+    key = figures_key(run, name, ["evaluation/suites", "kernels", "text"], settings, [])
+    if out.exists() and json.loads(out.read_text()).get("key") == key:
+        return
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     haystack = joined_tokens(tokenizer, main_documents(run.params.evaluation))
     with opened(run, name, one_pass=True) as (model, _), run.bar(len(wanted.lengths) * wanted.trials, "prompt") as bar:
@@ -40,9 +45,11 @@ def needle(
         out,
         {
             "bits_per_element": bits,
+            "model": run.model().fingerprint,
             "lengths": wanted.lengths,
             "depths": wanted.depths,
             "scores": dict(zip(SCORES, scores.tolist(), strict=True)),
+            "key": key,
         },
     )
 

@@ -353,7 +353,7 @@ def test_masks_that_are_added_hide_what_those_of_bool_do(least: float) -> None:
     assert torch.equal(one_pass(model, ids, attention_mask=added), wanted)
     with pytest.raises(UnsupportedModelError, match="adds to the scores of tokens that it does not hide"):
         one_pass(model, ids, attention_mask=added + 0.5 * seen)
-    with pytest.raises(UnsupportedModelError, match=r"the mask of \w+ is of torch.int64; give one of bool"):
+    with pytest.raises(UnsupportedModelError, match=r"the mask of \w+ is of torch.int64, which .*; give one of bool"):
         one_pass(model, ids, attention_mask=seen.long())
 
 
@@ -406,6 +406,22 @@ def test_masks_of_another_width_are_refused(family: str, width: int, static: boo
     _, cache = in_chunks(model, ids, [40], cache)
     with pytest.raises(ParameterError, match=f"the mask covers {width} slots and must cover {41 if static else ''}"):
         model(ids[:, 40:41], attention_mask=torch.ones(6, 1, 1, width, dtype=torch.bool), past_key_values=cache)
+    # The cache is as it was.
+    with torch.no_grad():
+        assert_agree(model(ids[:, 40:41], past_key_values=cache).logits, one_pass(model, ids[:, :41])[:, 40:])
+
+
+def test_a_cache_that_a_pass_left_halfway_is_refused() -> None:
+    model, ids = coded_model("gemma3"), token_ids()
+    _, cache = in_chunks(model, ids, [20])
+    masks = {"sliding_attention": None, "full_attention": torch.ones(6, 1, 4, 24, dtype=torch.bool)}
+    with pytest.raises(UnsupportedModelError, match="lets tokens attend to later ones"):
+        model(ids[:, 20:24], attention_mask=masks, past_key_values=cache)
+    raises(ParameterError, "hold 20 and 24 tokens, since a pass ended", model, ids[:, 20:21], past_key_values=cache)
+    # And what other attention functions were handed.
+    model = coded_model()
+    model.set_attn_implementation("sdpa")
+    raises(UnsupportedModelError, "not to recalkv's attention function", in_chunks, model, ids, [20, 21])
 
 
 def test_padding_may_be_on_the_right() -> None:
@@ -414,6 +430,10 @@ def test_padding_may_be_on_the_right() -> None:
     real = torch.ones_like(ids)
     real[:, 40:] = 0
     found = one_pass(model, ids, attention_mask=real, position_ids=real.cumsum(1) - 1)
+    assert_agree(found[:, :40], one_pass(model, ids[:, :40]))
+    # Or by a mask of four dimensions, in which padding sees itself as well.
+    seen = causal_mask(ids, 0) & (real.bool()[:, None, None] | torch.eye(60, dtype=torch.bool))
+    found = one_pass(model, ids, attention_mask=seen, position_ids=(real.cumsum(1) - 1) * real)
     assert_agree(found[:, :40], one_pass(model, ids[:, :40]))
 
 
@@ -505,3 +525,7 @@ def test_packed_sequences_are_refused() -> None:
         with pytest.raises(ParameterError, match="pass packed sequences one by one"):
             # As SDPA is told of them.
             model(ids, attention_mask=causal_mask(ids, 30), position_ids=packed, use_cache=cached)
+    room, wide = StaticCache(config=model.config, max_cache_len=80), torch.zeros(1, 1, 60, 80, dtype=torch.bool)
+    wide[..., :60] = causal_mask(ids, 30)
+    with pytest.raises(ParameterError, match="pass packed sequences one by one"):
+        model(ids, attention_mask=wide, position_ids=packed, past_key_values=room)

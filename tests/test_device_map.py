@@ -1,5 +1,6 @@
 """Compressed models split over devices by accelerate: the same tokens, also with layers fetched from disk."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,14 @@ def test_models_that_do_not_fit_a_gpu_are_split(free: float, split: bool, tmp_pa
     compressed.save_pretrained(tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
     device = torch.device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda asked: {device: (int(free * size), 2 * size)}[asked])
-    assert placement(tmp_path, device, "auto") == ("auto" if split else {"": device})
+    for name, found in {"memory_reserved": size // 2, "memory_allocated": size // 4}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda asked, found=found: {device: found}[asked])
+    # A quarter of it is held by torch.
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda asked: {device: (int((free - 0.25) * size), 2 * size)}[asked]
+    )
+    with pytest.warns(UserWarning, match="is split over GPUs") if split else contextlib.nullcontext():
+        assert placement(tmp_path, device, "auto") == ("auto" if split else {"": device})
     # Float32 weights take half of it in 16 bits; a CPU needs no map.
     assert placement(tmp_path, device, torch.bfloat16) == {"": device}
     assert placement(tmp_path, torch.device("cpu"), "auto") is None

@@ -119,6 +119,10 @@ def test_prompts_leave_positions_for_template_and_answer(length: int | None, tmp
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
+    small = Scripted("a")
+    small.config.max_position_embeddings = 512
+    with pytest.raises(ParameterError, match=r"multi_news answers in 512 tokens, .* 512 positions leave none"):
+        longbench(small, Characters(), "multi_news", write(tmp_path, "multi_news"), ASKED)
     with pytest.raises(ParameterError, match=r"'narrativeqa' is not one of qasper, qmsum"):
         longbench(Scripted("a"), Characters(), "narrativeqa", None, ASKED)
     path = tmp_path / "qasper.test.jsonl"

@@ -14,6 +14,7 @@ from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.suites.needle import DIGITS, SCORES, answer_scores, digit_places, find_needles, needle_context
 from recalkv.params import NeedleParams
+from recalkv.reports.needle import report
 from tests import raises, tiny
 from tests.characters import Characters
 from tests.pipeline import change, invoke
@@ -179,6 +180,12 @@ def test_stages_measure_models_and_make_a_page(prepared: Path) -> None:
     Path("data/cells/needle/codec-4.json").unlink()
     assert invoke("needle_page") == 0
     assert json.loads(Path("reports/suites/needle.json").read_text()) == found
+    # But for what was asked in another way.
+    cells = {path.stem: json.loads(path.read_text()) for path in Path("data/cells/needle").glob("*.json")}
+    assert {row["method"] for row in report(cells, found | {"setting": {}})["rows"]} == {*cells}
+    raises(
+        DataError, "dense, .* beside other; measure all", report, {"other": cells["dense"] | {"depths": [0.5]}} | cells
+    )
     # They are not of the default run, whose costs are kept.
     assert not {"needle", "needle_page"} & set(json.loads(Path("reports/timings.json").read_text()))
 

@@ -229,7 +229,9 @@ class Codec:
         """
         folder = Path(folder).resolve()
         if folder == Path.cwd():
-            raise ParameterError("codec: the current folder cannot be replaced by a side-car; name a folder in it.")
+            raise ParameterError(
+                f"codec: {folder} is the current folder, which cannot be replaced by a side-car; name one in it."
+            )
         partial = folder.with_name(folder.name + ".partial")
         for held in (folder, partial):
             if held.exists() and not (held.is_dir() and {each.name for each in held.iterdir()} <= _FILES):

@@ -25,6 +25,7 @@ _HEAD_TOKENS = 512
 
 # A window in one pass keeps a device busy by itself; one that is decoded token by token does not.
 _DECODED_AT_ONCE = 16
+_DECODED_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def measured(
         evaluation_precision(wanted.precision, next(model.parameters()).device),
         dense=dense,
         keep=keep,
-        batch_size=1 if wanted.prefill is None else _DECODED_AT_ONCE,
+        batch_size=1 if wanted.prefill is None else max(1, min(_DECODED_AT_ONCE, _DECODED_TOKENS // windows.shape[1])),
         prefill=wanted.prefill,
     )
 

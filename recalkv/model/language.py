@@ -1,5 +1,6 @@
 """Load a causal language model; of a multimodal one, its language model alone."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def placement(folder: Path, device: torch.device, dtype: torch.dtype | str) -> s
         needed = sum(file.stat().st_size for file in weight_files(folder))
         if isinstance(dtype, torch.dtype):
             needed = needed * dtype.itemsize // checkpoint_dtype(folder).itemsize
-        if needed > _WEIGHTS_SHARE * torch.cuda.mem_get_info(device)[0]:
+        # What torch holds for what comes is free as well.
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + held
+        if needed > _WEIGHTS_SHARE * free:
+            warnings.warn(
+                f"{folder}: weights of {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {device}; the "
+                f"model is split over GPUs, CPU and disk, which slows it down.",
+                stacklevel=2,
+            )
             return "auto"
     return {"": device}

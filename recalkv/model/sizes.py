@@ -128,7 +128,5 @@ def known_sizes(name: str, parameter: str) -> ModelSizes:
     own = name.removeprefix("paper/")
     found = KNOWN.get(_ALIASES.get(own, own))
     if found is None:
-        raise ParameterError(
-            f"{parameter}: {name!r} is not known; choose one of {', '.join(KNOWN)}, or a folder with a config.json."
-        )
+        raise ParameterError(f"{parameter}: {name!r} is not known; choose one of {', '.join(KNOWN)}.")
     return found

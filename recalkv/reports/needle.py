@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from recalkv.errors import DataError
 from recalkv.params import NeedleParams
 from recalkv.reports.tables import needle
 
@@ -21,7 +22,7 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
     cells
         What the stage ``needle`` wrote, by name.
     earlier
-        An earlier report, for what has no cell.
+        An earlier report, for what has no cell; left aside where it is of another model or of other prompts.
 
     Returns
     -------
@@ -29,8 +30,25 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
         ``rows``: by ``method`` and ``length`` (or :data:`ALL`), ``bits_per_element``, ``prompts``, and of each score
         (:data:`recalkv.evaluation.suites.needle.SCORES`) the mean and, as ``NAME_error``, its standard error over
         prompts, within each of which the mean is over depths; 0 where there is one prompt only. ``places``: by
-        ``method``, ``length`` and ``depth`` the means.
+        ``method``, ``length`` and ``depth`` the means. ``setting``: model, lengths, depths and prompts of each length.
+
+    Raises
+    ------
+    DataError
+        If cells are of several settings.
     """
+    settings = [
+        {key: cell[key] for key in ("model", "lengths", "depths")} | {"prompts": len(cell["scores"]["digits"][0])}
+        for cell in cells.values()
+    ]
+    others = [name for name, own in zip(cells, settings, strict=True) if own != settings[0]]
+    if others:
+        raise DataError(
+            f"cells of hidden numbers are of several models, lengths, depths or prompts: {', '.join(others)} beside "
+            f"{next(iter(cells))}; measure all with the same parameters, or remove those of others."
+        )
+    if not settings or earlier.get("setting") != settings[0]:
+        earlier = {}
     rows, places = ([row for row in earlier.get(kind, ()) if row["method"] not in cells] for kind in ("rows", "places"))
     for name in cells:
         cell, scores = cells[name], {}
@@ -51,10 +69,9 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
         }
         rows.append(whole | {"length": ALL, "prompts": prompts * len(cell["lengths"])} | _flat(found))
     order = {row["method"]: (-row["bits_per_element"], row["method"]) for row in rows}
-    return {
-        kind: sorted(found, key=lambda row: order[row["method"]])
-        for kind, found in {"rows": rows, "places": places}.items()
-    }
+    both = {"rows": rows, "places": places}
+    ordered = {kind: sorted(found, key=lambda row: order[row["method"]]) for kind, found in both.items()}
+    return ordered | {"setting": settings[0] if settings else {}}
 
 
 def _means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

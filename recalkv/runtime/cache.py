@@ -131,10 +131,6 @@ class CodecLayer(CacheLayerMixin):
     def _room(self, slots: int) -> int:
         return slots if self.sliding_window is None else min(slots, self.sliding_window + self.ring + 2 * TILE)
 
-    def expect(self) -> None:
-        """Let a pass begin whose attention function is recalkv's; what one that failed has left is dropped."""
-        self.awaited, self.pending, self.given = True, None, None
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new tokens; the attention function stores them (:meth:`append`), as it knows masks and positions."""
         if self.pending is not None or self.awaited is False:
@@ -381,7 +377,6 @@ class CodecLayer(CacheLayerMixin):
                 stacklevel=2,
             )
         self.length = self.recorded = left
-        self.pending = None
         # What comes is exact again, whatever stood in its places.
         self.written = min(self.written, left + self.ring)
         assert self.first is not None

@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,7 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
                 own = CodecLayer(layers[index], codec.window, codec.sinks, layer.sliding_window, layer.capacity)
                 own.record_past = layer.record_past
                 cache.layers[index] = layer = own
-            layer.expect()
+            layer.awaited = True
             continue
         if type(layer) not in _REPLACED:
             if isinstance(layer, DynamicLayer | StaticLayer):
@@ -211,7 +211,7 @@ def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
         cache.layers[index] = CodecLayer(layers[index], codec.window, codec.sinks, window, capacity)
         if getattr(layer, "record_past", False):
             cache.layers[index].activate_past_recording()
-        cache.layers[index].expect()
+        cache.layers[index].awaited = True
     return cache
 
 
@@ -256,22 +256,33 @@ def _check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
         )
 
 
-def _check_packed(positions: Tensor, mask: Any) -> None:
+def _check_packed(positions: Tensor, mask: Any, start: int | None) -> None:
     """Refuse positions (batch or 1, tokens) that do not go on from one token to the next, padding aside.
+
+    Parameters
+    ----------
+    start
+        Slot of the first token in a mask of four dimensions; None for its last ones.
 
     Raises
     ------
     ParameterError
     """
-    if positions.shape[1] == 1 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() in (2, 4))):
+    count = positions.shape[1]
+    if count == 1 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() in (2, 4))):
         return
     wrong = positions.diff(dim=1) != 1
-    if mask is not None:
-        seen = mask[..., -positions.shape[1] :]
-        seen = seen.bool() if mask.dim() == 2 else _slots_of_texts(seen)
-        seen = seen.to(wrong.device)
-        if seen.shape[1] == positions.shape[1]:
+    if mask is not None and mask.dim() == 2:
+        seen = mask[:, -count:].bool().to(wrong.device)
+        if seen.shape[1] == count:
             wrong = wrong & seen[:, 1:] & seen[:, :-1]
+    elif mask is not None:
+        begin = mask.shape[-1] - count if start is None else start
+        seen = mask[..., max(0, begin) : begin + count].to(wrong.device)
+        if seen.shape[-2:] == (count, count):
+            seen = (seen if seen.dtype == torch.bool else seen == 0).any(1)
+            # A token that no later one sees is padding, or alone: it reads nothing that is coded.
+            wrong = wrong & seen.any(1)[:, :-1] & seen.tril(-1).any(1)[:, 1:]
     if bool(wrong.any()):
         raise ParameterError(
             "codec: position_ids restart or leave out positions between a sequence's tokens, and keys are coded by "
@@ -279,16 +290,19 @@ def _check_packed(positions: Tensor, mask: Any) -> None:
         )
 
 
-def _slots_of_texts(mask: Tensor) -> Tensor:
-    """Slots (batch, tokens) that queries see by a mask (batch or 1, heads or 1, queries, tokens).
+def _check_lengths(layers: Sequence[CodecLayer]) -> None:
+    """Refuse a cache that a pass left halfway.
 
-    None where the last query does not see the last slot: a static cache has room behind its tokens. Padding, whose
-    queries see nothing, is let see everything by transformers.
+    Raises
+    ------
+    ParameterError
     """
-    seen = (mask if mask.dtype == torch.bool else mask == 0).any(1)
-    causal = ~seen[..., -1:]
-    causal[:, -1] = seen[:, -1, -1:]
-    return (seen & causal).any(1) & seen[:, -1, -1:]
+    lengths = sorted({layer.length for layer in layers})
+    if len(lengths) > 1:
+        raise ParameterError(
+            f"codec: layers of the cache hold {' and '.join(map(str, lengths))} tokens, since a pass ended between "
+            f"them; give a copy of the cache from before it, or a new one."
+        )
 
 
 class _CacheHook:
@@ -308,8 +322,6 @@ class _CacheHook:
             args = args[len(self.names) :]
         cache = kwargs.get("past_key_values")
         positions = kwargs.get("position_ids")
-        if positions is not None and positions.dim() == 2 and not torch.compiler.is_compiling():
-            _check_packed(positions, kwargs.get("attention_mask"))
         wanted = kwargs.get("use_cache")
         if wanted is None:
             wanted = getattr(model.config.get_text_config(decoder=True), "use_cache", False) and not module.training
@@ -319,10 +331,16 @@ class _CacheHook:
             kwargs["past_key_values"] = coded(cache, self.codec.layers, self.codec)
         if positions is not None and positions.dim() == 3:
             check_positions(module, positions)
-        if cache is None and not torch.compiler.is_compiling():
-            GIVEN.positions = positions if positions is not None and positions.dim() == 2 else None
-        elif positions is not None and positions.dim() == 2 and not torch.compiler.is_compiling():
-            layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CodecLayer)]
+            positions = None
+        if torch.compiler.is_compiling():
+            return args, kwargs
+        layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CodecLayer)]
+        _check_lengths(layers)
+        if positions is not None:
+            _check_packed(positions, kwargs.get("attention_mask"), layers[0].length if layers else None)
+        if cache is None:
+            GIVEN.positions = positions
+        elif positions is not None:
             for layer in layers:
                 layer.given = positions
             if layers:

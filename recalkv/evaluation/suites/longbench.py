@@ -235,6 +235,11 @@ def _reader(model: Any, tokenizer: Any, task: str, wanted: LongBenchParams, prog
 
     def answer(prompt: str, new_tokens: int) -> str:
         room = (positions or 10**9) - new_tokens - added
+        if room < 1:
+            raise ParameterError(
+                f"longbench.tasks: {task} answers in {new_tokens} tokens, and with {added} for the chat template the "
+                f"model's {positions} positions leave none for its prompts; leave it out."
+            )
         inputs = torch.tensor([encoded(shortened(tokenizer, prompt, min(wanted.max_length or room, room)))]).to(device)
         options: dict[str, Any] = {}
         if task == "samsum":
