@@ -20,6 +20,7 @@ from recalkv.errors import ParameterError, user_errors
 from recalkv.params import CompressionParams
 from recalkv.presets import describe, is_rendered, preset_names, render
 from recalkv.presets import preset as parameters_of
+from recalkv.store.folders import write_whole
 
 # Modules that need torch are imported where they are used: help is not to wait for them.
 
@@ -74,7 +75,7 @@ def preset(
         try:
             if out.exists() and not overwrite and not is_rendered(out.read_text(errors="replace")):
                 raise ParameterError(f"{out} was edited by hand; give --overwrite to replace it.")
-            out.write_text(content)
+            write_whole(out, content)
         except OSError as error:
             raise ParameterError(
                 f"--out {out} cannot be written ({error.strerror}); name a file in a folder that exists."

@@ -75,7 +75,7 @@ def telling_full_disk(folder: Path | str, remedy: str = "write to another") -> I
     except Exception as error:
         # safetensors and datasets report a full disk in the text of an exception of their own.
         told = any(each in str(error) for each in ("os error 28", os.strerror(errno.ENOSPC)))
-        if getattr(error, "errno", None) == errno.ENOSPC or told:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or told:
             raise StoreError(
                 f"no space left on the disk of {folder}; free some space or {remedy}, then run the command "
                 f"again. Nothing half-written was kept."

@@ -11,6 +11,12 @@ from recalkv.trellis.codes import BITS, DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment, row_bytes
 
 
+def test_energies_that_rounding_puts_out_of_order_spend_the_budget_all_the_same() -> None:
+    energies = [1 + 1e-14 * number for number in range(64)]
+    (segments,) = allocate_bits([energies], [1.0], 40.0)
+    assert row_bytes(segments) > 32
+
+
 def falling(blocks: int, first: float = 1.0, rate: float = 0.5) -> list[float]:
     return [first * rate**block for block in range(blocks) for _ in range(BLOCK)]
 

@@ -109,6 +109,16 @@ def test_models_in_16_bits_turn_as_in_32(family: str, dtype: torch.dtype) -> Non
         torch.testing.assert_close(found[layer].frequencies, rotation.frequencies, rtol=0, atol=3e-4)
 
 
+def test_slow_pairs_that_16_bits_do_not_show_in_a_window_are_those_of_the_context() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e12, "partial_rotary_factor": 0.5}
+    model = dense_model("glm-partial", rope_parameters=rope).to(torch.bfloat16)
+    longer = measured_rotations(model, 1 << 22)
+    assert all(int((own.frequencies != 0).sum()) == own.frequencies.numel() // 2 for own in longer.values())
+    for layer, own in measured_rotations(model, 48, longer).items():
+        assert torch.equal(own.pairs, longer[layer].pairs)
+        torch.testing.assert_close(own.frequencies, longer[layer].frequencies, rtol=0, atol=2e-3)
+
+
 def test_the_context_decides_where_the_model_says_so() -> None:
     model = dense_model("phi3-longrope")
     short, long = (measured_rotations(model, context)[0].frequencies for context in (40, CONTEXT))

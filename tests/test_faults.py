@@ -91,6 +91,10 @@ def test_conversations_of_today_are_read_alike_from_everywhere(tmp_path: Path, t
     assert rendered(tokenizer, CALLS).startswith("<user>7")
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content }} {% endfor %}"
     assert rendered(tokenizer, CALLS) == "user: What is the time? assistant:  tool: noon "
+    # Or one that would write parts as Python does.
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | trim }} {% endfor %}"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": "image"}]}]
+    assert rendered(tokenizer, parts) == "What is it? "
 
 
 def test_lone_surrogates_and_foreign_bytes(tmp_path: Path, tiny_tokenizer: Any) -> None:

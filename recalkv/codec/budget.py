@@ -36,7 +36,7 @@ def target_bits(
         (tokens[index] if tokens else context) * _DENSE // 8 * sum(each.numel() for each in own.means)
         for index, own in moments.items()
     )
-    ratio = target.fixed_ratio(round(dense / context))
+    ratio = target.fixed_ratio(dense / context)
     return None if ratio is None else _DENSE * (1 - ratio)
 
 

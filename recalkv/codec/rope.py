@@ -7,6 +7,7 @@ interleaved pairs, partial rotation, YaRN, Llama 3's, long RoPE, and layers with
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +97,15 @@ def no_rotation(size: int) -> Rotation:
 
 
 @torch.no_grad()
-def measured_rotations(model: Any, context: int) -> dict[int, Rotation]:
+def measured_rotations(model: Any, context: int, known: Mapping[int, Rotation] | None = None) -> dict[int, Rotation]:
     """Rotation of each layer that attends, as the model rotates within a context of so many positions.
 
     Layers whose keys depend on the position in another way, as with learned positions, count as not rotated.
+
+    Parameters
+    ----------
+    known
+        Rotations within a longer context, whose pairs are taken: in 16 bits few positions do not show the slowest.
 
     Raises
     ------
@@ -131,7 +137,8 @@ def measured_rotations(model: Any, context: int) -> dict[int, Rotation]:
         ) from error
     found: dict[int, Rotation] = {}
     for layer, key in keys.items():
-        own = _rotation(key.unflatten(0, (_TOKENS, -1)), places, limits[layer])
+        states = key.unflatten(0, (_TOKENS, -1))
+        own = _rotation(states, places, limits[layer]) if known is None else _same_pairs(states, places, known[layer])
         # Rounding tells layers of one rotation apart, which are to share its tables.
         found[layer] = next((each for each in found.values() if _alike(each, own, last)), own)
     return found
@@ -170,12 +177,23 @@ def _rotation(keys: Tensor, places: list[int], limit: float = _PRECISE) -> Rotat
                 best, found = float(change.max()), pairs
     if best == limit:
         return still
-    numbers = torch.view_as_complex(torch.stack([keys[..., found[0]], keys[..., found[1]]], -1))
-    turns = (numbers * numbers[:, :1].conj()).sum((0, 2)).angle()  # (positions, pairs), between -pi and pi
-    frequencies = torch.zeros(found.shape[1], dtype=torch.float64)
-    for place, angle in zip(places[1:], turns[1:], strict=True):
-        expected = frequencies * place
-        frequencies = (angle + ((expected - angle) / (2 * torch.pi)).round() * 2 * torch.pi) / place
+    frequencies = _frequencies(keys, places, found)
     rest = torch.tensor([i for i in range(size) if i not in set(found.flatten().tolist())], dtype=torch.int64)
     pairs = torch.cat([found, rest.view(2, -1)], 1)
     return Rotation(pairs, torch.cat([frequencies, torch.zeros(len(rest) // 2, dtype=torch.float64)]))
+
+
+def _same_pairs(keys: Tensor, places: list[int], known: Rotation) -> Rotation:
+    """Rotation of keys whose pairs are known."""
+    return Rotation(known.pairs, torch.where(known.frequencies == 0, 0.0, _frequencies(keys, places, known.pairs)))
+
+
+def _frequencies(keys: Tensor, places: list[int], pairs: Tensor) -> Tensor:
+    """Frequencies (pairs,) float64 of (tokens, positions, kv heads, d) keys of the same tokens."""
+    numbers = torch.view_as_complex(torch.stack([keys[..., pairs[0]], keys[..., pairs[1]]], -1))
+    turns = (numbers * numbers[:, :1].conj()).sum((0, 2)).angle()  # (positions, pairs), between -pi and pi
+    frequencies = torch.zeros(pairs.shape[1], dtype=torch.float64)
+    for place, angle in zip(places[1:], turns[1:], strict=True):
+        expected = frequencies * place
+        frequencies = (angle + ((expected - angle) / (2 * torch.pi)).round() * 2 * torch.pi) / place
+    return frequencies

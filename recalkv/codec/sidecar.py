@@ -6,7 +6,7 @@ changed nor copied.
 
 import functools
 import json
-import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,22 +232,24 @@ class Codec:
             raise ParameterError(
                 f"codec: {folder} is the current folder, which cannot be replaced by a side-car; name one in it."
             )
-        partial = folder.with_name(folder.name + ".partial")
-        for held in (folder, partial):
-            if held.exists() and not (held.is_dir() and {each.name for each in held.iterdir()} <= _FILES):
-                raise ParameterError(
-                    f"codec: {held} holds other files than those of a codec, and would be replaced; name a new folder."
-                )
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            partial.mkdir(parents=True)
-            self.write(partial)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        if folder.exists() and not (folder.is_dir() and {each.name for each in folder.iterdir()} <= _FILES):
+            raise ParameterError(
+                f"codec: {folder} holds other files than those of a codec, and would be replaced; name a new folder."
+            )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Under names of its own: another process may write there as well.
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
+            new, old = Path(scratch) / "new", Path(scratch) / "old"
+            new.mkdir()
+            self.write(new)
+            if folder.exists():
+                folder.rename(old)
+            try:
+                new.rename(folder)
+            except OSError:
+                if old.exists():
+                    old.rename(folder)
+                raise
 
     def write(self, folder: Path) -> None:
         """Write the side-car's files into a folder."""
@@ -289,7 +291,7 @@ class Codec:
         try:
             record = json.loads((folder / _RECORD).read_text())
             tensors = load_file(folder / _TENSORS)
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, RecursionError, SafetensorError) as error:
             raise CheckpointError(
                 f"codec: {folder} holds no readable {_RECORD} and {_TENSORS} ({error}); make them by `recalkv fit`."
             ) from error
@@ -300,10 +302,12 @@ class Codec:
             )
         try:
             layers = {int(index): _layer(tensors, f"layers.{index}", own) for index, own in record["layers"].items()}
-            return cls(
-                dict(sorted(layers.items())), int(record["window"]), int(record["sinks"]), int(record["context"]),
-                str(record["fingerprint"]), record["record"],
-            )  # fmt: skip
+            window, sinks, context = (record[name] for name in ("window", "sinks", "context"))
+            # Compiled loops take their word for it.
+            if any(type(each) is not int for each in (window, sinks, context)) or min(window, sinks + 1, context) < 1:
+                raise ValueError(f"window {window}, sinks {sinks}, context {context}")
+            own = dict(sorted(layers.items()))
+            return cls(own, window, sinks, context, str(record["fingerprint"]), dict(record["record"]))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -321,14 +325,24 @@ def _layer(tensors: Mapping[str, Tensor], name: str, layout: Mapping[str, Sequen
                 )
         sides.append(codes)
     means = tensors[f"{name}.key_mean"], tensors[f"{name}.value_mean"]
+    heads, groups = len(means[0]), len(sides[0])
     for codes, mean in zip(sides, means, strict=True):
-        if len(sides[0]) != len(codes) or sum(len(code.matrix) for code in codes) != mean.numel():
+        # Compiled loops read as many numbers as these say: all are checked here.
+        covered = mean.ndim == 2 and len(mean) == heads and len(codes) == groups and heads % groups == 0
+        if not covered or any(len(code.matrix) != heads // groups * mean.shape[1] for code in codes):
             raise CheckpointError(f"codec: bases of {name} do not cover its heads {tuple(mean.shape)}; fit again.")
     rotation = Rotation(tensors[f"{name}.pairs"], tensors[f"{name}.frequencies"])
     if sorted(rotation.pairs.flatten().tolist()) != list(range(means[0].shape[1])) or (
-        rotation.pairs.shape != (2, len(rotation.frequencies))
+        rotation.pairs.shape != (2, len(rotation.frequencies)) or rotation.pairs.dtype != torch.int64
     ):
         raise CheckpointError(f"codec: pairs of {name} do not cover a key of {means[0].shape[1]}; fit again.")
-    if not all(bool(torch.isfinite(each).all()) for own in sides for code in own for each in (code.matrix, *means)):
-        raise CheckpointError(f"codec: a basis or mean of {name} has NaN or infinity; fit again.")
+    found = [rotation.frequencies, *means, *(code.matrix for codes in sides for code in codes)]
+    if [each.dtype for each in found] != [torch.float64] + [torch.float32] * (len(found) - 1):
+        raise CheckpointError(f"codec: tensors of {name} are of other types than the codec's; fit again.")
+    try:
+        found += [code.back for codes in sides for code in codes]
+    except torch.linalg.LinAlgError as error:
+        raise CheckpointError(f"codec: a basis of {name} has no inverse; fit again.") from error
+    if not all(bool(torch.isfinite(each).all()) for each in found):
+        raise CheckpointError(f"codec: a basis, mean or frequency of {name} has NaN or infinity; fit again.")
     return LayerCodec(sides[0], sides[1], *means, rotation)

@@ -6,6 +6,7 @@ loss ``E DISTORTION[b]`` (Cover and Thomas, section 10.3.3, with the few rates t
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -107,7 +108,8 @@ def allocate_bits(
             f"a budget of {budget:,.0f} bytes is below the {smallest:,.0f} of the smallest rows; ask for more."
         )
     blocks = [[unit[start : start + BLOCK] for start in range(0, len(unit), BLOCK)] for unit in energies]
-    sums = [[sum(block) for block in unit] for unit in blocks]
+    # Rounding may put energies that are alike out of their order.
+    sums = [list(itertools.accumulate(map(sum, unit), min)) for unit in blocks]
 
     def price(unit: int, level: int) -> float:
         return tokens[unit] * (_RATES[level] - _RATES[level - 1]) * BLOCK / 8

@@ -86,7 +86,7 @@ class Target:
             pass
         raise ParameterError(f"target {value!r} cannot be read; write {SYNTAX}.")
 
-    def fixed_ratio(self, dense_bytes: int) -> float | None:
+    def fixed_ratio(self, dense_bytes: float) -> float | None:
         """Fraction of the bytes to remove; None for a loss target, which takes measurements.
 
         Parameters
@@ -104,7 +104,7 @@ class Target:
             return self.ratio
         if self.bytes_per_token >= dense_bytes:
             raise ParameterError(
-                f"target: {self.bytes_per_token:,.0f} bytes per token already hold the dense cache of {dense_bytes:,} "
-                f"bytes; ask for less."
+                f"target: {self.bytes_per_token:,.0f} bytes per token already hold the dense cache of "
+                f"{dense_bytes:,.10g} bytes; ask for less."
             )
         return 1 - self.bytes_per_token / dense_bytes

@@ -33,7 +33,7 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
     if text is not config and getattr(config, "quantization_config", None) is None:
         text.tie_word_embeddings = config.tie_word_embeddings
         options |= {"config": text, "key_mapping": _NAMES}
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **options).eval()
 
 
 def placement(folder: Path, device: torch.device, dtype: torch.dtype | str) -> str | dict[str, torch.device] | None:

@@ -10,6 +10,7 @@ from recalkv.model.card import CARD, model_card
 from recalkv.model.spec import LatentSpec
 from recalkv.params import public_name
 from recalkv.reports.tables import STATES, markdown
+from recalkv.store.folders import write_whole
 
 FIGURES = "evaluation.json"
 """What a checkpoint's folder has of its own evaluation, beside the page of the same name."""
@@ -58,9 +59,7 @@ def write(figures: Mapping[str, Any], spec: LatentSpec | Codec, out: Path) -> No
     if isinstance(spec, LatentSpec) and own:
         files[out.parent / CARD] = model_card(spec, figures)
     for path, content in files.items():
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(content)
-        partial.replace(path)
+        write_whole(path, content)
 
 
 def _remedies(spec: LatentSpec | Codec, poor: list[str]) -> list[str]:

@@ -27,12 +27,18 @@ def writing_folder(path: Path) -> Iterator[Path]:
     aside before it is removed: whenever this is interrupted, the old folder or the new one is whole.
     """
     partial = partial_path(path)
+    held = StoreError(f"{partial} is being written by another process; wait for it, or name another folder.")
     if _is_held(partial):
-        raise StoreError(f"{partial} is being written by another process; wait for it, or name another folder.")
+        raise held
     shutil.rmtree(partial, ignore_errors=True)
     with telling_full_disk(path.parent):
-        partial.mkdir(parents=True)
-        with _locking(partial):
+        try:
+            partial.mkdir(parents=True)
+        except FileExistsError as error:
+            raise held from error
+        with _locking(partial) as free:
+            if not free:
+                raise held
             try:
                 yield partial
             except BaseException:
@@ -47,7 +53,11 @@ def _replace_folder(path: Path, new: Path) -> None:
         new.replace(path)
         return
     aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f"{path.name}.replaced-"))
-    old = path.replace(aside / path.name)
+    try:
+        old = path.replace(aside / path.name)
+    except OSError:
+        aside.rmdir()
+        raise
     try:
         new.replace(path)
     except OSError:
@@ -144,6 +154,8 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
     place, remedy = out.resolve(), "name a new folder"
     if place.exists() and not place.is_dir():
         raise ParameterError(f"output folder {out} is a file; {remedy}.")
+    if os.path.ismount(place):
+        raise ParameterError(f"output folder {out} is a mount point, which cannot be replaced; name a folder in it.")
     above = next(folder for folder in place.parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ParameterError(f"output folder {out}: {above} is no folder that can be written to; {remedy} elsewhere.")
@@ -198,3 +210,14 @@ def _foreign(folder: Path) -> list[str]:
     return sorted(
         entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name != "additional_chat_templates"
     )
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a text file under a name of its own and rename it, so that it is the old one or the new one."""
+    with (
+        telling_full_disk(path.parent),
+        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch,
+    ):
+        partial = Path(scratch) / path.name
+        partial.write_text(content)
+        partial.replace(path)

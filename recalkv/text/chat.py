@@ -60,11 +60,13 @@ def rendered(tokenizer: Any, document: Document) -> str:
     from jinja2.exceptions import TemplateError
 
     messages = [dict(message) for message in document]
+    # Templates of text models take neither parts nor null: they refuse them, or write them as Python does.
+    plain = [message | {"content": _text_of(message)} for message in messages]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        parts = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+        return rendered(tokenizer, plain) if any(str(each) in text for each in parts) else text
     except (TemplateError, TypeError) as error:
-        # Templates of text models take neither parts nor null.
-        plain = [message | {"content": _text_of(message)} for message in messages]
         if plain != messages:
             return rendered(tokenizer, plain)
         roles = ", ".join(str(message["role"]) for message in document)
