@@ -16,7 +16,7 @@ import recalkv
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.runtime.models import use_codec
 from recalkv.text.chat import is_conversation, plain_text, rendered
-from recalkv.text.documents import load_documents
+from recalkv.text.documents import given_documents, load_documents
 from recalkv.text.unicode import well_formed
 from recalkv.text.windows import document_tokens
 from tests import tiny
@@ -83,6 +83,10 @@ def test_conversations_of_today_are_read_alike_from_everywhere(tmp_path: Path, t
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": CALLS}) + "\n")
     (tmp_path / "rows.json").write_text(json.dumps([CALLS, {"messages": CALLS}]))
     assert load_documents(str(tmp_path / "rows.jsonl"), split="train") == [CALLS]
+    rows = [{"text": None, "messages": CALLS}, {"text": None}, {"text": "cache"}, {"messages": None}]
+    (tmp_path / "null.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load_documents(str(tmp_path / "null.jsonl"), split="train") == [CALLS, "", "cache", ""]
+    assert given_documents(rows) == [CALLS, "", "cache", ""]
     assert load_documents(str(tmp_path / "rows.json"), split="train") == [CALLS, CALLS]
     assert is_conversation(CALLS) and plain_text(CALLS) == "What is the time?\n\n\n\nnoon"
     tokenizer = copy.deepcopy(tiny_tokenizer)

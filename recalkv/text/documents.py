@@ -119,7 +119,10 @@ def given_documents(data: Any) -> list[Document]:
         raise DataError(f"dataset is of type {type(data).__name__}{splits}, not a list of documents; {taken}.")
     documents: list[Document] = []
     for number, row in enumerate(data if isinstance(data, Sized) else islice(data, _MOST), start=1):
-        document = row.get("text", row.get("messages")) if isinstance(row, Mapping) else row
+        document = row
+        if isinstance(row, Mapping) and row.keys() & {"text", "messages"}:
+            # A row without text is an empty document.
+            document = next((row[name] for name in ("text", "messages") if row.get(name) is not None), "")
         if not (isinstance(document, str) or is_conversation(document)):
             columns = f" of the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else ""
             raise DataError(f"dataset: item {number} is of type {type(row).__name__}{columns}; {taken}.")
@@ -156,7 +159,7 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
                 )
         else:
             yield text
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError):
             number = error.object.count(b"\n", 0, error.start) + 1
             raise DataError(f"{path}, line {number}: not UTF-8 text: {error}; convert it, as by `iconv`.") from error
@@ -165,10 +168,14 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
 
 def _column(row: Any, field: str, where: str) -> Document:
     columns = row if isinstance(row, dict) else {}
-    field = _or_messages(field, columns)
-    _check_column(field, columns, [columns.get(field)], where)
-    document: Document = columns[field]
-    return document
+    if field == "text" and columns.get(field) is None:
+        field = _or_messages(field, columns.keys() - {"text"} or columns)
+    document: Any = columns.get(field)
+    if document is None and field in columns:
+        return ""
+    _check_column(field, columns, [document], where)
+    own: Document = document
+    return own
 
 
 def _or_messages(field: str, columns: Collection[str]) -> str:
@@ -221,6 +228,8 @@ def _hub_documents(name: str, split: str, field: str, limit: int | None) -> list
         raise DataError(f"hub data set {what}: {type(error).__name__}: {error}; {remedy}") from error
     field = _or_messages(field, rows.column_names)
     documents = list(rows[: limit or known.most or len(rows)][field]) if field in rows.column_names else []
+    # A row without text is an empty document.
+    documents = ["" if document is None else document for document in documents]
     _check_column(field, rows.column_names, documents, known.id)
     return documents
 
