@@ -245,6 +245,10 @@ def test_what_a_killed_run_left_is_removed_when_asked(left: str | None, settings
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_mount_points_are_not_replaced(unloaded: None, settings: list[Any]) -> None:
+    assert "/ is a mount point, which cannot be replaced; name a folder in it" in refuse(*settings, "--out", "/")
+
+
 def test_the_folder_of_a_run_that_goes_on_is_kept(unloaded: None, settings: list[Any], tmp_path: Path) -> None:
     with writing_folder(tmp_path / "out") as partial:
         (partial / "model-00001-of-00003.safetensors").write_text("more to come")

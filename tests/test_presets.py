@@ -1,8 +1,10 @@
 """Presets: complete, with the paper's settings, and runnable on the same architectures scaled down."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,7 +98,9 @@ def test_command_needs_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "params.yaml").read_text() == render(preset("llama-2-7b", 0.7))
 
 
-def test_command_starts_from_the_defaults_and_keeps_what_was_changed(tmp_path: Path) -> None:
+def test_command_starts_from_the_defaults_and_keeps_what_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "mine.yaml"
     done("preset", "llama-7b", "--out", path)
     # A preset as it was written has nothing to lose, at whatever ratio.
@@ -108,6 +112,11 @@ def test_command_starts_from_the_defaults_and_keeps_what_was_changed(tmp_path: P
     path.write_text(changed)
     said = refused("preset", "default", "--out", path)
     assert "mine.yaml" in said and "--overwrite" in said and path.read_text() == changed
+    # A full disk leaves the old file.
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        assert "no space left on the disk" in refused("preset", "default", "--out", path, "--overwrite")
+    assert path.read_text() == changed and list(tmp_path.iterdir()) == [path]
     done("preset", "default", "--out", path, "--overwrite")
     assert path.read_text() == render(preset("default"))
 
