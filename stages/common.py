@@ -24,6 +24,7 @@ from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, evaluation_dtype, read_reference
 from recalkv.params import Params, load_params
 from recalkv.statistics.layer_inputs import FISHER_WINDOWS, LayerInputs
+from recalkv.store.folders import write_whole
 from recalkv.store.stores import (
     SCHEMA_VERSION,
     StoreReader,
@@ -205,11 +206,9 @@ def stage(body: Callable[..., None] | None = None, *, default: bool = True) -> C
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write sorted, indented JSON through a partial name, so that it is whole or absent."""
+    """Write sorted, indented JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def _record_timing(run: Stage, wall_seconds: float, cpu_seconds: float, kept: bool) -> None:

@@ -117,8 +117,12 @@ def take_moments(
 ) -> dict[int, LayerMoments]:
     """Measure a model's rotations, and take the moments of all its layers; see :func:`collect_moments`."""
     # Long RoPE and dynamic scalings turn short windows otherwise than long contexts.
-    longer = measured_rotations(model, max(windows.shape[1], context))
-    own, served = (measured_rotations(model, length, longer) for length in (windows.shape[1], context))
+    most = max(windows.shape[1], context)
+    longer = measured_rotations(model, most)
+    own, served = (
+        longer if length == most else measured_rotations(model, length, longer)
+        for length in (windows.shape[1], context)
+    )
     return collect_moments(model, windows, own, context, seed, progress, served, heads)
 
 

@@ -28,6 +28,19 @@ _HIDDEN = -1000.0
 
 
 def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **further: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls; a pass that is refused leaves nothing in the cache, and may be given again."""
+    try:
+        return _attend(module, query, key, value, attention_mask, **further)
+    except BaseException:
+        layer = getattr(key, "codec_layer", None)
+        if layer is not None:
+            layer.pending = layer.given = None
+        raise
+
+
+def _attend(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -52,37 +65,11 @@ def _attention(
         return dense_attention(
             module, query, key, value, attention_mask, scaling, dropout, softcap=softcap, s_aux=s_aux, **further
         )
-    layer: CodecLayer | None = getattr(key, "codec_layer", None)
-    try:
-        return _coded_attention(
-            module, own, codec, layer, query, key, value, attention_mask, scaling, softcap, s_aux, position_ids, further
-        )
-    except BaseException:
-        if layer is not None:
-            # Nothing of the pass is kept, which may be given again.
-            layer.pending = layer.given = None
-        raise
-
-
-def _coded_attention(
-    module: Any,
-    own: LayerCodec,
-    codec: Codec,
-    layer: CodecLayer | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    position_ids: Tensor | None,
-    further: dict[str, Any],
-) -> tuple[Tensor, None]:
     check_supported(module, further)
     states = (query, key, value) if torch.is_grad_enabled() else ()
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     mask = attention_mask if attention_mask is None else _slots_seen(module, attention_mask)
+    layer: CodecLayer | None = getattr(key, "codec_layer", None)
     if layer is not None and layer.pending is None:
         raise UnsupportedModelError(
             f"codec: layer {module.layer_idx} attends to the keys of an earlier layer, which rows do not serve; use "

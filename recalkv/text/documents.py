@@ -168,8 +168,8 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
 
 def _column(row: Any, field: str, where: str) -> Document:
     columns = row if isinstance(row, dict) else {}
-    if field == "text" and columns.get(field) is None:
-        field = _or_messages(field, columns.keys() - {"text"} or columns)
+    if field == "text" and columns.get(field) is None and "messages" in columns:
+        field = "messages"
     document: Any = columns.get(field)
     if document is None and field in columns:
         return ""
