@@ -117,12 +117,9 @@ def take_moments(
 ) -> dict[int, LayerMoments]:
     """Measure a model's rotations, and take the moments of all its layers; see :func:`collect_moments`."""
     # Long RoPE and dynamic scalings turn short windows otherwise than long contexts.
-    most = max(windows.shape[1], context)
-    longer = measured_rotations(model, most)
-    own, served = (
-        longer if length == most else measured_rotations(model, length, longer)
-        for length in (windows.shape[1], context)
-    )
+    lengths = windows.shape[1], context
+    longer = measured_rotations(model, max(lengths))
+    own, served = (longer if each == max(lengths) else measured_rotations(model, each, longer) for each in lengths)
     return collect_moments(model, windows, own, context, seed, progress, served, heads)
 
 
