@@ -232,7 +232,9 @@ class Codec:
             raise ParameterError(
                 f"codec: {folder} is the current folder, which cannot be replaced by a side-car; name one in it."
             )
-        if folder.exists() and not (folder.is_dir() and {each.name for each in folder.iterdir()} <= _FILES):
+        if folder.exists() and not (
+            folder.is_dir() and {each.name for each in folder.iterdir() if each.suffix != ".partial"} <= _FILES
+        ):
             raise ParameterError(
                 f"codec: {folder} holds other files than those of a codec, and would be replaced; name a new folder."
             )

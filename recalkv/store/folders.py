@@ -120,7 +120,8 @@ def _is_codec(folder: Path) -> bool:
 
 
 def _names(folder: Path) -> set[str]:
-    return {entry.name for entry in folder.iterdir()}
+    # What :func:`write_whole` leaves where it is killed is nothing.
+    return {entry.name for entry in folder.iterdir() if entry.suffix != ".partial"}
 
 
 CHECKPOINT = Output(
@@ -213,11 +214,11 @@ def _foreign(folder: Path) -> list[str]:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a text file under a name of its own and rename it, so that it is the old one or the new one."""
-    with (
-        telling_full_disk(path.parent),
-        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch,
-    ):
-        partial = Path(scratch) / path.name
-        partial.write_text(content)
-        partial.replace(path)
+    """Write a text file under a name of this process and rename it, so that it is the old one or the new one."""
+    partial = path.parent / f"{path.name}.{os.getpid()}.partial"
+    with telling_full_disk(path.parent):
+        try:
+            partial.write_text(content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
