@@ -9,8 +9,10 @@ import shutil
 import sys
 import textwrap
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,20 +131,24 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
     """Numba looks at a function's own file only; others are in the name that it is kept by."""
     name = "trellis"
     shutil.copytree(ROOT / "recalkv" / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "records.py").touch()
+    source, found = "def loop(address): pass", dict[str, Any]()
+    (tmp_path / "loops.py").write_text(source)
+    exec(compile(source, tmp_path / "loops.py", "exec"), found)
 
     def kept_as() -> str:
         spec = importlib.util.spec_from_file_location("loops_of_a_copy", tmp_path / "trellis/cpu/vectors.py")
         assert spec is not None and spec.loader is not None
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        name: str = module.called(lambda address: None)._cache._cache_file._index_name
+        name: str = module.called(types.FunctionType(found["loop"].__code__, {}))._cache._cache_file._index_name
         return name
 
     names = [kept_as(), kept_as()]
-    for name in ("trellis/cpu/codes.py", "trellis/cpu/threads.py"):
+    for name in ("trellis/cpu/codes.py", "trellis/cpu/threads.py", "records.py"):
         with (tmp_path / name).open("a") as file:
             file.write("# changed\n")
         names.append(kept_as())
-    assert len(names) == 4 and len(set(names)) == 3
+    assert len(names) == 5 and len(set(names)) == 4
 
 
 @pytest.mark.parametrize("patience", [0.01, 1e6])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from recalkv.codec.sidecar import LayerCodec
-from recalkv.runtime.cpu.step import CODE, COLUMNS, PIECE, ROOM, STEP, attend
+from recalkv.runtime.cpu.records import CODE, COLUMNS, PIECE, STEP, partial_size, query_size, thread_size
+from recalkv.trellis.cpu import compiled
 from recalkv.trellis.cpu.codes import partner
 from recalkv.trellis.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles
 from recalkv.trellis.cpu.threads import record, run, threads_of_torch
@@ -118,8 +119,7 @@ class LayerLoops:
                 "partners": self._at(_partners(keys.segments)),
             }  # fmt: skip
             groups.append(record(CODE, own))
-        self._most = max(len(code.segments) for code in codec.keys)
-        self._widest = max(code.width for code in codec.keys), max(code.width for code in codec.values)
+        most, wk = max(len(code.segments) for code in codec.keys), max(code.width for code in codec.keys)
         rotation = codec.rotation
         frequencies, pairs = rotation.frequencies.double().numpy(), np.ascontiguousarray(rotation.pairs.numpy())
         reduced, table = (torch.from_numpy(each) for each in _mean_table(frequencies.tobytes()))
@@ -128,11 +128,11 @@ class LayerLoops:
             "groups": codec.groups, "kv": codec.kv_heads, "dk": codec.head_dims[0], "dv": codec.head_dims[1],
             "row": codec.row_bytes, "pairs": self._at(pairs), "count": len(frequencies),
             "frequencies": self._at(np.ascontiguousarray(frequencies)), "inner": len(table),
-            "reduced": self._tensor(reduced, True),
-            "table": self._tensor(table), "codes": self._at(np.concatenate(groups)),
-            "key_mean": self._tensor(codec.key_mean), "value_mean": self._tensor(codec.value_mean),
-            "lookup": self._at(np.array(tables().addresses, np.int64)), "wk": self._widest[0], "wv": self._widest[1],
-            "most": self._most,
+            "reduced": self._tensor(reduced, True), "table": self._tensor(table),
+            "codes": self._at(np.concatenate(groups)), "key_mean": self._tensor(codec.key_mean),
+            "value_mean": self._tensor(codec.value_mean), "lookup": self._at(np.array(tables().addresses, np.int64)),
+            "wk": wk, "wv": max(code.width for code in codec.values), "most": most,
+            "query_size": query_size(wk, most, len(frequencies), codec.head_dims[0]),
         }  # fmt: skip
 
     def _at(self, numbers: np.ndarray) -> int:
@@ -176,11 +176,19 @@ class LayerLoops:
         real = np.array([scale, softcap or 0.0], np.float32)
         aux = None if s_aux is None else s_aux.detach().float().contiguous()
         mask = None if mask is None else mask.contiguous()
-        scratch = _scratch(self._scratch_size(cache, batch, repeats, threads))
+        fixed, queries = self._fixed, heads // self.codec.groups
+        partial = partial_size(queries, fixed["dv"], fixed["wv"])
+        own = thread_size(
+            queries, fixed["kv"], fixed["count"], fixed["inner"], fixed["dk"] + fixed["dv"],
+            max(fixed["wk"], fixed["wv"]), cache.sinks + cache.ring,
+        )  # fmt: skip
+        shared = batch * heads * fixed["query_size"]
+        scratch = _scratch(shared + threads * (batch * self.codec.groups * partial + own))
         rows, exact, pages = cache.rows, cache.exact, cache.exact_pages
         size, turns = exact.element_size(), self._turns((cache.longest - cache.base) // PIECE + 1)
         numbers = {
-            **self._fixed, "threads": threads, "batch": batch, "repeats": repeats, "tiles": rows.shape[1],
+            **fixed, "partial_size": partial, "thread_size": own, "threads": threads, "batch": batch,
+            "repeats": repeats, "tiles": rows.shape[1],
             "block": rows.stride(0), "pages": cache.pages.data_ptr(), "pages_row": cache.pages.stride(0),
             "base": cache.base, "bounds": cache.bounds.data_ptr(), "sinks": cache.sinks, "ring": cache.ring,
             "kind": _KINDS[query.dtype], "rows": rows.data_ptr(), "exact": exact.data_ptr(),
@@ -193,18 +201,9 @@ class LayerLoops:
             "mask_row": mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, "real": real.ctypes.data,
             "aux": 0 if aux is None else aux.data_ptr(), "scratch": scratch.ctypes.data, "pieces": turns.ctypes.data,
         }  # fmt: skip
-        run(attend, record(STEP, numbers))
+        # Compiled at the first step: packing alone, as evaluation does, needs none of it.
+        run(compiled("recalkv.runtime.cpu.step").attend, record(STEP, numbers))
         return out
-
-    def _scratch_size(self, cache: "StepCache", batch: int, repeats: int, threads: int) -> int:
-        (wk, wv), (dk, dv) = self._widest, self.codec.head_dims
-        kv, pairs, most = self.codec.kv_heads, len(self._frequencies), max(self._widest)
-        heads = kv * repeats
-        queries = heads // self.codec.groups
-        partial = batch * heads * (3 + dv + wv)
-        own = most // 2 * ROOM + (2 * queries + 2) * PIECE + queries * (4 * pairs + COLUMNS + 1) + 48
-        own += queries * (cache.sinks + cache.ring) + (queries + kv) * (dk + dv + most + 3 * COLUMNS)
-        return batch * heads * (wk // 2 + self._most + 2 * pairs + dk) + threads * (partial + own)
 
     def pack(self, keys: Tensor, values: Tensor, tiles: Tensor, slots: Tensor) -> None:
         """Write rows of centered states of tokens.

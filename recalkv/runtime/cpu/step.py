@@ -8,6 +8,7 @@ values are summed in code coordinates and mapped back once. Exact tokens, the fi
 import numpy as np
 from numba import carray
 
+from recalkv.runtime.cpu.records import CODE, COLUMNS, PIECE, ROOM, STEP
 from recalkv.trellis.codes import BITS, GRAIN, levels
 from recalkv.trellis.cpu.codes import decode, decode_pairs, scales_at
 from recalkv.trellis.cpu.rows import write_row
@@ -27,18 +28,8 @@ from recalkv.trellis.cpu.vectors import (
 )
 from recalkv.trellis.rows import TILE
 
-PIECE = 256
-"""Slots that are decoded at once: their numbers fit a core's second cache."""
-
-ROOM = PIECE + 2 * TILE
-"""float32 numbers of memory for two decoded numbers of a piece. Their rows are a cache line longer than they need to
-be: rows of a power of two would share a few sets of the first cache."""
-
 _TILE = TILE
 _PAIR = 2 * TILE
-COLUMNS = 64
-"""Columns of products are multiples of it."""
-
 _INTEGER = 32767
 _LARGEST = 2**31 * (1 - 2**-12)
 """Of sums of products: rounding one side to integers adds at most half of the largest level for each of 256 terms."""
@@ -49,40 +40,10 @@ repeated have the largest level in every slot."""
 
 _TINY = np.float32(1e-30)
 
-STEP = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "threads", "batch", "groups", "kv", "repeats", "dk", "dv", "row", "tiles", "block", "pages", "pages_row",
-            "base", "bounds", "sinks", "ring", "kind", "rows", "exact", "exact_pages", "exact_row", "exact_size",
-            "exact_block", "exact_token", "q", "k", "v", "out", "first", "offset", "mask", "mask_row", "real", "aux",
-            "scratch", "pairs", "frequencies", "count", "pieces", "inner", "reduced", "table", "codes", "key_mean",
-            "value_mean", "lookup", "wk", "wv", "most",
-        )
-    ]
-)  # fmt: skip
-"""What a step works on: counts, and addresses of what :meth:`recalkv.runtime.cpu.layer.LayerLoops.step` names."""
-
-CODE = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "wk", "wv", "key_segments", "key_count", "value_segments", "value_count", "key_into", "key_back",
-            "value_into", "value_back", "partners",
-        )
-    ]
-)  # fmt: skip
-"""Of each group's codes: widths, tables of segments with their lengths, and matrices."""
 _CODE_SIZE = CODE.itemsize
 
 # Of each sequence: its slots, the first that is attended to, and the first that is read exactly.
 _LENGTH, _LOW, _EDGE = range(3)
-
-
-@nested
-def _partial_size(queries, dv, wv):
-    """Numbers of one thread's partial result of a group: peaks, sums of weights (coded, exact), sums of values."""
-    return queries * (3 + dv + wv)
 
 
 @nested
@@ -109,12 +70,6 @@ def _tile_at(a, b, tile):
     """Address of a tile of a sequence."""
     block = array(a.pages + 8 * (b * a.pages_row + tile // a.tiles), 1, np.int64)[0]
     return a.rows + block * a.block + tile % a.tiles * a.row * _TILE
-
-
-@nested
-def _query_size(a):
-    """float32 numbers that a prepared query takes: integers of its code, a factor a segment, coefficients, itself."""
-    return a.wk // 2 + a.most + 2 * a.count + a.dk
 
 
 @nested
@@ -155,7 +110,7 @@ def _prepare(a, real, b, g, task, queries, own):
         _multiply(repeats, dk, scaled, code.key_back + 4 * task * dk * wide, code.wk, numbers)
         mean = floats(a.key_mean + 4 * (g * kv + task) * dk, dk)
         for r in range(repeats):
-            start = a.scratch + 4 * (b * heads + head + r) * _query_size(a)
+            start = a.scratch + 4 * (b * heads + head + r) * a.query_size
             query = scaled[r * dk : (r + 1) * dk]
             _as_integers(code, numbers[r * wide : (r + 1) * wide], start, floats(start + 2 * a.wk, code.key_count))
             out = floats(start + 2 * a.wk + 4 * a.most, 2 * pairs)
@@ -320,13 +275,6 @@ def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scal
 
 
 @nested
-def _piece_size(a, queries):
-    """float32 numbers of memory that a piece is worked on in."""
-    most = max(a.wk, a.wv)
-    return most // 2 * ROOM + (2 * queries + 2) * PIECE + queries * (2 * a.count + _padded(a.inner) + 1) + 48
-
-
-@nested
 def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
     """Attend to slots begin to end (not included) of one piece, by their rows."""
     code = array(a.codes + _CODE_SIZE * g, 1, CODE)[0]
@@ -349,7 +297,7 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
         rest[queries * 2 * pairs : queries * (2 * pairs + wide)],
         rest[queries * (2 * pairs + wide) :],
     )
-    stride = 4 * _query_size(a)
+    stride = 4 * a.query_size
     queries_at = a.scratch + stride * (b * heads + g * queries)
     turn = floats(a.pieces + 8 * pairs * piece, 2 * pairs)
     for q in range(queries):
@@ -389,7 +337,7 @@ def _exact_piece(a, real, b, g, queries, partial, own):
     kv, heads, places = a.kv // a.groups, a.kv * a.repeats, a.sinks + a.ring
     size = 4 if a.kind == 0 else 2
     first = array(a.first, a.batch, np.int64)[b]
-    stride = 4 * _query_size(a)
+    stride = 4 * a.query_size
     scores, state = own[: queries * places], own[queries * places :]
     scores[:] = LEAST
     bounds, wide = _bounds(a, b), size * (dk + dv)
@@ -444,7 +392,7 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
     g, heads = kv_head // kv, a.kv * repeats
     code = array(a.codes + _CODE_SIZE * g, 1, CODE)[0]
     width, wide = code.wv, _padded(dv)
-    size = _partial_size(queries, dv, wv)
+    size = a.partial_size
     base = (b * a.groups + g) * size
     numbers, rest = own[: repeats * width], own[repeats * width :]
     values, rest = rest[: repeats * dv], rest[repeats * dv :]
@@ -491,17 +439,14 @@ def attend(address):
     real = floats(a.real, 2)
     threads = a.threads
     many, me = thread_count(threads), thread_number(threads)
-    batch, groups, dk, dv = a.batch, a.groups, a.dk, a.dv
+    batch, groups = a.batch, a.groups
     heads = a.kv * a.repeats
     queries = heads // groups
-    size = _partial_size(queries, dv, a.wv)
+    size = a.partial_size
     step = batch * groups * size
-    at = a.scratch + 4 * batch * heads * _query_size(a)
+    at = a.scratch + 4 * batch * heads * a.query_size
     partials = floats(at, threads * step)
-    most = max(a.wk, a.wv)
-    own_size = _piece_size(a, queries) + queries * (a.sinks + a.ring)
-    own_size += (queries + a.kv) * (dk + dv + most + 3 * COLUMNS)
-    own = floats(at + 4 * (threads * step + me * own_size), own_size)
+    own = floats(at + 4 * (threads * step + me * a.thread_size), a.thread_size)
     mine = partials[me * step : (me + 1) * step]
     mine[:] = 0
     for each in range(batch * groups):

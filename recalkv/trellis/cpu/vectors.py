@@ -15,10 +15,6 @@ from numba.extending import intrinsic
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
 
-_SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
-_VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
-"""Hash of this package's sources, part of the key of Numba's cache: Numba checks a function's own file alone."""
-
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 _VECTOR = 16 if "+avx512f" in FEATURES else 8
 _VECTORS = 4 if "+avx512f" in FEATURES else 2
@@ -33,9 +29,15 @@ LEAST = np.finfo(np.float32).min
 BYTE, SHORT, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
+def _version(function: Callable[..., Any]) -> str:
+    """Hash of this package's sources and of those beside a function: Numba checks the function's own file alone."""
+    sources = {*Path(__file__).parents[1].rglob("*.py"), *Path(function.__code__.co_filename).parent.glob("*.py")}
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()[:16]
+
+
 def called(function: Callable[..., Any]) -> Any:
     """The function as one of C, which takes an address; compiled at once, and kept on disk."""
-    function.__qualname__ += f"_{_VERSION}"
+    function.__qualname__ += f"_{_version(function)}"
     return numba.cfunc(types.void(types.voidptr), cache=True, **_OPTIONS)(function)
 
 
