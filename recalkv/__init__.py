@@ -4,6 +4,7 @@ Importing the package registers the compressed model classes with transformers' 
 is imported first.
 """
 
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,18 +27,13 @@ if "recalkv_command" not in sys.modules and not _OURS:
     register()
 
 
+# Loading and running a compressed checkpoint needs nothing of the calibration.
+_MODULES = {"compress": "recipe", "fit": "fitting"} | dict.fromkeys(
+    ("codec_cache", "stop_codec", "use_codec"), "runtime.models"
+)
+
+
 def __getattr__(name: str) -> Any:
-    # Loading and running a compressed checkpoint needs nothing of the calibration.
-    if name == "compress":
-        from recalkv.recipe import compress
-
-        return compress
-    if name == "fit":
-        from recalkv.fitting import fit
-
-        return fit
-    if name in ("codec_cache", "stop_codec", "use_codec"):
-        from recalkv.runtime import models
-
-        return getattr(models, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"recalkv.{_MODULES[name]}"), name)

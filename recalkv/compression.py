@@ -22,7 +22,7 @@ from recalkv.method.factors import LayerFactors, factorize_layer
 from recalkv.method.fusion import fuse_layer, stored_latents
 from recalkv.method.grouping import group_heads
 from recalkv.method.methods import Method, resolve_method
-from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
+from recalkv.method.problem import LayerProblem, LayerStatistics
 from recalkv.method.refit import LayerRefit, LayerStart, refit_layers
 from recalkv.method.search import largest_ratio
 from recalkv.method.target import Target
@@ -187,33 +187,33 @@ def compress_layers(
     check_budget(source.geometry, method)
     known = statistics or collect_statistics(source, windows, calibration, method, progress)
 
-    def problems(index: int) -> LayerProblem:
+    def problem_of(index: int) -> LayerProblem:
         return LayerProblem.of(source, index, known.layer(index), method)
 
     groupings = []
     for index in range(total):
-        groupings.append(group_heads(problems(index)))
+        groupings.append(group_heads(problem_of(index)))
         progress("reorder", len(groupings), total)
     groups = [grouping.groups for grouping in groupings]
     energies = None
     if method.allocation == "water-filling":
-        energies = [problems(index).energies(own) for index, own in enumerate(groups)]
+        energies = [problem_of(index).energies(own) for index, own in enumerate(groups)]
     specs, _ = allocate(source.geometry, known.scores, method, energies)
     result = CompressedLayers(specs, [grouping.permutation for grouping in groupings])
 
     @functools.cache
     def factors(index: int) -> LayerFactors:
-        return factorize_layer(problems(index), groups[index], specs[index])
+        return factorize_layer(problem_of(index), groups[index], specs[index])
 
     for index in range(total):
         result.predicted_rises.append(factors(index).predicted_rise)
         progress("factorize", index + 1, total)
 
     def start(index: int) -> LayerStart:
-        return LayerStart(factors(index), groups[index], value_groups(groups[index], method))
+        return LayerStart(factors(index), groups[index])
 
     for index, fitted in refit_layers(source, windows, calibration.batch_size, start, method):
-        problem = problems(index)
+        problem = problem_of(index)
         final = quantizable(fitted, problem, groups[index], specs[index], index) if method.quantized else fitted
         result.refits.append(final)
         result.input_means.append(problem.input_mean.float() if method.quantized else None)
@@ -288,11 +288,8 @@ def _prediction(source: LayerSource, known: Statistics, parameters: CompressionP
     """Predicted loss at a ratio; infinite where no cache is as small."""
     method = resolve_method(parameters, source.geometry.kv_heads)
 
-    def problems(index: int) -> LayerProblem:
-        return LayerProblem.of(source, index, known.layer(index), method)
-
-    layers = map(problems, range(source.geometry.layers))
-    energies = [problem.energies(group_heads(problem).groups) for problem in layers]
+    problems = (LayerProblem.of(source, index, known.layer(index), method) for index in range(source.geometry.layers))
+    energies = [problem.energies(group_heads(problem).groups) for problem in problems]
 
     def predict(ratio: float) -> float:
         own = resolve_method(parameters.model_copy(update={"ratio": ratio}), source.geometry.kv_heads)

@@ -1,5 +1,6 @@
 """One call for a codec: a model and a text in, a side-car out; the model stays as it is."""
 
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from recalkv.codec.fit import WINDOW, allocated, build_codec, check_bits, natura
 from recalkv.codec.moments import SINKS, take_moments
 from recalkv.codec.probe import evaluating
 from recalkv.codec.sidecar import Codec
-from recalkv.errors import BudgetError, ModelUnavailableError, ParameterError, UnsupportedModelError
+from recalkv.errors import ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation.perplexity import over_documents
 from recalkv.method.target import Target
 from recalkv.model.device import device_of
@@ -241,14 +242,14 @@ def _bits_of_loss(
     def predict(bits: float) -> float:
         try:
             return allocated(units, bits, context, tokens)[1]
-        except BudgetError:
-            return float("inf")
+        except ParameterError:  # no cache is as small, or no such bits
+            return math.inf
 
     def measure(bits: float) -> float:
         mean, error = divergence(model, built(bits), windows, progress)
         return mean + error
 
-    return bits_within(limit, lambda bits: predict(bits) if bits > 0 else float("inf"), measure)
+    return bits_within(limit, predict, measure)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ def calibrate(run: Stage) -> None:
     with run.write_layers(record, read, settings) as store:
 
         def start(index: int) -> LayerStart:
-            return LayerStart(stored.factors(index), stored.groups(index), stored.value_groups(index))
+            return LayerStart(stored.factors(index), stored.groups(index))
 
         def fitted(index: int) -> LayerRefit | None:
             # Quantized value factors stand in another basis than they were fitted in.

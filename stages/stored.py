@@ -9,7 +9,7 @@ from torch import Tensor
 from recalkv.method.factors import LayerFactors
 from recalkv.method.grouping import HeadGrouping
 from recalkv.method.methods import Method, resolve_method
-from recalkv.method.problem import LayerProblem, LayerStatistics, value_groups
+from recalkv.method.problem import LayerProblem, LayerStatistics
 from recalkv.method.refit import LayerRefit
 from recalkv.model.families import group_sizes
 from recalkv.model.spec import LayerSpec
@@ -43,7 +43,7 @@ class Stored:
 
     @functools.cached_property
     def method(self) -> Method:
-        """The file's, which a cell has no use for: it has one of its own."""
+        """The method of the parameter file; a cell resolves its own."""
         return resolve_method(self._parameters, self.source.geometry.kv_heads)
 
     def inputs(self, index: int) -> InputMoments:
@@ -80,10 +80,6 @@ class Stored:
     def grouping(self, index: int) -> HeadGrouping:
         """Groups of one layer, and the similarity of its heads."""
         return HeadGrouping(self._read("reorder").get(f"{layer_name(index)}/similarity"), self.groups(index))
-
-    def value_groups(self, index: int) -> list[list[int]]:
-        """Value heads of each group."""
-        return value_groups(self.groups(index), self.method)
 
     def specs(self) -> list[LayerSpec]:
         """Ranks and bits of all layers."""

@@ -96,7 +96,7 @@ class Steps:
 
     def start(self, index: int) -> LayerStart:
         """What the refit of one layer starts from."""
-        return LayerStart(self.factors[index], self.groups[index], self.value_groups(index))
+        return LayerStart(self.factors[index], self.groups[index])
 
     def prefix(self, depth: int, refits: Sequence[LayerRefit] | None = None) -> Any:
         """A fresh dense model whose first layers have the reconstructed weights."""

@@ -63,8 +63,8 @@ def test_steps_are_right_and_complete(family: str, changes: dict[str, Any]) -> N
 
 
 def test_a_wrong_module_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, right = Step(module_of(pair("llama-gqa")[1], 0), 32), LatentAttention._attend
-    monkeypatch.setattr(LatentAttention, "_attend", lambda *given: right(*given).flip(-1))
+    step, right = Step(module_of(pair("llama-gqa")[1], 0), 32), LatentAttention.attend_in_torch
+    monkeypatch.setattr(LatentAttention, "attend_in_torch", lambda *given: right(*given).flip(-1))
     monkeypatch.setattr("recalkv.evaluation.attention_step.time_calls", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(CheckpointError, match=r"layer 0, latents, 32 tokens: .* differs from its float64 reference"):
         step.measure("latents", 1)

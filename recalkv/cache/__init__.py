@@ -1,1 +1,1 @@
-"""What is cached: rows of latents, and how large they are."""
+"""Caches of latents: packed rows, growing layers, the exact window; and products and rotations they share."""

@@ -11,7 +11,7 @@ from recalkv.errors import UnsupportedModelError
 
 
 def check_supported(module: Any, further: dict[str, Any]) -> None:
-    """Refuse attention that is no softmax over keys of the past, as those of encoders or with position biases.
+    """Reject attention that is not causal, or has position biases.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def dense_attention(
     attention_mask : (batch, 1 or heads, queries, slots) bool or additive, or None
         None for causal attention of queries that begin with the first slot, or of a module that is not causal for all.
     softcap, s_aux
-        c of ``c tanh(score / c)``; a score for each head, (heads,), that takes its part of the weights for nothing.
+        c of ``c tanh(score / c)``; a learned attention-sink logit per head, (heads,).
 
     Returns
     -------

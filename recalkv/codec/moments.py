@@ -13,7 +13,9 @@ first tokens of a sequence, attention sinks, are kept exact at run time and stay
 only the blocks of heads that may share a code are kept.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,7 +217,7 @@ def collect_moments(
         for side in pair:
             side.finish_mean(size)
     sampler = torch.Generator().manual_seed(seed)
-    with watching(model, second), _InputsWithGradient(model), torch.enable_grad():
+    with watching(model, second), _gradients_of_inputs(model), torch.enable_grad():
         for number, window in enumerate(windows):
             _backward(model, window, sampler)
             if stopped:
@@ -266,34 +268,28 @@ def _drawn(likely: Tensor, places: Tensor) -> Tensor:
     return torch.searchsorted(summed, places * summed[:, -1:], right=True).clamp_max(likely.shape[1] - 1)
 
 
-class _InputsWithGradient:
+@contextlib.contextmanager
+def _gradients_of_inputs(model: Any) -> Iterator[None]:
     """Gradients flow from the embeddings on; weights have none. Large models compute activations again."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        model = self.model
-        self.trained = [each for each in model.parameters() if each.requires_grad]
-        for each in self.trained:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    large = sum(each.numel() for each in model.parameters()) > _CHECKPOINTED
+    before: list[tuple[Any, dict[str, Any]]] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_(True))
+    try:
+        for each in trained:
             each.requires_grad_(False)
-        self.hook = model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_(True))
-        # As transformers' own switch sets them, which would leave a hook on the embeddings. It checkpoints in
+        # What `gradient_checkpointing_enable()` sets, which would leave a hook on the embeddings. Layers checkpoint in
         # training alone; dropout is off all the same, in modules below and, as OPT's, in the layer itself.
-        large = sum(each.numel() for each in model.parameters()) > _CHECKPOINTED
-        self.layers = [each for each in model.modules() if large and hasattr(each, "gradient_checkpointing")]
-        self.before = []
-        for each in self.layers:
-            rates = {name: 0.0 for name, value in vars(each).items() if "drop" in name and isinstance(value, float)}
-            changed = _CHECKPOINTING | rates
-            self.before.append({name: getattr(each, name, None) for name in changed})
-            vars(each).update(changed)
-
-    def __exit__(self, *problem: object) -> None:
-        self.hook.remove()
-        for each, before in zip(self.layers, self.before, strict=True):
-            vars(each).update(before)
-        for each in self.trained:
+        for layer in [each for each in model.modules() if large and hasattr(each, "gradient_checkpointing")]:
+            rates = {name: 0.0 for name, value in vars(layer).items() if "drop" in name and isinstance(value, float)}
+            before.append((layer, {name: getattr(layer, name, None) for name in _CHECKPOINTING | rates}))
+            vars(layer).update(_CHECKPOINTING | rates)
+        yield
+    finally:
+        hook.remove()
+        for layer, attributes in before:
+            vars(layer).update(attributes)
+        for each in trained:
             each.requires_grad_(True)
 
 

@@ -24,7 +24,7 @@ from recalkv.trellis.rows import Segment, checked, pack, row_bytes, unpack
 FORMAT = 1
 _TENSORS, _RECORD = "codec.safetensors", "codec.json"
 _FILES = {_TENSORS, _RECORD, "evaluation.md", "evaluation.json"}
-"""What a side-car's folder may hold, `recalkv eval` having been there."""
+"""Files allowed in a side-car's folder, with those that `recalkv eval` writes."""
 
 
 @dataclass(frozen=True)
@@ -310,9 +310,9 @@ class Codec:
                 raise ValueError(f"window {window}, sinks {sinks}, context {context}")
             own = dict(sorted(layers.items()))
             return cls(own, window, sinks, context, str(record["fingerprint"]), dict(record["record"]))
+        except CheckpointError:
+            raise
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"codec: {folder} is damaged ({error!r}); fit the codec again.") from error
 
 

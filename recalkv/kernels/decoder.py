@@ -55,7 +55,7 @@ class KernelDecoder:
         self._rotary.tables(step.launch.tile, self._slots, self.layer.k_proj.weight.device)
 
     def attend(self, query: Tensor, cached: Cached, mask: Tensor | None) -> Tensor:
-        """What the output projection reads, (batch, queries, its inputs)."""
+        """Input of the output projection, (batch, queries, its inputs)."""
         from recalkv.kernels.attention import latent_attention
 
         layer, slots = self.layer, cached.z_k.shape[2]
@@ -100,7 +100,7 @@ class KernelDecoder:
         return self._rotary.has(self._plan.step(rows).launch.tile, slots, device)
 
     def plan(self) -> LayerPlan:
-        """Made once, and again when a factor stands elsewhere."""
+        """Made once, and again when a parameter is rebound, which its address tells."""
         if torch.compiler.is_compiling():
             assert self._plan is not None
             return self._plan
@@ -112,8 +112,10 @@ class KernelDecoder:
 
             keys, values = joined(list(layer.key_up)), joined(value_up) if value_up else None
             limit = shared_limit(keys.device)
-            ranks, heads = (layer.key_ranks, layer.value_ranks), (layer.key_heads, layer.value_heads)
-            self._plan = LayerPlan(keys, values, ranks[0], heads[0], ranks[1], heads[1], layer.head_dim, limit)
+            self._plan = LayerPlan(
+                keys, values, layer.key_ranks, layer.key_heads, layer.value_ranks, layer.value_heads, layer.head_dim,
+                limit,
+            )  # fmt: skip
             self._plan_of = [up.data_ptr() for up in (*layer.key_up, *value_up)]
         return self._plan
 

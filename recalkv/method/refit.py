@@ -13,6 +13,7 @@ from recalkv.method.lowrank import LowRank
 from recalkv.method.methods import Method
 from recalkv.method.output_fit import OutputMoments, fit_output, output_error
 from recalkv.method.ovc import calibrate_values
+from recalkv.method.problem import value_groups
 from recalkv.method.svd import group_columns
 from recalkv.model.layers import LayerSource, attention_input, run_layer
 from recalkv.statistics.whitening import MomentAccumulator
@@ -26,13 +27,12 @@ class LayerStart:
     ----------
     factors
         Of the keys and values, on the dense model's inputs.
-    groups, value_groups
-        Heads of each key group and of each value group.
+    groups
+        Heads of each key group.
     """
 
     factors: LayerFactors
     groups: Sequence[Sequence[int]]
-    value_groups: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, me
         moments.add(attention_input(layer.source, layer.layer, states))
     gram = moments.finish(f"layer {layer.place} (behind the compressed prefix)").gram
     weight = layer.attention.v_proj.weight.T.double()
-    columns = group_columns(start.value_groups, layer.source.geometry.head_dim)
+    columns = group_columns(value_groups(start.groups, method), layer.source.geometry.head_dim)
     fit = calibrate_values(start.factors.values.to(gram.device), columns, weight, gram, method.damping)
     return LayerRefit(start.factors.keys, fit.factors.float(), None, fit.error_before, fit.error_after)
 

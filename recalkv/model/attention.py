@@ -7,7 +7,7 @@ attention needs them; values take one of three equal paths (:mod:`recalkv.model.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from recalkv.model.values import (
     latent_blocks,
     latent_context,
 )
+
+if TYPE_CHECKING:
+    from recalkv.kernels.decoder import KernelDecoder
 
 
 class Cached(NamedTuple):
@@ -56,19 +59,6 @@ class Cached(NamedTuple):
     recent: Tensor | None = None
 
 
-class Decoder(Protocol):
-    """What may attend in place of plain torch, where it can: :class:`recalkv.kernels.decoder.KernelDecoder`."""
-
-    def takes(self, query: Tensor, cached: Cached, mask: Tensor | None) -> bool:
-        """Whether it can attend for these queries, (batch, queries, h, d_h)."""
-
-    def attend(self, query: Tensor, cached: Cached, mask: Tensor | None) -> Tensor:
-        """What the output projection reads, (batch, queries, its inputs)."""
-
-    def follow(self) -> None:
-        """Follow the weights to another device or type."""
-
-
 class LatentAttention(nn.Module):
     """Drop-in for the dense attention of a supported family that caches latents.
 
@@ -87,7 +77,8 @@ class LatentAttention(nn.Module):
         The layer's rotary tables, of :func:`recalkv.model.slots.layer_slots`.
     """
 
-    decoder: Decoder | None = None
+    # Attends in place of plain torch where it can.
+    decoder: "KernelDecoder | None" = None
 
     def __init__(self, config: Any, spec: LatentSpec, layer_idx: int, slots: SlotRotary) -> None:
         super().__init__()
@@ -162,13 +153,16 @@ class LatentAttention(nn.Module):
             if past_key_values is not None:
                 new = remember(past_key_values, self.layer_idx, new, self.exact_window)
             cached = cached._replace(recent=new)
-        output = self._attend(query, cached, position_embeddings, attention_mask, kwargs)
+        if self.decoder is not None and self.decoder.takes(query, cached, attention_mask):
+            output = self.decoder.attend(query, cached, attention_mask)
+        else:
+            output = self.attend_in_torch(query, cached, position_embeddings, attention_mask, kwargs)
         if self.gate_proj is not None:
             output = self._gated(output, hidden_states)
         return self.o_proj(output), None
 
     def _gated(self, output: Tensor, hidden_states: Tensor) -> Tensor:
-        """What the output projection reads, (batch, queries, h * d_h), of what attention gives."""
+        """Attention's output times its gate, (batch, queries, h * d_h)."""
         assert self.gate_proj is not None
         if self.value_bias is not None and self.sinks is None:
             by_head = self.value_bias.view(-1, 1, self.head_dim).expand(-1, self.num_key_value_groups, -1)
@@ -209,19 +203,6 @@ class LatentAttention(nn.Module):
             return Cached(z_k, z_v, start + length, offset, start == 0 and slots == length)
         return Cached(z_k, z_v, cache.get_seq_length(self.layer_idx), offset, False)
 
-    def _attend(
-        self,
-        query: Tensor,
-        cached: Cached,
-        rope: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """What the output projection reads, (batch, queries, its inputs)."""
-        if self.decoder is not None and self.decoder.takes(query, cached, mask):
-            return self.decoder.attend(query, cached, mask)
-        return self.attend_in_torch(query, cached, rope, mask, kwargs)
-
     def attend_in_torch(
         self,
         query: Tensor,
@@ -230,7 +211,7 @@ class LatentAttention(nn.Module):
         mask: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """The same by torch's operators alone."""
+        """Input of the output projection, (batch, queries, its inputs), by torch's operators alone."""
         z_k, z_v, seen, offset, fresh, recent = cached
         length, slots = query.shape[1], z_k.shape[2]
         if self.key_rows is not None:

@@ -25,7 +25,7 @@ SLACK = 32
 """Exact tokens kept beyond the window, so that it stays whole when up to as many are taken back."""
 
 _GROWTH = 16
-"""A growing layer makes room for a sixteenth of its tokens at a time."""
+"""A growing layer's capacity grows by a sixteenth of its tokens at a time."""
 
 _UNSET = 1 << 30
 """First slot of a sequence that has no tokens yet."""
@@ -84,7 +84,7 @@ class CodecLayer(CacheLayerMixin):
         self.length = self.base = self.written = 0
         # Length at which recording of tokens that leave the sliding window began.
         self.recorded = 0
-        # Whether a model's forward pass has said that its attention stores what comes; None outside of models.
+        # True while a forward pass through recalkv's attention is to store tokens, False after; None outside of models.
         self.awaited: bool | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
         # Positions of what comes, as the model was given them: not every family hands them to its attention.
@@ -151,7 +151,7 @@ class CodecLayer(CacheLayerMixin):
         self.pending = keys, values
         return keys, values
 
-    def append(self, keys: Tensor, values: Tensor, seen: Tensor | None, positions: Tensor | None) -> int:
+    def append(self, keys: Tensor, values: Tensor, seen: Tensor | None, positions: Tensor | None) -> None:
         """Store new tokens.
 
         Parameters
@@ -161,20 +161,15 @@ class CodecLayer(CacheLayerMixin):
             Which of them are attended to at all; None for all. Those before the first are padding.
         positions : (batch or 1, tokens) int64 or None
             None for slots.
-
-        Returns
-        -------
-        int
-            Slot of the first of them.
         """
-        start, count = self.begin(keys.shape[2], seen, positions)
+        start, count = self.length, keys.shape[2]
+        self.begin(count, seen, positions)
         self._store(keys, values, start)
         self._keep_exact(torch.cat([keys, values], -1), start)
         self.advance(count)
-        return start
 
-    def begin(self, count: int, seen: Tensor | None, positions: Tensor | None) -> tuple[int, int]:
-        """Make ready for so many new tokens: room, first slots and positions. The slot of the first, and how many."""
+    def begin(self, count: int, seen: Tensor | None, positions: Tensor | None) -> None:
+        """Make ready for ``count`` new tokens: room, first slots and positions."""
         self.pending = self.given = None
         self.awaited = None if self.awaited is None else False
         start = self.length
@@ -185,7 +180,6 @@ class CodecLayer(CacheLayerMixin):
         if self.unsettled:
             self._place(start, count, seen, positions)
         self._make_room(start + count)
-        return start, count
 
     def advance(self, count: int) -> None:
         """Count new tokens, which are stored."""
@@ -209,7 +203,7 @@ class CodecLayer(CacheLayerMixin):
             )
         if start or self.capacity is not None:
             begins = torch.where(fresh, begins, self.first)
-        # Else layers of one model have one tensor, by which later steps know that their sequences begin alike.
+        # Otherwise the layers of a model share one tensor; later steps compare it by identity.
         self.first = begins
         if positions is not None:
             # Of a sequence's first token: those of padding may be anything.

@@ -1,4 +1,4 @@
-"""A token's attention over rows by the Triton kernel: queries into code coordinates, outputs back."""
+"""A token's attention over rows by the GPU kernels: queries into code coordinates, outputs back."""
 
 import functools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from recalkv.runtime.reference import MOST_WIDTH, DeviceLayout, DeviceRotation, 
 
 @functools.cache
 def kernel() -> Any:
-    """The kernels; None where Triton is not installed."""
+    """The kernel, CUDA C++ where that serves and else Triton; None where Triton is not installed."""
     try:
         from recalkv.runtime import cuda, triton_decode
     except ImportError:
@@ -27,7 +27,7 @@ def kernel() -> Any:
 
 
 def kernel_serves(codec: LayerCodec, query: Tensor) -> bool:
-    """Whether a layer is decoded by the kernel."""
+    """Whether the kernel can decode a layer."""
     widest = max(len(code.matrix) for code in (*codec.keys, *codec.values))
     return query.is_cuda and widest <= MOST_WIDTH and kernel() is not None
 

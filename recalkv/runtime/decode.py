@@ -1,4 +1,4 @@
-"""Attention of one new token a sequence over a cache of rows: by compiled loops on a CPU, else by torch."""
+"""Attention of one new token a sequence over a cache of rows: by Numba on a CPU, a kernel on a GPU, else by torch."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def decode_step(
     key, value : (batch, kv heads, 1, d)
     positions : (batch or 1, 1) int64 or None
     seen : (batch, 1) bool or None
-    mask : (batch or 1, 1 or heads, 1, slots) bool or None
+    mask : (batch or 1, 1, 1, slots) bool or None
         Slots of the mask (:meth:`CodecLayer.get_mask_sizes`), all of them there.
 
     Returns
@@ -39,7 +39,7 @@ def decode_step(
     """
     _, low = layer.get_mask_sizes(1)
     loops = layer_loops(layer.codec, query)
-    if loops is not None and (mask is None or mask.shape[1] == 1):
+    if loops is not None:
         layer.begin(1, seen, positions)
         layer.advance(1)
         seen_slots = None if mask is None else mask[:, 0, 0]
@@ -70,7 +70,7 @@ def decode_step(
         torch.cat([sinks, recent], 1)[:, None, None], softcap=softcap,
     )  # fmt: skip
     edge = max(layer.length - layer.window, layer.written - layer.ring, 0)
-    # Whether a mask hides more than the past's padding is asked of the device, which a traced graph cannot.
+    # Checking that the mask hides padding alone needs a sync with the device, so not while tracing.
     served = not torch.compiler.is_compiling() and kernel_serves(layer.codec, query)
     if served and (mask is None or _hides_padding_alone(mask, allowed, low, slots, layer.first)):
         begin = (layer.first + layer.sinks).clamp_min(max(low, layer.base)) - layer.base

@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,14 +153,15 @@ def codec_cache(model: Any, **settings: Any) -> Cache:
     base, own = _base(model), codec_of(model)
     if own is None:
         raise UnsupportedModelError("codec: the model uses none; call `recalkv.use_codec(model, codec)` before.")
-    return coded(DynamicCache(config=base.config, **settings), own.layers, own)
+    return coded(DynamicCache(config=base.config, **settings), own)
 
 
-def coded(cache: Any, layers: Mapping[int, Any], codec: Codec) -> Any:
+def coded(cache: Any, codec: Codec) -> Any:
     """Put coded layers in the place of a cache's empty ones; layers without keys and values stay."""
     if isinstance(cache, EncoderDecoderCache):
-        coded(cache.self_attention_cache, layers, codec)
+        coded(cache.self_attention_cache, codec)
         return cache
+    layers = codec.layers
     if getattr(cache, "offloading", False):
         raise UnsupportedModelError(
             "codec: an offloaded cache moves keys and values before attention has coded them; leave out offloading: "
@@ -328,7 +329,7 @@ class _CacheHook:
         if cache is None and wanted:
             cache = DynamicCache(config=model.config)
         if cache is not None:
-            kwargs["past_key_values"] = coded(cache, self.codec.layers, self.codec)
+            kwargs["past_key_values"] = coded(cache, self.codec)
         if positions is not None and positions.dim() == 3:
             check_positions(module, positions)
             positions = None

@@ -168,7 +168,7 @@ class PagedLayer:
         slots = torch.cat([first, newest], 1)
         allowed = (slots < lengths[:, None]) & (slots >= low[:, None])
         allowed[:, self.sinks :] &= newest >= self.sinks
-        # What is not there may be anything, even NaN; each token itself is there.
+        # Unwritten slots may hold NaN: point them at the token's own slot.
         slots = torch.where(allowed, slots, lengths[:, None] - 1)
         keys, values = self._exact_states(tokens.exact, slots, query.dtype)
         output, lse = partial_attention(

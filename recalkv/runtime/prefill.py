@@ -120,7 +120,7 @@ def partial_attention(
     repeats = query.shape[1] // key.shape[1]
     if query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]:
         if allowed is None and not causal:
-            # Query heads of a KV head below each other: their products are larger, and no state is copied.
+            # Fold the query heads of a KV head into the query dimension: larger products, and no state is copied.
             own = query.unflatten(1, (key.shape[1], repeats)).flatten(2, 3)
             output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 own, key, value, 0.0, False, scale=scale
@@ -142,7 +142,7 @@ def partial_attention(
     for first in range(0, query.shape[2], _QUERIES):
         part = query[:, :, first : first + _QUERIES]
         last = min(key.shape[2], first + part.shape[2]) if causal else key.shape[2]
-        # Query heads of a KV head below each other, so that no state is copied.
+        # Fold the query heads of a KV head into the query dimension, so that no state is copied.
         own, parts = part.unflatten(1, (key.shape[1], repeats)).flatten(2, 3), []
         for start in range(0, last, _SLOTS):
             end = min(last, start + _SLOTS)

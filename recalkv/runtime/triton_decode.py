@@ -291,7 +291,7 @@ def coded_attention(
         For query q, scaled, and the mean m of its KV head's keys before RoPE: ``q_a m_a + q_b m_b`` and
         ``q_b m_a - q_a m_b`` of every RoPE pair (a, b).
     rotation, layout
-        Of the layer, from :func:`prepare`.
+        Of the layer (:meth:`DeviceRotation.of`, :meth:`DeviceLayout.of`).
     first, length, offset : (batch,) int32
         Slots attended to; the position of slot n is ``n + offset``, from 0 to below 2^24.
     softcap

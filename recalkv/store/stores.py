@@ -107,10 +107,9 @@ class StoreWriter:
         """Record parameters that are only known after the work, in place of those given at first."""
         self._group.attrs["parameters"] = dict(parameters)
 
-    @property
-    def group(self) -> zarr.Group:
-        """The zarr group itself, for arrays that are written in parts."""
-        return self._group
+    def sign(self, key: str) -> None:
+        """Record the digest of what the content depends on, by which an interrupted store is known again."""
+        self._group.attrs["key"] = key
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write one array; ``name`` may contain ``/`` for nested groups. bfloat16 is not a zarr type."""
@@ -131,7 +130,7 @@ class StoreWriter:
 
 
 class StoreReader:
-    """Read access to a complete store."""
+    """Read access to a store, complete or being written."""
 
     def __init__(self, group: zarr.Group, path: Path) -> None:
         self._group = group
@@ -242,7 +241,7 @@ def writing_layers(
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 writer = StoreWriter.create(partial, stage, model, parameters, windows)
-                writer.group.attrs["key"] = key
+                writer.sign(key)
             yield writer
             writer.complete()
             shutil.rmtree(path, ignore_errors=True)

@@ -31,8 +31,8 @@ SCALE_STEPS, SCALE_ZERO = 8, 128
 """A scale is 2^((byte - 128) / 8): 9 % apart, from 1.5e-5 to 6e4 times the usual one."""
 
 FITTED = 3
-"""Bits from which scales are tried around the one that the largest number fits: levels that it lies far beyond would
-leave more error than all others. With fewer bits, around the root mean square."""
+"""From this many bits on, scales are tried around the one that the largest number fits; below, around the one of the
+root mean square. A number far beyond the levels would leave more error than all others."""
 
 TRIALS, FIRST_FITTED, FIRST = 8, -6, -3
 """Scales that are tried, as many as a vector of float32 holds, and the first of them, in steps from there. The one of

@@ -169,11 +169,11 @@ class CodecImpl(AttentionImpl[Step]):
         assert paged is not None
         if self._cache != kv_cache.data_ptr():
             self._cache = kv_cache.data_ptr()
-            paged.bind(_as_paged(kv_cache, paged.codec.row_bytes, TILE), self.served.exact.states(self._name))
+            paged.bind(_as_paged(kv_cache, paged.codec.row_bytes), self.served.exact.states(self._name))
         return paged
 
 
-def _as_paged(rows: Tensor, row_bytes: int, tile: int) -> Tensor:
+def _as_paged(rows: Tensor, row_bytes: int) -> Tensor:
     """View a cache of vLLM (blocks, 1, slots, bytes) as (blocks, tiles, row bytes, TILE)."""
-    shape = rows.shape[0], rows.shape[2] // tile, row_bytes, tile
-    return rows.as_strided(shape, (rows.stride(0), row_bytes * tile, tile, 1), rows.storage_offset())
+    shape = rows.shape[0], rows.shape[2] // TILE, row_bytes, TILE
+    return rows.as_strided(shape, (rows.stride(0), row_bytes * TILE, TILE, 1), rows.storage_offset())

@@ -77,16 +77,15 @@ def longbench(
     items
         Local .jsonl file in the schema of the hub's set, or None for the hub.
     wanted
-        ``limit`` (use the first so many items), ``max_length`` (tokens of a prompt; the middle of longer ones is left
-        out; None for what the model's positions leave) and ``chat`` (put prompts into the tokenizer's chat template,
-        where LongBench does so for chat models).
+        ``limit`` (use the first so many items) and ``max_length`` (tokens of a prompt; the middle of longer ones is
+        left out; None for what the model's positions leave).
     progress
         Called after each item.
 
     Raises
     ------
     ParameterError
-        If the task is unknown or the tokenizer has no chat template.
+        If the task is unknown.
     DataError
         If a local file lacks a column.
     """
