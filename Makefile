@@ -34,6 +34,7 @@ reproduce: setup
 
 # One table of grids/dvc.yaml: make grid NAME=methods
 grid: setup
+	@test -n "$(NAME)" || { echo "name a grid: make grid NAME=methods"; exit 2; }
 	$(IN_VENV) dvc repro grids/dvc.yaml:table@$(NAME)
 	@cat reports/grids/$(NAME).md
 
@@ -126,4 +127,5 @@ constraints: setup
 	sed -i.bak -E '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.bak
 
 clean:
-	rm -rf data/*.zarr data/*.partial data/*.replaced-* data/activations data/model data/compressed data/cells data/calibrations data/frontier* data/settings data/suites data/served data/models
+	rm -rf data/*.zarr data/*.partial data/*.replaced-* data/activations data/model data/compressed data/cells data/calibrations data/codec data/frontier* \
+		data/machine.json data/ruler data/served data/texts data/models

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recalkv.codec.budget import bits_within, target_bits
-from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts
+from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts, sliding_windows
 from recalkv.codec.fit import WINDOW, allocated, build_codec, check_bits, natural_units
 from recalkv.codec.moments import SINKS, take_moments
 from recalkv.codec.probe import evaluating
@@ -220,6 +220,7 @@ def fit_loaded(
             "revision": getattr(model.config, "_commit_hash", None), "bits": float(bits), "seed": seed,
             "texts": [public_name(text) for text in texts], "windows": list(windows.shape),
             "rope": rope_facts(model.config),
+            "sliding_windows": sliding_windows(cached_tokens(model, context), context),
         }  # fmt: skip
         return build_codec(moments, bits, context, model_fingerprint(model), tokens, record, units=units)
 

@@ -257,8 +257,10 @@ def load_params(path: str | Path, changes: Sequence[str] = ()) -> Params:
     path = Path(path)
     try:
         raw = yaml.safe_load(path.read_text())
-    except FileNotFoundError as error:
-        raise ParameterError(f"parameter file {path} does not exist; run from the project's folder.") from error
+    except OSError as error:
+        raise ParameterError(
+            f"parameter file {path} does not exist or cannot be read; run from the project's folder."
+        ) from error
     except yaml.YAMLError as error:
         raise ParameterError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, Mapping):

@@ -165,7 +165,10 @@ def _in_memory(
     windows, dtype = calibration_windows(tokenizer, texts, calibration), weight.dtype
     others = functools.partial(held_out_windows, tokenizer, texts, calibration)
     parameters, result = compress_to_target(source, windows, calibration, parameters, target, dtype, others, progress)
-    provenance = {"name": getattr(model.config, "_name_or_path", None), "revision": None, "fingerprint": None}
+    name = getattr(model.config, "_name_or_path", None)
+    # A folder as its whole path, which is no hub id.
+    name = str(Path(name).resolve()) if name and Path(name).is_dir() else name
+    provenance = {"name": name, "revision": None, "fingerprint": None}
     compressed = assemble(source, result, parameters, dtype, provenance, calibration, convert=False)
     compressed.generation_config = copy.deepcopy(getattr(model, "generation_config", compressed.generation_config))
     return compressed

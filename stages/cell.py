@@ -8,8 +8,9 @@ import typer
 import yaml
 
 from recalkv.compression import Statistics, assemble, compress_layers
-from recalkv.evaluation.perplexity import MeasuredText, cell_figures, layer_bytes
+from recalkv.evaluation.perplexity import COUNTED_TOKENS, MeasuredText, cell_figures, layer_bytes
 from recalkv.method.methods import resolve_method
+from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.spec import DENSE_BITS, LatentSpec
 from recalkv.params import CompressionParams
 from stages.common import Stage, stage, write_json
@@ -55,11 +56,22 @@ def latent_figures(
         "bytes_per_token": spec.cached_bits_per_token / 8,
         "window_bytes": spec.window_bytes(),
         **layer_bytes(
-            (each.cached_bytes(), 2 * spec.exact_window * each.cached_elements * each.quantized) for each in spec.layers
+            [
+                (each.cached_bytes(), 2 * spec.exact_window * each.cached_elements * each.quantized)
+                for each in spec.layers
+            ],
+            _cached_tokens(model.config),
         ),
         "dense_bytes_per_token": spec.dense_elements_per_token * DENSE_BITS / 8,
         "removed": spec.removed,
     }
+
+
+def _cached_tokens(config: Any) -> list[int]:
+    """Tokens that each compressed layer caches of a sequence of as many as bits are counted at."""
+    types = layer_attention_types(config)
+    fewer = min(COUNTED_TOKENS, getattr(config, "sliding_window", None) or COUNTED_TOKENS)
+    return [fewer if types[index] == "sliding_attention" else COUNTED_TOKENS for index in attention_layers(config)]
 
 
 def cell_parameters(own: CompressionParams, setting: Mapping[str, Any]) -> CompressionParams:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from recalkv.codec.sidecar import Codec
-from recalkv.evaluation.perplexity import MeasuredText, cell_figures, layer_bytes
+from recalkv.evaluation.perplexity import COUNTED_TOKENS, MeasuredText, cell_figures, layer_bytes
 from recalkv.model.loading import load_model
 from recalkv.runtime.models import use_codec
 from stages.common import Stage, stage, write_json
@@ -47,8 +47,11 @@ def codec_figures(
         "bytes_per_token": codec.bytes_per_token,
         "window_bytes": codec.window_bytes,
         **layer_bytes(
-            (layer.row_bytes, 2 * (codec.window + codec.sinks) * layer.kv_heads * sum(layer.head_dims))
-            for layer in codec.layers.values()
+            [
+                (layer.row_bytes, 2 * (codec.window + codec.sinks) * layer.kv_heads * sum(layer.head_dims))
+                for layer in codec.layers.values()
+            ],
+            list(codec.cached_tokens(COUNTED_TOKENS).values()),
         ),
         "dense_bytes_per_token": codec.dense_bytes_per_token,
         "removed": removed,

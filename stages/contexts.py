@@ -41,7 +41,8 @@ def contexts(
             f"{run.params.evaluation.text} has {len(text)} tokens, {length} are asked for; take fewer."
         )
     model, ids = load_model(folder, run.device, run.evaluated_dtype(folder)), text[None, :length]
-    roundings = {name: quantizer(name, check_supported(model.config).head_dim) for name in names}
+    known = check_supported(model.config)
+    roundings = {name: quantizer(name, known.head_dim) for name in names}
     edges = [0, *(1 << power for power in range(10, math.ceil(math.log2(length)))), length]
     rows: list[dict[str, Any]] = []
     with run.bar(1 + len(codecs) + len(names), "pass") as bar, torch.inference_mode():
@@ -61,7 +62,7 @@ def contexts(
             stop_codec(model)
         for name, rounding in roundings.items():
             with quantized_cache(model, rounding):
-                measure(name, bits=rounding.bits_per_element(length, len(model.model.layers)))
+                measure(name, bits=rounding.bits_per_element(length, known.layers))
     write_json(out, {"length": length, "edges": edges, "rows": rows})
 
 

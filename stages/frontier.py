@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from recalkv.errors import StoreError
 from recalkv.params import public_name
 from recalkv.reports.frontier import Row, draw, page, rows_of
 from stages.common import Stage, stage, write_json
@@ -19,6 +20,8 @@ def frontier(
     wanted, calibration = run.params.evaluation, run.params.calibration
     text, cells = public_name(wanted.text), run.data / "cells" / name
     rows = _rows(cells, text)
+    if not rows:
+        raise StoreError(f"{cells} holds no cells; run `make frontier`.")
     write_json(run.reports / f"{name}.json", {"rows": rows})
     draw(run.reports / f"{name}.png", rows)
     setting = (

@@ -15,6 +15,7 @@ from recalkv.evaluation.quantizers import QUANTIZERS, quantizer
 from recalkv.params import public_name
 from recalkv.reports.frontier import Row, draw, rows_of
 from recalkv.reports.models import CONTEXT, page
+from recalkv.reports.tables import bits_at_context
 from stages.common import Stage, stage, write_json
 
 
@@ -173,10 +174,7 @@ def _bits(name: str, cell: dict[str, Any], tokens: list[int], head_dim: int) -> 
         rounded, rounding = rounding.layers(len(tokens)), replace(rounding, exact_layers=0)
         each = [rounding.bits_per_element(count) if layer in rounded else 16 for layer, count in enumerate(tokens)]
         return sum(bits * count for bits, count in zip(each, tokens, strict=True)) / sum(tokens)
-    cached = sum(
-        row * count + exact for row, count, exact in zip(cell["row_bytes"], tokens, cell["exact_bytes"], strict=True)
-    )
-    return 16 * cached / (cell["dense_bytes_per_token"] / len(tokens) * sum(tokens))
+    return bits_at_context(cell, tokens)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def _bits_per_element(model: Any, name: str) -> float:
     if codec is not None:
         return codec.bits_per_element(context)
     if name in QUANTIZERS:
-        rounding = quantizer(name, check_supported(model.config).head_dim)
-        return rounding.bits_per_element(context, model.config.num_hidden_layers)
+        known = check_supported(model.config)
+        return quantizer(name, known.head_dim).bits_per_element(context, known.layers)
     return float(DENSE_BITS) if name == "dense" else LatentSpec.from_config(model.config).bits_per_element(context)
 
 

@@ -42,7 +42,7 @@ def quantizer_figures(
     rounding = quantizers.quantizer(name, known.head_dim)
     with quantized_cache(model, rounding, of_layer):
         figures = {place: text.compare(model, wanted, progress) for place, text in texts.items()}
-    bits = {str(context): rounding.bits_per_element(context, len(model.model.layers)) for context in CONTEXTS}
+    bits = {str(context): rounding.bits_per_element(context, known.layers) for context in CONTEXTS}
     dense, first = 2 * known.dense_elements_per_token, bits[str(CONTEXTS[0])]
     return {
         "method": name,

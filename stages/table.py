@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from recalkv.errors import StoreError
 from recalkv.params import public_name
 from recalkv.reports.grid import grid_page
 from recalkv.reports.paper import paper_rows
@@ -21,6 +22,8 @@ def table(
 ) -> None:
     """Gather a grid's cells; write REPORTS/grids/NAME.json (metrics by cell), NAME.md and NAME.png."""
     cells = {path.stem: json.loads(path.read_text()) for path in sorted((run.data / "cells" / name).glob("*.json"))}
+    if not cells:
+        raise StoreError(f"{run.data / 'cells' / name} holds no cells; run `make grid NAME={name}`.")
     folder = run.reports / "grids"
     write_json(folder / f"{name}.json", cells)
     against_bytes(folder / f"{name}.png", list(cells.values()))

@@ -24,6 +24,17 @@ def cached_tokens(model: Any, context: int) -> dict[int, int]:
     return {index: min(context, int(window)) if window else context for index, window in enumerate(windows)}
 
 
+def sliding_windows(tokens: Mapping[int, int], context: int) -> dict[str, int]:
+    """Windows of the layers that cache fewer tokens than a context has, as a codec's record has them.
+
+    Parameters
+    ----------
+    tokens
+        Of each layer, from :func:`cached_tokens`.
+    """
+    return {str(index): count for index, count in tokens.items() if count < context}
+
+
 _ROPE = {"base": "rope_theta", "factor": "factor", "original": "original_max_position_embeddings"}
 
 

@@ -210,14 +210,31 @@ class Codec:
         """Bytes of the exact tokens of a sequence in 16 bits, for which there are rows, too."""
         return (self.window + self.sinks) * self.dense_bytes_per_token
 
+    def cached_tokens(self, context: int) -> dict[int, int]:
+        """Tokens that each layer caches of a sequence of a length: all, or those of its sliding window."""
+        windows = self.record.get("sliding_windows", {})
+        return {index: min(context, windows.get(str(index), context)) for index in self.layers}
+
+    def sequence_bytes(self, context: int) -> float:
+        """Bytes of the rows of one sequence, layers with a sliding window counted for what they cache."""
+        tokens = self.cached_tokens(context)
+        return sum(layer.row_bytes * tokens[index] for index, layer in self.layers.items())
+
     def bits_per_element(self, context: int | None = None) -> float:
-        """Bits of a cached number; with a context, exact tokens of one sequence of that length are counted as well."""
-        row = 16 * self.bytes_per_token / self.dense_bytes_per_token
-        if context is None:
-            return row
-        exact = min(context, self.window + self.sinks)
+        """Bits of a cached number of one sequence.
+
+        Parameters
+        ----------
+        context
+            Length of the sequence, whose exact tokens are counted as well; None for rows alone, at the codec's own.
+        """
+        tokens = self.cached_tokens(context or self.context)
+        elements = {index: layer.kv_heads * sum(layer.head_dims) for index, layer in self.layers.items()}
         # Rows are there for the exact tokens, too.
-        return row + 16 * exact / context
+        exact = 0 if context is None else self.window + self.sinks
+        held = sum(16 * elements[index] * min(exact, count) for index, count in tokens.items())
+        rows = 8 * self.sequence_bytes(context or self.context)
+        return (rows + held) / sum(elements[index] * count for index, count in tokens.items())
 
     def save(self, folder: str | Path) -> None:
         """Write the side-car; whole, or not at all. A side-car that is there is replaced.

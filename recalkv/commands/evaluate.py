@@ -88,6 +88,7 @@ def evaluate(
 
 def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path]:
     """Folders of the compressed and the dense model; with a codec both are the model's own."""
+    from recalkv.model.family import text_config
     from recalkv.model.modeling import register
     from recalkv.model.source import checkpoint_folder, load_config, resolve_model
     from recalkv.model.spec import LatentSpec
@@ -109,6 +110,13 @@ def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tup
         raise ModelUnavailableError(
             f"the dense model recorded in {small}, {named!r}, is not there; name it with --dense. ({error})"
         ) from error
+    own, other = (text_config(load_config(each, str(each))) for each in (folder, reference.folder))
+    for size in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        if getattr(own, size) != getattr(other, size):
+            raise ParameterError(
+                f"{named} is not the dense model of {small}: its {size} is {getattr(other, size)}, not "
+                f"{getattr(own, size)}; name that model (--dense)."
+            )
     if source.get("fingerprint") not in (None, reference.fingerprint):
         typer.echo(f"warning: {small} was not compressed from {named}: the fingerprints differ", err=True)
     return folder, reference.folder

@@ -1,6 +1,6 @@
 """Step 9: losses of windows through the model that a user loads, and how far it is from the dense model."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from recalkv.errors import NonFiniteError
-from recalkv.model.family import logits_of
+from recalkv.errors import NonFiniteError, UnsupportedModelError
+from recalkv.model.family import is_described, logits_of
 from recalkv.model.precision import evaluation_precision
 from recalkv.params import EvaluationParams
 from recalkv.text.windows import Windows
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 MAIN_TEXT = "main"
 """Place of ``evaluation.text`` in the store of ``baseline``."""
 
+COUNTED_TOKENS = 2048
+"""Length of the sequence at which bits of a cached number are counted."""
+
 _HEAD_TOKENS = 512
+_CHECKED_TOKENS = 16
 
 # A window in one pass keeps a device busy by itself; one that is decoded token by token does not.
 _DECODED_AT_ONCE = 16
@@ -99,6 +103,8 @@ def window_scores(
     def head(states: Tensor) -> Tensor:
         return logits_of(model.config, product(states))
 
+    if not is_described(model.config):
+        _check_head(model, head, windows[:1, :_CHECKED_TOKENS].to(device))
     sums, kept = torch.zeros(len(windows), 3, dtype=torch.float64), []
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size].to(device)
@@ -118,6 +124,17 @@ def window_scores(
     losses, divergences, agreements = (sums / predicted).unbind(1)
     own = torch.cat(kept) if keep else None
     return Scores(losses, states=own) if dense is None else Scores(losses, divergences, agreements, own)
+
+
+def _check_head(model: Any, head: Callable[[Tensor], Tensor], ids: Tensor) -> None:
+    """Refuse a model whose logits are not what is made of its last hidden states here."""
+    expected = model(input_ids=ids, use_cache=False).logits.float()
+    own = head(_last_states(model, ids, None, None)).float()
+    if not torch.allclose(own, expected.to(own.device), rtol=0.02, atol=0.02 * float(expected.abs().max())):
+        raise UnsupportedModelError(
+            f"logits of model_type={model.config.model_type!r} are not its last hidden states times its output head, "
+            f"which losses are measured by; this model can be fitted and served, but not evaluated."
+        )
 
 
 def window_losses(model: Any, windows: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -305,10 +322,19 @@ def cell_figures(texts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-def layer_bytes(layers: Iterable[tuple[int, int]]) -> dict[str, list[int]]:
-    """Bytes of a token's row in each layer, and of a sequence's exact tokens there, as a cell records them."""
+def layer_bytes(layers: Iterable[tuple[int, int]], tokens: Sequence[int]) -> dict[str, list[int]]:
+    """Bytes of a token's row in each layer, and of a sequence's exact tokens there, as a cell records them.
+
+    Parameters
+    ----------
+    layers
+        Both of each layer.
+    tokens
+        What each caches of a sequence of as many tokens as bits are counted at; recorded where some cache fewer.
+    """
     rows, exact = zip(*layers, strict=True)
-    return {"row_bytes": list(rows), "exact_bytes": list(exact)}
+    fewer = {"cached_tokens": list(tokens)} if min(tokens) < max(tokens) else {}
+    return {"row_bytes": list(rows), "exact_bytes": list(exact)} | fewer
 
 
 def further_text(name: str) -> str:

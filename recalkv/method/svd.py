@@ -159,7 +159,8 @@ def group_parts(
 
 
 def relative_error(weight: Tensor, approximation: Tensor, gram: Tensor) -> float:
-    """Relative squared output error ``|| X (W' - W) ||^2 / || X W ||^2``, from ``C`` alone."""
+    """Relative squared output error ``|| X (W' - W) ||^2 / || X W ||^2``, from ``C`` alone; 0 of no output."""
     weight, gram = weight.double(), gram.double()
     difference = approximation.double() - weight
-    return float((difference * (gram @ difference)).sum() / (weight * (gram @ weight)).sum())
+    whole = float((weight * (gram @ weight)).sum())
+    return float((difference * (gram @ difference)).sum()) / whole if whole > 0 else 0.0

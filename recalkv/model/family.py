@@ -4,6 +4,7 @@ Calibration, compression and the compressed model's classes read these descripti
 (scale, norms of queries and keys, window), transformers' own modules. ``recalkv families`` prints the registry.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -261,15 +262,34 @@ FAMILIES: dict[str, Family] = {
 """Supported families that the installed transformers has, by ``model_type``."""
 
 
+def _named_scale(config: Any) -> float:
+    scales = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
+    return float(math.prod(scales) / (getattr(config, "logits_scaling", None) or 1.0))
+
+
+_UNDESCRIBED = Family(
+    "", logit_scale=_named_scale, logit_softcap=lambda config: getattr(config, "final_logit_softcapping", None)
+)
+
+
 def family_of(config: Any) -> Family:
     """Description of a supported config's family, dense or compressed."""
     return FAMILIES[config.model_type.removeprefix(PREFIX)]
 
 
+def is_described(config: Any) -> bool:
+    """Whether a model, dense or compressed, is of one of :data:`FAMILIES`."""
+    return text_config(config).model_type.removeprefix(PREFIX) in FAMILIES
+
+
 def logits_of(config: Any, products: Tensor) -> Tensor:
-    """Logits of the products with the output head of any model; those of a family without description as they are."""
-    family = FAMILIES.get(text_config(config).model_type.removeprefix(PREFIX))
-    return products if family is None else family.logits(text_config(config), products)[0]
+    """Logits of the products with the output head of any model.
+
+    Scales and soft-caps of a family without description are read by the names that transformers' configs have for them.
+    """
+    config = text_config(config)
+    family = family_of(config) if is_described(config) else _UNDESCRIBED
+    return family.logits(config, products)[0]
 
 
 def text_config(config: Any) -> Any:

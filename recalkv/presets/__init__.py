@@ -79,7 +79,7 @@ def describe(field: FieldInfo) -> str:
 
 def is_rendered(text: str) -> bool:
     """Whether a parameter file is one that :func:`render` wrote and nobody changed, but for its ratio."""
-    found = re.search(r"^  ratio: ([0-9.]+)\b", text, re.MULTILINE)
+    found = re.search(r"^  ratio: ([0-9]+(?:\.[0-9]+)?)\s", text, re.MULTILINE)
     ratio = float(found[1]) if found else 0.0
     return 0 <= ratio < 1 and any(text == render(preset(name, ratio)) for name in preset_names())
 

@@ -55,8 +55,9 @@ def write(figures: Mapping[str, Any], spec: LatentSpec | Codec, out: Path) -> No
     files = {out: page(figures, spec), out.with_suffix(".json"): json.dumps(figures, indent=2, sort_keys=True) + "\n"}
     config = out.parent / "config.json"
     # Not another model's card, where the page of one lies in its folder.
-    own = out.with_suffix(".json").name == FIGURES and config.exists() and "recalkv" in json.loads(config.read_text())
-    if isinstance(spec, LatentSpec) and own:
+    own = json.loads(config.read_text()).get("recalkv") if config.exists() else None
+    named = out.with_suffix(".json").name == FIGURES
+    if isinstance(spec, LatentSpec) and named and own == json.loads(json.dumps(spec.to_dict())):
         files[out.parent / CARD] = model_card(spec, figures)
     for path, content in files.items():
         write_whole(path, content)
@@ -65,7 +66,7 @@ def write(figures: Mapping[str, Any], spec: LatentSpec | Codec, out: Path) -> No
 def _remedies(spec: LatentSpec | Codec, poor: list[str]) -> list[str]:
     """Changes in the order of their worth."""
     if isinstance(spec, Codec):
-        bits = spec.bits_per_element()
+        bits = spec.record.get("bits", spec.bits_per_element())
         return [
             f"try: cache more bits (`recalkv fit --bits` above {bits:.3g}), or ask for a loss (`--target "
             f"max_excess=0.02`)",
@@ -74,7 +75,9 @@ def _remedies(spec: LatentSpec | Codec, poor: list[str]) -> list[str]:
     parameters, calibration = spec.parameters, spec.calibration or {}
     found = []
     if parameters.get("bits") != "mixed":
-        found.append("cache mixed bits (`--bits mixed`), which lose less at the same bytes")
+        # Only energies of the loss tell how to mix them.
+        change = "--bits mixed" if parameters.get("method") == "loss-aware" else "--method loss-aware"
+        found.append(f"cache mixed bits (`{change}`), which lose less at the same bytes")
     tokens = calibration.get("samples", 0) * calibration.get("length", 0)
     if 0 < tokens < _CALIBRATION_TOKENS:
         found.append(f"calibrate on more than {tokens:,} tokens (`--samples`, `--length`)")

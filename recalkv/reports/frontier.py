@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from recalkv.reports.plots import save
-from recalkv.reports.tables import CONTEXT, frontier
+from recalkv.reports.tables import bits_at_context, frontier
 
 Row = dict[str, Any]
 
@@ -34,12 +34,11 @@ def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
         and its ``error``, ``excess`` and its ``excess_error`` (nats per token), ``top1`` (fraction), and ``ours``: the
         codec or latents in mixed bits.
     """
-    spread = cell.get("window_bytes", 0) / CONTEXT
     return [
         {
             "method": name,
             "ours": "bits_per_element" not in cell and not name.startswith(_PAPERS),
-            "bits_per_element": 16 * (cell["bytes_per_token"] + spread) / cell["dense_bytes_per_token"],
+            "bits_per_element": bits_at_context(cell),
             "text": text,
             "kl": found["kl_nats"],
             "error": found["kl_standard_error_nats"],

@@ -35,8 +35,10 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
     Raises
     ------
     DataError
-        If cells are of several settings.
+        If cells are of several settings, or there are none.
     """
+    if not cells:
+        raise DataError("there are no cells of hidden numbers; measure some, as by `make suites`.")
     settings = [
         {key: cell[key] for key in ("model", "lengths", "depths")} | {"prompts": len(cell["scores"]["digits"][0])}
         for cell in cells.values()
@@ -47,7 +49,7 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
             f"cells of hidden numbers are of several models, lengths, depths or prompts: {', '.join(others)} beside "
             f"{next(iter(cells))}; measure all with the same parameters, or remove those of others."
         )
-    if not settings or earlier.get("setting") != settings[0]:
+    if earlier.get("setting") != settings[0]:
         earlier = {}
     rows, places = ([row for row in earlier.get(kind, ()) if row["method"] not in cells] for kind in ("rows", "places"))
     for name in cells:
@@ -71,7 +73,7 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
     order = {row["method"]: (-row["bits_per_element"], row["method"]) for row in rows}
     both = {"rows": rows, "places": places}
     ordered = {kind: sorted(found, key=lambda row: order[row["method"]]) for kind, found in both.items()}
-    return ordered | {"setting": settings[0] if settings else {}}
+    return ordered | {"setting": settings[0]}
 
 
 def _means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

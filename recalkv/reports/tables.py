@@ -68,6 +68,24 @@ def decoding(latency: Mapping[str, Any]) -> Iterable[tuple[int, str, Mapping[str
             yield _number(context), cache, rates
 
 
+def bits_at_context(cell: Mapping[str, Any], tokens: Sequence[int] | None = None) -> float:
+    """Bits of a cached number of one sequence of :data:`CONTEXT` tokens, its exact tokens counted as well.
+
+    Parameters
+    ----------
+    cell
+        Bytes as the stages ``cell``, ``codec_cell`` and ``quantizer`` write them.
+    tokens
+        What each layer caches of them; None for what the cell says, or for all in every layer.
+    """
+    tokens = tokens or cell.get("cached_tokens")
+    if tokens is None:
+        return 16 * (cell["bytes_per_token"] + cell.get("window_bytes", 0) / CONTEXT) / cell["dense_bytes_per_token"]
+    layers = zip(cell["row_bytes"], tokens, cell["exact_bytes"], strict=True)
+    cached = sum(row * count + exact for row, count, exact in layers)
+    return 16 * cached / (cell["dense_bytes_per_token"] / len(tokens) * sum(tokens))
+
+
 def methods(comparison: Mapping[str, Any]) -> str:
     """All methods beside the dense 16-bit cache; bits of a cached number count a sequence's exact tokens as well."""
     rows = comparison["rows"]
@@ -76,8 +94,7 @@ def methods(comparison: Mapping[str, Any]) -> str:
     for row in rows:
         name = f"`{row['method']}`"
         bytes_per_token = f"{row['bytes_per_token']:,.0f}"
-        bits = 16 * (row["bytes_per_token"] + row.get("window_bytes", 0) / CONTEXT) / row["dense_bytes_per_token"]
-        line = [name, f"{bits:.2f}", bytes_per_token, f"{row['perplexity']:.2f}", excess(row)]
+        line = [name, f"{bits_at_context(row):.2f}", bytes_per_token, f"{row['perplexity']:.2f}", excess(row)]
         lines.append([*line, f"{row['kl_nats']:.4f}", f"{row['top1_agreement']:.1%}"])
     head = ["method", f"bits at {CONTEXT:,} tokens", "bytes per token", "perplexity", "excess (nats/token)",
             "KL (nats/token)", "top-1"]  # fmt: skip

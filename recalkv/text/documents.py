@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from xml.etree.ElementTree import iterparse
 
 from recalkv.errors import DataError, StoreError, hub_folder_full, needing
@@ -146,17 +146,13 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
             for number, line in enumerate(text.split("\n"), start=1):  # splitlines() splits more
                 where = f"{path}, line {number}"
                 if line.strip():
-                    yield _column(json.loads(line), field, where)
+                    yield _document(json.loads(line), field, where)
         elif kind == ".json" and text.strip():
             rows = json.loads(text)
             if not isinstance(rows, list):
                 raise DataError(f"{path}: a JSON {type(rows).__name__}, not a list of objects or strings.")
             for number, row in enumerate(rows, start=1):
-                yield (
-                    row
-                    if isinstance(row, str) or is_conversation(row)
-                    else _column(row, field, f"{path}, item {number}")
-                )
+                yield _document(row, field, f"{path}, item {number}")
         else:
             yield text
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -166,16 +162,18 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
         raise DataError(f"{where}: not JSON with the column {field!r}: {error}.") from error
 
 
-def _column(row: Any, field: str, where: str) -> Document:
+def _document(row: Any, field: str, where: str) -> Document:
+    """A row that is a string or a conversation itself, or its column."""
+    if isinstance(row, str) or is_conversation(row):
+        return cast(Document, row)
     columns = row if isinstance(row, dict) else {}
     if field == "text" and columns.get(field) is None and "messages" in columns:
         field = "messages"
-    document: Any = columns.get(field)
+    document = columns.get(field)
     if document is None and field in columns:
         return ""
     _check_column(field, columns, [document], where)
-    own: Document = document
-    return own
+    return cast(Document, document)
 
 
 def _or_messages(field: str, columns: Collection[str]) -> str:

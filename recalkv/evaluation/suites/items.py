@@ -67,11 +67,13 @@ def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
     Raises
     ------
     DataError
-        Names the line and the column.
+        Names the line and the column; or the file has no lines.
     """
+    rows = 0
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
+                rows += 1
                 row = _row(path, number, line)
                 for column in needed:
                     if column not in row:
@@ -79,6 +81,8 @@ def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
                             f"{path}, line {number}: column {column!r} does not exist; {task} needs "
                             f"{', '.join(needed)}, as its set on the hub has them."
                         )
+    if not rows:
+        raise DataError(f"{path} holds no items; fetch it again.")
 
 
 def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | None) -> dict[str, Any]:
@@ -103,7 +107,13 @@ def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | Non
     # Tasks that shuffle do so alike for every model.
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 (theirs)
-    found = manager.load(list(tasks))
+    try:
+        found = manager.load(list(tasks))
+    except Exception as error:  # datasets and the hub's client raise many unrelated types
+        raise DataError(
+            f"the data of {', '.join(str(task) for task in tasks if isinstance(task, str)) or 'a task'} cannot be had "
+            f"({type(error).__name__}: {error}); check the network, or give local items."
+        ) from error
     for task in found["tasks"].values():
         task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=0)
