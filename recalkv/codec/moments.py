@@ -83,10 +83,10 @@ class _Side:
     """Sums of one layer's keys or values."""
 
     def __init__(self) -> None:
-        self.mean: Tensor = torch.zeros(0)
+        self.mean: Tensor = torch.zeros(0, device="cpu")
         self.count, self.energy, self.width = 0, 0.0, 0
-        self.states: Tensor = torch.zeros(0)
-        self.gradients: Tensor = torch.zeros(0)
+        self.states: Tensor = torch.zeros(0, device="cpu")
+        self.gradients: Tensor = torch.zeros(0, device="cpu")
 
     def add_mean(self, states: Tensor) -> None:
         """Add (batch, heads, tokens, d), sinks left out."""
@@ -101,7 +101,7 @@ class _Side:
         self.energy = max(self.energy / self.count - float(self.mean.square().sum()), 1e-30)
         self.width, self.count = heads * self.mean.shape[1], 0
         shape = (self.mean.numel() // self.width, self.width, self.width)
-        self.states, self.gradients = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
+        self.states, self.gradients = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
 
     def add(self, states: Tensor, gradient: Tensor) -> None:
         """Add (batch, heads, tokens, d) states, centered here, and the gradients at them."""
@@ -168,7 +168,7 @@ def collect_moments(
     samples, length = windows.shape
     if length <= SINKS + 1:
         raise DataError(f"codec: windows of {length} tokens leave none behind the {SINKS} sinks; use longer ones.")
-    positions = torch.arange(SINKS, length)
+    positions = torch.arange(SINKS, length, device="cpu")
     sides: dict[int, tuple[_Side, _Side]] = {}
     stopped: list[int] = []
 
@@ -178,6 +178,10 @@ def collect_moments(
 
     def first(layer: int, key: Tensor, value: Tensor) -> None:
         pair = sides.setdefault(layer, (_Side(), _Side()))
+        if key.shape[-1] % 2:
+            raise UnsupportedModelError(
+                f"codec: keys of layer {layer} have {key.shape[-1]} numbers, and only even sizes can be coded."
+            )
         for side, states in zip(pair, (before_rope(layer, key), value[:, :, SINKS:]), strict=True):
             if not bool(torch.isfinite(states).all()):
                 raise _not_finite(layer, "keys or values")
@@ -216,7 +220,7 @@ def collect_moments(
         size = heads or heads_per_code(*pair[0].mean.shape)
         for side in pair:
             side.finish_mean(size)
-    sampler = torch.Generator().manual_seed(seed)
+    sampler = torch.Generator("cpu").manual_seed(seed)
     with watching(model, second), _gradients_of_inputs(model), torch.enable_grad():
         for number, window in enumerate(windows):
             _backward(model, window, sampler)
@@ -253,7 +257,7 @@ def _backward(model: Any, window: Tensor, sampler: torch.Generator) -> None:
         )
     at_logits = logits.detach().float().softmax(-1)[0]
     # By their cumulative probabilities, where the logits are: one random number a token, of the CPU's generator.
-    places = torch.rand(len(at_logits), 1, generator=sampler).to(at_logits.device)
+    places = torch.rand(len(at_logits), 1, generator=sampler, dtype=torch.float32, device="cpu").to(at_logits.device)
     labels = torch.cat(
         [_drawn(part, own) for part, own in zip(at_logits.split(_ROWS), places.split(_ROWS), strict=True)]
     )

@@ -68,13 +68,13 @@ class Rotation:
         """
         size, order = 2 * len(self.frequencies), self.pairs.flatten()
         heads, half = moment.shape[-1] // size, size // 2
-        products = torch.zeros(4, half, half, dtype=torch.float64)
-        for part in torch.arange(context).split(8192):
+        products = torch.zeros(4, half, half, dtype=torch.float64, device="cpu")
+        for part in torch.arange(context, device="cpu").split(8192):
             cos, sin = self.tables(part)
             for total, (left, right) in zip(products, ((cos, cos), (sin, sin), (cos, sin), (sin, cos)), strict=True):
                 total += left.T @ right / context
         cc, ss, cs, sc = (each[:, None].to(moment.device) for each in products)
-        places = (torch.arange(heads)[:, None] * size + order).flatten().to(moment.device)
+        places = (torch.arange(heads, device="cpu")[:, None] * size + order).flatten().to(moment.device)
         whole = moment.view(-1, *moment.shape[-2:])
         parts = whole[:, places][:, :, places].view(-1, heads, 2, half, heads, 2, half)
         a, b, c, d = (parts[:, :, i, :, :, j] for i in (0, 1) for j in (0, 1))
@@ -93,7 +93,8 @@ class Rotation:
 def no_rotation(size: int) -> Rotation:
     """Keys of a layer without RoPE."""
     half = size // 2
-    return Rotation(torch.arange(2 * half).view(2, half), torch.zeros(half, dtype=torch.float64))
+    pairs = torch.arange(2 * half, device="cpu").view(2, half)
+    return Rotation(pairs, torch.zeros(half, dtype=torch.float64, device="cpu"))
 
 
 @torch.no_grad()
@@ -167,7 +168,7 @@ def _rotation(keys: Tensor, places: list[int], limit: float = _PRECISE) -> Rotat
         (first, last - first),
         (first, 2 * ((last - first + 1) // 2)),
     }:
-        inside = torch.arange(start, min(start + width // 2 * 2, size))
+        inside = torch.arange(start, min(start + width // 2 * 2, size), device="cpu")
         if len(inside) % 2:
             continue
         for pairs in (inside.view(2, -1), inside.view(-1, 2).T):
@@ -178,9 +179,10 @@ def _rotation(keys: Tensor, places: list[int], limit: float = _PRECISE) -> Rotat
     if best == limit:
         return still
     frequencies = _frequencies(keys, places, found)
-    rest = torch.tensor([i for i in range(size) if i not in set(found.flatten().tolist())], dtype=torch.int64)
-    pairs = torch.cat([found, rest.view(2, -1)], 1)
-    return Rotation(pairs, torch.cat([frequencies, torch.zeros(len(rest) // 2, dtype=torch.float64)]))
+    rest = [i for i in range(size) if i not in set(found.flatten().tolist())]
+    pairs = torch.cat([found, torch.tensor(rest, dtype=torch.int64, device="cpu").view(2, -1)], 1)
+    still_pairs = torch.zeros(len(rest) // 2, dtype=torch.float64, device="cpu")
+    return Rotation(pairs, torch.cat([frequencies, still_pairs]))
 
 
 def _same_pairs(keys: Tensor, places: list[int], known: Rotation) -> Rotation:
@@ -192,7 +194,7 @@ def _frequencies(keys: Tensor, places: list[int], pairs: Tensor) -> Tensor:
     """Frequencies (pairs,) float64 of (tokens, positions, kv heads, d) keys of the same tokens."""
     numbers = torch.view_as_complex(torch.stack([keys[..., pairs[0]], keys[..., pairs[1]]], -1))
     turns = (numbers * numbers[:, :1].conj()).sum((0, 2)).angle()  # (positions, pairs), between -pi and pi
-    frequencies = torch.zeros(pairs.shape[1], dtype=torch.float64)
+    frequencies = torch.zeros(pairs.shape[1], dtype=torch.float64, device="cpu")
     for place, angle in zip(places[1:], turns[1:], strict=True):
         expected = frequencies * place
         frequencies = (angle + ((expected - angle) / (2 * torch.pi)).round() * 2 * torch.pi) / place

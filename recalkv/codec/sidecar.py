@@ -22,6 +22,8 @@ from recalkv.errors import CheckpointError, ParameterError
 from recalkv.trellis.rows import Segment, checked, pack, row_bytes, unpack
 
 FORMAT = 1
+_MOST_EXACT = 1 << 16
+"""Exact tokens of either kind that a side-car may ask for; more can only be damage."""
 _TENSORS, _RECORD = "codec.safetensors", "codec.json"
 _FILES = {_TENSORS, _RECORD, "evaluation.md", "evaluation.json"}
 """Files allowed in a side-car's folder, with those that `recalkv eval` writes."""
@@ -323,7 +325,8 @@ class Codec:
             layers = {int(index): _layer(tensors, f"layers.{index}", own) for index, own in record["layers"].items()}
             window, sinks, context = (record[name] for name in ("window", "sinks", "context"))
             # Compiled loops take their word for it.
-            if any(type(each) is not int for each in (window, sinks, context)) or min(window, sinks + 1, context) < 1:
+            whole = all(type(each) is int for each in (window, sinks, context))
+            if not whole or min(window, sinks + 1, context) < 1 or max(window, sinks) > _MOST_EXACT:
                 raise ValueError(f"window {window}, sinks {sinks}, context {context}")
             own = dict(sorted(layers.items()))
             return cls(own, window, sinks, context, str(record["fingerprint"]), dict(record["record"]))
@@ -347,7 +350,7 @@ def _layer(tensors: Mapping[str, Tensor], name: str, layout: Mapping[str, Sequen
     heads, groups = len(means[0]), len(sides[0])
     for codes, mean in zip(sides, means, strict=True):
         # Compiled loops read as many numbers as these say: all are checked here.
-        covered = mean.ndim == 2 and len(mean) == heads and len(codes) == groups and heads % groups == 0
+        covered = mean.ndim == 2 and len(mean) == heads and len(codes) == groups > 0 and heads % groups == 0
         if not covered or any(len(code.matrix) != heads // groups * mean.shape[1] for code in codes):
             raise CheckpointError(f"codec: bases of {name} do not cover its heads {tuple(mean.shape)}; fit again.")
     rotation = Rotation(tensors[f"{name}.pairs"], tensors[f"{name}.frequencies"])

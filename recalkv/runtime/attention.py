@@ -207,7 +207,9 @@ def _cached(
         # Masks of a static cache cover all its slots, those of a full one as many as there are.
         static = layer.capacity if layer.capacity is not None and not layer.is_sliding else None
         width, covered = mask.shape[-1], visible if static is None else min(visible, static)
-        if width < covered or (static is None and width > covered):
+        # transformers makes the first mask before it has coded layers: its own empty sliding ones cover their window.
+        first = layer.is_sliding and layer.capacity is not None and not layer.length and width == layer.get_max_length()
+        if width < covered or (static is None and width > covered and not first):
             raise ParameterError(
                 f"codec: the mask covers {width} slots and must cover {covered}, the cached ones that this layer "
                 f"attends to and the new ones; leave it out, or give one of two dimensions."
@@ -282,6 +284,8 @@ def _earlier(layer: CodecLayer, slots: Tensor | None, key: Tensor, value: Tensor
 def _with_sinks(states: tuple[Tensor, Tensor], layer: CodecLayer, low: int, end: int) -> tuple[Tensor, Tensor]:
     """Put exact sinks in their places among states of consecutive slots."""
     assert layer.first is not None
+    if not layer.sinks:
+        return states
     if not layer.ragged:
         last = min(layer.sinks, end)
         if low >= layer.sinks:

@@ -100,11 +100,6 @@ class CodecLayer(CacheLayerMixin):
         """Exact tokens that there is room for behind the sinks."""
         return self.window + SLACK
 
-    @property
-    def max_cache_len(self) -> int:
-        """Slots of a static layer."""
-        return self.get_max_length()
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate what is of fixed size."""
         heads, dims = key_states.shape[1], (key_states.shape[-1], value_states.shape[-1])

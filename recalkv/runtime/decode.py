@@ -39,7 +39,7 @@ def decode_step(
     """
     _, low = layer.get_mask_sizes(1)
     loops = layer_loops(layer.codec, query)
-    if loops is not None:
+    if loops is not None and layer.dtype is not torch.float64:
         layer.begin(1, seen, positions)
         layer.advance(1)
         seen_slots = None if mask is None else mask[:, 0, 0]

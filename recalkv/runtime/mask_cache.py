@@ -13,7 +13,7 @@ def of_mask(mask: Tensor, name: Hashable, make: Callable[[], T]) -> T:
     """Return what was made of a mask under a name, or make it; kept on the tensor that the mask is a view of.
 
     It is made again once the mask was written to, each time in a traced graph, and for tensors of
-    ``torch.inference_mode``, which do not tell of writes.
+    ``torch.inference_mode``, which do not tell of writes; nor do writes by ``mask.data`` or shared NumPy memory.
     """
     if torch.compiler.is_compiling() or mask.is_inference():
         return make()

@@ -341,10 +341,11 @@ class _CacheHook:
             _check_packed(positions, kwargs.get("attention_mask"), layers[0].length if layers else None)
         if cache is None:
             GIVEN.positions = positions
-        elif positions is not None:
+        else:
+            # None as well: a pass that failed may have left others.
             for layer in layers:
                 layer.given = positions
-            if layers:
+            if layers and positions is not None:
                 _check_slots(layers[0], positions, kwargs.get("attention_mask"))
         return args, kwargs
 

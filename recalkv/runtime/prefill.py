@@ -187,7 +187,7 @@ def _band(
         return torch.nn.functional.pad(states, (0, 0, 0, lack)).unfold(2, span, size).transpose(3, 4)
 
     queries = torch.nn.functional.pad(query, (0, 0, 0, lack)).unflatten(2, (blocks, size))
-    # Query heads of a KV head stand below each other: (batch, kv heads, blocks, groups * size, d).
+    # The query heads of a KV head are folded into the query dimension: (batch, kv heads, blocks, groups * size, d).
     queries = queries.unflatten(1, (key.shape[1], groups)).transpose(2, 3).flatten(3, 4)
     keys, values = cut(key), cut(value)
     place = torch.arange(size, device=device)[:, None], torch.arange(span, device=device)
@@ -201,9 +201,9 @@ def _band(
                 continue
             seen = near.repeat(groups, 1)
             if first == 0 and early:
-                slots = start - window + 1 + size * torch.arange(last)[:, None, None] + place[1]
+                slots = start - window + 1 + size * torch.arange(last, device=device)[:, None, None] + place[1]
                 seen = seen & (slots >= 0)
-            bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -math.inf)
+            bias = torch.zeros(seen.shape, dtype=query.dtype, device=device).masked_fill_(~seen, -math.inf)
             bias = bias[:, None].repeat(query.shape[0] * key.shape[1], 1, 1, 1) if bias.dim() == 3 else bias
             own = (each[:, :, first:last].flatten(0, 2)[:, None] for each in (queries, keys, values))
             output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

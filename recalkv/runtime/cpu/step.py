@@ -91,7 +91,7 @@ def _as_integers(code, numbers, target, factors):
 
 
 @nested
-def _prepare(a, real, b, g, task, queries, own):
+def _prepare(a, real, b, g, task, own):
     """A task of the first phase: a query in code coordinates and its coefficients, or a row's keys or values."""
     dk, dv, pairs, kv = a.dk, a.dv, a.count, a.kv // a.groups
     code = array(a.codes + _CODE_SIZE * g, 1, CODE)[0]
@@ -454,7 +454,7 @@ def attend(address):
     tasks = a.kv // groups + 2
     for task in range(me, batch * groups * tasks, many):
         unit = task // tasks
-        _prepare(a, real, unit // groups, unit % groups, tasks - 1 - task % tasks, queries, own)
+        _prepare(a, real, unit // groups, unit % groups, tasks - 1 - task % tasks, own)
     wait_for_all(threads)
     first = array(a.first, batch, np.int64)
     total = 0
