@@ -16,15 +16,7 @@ import zarr
 from recalkv.errors import StoreError
 from recalkv.store import stores as module
 from recalkv.store.folders import partial_path, writing_folder
-from recalkv.store.stores import (
-    SCHEMA_VERSION,
-    StoreWriter,
-    array_digest,
-    joint_digest,
-    open_store,
-    writing_layers,
-    writing_store,
-)  # fmt: skip
+from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, writing_layers, writing_store
 from tests import raises
 
 TENSORS = {
@@ -68,7 +60,7 @@ def test_round_trip(path: Path) -> None:
     assert reader.attributes == {
         "schema_version": SCHEMA_VERSION, "stage": "whiten", "model": "abc",
         "parameters": {"samples": 3, "nested": {"a": [1, None]}}, "complete": True,
-        "digest": joint_digest({name: array_digest(tensor.detach().numpy()) for name, tensor in TENSORS.items()}),
+        "digest": module.joint_digest({n: module.array_digest(each.detach().numpy()) for n, each in TENSORS.items()}),
     }  # fmt: skip
     assert not partial_path(path).exists()
 
