@@ -1,5 +1,6 @@
 """Fitting a codec, its file, what it is bound to, and what is refused; the model stays as it is."""
 
+import contextlib
 import copy
 import json
 import os
@@ -38,11 +39,11 @@ def codec(model: Any) -> Codec:
     return fit(model, windows(), bits=4)
 
 
-def states_of(codec: Codec, layer: int = 0, tokens: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+def states_of(codec: Codec, layer: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and positions of random tokens as a layer may have them."""
     own, generator = codec.layers[layer], torch.Generator().manual_seed(0)
-    positions = torch.randint(0, CONTEXT, (2, tokens), generator=generator)
-    shape = (2, own.kv_heads, tokens, own.head_dims[0])
+    positions = torch.randint(0, CONTEXT, (2, 40), generator=generator)
+    shape = (2, own.kv_heads, 40, own.head_dims[0])
     keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
     return keys + mean_keys(own, positions), values + own.value_mean[:, None], positions
 
@@ -129,10 +130,6 @@ def test_layers_of_other_kinds_have_no_code(family: str) -> None:
 # ---- the model
 
 
-class _InterruptedError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("failing", [False, True])
 def test_the_model_stays_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dense_model("llama-gqa").train()
@@ -144,13 +141,11 @@ def test_the_model_stays_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPatc
 
     def progress(step: str, done: int, total: int) -> None:
         if failing and step == "moments" and done == 2:
-            raise _InterruptedError
+            raise KeyboardInterrupt
 
     if failing:
         monkeypatch.setattr("recalkv.codec.moments._CHECKPOINTED", 0)
-        with pytest.raises(_InterruptedError):
-            fit(model, windows(3, 24), progress=progress)
-    else:
+    with pytest.raises(KeyboardInterrupt) if failing else contextlib.nullcontext():
         fit(model, windows(3, 24), progress=progress)
     after = [each.training for each in model.modules()], [each.requires_grad for each in model.parameters()]
     assert after == before and model.config._attn_implementation == attention
@@ -322,7 +317,7 @@ def test_weights_that_are_not_finite_name_the_layer(weight: str, message: str) -
     raises(NonFiniteError, message, fit, model, windows(2, 24))
 
 
-def test_gradients_that_are_not_finite_name_the_layer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_not_finite_name_the_layer(model: Any) -> None:
     own = copy.deepcopy(model)
 
     class Poison(torch.autograd.Function):
