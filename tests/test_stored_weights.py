@@ -260,18 +260,13 @@ def test_each_module_is_read_by_its_own_group(tmp_path: Path) -> None:
     """Mixed types, as where only the experts have four bits; a pattern counts before a class."""
     folder, dense = published(tmp_path, "float-quantized rows")
     other, other_dense = published(tmp_path / "other", "pack-quantized")
-    fours, rows = (
-        {name: tensor for name, tensor in tensors_of(place).items() if ".mlp." in name} for place in (other, folder)
-    )
+    rows = dict.fromkeys(name for name in tensors_of(folder) if ".mlp." in name)
+    fours = {name: tensor for name, tensor in tensors_of(other).items() if ".mlp." in name}
     groups = {
-        name: KINDS[kind].config["config_groups"]["group_0"] | {"format": form, "targets": [target]}
-        for name, kind, form, target in (
-            ("a", "float-quantized rows", "float-quantized", "Linear"),
-            ("b", "pack-quantized", "pack-quantized", "re:.*mlp.*"),
-        )
+        kind: KINDS[kind].config["config_groups"]["group_0"] | {"format": kind.split()[0], "targets": [target]}
+        for kind, target in (("float-quantized rows", "Linear"), ("pack-quantized", "re:.*mlp.*"))
     }
-
-    mixed = rewritten(folder, dict.fromkeys(rows) | fours, config_groups=groups, format="mixed-precision")
+    mixed = rewritten(folder, rows | fours, config_groups=groups, format="mixed-precision")
     for name, tensor in CheckpointSource(mixed).layer_tensors(1).items():
         expected = CheckpointSource(other_dense if "mlp" in name else dense).layer_tensors(1)[name]
         assert torch.equal(tensor, expected), name
