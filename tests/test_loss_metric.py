@@ -113,22 +113,21 @@ def test_one_window_and_one_token_work(tmp_path: Path) -> None:
 # --- factors ---
 
 
-def problem(
-    seed: int = 0, m: int = 10, w: int = 6, inputs: int = 30, outputs: int = 20
-) -> tuple[Tensor, Tensor, Tensor]:
+def problem(seed: int = 0, inputs: int = 30, outputs: int = 20) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    x = draw(inputs, m) * torch.logspace(0, -1, m, dtype=torch.float64)
-    g = draw(outputs, w) * torch.logspace(0, -2, w, dtype=torch.float64)
-    return draw(m, w), x.T @ x, g.T @ g
+    x = draw(inputs, 10) * torch.logspace(0, -1, 10, dtype=torch.float64)
+    g = draw(outputs, 6) * torch.logspace(0, -2, 6, dtype=torch.float64)
+    return draw(10, 6), x.T @ x, g.T @ g
 
 
 def factorize_groups(
-    weight: Tensor, gram: Tensor, columns: list[Tensor], ranks: list[int], gradient: Any = None, damping: float = 0.0
-) -> LowRank:
+    weight: Tensor, gram: Tensor | None, columns: list[Tensor], ranks: list[int], gradient: Any = None,
+    damping: float = 0.0,
+) -> LowRank:  # fmt: skip
     return factorize_parts(group_parts(weight, gram, columns, gradient, damping), ranks)
 
 

@@ -42,11 +42,9 @@ def arc_file(tmp_path: Path) -> Path:
 
 
 @torch.no_grad()
-def best_choice(
-    model: Any, tokenizer: Any, question: str, choices: list[str], prompt: str = "Question: {}\nAnswer:"
-) -> int:
-    """The choice of the largest log-likelihood after lm-eval's prompt, that for ARC unless told."""
-    context = prompt.format(question)
+def best_choice(model: Any, tokenizer: Any, question: str, choices: list[str]) -> int:
+    """The choice of the largest log-likelihood after lm-eval's prompt for ARC."""
+    context = f"Question: {question}\nAnswer:"
     start, sums = len(tokenizer(context)["input_ids"]), []
     for choice in choices:
         ids = torch.tensor([tokenizer(f"{context} {choice}")["input_ids"]])
