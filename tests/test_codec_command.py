@@ -111,9 +111,9 @@ def test_fit_in_python_is_the_same(settings: list[Any], tmp_path: Path, tiny_tok
     model = AutoModelForCausalLM.from_pretrained(settings[0])
     recalkv.fit(model, tiny_tokenizer, settings[2], out=tmp_path / "c", **given)
     assert everything(tmp_path / "a") == everything(tmp_path / "b") == everything(tmp_path / "c")
-    assert Codec.load(tmp_path / "a").layers[0].kv_heads_per_code == 1
-    texts = [Path(settings[2]).read_text()]
-    assert recalkv.fit(model, dataset=texts, **given).bytes_per_token == Codec.load(tmp_path / "a").bytes_per_token
+    codec, texts = Codec.load(tmp_path / "a"), [Path(settings[2]).read_text()]
+    assert codec.layers[0].kv_heads_per_code == 1
+    assert recalkv.fit(model, dataset=texts, **given).bytes_per_token == codec.bytes_per_token
     with torch.inference_mode():
         recalkv.fit(model, dataset=texts, **given)
 
@@ -122,8 +122,7 @@ def test_a_loss_target_is_met(settings: list[Any], tmp_path: Path) -> None:
     longer = [*settings, "--length", "64"]
     fit(*longer, "--target", "max_excess=0.02", "--out", tmp_path / "codec")
     assert 2 < Codec.load(tmp_path / "codec").bits_per_element() < 8
-    said = refuse(*longer, "--target", "max_excess=1e-12", "--out", tmp_path / "other")
-    assert "is not met on held-out windows" in said
+    assert "is not met on held-out" in refuse(*longer, "--target", "max_excess=1e-12", "--out", tmp_path / "other")
     said = refuse(*settings, "--target", "max_excess=0.02", "--out", tmp_path / "other")
     assert "windows of at most 36 tokens, which are kept exact" in said and not (tmp_path / "other").exists()
 
@@ -210,18 +209,15 @@ def test_models_of_families_that_latents_know_nothing_of(tiny_tokenizer: Any, tm
         recalkv.fit(tmp_path / "gpt2", dataset=texts, samples=2, length=32, context=300, device="cpu")
 
 
-def test_what_python_refuses(tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_what_python_refuses(tiny_tokenizer: Any, tmp_path: Path) -> None:
     model = dense_model("llama-gqa")
     with pytest.raises(ParameterError, match=r"bits=4 and target=0.5 are both given; give one of them"):
         recalkv.fit(model, bits=4, target=0.5)
-    with pytest.raises(ParameterError, match="bits=0 must lie above 0"):
-        recalkv.fit(model, tiny_tokenizer, ["text " * 400], bits=0, length=32)
-    with pytest.raises(ParameterError, match=r"context=0 must be positive"):
+    with pytest.raises(ParameterError, match="context=0 must be positive"):
         recalkv.fit(model, tiny_tokenizer, ["text " * 400], context=0, length=32)
-    raises(ParameterError, "no tokenizer is given", recalkv.fit, model, None, ["text"])
     adapted = type("PeftModelForCausalLM", (torch.nn.Module,), {"config": model.config, "peft_config": {}})()
-    with pytest.raises(ParameterError, match="no tokenizer is given"):  # adapters are none of its business
-        recalkv.fit(adapted, None, ["text"])
+    for without in (model, adapted):  # adapters are none of its business
+        raises(ParameterError, "no tokenizer is given", recalkv.fit, without, None, ["text"])
     raises(UnsupportedModelError, "Linear without a config", recalkv.fit, torch.nn.Linear(2, 2), None, ["text"])
     with pytest.raises(DataError):
         recalkv.fit(model, tiny_tokenizer, ["short"], length=32)
