@@ -20,7 +20,6 @@ from recalkv.evaluation.step_caches import FullCache
 # What they share is made once, and not by every worker.
 pytestmark = pytest.mark.xdist_group("gpu_runs")
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU = Setting("cpu")
 
 
