@@ -122,7 +122,8 @@ def test_stage_scores_both_models_on_the_same_items(prepared: Path, arc_file: Pa
     change("zeroshot.limit", 4)
     assert invoke("suite", name="zeroshot") == 0
     scores = json.loads((prepared / "reports/suites/zeroshot.json").read_text())
-    (task,) = scores["tasks"].values()
+    assert list(scores["tasks"]) == ["arc_easy"]
+    task = scores["tasks"]["arc_easy"]
     dense, compressed = task["dense"]["accuracy"], task["compressed"]["accuracy"]
     assert task["items"] == 4 and task["difference"] == pytest.approx(compressed - dense)
     assert 0 <= task["agreement"] <= 1 - abs(task["difference"])
