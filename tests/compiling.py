@@ -62,6 +62,7 @@ class Configuration:
 
 
 Launch = tuple[str, Any, dict[str, str], dict[str, Any], int, int]
+"""Name, kernel, argument types, constants, warps and stages."""
 
 CONFIGURATIONS = (
     # Groups of two heads, keys and values in one latent, 50 % and 70 %; the same for grouped queries.
@@ -117,18 +118,17 @@ class Compiled:
         return resident_programs(self.registers, self.shared, self.warps, SHARED_LIMITS[self.architecture] + 1024)
 
 
-def compile_all(
-    configurations: Sequence[Configuration] = CONFIGURATIONS, architectures: tuple[int, ...] = (80, 90)
-) -> Iterator[Compiled]:
+def compile_all(configurations: Sequence[Configuration]) -> Iterator[Compiled]:
     """Compile every kernel of every configuration; kernels of equal constants once."""
     done: dict[Any, tuple[int, int, int, int, int, int]] = {}
-    for configuration in configurations:
-        for architecture in architectures:
-            for name, kernel, types, constants, warps, stages in _kernels(configuration, architecture):
+    for each in configurations:
+        for architecture in SHARED_LIMITS:
+            launches = _scores(each, architecture), _values(each, architecture), _combine(each)
+            for name, kernel, types, constants, warps, stages in launches:
                 key = (name, architecture, warps, stages, tuple(types.items()), tuple(constants.items()))
                 if key not in done:
                     done[key] = compiled_for(kernel, types, constants, architecture, warps, stages)
-                yield Compiled(name, configuration, architecture, *done[key], warps)
+                yield Compiled(name, each, architecture, *done[key], warps)
 
 
 def faults(compiled: Compiled) -> list[str]:
@@ -144,13 +144,6 @@ def faults(compiled: Compiled) -> list[str]:
     if compiled.kernel != "combine" and aligned and not compiled.async_copies:
         found.append("latents are read in small pieces")
     return found
-
-
-def _kernels(c: Configuration, architecture: int) -> Iterator[Launch]:
-    """Name, kernel, argument types, constants, warps and stages, as the launches have them."""
-    yield _scores(c, architecture)
-    yield _values(c, architecture)
-    yield _combine(c)
 
 
 def _scores(c: Configuration, architecture: int) -> Launch:
@@ -242,20 +235,15 @@ def main(names: Sequence[str] = ()) -> int:
     if unknown:
         print(f"{', '.join(unknown)}: none of {', '.join(known)}", file=sys.stderr)
         return 2
-    wrong = 0
-    print(
-        f"{'configuration':<42}{'kernel':<9}{'sm':>4}{'shared':>9}{'registers':>11}{'spilled':>9}{'programs':>10}{'wgmma':>7}"
-        f"{'mma':>5}{'copies':>8}"
-    )
+    wrong, line = 0, "{:<42}{:<9}{:>4}{:>9}{:>11}{:>9}{:>10}{:>7}{:>5}{:>8}  {}"
+    titles = "kernel", "sm", "shared", "registers", "spilled", "programs", "wgmma", "mma", "copies"
+    print(line.format("configuration", *titles, ""))
     for one in compile_all([known[name] for name in names or known]):
-        line = f"{one.configuration.name:<42}{one.kernel:<9}{one.architecture:>4}{one.shared:>9,}{one.registers:>11}"
-        problems = faults(one)
+        problems, size = faults(one), f"{one.shared:,}"
         wrong += bool(problems)
-        print(
-            f"{line}{one.spilled:>9}{one.resident:>10}{one.wide:>7}{one.narrow:>5}{one.async_copies:>8}"
-            f"  {'; '.join(problems)}".rstrip(),
-            flush=True,
-        )
+        resources = size, one.registers, one.spilled, one.resident, one.wide, one.narrow, one.async_copies
+        found = line.format(one.configuration.name, one.kernel, one.architecture, *resources, "; ".join(problems))
+        print(found.rstrip(), flush=True)
     return 1 if wrong else 0
 
 

@@ -7,7 +7,7 @@ import math
 import shutil
 import string
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,17 +156,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory, _tiny_parameters: dict[st
     return Finished(folder, seen)
 
 
+def copy_parts(names: Iterable[str], folder: Path, *ignored: str) -> None:
+    """Copy files and folders of the project, but for what is called so."""
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(*ignored))
+        else:
+            shutil.copy(ROOT / name, folder)
+
+
 @pytest.fixture
 def project(tmp_path: Path, tiny_parameters: dict[str, Any]) -> Path:
     """A copy of the pipeline's files in an empty folder, with the tiny parameters."""
     write_pipeline(tmp_path, tiny_parameters)
-    for name in ("dvc.yaml", ".dvcignore", "recalkv", "stages"):
-        source = ROOT / name
-        if source.is_dir():
-            # With the loops that Numba has compiled for these very files, which the stages would compile again.
-            shutil.copytree(source, tmp_path / name)
-        else:
-            shutil.copy(source, tmp_path / name)
+    # With the loops that Numba has compiled for these very files, which the stages would compile again.
+    copy_parts(("dvc.yaml", ".dvcignore", "recalkv", "stages"), tmp_path)
     return tmp_path
 
 

@@ -52,10 +52,10 @@ def change(name: str, value: Any) -> Any:
 
 
 def folder_hash(folder: Path) -> str:
-    """Digest of the names and bytes of all files."""
+    """Digest of the names of all files and folders, and of the files' bytes."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    for path in sorted(folder.rglob("*")):
+        digest.update(str(path.relative_to(folder)).encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()
 
 

@@ -6,6 +6,7 @@ whatever asks for an accelerator finds it: use it in a process of its own (``tes
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,43 +18,13 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 _NAME = "tagged"
 
 
-class _Backend:
-    """What torch asks a backend."""
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def is_initialized() -> bool:
-        return True
-
-    @staticmethod
-    def is_autocast_enabled() -> bool:
-        return False
-
-    @staticmethod
-    def get_amp_supported_dtype() -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float32]
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def manual_seed_all(seed: int) -> None:
-        pass
-
-    @staticmethod
-    def _is_in_bad_fork() -> bool:
-        return False
-
-
-_setup_privateuseone_for_python_backend(_NAME, backend_module=_Backend())
+# What torch asks a backend.
+_BACKEND: Any = SimpleNamespace(
+    is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
+    is_autocast_enabled=lambda: False, get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float32],
+    manual_seed_all=lambda seed: None, _is_in_bad_fork=lambda: False,
+)  # fmt: skip
+_setup_privateuseone_for_python_backend(_NAME, backend_module=_BACKEND)
 DEVICE = torch.device(_NAME, 0)
 
 _ATEN = torch.ops.aten

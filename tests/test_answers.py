@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from recalkv.errors import DataError
 from recalkv.evaluation.key_bias import bias_shares, rotated_biases, without_bias
@@ -66,23 +67,14 @@ class Characters:
     def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
         return messages[0]["content"]
 
-    def __call__(self, texts: list[str], **_: object) -> "Batch":
+    def __call__(self, texts: list[str], **_: object) -> BatchEncoding:
         longest = max(map(len, texts))
         rows = [[0] * (longest - len(text)) + [3 + ord(letter) % 90 for letter in text] for text in texts]
         masks = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
-        return Batch(torch.tensor(rows), torch.tensor(masks))
+        return BatchEncoding({"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)})
 
     def batch_decode(self, ids: torch.Tensor, **_: object) -> list[str]:
         return [" ".join(map(str, row.tolist())) for row in ids]
-
-
-class Batch(dict):  # type: ignore[type-arg]
-    def __init__(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
-        super().__init__(input_ids=ids, attention_mask=mask)
-        self.input_ids = ids
-
-    def to(self, _: object) -> "Batch":
-        return self
 
 
 def test_answers_are_those_of_each_prompt_alone() -> None:

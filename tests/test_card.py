@@ -37,7 +37,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "smaller"
 
 
-def test_card_says_what_was_done(checkpoint: Path) -> None:
+def test_card_says_what_was_done() -> None:
     spec = dataclasses.replace(
         LatentSpec.from_config(pair("llama-gqa")[1].config),
         source={"name": "meta-llama/Llama-2-7b-hf", "revision": "abc", "fingerprint": "f00d"},
@@ -61,7 +61,7 @@ def test_card_says_what_was_done(checkpoint: Path) -> None:
     assert values == {"wikitext2": 22.5, "ptb": 31.25, "piqa": 0.64}
 
 
-def test_card_does_not_say_where_a_local_model_lies(checkpoint: Path) -> None:
+def test_card_does_not_say_where_a_local_model_lies() -> None:
     spec = dataclasses.replace(LatentSpec.from_config(pair("llama-gqa")[1].config), source={"name": "/home/me/llama"})
     assert "`llama` with a low-rank" in model_card(spec) and "/home" not in model_card(spec)
 
@@ -82,8 +82,7 @@ def test_push_to_hub_uploads_weights_config_and_our_card(monkeypatch: pytest.Mon
             return type("Repo", (), {"repo_id": repo_id})
 
         def create_commit(self, repo_id: str, operations: list[Any], **options: Any) -> str:
-            content = {each.path_in_repo: Path(each.path_or_fileobj).read_bytes() for each in operations}
-            self.commits.append(content)
+            self.commits.append({each.path_in_repo: Path(each.path_or_fileobj).read_bytes() for each in operations})
             return "done"
 
     monkeypatch.setattr(transformers.utils.hub, "hf_api", Hub)

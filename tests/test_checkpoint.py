@@ -24,7 +24,7 @@ from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
 from tests import raises
 from tests.characters import Characters
-from tests.tiny import ALL_FAMILIES, VOCABULARY, compressed_pair, dense_model, over_values, windows
+from tests.tiny import ALL_FAMILIES, VOCABULARY, assert_same_tensors, compressed_pair, dense_model, over_values, windows
 
 pair = functools.cache(compressed_pair)
 METHODS = ["recalkv", "palu", "svd"]
@@ -68,8 +68,7 @@ def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     assert type(loaded) is type(compressed) and loaded.config.recalkv == compressed.config.recalkv
-    expected, actual = compressed.state_dict(), loaded.state_dict()
-    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_same_tensors(loaded.state_dict(), compressed.state_dict())
     assert torch.equal(logits(loaded), logits(compressed))
 
 
@@ -88,8 +87,7 @@ def test_a_model_is_built_without_a_copy_in_float32() -> None:
             yield own
 
     other = {name: tensor for name, tensor in state.items() if "layers" not in name and "lm_head" not in name}
-    built = build_model(model.config, other, layers(), torch.bfloat16)
-    assert len(held) == 3 and built.dtype is torch.bfloat16
+    assert build_model(model.config, other, layers(), torch.bfloat16).dtype is torch.bfloat16 and len(held) == 3
 
 
 def drop_layer(config: Any) -> None:
@@ -224,8 +222,7 @@ def test_compress_in_one_call(family: str, method: str, tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
     settings, expected = dense.config.to_dict(), logits(dense)
     compressed = quick(dense, method=method, ratio=0.4, bits=16, group_size=2)
-    after = dense.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_tensors(dense.state_dict(), before)
     assert dense.config.to_dict() == settings and torch.equal(logits(dense), expected)
     assert all(parameter.grad is None for parameter in dense.parameters())
 
@@ -270,8 +267,7 @@ def test_defaults_of_generation_that_are_not_saved_are_kept(tmp_path: Path, monk
 @pytest.mark.parametrize("family", ["llama-gqa", "granite", "granite4-hybrid"])
 def test_compressed_models_are_pickled(family: str) -> None:
     model = pair(family)[1]
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(logits(pickle.loads(pickle.dumps(model))), logits(model))
 
 
 def test_replicas_of_data_parallel_keep_their_factors() -> None:

@@ -12,8 +12,7 @@ from recalkv.trellis.rows import BLOCK, Segment, row_bytes
 
 
 def test_energies_that_rounding_puts_out_of_order_spend_the_budget_all_the_same() -> None:
-    energies = [1 + 1e-14 * number for number in range(64)]
-    (segments,) = allocate_bits([energies], [1.0], 40.0)
+    (segments,) = allocate_bits([[1 + 1e-14 * number for number in range(64)]], [1.0], 40.0)
     assert row_bytes(segments) > 32
 
 

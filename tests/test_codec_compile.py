@@ -45,35 +45,31 @@ def main(some: Sequence[str] = ()) -> int:
     for name in ("pages_stride", "numbers", "key_width", "value_width", "queries", "pairs", "capacity", "per_block"):
         types[name] = "i32"
     types = {name: types[name] for name in attend_kernel.arg_names if name in types}
-    limits = {90: SHARED_LIMITS[90]} if some else SHARED_LIMITS
-    wrong = 0
-    for name in some or GEOMETRIES:
-        geometry = GEOMETRIES[name]
-        for way, (paged, capped) in list(WAYS.items())[1 if some else 0 :]:
-            own: dict[str, Any] = constants(*geometry, paged, capped)
-            warps, stages = own.pop("num_warps"), own.pop("num_stages")
-            for architecture, limit in limits.items():
-                compiled = compiled_for(attend_kernel, types, own, architecture, warps, stages)
-                shared, registers, spilled, wide, narrow, _ = compiled
-                faults = [f"{shared} bytes of shared memory, limit {limit}"] * (shared > limit)
-                faults += [f"{spilled} bytes spilled"] * (spilled > SPILLED) + ["no tensor cores"] * (not wide + narrow)
-                wrong += len(faults)
-                found = f"{shared:>9,}{registers:>5}{spilled:>6}{wide:>5}{narrow:>5}"
-                print(f"{f'{name} {way}':<48}{architecture:>4}{found}", "; ".join(faults), flush=True)
+    launches: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = [
+        (f"{name} {way}", attend_kernel, types, constants(*GEOMETRIES[name], *ways))
+        for name in some or GEOMETRIES
+        for way, ways in list(WAYS.items())[1 if some else 0 :]
+    ]
     types = {f"{name}_ptr": "*fp32" for name in ("partial", "most", "sum", "out", "lse")}
     types |= {"value_width": "i32", "runs": "i32"}
-    for architecture in limits:
-        own: dict[str, Any] = {"BLOCK_R": 128, "COLUMNS": 32}
-        _, _, spilled, *_ = compiled_for(combine_kernel, types, own, architecture, 4, STAGES)
-        wrong += spilled > SPILLED
-        print(f"{'combine, 128 runs':<48}{architecture:>4}{spilled:>6}")
+    own = {"BLOCK_R": 128, "COLUMNS": 32, "num_warps": 4, "num_stages": STAGES}
+    launches.append(("combine, 128 runs", combine_kernel, types, own))
     types = {f"{name}_ptr": "*fp32" for name in ("numbers", "weights", "levels")} | {"trail_ptr": "*i32"}
     types |= {"trials_ptr": "*i64", "codes_ptr": "*i32", "chains": "i32", "length": "i32"}
-    for architecture in limits:
-        own = {"BITS": 4, "TRIALS": 8, "CHAINS": 4}
-        _, _, spilled, *_ = compiled_for(search_kernel, types, own, architecture, 1, STAGES)
-        wrong += spilled > SPILLED
-        print(f"{'search, 4 bits':<48}{architecture:>4}{spilled:>6}")
+    own = {"BITS": 4, "TRIALS": 8, "CHAINS": 4, "num_warps": 1, "num_stages": STAGES}
+    launches.append(("search, 4 bits", search_kernel, types, own))
+    wrong = 0
+    for name, kernel, types, own in launches:
+        warps, stages = own.pop("num_warps"), own.pop("num_stages")
+        for architecture, limit in ({90: SHARED_LIMITS[90]} if some else SHARED_LIMITS).items():
+            compiled = compiled_for(kernel, types, own, architecture, warps, stages)
+            shared, registers, spilled, wide, narrow, _ = compiled
+            faults = [f"{shared} bytes of shared memory, limit {limit}"] * (shared > limit)
+            faults += [f"{spilled} bytes spilled"] * (spilled > SPILLED)
+            faults += ["no tensor cores"] * (kernel is attend_kernel and not wide + narrow)
+            wrong += len(faults)
+            found = f"{shared:>9,}{registers:>5}{spilled:>6}{wide:>5}{narrow:>5}"
+            print(f"{name:<48}{architecture:>4}{found}", "; ".join(faults), flush=True)
     return int(wrong > 0)
 
 

@@ -101,7 +101,5 @@ def test_the_source_names_every_definition_of_it() -> None:
     head, body = source(torch.bfloat16, 2, True, False, (10, 1, 1)).split("\n// ", 1)
     defined = {line.split()[1] for line in head.splitlines()}
     assert defined >= HOSTS
-    assert {name.rstrip("123468") for name in defined - HOSTS} == {
-        "POLY_B", "POLY_D", "GAIN",
-    }  # fmt: skip
+    assert {name.rstrip("123468") for name in defined - HOSTS} == {"POLY_B", "POLY_D", "GAIN"}
     assert all(name.rstrip("123468") in body for name in defined)

@@ -1,9 +1,11 @@
 """Fitting a codec, its file, what it is bound to, and what is refused; the model stays as it is."""
 
+import contextlib
 import copy
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +25,7 @@ from recalkv.codec.sidecar import Codec
 from recalkv.errors import CheckpointError, DataError, NonFiniteError, ParameterError, UnsupportedModelError
 from tests import raises
 from tests.coded import fit, mean_keys, packed, unpacked
-from tests.tiny import dense_model, random_model, windows
+from tests.tiny import VOCABULARY, dense_model, random_model, windows
 
 CONTEXT = 256
 
@@ -38,13 +40,29 @@ def codec(model: Any) -> Codec:
     return fit(model, windows(), bits=4)
 
 
-def states_of(codec: Codec, layer: int = 0, tokens: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+def states_of(codec: Codec, layer: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and positions of random tokens as a layer may have them."""
     own, generator = codec.layers[layer], torch.Generator().manual_seed(0)
-    positions = torch.randint(0, CONTEXT, (2, tokens), generator=generator)
-    shape = (2, own.kv_heads, tokens, own.head_dims[0])
+    positions = torch.randint(0, CONTEXT, (2, 40), generator=generator)
+    shape = (2, own.kv_heads, 40, own.head_dims[0])
     keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
     return keys + mean_keys(own, positions), values + own.value_mean[:, None], positions
+
+
+def test_layers_with_a_sliding_window_count_for_what_they_cache(model: Any) -> None:
+    codec = fit(model, windows(2, 24), bits=4)
+    one, two, three = (layer.row_bytes for layer in codec.layers.values())
+    codec = replace(codec, record=codec.record | {"sliding_windows": {"0": 16, "2": 100}})
+    assert codec.sequence_bytes(256) == 16 * one + 256 * two + 100 * three
+    assert codec.bits_per_element() == 8 * codec.sequence_bytes(256) / (48 * (16 + 256 + 100))
+    # Of the first layer all 16 tokens are exact, of the others 36.
+    held = 16 * 48 * (16 + 36 + 36)
+    assert codec.bits_per_element(50) == (8 * codec.sequence_bytes(50) + held) / (48 * (16 + 50 + 50))
+
+
+def test_heads_of_an_odd_size_are_refused() -> None:
+    model = random_model("gpt2", n_embd=54, n_layer=1, n_head=6, vocab_size=VOCABULARY)
+    raises(UnsupportedModelError, "have 9 numbers, and only even sizes", take_moments, model, windows(2, 24), CONTEXT)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3.5, 4, 8])
@@ -129,10 +147,6 @@ def test_layers_of_other_kinds_have_no_code(family: str) -> None:
 # ---- the model
 
 
-class _InterruptedError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("failing", [False, True])
 def test_the_model_stays_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dense_model("llama-gqa").train()
@@ -144,13 +158,11 @@ def test_the_model_stays_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPatc
 
     def progress(step: str, done: int, total: int) -> None:
         if failing and step == "moments" and done == 2:
-            raise _InterruptedError
+            raise KeyboardInterrupt
 
     if failing:
         monkeypatch.setattr("recalkv.codec.moments._CHECKPOINTED", 0)
-        with pytest.raises(_InterruptedError):
-            fit(model, windows(3, 24), progress=progress)
-    else:
+    with pytest.raises(KeyboardInterrupt) if failing else contextlib.nullcontext():
         fit(model, windows(3, 24), progress=progress)
     after = [each.training for each in model.modules()], [each.requires_grad for each in model.parameters()]
     assert after == before and model.config._attn_implementation == attention
@@ -245,6 +257,7 @@ KEYS, VALUES, PAIRS = "layers.0.key_mean", "layers.0.value_mean", "layers.0.pair
         (lambda p: changed_record(p, lambda r: r["layers"]["1"]["keys"][0].append([8, 5])), "cannot be packed"),
         (lambda p: changed_record(p, lambda r: r["layers"]["1"]["keys"][0].append([64, 2])), "has a basis of"),
         (lambda p: changed_record(p, lambda r: r["layers"]["1"]["keys"].append([[8, 2]])), "is damaged"),
+        (lambda p: changed_record(p, lambda r: r["layers"]["1"].update(keys=[], values=[])), "do not cover its heads"),
         (lambda p: changed_record(p, lambda r: r["layers"].update({"7": r["layers"]["1"]})), "is damaged"),
         (lambda p: changed_tensors(p, lambda t: t.pop(NAME)), "is damaged"),
         (lambda p: changed_tensors(p, lambda t: t.update({NAME: t[NAME][:, :8].contiguous()})), "has a basis of"),
@@ -257,7 +270,7 @@ KEYS, VALUES, PAIRS = "layers.0.key_mean", "layers.0.value_mean", "layers.0.pair
         (lambda p: changed_tensors(p, lambda t: t.update({KEYS: t[KEYS].half()})), "are of other types"),
         (lambda p: changed_tensors(p, lambda t: t["layers.0.frequencies"].fill_(float("inf"))), "NaN or infinity"),
         *((lambda p, n=n: changed_record(p, lambda r: r.update(sinks=n)), "is damaged") for n in (-4, 1.5, "4", None)),
-        (lambda p: changed_record(p, lambda r: r.update(window=0)), "is damaged"),
+        *((lambda p, n=n: changed_record(p, lambda r: r.update(window=n)), "is damaged") for n in (0, 10**9)),
         (lambda p: (p / "codec.json").write_text("[" * 100_000), "holds no readable codec.json"),
     ],
 )
@@ -322,7 +335,7 @@ def test_weights_that_are_not_finite_name_the_layer(weight: str, message: str) -
     raises(NonFiniteError, message, fit, model, windows(2, 24))
 
 
-def test_gradients_that_are_not_finite_name_the_layer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_not_finite_name_the_layer(model: Any) -> None:
     own = copy.deepcopy(model)
 
     class Poison(torch.autograd.Function):

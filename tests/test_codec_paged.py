@@ -1,6 +1,5 @@
 """Attention over blocks of a paged cache agrees with a naive reference, however tokens come and whatever attends."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -99,31 +98,23 @@ class _Sequences:
         self.layer.write(key, value, torch.tensor([place for _, place in places]), *slots)
 
 
-def _by_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is."""
-
-
-def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "layer_loops", lambda *_: None)
-    monkeypatch.setattr(paged, "kernel_serves", lambda *_: True)
-    monkeypatch.setattr(coded, "kernel", lambda: coded_attention_torch)
-
-
 # Any three of the four factors in all their combinations.
 @pytest.mark.parametrize(
-    ("backend", "sliding", "kinds", "groups"),
+    ("kernel", "sliding", "kinds", "groups"),
     [
-        (backend, sliding, kinds, 1 + (bool(sliding) + bool(kinds) + (backend is _by_kernel)) % 2)
-        for backend in (_by_loops, _by_kernel)
+        (kernel, sliding, kinds, 1 + (bool(sliding) + bool(kinds) + kernel) % 2)
+        for kernel in (False, True)
         for sliding in (None, 50)
         for kinds in ({}, {"softcap": 4.0, "aux": True})
     ],
 )
 def test_tokens_and_chunks_in_any_order(
-    monkeypatch: pytest.MonkeyPatch, backend: Callable[[pytest.MonkeyPatch], None], groups: int, sliding: int | None,
-    kinds: dict[str, Any],
-) -> None:  # fmt: skip
-    backend(monkeypatch)
+    monkeypatch: pytest.MonkeyPatch, kernel: bool, groups: int, sliding: int | None, kinds: dict[str, Any]
+) -> None:
+    if kernel:
+        monkeypatch.setattr(paged, "layer_loops", lambda *_: None)
+        monkeypatch.setattr(paged, "kernel_serves", lambda *_: True)
+        monkeypatch.setattr(coded, "kernel", lambda: coded_attention_torch)
     monkeypatch.setattr(paged, "_PIECE", 32)
     texts = _Sequences(_layer_codec(groups), _LENGTHS, sliding, kinds)
     expected = [texts.expected(number) for number in range(len(_LENGTHS))]

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,18 +22,8 @@ from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
 from recalkv.trellis.cpu import compiled
 from tests import coded, raises, tiny
-from tests.coded import (
-    assert_agree,
-    codec_of,
-    coded_model,
-    dense,
-    differences,
-    in_chunks,
-    one_pass,
-    packed,
-    token_ids,
-    unpacked,
-)  # fmt: skip
+from tests.coded import assert_agree, codec_of, coded_model, dense, differences, fit, in_chunks, one_pass, token_ids
+from tests.tiny import windows
 
 WAYS: dict[str, Any] = {
     "at once": [60], "chunks": [3, 11, 12, 41, 60], "tokens": range(1, 61), "prompt and tokens": [20, *range(21, 61)],
@@ -56,15 +48,16 @@ def reference(codec: Codec) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:  # fmt: skip
         own, tokens = codec.layers[module.layer_idx], query.shape[2]
         places, repeats = torch.arange(tokens)[None], query.shape[1] // key.shape[1]
-        rounded = [each.double() for each in unpacked(own, packed(own, key, value, places), places)]
+        rows = coded.packed(own, key, value, places)
+        rounded = [each.double() for each in coded.unpacked(own, rows, places)]
         outputs = []
         for place in range(tokens):
             slots = places[0, : place + 1]
             exact = (slots < codec.sinks) | (slots > place - codec.window)
             keys, values = (
-                torch.where(exact[:, None], true[:, :, : place + 1].double(), coded[:, :, : place + 1])
+                torch.where(exact[:, None], true[:, :, : place + 1].double(), read[:, :, : place + 1])
                 .repeat_interleave(repeats, 1)
-                for true, coded in zip((key, value), rounded, strict=True)
+                for true, read in zip((key, value), rounded, strict=True)
             )  # fmt: skip
             scores = (keys @ query[:, :, place, :, None].double())[..., 0] * scaling
             if softcap is not None:
@@ -128,9 +121,8 @@ def test_left_padding_changes_nothing(family: str) -> None:
     masks = {"attention_mask": real.long(), "position_ids": shifted}
     wanted = one_pass(model, ids).gather(1, shifted[..., None].expand(-1, -1, model.config.vocab_size))
     ways = [one_pass(model, padded, **masks), in_chunks(model, padded, [7, 30, 31, 60], **masks)[0]]
-    ways.append(in_chunks(model, padded, [40, *range(41, 49), 60], **masks)[0])
-    static = StaticCache(config=model.config, max_cache_len=61)
-    ways.append(in_chunks(model, padded, [40, *range(41, 49), 60], static, **masks)[0])
+    for cache in (None, StaticCache(config=model.config, max_cache_len=61)):
+        ways.append(in_chunks(model, padded, [40, *range(41, 49), 60], cache, **masks)[0])
     for found in ways:
         assert_agree(torch.where(real[..., None], found, wanted), wanted)
 
@@ -178,11 +170,8 @@ def test_models_of_other_types(family: str, dtype: torch.dtype, tolerance: float
 
 
 @pytest.mark.parametrize(
-    ("bits", "family"),
-    [
-        (2, "llama-gqa"), (8, "llama-gqa"), (4, "llama-mha"), (4, "mistral-sliding"),
-    ],
-)  # fmt: skip
+    ("bits", "family"), [(2, "llama-gqa"), (8, "llama-gqa"), (4, "llama-mha"), (4, "mistral-sliding")]
+)
 def test_torch_and_the_loops_agree(family: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     model, ids = coded_model(family, bits), token_ids()
@@ -224,11 +213,32 @@ def same_start(found: Tensor, wanted: Tensor) -> None:
 def test_generation_is_that_of_passes_without_a_cache(family: str, kind: str) -> None:
     model, ids = coded_model(family), token_ids(4, 30)
     ids[1, :9] = 0  # a shorter prompt
-    masks = {"attention_mask": (ids != 0).long()}
-    wanted = generated(model, ids, **masks, **GENERATION[kind], use_cache=False)
-    same_start(generated(model, ids, **masks, **GENERATION[kind]), wanted)
-    static = generated(model, ids, **masks, **GENERATION[kind], cache_implementation="static")
-    same_start(static, wanted)
+    settings = GENERATION[kind] | {"attention_mask": (ids != 0).long()}
+    wanted = generated(model, ids, **settings, use_cache=False)
+    same_start(generated(model, ids, **settings), wanted)
+    same_start(generated(model, ids, **settings, cache_implementation="static"), wanted)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("family", ["mistral-sliding", "gemma3"])
+def test_static_caches_take_chunks_shorter_than_a_sliding_window(family: str, chunk: int | None) -> None:
+    model, ids = coded_model(family), token_ids(4, 5 if chunk is None else 40)
+    ids[1, :3] = 0  # a shorter prompt
+    settings = {"max_new_tokens": 30, "min_new_tokens": 30, "attention_mask": (ids != 0).long()}
+    static: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": chunk}
+    wanted = model.generate(ids, **settings, use_cache=False)
+    same_start(model.generate(ids, **settings, **{key: value for key, value in static.items() if value}), wanted)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding"])
+def test_the_default_device_is_not_asked(family: str) -> None:
+    """As with `torch.set_default_device("cuda")` and a model on the CPU."""
+    model, bare, ids, calibration = coded_model(family), dense(family), token_ids(), windows(2, 24)
+    wanted, codec = one_pass(model, ids), fit(bare, calibration, 4, context=256)
+    with torch.device("meta"):
+        assert torch.equal(one_pass(model, ids), wanted)
+        again = fit(bare, calibration, 4, context=256)
+    assert again.layers[0].is_like(codec.layers[0])
 
 
 @pytest.mark.parametrize(
@@ -393,8 +403,7 @@ def test_a_codec_that_is_refused_leaves_the_one_that_is_used() -> None:
 
 @pytest.mark.parametrize(
     ("family", "width", "static"),
-    [("llama-gqa", 40, False), ("llama-gqa", 1, False), ("mistral-sliding", 41, False)]
-    + [("llama-gqa", 40, True), ("llama-gqa", 1, True)],
+    [*itertools.product(["llama-gqa"], [40, 1], [False, True]), ("mistral-sliding", 41, False)],
 )
 def test_masks_of_another_width_are_refused(family: str, width: int, static: bool) -> None:
     """As SDPA refuses them; loops would read memory beside the mask. A sliding layer attends to fewer slots.
@@ -519,13 +528,12 @@ def test_a_cache_that_is_used_again_takes_the_codec_of_the_model(static: bool) -
 
 def test_packed_sequences_are_refused() -> None:
     model, ids = coded_model("qwen2-bias"), token_ids(1)
-    packed = torch.cat([torch.arange(30), torch.arange(30)])[None]
+    room = StaticCache(config=model.config, max_cache_len=80)
+    read = functools.partial(model, ids, position_ids=torch.cat([torch.arange(30), torch.arange(30)])[None])
+    message, mask = "pass packed sequences one by one", causal_mask(ids, 30)
     for cached in (False, True):
-        raises(ParameterError, "pass packed sequences one by one", model, ids, position_ids=packed, use_cache=cached)
-        with pytest.raises(ParameterError, match="pass packed sequences one by one"):
-            # As SDPA is told of them.
-            model(ids, attention_mask=causal_mask(ids, 30), position_ids=packed, use_cache=cached)
-    room, wide = StaticCache(config=model.config, max_cache_len=80), torch.zeros(1, 1, 60, 80, dtype=torch.bool)
-    wide[..., :60] = causal_mask(ids, 30)
-    with pytest.raises(ParameterError, match="pass packed sequences one by one"):
-        model(ids, attention_mask=wide, position_ids=packed, past_key_values=room)
+        raises(ParameterError, message, read, use_cache=cached)
+        # As SDPA is told of them.
+        raises(ParameterError, message, read, attention_mask=mask, use_cache=cached)
+    wide = nn.functional.pad(mask, (0, 20))
+    raises(ParameterError, message, read, attention_mask=wide, past_key_values=room)

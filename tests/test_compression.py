@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.compression import CompressedLayers, collect_statistics, compress_layers
+from recalkv.compression import CompressedLayers, Statistics, collect_statistics, compress_layers
 from recalkv.errors import BudgetError, NonFiniteError, StoreError
 from recalkv.method.svd import relative_error
 from recalkv.model.layers import ModuleSource
@@ -20,8 +20,8 @@ from tests.tiny import calibration, dense_model, plain, reconstructed_twin, wind
 METHODS = ("loss-aware", "recalkv", "palu", "svd")
 
 
-def layers_of(model: Any, ids: Tensor, batch_size: int = 4, **changes: Any) -> CompressedLayers:
-    return compress_layers(ModuleSource(model), ids, calibration(batch_size=batch_size), plain(**changes))
+def layers_of(model: Any, ids: Tensor, statistics: Statistics | None = None, **changes: Any) -> CompressedLayers:
+    return compress_layers(ModuleSource(model), ids, calibration(), plain(**changes), statistics=statistics)
 
 
 def tensors(result: CompressedLayers) -> list[Tensor]:
@@ -54,8 +54,7 @@ def test_error_grows_with_the_ratio(method: str) -> None:
     model, ids, known = dense_model("llama-gqa"), windows(samples=4, length=24), statistics_of("llama-gqa", 4, 24)
     errors, rises = [], []
     for ratio in (0.0, 0.3, 0.6, 0.9):
-        parameters = plain(ratio=ratio, method=method)
-        result = compress_layers(ModuleSource(model), ids, calibration(), parameters, statistics=known)
+        result = layers_of(model, ids, known, ratio=ratio, method=method)
         errors.append(output_errors(model, result, ids))
         rises.append(sum(result.predicted_rises))
         assert len(result.predicted_rises) == 3
@@ -80,17 +79,14 @@ def test_two_runs_agree_bit_for_bit(precision: str, changes: dict[str, Any]) -> 
 )
 def test_given_statistics_give_the_same_as_collected_ones(changes: dict[str, Any]) -> None:
     """Also statistics that know more than the method asks for."""
-    result = compress_layers(
-        ModuleSource(dense_model("llama-gqa")), windows(), calibration(), plain(**changes),
-        statistics=statistics_of("llama-gqa", 8, 48),
-    )  # fmt: skip
-    assert_same(layers_of(dense_model("llama-gqa"), windows(), **changes), result)
+    model, ids = dense_model("llama-gqa"), windows()
+    given = layers_of(model, ids, statistics_of("llama-gqa", 8, 48), **changes)
+    assert_same(layers_of(model, ids, **changes), given)
 
 
 def test_given_statistics_are_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recalkv.compression.collect_statistics", lambda *_: pytest.fail("collected again"))
-    known = statistics_of("llama-gqa", 8, 48)
-    compress_layers(ModuleSource(dense_model("llama-gqa")), windows(), calibration(), plain(), statistics=known)
+    layers_of(dense_model("llama-gqa"), windows(), statistics_of("llama-gqa", 8, 48))
 
 
 @pytest.mark.parametrize(
@@ -108,8 +104,7 @@ def test_a_budget_that_nothing_meets_is_refused_early(changes: dict[str, Any], m
     with monkeypatch.context() as patch:
         patch.setattr("recalkv.compression.check_budget", lambda *_: None)
         with pytest.raises(BudgetError, match=r"compression\.ratio=0\.9") as late:
-            source = ModuleSource(dense_model("llama-gqa"))
-            compress_layers(source, windows(), calibration(), plain(**changes), statistics=known)
+            layers_of(dense_model("llama-gqa"), windows(), known, **changes)
     monkeypatch.setattr("recalkv.compression.collect_statistics", lambda *_: pytest.fail("collected"))
     with pytest.raises(BudgetError) as early:
         layers_of(dense_model("llama-gqa"), windows(), **changes)

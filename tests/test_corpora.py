@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from recalkv.errors import DataError, NonFiniteError, ParameterError
+from recalkv.errors import DataError, NonFiniteError, ParameterError, UnsupportedModelError
 from recalkv.evaluation.perplexity import over_documents, perplexity, window_losses, window_scores
 from recalkv.params import EvaluationParams
 from recalkv.text import corpora
@@ -82,6 +82,31 @@ def test_losses_that_are_not_finite_are_refused(part: str, value: float) -> None
     raises(NonFiniteError, r"evaluation loss; load the model in bfloat16 or float32", window_losses, model, windows)
     if part == "embedding":
         assert bool(torch.isfinite(window_losses(model, windows[::2])).all())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "special"),
+    [
+        ("cohere", {"logit_scale": 0.3}),
+        ("granitemoe", {"logits_scaling": 8.0}),
+        ("vaultgemma", {"num_key_value_heads": 6, "head_dim": 8}),
+        ("opt", {}),
+    ],
+)
+def test_logits_of_families_without_description(model_type: str, special: dict[str, Any]) -> None:
+    """Scaled, capped, or as they are."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": 256}
+    model, ids = tiny.random_model(model_type, initializer_range=0.3, **sizes | special), tiny.windows(2, 24)
+    logits = model(ids).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none").mean(1).double()
+    torch.testing.assert_close(window_losses(model, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_that_are_no_products_are_refused() -> None:
+    model = tiny.random_model("opt", hidden_size=48, num_attention_heads=6, vocab_size=256)
+    model.register_forward_hook(lambda _module, _given, output: output | {"logits": output.logits.flip(-1)})
+    message = "not its last hidden states times its output head"
+    raises(UnsupportedModelError, message, window_losses, model, tiny.windows(2, 24))
 
 
 def test_errors_are_those_of_documents() -> None:

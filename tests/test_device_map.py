@@ -17,16 +17,21 @@ from tests.tiny import compressed_pair, windows
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "model.rotary_emb")
 
 
+def check_split(folder: Path, places: dict[str, Any], settings: dict[str, Any], device: str = "cpu") -> Any:
+    """A compressed model split that way, which gives the tokens that it gives as a whole."""
+    _, compressed, _ = compressed_pair("llama-mha", **settings)
+    compressed.save_pretrained(folder / "model")
+    split = AutoModelForCausalLM.from_pretrained(folder / "model", device_map=places, offload_folder=folder / "off")
+    ids, options = windows(2, 12), {"max_new_tokens": 8, "do_sample": False}
+    found = split.generate(ids.to(device), **options)
+    assert torch.equal(found.cpu(), compressed.generate(ids, **options))
+    return split
+
+
 @pytest.mark.parametrize("settings", [{"method": "loss-aware"}, {"method": "recalkv"}, {"bits": 4, "ratio": 0.8}])
 def test_layers_on_disk_give_the_same_tokens(settings: dict[str, Any], tmp_path: Path) -> None:
-    _, compressed, _ = compressed_pair("llama-mha", **settings)
-    compressed.save_pretrained(tmp_path / "model")
     places = dict.fromkeys(PARTS, "cpu") | {"model.layers.1": "disk", "model.layers.2": "disk", "lm_head": "cpu"}
-    split = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "off")
-    assert next(split.model.layers[2].parameters()).is_meta
-    ids = windows(2, 12)
-    tokens = [model.generate(ids, max_new_tokens=8, do_sample=False) for model in (split, compressed)]
-    assert torch.equal(*tokens)
+    assert next(check_split(tmp_path, places, settings).model.layers[2].parameters()).is_meta
 
 
 def test_an_accelerator_without_float64_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,12 +55,11 @@ def test_models_that_do_not_fit_a_gpu_are_split(free: float, split: bool, tmp_pa
     compressed.save_pretrained(tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
     device = torch.device("cuda:1")
-    for name, found in {"memory_reserved": size // 2, "memory_allocated": size // 4}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda asked, found=found: {device: found}[asked])
     # A quarter of it is held by torch.
-    monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda asked: {device: (int((free - 0.25) * size), 2 * size)}[asked]
-    )
+    told = {"memory_reserved": size // 2, "memory_allocated": size // 4}
+    told["mem_get_info"] = int((free - 0.25) * size), 2 * size
+    for name, found in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda asked, found=found: {device: found}[asked])
     with pytest.warns(UserWarning, match="is split over GPUs") if split else contextlib.nullcontext():
         assert placement(tmp_path, device, "auto") == ("auto" if split else {"": device})
     # Float32 weights take half of it in 16 bits; a CPU needs no map.
@@ -65,11 +69,5 @@ def test_models_that_do_not_fit_a_gpu_are_split(free: float, split: bool, tmp_pa
 
 @pytest.mark.gpu
 def test_layers_on_cpu_and_gpu_give_the_same_tokens(tmp_path: Path) -> None:
-    _, compressed, _ = compressed_pair("llama-mha", method="loss-aware")
-    compressed.save_pretrained(tmp_path / "model")
     places = dict.fromkeys(PARTS, 0) | {"model.layers.1": "cpu", "lm_head": 0}
-    split = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places)
-    ids = windows(2, 12)
-    pairs = (split, ids.cuda()), (compressed, ids)
-    tokens = [model.generate(own, max_new_tokens=8, do_sample=False) for model, own in pairs]
-    assert torch.equal(tokens[0].cpu(), tokens[1])
+    check_split(tmp_path, places, {"method": "loss-aware"}, "cuda")

@@ -19,7 +19,7 @@ from recalkv.text.chat import is_conversation, plain_text, rendered
 from recalkv.text.documents import given_documents, load_documents
 from recalkv.text.unicode import well_formed
 from recalkv.text.windows import document_tokens
-from tests import tiny
+from tests import raises, tiny
 from tests.coded import fit
 from tests.commands import run
 from tests.conftest import process
@@ -66,8 +66,8 @@ def test_forward_compiles_as_one_graph_with_a_static_cache(bits: Any, tmp_path: 
     ids = tiny.windows(1, 20)
     expected = other.generate(ids, max_new_tokens=4, do_sample=False)
     model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
-    found = model.generate(ids, max_new_tokens=4, do_sample=False, cache_implementation="static")
-    assert torch.equal(found, expected)
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected)
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
@@ -156,8 +156,7 @@ def test_every_parameter_that_wants_a_gradient_gets_one(tmp_path: Path) -> None:
     compressed().save_pretrained(tmp_path)
     model, ids = type(compressed()).from_pretrained(tmp_path).train(), tiny.windows(1, 40)
     model(ids, labels=ids).loss.backward()
-    wanting = [name for name, own in model.named_parameters() if own.requires_grad and own.grad is None]
-    assert wanting == []
+    assert [name for name, own in model.named_parameters() if own.requires_grad and own.grad is None] == []
 
 
 def test_a_nan_is_seen_where_it_arises() -> None:
@@ -186,13 +185,13 @@ def test_weights_written_by_data_are_noticed() -> None:
 
 def test_objects_that_wrap_a_model_are_told_apart(tiny_tokenizer: Any) -> None:
     model = tiny.dense_model("llama-gqa")
-    with pytest.raises(UnsupportedModelError, match=r"compiled by torch.compile; give the model as it was before"):
-        recalkv.compress(torch.compile(model), tiny_tokenizer, ["text"])
     adapted = type("PeftModelForCausalLM", (nn.Module,), {"get_base_model": lambda self: model})()
-    with pytest.raises(UnsupportedModelError, match=r"PeftModelForCausalLM with adapters; merge them first"):
-        recalkv.compress(adapted, tiny_tokenizer, ["text"])
-    with pytest.raises(UnsupportedModelError, match=r"wrapped in DataParallel; give `model.module`"):
-        recalkv.compress(nn.DataParallel(model), tiny_tokenizer, ["text"])
+    for wrapped, message in (
+        (torch.compile(model), "compiled by torch.compile; give the model as it was before"),
+        (adapted, "PeftModelForCausalLM with adapters; merge them first"),
+        (nn.DataParallel(model), "wrapped in DataParallel; give `model.module`"),
+    ):
+        raises(UnsupportedModelError, message, recalkv.compress, wrapped, tiny_tokenizer, ["text"])
 
 
 def test_one_long_text_is_no_path(tiny_tokenizer: Any) -> None:

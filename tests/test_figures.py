@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from recalkv.params import Params
 from recalkv.reports import figures
 from recalkv.reports.figures import measured_numbers, refreshed
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for pattern in figures.PAGES for path in sorted(ROOT.glob(pattern))]
 
 

@@ -27,3 +27,7 @@ def test_rows_and_page_of_the_cells(prepared: Path) -> None:
     page = Path("reports/frontier.md").read_text()
     assert "| **ours-4** |" in page and "| fp8 | 8.00 |" in page
     assert Path("reports/frontier.png").read_bytes().startswith(b"\x89PNG")
+    # What is there stays where there is nothing to show.
+    for stage, name in (("frontier", "other"), ("table", "grid")):
+        assert invoke(stage, name=name, **({"title": "A grid"} if stage == "table" else {})) == 1
+    assert not [*Path("reports").rglob("other.*"), *Path("reports").rglob("grid.*")]

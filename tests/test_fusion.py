@@ -63,21 +63,15 @@ class Case:
         return list(cached.split((self.keys if name == "k_proj" else self.values).ranks, dim=-1))
 
 
-def cases() -> list[Any]:
-    every = [
-        (shape, layout, biased, centered, fitted)
-        for shape in WIDTHS
-        for layout in ("separate", "fused")
-        for biased in (False, True)
-        for centered in (False, True)
-        for fitted in (False, True)
-    ]
-    return [pytest.param(case, id="-".join(map(str, case))) for case in every]
-
-
-@pytest.mark.parametrize("arguments", cases())
-def test_keys_queries_and_outputs_are_those_of_the_factors(arguments: Any) -> None:
-    case = Case(*arguments)
+@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["separate", "fused"])
+@pytest.mark.parametrize("shape", WIDTHS)
+def test_keys_queries_and_outputs_are_those_of_the_factors(
+    shape: str, layout: str, biased: bool, centered: bool, fitted: bool
+) -> None:
+    case = Case(shape, layout, biased, centered, fitted)
     tensors, inputs = case.tensors, case.draw(7, 20)
 
     queries = inputs @ tensors["q_proj.weight"].T + tensors.get("q_proj.bias", torch.zeros(1))
@@ -132,29 +126,22 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
     held = {f"self_attn.{name}": tensor for name, tensor in case.dense.items()} | {"mlp.weight": case.draw(3, 20)}
     refit = LayerRefit(case.keys, case.values, case.output, 0.0, 0.0)
     spec = LayerSpec([6, 3], [5, 2], value_layout="fused", head_permutation=PERMUTATION)
-    here, there = (
-        SimpleNamespace(
-            device=torch.device(device),
-            config=LlamaConfig(),
-            geometry=GEOMETRY,
-            places=[0],
-            holds=lambda name: True,
-            layer_tensors=lambda index, below, device=device: {
-                name: tensor.to(device) for name, tensor in held.items() if name.startswith(below)
-            },
-            stored_layer=lambda index, without, device=device: {
-                name: tensor.to(device) for name, tensor in held.items() if name not in without
-            },
-        )
-        for device in ("cpu", "meta")
-    )
+
+    def source(device: str) -> Any:
+        own = {name: tensor.to(device) for name, tensor in held.items()}
+        return SimpleNamespace(
+            device=torch.device(device), config=LlamaConfig(), geometry=GEOMETRY, places=[0], holds=lambda name: True,
+            layer_tensors=lambda index, below: {name: own[name] for name in own if name.startswith(below)},
+            stored_layer=lambda index, without: {name: own[name] for name in own if name not in without},
+        )  # fmt: skip
+
     expected = {f"self_attn.{name}": own for name, own in case.tensors.items()} | {"mlp.weight": held["mlp.weight"]}
-    fused = fuse_layer(here, 0, spec, refit, case.mean)  # type: ignore[arg-type]
+    fused = fuse_layer(source("cpu"), 0, spec, refit, case.mean)
     assert fused.keys() == expected.keys() and fused["mlp.weight"].dtype is held["mlp.weight"].dtype
     assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in fused.items())
     # Tensors of that device have no values that could be compared.
     monkeypatch.setattr(torch, "equal", lambda *_: False)
-    away = fuse_layer(there, 0, spec, refit, case.mean)  # type: ignore[arg-type]
+    away = fuse_layer(source("meta"), 0, spec, refit, case.mean)
     assert {tensor.device.type for tensor in away.values()} == {"meta"}
 
 

@@ -32,14 +32,12 @@ _TOLERANCE = 1e-3
 def compressed(setting: str, device: str, batch: int) -> CompressedLayers:
     source = ModuleSource(dense_model("llama-gqa"), device)
     # Ridges keep solutions from turning on the last bits of the sums.
-    parameters = plain(**SETTINGS[setting], damping=1e-2)
-    return compress_layers(source, windows(), calibration(batch_size=batch), parameters)
+    return compress_layers(source, windows(), calibration(batch_size=batch), plain(**SETTINGS[setting], damping=1e-2))
 
 
 def products(result: CompressedLayers) -> list[Tensor]:
     """What does not depend on the basis of the latents: L R, and the output projections."""
-    factors = [each for refit in result.refits for each in (refit.keys, refit.values)]
-    dense = [each.dense() for each in factors]
+    dense = [factors.dense() for refit in result.refits for factors in (refit.keys, refit.values)]
     outputs = [refit.output for refit in result.refits if refit.output is not None]
     return [tensor.double().cpu() for tensor in [*dense, *outputs]]
 

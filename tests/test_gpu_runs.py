@@ -20,7 +20,6 @@ from recalkv.evaluation.step_caches import FullCache
 # What they share is made once, and not by every worker.
 pytestmark = pytest.mark.xdist_group("gpu_runs")
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU = Setting("cpu")
 
 
@@ -114,8 +113,7 @@ def test_nothing_is_timed_under_a_wrong_name(monkeypatch: pytest.MonkeyPatch) ->
     latents, told = Latents("llama-3.1-8b", "joint s=2", "16 bits, 70 %"), list[dict[str, Any]]()
     layer, plain, _ = latents.layer(CPU)
     assert serves(layer) and not serves(plain)
-    given = [lambda: torch.zeros(1, 1, 1)], 1, lambda: torch.ones(1, 1, 1)
-    monkeypatch.setattr(Latents, "calls", lambda *_: given)
+    monkeypatch.setattr(Latents, "calls", lambda *_: ([lambda: torch.zeros(1, 1, 1)], 1, lambda: torch.ones(1, 1, 1)))
     for served in (False, True):
         monkeypatch.setattr(kernels, "serves", lambda layer, served=served: served)
         kernels._measure(latents, 40, 1, CPU, lambda **record: told.append(record))

@@ -1,5 +1,6 @@
 """Kernels in Triton's interpreter against a float64 reference; on a GPU the same tests run compiled."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -92,14 +93,12 @@ class Problem:
             self.key_ranks = [32, 16]
         ranks = [case.value_rank - 5 * number for number in range(len(self.value_heads))]
         self.value_ranks = self.key_ranks if case.joint else ranks
-        self.ups = [
-            normal(rank, heads * case.head_dim, scale=rank**-0.5)
-            for rank, heads in zip(self.key_ranks, self.key_heads, strict=True)
-        ]
-        self.value_ups = [
-            normal(rank, heads * case.head_dim, scale=rank**-0.5)
-            for rank, heads in zip(self.value_ranks, self.value_heads, strict=True)
-        ] if case.value_up else []  # fmt: skip
+        self.ups, self.value_ups = (
+            [normal(rank, count * case.head_dim, scale=rank**-0.5) for rank, count in zip(ranks, heads, strict=True)]
+            for ranks, heads in ((self.key_ranks, self.key_heads), (self.value_ranks, self.value_heads))
+        )
+        if not case.value_up:
+            self.value_ups = []
         self.z_k = normal(case.batch, case.slots, sum(self.key_ranks))
         self.z_v = self.z_k if case.joint else normal(case.batch, case.slots, sum(self.value_ranks))
         self.query = normal(case.batch, case.query_heads, case.queries, case.head_dim)
@@ -117,8 +116,8 @@ class Problem:
     def by_kernels(self) -> list[Tensor]:
         case, keys = self.case, joined([up.to(DEVICE) for up in self.ups])
         values = joined([up.to(DEVICE) for up in self.value_ups]) if self.value_ups else None
-        ranks, heads = (self.key_ranks, self.value_ranks), (self.key_heads, self.value_heads)
-        plan = LayerPlan(keys, values, ranks[0], heads[0], ranks[1], heads[1], case.head_dim, 232_448)
+        groups = self.key_ranks, self.key_heads, self.value_ranks, self.value_heads
+        plan = LayerPlan(keys, values, *groups, case.head_dim, 232_448)
         z_k, z_v = self.z_k.to(DEVICE), self.z_v.to(DEVICE)
         seen: Any = self.first + case.queries
         result = latent_attention(
@@ -245,7 +244,7 @@ def test_a_row_that_may_see_nothing_is_zero() -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize("name", ["bias", "gqa", "joint latents"])
 def test_half_precision(name: str, dtype: torch.dtype, bound: float) -> None:
-    assert Problem(Case(**{**GEOMETRIES[name].__dict__, "dtype": dtype})).error() < bound
+    assert Problem(dataclasses.replace(GEOMETRIES[name], dtype=dtype)).error() < bound
 
 
 @pytest.mark.parametrize("tile", [64, 128])
@@ -365,8 +364,16 @@ def test_a_model_with_kernels_is_saved_whole(tmp_path: Path) -> None:
     _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     use_kernels(model.to(DEVICE)).save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).state_dict()
-    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    tiny.assert_same_tensors(type(model).from_pretrained(tmp_path).state_dict(), expected)
+
+
+def told_by_auto(model: Any) -> list[str]:
+    """Warnings of the choice between kernels and torch."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        use_kernels(model, "auto")
+    assert all(each.category is UserWarning for each in told)
+    return [str(each.message) for each in told]
 
 
 def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,8 +384,8 @@ def test_choice_and_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(model)
     assert all(decoder_of(layer.self_attn) for layer in model.model.layers)
     raises(ParameterError, r"float64, and the kernels take float16", use_kernels, model.double())
-    with pytest.warns(UserWarning, match="decoding in plain torch: the weights are torch.float64"):
-        use_kernels(model, "auto")
+    (told,) = told_by_auto(model)
+    assert "decoding in plain torch: the weights are torch.float64" in told
     monkeypatch.setattr(module, "version", lambda name: "3.5.1")
     with pytest.raises(ParameterError, match=r"triton is 3\.5\.1, and the kernels are tested with 3\.6 and newer"):
         use_kernels(model.float())
@@ -400,10 +407,8 @@ def test_packed_latents_stay_with_torch(settings: dict[str, Any], counted: list[
     refused = r"latents of layer 0 are packed in \d+\.\d bits each, and the kernels serve those of 16 bits"
     remedy = r"compress with bits=16, .* Use kernel=torch, or auto\."
     raises(ParameterError, rf"kernel=triton cannot be used: {refused}; {remedy}", use_kernels, model, "triton")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        use_kernels(model, "auto")
-    assert len(told) == 1 and re.match(f"decoding in plain torch: {refused}", str(told[0].message))
+    (told,) = told_by_auto(model)
+    assert re.match(f"decoding in plain torch: {refused}", told)
     assert type(model.model.layers[0].self_attn) is LatentAttention
     assert bool(last_logits(model, tiny.windows(1, 9)).isfinite().all()) and not counted
 
@@ -413,19 +418,16 @@ def test_one_layer_of_packed_latents_leaves_all_to_torch() -> None:
     model = tiny.compressed_pair("llama-gqa", method="loss-aware")[1].to(DEVICE)
     model.model.layers[1] = tiny.compressed_pair("llama-gqa", **PACKED["one code"])[1].to(DEVICE).model.layers[1]
     raises(ParameterError, "latents of layer 1 are packed", use_kernels, model)
-    with pytest.warns(UserWarning, match="latents of layer 1 are packed"):
-        use_kernels(model, "auto")
+    (told,) = told_by_auto(model)
+    assert "latents of layer 1 are packed" in told
     assert not any(decoder_of(layer.self_attn) for layer in model.model.layers)
 
 
 def test_auto_trusts_the_kernels_after_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     model = tiny.compressed_pair("llama-gqa", method="recalkv")[1].to(DEVICE, dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        use_kernels(model, "auto")
     layer = model.model.layers[1].self_attn
-    assert decoder_of(layer) is not None
+    assert not told_by_auto(model) and decoder_of(layer) is not None
     right = KernelDecoder.attend
     for wrong, message in (
         (lambda *args: right(*args) * 1.1, r"a trial step by the kernels was off by .*e-0\d of"),
@@ -433,9 +435,8 @@ def test_auto_trusts_the_kernels_after_a_trial(monkeypatch: pytest.MonkeyPatch) 
         (lambda *args: 1 / 0, r"a trial step by the kernels failed \(ZeroDivisionError: division by zero\)"),
     ):
         monkeypatch.setattr(KernelDecoder, "attend", wrong)
-        with pytest.warns(UserWarning, match=message):
-            use_kernels(model, "auto")
-        assert decoder_of(layer) is None
+        (told,) = told_by_auto(model)
+        assert re.search(message, told) and decoder_of(layer) is None
 
 
 @pytest.mark.parametrize(
@@ -449,10 +450,7 @@ def test_auto_leaves_float32_to_torch(
     assert reason == ("float32 has no tensor cores here" if slow else None)
     model = tiny.compressed_pair("llama-gqa", method="loss-aware")[1].to(DEVICE)
     monkeypatch.setattr(module, "why_not_best", lambda *_: reason)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        use_kernels(model, "auto")
-    assert [str(each.message) for each in told] == ([f"decoding in plain torch: {reason}."] if slow else [])
+    assert told_by_auto(model) == ([f"decoding in plain torch: {reason}."] if slow else [])
     assert (decoder_of(model.model.layers[0].self_attn) is None) == slow
     use_kernels(model, "triton")
     assert decoder_of(model.model.layers[0].self_attn) is not None

@@ -19,7 +19,7 @@ from recalkv.model.family import family_of
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.reports.latency import latency_section
 from tests import raises, tiny
-from tests.pipeline import change, folder_hash, invoke
+from tests.pipeline import invoke
 
 pair = functools.cache(tiny.compressed_pair)
 CPU = torch.device("cpu")
@@ -129,29 +129,5 @@ def test_stage_writes_rows_metrics_and_a_picture(prepared: Path) -> None:
     assert metrics["prefill_seconds"].keys() == {"dense", "compressed"}
     assert (prepared / "reports/latency.png").stat().st_size > 1000
 
-    page = "\n".join(latency_section(metrics, rows)).split("\n")
-    assert "**on a CPU; the kernels need a CUDA device**" in "\n".join(page)
-    assert len([line for line in page if line.startswith("| float32 |")]) == 1
-
-
-@pytest.mark.parametrize(
-    ("parameter", "value", "words"),
-    [
-        ("latency.contexts", [0], ("latency.contexts.0=0 is not allowed", "greater than or equal to 16")),
-        ("latency.contexts", [32, 300], ("latency.contexts=300", "256 positions", "at most 256")),
-    ],
-)
-def test_bad_input_names_value_rule_and_remedy(
-    prepared: Path, capsys: pytest.CaptureFixture[str], parameter: str, value: Any, words: tuple[str, ...]
-) -> None:
-    # Refused before a weight is read: the config is all that is there of the checkpoint.
-    for weights in (prepared / "data/compressed").glob("*.safetensors"):
-        weights.unlink()
-    change(parameter, value)
-    before = folder_hash(prepared / "reports")
-    capsys.readouterr()
-    assert invoke("latency") == 1
-    message = capsys.readouterr().err
-    for word in words:
-        assert word in message, message
-    assert folder_hash(prepared / "reports") == before
+    page = "\n".join(latency_section(metrics, rows))
+    assert "**on a CPU; the kernels need a CUDA device**" in page and page.count("\n| float32 |") == 1

@@ -19,9 +19,9 @@ from tests.tiny import ALL_FAMILIES, dense_model, windows
 
 
 @torch.no_grad()
-def streamed_states(source: LayerSource, ids: Tensor, batch_size: int) -> list[Tensor]:
+def streamed_states(source: LayerSource, ids: Tensor) -> list[Tensor]:
     """Input of each layer, and the output of the last after the final norm, as Hugging Face numbers them."""
-    hidden = source.embed(ids, batch_size)
+    hidden = source.embed(ids, 2)
     states = [torch.cat(hidden)]
     for place, _ in source.decoder_layers():
         with source.layer(place) as layer:
@@ -32,8 +32,8 @@ def streamed_states(source: LayerSource, ids: Tensor, batch_size: int) -> list[T
 
 
 @torch.no_grad()
-def assert_equals_model(source: LayerSource, model: Any, ids: Tensor, batch_size: int = 2) -> None:
-    output, states = model(ids, output_hidden_states=True), streamed_states(source, ids, batch_size)
+def assert_equals_model(source: LayerSource, model: Any, ids: Tensor) -> None:
+    output, states = model(ids, output_hidden_states=True), streamed_states(source, ids)
     assert len(states) == len(output.hidden_states)
     for actual, expected in zip(states, output.hidden_states, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
@@ -145,7 +145,7 @@ def test_batches_of_different_shapes_get_their_own_masks() -> None:
 
 def test_bfloat16_keeps_the_residual_stream_in_float32() -> None:
     model, ids = dense_model("llama-gqa"), windows(samples=2, length=16)
-    exact, rounded = (streamed_states(ModuleSource(model, precision=p), ids, 2) for p in ("float32", "bfloat16"))
+    exact, rounded = (streamed_states(ModuleSource(model, precision=p), ids) for p in ("float32", "bfloat16"))
     for a, b in zip(exact[1:], rounded[1:], strict=True):
         assert b.dtype == torch.float32 and not torch.equal(a, b) and (a - b).norm() < 0.05 * a.norm()
     with autocast(ModuleSource(model, precision="bfloat16")):

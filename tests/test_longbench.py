@@ -11,7 +11,7 @@ from torch import Tensor
 from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites.longbench import TASKS, cut_middle, longbench
 from recalkv.params import LongBenchParams
-from tests import tiny
+from tests import raises, tiny
 from tests.characters import Characters
 from tests.pipeline import change, invoke
 
@@ -38,11 +38,7 @@ class Scripted:
         return torch.cat([ids, torch.tensor([[ord(c) for c in self._answer[: options["max_new_tokens"]]]])], dim=1)
 
 
-def asked(**changes: Any) -> LongBenchParams:
-    return LongBenchParams(**changes)
-
-
-ASKED = asked()
+ASKED, ONE = LongBenchParams(), LongBenchParams(limit=1)
 
 
 def write(folder: Path, task: str, question: str = "question", **fields: Any) -> Path:
@@ -81,10 +77,10 @@ def test_prompts_are_the_official_ones(tmp_path: Path, task: str, question: str)
 @pytest.mark.parametrize(("answer", "score"), [("\n\na cache\nmore text", 1.0), ("no\na cache", 0.0)])
 def test_first_line_counts_where_it_does_officially(tmp_path: Path, answer: str, score: float) -> None:
     file = write(tmp_path, "triviaqa")
-    assert longbench(Scripted(answer), Characters(), "triviaqa", file, asked(limit=1)).scores == (score,)
+    assert longbench(Scripted(answer), Characters(), "triviaqa", file, ONE).scores == (score,)
     # Elsewhere the whole answer counts: one of five words is right once.
     file = write(tmp_path, "qasper")
-    whole = longbench(Scripted("cache of two or three"), Characters(), "qasper", file, asked(limit=1))
+    whole = longbench(Scripted("cache of two or three"), Characters(), "qasper", file, ONE)
     assert whole.scores == (pytest.approx(2 * 0.2 * 1 / 1.2),)
 
 
@@ -93,11 +89,11 @@ def test_long_prompts_lose_their_middle(tmp_path: Path) -> None:
     assert cut_middle(list(range(10)), 5) == [0, 1, 8, 9]
     file = write(tmp_path, "trec", context="".join(f"{number:05d} " for number in range(2000)), all_classes=["a"])
     model = Scripted("a")
-    longbench(model, Characters(), "trec", file, asked(limit=1))
+    longbench(model, Characters(), "trec", file, ONE)
     # 4000 positions less 64 of the answer.
     assert len(model.prompts[0]) == 3936 and model.prompts[0].startswith("Please determine")
     assert model.prompts[0].endswith("01999 \nWho is it?")
-    longbench(model, Characters(), "trec", file, asked(limit=1, max_length=100))
+    longbench(model, Characters(), "trec", file, LongBenchParams(limit=1, max_length=100))
     assert len(model.prompts[1]) == 100
 
 
@@ -105,7 +101,7 @@ def test_chat_template_where_officially_used(tmp_path: Path) -> None:
     for task, wrapped in (("qasper", True), ("trec", False), ("lcc", False)):
         model, tokenizer = Scripted("a"), Characters()
         tokenizer.chat_template = "yes"
-        longbench(model, tokenizer, task, write(tmp_path, task, all_classes=["a"]), asked(limit=1))
+        longbench(model, tokenizer, task, write(tmp_path, task, all_classes=["a"]), ONE)
         assert model.prompts[0].startswith("<user>") is wrapped
 
 
@@ -114,27 +110,28 @@ def test_prompts_leave_positions_for_template_and_answer(length: int | None, tmp
     model, tokenizer = Scripted("a"), Characters()
     tokenizer.chat_template = "yes"
     file = write(tmp_path, "qasper", context="word " * 2000)
-    longbench(model, tokenizer, "qasper", file, asked(limit=1, max_length=length))
+    longbench(model, tokenizer, "qasper", file, LongBenchParams(limit=1, max_length=length))
     assert 3800 < len(model.prompts[0]) <= 4000 - 128
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
-    small = Scripted("a")
-    small.config.max_position_embeddings = 512
-    with pytest.raises(ParameterError, match=r"multi_news answers in 512 tokens, .* 512 positions leave none"):
-        longbench(small, Characters(), "multi_news", write(tmp_path, "multi_news"), ASKED)
-    with pytest.raises(ParameterError, match=r"'narrativeqa' is not one of qasper, qmsum"):
-        longbench(Scripted("a"), Characters(), "narrativeqa", None, ASKED)
+    model = Scripted("a")
+
+    def refused(error: type[Exception], message: str, task: str, file: Path | None, wanted: Any = ASKED) -> None:
+        raises(error, message, longbench, model, Characters(), task, file, wanted)
+
+    refused(ParameterError, r"'narrativeqa' is not one of qasper, qmsum", "narrativeqa", None)
     path = tmp_path / "qasper.test.jsonl"
     path.write_text(json.dumps({"question": "Who?", "answers": ["a"]}) + "\n")
-    with pytest.raises(DataError, match=r"line 1: column 'context' does not exist"):
-        longbench(Scripted("a"), Characters(), "qasper", path, ASKED)
+    refused(DataError, r"line 1: column 'context' does not exist", "qasper", path)
     path = write(tmp_path, "trec")
     path.write_text(path.read_text() + json.dumps({"question": "Who?", "context": "It.", "answers": ["a"]}) + "\n")
-    with pytest.raises(DataError, match=r"line 3: column 'all_classes' does not exist"):
-        longbench(Scripted("a"), Characters(), "trec", path, ASKED)
-    with pytest.raises(ParameterError, match=r"max_length=4000 leaves no positions .* 4000 in all"):
-        longbench(Scripted("a"), Characters(), "lcc", None, asked(max_length=4000))
+    refused(DataError, r"line 3: column 'all_classes' does not exist", "trec", path)
+    everything = LongBenchParams(max_length=4000)
+    refused(ParameterError, r"max_length=4000 leaves no positions .* 4000 in all", "lcc", None, everything)
+    model.config.max_position_embeddings = 512
+    message = r"multi_news answers in 512 tokens, .* 512 positions leave none"
+    refused(ParameterError, message, "multi_news", write(tmp_path, "multi_news"))
 
 
 @pytest.mark.parametrize(

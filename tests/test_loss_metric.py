@@ -14,6 +14,7 @@ from recalkv.method.svd import GroupPart, factorize_parts, group_columns, group_
 from recalkv.model.spec import LayerSpec
 from recalkv.statistics import fisher
 from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator
+from tests import raises
 from tests.test_fisher import gradients_of
 from tests.tiny import attending_layers, dense_model, windows
 
@@ -76,13 +77,10 @@ def test_moments_are_those_of_autograd(
         if sinks:
             gram += sum(torch.outer(x[w, t], x[w, t]) for w in range(3) for t in range(sinks)) / (3 * sinks)
         count = 3 * (24 - sinks)
-        for actual, expected in (
-            (moments[index].gram, gram),
-            (moments[index].mean, mean / weight),
-            (moments[index].key_gradient, key / count),
-            (moments[index].value_gradient, value / count),
-        ):
-            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+        figures = {"gram": gram, "mean": mean / weight, "key_gradient": key / count, "value_gradient": value / count}
+        for name, expected in figures.items():
+            actual, limit = getattr(moments[index], name), 1e-4 * float(expected.abs().max())
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=limit)
         assert moments[index].tokens == count
 
 
@@ -104,8 +102,7 @@ def test_zero_gradients_are_defined() -> None:
 def test_non_finite_gradients_name_the_layer() -> None:
     sums = LossMomentsAccumulator(6, 4, 1)
     sums.add(torch.randn(1, 5, 6), torch.full((1, 5, 4), float("inf")), torch.zeros(1, 5, 4))
-    with pytest.raises(NonFiniteError, match=r"gradients of layer 7;.*calibration\.precision"):
-        sums.finish("layer 7")
+    raises(NonFiniteError, r"gradients of layer 7;.*calibration\.precision", sums.finish, "layer 7")
 
 
 def test_one_window_and_one_token_work(tmp_path: Path) -> None:
@@ -116,27 +113,22 @@ def test_one_window_and_one_token_work(tmp_path: Path) -> None:
 # --- factors ---
 
 
-def problem(
-    seed: int = 0, m: int = 10, w: int = 6, inputs: int = 30, outputs: int = 20
-) -> tuple[Tensor, Tensor, Tensor]:
+def problem(seed: int = 0, inputs: int = 30, outputs: int = 20) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    x = draw(inputs, m) * torch.logspace(0, -1, m, dtype=torch.float64)
-    g = draw(outputs, w) * torch.logspace(0, -2, w, dtype=torch.float64)
-    return draw(m, w), x.T @ x, g.T @ g
+    x = draw(inputs, 10) * torch.logspace(0, -1, 10, dtype=torch.float64)
+    g = draw(outputs, 6) * torch.logspace(0, -2, 6, dtype=torch.float64)
+    return draw(10, 6), x.T @ x, g.T @ g
 
 
 def factorize_groups(
-    weight: Tensor, gram: Tensor, columns: list[Tensor], ranks: list[int], gradient: Any = None, damping: float = 0.0
-) -> LowRank:
+    weight: Tensor, gram: Tensor | None, columns: list[Tensor], ranks: list[int], gradient: Any = None,
+    damping: float = 0.0,
+) -> LowRank:  # fmt: skip
     return factorize_parts(group_parts(weight, gram, columns, gradient, damping), ranks)
-
-
-def truncated_factors(weight: Tensor, moment: Tensor, rank: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return GroupPart(weight, moment, gradient).factors(rank)
 
 
 def objective(weight: Tensor, product: Tensor, gram: Tensor, gradient: Tensor) -> float:
@@ -148,7 +140,7 @@ def objective(weight: Tensor, product: Tensor, gram: Tensor, gradient: Tensor) -
 @pytest.mark.parametrize("seed", range(3))
 def test_factors_beat_random_and_alternating_solutions(seed: int, rank: int) -> None:
     weight, gram, gradient = problem(seed)
-    left, right = truncated_factors(weight, weight.T @ gram @ weight, rank, gradient)
+    left, right = GroupPart(weight, weight.T @ gram @ weight, gradient).factors(rank)
     ours, generator = objective(weight, left @ right, gram, gradient), torch.Generator().manual_seed(seed)
     for _ in range(5):
         l = torch.randn(10, rank, generator=generator, dtype=torch.float64)  # noqa: E741
@@ -163,9 +155,8 @@ def test_factors_beat_random_and_alternating_solutions(seed: int, rank: int) -> 
 @pytest.mark.parametrize("rank", [1, 4, 6])
 def test_discarded_energy_is_the_objective(rank: int) -> None:
     weight, gram, gradient = problem()
-    moment = weight.T @ gram @ weight
-    left, right = truncated_factors(weight, moment, rank, gradient)
-    energies = GroupPart(weight, moment, gradient).energies()
+    part = GroupPart(weight, weight.T @ gram @ weight, gradient)
+    (left, right), energies = part.factors(rank), part.energies()
     assert (energies.diff() <= 0).all()
     lost, total = objective(weight, left @ right, gram, gradient), float(energies.sum())
     assert lost == pytest.approx(float(energies[rank:].sum()), rel=1e-6, abs=1e-9 * total)

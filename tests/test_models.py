@@ -41,12 +41,12 @@ def test_parts_are_joined_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 def test_an_unknown_model_is_refused(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke("checkpoint", name="llama-9") == 1
     assert "model 'llama-9' is not among the packaged ones; choose one of smollm2-135m" in capsys.readouterr().err
-    for name in ("latents-20", "codec-0", "latents-."):
+    for name in ("latents-20", "codec-0", "latents-.", "codec-x"):
         assert invoke("cells", out=Path("x"), names=[name]) == 1
         assert f"cell '{name}' is unknown; choose codec-BITS" in capsys.readouterr().err
 
 
-def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_cells_in_one_process(prepared: Path) -> None:
     names, out = ["fp8", "codec-4", "turboquant-3", "latents-8", "palu-8"], Path("data/cells/models/tiny")
     assert invoke("cells", out=out, names=names) == 0
     cells = {name: json.loads((out / f"{name}.json").read_text()) for name in names}
@@ -58,19 +58,15 @@ def test_many_cells_in_one_process(prepared: Path, capsys: pytest.CaptureFixture
     assert json.loads(alone.read_text()).items() <= cells["codec-4"].items()
     assert invoke("cell", out=alone, changes=["compression.ratio=0.5", "compression.bits=mixed"]) == 0
     expected = json.loads(alone.read_text())
-    assert {name: cells["latents-8"][name] for name in expected if name != "setting"} == {
-        name: value for name, value in expected.items() if name != "setting"
-    }
+    del expected["setting"]
+    assert expected.items() <= cells["latents-8"].items()
     # What is there stays; what is missing, or was measured otherwise, is measured.
     (out / "fp8.json").unlink()
     (out / "palu-8.json").write_text(json.dumps(cells["palu-8"] | {"key": "other"}))
-    before = {name: (out / f"{name}.json").stat().st_mtime_ns for name in names if name != "fp8"}
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
     assert invoke("cells", out=out, names=names) == 0
-    after = {name: (out / f"{name}.json").stat().st_mtime_ns for name in names if name != "fp8"}
-    assert {name for name in before if before[name] != after[name]} == {"palu-8"}
+    assert {path.stem for path, time in before.items() if path.stat().st_mtime_ns != time} == {"palu-8"}
     assert {name: json.loads((out / f"{name}.json").read_text()) for name in names} == cells
-    assert invoke("cells", out=out, names=["codec-x"]) == 1
-    assert "cell 'codec-x' is unknown; choose codec-BITS" in capsys.readouterr().err
 
     shutil.copytree(read_reference(Path("data/model")).folder, "data/models/tiny/checkpoint")
     kinds = ("calibrations", "languages", "perplexity", "targets")
@@ -133,9 +129,8 @@ def test_handbook_keeps_the_paragraphs_and_parts_the_sections(tmp_path: Path) ->
         (pages / f"sect.{number}.html").write_text(f'{body}<div class="para">Ende.</div>', encoding="utf-8")
     (pages / "index.html").write_text('<div class="para">no</div>')
     handbook(tmp_path / "texts", [pages])
-    texts = {}
-    for part in ("train", "test"):
-        texts[part] = load_documents(str(tmp_path / "texts" / f"de-DE.{part}.jsonl"), split=part)
+    parts = ("train", "test")
+    texts = {part: load_documents(str(tmp_path / f"texts/de-DE.{part}.jsonl"), split=part) for part in parts}
     assert texts == {"train": ["Über uns: 0 &\nEnde.", "Über uns: 2 &\nEnde."], "test": ["Über uns: 1 &\nEnde."]}
 
 

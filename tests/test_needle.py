@@ -1,5 +1,6 @@
 """Needles in a haystack: prompts hold what they say, and what is scored comes out of the cache, of any kind."""
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -59,8 +60,7 @@ class Scripted:
     def __call__(self, ids: Tensor, past_key_values: Any) -> Any:
         logits = torch.zeros(1, ids.shape[1], 200)
         for number, place in enumerate(self.places.tolist()):
-            told = ord("7")
-            logits[0, place - 1, told + (number in self.wrong)] = 50.0
+            logits[0, place - 1, ord("7") + (number in self.wrong)] = 50.0
         return type("Output", (), {"logits": logits})
 
 
@@ -155,13 +155,13 @@ def test_greedy_decoding_gets_right_what_is_scored_as_generated() -> None:
 
 
 def test_prompts_that_cannot_be_made_are_refused() -> None:
-    model = tiny.dense_model("llama-gqa")
-    with pytest.raises(ParameterError, match=r"70 tokens do not hold 1 sentences .* take \d+; .*depths"):
-        find_needles(model, Characters("^"), HAYSTACK, asked([70], [0.5]))
-    with pytest.raises(ParameterError, match=r"needle.lengths=300 .* 256 positions; use at most 256"):
-        find_needles(model, Characters("^"), HAYSTACK, asked([200, 300], [0.5]))
-    with pytest.raises(DataError, match=r"has 100 tokens, fewer than a prompt of needle.lengths=250"):
-        find_needles(model, Characters("^"), HAYSTACK[:100], asked([250], [0.5]))
+    find = functools.partial(find_needles, tiny.dense_model("llama-gqa"), Characters("^"))
+    message = r"70 tokens do not hold 1 sentences .* take \d+; .*depths"
+    raises(ParameterError, message, find, HAYSTACK, asked([70], [0.5]))
+    message = r"needle.lengths=300 .* 256 positions; use at most 256"
+    raises(ParameterError, message, find, HAYSTACK, asked([200, 300], [0.5]))
+    message = r"has 100 tokens, fewer than a prompt of needle.lengths=250"
+    raises(DataError, message, find, HAYSTACK[:100], asked([250], [0.5]))
 
 
 def test_stages_measure_models_and_make_a_page(prepared: Path) -> None:
@@ -172,10 +172,11 @@ def test_stages_measure_models_and_make_a_page(prepared: Path) -> None:
     found = json.loads(Path("reports/suites/needle.json").read_text())
     bits = {row["method"]: row["bits_per_element"] for row in found["rows"]}
     assert bits["dense"] == 16 and bits["turboquant-2"] == 4 and 0 < bits["latents-3"] < 16 and 0 < bits["codec-4"] < 32
-    assert len(set({row["method"]: row["log_probability"] for row in found["rows"]}.values())) == 4
+    assert len({row["log_probability"] for row in found["rows"]}) == 4
     page = Path("reports/suites/needle.md").read_text()
     assert "| turboquant-2 | 4.00 |" in page and "2 prompts of each length" in page
     assert Path("reports/suites/needle.png").read_bytes().startswith(b"\x89PNG")
+    assert invoke("needle_page", data=Path("nowhere")) == 1
     # What has no cell stays.
     Path("data/cells/needle/codec-4.json").unlink()
     assert invoke("needle_page") == 0
@@ -183,9 +184,8 @@ def test_stages_measure_models_and_make_a_page(prepared: Path) -> None:
     # But for what was asked in another way.
     cells = {path.stem: json.loads(path.read_text()) for path in Path("data/cells/needle").glob("*.json")}
     assert {row["method"] for row in report(cells, found | {"setting": {}})["rows"]} == {*cells}
-    raises(
-        DataError, "dense, .* beside other; measure all", report, {"other": cells["dense"] | {"depths": [0.5]}} | cells
-    )
+    other = {"other": cells["dense"] | {"depths": [0.5]}}
+    raises(DataError, "dense, .* beside other; measure all", report, other | cells)
     # They are not of the default run, whose costs are kept.
     assert not {"needle", "needle_page"} & set(json.loads(Path("reports/timings.json").read_text()))
 

@@ -10,8 +10,7 @@ def problem(tokens: int = 200, contexts: int = 12, width: int = 7) -> tuple[torc
     generator = torch.Generator().manual_seed(0)
     c = torch.randn(tokens, contexts, generator=generator)
     weight = torch.randn(contexts, width, generator=generator)
-    target = c @ weight + torch.randn(tokens, width, generator=generator)
-    return c, target, weight
+    return c, c @ weight + torch.randn(tokens, width, generator=generator), weight
 
 
 def moments_of(contexts: torch.Tensor, targets: torch.Tensor) -> OutputMoments:

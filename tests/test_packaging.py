@@ -2,7 +2,6 @@
 
 import email
 import os
-import shutil
 import sys
 import venv
 import zipfile
@@ -15,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 import recalkv
 from tests import tiny
-from tests.conftest import ROOT, process
+from tests.conftest import ROOT, copy_parts, process
 
 # One process builds the wheel and its environment.
 pytestmark = pytest.mark.xdist_group("packaging")
@@ -26,11 +25,7 @@ PARTS = ("recalkv", "recalkv_command.py", "stages", "tests", "benchmarks", "pypr
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, so that nothing is left in the project."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in PARTS:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, folder / name)
+    copy_parts(PARTS, folder, "__pycache__")
     process(sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('dist')", cwd=folder)
     (path,) = (folder / "dist").glob("*.whl")
     return path

@@ -1,15 +1,14 @@
 """The paper's figures: as printed, and beside ours only where model, ratio and bits are the same."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 from recalkv.presets import preset
 from recalkv.reports.grid import grid_page
 from recalkv.reports.page import _paper
 from recalkv.reports.paper import Measured, beside_paper, paper_rows
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAPER = ROOT / "reports" / "paper.json"
 ROWS = json.loads(PAPER.read_text())["rows"]
 
@@ -65,6 +64,5 @@ def test_ours_stand_beside_the_same_setting() -> None:
         Measured("recalkv (HSR)", 0.8, 16, "wikitext2", 9.5), Measured("loss-aware", 0.55, 16, "wikitext2", 5.7),
         Measured("loss-aware", 0.5, "mixed", "wikitext2", 5.6), Measured("loss-aware", 0.5, 16, "wiki.test.raw", 5.6),
     ]  # fmt: skip
-    found = beside_paper(rows, measured)
-    pairs = [(row.palu, row.recalkv) for row in found]
+    pairs = [(row.palu, row.recalkv) for row in beside_paper(rows, measured)]
     assert pairs == [(5.47, 5.47), (6.02, 5.83), (8.75, 8.18), (52.14, 59.90), (None, 9.01)]

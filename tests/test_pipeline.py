@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recalkv
 from recalkv.store.stores import StoreWriter, open_store
+from tests.commands import everything
 from tests.conftest import Finished, process
 from tests.pipeline import COMPRESSION, STAGES, change, folder_hash, invoke
 from tests.warm_python import warm_python
@@ -126,6 +127,8 @@ def test_a_changed_ratio_and_bits_from_the_same_statistics(prepared: Path) -> No
         ("model.id", "nowhere/at-all", "model", ("nowhere/at-all", "embedded")),
         ("calibration.text", "no-such-file.txt", "sample", ("no-such-file.txt",)),
         ("runtime.device", "abacus", "whiten", ("runtime.device='abacus'", "auto")),
+        ("latency.contexts", [0], "latency", ("latency.contexts.0=0 is not allowed", "greater than or equal to 16")),
+        ("latency.contexts", [32, 300], "latency", ("latency.contexts=300", "256 positions", "at most 256")),
     ],
 )
 def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
@@ -136,13 +139,16 @@ def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
         monkeypatch.setattr(f"huggingface_hub.{name}", Mock(side_effect=OSError("no network in the tests")))
     change(parameter, value)
     (prepared / "short.txt").write_text("a text")
-    before = _files(prepared)
+    # Refused before a weight is read: the config is all that is there of the checkpoint.
+    for weights in (prepared / "data/compressed").glob("*.safetensors"):
+        weights.unlink()
+    before = everything(prepared)
     capsys.readouterr()
     assert invoke(stage) == 1
     message = capsys.readouterr().err
     for word in words:
         assert word in message, message
-    assert _files(prepared) == before
+    assert everything(prepared) == before
 
 
 def test_store_of_another_model_is_refused(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,11 +193,11 @@ def test_a_disk_that_the_layers_inputs_fill_is_named_and_freed(
         return len(content)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    before = _files(prepared)
+    before = everything(prepared)
     assert invoke(stage) == 1
     message = capsys.readouterr().err
     assert "no space left on the disk of data" in message and "calibrate on fewer or shorter windows" in message
-    assert written and _files(prepared) == before
+    assert written and everything(prepared) == before
 
 
 def test_few_calibration_tokens_only_warn(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,10 +220,6 @@ def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
     assert plain["setting"] == {"method": "palu", "ratio": 0.6} and plain["perplexity"] != uniform["perplexity"]
     compared = json.loads((prepared / "data/cells/compare/recalkv.json").read_text())
     assert compared["perplexity_dense"] == plain["perplexity_dense"]
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def test_inputs_of_an_interrupted_run_are_not_taken_for_whole(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from recalkv.params import Params
 from stages import forms
 from tests.conftest import ROOT, Finished
 from tests.pipeline import STAGES, STATISTICS
+from tests.test_layers_of_code import imported
 
 PIPELINE: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 GRIDS = {
@@ -49,17 +50,10 @@ def as_list(value: Any) -> list[str]:
 def imported_modules(path: str) -> set[str]:
     """Project files that a file imports, directly, anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            # `from package import module` and `from module import name` look alike.
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            if name.split(".")[0] in {"recalkv", "stages"}:
-                place = name.replace(".", "/")
-                found |= {file for file in (f"{place}.py", f"{place}/__init__.py") if has_code(ROOT / file)}
+    for module, member in imported(ast.parse((ROOT / path).read_text()), types=True):
+        # `from package import module` and `from module import name` look alike.
+        for place in (module.replace(".", "/"), f"{module}.{member}".replace(".", "/")):
+            found |= {file for file in (f"{place}.py", f"{place}/__init__.py") if has_code(ROOT / file)}
     return found
 
 

@@ -20,8 +20,8 @@ from stages.cell import cell_parameters
 from stages.forms import latent_setting
 from tests import tiny
 from tests.commands import done, refused
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 # Presets of one kind differ in the model alone. Its own head counts; widths and depth scaled down.
 GATED = tiny.EXPERTS | tiny.LINEAR_ATTENTION | {
     "num_attention_heads": 16, "num_key_value_heads": 2, "shared_expert_intermediate_size": 24,
@@ -87,8 +87,7 @@ def test_every_model_of_the_papers_tables_has_a_preset() -> None:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_cells_of_grids_and_pages_stand_whatever_the_preset(name: str) -> None:
-    setting = latent_setting("latents", 4)
-    method = resolve_method(cell_parameters(preset(name).compression, setting))
+    method = resolve_method(cell_parameters(preset(name).compression, latent_setting("latents", 4)))
     assert (method.metric, method.bits, method.ratio) == ("loss", "mixed", 0.75)
 
 
@@ -129,7 +128,9 @@ def test_refused_presets_write_nothing(arguments: list[str], named: str, tmp_pat
     assert named in refused("preset", *arguments, "--out", path) and not path.exists()
 
 
-@pytest.mark.parametrize("content", ["", "[1, 2]", "a: {", "compression:\n  ratio: 7\n"])
+@pytest.mark.parametrize(
+    "content", ["", "[1, 2]", "a: {", *(f"compression:\n  ratio: {each}\n" for each in ("7", "0.7.5"))]
+)
 def test_any_other_file_counts_as_changed(content: str) -> None:
     assert not is_rendered(content)
 

@@ -21,6 +21,7 @@ from recalkv.trellis.codes import BITS, DISTORTION
 from recalkv.trellis.rows import BLOCK, Segment, pack, unpack
 from tests import raises, tiny
 from tests.conftest import process
+from tests.test_codec_allocation import loss
 from tests.tiny import plain
 
 
@@ -130,15 +131,6 @@ def test_rotations_are_orthogonal_repeatable_and_differ() -> None:
 # --- allocation of bits ----------------------------------------------------------------------------------------------
 
 
-def loss_of(energies: list[list[float]], segments: list[tuple[Segment, ...]]) -> float:
-    total = 0.0
-    for unit, pieces in zip(energies, segments, strict=True):
-        left = [DISTORTION[segment.bits] for segment in pieces for _ in range(segment.width)]
-        left += [1.0] * (len(unit) - len(left))
-        total += sum(energy * own for energy, own in zip(unit, left, strict=True))
-    return total
-
-
 def code_bits(segments: list[tuple[Segment, ...]]) -> float:
     return sum(segment.width * segment.bits for unit in segments for segment in unit)
 
@@ -157,13 +149,13 @@ def test_mixed_bits_are_as_good_as_any(ratio: float) -> None:
         float((blocks[:, None] * left + price * rates).min(1).values.sum()) - price * code_bits(found)
         for price in torch.logspace(-6, 2, 400, dtype=torch.float64).tolist()
     ]
-    assert max(bounds) * (1 - 1e-9) <= loss_of(energies, found) <= 1.003 * max(bounds)
+    assert max(bounds) * (1 - 1e-9) <= loss(energies, found) <= 1.003 * max(bounds)
 
 
 def test_more_bytes_never_lose_more() -> None:
     energies = [(torch.randn(24, generator=torch.Generator().manual_seed(s)) * 2).exp().sort().values.flip(0).tolist()
                 for s in range(4)]  # fmt: skip
-    losses = [loss_of(energies, mixed_bits(energies, ratio)) for ratio in (0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0)]
+    losses = [loss(energies, mixed_bits(energies, ratio)) for ratio in (0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0)]
     assert losses == sorted(losses, reverse=True)
     assert all(len({segment.bits for segment in unit}) == len(unit) for unit in mixed_bits(energies, 0.7))
 

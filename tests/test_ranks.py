@@ -119,7 +119,7 @@ def test_shares_are_clipped_multiples_of_the_scores_that_sum_to_the_total() -> N
         shares = proportional_shares(scores, low, high, total)
         assert sum(shares) == pytest.approx(total)
         free = [s / w for s, w, lo, hi in zip(shares, scores, low, high, strict=True) if lo + 1e-9 < s < hi - 1e-9]
-        assert free == pytest.approx([free[0]] * len(free)) if free else True
+        assert free == pytest.approx(free[:1] * len(free))
         assert all(lo - 1e-9 <= s <= hi + 1e-9 for s, lo, hi in zip(shares, low, high, strict=True))
 
 

@@ -73,7 +73,7 @@ def test_parts_behind_a_cache_are_one_pass(parts: Parts) -> None:
 @torch.no_grad()
 def test_windows_of_switching_frequencies_in_a_static_cache_beyond_the_switch() -> None:
     """Longrope's: a static cache's size says nothing of how many tokens there are."""
-    model = copy.deepcopy(compressed_pair("phi3-longrope", method="loss-aware", bits="mixed", exact_window=5)[1])
+    _, model, _ = compressed_pair("phi3-longrope", method="loss-aware", bits="mixed", exact_window=5)
     model, ids = model.double(), windows(2, 40)
     cache = StaticCache(model.config, max_cache_len=100)
     assert ids.shape[1] < model.config.rope_parameters["original_max_position_embeddings"] < 100
@@ -96,7 +96,7 @@ def test_a_static_cache_that_is_used_again_keeps_its_memory() -> None:
 @pytest.mark.parametrize("draft", [4, 37, 60])
 @torch.no_grad()
 def test_windows_are_whole_after_long_drafts_are_taken_back(draft: int) -> None:
-    model = copy.deepcopy(compressed_pair("llama-gqa", method="loss-aware", bits="mixed", exact_window=5)[1])
+    _, model, _ = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", exact_window=5)
     model, ids, other = model.double(), windows(2, 62), windows(2, draft, seed=9)
     cache = GrowingCache(model.config)
     cache.activate_past_recording()

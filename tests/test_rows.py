@@ -87,8 +87,7 @@ def test_chains_go_through_the_bytes_of_the_last_plane(bits: int) -> None:
     # In a row, the last plane's bytes hold the chain's codes one after the other.
     per_byte = 8 // PLANES[bits][-1]
     if per_byte > 1:
-        octets = own.unflatten(0, (per_byte, -1)).T
-        assert torch.equal(chained(own, bits), octets.flatten())
+        assert torch.equal(chained(own, bits), own.unflatten(0, (per_byte, -1)).T.flatten())
     else:
         assert chained(own, bits).tolist()[:4] == [0, 12, 1, 13]
 

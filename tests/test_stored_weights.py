@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,22 @@ def compress(folder: Path, tokenizer: Any, out: Path, **changes: Any) -> Path:
     reference = ModelReference(folder, "tiny", None, fingerprint(folder))
     compress_checkpoint(reference, texts, calibration(samples=4, length=24, text=["words"]), parameters, CPU, out)
     return out
+
+
+def built(source: Any, parameters: CompressionParams, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The compressed model, put together in memory."""
+    result = compress_layers(source, windows(), calibration(), parameters)
+    return assemble(source, result, parameters, dtype, {"name": None}, **options)
+
+
+@torch.no_grad()
+def loaded_alike(folder: Path, twin: Path) -> Any:
+    """The model of a folder as transformers loads it, which gives the logits and tokens of its twin."""
+    mine, theirs = (AutoModelForCausalLM.from_pretrained(each) for each in (folder, twin))
+    ids, options = windows(2, 20), {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(mine(ids).logits, theirs(ids).logits)
+    assert torch.equal(mine.generate(ids, **options), theirs.generate(ids, **options))
+    return mine
 
 
 def replaced_in(compressed: Path) -> set[str]:
@@ -135,19 +152,12 @@ def test_queries_are_replaced_where_heads_move(method: str, exported: Any) -> No
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 matrices"])
-@torch.no_grad()
 def test_transformers_loads_and_runs_it(kind: str, exported: Any) -> None:
     """On a CPU its loader dequantizes 8-bit floats to the model's type."""
-    _, compressed, twin = exported(kind)
-    mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
-    ids = windows(2, 20)
-    assert torch.equal(mine(ids).logits, theirs(ids).logits)
-    found, expected = (model.generate(ids, max_new_tokens=4, do_sample=False) for model in (mine, theirs))
-    assert torch.equal(found, expected)
+    loaded_alike(*exported(kind)[1:])
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "phi3-fused", "glm4-moe"])
-@torch.no_grad()
 def test_experts_and_fused_projections(family: str, exported: Any) -> None:
     """Experts stay as they are stored, one by one; a projection of queries, keys and values is taken apart."""
     quantized, compressed, twin = exported("fp8 blocks", family)
@@ -155,8 +165,7 @@ def test_experts_and_fused_projections(family: str, exported: Any) -> None:
     kept = [name for name in before if "self_attn" not in name]
     assert any("experts.3.up_proj.weight_scale_inv" in name for name in kept) == ("moe" in family)
     assert all(after[name] == before[name] for name in kept) and not any("qkv_proj" in name for name in after)
-    mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
-    assert torch.equal(mine(windows(2, 20)).logits, theirs(windows(2, 20)).logits)
+    loaded_alike(compressed, twin)
 
 
 def test_transformers_keeps_codes_where_it_can_multiply_them(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,15 +184,11 @@ def test_transformers_keeps_codes_where_it_can_multiply_them(exported: Any, monk
 
 @torch.no_grad()
 def test_built_in_memory_it_is_dequantized(tmp_path: Path) -> None:
-    quantized, dense = published(tmp_path, "fp8 blocks")
-    parameters, models = plain(method="palu"), []
-    for folder in (quantized, dense):
-        source = CheckpointSource(folder)
-        result = compress_layers(source, windows(), calibration(), parameters)
-        models.append(assemble(source, result, parameters, torch.float32, {"name": "tiny"}))
-    assert all(parameter.dtype is torch.float32 for parameter in models[0].parameters())
-    assert getattr(models[0].config, "quantization_config", None) is None
-    assert torch.equal(models[0](windows(2, 20)).logits, models[1](windows(2, 20)).logits)
+    folders = published(tmp_path, "fp8 blocks")
+    model, twin = (built(CheckpointSource(folder), plain(method="palu")) for folder in folders)
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+    assert getattr(model.config, "quantization_config", None) is None
+    assert torch.equal(model(windows(2, 20)).logits, twin(windows(2, 20)).logits)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -191,51 +196,54 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {name: source.stored(name) for name in source.names()}
 
 
-def rewritten(folder: Path, out: Path, change: Any, **section: Any) -> Path:
-    """A copy of a quantized checkpoint with its tensors changed in place, and its quantization_config."""
-    source, tensors = CheckpointSource(folder), tensors_of(folder)
-    change(tensors)
-    config, held = copy.deepcopy(source.config), source.held.config | section
+def rewritten(folder: Path, tensors: dict[str, Tensor | None], **section: Any) -> Path:
+    """A copy of a quantized checkpoint with other tensors, None for missing ones, and another quantization_config."""
+    held = {name: tensor for name, tensor in (tensors_of(folder) | tensors).items() if tensor is not None}
+    source, out = CheckpointSource(folder), Path(tempfile.mkdtemp(dir=folder.parent))
+    config = copy.deepcopy(source.config)
     del config.quantization_config
-    return write(out, tensors, config, quantization_config=held)
+    return write(out, held, config, quantization_config=source.held.config | section)
+
+
+def read(folder: Path) -> Tensor:
+    """The weight of the projection that tests change."""
+    return CheckpointSource(folder).tensor(f"{PROJECTION}.weight")
 
 
 def test_missing_scale_is_named(tmp_path: Path) -> None:
-    folder, _ = published(tmp_path, "fp8 blocks")
-    damaged = rewritten(folder, tmp_path / "out", lambda held: held.pop(SCALE))
+    damaged = rewritten(published(tmp_path, "fp8 blocks")[0], {SCALE: None})
     message = rf"{PROJECTION}\.weight holds codes \(F8_E4M3\).*no {PROJECTION}\.weight_scale_inv: .*download it again"
     raises(ModelUnavailableError, message, CheckpointSource, damaged)
 
 
 @pytest.mark.parametrize(
-    ("change", "section", "found"),
+    ("tensors", "section", "found"),
     [
-        (lambda held: None, {"weight_block_size": [16, 16]}, r"\(3, 3\); .* 16 x 16 has \(2, 3\)"),
-        (lambda held: None, {"weight_block_size": None}, r"\(3, 3\); .* 24 x 48 has \(1, 1\)"),
-        (lambda held: held.update({SCALE: torch.ones(3, 2)}), {}, r"\(3, 2\); .* 8 x 16 has \(3, 3\)"),
-        (lambda held: held.update({SCALE: torch.ones(9)}), {}, r"\(9,\); .* 8 x 16 has \(3, 3\)"),
+        ({}, {"weight_block_size": [16, 16]}, r"\(3, 3\); .* 16 x 16 has \(2, 3\)"),
+        ({}, {"weight_block_size": None}, r"\(3, 3\); .* 24 x 48 has \(1, 1\)"),
+        ({SCALE: torch.ones(3, 2)}, {}, r"\(3, 2\); .* 8 x 16 has \(3, 3\)"),
+        ({SCALE: torch.ones(9)}, {}, r"\(9,\); .* 8 x 16 has \(3, 3\)"),
     ],
     ids=["other blocks", "no blocks", "other shape", "flat"],
 )
-def test_a_scale_that_does_not_fit_is_named(change: Any, section: Any, found: str, tmp_path: Path) -> None:
-    folder, _ = published(tmp_path, "fp8 blocks")
-    source = CheckpointSource(rewritten(folder, tmp_path / "out", change, **section))
-    with pytest.raises(ModelUnavailableError, match=rf"{PROJECTION}\.weight_scale_inv has the shape {found}.*download"):
-        source.tensor(f"{PROJECTION}.weight")
+def test_a_scale_that_does_not_fit_is_named(tensors: Any, section: Any, found: str, tmp_path: Path) -> None:
+    damaged = rewritten(published(tmp_path, "fp8 blocks")[0], tensors, **section)
+    CheckpointSource(damaged)
+    message = rf"{PROJECTION}\.weight_scale_inv has the shape {found}.*download"
+    raises(ModelUnavailableError, message, read, damaged)
 
 
 def test_a_scale_beside_plain_weights_is_refused(tmp_path: Path) -> None:
     folder, _ = published(tmp_path, "fp8 blocks")
-    widened = {f"{PROJECTION}.weight": tensors_of(folder)[f"{PROJECTION}.weight"].to(torch.bfloat16)}
-    with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION}\.weight is of type bfloat16 .*codes as F8_E4M3"):
-        CheckpointSource(rewritten(folder, tmp_path / "out", lambda held: held.update(widened)))
+    widened = rewritten(folder, {f"{PROJECTION}.weight": read(folder).to(torch.bfloat16)})
+    message = rf"{PROJECTION}\.weight is of type bfloat16 .*codes as F8_E4M3"
+    raises(UnsupportedModelError, message, CheckpointSource, widened)
 
 
 def test_codes_that_no_group_names_are_refused(tmp_path: Path) -> None:
-    folder, _ = published(tmp_path, "int-quantized")
     groups = copy.deepcopy(KINDS["int-quantized"].config["config_groups"])
     groups["group_0"]["targets"] = ["re:.*mlp.*", "model.layers.0.self_attn.k_proj"]
-    source = CheckpointSource(rewritten(folder, tmp_path / "out", lambda held: None, config_groups=groups))
+    source = CheckpointSource(rewritten(published(tmp_path, "int-quantized")[0], {}, config_groups=groups))
     source.tensor("model.layers.1.mlp.up_proj.weight")
     source.tensor("model.layers.0.self_attn.k_proj.weight")
     with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION} is quantized, and no group .*correct its targets"):
@@ -243,51 +251,38 @@ def test_codes_that_no_group_names_are_refused(tmp_path: Path) -> None:
 
 
 def test_codes_in_another_order_are_refused(tmp_path: Path) -> None:
-    folder, _ = published(tmp_path, "bitsandbytes")
-    change = {f"{PROJECTION}.weight_format": torch.tensor(2, dtype=torch.uint8)}
-    source = CheckpointSource(rewritten(folder, tmp_path / "out", lambda held: held.update(change)))
-    with pytest.raises(UnsupportedModelError, match=rf"{PROJECTION}\.weight_format=2; 0, .*dequantize them first"):
-        source.tensor(f"{PROJECTION}.weight")
+    order = {f"{PROJECTION}.weight_format": torch.tensor(2, dtype=torch.uint8)}
+    other = rewritten(published(tmp_path, "bitsandbytes")[0], order)
+    raises(UnsupportedModelError, rf"{PROJECTION}\.weight_format=2; 0, .*dequantize them first", read, other)
 
 
 def test_each_module_is_read_by_its_own_group(tmp_path: Path) -> None:
     """Mixed types, as where only the experts have four bits; a pattern counts before a class."""
     folder, dense = published(tmp_path, "float-quantized rows")
     other, other_dense = published(tmp_path / "other", "pack-quantized")
+    rows = dict.fromkeys(name for name in tensors_of(folder) if ".mlp." in name)
     fours = {name: tensor for name, tensor in tensors_of(other).items() if ".mlp." in name}
     groups = {
-        name: KINDS[kind].config["config_groups"]["group_0"] | {"format": form, "targets": [target]}
-        for name, kind, form, target in (
-            ("a", "float-quantized rows", "float-quantized", "Linear"),
-            ("b", "pack-quantized", "pack-quantized", "re:.*mlp.*"),
-        )
+        kind: KINDS[kind].config["config_groups"]["group_0"] | {"format": kind.split()[0], "targets": [target]}
+        for kind, target in (("float-quantized rows", "Linear"), ("pack-quantized", "re:.*mlp.*"))
     }
-
-    def mix(held: dict[str, Tensor]) -> None:
-        for name in [name for name in held if ".mlp." in name]:
-            del held[name]
-        held |= fours
-
-    source = CheckpointSource(rewritten(folder, tmp_path / "out", mix, config_groups=groups, format="mixed-precision"))
-    for name, tensor in source.layer_tensors(1).items():
+    mixed = rewritten(folder, rows | fours, config_groups=groups, format="mixed-precision")
+    for name, tensor in CheckpointSource(mixed).layer_tensors(1).items():
         expected = CheckpointSource(other_dense if "mlp" in name else dense).layer_tensors(1)[name]
         assert torch.equal(tensor, expected), name
 
 
 def test_blocks_at_the_edges_are_smaller(tmp_path: Path) -> None:
     """Of 24 x 48 by 16 x 32, the last are 8 x 16."""
-    folder, _ = published(tmp_path, "fp8 blocks")
     scale = torch.rand(2, 2) + 0.5
-    place = rewritten(folder, tmp_path / "out", lambda held: held.update({SCALE: scale}), weight_block_size=[16, 32])
-    source = CheckpointSource(place)
-    codes = source.stored(f"{PROJECTION}.weight").float()
-    assert torch.equal(source.tensor(f"{PROJECTION}.weight"), naive(codes, scale, (16, 32)).float())
+    place = rewritten(published(tmp_path, "fp8 blocks")[0], {SCALE: scale}, weight_block_size=[16, 32])
+    codes = tensors_of(place)[f"{PROJECTION}.weight"].float()
+    assert torch.equal(read(place), naive(codes, scale, (16, 32)).float())
 
 
 def test_damage_that_is_found_late_leaves_no_folder(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    folder, _ = published(tmp_path, "fp8 blocks")
     last = "model.layers.2.self_attn.o_proj.weight_scale_inv"
-    damaged = rewritten(folder, tmp_path / "out", lambda held: held.update({last: torch.ones(1, 1)}))
+    damaged = rewritten(published(tmp_path, "fp8 blocks")[0], {last: torch.ones(1, 1)})
     with pytest.raises(ModelUnavailableError, match="o_proj"), writing_folder(tmp_path / "compressed") as place:
         compress(damaged, tiny_tokenizer, place / "inner")
     assert not (tmp_path / "compressed").exists()
@@ -326,10 +321,8 @@ def test_tied_tables_under_either_name(names: list[str], tmp_path: Path, tiny_to
     others = {name for name in held_of(compressed) if ".layers." not in name}
     assert others == {name for name in tensors if ".layers." not in name}
     loaded = AutoModelForCausalLM.from_pretrained(compressed)
-    assert torch.equal(loaded.lm_head.weight, table) and torch.equal(loaded.model.embed_tokens.weight, table)
-    result = compress_layers(source, windows(), calibration(), CompressionParams(method="palu", bits=16))
-    built = assemble(source, result, CompressionParams(method="palu", bits=16), torch.float32, {"name": None})
-    assert torch.equal(built.lm_head.weight, table) and torch.equal(built.model.embed_tokens.weight, table)
+    for model in (loaded, built(source, CompressionParams(method="palu", bits=16))):
+        assert torch.equal(model.lm_head.weight, table) and torch.equal(model.model.embed_tokens.weight, table)
 
 
 def test_a_head_of_its_own_stays_whatever_the_config_says() -> None:
@@ -338,11 +331,9 @@ def test_a_head_of_its_own_stays_whatever_the_config_says() -> None:
     assert model.config.tie_word_embeddings
     head = torch.randn_like(model.lm_head.weight)
     model.lm_head.weight = torch.nn.Parameter(head)
-    parameters = CompressionParams(method="palu", bits=16)
-    result = compress_layers(ModuleSource(model), windows(), calibration(), parameters)
-    built = assemble(ModuleSource(model), result, parameters, torch.float32, {"name": None})
-    assert torch.equal(built.lm_head.weight, head)
-    assert torch.equal(built.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    compressed = built(ModuleSource(model), CompressionParams(method="palu", bits=16))
+    assert torch.equal(compressed.lm_head.weight, head)
+    assert torch.equal(compressed.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
 def test_types_of_a_model_in_memory_are_kept() -> None:
@@ -350,16 +341,13 @@ def test_types_of_a_model_in_memory_are_kept() -> None:
     model.model.norm.float()
     for layer in model.model.layers:
         layer.input_layernorm.float()
-    source = ModuleSource(model)
     parameters = CompressionParams(method="palu", ratio=0.3, group_size=2, bits=16)
-    result = compress_layers(source, windows(), calibration(), parameters)
-    built = assemble(source, result, parameters, torch.bfloat16, {"name": None}, convert=False)
-    types = {name: tensor.dtype for name, tensor in built.state_dict().items()}
+    compressed = built(ModuleSource(model), parameters, torch.bfloat16, convert=False)
+    types = {name: tensor.dtype for name, tensor in compressed.state_dict().items()}
     assert types["model.layers.0.input_layernorm.weight"] is types["model.norm.weight"] is torch.float32
     assert {kind for name, kind in types.items() if "norm" not in name} == {torch.bfloat16}
 
 
-@torch.no_grad()
 def test_experts_in_mxfp4_pass_through(tmp_path: Path, tiny_tokenizer: Any) -> None:
     """Read by the formula, copied byte for byte, and loaded by transformers to the tokens of plain experts."""
     quantized, dense = published_experts(tmp_path)
@@ -378,11 +366,7 @@ def test_experts_in_mxfp4_pass_through(tmp_path: Path, tiny_tokenizer: Any) -> N
     attention = [name for name in after if ".self_attn." in name]
     assert len(attention) > 20 and all(after[name] == plain_after[name] for name in attention)
     assert config_of(compressed)["quantization_config"] == config_of(quantized)["quantization_config"]
-    mine, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (compressed, twin))
-    assert mine.model.layers[0].mlp.experts.gate_up_proj.dtype is torch.bfloat16
-    ids, options = windows(2, 20), {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(mine(ids).logits, theirs(ids).logits)
-    assert torch.equal(mine.generate(ids, **options), theirs.generate(ids, **options))
+    assert loaded_alike(compressed, twin).model.layers[0].mlp.experts.gate_up_proj.dtype is torch.bfloat16
     # What transformers has dequantized while it loaded is a model like any other.
     assert ModuleSource(AutoModelForCausalLM.from_pretrained(quantized)).num_layers == 3
 
@@ -390,9 +374,8 @@ def test_experts_in_mxfp4_pass_through(tmp_path: Path, tiny_tokenizer: Any) -> N
 def test_scales_of_mxfp4_that_do_not_fit_are_named(tmp_path: Path) -> None:
     folder, _ = published_experts(tmp_path)
     name = "model.layers.1.mlp.experts.down_proj"
-    scales = tensors_of(folder)[f"{name}_scales"]
-    short = rewritten(folder, tmp_path / "short", lambda held: held.update({f"{name}_scales": scales[1:]}))
+    short = rewritten(folder, {f"{name}_scales": tensors_of(folder)[f"{name}_scales"][1:]})
     with pytest.raises(ModelUnavailableError, match=rf"{name}_scales has the shape \(3, 64, 1\); .*\(4, 64, 1\)"):
         CheckpointSource(short).tensor(name)
-    lost = rewritten(folder, tmp_path / "lost", lambda held: held.pop(f"{name}_scales"))
+    lost = rewritten(folder, {f"{name}_scales": None})
     raises(ModelUnavailableError, rf"{name}_blocks holds codes \(U8\).*no {name}_scales", CheckpointSource, lost)

@@ -77,8 +77,7 @@ def test_the_search_meets_the_limit_closely(factor: float, power: int) -> None:
 
 
 def test_the_search_halves_where_the_prediction_misleads() -> None:
-    found = largest_ratio(lambda ratio: 1e-9, lambda ratio: 0.0 if ratio <= 0.6 else 1.0, 0.1)
-    assert 0.58 < found <= 0.6
+    assert 0.58 < largest_ratio(lambda ratio: 1e-9, lambda ratio: 0.0 if ratio <= 0.6 else 1.0, 0.1) <= 0.6
 
 
 def test_budgets_without_a_cache_are_not_measured() -> None:
@@ -114,8 +113,7 @@ def test_full_ranks_lose_nothing() -> None:
 def own_text(model: Any, count: int, seed: int) -> torch.Tensor:
     """Windows that a model draws itself: no other model has less loss on them, but for chance."""
     torch.manual_seed(seed)
-    ids = model.generate(windows(count, 1, seed), max_new_tokens=47, do_sample=True, suppress_tokens=[2])
-    return ids[:, :48]
+    return model.generate(windows(count, 1, seed), max_new_tokens=47, do_sample=True, suppress_tokens=[2])[:, :48]
 
 
 def test_a_loss_target_is_met_on_held_out_windows_and_not_by_much() -> None:

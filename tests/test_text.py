@@ -159,7 +159,10 @@ def test_jsonl_and_json(tmp_path: Path) -> None:
     lines = write(tmp_path, "a.jsonl", '{"body": "one\u2028x", "n": 1}\n\n{"body": "two"}\r\n{"body": ""}\n')
     assert load_documents(lines, split="train", field="body") == ["one\u2028x", "two", ""]
     assert load_documents(lines, split="train", field="body", max_documents=1) == ["one\u2028x"]
-    assert load_documents(write(tmp_path, "a.json", '["one", {"text": "two"}]'), split="train") == ["one", "two"]
+    for name, content in (("a.json", '["one", %s, {"text": "two"}]'), ("b.jsonl", '"one"\n%s\n{"text": "two"}')):
+        chat = [{"role": "user", "content": "hello"}]
+        path = write(tmp_path, name, content % json.dumps(chat))
+        assert load_documents(path, split="train") == ["one", chat, "two"]
 
 
 @pytest.mark.parametrize(
@@ -228,23 +231,19 @@ def test_hub_rows_are_verbatim(hub: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "column", "args", "kwargs"),
+    ("name", "asked", "place", "options"),
     [
-        ("wikitext2", "test", "text", ("Salesforce/wikitext", "wikitext-2-raw-v1"),
-         {"split": "test", "revision": None}),
-        ("ptb", "test", "sentence", ("ptb-text-only/ptb_text_only", None),
-         {"split": "test", "revision": "refs/convert/parquet"}),
-        ("c4", "train", "text", ("allenai/c4", None),
+        ("wikitext2", "test", ("Salesforce/wikitext", "wikitext-2-raw-v1"), {"split": "test", "revision": None}),
+        ("ptb", "test", ("ptb-text-only/ptb_text_only", None), {"split": "test", "revision": "refs/convert/parquet"}),
+        ("c4", "train", ("allenai/c4", None),
          {"split": "train", "revision": None, "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}}),
-        ("c4", "test", "text", ("allenai/c4", None), {"split": "validation", "revision": None,
+        ("c4", "test", ("allenai/c4", None), {"split": "validation", "revision": None,
          "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"}}),
     ],
 )  # fmt: skip
-def test_short_names(
-    name: str, split: str, column: str, args: tuple[Any, ...], kwargs: dict[str, Any], hub: Any
-) -> None:
-    hub.rows(**{column: ["words"]})
-    assert load_documents(name, split=split) == ["words"] and hub.call_args_list == [(args, kwargs)]
+def test_short_names(name: str, asked: str, place: tuple[str, ...], options: dict[str, Any], hub: Any) -> None:
+    hub.rows(**{"sentence" if name == "ptb" else "text": ["words"]})
+    assert load_documents(name, split=asked) == ["words"] and hub.call_args_list == [(place, options)]
 
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

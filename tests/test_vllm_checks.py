@@ -1,6 +1,6 @@
 """What the vLLM backend refuses, with the value, the rule and the remedy; vLLM itself is tested by `make test-vllm`."""
 
-import types
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,34 +20,27 @@ from tests.tiny import dense_model
 VERSION = ".".join(map(str, TESTED[0])) + ".1"
 
 
-def config(**changes: Any) -> Any:
-    settings: dict[str, Any] = {
-        "cache_dtype": "auto", "one_kind": False, "mrope": False, "images": False, "prefix": False, "connector": None,
-        "offloaded": None, "chunk": None, "parallel": {},
-    }  # fmt: skip
-    settings |= changes
-    images = types.SimpleNamespace(language_model_only=not settings["images"])
-    return types.SimpleNamespace(
-        cache_config=types.SimpleNamespace(
-            cache_dtype=settings["cache_dtype"], kv_offloading_size=settings["offloaded"]
+def config(
+    cache_dtype: str = "auto", one_kind: bool = False, mrope: bool = False, images: bool = False, prefix: bool = False,
+    connector: Any = None, offloaded: float | None = None, chunk: int | None = None, **parallel: int,
+) -> Any:  # fmt: skip
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype, kv_offloading_size=offloaded),
+        kv_transfer_config=connector,
+        model_config=SimpleNamespace(
+            multimodal_config=SimpleNamespace(language_model_only=not images), uses_mrope=mrope,
+            is_mm_prefix_lm=prefix, dtype=torch.bfloat16, attention_chunk_size=chunk,
         ),
-        kv_transfer_config=settings["connector"],
-        model_config=types.SimpleNamespace(
-            multimodal_config=images, uses_mrope=settings["mrope"], is_mm_prefix_lm=settings["prefix"],
-            dtype=torch.bfloat16, attention_chunk_size=settings["chunk"],
-        ),
-        scheduler_config=types.SimpleNamespace(disable_hybrid_kv_cache_manager=settings["one_kind"]),
-        parallel_config=types.SimpleNamespace(**settings["parallel"]),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=one_kind),
+        parallel_config=SimpleNamespace(**parallel),
     )  # fmt: skip
 
 
 def test_what_can_be_served_is_not_refused() -> None:
-    check(VERSION, config())
     check(VERSION + "+cpu", config())
-    check(VERSION, config(mrope=True))
-    check(VERSION, config(prefix=True))
-    check(VERSION, config(cache_dtype="bfloat16"))
-    check(VERSION, config(images=True, parallel={"pipeline_parallel_size": 1}))
+    served: list[dict[str, Any]] = [{}, {"mrope": True}, {"prefix": True}, {"cache_dtype": "bfloat16"}]
+    for changes in (*served, {"images": True, "pipeline_parallel_size": 1}):
+        check(VERSION, config(**changes))
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0", "dev"])
@@ -66,7 +59,7 @@ def test_other_versions(version: str) -> None:
         ({"prefix": True, "images": True}, "tokens of an image attend .* --language-model-only"),
         ({"chunk": 8192}, "layers that attend within chunks .* serve without the side-car"),
         ({"one_kind": True}, "disable_hybrid_kv_cache_manager=True .* leave it out"),
-        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2 is not served; leave it at 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not served; leave it at 1"),
         ({"mrope": True, "images": True}, "positions of images .* --language-model-only"),
     ],
 )

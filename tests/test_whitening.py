@@ -17,11 +17,6 @@ from tests.steps import inputs_of
 from tests.tiny import FAMILIES, dense_model, windows
 
 
-def attention_inputs(model: Any, ids: Tensor) -> list[Tensor]:
-    """What k_proj of each layer read in a plain forward pass, (tokens, m) float64 each."""
-    return [inputs_of(model, ids, index) for index in range(model.config.num_hidden_layers)]
-
-
 def moments_of(model: Any, ids: Tensor, batch_size: int, done: Collection[int] = ()) -> list[InputMoments]:
     found = list(collect_input_moments(ModuleSource(model), ids, batch_size, done=done))
     assert [index for index, _ in found] == [index for index in range(3) if index not in done]
@@ -47,12 +42,12 @@ def test_half_precision_inputs_are_summed_in_float32() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_moments_are_those_of_the_stacked_activations(family: str) -> None:
     model, ids = dense_model(family), windows(samples=3, length=40)
-    for moments, inputs in zip(moments_of(model, ids, 2), attention_inputs(model, ids), strict=True):
+    for index, moments in enumerate(moments_of(model, ids, 2)):
+        inputs = inputs_of(model, ids, index)
         assert moments.tokens == len(inputs) == 120
         torch.testing.assert_close(moments.gram, inputs.T @ inputs / len(inputs), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(moments.mean, inputs.mean(0), rtol=1e-4, atol=1e-5)
-        covariance = torch.cov(inputs.T, correction=0)
-        torch.testing.assert_close(moments.centered_gram(), covariance, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moments.centered_gram(), torch.cov(inputs.T, correction=0), rtol=1e-4, atol=1e-4)
         assert torch.equal(moments.gram, moments.gram.T)
 
 

@@ -27,8 +27,7 @@ def test_windows_are_runs_that_do_not_overlap(tokens: int, samples: int, length:
 def test_same_seed_gives_the_same_windows_and_another_seed_others() -> None:
     tokens = torch.arange(5000)
     assert torch.equal(sample_windows(tokens, 8, 32, 5), sample_windows(tokens, 8, 32, 5))
-    drawn = {tuple(sample_windows(tokens, 8, 32, seed)[:, 0].tolist()) for seed in range(20)}
-    assert len(drawn) == 20
+    assert len({tuple(sample_windows(tokens, 8, 32, seed)[:, 0].tolist()) for seed in range(20)}) == 20
 
 
 def test_the_global_random_state_is_neither_read_nor_moved() -> None:

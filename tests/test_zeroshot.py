@@ -42,11 +42,9 @@ def arc_file(tmp_path: Path) -> Path:
 
 
 @torch.no_grad()
-def best_choice(
-    model: Any, tokenizer: Any, question: str, choices: list[str], prompt: str = "Question: {}\nAnswer:"
-) -> int:
-    """The choice of the largest log-likelihood after lm-eval's prompt, that for ARC unless told."""
-    context = prompt.format(question)
+def best_choice(model: Any, tokenizer: Any, question: str, choices: list[str]) -> int:
+    """The choice of the largest log-likelihood after lm-eval's prompt for ARC."""
+    context = f"Question: {question}\nAnswer:"
     start, sums = len(tokenizer(context)["input_ids"]), []
     for choice in choices:
         ids = torch.tensor([tokenizer(f"{context} {choice}")["input_ids"]])
@@ -107,8 +105,7 @@ def test_lm_evals_whole_index_is_read() -> None:
 
 def test_failures_name_the_remedy(few_tasks: None, tmp_path: Path, tiny_tokenizer: Any) -> None:
     model = tiny.dense_model("llama-gqa")
-    with pytest.raises(ParameterError, match="no single task mmlu"):  # a group
-        check_tasks({"mmlu": None})
+    raises(ParameterError, "no single task mmlu", check_tasks, {"mmlu": None})  # a group
     with pytest.raises(ParameterError, match="no single task nonsense; `lm-eval ls subtasks`"):
         zero_shot(model, tiny_tokenizer, {"nonsense": None})
     with pytest.raises(DataError, match=r"missing\.jsonl does not exist"):
@@ -126,16 +123,13 @@ def test_stage_scores_both_models_on_the_same_items(prepared: Path, arc_file: Pa
     assert invoke("suite", name="zeroshot") == 0
     scores = json.loads((prepared / "reports/suites/zeroshot.json").read_text())
     assert list(scores["tasks"]) == ["arc_easy"]
-    for task in scores["tasks"].values():
-        dense, compressed = task["dense"]["accuracy"], task["compressed"]["accuracy"]
-        assert task["items"] == 4 and task["difference"] == pytest.approx(compressed - dense)
-        assert 0 <= task["agreement"] <= 1 - abs(task["difference"])
-    mean = sum(task["dense"]["accuracy"] for task in scores["tasks"].values())
-    assert scores["average"]["dense"] == pytest.approx(mean)
+    task = scores["tasks"]["arc_easy"]
+    dense, compressed = task["dense"]["accuracy"], task["compressed"]["accuracy"]
+    assert task["items"] == 4 and task["difference"] == pytest.approx(compressed - dense)
+    assert 0 <= task["agreement"] <= 1 - abs(task["difference"])
+    assert scores["average"]["dense"] == pytest.approx(dense)
     page = (prepared / "reports/suites/zeroshot.md").read_text()
-    for task in scores["tasks"]:
-        assert f"| {task} | 4 | " in page
-    assert f"| average |  | {mean:.1%} | " in page
+    assert "| arc_easy | 4 | " in page and f"| average |  | {dense:.1%} | " in page
 
 
 @pytest.mark.parametrize(
