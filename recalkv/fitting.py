@@ -20,6 +20,7 @@ from recalkv.evaluation.perplexity import over_documents
 from recalkv.method.target import Target
 from recalkv.model.device import device_of
 from recalkv.model.loading import load_model
+from recalkv.model.precision import resolve_precision
 from recalkv.model.source import EMBEDDED, resolve_model
 from recalkv.params import CalibrationParams, CodecParams, Progress, RuntimeParams, public_name, silent
 from recalkv.store.folders import CODEC, check_output, writing_folder
@@ -210,7 +211,8 @@ def fit_loaded(
     # Memory for a sequence is budgeted at its length: of a longer one, layers with a sliding window cache no more.
     budgeted = (goal.context if isinstance(goal, Target) else None) or context
     seed, tokens = calibration.seed, cached_tokens(model, budgeted)
-    moments = take_moments(model, windows, context, seed, progress, heads)
+    precision = resolve_precision(calibration.precision, next(model.parameters()).device)
+    moments = take_moments(model, windows, context, seed, progress, heads, precision)
     bits = target_bits(goal, moments, budgeted, tokens) if isinstance(goal, Target) else goal
     units = natural_units(moments, heads)
 

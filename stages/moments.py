@@ -16,7 +16,7 @@ def moments(run: Stage) -> None:
     """Take the moments of all layers at the attention function, forward and backward over the first windows."""
     wanted, seed, folder = run.params.codec, run.params.calibration.seed, run.model().folder
     windows = run.read("sample").get("windows")[: wanted.samples]
-    # A CPU multiplies 16-bit numbers no faster.
+    # Weights of 16 bits would round keys on a CPU as well; its products are of calibration.precision.
     dtype = torch.float32 if run.device.type == "cpu" else checkpoint_dtype(folder)
     model = load_language_model(folder, dtype=dtype, device_map=placement(folder, run.device, dtype))
     context = wanted.context or model_context(model)
@@ -28,11 +28,11 @@ def moments(run: Stage) -> None:
                 bar.set_description(step)
             bar.update()
 
-        found = take_moments(model, windows, context, seed, advance)
+        found = take_moments(model, windows, context, seed, advance, precision=run.precision)
     tokens = cached_tokens(model, context)
     record = {
         "context": context, "seed": seed, "shape": list(windows.shape), "fingerprint": model_fingerprint(model),
-        "tokens": {str(index): tokens[index] for index in found}, "dtype": str(dtype),
+        "tokens": {str(index): tokens[index] for index in found}, "dtype": str(dtype), "precision": run.precision,
         "rope": rope_facts(model.config),
     }  # fmt: skip
     with run.write(record) as store:

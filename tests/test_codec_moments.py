@@ -11,7 +11,7 @@ import torch
 
 from recalkv.codec import moments as codec_moments
 from recalkv.codec.fit import build_codec
-from recalkv.codec.moments import SINKS, LayerMoments, collect_moments, take_moments
+from recalkv.codec.moments import SINKS, LayerMoments, take_moments
 from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, measured_rotations
 from recalkv.errors import ParameterError
@@ -98,7 +98,7 @@ def test_moments_are_those_of_the_formulas(family: str) -> None:
     model, ids = dense_model(family), windows(3, 24)
     rotations = measured_rotations(model, CONTEXT)
     expected = naive_moments(model, ids, rotations, CONTEXT)
-    found = collect_moments(model, ids, rotations, CONTEXT)
+    found = take_moments(model, ids, CONTEXT, rotations=rotations)
     assert found.keys() == expected.keys() == rotations.keys()
     for layer, own in found.items():
         for name in ("means", "states", "gradients"):
@@ -138,7 +138,7 @@ def test_values_are_grouped_as_the_keys_whatever_their_size(monkeypatch: pytest.
     monkeypatch.setattr(codec_moments, "watching", wider)
     monkeypatch.setattr(codec_moments, "SHARED", 16)
     model, ids = dense_model("llama-mha"), windows(1, 24)
-    found = collect_moments(model, ids, measured_rotations(model, CONTEXT), CONTEXT)
+    found = take_moments(model, ids, CONTEXT, rotations=measured_rotations(model, CONTEXT))
     assert [each.shape for each in found[0].states] == [(3, 16, 16), (3, 32, 32)]
 
 
@@ -161,6 +161,16 @@ def test_the_seed_decides_the_labels_and_nothing_else_does() -> None:
     other = take_moments(model, ids, CONTEXT, seed=2)
     assert torch.equal(first[0].states[0], other[0].states[0])
     assert not torch.equal(first[0].gradients[0], other[0].gradients[0])
+
+
+def test_products_of_bfloat16_are_near() -> None:
+    model, ids = dense_model("llama-gqa"), windows(4, 40)
+    exact, near = (take_moments(model, ids, CONTEXT, precision=each) for each in ("float32", "bfloat16"))
+    for index, one in exact.items():
+        other = near[index]
+        assert torch.equal(one.rotation.frequencies, other.rotation.frequencies)
+        for a, b in zip((*one.states, *one.means), (*other.states, *other.means), strict=True):
+            assert 0 < float((a - b).norm()) < 0.03 * float(a.norm())
 
 
 def test_activations_computed_again_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,25 +115,14 @@ class _Side:
 
 
 def take_moments(
-    model: Any, windows: Tensor, context: int, seed: int = 0, progress: Progress = silent, heads: int | None = None
-) -> dict[int, LayerMoments]:
-    """Measure a model's rotations, and take the moments of all its layers; see :func:`collect_moments`."""
-    # Long RoPE and dynamic scalings turn short windows otherwise than long contexts.
-    lengths = windows.shape[1], context
-    longer = measured_rotations(model, max(lengths))
-    own, served = (longer if each == max(lengths) else measured_rotations(model, each, longer) for each in lengths)
-    return collect_moments(model, windows, own, context, seed, progress, served, heads)
-
-
-def collect_moments(
     model: Any,
     windows: Tensor,
-    rotations: dict[int, Rotation],
     context: int,
     seed: int = 0,
     progress: Progress = silent,
-    served: dict[int, Rotation] | None = None,
     heads: int | None = None,
+    precision: str = "float32",
+    rotations: dict[int, Rotation] | None = None,
 ) -> dict[int, LayerMoments]:
     """Moments of every layer that hands keys and values to the attention interface.
 
@@ -143,18 +132,19 @@ def collect_moments(
     ----------
     windows : (samples, length) int64
         Calibration windows.
-    rotations
-        Of the layers' keys in these windows (:func:`recalkv.codec.rope.measured_rotations`).
     context
         Positions that keys are averaged over.
     seed
         Of the drawn labels.
     progress
         Called with the step, windows done and all windows.
-    served
-        Rotations at the context, which the moments are averaged over; None for those of the windows.
     heads
         KV heads of a block; None for :func:`heads_per_code`.
+    precision
+        With ``bfloat16``, matrix products of a float32 model run in bfloat16, under autocast; rotations are measured
+        without.
+    rotations
+        Of the layers' keys; None to measure them (:func:`recalkv.codec.rope.measured_rotations`).
 
     Raises
     ------
@@ -168,13 +158,24 @@ def collect_moments(
     samples, length = windows.shape
     if length <= SINKS + 1:
         raise DataError(f"codec: windows of {length} tokens leave none behind the {SINKS} sinks; use longer ones.")
+    if rotations is None:
+        # Long RoPE and dynamic scalings turn short windows otherwise than long contexts.
+        longer = measured_rotations(model, max(length, context))
+        own, served = (
+            longer if each >= max(length, context) else measured_rotations(model, each, longer)
+            for each in (length, context)
+        )
+    else:
+        own = served = rotations
+    mixed = precision == "bfloat16" and next(model.parameters()).dtype is torch.float32
     positions = torch.arange(SINKS, length, device="cpu")
     sides: dict[int, tuple[_Side, _Side]] = {}
     stopped: list[int] = []
 
     def before_rope(layer: int, states: Tensor) -> Tensor:
-        rotation = rotations.get(layer) or no_rotation(states.shape[-1])
-        return rotation.turned(states[:, :, SINKS:], positions.to(states.device), -1)
+        rotation = own.get(layer) or no_rotation(states.shape[-1])
+        wide = states.float() if states.element_size() < 4 else states
+        return rotation.turned(wide[:, :, SINKS:], positions.to(states.device), -1)
 
     def first(layer: int, key: Tensor, value: Tensor) -> None:
         pair = sides.setdefault(layer, (_Side(), _Side()))
@@ -205,7 +206,7 @@ def collect_moments(
     prior = max(1, (samples + 1) // 2)
     with watching(model, first), torch.no_grad():
         for number, window in enumerate(windows[:prior]):
-            _forward(model, window)
+            _forward(model, window, mixed)
             progress("means", number + 1, prior)
     if not sides:
         raise UnsupportedModelError(
@@ -223,11 +224,10 @@ def collect_moments(
     sampler = torch.Generator("cpu").manual_seed(seed)
     with watching(model, second), _gradients_of_inputs(model), torch.enable_grad():
         for number, window in enumerate(windows):
-            _backward(model, window, sampler)
+            _backward(model, window, sampler, mixed)
             if stopped:
                 raise _not_finite(max(stopped), "gradients")
             progress("moments", number + 1, samples)
-    served = rotations if served is None else served
     # Sums of a layer go as its moments come: of wide models they are large.
     return {layer: _finished(sides.pop(layer), served.get(layer), context) for layer in sorted(sides)}
 
@@ -243,13 +243,14 @@ def _finished(pair: tuple[_Side, _Side], rotation: Rotation | None, context: int
     return LayerMoments(means, (states[0], states[1]), (gradients[0], gradients[1]), rotation)
 
 
-def _forward(model: Any, window: Tensor) -> Any:
-    return model(input_ids=window[None].to(model.device), use_cache=False)
+def _forward(model: Any, window: Tensor, mixed: bool) -> Any:
+    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=mixed):
+        return model(input_ids=window[None].to(model.device), use_cache=False)
 
 
-def _backward(model: Any, window: Tensor, sampler: torch.Generator) -> None:
+def _backward(model: Any, window: Tensor, sampler: torch.Generator, mixed: bool) -> None:
     """Gradients of the summed loss of labels that the model draws; at the logits they are ``softmax - onehot``."""
-    logits = _forward(model, window).logits
+    logits = _forward(model, window, mixed).logits
     if not bool(torch.isfinite(logits).all()):
         raise NonFiniteError(
             "codec: NaN or infinity in the logits during calibration, behind the last layer's attention; fit in "

@@ -7,7 +7,7 @@ attention needs them; values take one of three equal paths (:mod:`recalkv.model.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from recalkv.model.values import (
     latent_blocks,
     latent_context,
 )
-
-if TYPE_CHECKING:
-    from recalkv.kernels.decoder import KernelDecoder
 
 
 class Cached(NamedTuple):
@@ -77,8 +74,8 @@ class LatentAttention(nn.Module):
         The layer's rotary tables, of :func:`recalkv.model.slots.layer_slots`.
     """
 
-    # Attends in place of plain torch where it can.
-    decoder: "KernelDecoder | None" = None
+    # A :class:`recalkv.kernels.decoder.KernelDecoder`, which attends in place of plain torch where it can, or None.
+    decoder: Any = None
 
     def __init__(self, config: Any, spec: LatentSpec, layer_idx: int, slots: SlotRotary) -> None:
         super().__init__()
@@ -154,7 +151,7 @@ class LatentAttention(nn.Module):
                 new = remember(past_key_values, self.layer_idx, new, self.exact_window)
             cached = cached._replace(recent=new)
         if self.decoder is not None and self.decoder.takes(query, cached, attention_mask):
-            output = self.decoder.attend(query, cached, attention_mask)
+            output: Tensor = self.decoder.attend(query, cached, attention_mask)
         else:
             output = self.attend_in_torch(query, cached, position_embeddings, attention_mask, kwargs)
         if self.gate_proj is not None:
