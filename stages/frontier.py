@@ -25,8 +25,9 @@ def frontier(
     write_json(run.reports / f"{name}.json", {"rows": rows})
     draw(run.reports / f"{name}.png", rows)
     setting = (
-        f"{public_name(run.model().name)}; codec and latents are calibrated, unless stated otherwise, on "
-        f"{calibration.in_words}; {wanted.max_windows} windows of {wanted.window} tokens of each text."
+        f"{public_name(run.model().name)}; latents are calibrated, unless stated otherwise, on {calibration.in_words}, "
+        f"the codec on the first {run.params.codec.samples} of these windows; {wanted.max_windows} windows of "
+        f"{wanted.window} tokens of each text."
     )
     (run.reports / f"{name}.md").write_text(page(rows, setting, f"{name}.png"))
 

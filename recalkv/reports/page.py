@@ -91,7 +91,7 @@ def _head(facts: Facts) -> list[str]:
         f"{latents} latents, {method.grouping} groups of {method.group_size}, "
         f"{method.allocation} ranks, refit: {method.refit}.",
         "",
-        f"Calibrated on {calibration.in_words} "
+        f"Latents calibrated on {calibration.in_words} "
         f"({calibration.split}), {environment['calibration_precision']} matrix products. Evaluated on {ppl['windows']} "
         f"windows of {ppl['tokens_per_window']} tokens of {ppl['documents']} documents of "
         f"`{environment['evaluation_text']}` ({evaluation.split}), {environment['evaluation_precision']} matrix "
