@@ -34,7 +34,7 @@ SOME = ["qwen2.5-0.5b, 2 heads"]
 def main(some: Sequence[str] = ()) -> int:
     """Compile those, or all; 1 if one spills, lacks tensor cores or would not launch."""
     from recalkv.runtime.triton_decode import STAGES, attend_kernel, combine_kernel, constants
-    from recalkv.trellis.triton_search import search_kernel
+    from recalkv.trellis.triton_pack import pack_kernel
     from tests.compiling import SHARED_LIMITS, compiled_for
 
     names = ("rows", "pages", "table", "places", "query", "mean", "anchors", "within", "first", "length", "offset",
@@ -54,10 +54,15 @@ def main(some: Sequence[str] = ()) -> int:
     types |= {"value_width": "i32", "runs": "i32"}
     own = {"BLOCK_R": 128, "COLUMNS": 32, "num_warps": 4, "num_stages": STAGES}
     launches.append(("combine, 128 runs", combine_kernel, types, own))
-    types = {f"{name}_ptr": "*fp32" for name in ("numbers", "weights", "levels")} | {"trail_ptr": "*i32"}
-    types |= {"trials_ptr": "*i64", "codes_ptr": "*i32", "chains": "i32", "length": "i32"}
-    own = {"BITS": 4, "TRIALS": 8, "CHAINS": 4, "num_warps": 1, "num_stages": STAGES}
-    launches.append(("search, 4 bits", search_kernel, types, own))
+    types = {f"{name}_ptr": "*fp32" for name in ("numbers", "levels")} | {"rows_ptr": "*u8"}
+    types |= {f"{name}_ptr": "*i32" for name in ("segments", "trail", "codes")}
+    types |= dict.fromkeys(("tokens", "width", "octets_of_row"), "i32")
+    types = {name: types[name] for name in pack_kernel.arg_names if name in types}
+    own = {
+        "FITTED": 3, "FIRST": -3, "FIRST_FITTED": -6, "STEPS": 8, "ZERO": 128, "TRIALS": 8, "TOKENS": 4, "OCTETS": 32,
+        "num_warps": 1, "num_stages": STAGES,
+    }  # fmt: skip
+    launches.append(("packing", pack_kernel, types, own))
     wrong = 0
     for name, kernel, types, own in launches:
         warps, stages = own.pop("num_warps"), own.pop("num_stages")

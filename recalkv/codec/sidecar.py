@@ -147,12 +147,13 @@ class LayerCodec:
         """Rows (batch, tokens, row bytes) uint8 of (batch, kv heads, tokens, d) float32 whose means are taken off."""
         centered = keys, values
         flat = [each.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3) for each in centered]
-        parts = []
+        numbers, segments = list[Tensor](), list[Segment]()
         for group in range(self.groups):
             for states, codes in zip(flat, (self.keys, self.values), strict=True):
-                code = codes[group]
-                parts.append(pack(states[:, group] @ code.into.to(states.device), code.segments))
-        return torch.cat(parts, -1)
+                numbers.append(states[:, group] @ codes[group].into.to(states.device))
+                segments += codes[group].segments
+        # At once: on a GPU one launch packs all.
+        return pack(torch.cat(numbers, -1), segments)
 
     def unpack_centered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Undo :meth:`pack_centered`, up to rounding: (batch, kv heads, tokens, d) float32."""

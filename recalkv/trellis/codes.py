@@ -11,8 +11,6 @@ that suit normal numbers; no table is needed, so that a kernel decodes with shif
 """
 
 import functools
-import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,8 +70,6 @@ def decoded(codes: Tensor, bits: int) -> Tensor:
     return levels(bits, codes.device)[2 * (codes.long() ^ before) + last]
 
 
-# An operator, so that what traces a model sees one node.
-@torch.library.custom_op("recalkv::trellis_search", mutates_args=())
 def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes of least squared error, by the Viterbi algorithm, over several ways to scale each chain.
 
@@ -91,8 +87,6 @@ def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]
     codes : (chains, length) int32
     """
     table, device = levels(bits, numbers.device), numbers.device
-    if device.type == "cuda" and (by_triton := _search_by_triton(device)) is not None:
-        return by_triton(numbers, weights, table, bits)
     lower = torch.bucketize(numbers.contiguous(), table, out_int32=True).sub_(2).clamp_(0, len(table) - 4)
     # Of the four levels around a number, each is the nearest one of its subset.
     near = lower[..., None] + torch.arange(4, dtype=torch.int32, device=device)
@@ -118,24 +112,3 @@ def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]
         codes[:, number] = (level >> 1) ^ behind
         state = sources[state, behind]
     return trial, codes
-
-
-@functools.cache
-def _search_by_triton(device: torch.device) -> Any:
-    """:func:`recalkv.trellis.triton_search.trellis_search`; None where Triton is not installed, or fails."""
-    try:
-        from recalkv.trellis.triton_search import trellis_search
-    except ImportError:
-        return None
-    try:
-        trellis_search(torch.zeros(1, 1, 8, device=device), torch.ones(1, 1, device=device), levels(1, device), 1)
-    except Exception as error:  # of a compiler, a driver, or a GPU that is too old
-        warnings.warn(f"codes are searched in plain torch, which is slow: Triton fails ({error}).", stacklevel=2)
-        return None
-    return trellis_search
-
-
-@search.register_fake
-def _(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    chains, _, length = numbers.shape
-    return weights.new_empty(chains, dtype=torch.int64), numbers.new_empty(chains, length, dtype=torch.int32)

@@ -11,8 +11,10 @@ In the codec's cache, rows stand in tiles of 16 tokens, byte by byte (:func:`til
 vector load, and a kernel decodes the same number of 16 tokens at once whatever the widths of segments are.
 """
 
+import functools
+import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +40,8 @@ TRIALS, FIRST_FITTED, FIRST = 8, -6, -3
 """Scales that are tried, as many as a vector of float32 holds, and the first of them, in steps from there. The one of
 least error is taken, the first where several are. Costs nothing when rows are read, and a quarter of the error."""
 
-_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 22}
-"""Numbers that are searched at once, by device: plain torch holds a hundred bytes a number and trial, and on a GPU
-launches are expensive."""
+_AT_ONCE = 1 << 17
+"""Numbers that plain torch searches at once: it holds a hundred bytes a number and trial."""
 
 
 class Segment(NamedTuple):
@@ -100,8 +101,21 @@ def scales_of(level: Tensor) -> Tensor:
 
 def pack(numbers: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Numbers (..., width) float32 to rows (..., row_bytes) uint8."""
-    parts, start = [], 0
-    for segment in segments:
+    rows: Tensor = _packed(numbers, [number for segment in segments for number in segment])
+    return rows
+
+
+# An operator, so that what traces a model sees one node.
+@torch.library.custom_op("recalkv::pack_segments", mutates_args=())
+def _packed(numbers: Tensor, segments: list[int]) -> Tensor:
+    """Of segments given as width and bits one after the other."""
+    own = _segments(segments)
+    by_triton = _pack_by_triton(numbers.device) if numbers.device.type == "cuda" and own else None
+    if by_triton is not None:
+        rows: Tensor = by_triton(numbers.flatten(0, -2), own).unflatten(0, numbers.shape[:-1])
+        return rows
+    parts, start = [numbers.new_zeros((*numbers.shape[:-1], 0), dtype=torch.uint8)], 0
+    for segment in own:
         part = numbers[..., start : start + segment.width]
         start += segment.width
         level, codes = _coded(part, segment.bits)
@@ -112,22 +126,46 @@ def pack(numbers: Tensor, segments: Sequence[Segment]) -> Tensor:
             stacked = ((codes >> low) & ((1 << plane) - 1)).unflatten(-1, (8 // plane, -1))
             shifts = torch.arange(0, 8, plane, dtype=torch.int32, device=numbers.device)[:, None]
             parts.append((stacked << shifts).sum(-2).to(torch.uint8))
-    return torch.cat(parts, -1) if parts else numbers.new_zeros((*numbers.shape[:-1], 0), dtype=torch.uint8)
+    return torch.cat(parts, -1)
 
 
-def _turns(bits: int) -> int:
+@_packed.register_fake
+def _(numbers: Tensor, segments: list[int]) -> Tensor:
+    return numbers.new_empty((*numbers.shape[:-1], row_bytes(_segments(segments))), dtype=torch.uint8)
+
+
+def _segments(numbers: Sequence[int]) -> tuple[Segment, ...]:
+    return tuple(map(Segment, numbers[::2], numbers[1::2]))
+
+
+@functools.cache
+def _pack_by_triton(device: torch.device) -> Any:
+    """:func:`recalkv.trellis.triton_pack.pack_rows`; None where Triton is not installed, or fails."""
+    try:
+        from recalkv.trellis.triton_pack import pack_rows
+    except ImportError:
+        return None
+    try:
+        pack_rows(torch.zeros(1, 8, device=device), (Segment(8, 1),))
+    except Exception as error:  # of a compiler, a driver, or a GPU that is too old
+        warnings.warn(f"rows are packed in plain torch, which is slow: Triton fails ({error}).", stacklevel=2)
+        return None
+    return pack_rows
+
+
+def codes_per_byte(bits: int) -> int:
     """Codes of a byte of the last plane; two where it holds one, of two bytes."""
     return max(8 // PLANES[bits][-1], 2)
 
 
 def chained(numbers: Tensor, bits: int) -> Tensor:
     """Numbers of a segment (..., width) in the order of their chain."""
-    return numbers.unflatten(-1, (_turns(bits), -1)).mT.flatten(-2)
+    return numbers.unflatten(-1, (codes_per_byte(bits), -1)).mT.flatten(-2)
 
 
 def unchained(numbers: Tensor, bits: int) -> Tensor:
     """Undo :func:`chained`."""
-    return numbers.unflatten(-1, (-1, _turns(bits))).mT.flatten(-2)
+    return numbers.unflatten(-1, (-1, codes_per_byte(bits))).mT.flatten(-2)
 
 
 def _coded(part: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -140,7 +178,7 @@ def _coded(part: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     tried = (middle + first + torch.arange(TRIALS, device=part.device)).clamp(0, 255).flatten(0, -2)
     scales = scales_of(tried)
     numbers = chained(part, bits).flatten(0, -2)
-    most = max(1, _AT_ONCE.get(numbers.device.type, _AT_ONCE["cpu"]) // numbers.shape[-1])
+    most = max(1, _AT_ONCE // numbers.shape[-1])
     found = [
         search(own[:, None] * (1 / scale)[..., None], scale.square(), bits)
         for own, scale in zip(numbers.split(most), scales.split(most), strict=True)

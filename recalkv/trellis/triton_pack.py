@@ -1,0 +1,188 @@
+# ruff: noqa: N803  (constants of a kernel are written as Triton's own are)
+# mypy: allow-untyped-defs
+"""Rows packed in Triton (:func:`recalkv.trellis.rows.pack`), in one launch: scales, trellis codes and bytes.
+
+A program takes one segment of a few tokens. All trials of a scale and all states of the trellis go through its numbers
+together; which state each state came from is kept in memory, and followed backwards for the best trial.
+"""
+
+import contextlib
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recalkv.trellis.codes import BITS, PLANES, levels
+from recalkv.trellis.rows import (
+    FIRST,
+    FIRST_FITTED,
+    FITTED,
+    SCALE_STEPS,
+    SCALE_ZERO,
+    TRIALS,
+    Segment,
+    codes_per_byte,
+    row_bytes,
+)
+
+_TOKENS = 4
+"""Tokens of a program: with eight trials, one lane of a warp each."""
+
+_OCTETS = 32
+"""Bytes that are put together at once."""
+
+_AT_ONCE = 1 << 22
+"""Numbers of a launch, whose trail takes 32 bytes each."""
+
+
+@triton.jit
+def pack_kernel(
+    numbers_ptr, segments_ptr, levels_ptr, trail_ptr, codes_ptr, rows_ptr, tokens, width, octets_of_row,
+    FITTED: tl.constexpr, FIRST: tl.constexpr, FIRST_FITTED: tl.constexpr, STEPS: tl.constexpr, ZERO: tl.constexpr,
+    TRIALS: tl.constexpr, TOKENS: tl.constexpr, OCTETS: tl.constexpr,
+):  # fmt: skip
+    """Rows of least squared error. Grid: (blocks of TOKENS tokens, segments).
+
+    Parameters
+    ----------
+    numbers_ptr : (tokens, width) float32
+    segments_ptr : (segments, 8) int32
+        First number, width, bits, place of the scale's byte, codes of a byte of the last plane, place of the levels,
+        and bits of the two planes, the second zero where there is one.
+    levels_ptr : (any,) float32
+        Of all numbers of bits, one after the other.
+    trail_ptr : (tokens, width, TRIALS) int32
+        The lowest of the four levels around a number, and from bit 16 on the choice of each state.
+    codes_ptr : (tokens, width) int32
+    rows_ptr : (tokens, octets_of_row) uint8
+    """
+    token, trial = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TRIALS)
+    ok = token < tokens
+    both = ok[:, None] & (trial >= 0)[None, :]
+    segment = segments_ptr + tl.program_id(1) * 8
+    first, length, bits, byte = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2), tl.load(segment + 3)
+    per_byte, table = tl.load(segment + 4), levels_ptr + tl.load(segment + 5)
+    own = token.to(tl.int64) * width + first
+    peak = tl.zeros((TOKENS,), dtype=tl.float32)
+    square = peak
+    for number in range(length):
+        x = tl.load(numbers_ptr + own + number, mask=ok, other=0.0)
+        peak, square = tl.maximum(peak, tl.abs(x)), square + x * x
+    size = tl.where(bits >= FITTED, peak / tl.load(table + (2 << bits) - 1), tl.sqrt(square / length))
+    middle = tl.floor(tl.log2(tl.maximum(size, 1e-38)) * STEPS + ZERO + 0.5)
+    lowest = tl.where(bits >= FITTED, FIRST_FITTED, FIRST)
+    tried = tl.minimum(tl.maximum(middle[:, None] + lowest + trial[None, :], 0), 255)
+    scale = tl.exp2((tried - ZERO) / STEPS)
+    inverse = 1 / scale
+    zero = tl.zeros((TOKENS, TRIALS), dtype=tl.float32)
+    m0, m1, m2, m3 = zero, zero + float("inf"), zero + float("inf"), zero + float("inf")
+    stride = length // per_byte
+    for number in range(length):
+        # The chain goes through the codes of a byte of the last plane, and through its bytes.
+        place = number % per_byte * stride + number // per_byte
+        x = tl.load(numbers_ptr + own + place, mask=ok, other=0.0)[:, None] * inverse
+        below = tl.zeros((TOKENS, TRIALS), dtype=tl.int32)
+        for bit in range(bits + 1):
+            further = below + (1 << (bits - bit))
+            below = tl.where(tl.load(table + further - 1) < x, further, below)
+        lower = tl.minimum(tl.maximum(below - 2, 0), (2 << bits) - 4)
+        d0 = x - tl.load(table + lower)
+        d1 = x - tl.load(table + lower + 1)
+        d2 = x - tl.load(table + lower + 2)
+        d3 = x - tl.load(table + lower + 3)
+        d0, d1, d2, d3 = d0 * d0, d1 * d1, d2 * d2, d3 * d3
+        # By subsets: level u is in subset u mod 4.
+        odd, upper = (lower & 1) != 0, (lower & 2) != 0
+        d0, d1, d2, d3 = tl.where(odd, d3, d0), tl.where(odd, d0, d1), tl.where(odd, d1, d2), tl.where(odd, d2, d3)
+        d0, d1, d2, d3 = (
+            tl.where(upper, d2, d0), tl.where(upper, d3, d1), tl.where(upper, d0, d2), tl.where(upper, d1, d3)
+        )  # fmt: skip
+        # The two ways to each state, as recalkv.trellis.codes has them.
+        a0, b0, a1, b1 = m0 + d0, m1 + d2, m2 + d1, m3 + d3
+        a2, b2, a3, b3 = m0 + d2, m1 + d0, m2 + d3, m3 + d1
+        word = lower | ((b0 < a0).to(tl.int32) << 16) | ((b1 < a1).to(tl.int32) << 17)
+        word |= ((b2 < a2).to(tl.int32) << 18) | ((b3 < a3).to(tl.int32) << 19)
+        m0, m1, m2, m3 = tl.minimum(a0, b0), tl.minimum(a1, b1), tl.minimum(a2, b2), tl.minimum(a3, b3)
+        tl.store(trail_ptr + (own[:, None] + number) * TRIALS + trial[None, :], word, mask=both)
+    state = tl.where(m1 < m0, 1, 0)
+    least = tl.minimum(m0, m1)
+    state, least = tl.where(m2 < least, 2, state), tl.minimum(least, m2)
+    state, least = tl.where(m3 < least, 3, state), tl.minimum(least, m3)
+    best = tl.argmin(least * (scale * scale), axis=1)
+    chosen = trial[None, :] == best[:, None]
+    state = tl.sum(tl.where(chosen, state, 0), axis=1)
+    row = rows_ptr + token.to(tl.int64) * octets_of_row + byte
+    tl.store(row, tl.sum(tl.where(chosen, tried, 0.0), axis=1).to(tl.int32).to(tl.uint8), mask=ok)
+    # Other threads wrote what is read now.
+    tl.debug_barrier()
+    for step in range(length):
+        number = length - 1 - step
+        trail = tl.load(trail_ptr + (own + number) * TRIALS + best, mask=ok, other=0)
+        start, behind = trail & 0xFFFF, (trail >> (16 + state)) & 1
+        subset = 2 * ((state >> 1) ^ behind) + (state & 1)
+        level = start + ((subset - start) & 3)
+        place = number % per_byte * stride + number // per_byte
+        tl.store(codes_ptr + own + place, (level >> 1) ^ behind, mask=ok)
+        state = 2 * (state & 1) + behind
+    tl.debug_barrier()
+    low, at = bits, 1
+    for second in tl.static_range(2):
+        plane = tl.load(segment + 6 + second)
+        low -= plane
+        octets = length * plane // 8
+        for begin in range(0, octets, OCTETS):
+            octet = begin + tl.arange(0, OCTETS)
+            inside = ok[:, None] & (octet < octets)[None, :]
+            packed = tl.zeros((TOKENS, OCTETS), dtype=tl.int32)
+            # Octets times the codes of each are all of the segment.
+            for turn in range(length // octets):
+                codes = tl.load(codes_ptr + own[:, None] + turn * octets + octet[None, :], mask=inside, other=0)
+                packed |= ((codes >> low) & ((1 << plane) - 1)) << (turn * plane)
+            tl.store(row[:, None] + at + octet[None, :], packed.to(tl.uint8), mask=inside)
+        at += octets
+
+
+@functools.cache
+def _levels(device: torch.device) -> tuple[Tensor, dict[int, int]]:
+    """Levels of all numbers of bits, and where each begins."""
+    with torch.inference_mode(False):
+        places, start = {}, 0
+        for bits in BITS:
+            places[bits], start = start, start + (2 << bits)
+        return torch.cat([levels(bits, device) for bits in BITS]), places
+
+
+@functools.cache
+def _table(segments: tuple[Segment, ...], device: torch.device) -> Tensor:
+    """What the kernel needs to know of segments."""
+    places, lines, number, byte = _levels(device)[1], [], 0, 0
+    for segment in segments:
+        planes = (*PLANES[segment.bits], 0)[:2]
+        lines.append(
+            [number, segment.width, segment.bits, byte, codes_per_byte(segment.bits), places[segment.bits], *planes]
+        )
+        number, byte = number + segment.width, byte + segment.row_bytes
+    with torch.inference_mode(False):
+        return torch.tensor(lines, dtype=torch.int32, device=device)
+
+
+def pack_rows(numbers: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+    """Numbers (tokens, width) float32 to rows (tokens, row_bytes) uint8."""
+    tokens, width, device = *numbers.shape, numbers.device
+    rows = torch.empty(tokens, row_bytes(segments), dtype=torch.uint8, device=device)
+    table, (values, _) = _table(segments, device), _levels(device)
+    most = max(_TOKENS, _AT_ONCE // width)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        for own, out in zip(numbers.split(most), rows.split(most), strict=True):
+            if not len(own):
+                continue
+            trail = torch.empty(len(own), width, TRIALS, dtype=torch.int32, device=device)
+            codes = torch.empty(len(own), width, dtype=torch.int32, device=device)
+            pack_kernel[triton.cdiv(len(own), _TOKENS), len(segments)](
+                own.contiguous(), table, values, trail, codes, out, len(own), width, rows.shape[1],
+                FITTED=FITTED, FIRST=FIRST, FIRST_FITTED=FIRST_FITTED, STEPS=SCALE_STEPS, ZERO=SCALE_ZERO,
+                TRIALS=TRIALS, TOKENS=_TOKENS, OCTETS=_OCTETS, num_warps=1,
+            )  # fmt: skip
+    return rows
