@@ -17,8 +17,9 @@ from recalkv.errors import ParameterError
 from recalkv.runtime import cuda
 from recalkv.runtime.prefill import merge
 from recalkv.runtime.reference import DeviceLayout, DeviceRotation, coded_attention_torch
+from recalkv.trellis import rows
 from recalkv.trellis.codes import BITS
-from recalkv.trellis.rows import TILE, Segment, pack, tiled, unpack
+from recalkv.trellis.rows import TILE, Segment, pack, row_bytes, tiled, unpack
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -320,13 +321,14 @@ def test_rows_are_packed_as_plain_torch_does(tokens: int) -> None:
     width, generator = sum(segment.width for segment in segments), torch.Generator().manual_seed(tokens)
     numbers = torch.randn(tokens, width, generator=generator) * 2 ** torch.linspace(-3, 3, width)
     numbers[0, ::7], numbers[-1, 8:] = 40.0, 0.0
-    found, expected = pack_rows(numbers.to(DEVICE), segments).cpu(), pack(numbers, segments)
+    given = numbers.to(DEVICE), rows._places(segments), row_bytes(segments), rows._SCALES
+    found, expected = pack_rows(*given).cpu(), pack(numbers, segments)
     assert found.dtype == expected.dtype and found.shape == expected.shape
     if DEVICE.type == "cpu":
         assert torch.equal(found, expected)
         return
     # Of a GPU's logarithms and powers, a scale may be another that is as good.
-    lost, least = ((unpack(rows, segments) - numbers).square().sum() for rows in (found, expected))
+    lost, least = ((unpack(each, segments) - numbers).square().sum() for each in (found, expected))
     assert float((found == expected).float().mean()) > 0.98 and float(lost) < 1.001 * float(least)
 
 

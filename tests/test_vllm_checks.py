@@ -22,7 +22,8 @@ VERSION = ".".join(map(str, TESTED[0])) + ".1"
 
 def config(
     cache_dtype: str = "auto", one_kind: bool = False, mrope: bool = False, images: bool = False, prefix: bool = False,
-    connector: Any = None, offloaded: float | None = None, chunk: int | None = None, **parallel: int,
+    connector: Any = None, offloaded: float | None = None, chunk: int | None = None, dual: Any = None,
+    drafts: str | None = None, **parallel: int,
 ) -> Any:  # fmt: skip
     return SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype=cache_dtype, kv_offloading_size=offloaded),
@@ -30,7 +31,9 @@ def config(
         model_config=SimpleNamespace(
             multimodal_config=SimpleNamespace(language_model_only=not images), uses_mrope=mrope,
             is_mm_prefix_lm=prefix, dtype=torch.bfloat16, attention_chunk_size=chunk,
+            hf_text_config=SimpleNamespace(dual_chunk_attention_config=dual),
         ),
+        speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=one_kind),
         parallel_config=SimpleNamespace(**parallel),
     )  # fmt: skip
@@ -38,7 +41,13 @@ def config(
 
 def test_what_can_be_served_is_not_refused() -> None:
     check(VERSION + "+cpu", config())
-    served: list[dict[str, Any]] = [{}, {"mrope": True}, {"prefix": True}, {"cache_dtype": "bfloat16"}]
+    served: list[dict[str, Any]] = [
+        {},
+        {"drafts": "ngram"},
+        {"mrope": True},
+        {"prefix": True},
+        {"cache_dtype": "bfloat16"},
+    ]
     for changes in (*served, {"images": True, "pipeline_parallel_size": 1}):
         check(VERSION, config(**changes))
 
@@ -58,6 +67,8 @@ def test_other_versions(version: str) -> None:
         ({"offloaded": 4.0}, "kv_transfer_config and kv_offloading_size are not served: .* leave them out"),
         ({"prefix": True, "images": True}, "tokens of an image attend .* --language-model-only"),
         ({"chunk": 8192}, "layers that attend within chunks .* serve without the side-car"),
+        ({"dual": {"chunk_size": 8}}, "dual chunk attention .* take dual_chunk_attention_config out"),
+        ({"drafts": "eagle"}, "speculative_config.method='eagle' is not served, .* choose one of ngram"),
         ({"one_kind": True}, "disable_hybrid_kv_cache_manager=True .* leave it out"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not served; leave it at 1"),
         ({"mrope": True, "images": True}, "positions of images .* --language-model-only"),

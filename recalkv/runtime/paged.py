@@ -97,8 +97,9 @@ class PagedLayer:
         reach: int = 1024,
         device: torch.device | str = "cpu",
     ) -> None:
-        codec = codec.on(torch.device(device))
-        self._turns = turns(codec.rotation, reach, torch.device(device))
+        device = torch.empty(0, device=device).device  # with its number, as tensors there name it
+        codec = codec.on(device)
+        self._turns = turns(codec.rotation, reach, device)
         self.codec, self.window, self.sinks, self.sliding_window = codec, window, sinks, sliding_window
         self.scale, self.softcap, self.s_aux = scale, softcap, s_aux
         self.rows = torch.zeros(0, 1, codec.row_bytes, TILE, dtype=torch.uint8)

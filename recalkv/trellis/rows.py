@@ -40,6 +40,11 @@ TRIALS, FIRST_FITTED, FIRST = 8, -6, -3
 """Scales that are tried, as many as a vector of float32 holds, and the first of them, in steps from there. The one of
 least error is taken, the first where several are. Costs nothing when rows are read, and a quarter of the error."""
 
+_SCALES = {
+    "FITTED": FITTED, "FIRST": FIRST, "FIRST_FITTED": FIRST_FITTED, "STEPS": SCALE_STEPS, "ZERO": SCALE_ZERO,
+    "TRIALS": TRIALS,
+}  # fmt: skip
+
 _AT_ONCE = 1 << 17
 """Numbers that plain torch searches at once: it holds a hundred bytes a number and trial."""
 
@@ -112,8 +117,8 @@ def _packed(numbers: Tensor, segments: list[int]) -> Tensor:
     own = _segments(segments)
     by_triton = _pack_by_triton(numbers.device) if numbers.device.type == "cuda" and own else None
     if by_triton is not None:
-        rows: Tensor = by_triton(numbers.flatten(0, -2), own).unflatten(0, numbers.shape[:-1])
-        return rows
+        rows: Tensor = by_triton(numbers.flatten(0, -2), _places(own), row_bytes(own), _SCALES)
+        return rows.unflatten(0, numbers.shape[:-1])
     parts, start = [numbers.new_zeros((*numbers.shape[:-1], 0), dtype=torch.uint8)], 0
     for segment in own:
         part = numbers[..., start : start + segment.width]
@@ -139,6 +144,17 @@ def _segments(numbers: Sequence[int]) -> tuple[Segment, ...]:
 
 
 @functools.cache
+def _places(segments: tuple[Segment, ...]) -> tuple[tuple[int, ...], ...]:
+    """First number, width, bits, first byte, codes of a byte of the last plane and bits of two planes, of each."""
+    found, number, byte = [], 0, 0
+    for segment in segments:
+        planes = (*PLANES[segment.bits], 0)[:2]
+        found.append((number, *segment, byte, codes_per_byte(segment.bits), *planes))
+        number, byte = number + segment.width, byte + segment.row_bytes
+    return tuple(found)
+
+
+@functools.cache
 def _pack_by_triton(device: torch.device) -> Any:
     """:func:`recalkv.trellis.triton_pack.pack_rows`; None where Triton is not installed, or fails."""
     try:
@@ -146,7 +162,8 @@ def _pack_by_triton(device: torch.device) -> Any:
     except ImportError:
         return None
     try:
-        pack_rows(torch.zeros(1, 8, device=device), (Segment(8, 1),))
+        one = (Segment(8, 1),)
+        pack_rows(torch.zeros(1, 8, device=device), _places(one), row_bytes(one), _SCALES)
     except Exception as error:  # of a compiler, a driver, or a GPU that is too old
         warnings.warn(f"rows are packed in plain torch, which is slow: Triton fails ({error}).", stacklevel=2)
         return None

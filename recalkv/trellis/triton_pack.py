@@ -8,24 +8,16 @@ together; which state each state came from is kept in memory, and followed backw
 
 import contextlib
 import functools
+from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from recalkv.trellis.codes import BITS, PLANES, levels
-from recalkv.trellis.rows import (
-    FIRST,
-    FIRST_FITTED,
-    FITTED,
-    SCALE_STEPS,
-    SCALE_ZERO,
-    TRIALS,
-    Segment,
-    codes_per_byte,
-    row_bytes,
-)
+from recalkv.trellis.codes import BITS, levels
+
+Segments = tuple[tuple[int, ...], ...]
 
 _TOKENS = 4
 """Tokens of a program: with eight trials, one lane of a warp each."""
@@ -49,8 +41,8 @@ def pack_kernel(
     ----------
     numbers_ptr : (tokens, width) float32
     segments_ptr : (segments, 8) int32
-        First number, width, bits, place of the scale's byte, codes of a byte of the last plane, place of the levels,
-        and bits of the two planes, the second zero where there is one.
+        First number, width, bits, place of the scale's byte, codes of a byte of the last plane, bits of the two planes,
+        the second zero where there is one, and place of the levels.
     levels_ptr : (any,) float32
         Of all numbers of bits, one after the other.
     trail_ptr : (tokens, width, TRIALS) int32
@@ -63,7 +55,7 @@ def pack_kernel(
     both = ok[:, None] & (trial >= 0)[None, :]
     segment = segments_ptr + tl.program_id(1) * 8
     first, length, bits, byte = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2), tl.load(segment + 3)
-    per_byte, table = tl.load(segment + 4), levels_ptr + tl.load(segment + 5)
+    per_byte, table = tl.load(segment + 4), levels_ptr + tl.load(segment + 7)
     own = token.to(tl.int64) * width + first
     peak = tl.zeros((TOKENS,), dtype=tl.float32)
     square = peak
@@ -129,7 +121,7 @@ def pack_kernel(
     tl.debug_barrier()
     low, at = bits, 1
     for second in tl.static_range(2):
-        plane = tl.load(segment + 6 + second)
+        plane = tl.load(segment + 5 + second)
         low -= plane
         octets = length * plane // 8
         for begin in range(0, octets, OCTETS):
@@ -155,34 +147,37 @@ def _levels(device: torch.device) -> tuple[Tensor, dict[int, int]]:
 
 
 @functools.cache
-def _table(segments: tuple[Segment, ...], device: torch.device) -> Tensor:
-    """What the kernel needs to know of segments."""
-    places, lines, number, byte = _levels(device)[1], [], 0, 0
-    for segment in segments:
-        planes = (*PLANES[segment.bits], 0)[:2]
-        lines.append(
-            [number, segment.width, segment.bits, byte, codes_per_byte(segment.bits), places[segment.bits], *planes]
-        )
-        number, byte = number + segment.width, byte + segment.row_bytes
+def _table(segments: Segments, device: torch.device) -> Tensor:
+    places = _levels(device)[1]
     with torch.inference_mode(False):
-        return torch.tensor(lines, dtype=torch.int32, device=device)
+        return torch.tensor([(*each, places[each[2]]) for each in segments], dtype=torch.int32, device=device)
 
 
-def pack_rows(numbers: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-    """Numbers (tokens, width) float32 to rows (tokens, row_bytes) uint8."""
+def pack_rows(numbers: Tensor, segments: Segments, octets: int, scales: Mapping[str, int]) -> Tensor:
+    """Rows (tokens, octets) uint8.
+
+    Parameters
+    ----------
+    numbers : (tokens, width) float32
+    segments
+        What the kernel is to know of each, without the place of its levels.
+    octets
+        Of a row.
+    scales
+        How scales are tried: ``FITTED``, ``FIRST``, ``FIRST_FITTED``, ``STEPS``, ``ZERO`` and ``TRIALS``.
+    """
     tokens, width, device = *numbers.shape, numbers.device
-    rows = torch.empty(tokens, row_bytes(segments), dtype=torch.uint8, device=device)
+    rows = torch.empty(tokens, octets, dtype=torch.uint8, device=device)
     table, (values, _) = _table(segments, device), _levels(device)
     most = max(_TOKENS, _AT_ONCE // width)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for own, out in zip(numbers.split(most), rows.split(most), strict=True):
             if not len(own):
                 continue
-            trail = torch.empty(len(own), width, TRIALS, dtype=torch.int32, device=device)
+            trail = torch.empty(len(own), width, scales["TRIALS"], dtype=torch.int32, device=device)
             codes = torch.empty(len(own), width, dtype=torch.int32, device=device)
             pack_kernel[triton.cdiv(len(own), _TOKENS), len(segments)](
-                own.contiguous(), table, values, trail, codes, out, len(own), width, rows.shape[1],
-                FITTED=FITTED, FIRST=FIRST, FIRST_FITTED=FIRST_FITTED, STEPS=SCALE_STEPS, ZERO=SCALE_ZERO,
-                TRIALS=TRIALS, TOKENS=_TOKENS, OCTETS=_OCTETS, num_warps=1,
+                own.contiguous(), table, values, trail, codes, out, len(own), width, octets,
+                **scales, TOKENS=_TOKENS, OCTETS=_OCTETS, num_warps=1,
             )  # fmt: skip
     return rows

@@ -117,6 +117,12 @@ class CodecImpl(AttentionImpl[Step]):
                 layer.attn_backend, layer.impl = backend, backend.get_impl_cls()(*self._dense, **self._further)
             layer.impl.process_weights_after_loading(act_dtype)
             return
+        unknown = sorted(set(self._further) - {"sinks"})
+        if unknown:
+            raise UnsupportedModelError(
+                f"codec: {self._name} asks its attention for {', '.join(unknown)}, which the backend does not know; "
+                f"serve without the side-car."
+            )
         window, sinks = self.served.codec.window, self.served.codec.sinks
         self._paged = PagedLayer(
             codec, window, sinks, self.sliding_window, self.scale, self.softcap, self.sinks,

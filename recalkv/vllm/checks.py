@@ -10,6 +10,9 @@ BACKEND = "RECALKV"
 TESTED = ((0, 32), (0, 33))
 """vLLM versions from the first on and before the second."""
 
+_DRAFTS = "ngram", "ngram_gpu", "suffix"
+"""Ways of speculation without layers of their own."""
+
 
 def check(version: str, vllm_config: Any) -> None:
     """Refuse a configuration.
@@ -47,6 +50,17 @@ def check(version: str, vllm_config: Any) -> None:
         raise ParameterError(
             "codec: layers that attend within chunks (Llama 4) are not served by the backend; serve without the "
             "side-car."
+        )
+    if getattr(model.hf_text_config, "dual_chunk_attention_config", None) is not None:
+        raise ParameterError(
+            "codec: dual chunk attention gives attention several queries a token, which the backend does not read; "
+            "take dual_chunk_attention_config out of the model's config, or serve without the side-car."
+        )
+    drafts = vllm_config.speculative_config
+    if drafts is not None and drafts.method not in _DRAFTS:
+        raise ParameterError(
+            f"codec: speculative_config.method={drafts.method!r} is not served, as the layers of a draft model have no "
+            f"codec; choose one of {', '.join(_DRAFTS)}, or leave it out."
         )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise ParameterError(

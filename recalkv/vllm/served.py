@@ -15,6 +15,7 @@ from recalkv.codec.sidecar import Codec, LayerCodec
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.vllm.checks import BACKEND, check
 from recalkv.vllm.shards import shard
+from recalkv.vllm.steps import DECODED
 from recalkv.vllm.window import ExactTokens
 
 OPTION = "recalkv_codec"
@@ -88,6 +89,11 @@ class ServedModel:
     def __init__(self, folder: Path, config: VllmConfig) -> None:
         check(__version__, config)
         self.codec, self.config, self.dense = Codec.load(folder), config, ""
+        if self.codec.window <= DECODED:
+            raise CheckpointError(
+                f"codec: {folder} keeps {self.codec.window} tokens exact, and vLLM's drafts need more than {DECODED}; "
+                f"fit it again."
+            )
         self._folder, model = folder, config.model_config
         self._is_its = self._check_model()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()

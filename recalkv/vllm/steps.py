@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from recalkv.runtime.coded import kernel
 
-_DECODED = 8
+DECODED = 8
 """New tokens of a request up to which each is decoded as a sequence of its own: drafts, above all. More are a chunk,
 for which the rows of all older tokens are unpacked once."""
 
@@ -75,7 +75,7 @@ class Step(AttentionMetadata):
         requests: list[int] = []
         lengths: list[int] = []
         for number, (start, end) in enumerate(itertools.pairwise(self.starts)):
-            if end - start <= _DECODED:
+            if end - start <= DECODED:
                 tokens += range(start, end)
                 requests += [number] * (end - start)
                 lengths += range(self.seen[number] - (end - start) + 1, self.seen[number] + 1)
@@ -91,7 +91,7 @@ class Step(AttentionMetadata):
             return []
         spans = enumerate(itertools.pairwise(self.starts))
         return [
-            (n, start, self.seen[n] - end + start, end - start) for n, (start, end) in spans if end - start > _DECODED
+            (n, start, self.seen[n] - end + start, end - start) for n, (start, end) in spans if end - start > DECODED
         ]
 
     @functools.cached_property
@@ -131,8 +131,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         """Of what vLLM knows of the step."""
         common = common_attn_metadata
         # Layers with rows of unequal size have builders of their own.
-        if StepBuilder._last is not None and StepBuilder._last[0] is common:
-            return StepBuilder._last[1]
+        last = StepBuilder._last  # once: threads may build steps together
+        if last is not None and last[0] is common:
+            return last[1]
         requests = common.num_reqs
         table = common.block_table_tensor[:requests]
         step = Step(

@@ -128,9 +128,9 @@ def coded_attention(
         return combine(partial, most, sums)
     kernel = _kernel(device.index, queries.dtype, tiles, block_table is not None, softcap is not None, shape)
     products, shared = tables.products.shape[1], size(sets, parts)
-    if shared >= 48 * 1024 and shared > kernel._max_shared_mem_bytes:
-        kernel.set_shared_memory_config(shared)
     with torch.cuda.device(device):
+        if shared >= 48 * 1024 and shared > kernel._max_shared_mem_bytes:
+            kernel.set_shared_memory_config(shared)
         kernel(
             (groups, runs, batch), (32 * sets * parts, 1, 1),
             [
