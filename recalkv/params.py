@@ -258,9 +258,8 @@ def load_params(path: str | Path, changes: Sequence[str] = ()) -> Params:
     try:
         raw = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ParameterError(
-            f"parameter file {path} does not exist or cannot be read; run from the project's folder."
-        ) from error
+        what = "cannot be read" if path.exists() else "does not exist"
+        raise ParameterError(f"parameter file {path} {what}; run from the project's folder.") from error
     except yaml.YAMLError as error:
         raise ParameterError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, Mapping):

@@ -147,7 +147,8 @@ class LayerCodec:
         """Rows (batch, tokens, row bytes) uint8 of (batch, kv heads, tokens, d) float32 whose means are taken off."""
         centered = keys, values
         flat = [each.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3) for each in centered]
-        numbers, segments = list[Tensor](), list[Segment]()
+        numbers: list[Tensor] = []
+        segments: list[Segment] = []
         for group in range(self.groups):
             for states, codes in zip(flat, (self.keys, self.values), strict=True):
                 numbers.append(states[:, group] @ codes[group].into.to(states.device))

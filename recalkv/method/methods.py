@@ -119,7 +119,7 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
     if method.bits == "mixed" and method.allocation != "water-filling":
         raise ParameterError(
             f"compression.bits=mixed decides ranks and bits by energies, which compression.allocation="
-            f"{method.allocation} does not use; set allocation to water-filling or method to loss-aware, or bits to a "
+            f"{method.allocation} does not use; set allocation to water-filling, or method to loss-aware, or bits to a "
             f"number."
         )
     if method.quantized and method.rank_multiple != 1:
