@@ -2,6 +2,7 @@
 
 Both sides are the attention alone, without projections, as a CUDA graph over caches that together are larger than the
 level-2 cache. The codec's has the products that take queries to codes and outputs back, and not its exact window.
+Packing the new tokens' rows is timed by itself.
 Before it is timed the first sequence is compared with plain torch.
 """
 
@@ -134,6 +135,10 @@ def measure(geometry: str, context: int, batch: int, setting: Setting, emit: Emi
         if "us" not in found:
             found |= {"us": seconds * 1e6, "gb_per_s": size / seconds / 1e9, "error": error}
     del caches
+    layer = step.layer.on(query.device)
+    states = torch.randn(2, batch, shape.kv_heads, 1, shape.head_dim, device=query.device)
+    packing = [functools.partial(layer.pack_centered, *states)]
+    found["pack_us"] = 1e6 * time_calls(packing, setting.device, repeats_of(size, setting)).median
     if "us" in found:
         told(what="codec", **found, **_dense(shape, context, query, setting, told))
 
