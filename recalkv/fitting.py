@@ -222,7 +222,7 @@ def fit_loaded(
             "revision": getattr(model.config, "_commit_hash", None), "bits": float(bits), "seed": seed,
             "texts": [public_name(text) for text in texts], "windows": list(windows.shape),
             "rope": rope_facts(model.config),
-            "sliding_windows": sliding_windows(cached_tokens(model, context), context),
+            "sliding_windows": sliding_windows(model),
         }  # fmt: skip
         return build_codec(moments, bits, context, model_fingerprint(model), tokens, record, units=units)
 

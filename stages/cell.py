@@ -10,7 +10,7 @@ import yaml
 from recalkv.compression import Statistics, assemble, compress_layers
 from recalkv.evaluation.perplexity import COUNTED_TOKENS, MeasuredText, cell_figures, layer_bytes
 from recalkv.method.methods import resolve_method
-from recalkv.model.families import attention_layers, layer_attention_types
+from recalkv.model.families import cached_tokens
 from recalkv.model.spec import DENSE_BITS, LatentSpec
 from recalkv.params import CompressionParams
 from stages.common import Stage, stage, write_json
@@ -60,18 +60,11 @@ def latent_figures(
                 (each.cached_bytes(), 2 * spec.exact_window * each.cached_elements * each.quantized)
                 for each in spec.layers
             ],
-            _cached_tokens(model.config),
+            cached_tokens(model.config, COUNTED_TOKENS),
         ),
         "dense_bytes_per_token": spec.dense_elements_per_token * DENSE_BITS / 8,
         "removed": spec.removed,
     }
-
-
-def _cached_tokens(config: Any) -> list[int]:
-    """Tokens that each compressed layer caches of a sequence of as many as bits are counted at."""
-    types = layer_attention_types(config)
-    fewer = min(COUNTED_TOKENS, getattr(config, "sliding_window", None) or COUNTED_TOKENS)
-    return [fewer if types[index] == "sliding_attention" else COUNTED_TOKENS for index in attention_layers(config)]
 
 
 def cell_parameters(own: CompressionParams, setting: Mapping[str, Any]) -> CompressionParams:

@@ -3,7 +3,7 @@
 import torch
 import typer
 
-from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts
+from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts, sliding_windows
 from recalkv.codec.moments import take_moments
 from recalkv.model.language import load_language_model, placement
 from recalkv.model.source import checkpoint_dtype
@@ -33,6 +33,7 @@ def moments(run: Stage) -> None:
     record = {
         "context": context, "seed": seed, "shape": list(windows.shape), "fingerprint": model_fingerprint(model),
         "tokens": {str(index): tokens[index] for index in found}, "dtype": str(dtype), "precision": run.precision,
+        "sliding_windows": sliding_windows(model),
         "rope": rope_facts(model.config),
     }  # fmt: skip
     with run.write(record) as store:

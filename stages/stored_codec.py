@@ -1,6 +1,5 @@
 """Build a codec from the moments that the stage of that name stored."""
 
-from recalkv.codec.context import sliding_windows
 from recalkv.codec.fit import build_codec
 from recalkv.codec.sidecar import Codec
 from recalkv.params import public_name
@@ -21,7 +20,7 @@ def stored_codec(run: Stage, bits: float, heads: int | None = None) -> Codec:
         "windows": known["shape"],
         "seed": known["seed"],
         "rope": known.get("rope", {}),
-        "sliding_windows": sliding_windows(tokens, known["context"]),
+        "sliding_windows": known.get("sliding_windows", {}),
     }
     return build_codec(
         get_codec_moments(store), bits, known["context"], known["fingerprint"], tokens, record, heads=heads

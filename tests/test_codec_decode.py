@@ -70,7 +70,7 @@ def test_kernels_agree_with_torch(
         return decode.decode_step(own, query, new, new, None, None, mask, 0.2, softcap, sinks)
 
     results: dict[str, Any] = {"loops": step(copy.deepcopy(layer))}
-    monkeypatch.setattr(decode, "layer_loops", lambda *_: None)
+    monkeypatch.setattr(decode, "decoding_loops", lambda *_: None)
     results["torch"] = step(copy.deepcopy(layer))
     monkeypatch.setattr(decode, "kernel_serves", lambda *_: True)
     monkeypatch.setattr(coded, "kernel", lambda: coded_attention_torch)
@@ -116,8 +116,8 @@ def test_a_step_of_padded_sequences_asks_the_device_once(monkeypatch: pytest.Mon
     """Not once a layer: each time, a GPU would have to finish what it was given."""
     monkeypatch.setattr(decode, "kernel_serves", lambda *_: True)
     monkeypatch.setattr(coded, "kernel", lambda: coded_attention_torch)
-    for module in (cache_module, decode):
-        monkeypatch.setattr(module, "layer_loops", lambda *_: None)
+    monkeypatch.setattr(cache_module, "layer_loops", lambda *_: None)
+    monkeypatch.setattr(decode, "decoding_loops", lambda *_: None)
     model = dense("llama-gqa")
     ids = torch.randint(3, tiny.VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0))
     use_codec(model, fit(model, ids))

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from recalkv import fitting
-from recalkv.codec.context import cached_tokens, model_context, model_fingerprint
+from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, sliding_windows
 from recalkv.codec.fit import build_codec
 from recalkv.codec.moments import heads_per_code, take_moments
 from recalkv.codec.probe import watching
@@ -58,6 +58,11 @@ def test_layers_with_a_sliding_window_count_for_what_they_cache(model: Any) -> N
     # Of the first layer all 16 tokens are exact, of the others 36.
     held = 16 * 48 * (16 + 36 + 36)
     assert codec.bits_per_element(50) == (8 * codec.sequence_bytes(50) + held) / (48 * (16 + 50 + 50))
+    assert codec.bits_per_element(50, exact=False) == 8 * codec.sequence_bytes(50) / (48 * (16 + 50 + 50))
+
+
+def test_windows_are_recorded_whatever_the_context_of_the_fit() -> None:
+    assert sliding_windows(dense_model("gemma3")) == {"0": 16, "2": 16}
 
 
 def test_heads_of_an_odd_size_are_refused() -> None:

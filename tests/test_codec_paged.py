@@ -113,6 +113,7 @@ def test_tokens_and_chunks_in_any_order(
 ) -> None:
     if kernel:
         monkeypatch.setattr(paged, "layer_loops", lambda *_: None)
+        monkeypatch.setattr(paged, "decoding_loops", lambda *_: None)
         monkeypatch.setattr(paged, "kernel_serves", lambda *_: True)
         monkeypatch.setattr(coded, "kernel", lambda: coded_attention_torch)
     monkeypatch.setattr(paged, "_PIECE", 32)

@@ -35,8 +35,8 @@ EXPERTS = "torch has no grouped products of float64, which these experts take"
 
 
 def without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("cache", "decode"):
-        monkeypatch.setattr(f"recalkv.runtime.{module}.layer_loops", lambda codec, tensor: None)
+    for name in ("cache.layer_loops", "decode.decoding_loops"):
+        monkeypatch.setattr(f"recalkv.runtime.{name}", lambda codec, tensor: None)
 
 
 def reference(codec: Codec) -> Callable[..., tuple[Tensor, None]]:
@@ -228,6 +228,10 @@ def test_static_caches_take_chunks_shorter_than_a_sliding_window(family: str, ch
     static: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": chunk}
     wanted = model.generate(ids, **settings, use_cache=False)
     same_start(model.generate(ids, **settings, **{key: value for key, value in static.items() if value}), wanted)
+    # A wider mask whose other slots are attended to is another thing.
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    mask = torch.ones(4, 1, 5, 16, dtype=torch.bool).tril(11)
+    raises(ParameterError, "the mask covers 16 slots and must cover 5", model, ids[:, :5], mask, past_key_values=cache)
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding"])

@@ -107,6 +107,8 @@ def test_logits_that_are_no_products_are_refused() -> None:
     model.register_forward_hook(lambda _module, _given, output: output | {"logits": output.logits.flip(-1)})
     message = "not its last hidden states times its output head"
     raises(UnsupportedModelError, message, window_losses, model, tiny.windows(2, 24))
+    model.get_output_embeddings().weight.data.fill_(math.nan)
+    raises(NonFiniteError, "evaluation loss", window_losses, model, tiny.windows(2, 24))
 
 
 def test_errors_are_those_of_documents() -> None:

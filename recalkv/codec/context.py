@@ -1,6 +1,7 @@
 """What a codec needs to know of a model beside its moments: its context, what it caches of it, and which one it is."""
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,9 @@ def cached_tokens(model: Any, context: int) -> dict[int, int]:
     return {index: min(context, int(window)) if window else context for index, window in enumerate(windows)}
 
 
-def sliding_windows(tokens: Mapping[int, int], context: int) -> dict[str, int]:
-    """Windows of the layers that cache fewer tokens than a context has, as a codec's record has them.
-
-    Parameters
-    ----------
-    tokens
-        Of each layer, from :func:`cached_tokens`.
-    """
-    return {str(index): count for index, count in tokens.items() if count < context}
+def sliding_windows(model: Any) -> dict[str, int]:
+    """Windows of the layers that have one, as a codec's record has them."""
+    return {str(index): count for index, count in cached_tokens(model, sys.maxsize).items() if count < sys.maxsize}
 
 
 _ROPE = {"base": "rope_theta", "factor": "factor", "original": "original_max_position_embeddings"}

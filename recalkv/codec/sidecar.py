@@ -224,19 +224,21 @@ class Codec:
         tokens = self.cached_tokens(context)
         return sum(layer.row_bytes * tokens[index] for index, layer in self.layers.items())
 
-    def bits_per_element(self, context: int | None = None) -> float:
+    def bits_per_element(self, context: int | None = None, exact: bool = True) -> float:
         """Bits of a cached number of one sequence.
 
         Parameters
         ----------
         context
-            Length of the sequence, whose exact tokens are counted as well; None for rows alone, at the codec's own.
+            Length of the sequence; None for the codec's own, and rows alone.
+        exact
+            Whether exact tokens are counted as well.
         """
         tokens = self.cached_tokens(context or self.context)
         elements = {index: layer.kv_heads * sum(layer.head_dims) for index, layer in self.layers.items()}
         # Rows are there for the exact tokens, too.
-        exact = 0 if context is None else self.window + self.sinks
-        held = sum(16 * elements[index] * min(exact, count) for index, count in tokens.items())
+        kept = self.window + self.sinks if exact and context is not None else 0
+        held = sum(16 * elements[index] * min(kept, count) for index, count in tokens.items())
         rows = 8 * self.sequence_bytes(context or self.context)
         return (rows + held) / sum(elements[index] * count for index, count in tokens.items())
 

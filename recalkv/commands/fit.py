@@ -84,11 +84,11 @@ def fit(
             f"{out}: {size / 1e6:,.1f} MB, for contexts of {codec.context:,} tokens; caches {codec.bytes_per_token:,} "
             f"bytes per token, dense {codec.dense_bytes_per_token:,} in 16 bits"
         )
-        if codec.record["sliding_windows"]:
+        if min(codec.cached_tokens(codec.context).values()) < codec.context:
             mean = codec.sequence_bytes(codec.context) / codec.context
             print(f"  {mean:,.0f} bytes per token of {codec.context:,}: layers with a sliding window cache no more")
         print(
             f"  {codec.bits_per_element(_CONTEXT):.2f} bits per element at {_CONTEXT:,} tokens: rows of "
-            f"{codec.bits_per_element():.2f}, plus {kept} exact tokens per sequence"
+            f"{codec.bits_per_element(_CONTEXT, exact=False):.2f}, plus {kept} exact tokens per sequence"
         )
         print(f'use it: recalkv.use_codec(model, "{out}"), then model.generate() as always')

@@ -163,4 +163,4 @@ def relative_error(weight: Tensor, approximation: Tensor, gram: Tensor) -> float
     weight, gram = weight.double(), gram.double()
     difference = approximation.double() - weight
     whole = float((weight * (gram @ weight)).sum())
-    return float((difference * (gram @ difference)).sum()) / whole if whole > 0 else 0.0
+    return float((difference * (gram @ difference)).sum()) / whole if whole != 0 else 0.0

@@ -242,6 +242,12 @@ def attention_layers(config: Any) -> list[int]:
     return [place for place, kind in enumerate(layer_attention_types(config)) if kind in _ATTENTION_TYPES]
 
 
+def cached_tokens(config: Any, context: int) -> list[int]:
+    """Tokens of a sequence of a length that each layer with keys and values caches: all, or its sliding window's."""
+    types, fewer = layer_attention_types(config), min(context, getattr(config, "sliding_window", None) or context)
+    return [fewer if types[place] == "sliding_attention" else context for place in attention_layers(config)]
+
+
 def layer_attention_types(config: Any) -> list[str]:
     """Name what each decoder layer attends by, ``full_attention`` or ``sliding_attention``, in transformers' terms."""
     types = getattr(config, "layer_types", None)

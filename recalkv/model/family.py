@@ -4,7 +4,6 @@ Calibration, compression and the compressed model's classes read these descripti
 (scale, norms of queries and keys, window), transformers' own modules. ``recalkv families`` prints the registry.
 """
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -263,8 +262,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def _named_scale(config: Any) -> float:
-    scales = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
-    return float(math.prod(scales) / (getattr(config, "logits_scaling", None) or 1.0))
+    found = (getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"))
+    scale, multiplier, divisor = (each if isinstance(each, float | int) and each else 1.0 for each in found)
+    return scale * multiplier / divisor
 
 
 _UNDESCRIBED = Family(

@@ -53,14 +53,20 @@ def advice(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> list[str]:
 def write(figures: Mapping[str, Any], spec: LatentSpec | Codec, out: Path) -> None:
     """Write the page, the figures beside it as JSON, and the card of the checkpoint where that is its folder."""
     files = {out: page(figures, spec), out.with_suffix(".json"): json.dumps(figures, indent=2, sort_keys=True) + "\n"}
-    config = out.parent / "config.json"
-    # Not another model's card, where the page of one lies in its folder.
-    own = json.loads(config.read_text()).get("recalkv") if config.exists() else None
     named = out.with_suffix(".json").name == FIGURES
-    if isinstance(spec, LatentSpec) and named and own == json.loads(json.dumps(spec.to_dict())):
+    # Not another model's card, where the page of one lies in its folder.
+    if isinstance(spec, LatentSpec) and named and _is_config_of(out.parent / "config.json", spec):
         files[out.parent / CARD] = model_card(spec, figures)
     for path, content in files.items():
         write_whole(path, content)
+
+
+def _is_config_of(path: Path, spec: LatentSpec) -> bool:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("recalkv") == json.loads(json.dumps(spec.to_dict()))
 
 
 def _remedies(spec: LatentSpec | Codec, poor: list[str]) -> list[str]:

@@ -209,7 +209,7 @@ def _cached(
         width, covered = mask.shape[-1], visible if static is None else min(visible, static)
         # transformers makes the first mask before it has coded layers: its own empty sliding ones cover their window.
         first = layer.is_sliding and layer.capacity is not None and not layer.length and width == layer.get_max_length()
-        if width < covered or (static is None and width > covered and not first):
+        if width < covered or (static is None and width > covered and not (first and _is_empty(mask[..., visible:]))):
             raise ParameterError(
                 f"codec: the mask covers {width} slots and must cover {covered}, the cached ones that this layer "
                 f"attends to and the new ones; leave it out, or give one of two dimensions."
@@ -239,6 +239,11 @@ def _cached(
         low = skipped
     output = prefill.attend(query, pair, exact, layer.window, start - low, mask, scale, softcap, s_aux)
     return output.transpose(1, 2).contiguous()
+
+
+def _is_empty(part: Tensor) -> bool:
+    """Whether nothing is attended to in a part of a mask."""
+    return torch.compiler.is_compiling() or of_mask(part, "empty", lambda: not bool(part.any()))
 
 
 def _whole_chunk(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.coded import attend_rows, kernel_serves
-from recalkv.runtime.loops import layer_loops
+from recalkv.runtime.loops import decoding_loops
 from recalkv.runtime.mask_cache import of_mask
 from recalkv.runtime.prefill import merge, partial_attention
 
@@ -38,7 +38,7 @@ def decode_step(
     (batch, 1, heads, d_v)
     """
     _, low = layer.get_mask_sizes(1)
-    loops = layer_loops(layer.codec, query)
+    loops = decoding_loops(layer.codec, query)
     if loops is not None and layer.dtype is not torch.float64:
         layer.begin(1, seen, positions)
         layer.advance(1)

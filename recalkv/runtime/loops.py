@@ -18,3 +18,9 @@ def layer_loops(codec: LayerCodec, tensor: Tensor) -> Any:
         return None
     loops = compiled("recalkv.runtime.cpu.layer")
     return None if loops is None else loops.loops_of(codec)
+
+
+def decoding_loops(codec: LayerCodec, tensor: Tensor) -> Any:
+    """The same once a step's loops are there, which are compiled when they are first asked for: packing needs none."""
+    loops = layer_loops(codec, tensor)
+    return None if loops is None or compiled("recalkv.runtime.cpu.step") is None else loops

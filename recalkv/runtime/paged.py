@@ -15,7 +15,7 @@ from torch import Tensor
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime import prefill
 from recalkv.runtime.coded import attend_rows, kernel_serves
-from recalkv.runtime.loops import layer_loops
+from recalkv.runtime.loops import decoding_loops, layer_loops
 from recalkv.runtime.means import mean_keys, mean_keys_at, turns
 from recalkv.runtime.prefill import merge, partial_attention
 from recalkv.trellis.rows import TILE, untiled
@@ -130,7 +130,7 @@ class PagedLayer:
 
     def writes_as_it_decodes(self, query: Tensor) -> bool:
         """Whether :meth:`decode` writes tokens itself, as compiled loops do; else :meth:`write` is to come first."""
-        return layer_loops(self.codec, query) is not None
+        return decoding_loops(self.codec, query) is not None
 
     def write(self, key: Tensor, value: Tensor, positions: Tensor, slots: Tensor, exact_slots: Tensor) -> None:
         """Write tokens.
@@ -169,7 +169,7 @@ class PagedLayer:
         -------
         (tokens, heads, d_v)
         """
-        loops = layer_loops(self.codec, query)
+        loops = decoding_loops(self.codec, query)
         if loops is not None:
             return self._decode_by_loops(loops, query, key, value, tokens)
         lengths, device = tokens.lengths.long(), query.device

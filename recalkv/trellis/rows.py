@@ -163,7 +163,7 @@ def _pack_by_triton(device: torch.device) -> Any:
         return None
     try:
         one = (Segment(8, 1),)
-        pack_rows(torch.zeros(1, 8, device=device), _places(one), row_bytes(one), _SCALES)
+        pack_rows(torch.zeros(1, 8, dtype=torch.float32, device=device), _places(one), row_bytes(one), _SCALES)
     except Exception as error:  # of a compiler, a driver, or a GPU that is too old
         warnings.warn(f"rows are packed in plain torch, which is slow: Triton fails ({error}).", stacklevel=2)
         return None

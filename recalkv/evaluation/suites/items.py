@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recalkv.errors import DataError
+from recalkv.errors import DataError, ReCalKVError
 
 
 def local_data(folder: Path, tasks: Sequence[str]) -> dict[str, Path]:
@@ -110,9 +110,12 @@ def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | Non
     try:
         found = manager.load(list(tasks))
     except Exception as error:  # datasets and the hub's client raise many unrelated types
+        named = [task for task in tasks if isinstance(task, str)]
+        if isinstance(error, ImportError | ReCalKVError) or not named:
+            raise
         raise DataError(
-            f"the data of {', '.join(str(task) for task in tasks if isinstance(task, str)) or 'a task'} cannot be had "
-            f"({type(error).__name__}: {error}); check the network, or give local items."
+            f"the data of {', '.join(named)} cannot be had ({type(error).__name__}: {error}); check the network, or "
+            f"give local items."
         ) from error
     for task in found["tasks"].values():
         task.set_config(key="num_fewshot", value=0)

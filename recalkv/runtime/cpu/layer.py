@@ -201,7 +201,7 @@ class LayerLoops:
             "mask_row": mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, "real": real.ctypes.data,
             "aux": 0 if aux is None else aux.data_ptr(), "scratch": scratch.ctypes.data, "pieces": turns.ctypes.data,
         }  # fmt: skip
-        # Compiled at the first step: packing alone, as evaluation does, needs none of it.
+        # Compiled at the first step (recalkv.runtime.loops.decoding_loops): packing alone needs none of it.
         run(compiled("recalkv.runtime.cpu.step").attend, record(STEP, numbers))
         return out
 
