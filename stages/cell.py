@@ -8,9 +8,10 @@ import typer
 import yaml
 
 from recalkv.compression import Statistics, assemble, compress_layers
-from recalkv.evaluation.perplexity import COUNTED_TOKENS, MeasuredText, cell_figures, layer_bytes
+from recalkv.evaluation.perplexity import MeasuredText, cell_figures
 from recalkv.method.methods import resolve_method
-from recalkv.model.families import cached_tokens
+from recalkv.model.families import layer_windows
+from recalkv.model.sizes import layer_bytes
 from recalkv.model.spec import DENSE_BITS, LatentSpec
 from recalkv.params import CompressionParams
 from stages.common import Stage, stage, write_json
@@ -60,7 +61,7 @@ def latent_figures(
                 (each.cached_bytes(), 2 * spec.exact_window * each.cached_elements * each.quantized)
                 for each in spec.layers
             ],
-            cached_tokens(model.config, COUNTED_TOKENS),
+            layer_windows(model.config),
         ),
         "dense_bytes_per_token": spec.dense_elements_per_token * DENSE_BITS / 8,
         "removed": spec.removed,

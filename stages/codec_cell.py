@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from recalkv.codec.sidecar import Codec
-from recalkv.evaluation.perplexity import COUNTED_TOKENS, MeasuredText, cell_figures, layer_bytes
+from recalkv.evaluation.perplexity import MeasuredText, cell_figures
 from recalkv.model.loading import load_model
+from recalkv.model.sizes import COUNTED_TOKENS, layer_bytes
 from recalkv.runtime.models import use_codec
 from stages.common import Stage, stage, write_json
 from stages.stored_codec import stored_codec
@@ -51,7 +52,7 @@ def codec_figures(
                 (layer.row_bytes, 2 * (codec.window + codec.sinks) * layer.kv_heads * sum(layer.head_dims))
                 for layer in codec.layers.values()
             ],
-            list(codec.cached_tokens(COUNTED_TOKENS).values()),
+            codec.cached_tokens(COUNTED_TOKENS).values(),
         ),
         "dense_bytes_per_token": codec.dense_bytes_per_token,
         "removed": removed,

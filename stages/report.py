@@ -6,11 +6,11 @@ from typing import Any
 
 import typer
 
-from recalkv.model.families import cached_tokens
+from recalkv.model.families import layer_windows
+from recalkv.model.sizes import layer_bytes
 from recalkv.reports import plots
 from recalkv.reports.page import Facts, page
 from recalkv.reports.paper import paper_rows
-from recalkv.reports.tables import CONTEXT
 from stages.common import Stage, stage, write_json
 from stages.stored import Stored
 
@@ -86,12 +86,11 @@ def _comparison(
         "window_bytes": 2 * wanted.exact_window * sum(spec.cached_elements for spec in specs if spec.quantized),
         "dense_bytes_per_token": 2.0 * allocation["dense_elements_per_token"],
         "removed": allocation["achieved_ratio"],
-        "row_bytes": [spec.cached_bytes() for spec in specs],
-        "exact_bytes": [2 * wanted.exact_window * spec.cached_elements * spec.quantized for spec in specs],
+        **layer_bytes(
+            [(spec.cached_bytes(), 2 * wanted.exact_window * spec.cached_elements * spec.quantized) for spec in specs],
+            layer_windows(stored.source.config),
+        ),
     }
-    tokens = cached_tokens(stored.source.config, CONTEXT)
-    if min(tokens) < CONTEXT:
-        own["cached_tokens"] = tokens
     rows = [cell for cell in cells if cell["method"] != wanted.method]
     return {
         "perplexity_dense": ppl["dense"],

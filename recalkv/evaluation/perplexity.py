@@ -1,6 +1,6 @@
 """Step 9: losses of windows through the model that a user loads, and how far it is from the dense model."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 MAIN_TEXT = "main"
 """Place of ``evaluation.text`` in the store of ``baseline``."""
-
-COUNTED_TOKENS = 2048
-"""Length of the sequence at which bits of a cached number are counted."""
 
 _HEAD_TOKENS = 512
 _CHECKED_TOKENS = 16
@@ -322,21 +319,6 @@ def cell_figures(texts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         **{name: value for name, value in main.items() if name.startswith(("excess", "kl", "top1"))},
         "further_texts": {name: figures for name, figures in texts.items() if name != MAIN_TEXT},
     }
-
-
-def layer_bytes(layers: Iterable[tuple[int, int]], tokens: Sequence[int]) -> dict[str, list[int]]:
-    """Bytes of a token's row in each layer, and of a sequence's exact tokens there, as a cell records them.
-
-    Parameters
-    ----------
-    layers
-        Both of each layer.
-    tokens
-        What each caches of a sequence of as many tokens as bits are counted at; recorded where some cache fewer.
-    """
-    rows, exact = zip(*layers, strict=True)
-    fewer = {"cached_tokens": list(tokens)} if min(tokens) < COUNTED_TOKENS else {}
-    return {"row_bytes": list(rows), "exact_bytes": list(exact)} | fewer
 
 
 def further_text(name: str) -> str:

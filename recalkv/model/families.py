@@ -242,10 +242,10 @@ def attention_layers(config: Any) -> list[int]:
     return [place for place, kind in enumerate(layer_attention_types(config)) if kind in _ATTENTION_TYPES]
 
 
-def cached_tokens(config: Any, context: int) -> list[int]:
-    """Tokens of a sequence of a length that each layer with keys and values caches: all, or its sliding window's."""
-    types, fewer = layer_attention_types(config), min(context, getattr(config, "sliding_window", None) or context)
-    return [fewer if types[place] == "sliding_attention" else context for place in attention_layers(config)]
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Sliding window of each layer that caches keys and values, tokens; None for a layer that caches all."""
+    types, window = layer_attention_types(config), getattr(config, "sliding_window", None)
+    return tuple(window if types[place] == "sliding_attention" else None for place in attention_layers(config))
 
 
 def layer_attention_types(config: Any) -> list[str]:

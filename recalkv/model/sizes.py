@@ -1,13 +1,17 @@
-"""Sizes of known models, so that tables and timings of their geometry need neither their weights nor a hub."""
+"""Sizes of models and of what they cache, so that tables and timings need neither weights nor a hub."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from recalkv.errors import ParameterError
-from recalkv.model.families import AttentionGeometry, attention_layers, check_supported, layer_attention_types
+from recalkv.model.families import AttentionGeometry, check_supported, layer_windows
 from recalkv.model.family import FAMILIES, PREFIX, Family, text_config
+
+COUNTED_TOKENS = 2048
+"""Length of the sequence at which bits of a cached number are counted."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,6 @@ class ModelSizes:
         config = text_config(config)
         family = config.model_type.removeprefix(PREFIX)
         attention = AttentionGeometry.from_config(config) if family != config.model_type else check_supported(config)
-        kinds, window = layer_attention_types(config), getattr(config, "sliding_window", None)
         return cls(
             family=family,
             attention=attention,
@@ -79,9 +82,7 @@ class ModelSizes:
             positions=config.max_position_embeddings,
             tied=config.tie_word_embeddings,
             counted=_counted(config, FAMILIES[family]),
-            windows=tuple(
-                window if kinds[place] == "sliding_attention" else None for place in attention_layers(config)
-            ),
+            windows=layer_windows(config),
         )
 
 
@@ -130,3 +131,20 @@ def known_sizes(name: str, parameter: str) -> ModelSizes:
     if found is None:
         raise ParameterError(f"{parameter}: {name!r} is not known; choose one of {', '.join(KNOWN)}.")
     return found
+
+
+def layer_bytes(layers: Iterable[tuple[int, int]], windows: Iterable[int | None]) -> dict[str, list[int]]:
+    """Bytes of a token's row in each layer, and of a sequence's exact tokens there, as cells record them.
+
+    Parameters
+    ----------
+    layers
+        Both of each layer.
+    windows
+        Its sliding window, or None. Where some cache fewer than :data:`COUNTED_TOKENS`, ``cached_tokens`` says how many
+        of these each layer caches.
+    """
+    rows, exact = zip(*layers, strict=True)
+    tokens = [min(COUNTED_TOKENS, window or COUNTED_TOKENS) for window in windows]
+    fewer = {"cached_tokens": tokens} if min(tokens) < COUNTED_TOKENS else {}
+    return {"row_bytes": list(rows), "exact_bytes": list(exact)} | fewer

@@ -9,7 +9,7 @@ from typing import Any
 
 _SIDES = ("dense", "compressed")
 CONTEXT = 2048
-"""Tokens that the exact ones of a sequence are spread over."""
+"""Tokens that the exact ones of a sequence are spread over; as many as :data:`recalkv.model.sizes.COUNTED_TOKENS`."""
 STATES = "states of the other layers, bytes per sequence"
 
 

@@ -8,7 +8,7 @@ values are summed in code coordinates and mapped back once. Exact tokens, the fi
 import numpy as np
 from numba import carray
 
-from recalkv.runtime.cpu.records import CODE, COLUMNS, PIECE, ROOM, STEP
+from recalkv.runtime.cpu.records import CODE, PIECE, ROOM, STEP, padded
 from recalkv.trellis.codes import BITS, GRAIN, levels
 from recalkv.trellis.cpu.codes import decode, decode_pairs, scales_at
 from recalkv.trellis.cpu.rows import write_row
@@ -46,10 +46,7 @@ _CODE_SIZE = CODE.itemsize
 _LENGTH, _LOW, _EDGE = range(3)
 
 
-@nested
-def _padded(width):
-    """Columns that a product of so many is computed in."""
-    return (width + COLUMNS - 1) // COLUMNS * COLUMNS
+_padded = nested(padded)
 
 
 @nested
