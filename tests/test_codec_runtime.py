@@ -491,7 +491,7 @@ def test_scores_keep_their_differences_where_keys_have_much_in_common(
     dtype: torch.dtype, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those with biases: products in 16 bits would be rounded by more than tells them apart, or overflow."""
-    monkeypatch.setattr(prefill, "SLOTS", 7)
+    monkeypatch.setattr(prefill, "_SLOTS", 7)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 20, 16, generator=generator) for heads in (6, 3, 3))
     query, key = (states + 300 * torch.eye(16)[3] for states in (query, key))

@@ -118,16 +118,6 @@ class PagedLayer:
         """
         self.rows, self.exact = rows, exact
 
-    def prompt_bytes(self, tokens: int, heads: int) -> int:
-        """About what :meth:`attend` takes beside its arguments for a prompt on a GPU, to be left free by its caches.
-
-        Scores of a piece, their weights and products, in float32; and the states of the prompt and of a piece of older
-        slots, exact, rounded and padded.
-        """
-        scores = min(tokens, prefill.QUERIES) * prefill.SLOTS * heads
-        states = (tokens + _PIECE) * self.codec.kv_heads * sum(self.codec.head_dims)
-        return 4 * (4 * scores + 5 * states)
-
     def writes_as_it_decodes(self, query: Tensor) -> bool:
         """Whether :meth:`decode` writes tokens itself, as compiled loops do; else :meth:`write` is to come first."""
         return decoding_loops(self.codec, query) is not None

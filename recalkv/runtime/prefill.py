@@ -14,7 +14,7 @@ from recalkv.cache.scores import products
 _BAND = 32
 """Queries of a block whose bands are attended to at once."""
 
-QUERIES, SLOTS = 512, 4096
+_QUERIES, _SLOTS = 512, 4096
 """Queries and slots whose scores are in memory at once where no fused kernel serves."""
 
 
@@ -139,13 +139,13 @@ def partial_attention(
             output, lse = output.masked_fill(none[..., None], 0), lse.masked_fill(none, -math.inf)
         return output, lse
     outputs, sums = [], []
-    for first in range(0, query.shape[2], QUERIES):
-        part = query[:, :, first : first + QUERIES]
+    for first in range(0, query.shape[2], _QUERIES):
+        part = query[:, :, first : first + _QUERIES]
         last = min(key.shape[2], first + part.shape[2]) if causal else key.shape[2]
         # Fold the query heads of a KV head into the query dimension, so that no state is copied.
         own, parts = part.unflatten(1, (key.shape[1], repeats)).flatten(2, 3), []
-        for start in range(0, last, SLOTS):
-            end = min(last, start + SLOTS)
+        for start in range(0, last, _SLOTS):
+            end = min(last, start + _SLOTS)
             scores = products(own, key[:, :, start:end]).float().view(*part.shape[:3], end - start) * scale
             if softcap is not None:
                 scores = softcap * (scores / softcap).tanh()
@@ -153,7 +153,7 @@ def partial_attention(
                 hidden = torch.ones(part.shape[2], end - start, dtype=torch.bool, device=query.device)
                 scores = scores.masked_fill(hidden.triu(first - start + 1), -math.inf)
             elif allowed is not None:
-                scores = scores.masked_fill(~allowed[..., first : first + QUERIES, start:end], -math.inf)
+                scores = scores.masked_fill(~allowed[..., first : first + _QUERIES, start:end], -math.inf)
             lse = scores.logsumexp(-1)
             weights = (scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp().to(value.dtype)
             output = weights.view(*own.shape[:3], end - start) @ value[:, :, start:end]

@@ -145,10 +145,7 @@ class CodecImpl(AttentionImpl[Step]):
         """Write a step's tokens, (tokens, heads, d), and attend from them."""
         steps = get_forward_context().attn_metadata
         if attn_metadata is None or not isinstance(steps, dict):
-            # vLLM measures its memory with no requests; what prompts take is to count there.
-            if output.is_cuda and self._paged is not None:
-                size = self._paged.prompt_bytes(len(query), self.num_heads)
-                torch.empty(size, dtype=torch.uint8, device=output.device)
+            # vLLM measures its memory with no requests.
             return output.zero_()
         step, paged = attn_metadata, self._bound(kv_cache)
         exact: Step = steps[self.served.exact.prefix]
