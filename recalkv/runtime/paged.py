@@ -210,6 +210,29 @@ class PagedLayer:
             for number, chunk in enumerate(together):
                 output[chunk.first : chunk.first + chunk.size] = own[number, :, : chunk.size].transpose(0, 1)
 
+    def rehearse(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, longest: int) -> None:
+        """Write and attend as for these tokens at the end of a sequence of ``longest``, or as so many prompts.
+
+        For an engine that measures what memory its steps take before there is a cache: all slots are of one block.
+        ``output``, as for :meth:`attend`, is without meaning.
+        """
+        count, device = len(query), query.device
+        # A longer context takes no more memory, as it is attended to piece by piece; here the last piece is longest.
+        start = max(0, min(longest - count, 2 * _PIECE + self.window - 2))
+        blocks = torch.zeros(-(-(start + count) // TILE), dtype=torch.int64, device=device)
+        slots = blocks.new_zeros(count)
+        chunks = [Chunk(blocks, blocks, n, start, min(longest, count - n)) for n in range(0, count, longest)]
+        bound = self.rows, self.exact
+        self.bind(
+            torch.zeros(1, 1, self.codec.row_bytes, TILE, dtype=torch.uint8, device=device),
+            key.new_zeros(1, TILE, self.codec.kv_heads, sum(self.codec.head_dims)),
+        )
+        try:
+            self.write(key, value, start + torch.arange(count, device=device) % longest, slots, slots)
+            self.attend(query, key, value, chunks, output)
+        finally:
+            self.bind(*bound)
+
     def _decode_by_loops(self, loops: Any, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> Tensor:
         from recalkv.runtime.cpu.layer import StepCache
 

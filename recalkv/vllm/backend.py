@@ -145,7 +145,9 @@ class CodecImpl(AttentionImpl[Step]):
         """Write a step's tokens, (tokens, heads, d), and attend from them."""
         steps = get_forward_context().attn_metadata
         if attn_metadata is None or not isinstance(steps, dict):
-            # vLLM measures its memory with no requests.
+            # Before there is a cache, vLLM measures what a GPU's memory must leave free for steps, with no requests.
+            if self._paged is not None and output.is_cuda and not kv_cache.numel():
+                self._paged.rehearse(query, key, value, output, self.config.model_config.max_model_len)
             return output.zero_()
         step, paged = attn_metadata, self._bound(kv_cache)
         exact: Step = steps[self.served.exact.prefix]
