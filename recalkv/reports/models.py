@@ -230,8 +230,8 @@ def _biases(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _contexts(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Divergence by position of one long text."""
     found: list[str] = []
-    for model, each in cells.items():
-        edges = each["edges"]
+    for name, each in cells.items():
+        model, edges = name.partition(",")[0], each["edges"]
         spans = [f"{start:,} to {end:,}" for start, end in itertools.pairwise(edges)]
         lines = [
             [
