@@ -66,7 +66,7 @@ class CompressedLayers:
     specs
         Ranks and bits.
     permutations
-        Permutation of the key/value heads.
+        Permutation of the KV heads.
     refits
         Final factors, and the refitted output projection.
     input_means

@@ -106,9 +106,10 @@ def fit(
     if target is not None:
         goal = Target.of(target)
     # Only a config is required: models with adapters and compiled ones are calibrated as they are.
-    if not isinstance(model, str | Path) and getattr(model, "config", None) is None:
+    named = isinstance(model, str | Path)
+    if not named and not (isinstance(model, nn.Module) and getattr(model, "config", None) is not None):
         raise UnsupportedModelError(
-            f"model is a {type(model).__name__} without a config; give an id, a folder, or what "
+            f"model is a {type(model).__name__} without a config or weights; give an id, a folder, or what "
             f"AutoModelForCausalLM.from_pretrained returns."
         )
     calibration, texts = given_calibration(dataset, {"samples": samples, "length": length, "seed": seed})

@@ -23,7 +23,7 @@ class _Section(BaseModel):
 S = TypeVar("S", bound=_Section)
 
 Progress = Callable[[str, int, int], None]
-"""Called with a step, what is done of it, and what there is in all."""
+"""Called with a step's name, the units done, and their total."""
 
 
 def silent(step: str, done: int, total: int) -> None:
@@ -95,7 +95,7 @@ class CompressionParams(_Section):
         "loss-aware", description="compression method, compared in docs/results.md"
     )
     ratio: float = Field(0.75, ge=0, lt=1, description="fraction of the dense cache's bytes to remove")
-    group_size: int = Field(4, ge=1, description="key/value heads per group, all where the model has fewer")
+    group_size: int = Field(4, ge=1, description="KV heads per group; all of them if the model has fewer")
     joint: Literal["auto", True, False] = Field("auto", description="keys and values of a group share one latent")
     grouping: Literal["auto", "neighbors", "cka"] = Field(
         "auto", description="which heads share a latent; cka is the paper's HSR"
@@ -260,7 +260,7 @@ def load_params(path: str | Path, changes: Sequence[str] = ()) -> Params:
     except OSError as error:
         what = "cannot be read" if path.exists() else "does not exist"
         raise ParameterError(f"parameter file {path} {what}; run from the project's folder.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ParameterError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, Mapping):
         raise ParameterError(f"{path} must hold the sections {', '.join(Params.model_fields)}.")

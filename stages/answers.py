@@ -12,6 +12,7 @@ from recalkv.evaluation.resources import device_name
 from recalkv.evaluation.suites.answers import SUITES, generate_answers, read_prompts, score
 from recalkv.evaluation.suites.items import local_data
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, zero_shot
+from recalkv.model.precision import evaluation_precision
 from recalkv.store.stores import digest_of
 from stages.common import Stage, stage, write_json
 from stages.forms import HELP, check_names, figures_key, opened
@@ -57,7 +58,8 @@ def answers(
         return {"scores": scores, "texts": texts}
 
     def chosen(model: Any) -> dict[str, Any]:
-        found = zero_shot(model, tokenizer, files, limit=limit, batch_size=batch_size)
+        precision = evaluation_precision(run.params.evaluation.precision, run.device)
+        found = zero_shot(model, tokenizer, files, limit=limit, batch_size=batch_size, precision=precision)
         return {"scores": {each.task: [float(right) for right in each.correct] for each in found}, "texts": {}}
 
     for name in names:

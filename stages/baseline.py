@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from recalkv.evaluation.generation import measure_generation
+from recalkv.evaluation.live_cache import measure_generation
 from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText, further_text, measured
 from recalkv.model.loading import load_model
 from recalkv.text.corpora import check_length, further_windows, load_tokenizer, main_windows, text_names

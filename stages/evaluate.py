@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from recalkv.evaluation.generation import PROMPTS, Generated, cache_metrics, measure_generation, parameter_metrics
+from recalkv.evaluation.live_cache import PROMPTS, Generated, cache_metrics, measure_generation, parameter_metrics
 from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText
 from recalkv.evaluation.resources import device_name
 from recalkv.model.loading import load_model

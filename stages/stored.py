@@ -66,7 +66,7 @@ class Stored:
         return LayerProblem.of(self.source, index, self.statistics(index), self.method)
 
     def permutation(self, index: int) -> list[int]:
-        """Permutation of one layer's key/value heads."""
+        """Permutation of one layer's KV heads."""
         return self._read("reorder").get(f"{layer_name(index)}/permutation").tolist()
 
     def groups(self, index: int) -> list[list[int]]:

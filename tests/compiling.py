@@ -57,7 +57,7 @@ class Configuration:
 
     @property
     def rows(self) -> int:
-        """Query heads of a key/value head x queries."""
+        """Query heads of a KV head x queries."""
         return self.query_heads_per_kv * self.queries
 
 

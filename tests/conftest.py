@@ -89,7 +89,7 @@ def tiny_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    """Tiny LLaMA (GQA, 3 key/value heads) and its tokenizer as a Hugging Face folder."""
+    """Tiny LLaMA (GQA, 3 KV heads) and its tokenizer as a Hugging Face folder."""
     from tests import tiny
 
     folder = tmp_path_factory.mktemp("tiny-model")

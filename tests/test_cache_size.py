@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from recalkv.errors import ParameterError, UnsupportedModelError
-from recalkv.evaluation.generation import cache_bytes_per_token, parameter_count
+from recalkv.evaluation.live_cache import cache_bytes_per_token, parameter_count
 from recalkv.model.sizes import KNOWN, ModelSizes, known_sizes
 from recalkv.model.spec import LatentSpec
 from recalkv.presets import preset_names

@@ -20,7 +20,7 @@ import recalkv.model.modeling
 from recalkv.errors import BudgetError, DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.evaluation import comparison
 from recalkv.evaluation.comparison import QUICK, Wanted, compare, possible
-from recalkv.evaluation.generation import fill_cache, reference_bytes_per_token, window_bytes
+from recalkv.evaluation.live_cache import fill_cache, reference_bytes_per_token, window_bytes
 from recalkv.method.target import Target
 from recalkv.model.card import CARD
 from recalkv.model.source import checkpoint_folder
@@ -243,7 +243,7 @@ def test_eval_says_what_to_do_without_the_recorded_model(compressed: Path, tmp_p
     config = json.loads((copy / "config.json").read_text())
     config["recalkv"]["source"]["name"] = "/nowhere/llama"
     (copy / "config.json").write_text(json.dumps(config))
-    assert "'/nowhere/llama', is not there; name it with --dense" in refused("eval", copy, "--device", "cpu")
+    assert "'/nowhere/llama', cannot be found; name it with --dense" in refused("eval", copy, "--device", "cpu")
 
 
 def test_commands_want_what_they_need(compressed: Path, tiny_folder: Path) -> None:

@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from recalkv.errors import ParameterError
 from recalkv.kernels.decoder import use_kernels
 from recalkv.kernels.plan import MAX_ROWS
-from recalkv.model import recent
+from recalkv.model import residual_window
 from recalkv.model.family import FAMILIES as DESCRIPTIONS
 from recalkv.model.spec import LatentSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
@@ -164,7 +164,7 @@ def group_size(kind: Kind) -> int:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that prompts with windows of exact latents are read in several."""
-    monkeypatch.setattr(recent, "_QUERIES", 24)
+    monkeypatch.setattr(residual_window, "_QUERIES", 24)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from recalkv.model.spec import LayerSpec
 GEOMETRY = AttentionGeometry(hidden=20, heads=6, kv_heads=3, head_dim=4, layers=1)
 PERMUTATION = [2, 0, 1]
 QUERIES = [4, 5, 0, 1, 2, 3]
-"""Query heads in the order of their key/value heads."""
+"""Query heads in the order of their KV heads."""
 COLUMNS = [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]
 """Columns of the projections in the order of the heads."""
 ROWS = [4 * head + offset for head in QUERIES for offset in range(4)]

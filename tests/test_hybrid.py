@@ -13,7 +13,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from recalkv.cache.growing import GrowingLayer, growing_cache
 from recalkv.compression import compress_layers
 from recalkv.errors import UnsupportedModelError
-from recalkv.evaluation.generation import cache_bytes_per_token, fill_cache, kept_states, state_bytes
+from recalkv.evaluation.live_cache import cache_bytes_per_token, fill_cache, kept_states, state_bytes
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import quantizer
 from recalkv.method.fusion import fuse_layer, stored_latents

@@ -313,7 +313,7 @@ def test_many_queries_stay_with_torch(counted: list[int]) -> None:
     cache = DynamicCache(config=model.config)
     for part in ids.split([10, 17, 16, 5], dim=1):
         model(part, past_key_values=cache)
-    # Two query heads of each key/value head: 34 rows are too many, 32 are not.
+    # Two query heads of each KV head: 34 rows are too many, 32 are not.
     assert counted == [16, 5]
 
 

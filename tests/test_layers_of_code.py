@@ -27,7 +27,7 @@ DECODING = sorted(
     name
     for name in FILES
     if name.startswith(("recalkv.cache", "recalkv.kernels", "recalkv.trellis"))
-    or name in {f"recalkv.model.{each}" for each in ("spec", "families", "slots", "values", "attention", "modeling")}
+    or name in {f"recalkv.model.{each}" for each in ("spec", "families", "rotary", "values", "attention", "modeling")}
 )
 
 

@@ -13,7 +13,7 @@ from recalkv.model.families import AttentionGeometry
 from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
 from tests import raises
 
-# Three key/value heads of 8: key groups of 2 and 1 heads, one value group.
+# Three KV heads of 8: key groups of 2 and 1 heads, one value group.
 GEOMETRY = AttentionGeometry(hidden=48, heads=6, kv_heads=3, head_dim=8, layers=2)
 PLAIN = LayerSpec([10, 8], [24], head_permutation=[2, 0, 1])
 CODES = LayerSpec([10, 5], [9], key_segments=[[(8, 4), (2, 2)], [(5, 3)]], value_segments=[[(9, 8)]])

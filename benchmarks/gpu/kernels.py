@@ -43,7 +43,7 @@ class DenseStep(nn.Module):
     attention
         Of LLaMA: no norms and no biases.
     packed
-        Take the query heads of a key/value head as queries of that one, which backends without GQA serve too.
+        Take the query heads of a KV head as queries of that one, which backends without GQA serve too.
     """
 
     def __init__(self, attention: Any, packed: bool = False) -> None:

@@ -89,7 +89,7 @@ def compress(
             with step_bar("layer") as advance:
                 spec = compress_checkpoint(reference, documents, calibration, parameters, where, folder, advance, goal)
             writing.close()
-            print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense model in 16 bits")
+            print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense 16-bit cache")
             asked = spec.parameters["ratio"]
             if resolved.bits == "mixed" and goal.max_excess is None and spec.removed > asked + _CLEARLY:
                 print(
@@ -97,6 +97,6 @@ def compress(
                     f"16 removes less"
                 )
             if others := spec.geometry.others:
-                print(f"{others} of {others + spec.geometry.layers} layers keep states of a fixed size, as they did")
+                print(f"{others} of {others + spec.geometry.layers} layers keep a recurrent state, as before")
             if check:
                 quick_check(out, reference.folder, documents, calibration, where)

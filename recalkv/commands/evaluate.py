@@ -108,7 +108,7 @@ def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tup
         if dense:
             raise
         raise ModelUnavailableError(
-            f"the dense model recorded in {small}, {named!r}, is not there; name it with --dense. ({error})"
+            f"the dense model recorded in {small}, {named!r}, cannot be found; name it with --dense. ({error})"
         ) from error
     own, other = (text_config(load_config(each, str(each))) for each in (folder, reference.folder))
     for size in ("hidden_size", "num_hidden_layers", "vocab_size"):

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recalkv.errors import CheckpointError
-from recalkv.evaluation.reference import reference_output
+from recalkv.evaluation.float64_attention import float64_output
 from recalkv.evaluation.step_caches import FullCache, Recorder
 from recalkv.evaluation.timing import Timing, cold_copies, time_calls
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
-from recalkv.model.slots import SlotRotary, layer_slots
+from recalkv.model.rotary import SlotRotary, layer_slots
 from recalkv.model.spec import LatentSpec
 
 BASELINES = {"eager": "transformers' eager attention", "sdpa": "SDPA"}
@@ -148,7 +148,7 @@ class Step:
                 _, *latents = module.attention._latents(self.states[:, -self._window - 1 :])
                 self._recent = torch.cat(latents, dim=-1)
             cached = self._keys, self._values
-            self._expected = reference_output(module.attention, module.slots, self.states, cached)
+            self._expected = float64_output(module.attention, module.slots, self.states, cached)
 
     def _contents(self) -> tuple[Tensor, Tensor]:
         recorder, start = Recorder(), 0

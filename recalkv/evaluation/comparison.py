@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import ModelUnavailableError
 from recalkv.evaluation.decoding import prompt_contents, time_decoding
-from recalkv.evaluation.generation import (
+from recalkv.evaluation.live_cache import (
     cache_bytes_per_token,
     fill_cache,
     parameter_count,

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from recalkv.cache.growing import growing_cache
-from recalkv.cache.recent import remember
+from recalkv.cache.residual_window import remember
 from recalkv.errors import CheckpointError
 from recalkv.evaluation.attention_step import TOLERANCE
-from recalkv.evaluation.generation import kept_states
+from recalkv.evaluation.live_cache import kept_states
 from recalkv.evaluation.resources import now
 from recalkv.evaluation.timing import Timing
 

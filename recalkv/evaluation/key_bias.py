@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recalkv.evaluation.quantizers import CacheQuantizer
-from recalkv.model.slots import rotated
+from recalkv.model.rotary import rotated
 
 
 @torch.inference_mode()

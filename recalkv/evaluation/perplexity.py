@@ -40,7 +40,7 @@ class Scores:
     divergences : (windows,) float64 or None
         Kullback-Leibler divergence of the model from the dense one, nats per token.
     agreements : (windows,) float64 or None
-        Fraction of tokens of which both models think the same the likeliest.
+        Top-1 agreement: fraction of positions at which both models rank the same token first.
     states : (windows, tokens - 1, m) float16 or None
         Last hidden states that predict a token, where they were to be kept.
     """

@@ -5,6 +5,7 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,36 +35,24 @@ def peak_resident_mib() -> float:
     Linux's ``VmHWM`` starts afresh with each program; ``ru_maxrss`` starts at its parent's.
     """
     unit = 2**20 if sys.platform == "darwin" else 2**10
-    return _status_mib("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return _proc_mib("self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def peak_device_mib(device: torch.device) -> float | None:
     """Most memory that this process's tensors took on the device so far, MiB; None where it is not counted."""
-    if device.type == "cpu":
-        return None
-    try:
-        return torch.accelerator.max_memory_allocated(device) / 2**20
-    except RuntimeError:  # a device without such statistics
-        return None
+    return _on_device(device, torch.accelerator.max_memory_allocated)
 
 
 def allocated_mib(device: torch.device) -> float | None:
     """Memory of this process's tensors on the device now, MiB; None on the CPU and where it is not counted."""
-    if device.type == "cpu":
-        return None
-    try:
-        return torch.accelerator.memory_allocated(device) / 2**20
-    except RuntimeError:
-        return None
+    return _on_device(device, torch.accelerator.memory_allocated)
 
 
 def available_mib(device: torch.device) -> float | None:
     """Memory that is free on the device, or of the system for the CPU, MiB; None where it is not told."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 2**20
-    info = Path("/proc/meminfo")
-    lines = info.read_text().splitlines() if device.type == "cpu" and info.exists() else []
-    return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("MemAvailable:")), None)
+    return _proc_mib("meminfo", "MemAvailable") if device.type == "cpu" else None
 
 
 def forget_peak(device: torch.device) -> None:
@@ -73,9 +62,18 @@ def forget_peak(device: torch.device) -> None:
             torch.accelerator.reset_peak_memory_stats(device)
 
 
-def _status_mib(field: str) -> float | None:
-    status = Path("/proc/self/status")
-    if not status.exists():
+def _on_device(device: torch.device, read: Callable[[torch.device], int]) -> float | None:
+    """A statistic of the device's memory, MiB; None on the CPU and on a device without such statistics."""
+    if device.type == "cpu":
         return None
-    lines = [line for line in status.read_text().splitlines() if line.startswith(field + ":")]
-    return int(lines[0].split()[1]) / 2**10 if lines else None
+    try:
+        return read(device) / 2**20
+    except RuntimeError:
+        return None
+
+
+def _proc_mib(file: str, field: str) -> float | None:
+    """A field of a file of Linux's /proc, MiB."""
+    path = Path("/proc", file)
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith(field + ":")), None)

@@ -63,7 +63,7 @@ def latent_attention(
     key_bias : (h_kv d_h,), key_norm : ((d_h,), epsilon)
         Applied to rebuilt keys before RoPE.
     offset
-        Tokens that are no longer among the slots.
+        Tokens that a sliding window has evicted.
     runs
         Runs of tiles that are worked on side by side; 0 for the device's.
 

@@ -15,7 +15,7 @@ STAGES = 2
 """Tiles in flight; a third costs shared memory."""
 
 MAX_ROWS = 32
-"""Most query heads of a key/value head x queries that one program takes."""
+"""Most query heads of a KV head x queries that one program takes."""
 
 VALUE_WARPS = 4
 """Warps of ``values_kernel``."""
@@ -73,7 +73,7 @@ def scores_launch(rank: int, head_dim: int, rows: int, element: int, shared_limi
     rank
         Largest key rank of the layer.
     rows
-        Query heads of a key/value head x queries.
+        Query heads of a KV head x queries.
     element
         Bytes of an element of R_k.
     shared_limit
@@ -128,9 +128,9 @@ def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int)
     Parameters
     ----------
     ranks, heads
-        Latent rank and key/value heads of each value group.
+        Latent rank and KV heads of each value group.
     rows_per_head
-        Query heads of a key/value head x queries.
+        Query heads of a KV head x queries.
 
     Returns
     -------
@@ -197,7 +197,7 @@ class LayerPlan:
     key_up, value_up
         ``R_k`` and ``R_v`` of all groups in one buffer (:func:`joined`); no ``R_v`` where W_o has it.
     key_ranks, key_heads, value_ranks, value_heads
-        Latent rank and key/value heads of each group.
+        Latent rank and KV heads of each group.
     head_dim
         Head dimension, even.
     shared_limit
@@ -241,7 +241,7 @@ class LayerPlan:
         return rows_per_head in self._steps
 
     def step(self, rows_per_head: int) -> Step:
-        """Tables of a number of query heads per key/value head x queries, made once."""
+        """Tables of a number of query heads per KV head x queries, made once."""
         if rows_per_head not in self._steps:
             blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head)
             numbers = [number for block in blocks for number in block[:2]]

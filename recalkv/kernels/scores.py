@@ -1,6 +1,6 @@
 """Scores of decode attention over latents, in Triton: keys are rebuilt, turned and multiplied with the queries.
 
-One program per key/value head and run of tiles rebuilds keys from latents, turns them and the head's queries by RoPE
+One program per KV head and run of tiles rebuilds keys from latents, turns them and the head's queries by RoPE
 and takes their products. A group's latents are read once per head, from the level-2 cache after the first.
 """
 
@@ -23,14 +23,14 @@ def scores_kernel(
     ALIGN: tl.constexpr, UP_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one key/value head's queries against a run of tiles, in units of log 2.
+    """Scores of one KV head's queries against a run of tiles, in units of log 2.
 
-    Grid: (runs, key/value heads, batch).
+    Grid: (runs, KV heads, batch).
 
     Parameters
     ----------
     query_ptr : (batch, QUERIES, kv heads, ROWS / QUERIES, 2 HALF), before RoPE
-        ROWS = query heads of a key/value head x queries; row = query head x QUERIES + query.
+        ROWS = query heads of a KV head x queries; row = query head x QUERIES + query.
     anchor_ptr, offset_ptr : (tiles, 2, HALF), (BLOCK_N, 2, HALF) float32
         Cos and sin of the starts of tiles and of the places within one.
     seen_ptr : (1,) int32 or int64

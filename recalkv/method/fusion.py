@@ -1,7 +1,7 @@
 """Step 8, fold everything that is fixed into the weights (paper, "Matrix Fusion" and HSR's reordering).
 
 * The head permutation goes into W_q, W_k, W_v and W_o: query heads and output rows move with their
-  key/value head, so nothing is permuted at run time.
+  KV head, so nothing is permuted at run time.
 * The value bias passes through the softmax unchanged (its weights sum to 1) and joins the output bias.
 * ``R_v`` is fused into ``W_o`` where that is cheaper than applying both.
 """
@@ -164,7 +164,7 @@ def head_columns(order: Sequence[int], head_dim: int) -> Tensor:
 
 
 def query_order(permutation: Sequence[int], queries_per_kv: int) -> list[int]:
-    """Order of the query heads when each moves with its key/value head."""
+    """Order of the query heads when each moves with its KV head."""
     return [head * queries_per_kv + offset for head in permutation for offset in range(queries_per_kv)]
 
 
@@ -279,7 +279,7 @@ def _centered(input_mean: Tensor, factors: LowRank) -> tuple[Tensor, Tensor]:
 
 
 def _group_of_query(value_up: Sequence[Tensor], geometry: AttentionGeometry) -> list[tuple[int, int]]:
-    """For each (permuted) query head: its value group and its key/value head's place in that group."""
+    """For each (permuted) query head: its value group and its KV head's place in that group."""
     places = [
         (group, offset) for group, up in enumerate(value_up) for offset in range(up.shape[1] // geometry.head_dim)
     ]

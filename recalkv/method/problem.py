@@ -72,7 +72,7 @@ class LayerProblem:
 
     @property
     def kv_heads(self) -> int:
-        """Number ``h_kv`` of key/value heads."""
+        """Number ``h_kv`` of KV heads."""
         return self.keys.shape[1] // self.head_dim
 
     @functools.cached_property

@@ -1,6 +1,6 @@
 """Step 5b, head-wise similarity-aware reordering (HSR; paper, section 3.2 and Fig. 2).
 
-The grouping becomes a permutation of the key/value heads that is folded into the weights offline
+The grouping becomes a permutation of the KV heads that is folded into the weights offline
 (:mod:`recalkv.method.fusion`), so decoding pays nothing for it. The paper permutes every token instead.
 """
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from recalkv.cache.recent import remember
+from recalkv.cache.residual_window import remember
 from recalkv.model.families import attention_layers, layer_attention_types
 from recalkv.model.family import family_of
 from recalkv.model.norms import epsilon, norm_like, normed
-from recalkv.model.recent import blocks, overlaid, readable
 from recalkv.model.reconstruction import Reconstruction
-from recalkv.model.slots import SlotRotary, rotated
+from recalkv.model.residual_window import blocks, overlaid, readable
+from recalkv.model.rotary import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
 from recalkv.model.values import (
     MAX_EXPLICIT_QUERIES,
@@ -41,7 +41,7 @@ class Cached(NamedTuple):
     seen
         Tokens up to the last query, itself included; on the device where a static cache counts there.
     offset
-        Tokens that are no longer among the slots.
+        Tokens that a sliding window has evicted.
     fresh
         The slots are those of the new tokens and no others.
     recent : (batch, 1, any, columns) or None
@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
     layer_idx
         Place of the layer among all decoder layers.
     slots
-        The layer's rotary tables, of :func:`recalkv.model.slots.layer_slots`.
+        The layer's rotary tables, of :func:`recalkv.model.rotary.layer_slots`.
     """
 
     # A :class:`recalkv.kernels.decoder.KernelDecoder`, which attends in place of plain torch where it can, or None.

@@ -16,9 +16,9 @@ from recalkv.model.families import attention_layers
 from recalkv.model.family import family_of
 from recalkv.model.layers import LayerSource
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
-from recalkv.model.origins import Origins
 from recalkv.model.spec import LatentSpec
 from recalkv.model.stored_weights import stored_weights
+from recalkv.model.tensor_names import TensorNames
 
 
 def compressed_config(source: LayerSource, latents: LatentSpec) -> Any:
@@ -115,8 +115,8 @@ def build_model(
         typed = layer if dtype is None else held.converted(layer, dtype)
         state |= {f"model.layers.{index}.{name}": tensor for name, tensor in typed.items()}
     decoded = held.decoded(state)
-    origins = Origins(model, decoded)
-    weights = {name: origins.read(name, decoded.__getitem__) for name in origins.names}
+    held_as = TensorNames(model, decoded)
+    weights = {name: held_as.read(name, decoded.__getitem__) for name in held_as.names}
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     cast = weights if dtype is None else {name: tensor.to(dtype) for name, tensor in weights.items()}

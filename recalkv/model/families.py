@@ -40,7 +40,7 @@ class AttentionGeometry:
     hidden
         Hidden size ``m``.
     heads, kv_heads
-        Query heads ``h`` and key/value heads ``h_kv``.
+        Query heads ``h`` and KV heads ``h_kv``.
     head_dim
         Head dimension ``d_h``.
     layers
@@ -74,7 +74,7 @@ class AttentionGeometry:
 
     @property
     def queries_per_kv(self) -> int:
-        """Query heads served by one key/value head."""
+        """Query heads served by one KV head."""
         return self.heads // self.kv_heads
 
     @property

@@ -65,9 +65,9 @@ class LayerSource(ABC):
             self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
         self._weights = held.weight_types(self.stored_types())
         # Transformers takes seconds to import its conversions.
-        from recalkv.model.origins import Origins
+        from recalkv.model.tensor_names import TensorNames
 
-        self._origins = Origins(self._skeleton, self._weights, within)
+        self._tensor_names = TensorNames(self._skeleton, self._weights, within)
         check_tensors(config.model_type, self.types(), self._skeleton.state_dict().keys())
         if within:
             self.config = copy.deepcopy(config)
@@ -114,17 +114,17 @@ class LayerSource(ABC):
 
     def types(self) -> dict[str, str]:
         """Type of every tensor of the model by its name, as torch calls it."""
-        return {name: self._weights[self._origins.held(name)[0]] for name in self._origins.names}
+        return {name: self._weights[self._tensor_names.held(name)[0]] for name in self._tensor_names.names}
 
     def has_tensor(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
-        return name in self._origins.names
+        return name in self._tensor_names.names
 
     def tensor(self, name: str) -> Tensor:
         """One tensor by its name in the language model, float32, on the device."""
         if not self.has_tensor(name):
             raise ModelUnavailableError(f"{self} has no tensor {name!r}; the checkpoint is incomplete.")
-        return self._origins.read(name, self._weight)
+        return self._tensor_names.read(name, self._weight)
 
     def _weight(self, name: str) -> Tensor:
         parts = {part: self.stored(part) for part in self.held.parts(name, self.names())}
@@ -132,15 +132,15 @@ class LayerSource(ABC):
 
     def stored_others(self) -> dict[str, Tensor]:
         """What is outside of the layers as it is held, by names in the language model."""
-        own = self._origins.language_names(self.names())
+        own = self._tensor_names.language_names(self.names())
         return {name: self.stored(held) for name, held in own.items() if not name.startswith("model.layers.")}
 
     def stored_layer(self, place: int, without: Iterable[str] = ()) -> dict[str, Tensor]:
         """Tensors of one decoder layer as stored, by names within it, without some weights and what belongs to them."""
         prefix = f"model.layers.{place}."
-        origins = {origin for weight in without for origin in self._origins.held(prefix + self._joined(weight)[0])}
+        origins = {origin for weight in without for origin in self._tensor_names.held(prefix + self._joined(weight)[0])}
         left_out = {name for origin in origins for name in self.held.beside(origin)}
-        own = self._origins.language_names(self.names())
+        own = self._tensor_names.language_names(self.names())
         return {
             name.removeprefix(prefix): self.stored(held)
             for name, held in own.items()

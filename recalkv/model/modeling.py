@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Quantiz
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from recalkv.cache.growing import GrowingCache
-from recalkv.cache.recent import with_recent
+from recalkv.cache.residual_window import with_recent
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import attention_layers
 from recalkv.model.family import FAMILIES, PREFIX, Family
-from recalkv.model.slots import check_positions, layer_slots
+from recalkv.model.rotary import check_positions, layer_slots
 from recalkv.model.spec import LatentSpec
 
 
@@ -36,7 +36,7 @@ class _LatentConfigMixin:
 class LatentModelMixin:
     """Swaps the attention of every layer that has one for :class:`LatentAttention` while the model is built.
 
-    Where a cache is used, ``position_ids`` must be slots, up to left padding (:mod:`recalkv.model.slots`): the forward
+    Where a cache is used, ``position_ids`` must be slots, up to left padding (:mod:`recalkv.model.rotary`): the forward
     pass refuses others. It looks at prompts, and at single tokens only on a CPU: on a GPU that would make every
     decoding step wait for the device. Compiled models do not look.
     """

@@ -192,7 +192,10 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
     content = json.loads((folder / "config.json").read_text())
     named = content.get("dtype") or content.get("torch_dtype")
     if named is not None:
-        return getattr(torch, named)
+        found = getattr(torch, str(named).removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise ModelUnavailableError(f"{folder / 'config.json'}: dtype {named!r} is none of torch's; correct it.")
+        return found
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as shard:
             tables = [name for name in shard.keys() if name.endswith(_TABLES)]  # noqa: SIM118

@@ -58,7 +58,7 @@ class LayerSpec:
     value_layout
         Of :data:`VALUE_LAYOUTS`.
     head_permutation
-        Dense key/value head at each place; empty where it is not recorded.
+        Dense KV head at each place; empty where it is not recorded.
 
     Raises
     ------
@@ -194,6 +194,8 @@ class LatentSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+        if not isinstance(self.biases, list | tuple) or any(each not in list(_BIASES) for each in self.biases):
+            raise _contradiction(f"biases={self.biases!r} must be of {', '.join(_BIASES)}")
         object.__setattr__(self, "biases", tuple(self.biases))
         for name in ("joint", "latents_centered", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
@@ -204,14 +206,12 @@ class LatentSpec:
         for name in ("key_group_size", "value_group_size"):
             size = getattr(self, name)
             if not _is_integer(size) or not 1 <= size <= heads:
-                raise _contradiction(f"{name}={size!r} must be from 1 to the model's {heads} key/value heads")
+                raise _contradiction(f"{name}={size!r} must be from 1 to the model's {heads} KV heads")
         if self.joint and self.key_group_size != self.value_group_size:
             raise _contradiction(
                 f"key_group_size={self.key_group_size} and value_group_size={self.value_group_size} must be equal "
                 f"where keys and values share their latents"
             )
-        if not set(self.biases) <= set(_BIASES):
-            raise _contradiction(f"biases={list(self.biases)} must be of {', '.join(_BIASES)}")
         if len(self.layers) != self.geometry.layers:
             raise _contradiction(
                 f"the `recalkv` section describes {len(self.layers)} layers, the model has {self.geometry.layers}"
@@ -225,7 +225,7 @@ class LatentSpec:
         if layer.head_permutation and len(layer.head_permutation) != self.geometry.kv_heads:
             raise _contradiction(
                 f"layer {index}: a head_permutation of {len(layer.head_permutation)} heads does not fit the model's "
-                f"{self.geometry.kv_heads} key/value heads"
+                f"{self.geometry.kv_heads} KV heads"
             )
         for side, ranks, heads in (
             ("key", layer.key_ranks, self.key_heads),

@@ -1,4 +1,4 @@
-"""Values of a latent cache: three equal ways to attend over them, and the cost rule between the ways.
+"""Values of a latent cache: three equivalent ways to attend over them, and the cost rule between the ways.
 
 * *Absorbed*: softmax weights times latents, then ``R_v`` per query head; for few queries.
 * *Reconstructed*: values are rebuilt, ``z_v R_v``, and any attention function takes them.
@@ -52,7 +52,7 @@ def latent_context(
         Boolean (True attends) or additive. None means causal, and no mask at all for one query, as
         in transformers.
     ranks, heads
-        Latent rank and key/value heads of each value group.
+        Latent rank and KV heads of each value group.
     first
         Place of the first query among the slots. A static cache has empty slots behind the last query.
 

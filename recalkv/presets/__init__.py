@@ -79,9 +79,11 @@ def describe(field: FieldInfo) -> str:
 
 def is_rendered(text: str) -> bool:
     """Whether a parameter file is one that :func:`render` wrote and nobody changed, but for its ratio."""
-    found = re.search(r"^  ratio: ([0-9]+(?:\.[0-9]+)?)\s", text, re.MULTILINE)
-    ratio = float(found[1]) if found else 0.0
-    return 0 <= ratio < 1 and any(text == render(preset(name, ratio)) for name in preset_names())
+    found = re.search(r"^  ratio: (\S+)\s", text, re.MULTILINE)
+    ratio = yaml.safe_load(found[1]) if found else 0.0
+    if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
+        return False
+    return any(text == render(preset(name, ratio)) for name in preset_names())
 
 
 def _sections() -> dict[str, type[BaseModel]]:

@@ -77,7 +77,7 @@ def markdown(name: str, sizes: ModelSizes, rows: dict[str, dict[str, float]]) ->
         f"## {name}",
         "",
         f"{shape.layers} layers{own}, hidden size {shape.hidden}, {shape.heads} heads, {shape.kv_heads} "
-        f"key/value heads of {shape.head_dim}, made for {sizes.positions:,} tokens; "
+        f"KV heads of {shape.head_dim}, made for {sizes.positions:,} tokens; "
         f"{sizes.parameters / 1e9:.2f} x 10^9 parameters, {weights / GIB:.2f} GiB in 16 bits.",
         "",
         f"Cache of one sequence, GiB{sliding}:",

@@ -26,7 +26,7 @@ def crossing(rows: Sequence[Mapping[str, Any]], form: str, text: str, limit: flo
         if row["text"] == text and row["method"].rpartition("-")[0] == form
     )
     for (fewer, worse), (more, better) in itertools.pairwise(own):
-        if worse > limit >= better:
+        if worse > limit >= better > 0:
             share = math.log(worse / limit) / math.log(worse / better)
             return float(math.exp(math.log(fewer) + share * math.log(more / fewer)))
     return None

@@ -5,7 +5,6 @@ the cache. Items are local files in the schema of the hub's sets, and those of R
 """
 
 import itertools
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from recalkv.errors import DataError, needing
-from recalkv.evaluation.suites.items import check_columns
+from recalkv.evaluation.suites.items import check_columns, json_rows
 from recalkv.evaluation.suites.longbench import shortened
 
 SUITES = ("gsm8k", "multi_news", "ruler")
@@ -82,20 +81,18 @@ def read_prompts(suite: str, path: Path, limit: int | None = None) -> list[Promp
     check_columns(suite, path, _COLUMNS[suite])
     if suite == "multi_news":
         _rouge()  # before hours of answers
-    with path.open(encoding="utf-8") as lines:
-        rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise DataError(f"{path} holds no items; {suite} needs at least one.")
     prompts = []
-    for number, row in rows[:limit]:
+    for number, row in itertools.islice(json_rows(path), limit):
         if suite == "gsm8k":
-            answer = row["answer"].rpartition("####")[2]
+            answer = str(row["answer"]).rpartition("####")[2]
             if final_number(answer) is None:
                 raise DataError(f"{path}, line {number}: an answer that ends in `#### NUMBER` is needed.")
             prompts.append(Prompt(suite, _GSM8K.format(**row), [answer], 320))
         elif suite == "multi_news":
             prompts.append(Prompt(suite, _MULTI_NEWS.format(context=row["context"]), row["answers"], 512))
         else:
+            if row["task"] not in RULER_TASKS:
+                raise DataError(f"{path}, line {number}: task {row['task']!r} must be one of {', '.join(RULER_TASKS)}.")
             task, tokens = f"{row['task']}, {row['max_length']:,}", RULER_TASKS[row["task"]]
             prompts.append(Prompt(task, row["input"], row["outputs"], tokens, row["gen_prefix"]))
     return prompts

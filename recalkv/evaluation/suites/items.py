@@ -46,9 +46,23 @@ def local_override(path: Path) -> dict[str, Any]:
     }
 
 
+def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number, from 1, and content of every line that is not blank.
+
+    Raises
+    ------
+    DataError
+        Names the line that is no JSON object.
+    """
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, _row(path, number, line)
+
+
 def first_columns(path: Path) -> set[str]:
-    """Columns of a .jsonl file's first line."""
-    return set(_row(path, 1, path.open(encoding="utf-8").readline()))
+    """Columns of a .jsonl file's first item."""
+    return set(next((row for _, row in json_rows(path)), {}))
 
 
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -69,19 +83,16 @@ def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
     DataError
         Names the line and the column; or the file has no lines.
     """
-    rows = 0
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                rows += 1
-                row = _row(path, number, line)
-                for column in needed:
-                    if column not in row:
-                        raise DataError(
-                            f"{path}, line {number}: column {column!r} does not exist; {task} needs "
-                            f"{', '.join(needed)}, as its set on the hub has them."
-                        )
-    if not rows:
+    empty = True
+    for number, row in json_rows(path):
+        empty = False
+        for column in needed:
+            if column not in row:
+                raise DataError(
+                    f"{path}, line {number}: column {column!r} does not exist; {task} needs {', '.join(needed)}, as "
+                    f"its set on the hub has them."
+                )
+    if empty:
         raise DataError(f"{path} holds no items; fetch it again.")
 
 
@@ -114,7 +125,7 @@ def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | Non
         if isinstance(error, ImportError | ReCalKVError) or not named:
             raise
         raise DataError(
-            f"the data of {', '.join(named)} cannot be had ({type(error).__name__}: {error}); check the network, or "
+            f"the data of {', '.join(named)} cannot be loaded ({type(error).__name__}: {error}); check the network, or "
             f"give local items."
         ) from error
     for task in found["tasks"].values():

@@ -23,9 +23,9 @@ from recalkv.text.corpora import check_length
 DIGITS = 6
 
 SCORES = ("digits", "generated", "log_probability")
-"""Of one number: the fraction of its digits that the model thinks the likeliest, those before them being given; the
-fraction before the first that is not, which is what greedy decoding gets right; and the mean log-probability of a
-digit, nats. Where a token holds several digits, tokens count as digits do here."""
+"""Of one number: the teacher-forced top-1 accuracy of its digits; the fraction before the first wrong one, which is
+what greedy decoding gets right; and the mean log-probability of a digit, nats. Where a token holds several digits,
+tokens count as digits do here."""
 
 _SUBJECTS = ("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Cairo", "Quito", "Riga", "Dakar", "Perth")
 

@@ -17,7 +17,7 @@ _LANGUAGE_MODEL = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?(?=.)")
 _LANGUAGE_HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 
 
-class Origins:
+class TensorNames:
     """Names of a language model's tensors, and what of a checkpoint each is made of.
 
     Parameters

@@ -92,7 +92,7 @@ def blocks(
     seen
         Tokens up to the last query, itself included.
     offset
-        Tokens that are no longer among the slots.
+        Tokens that a sliding window has evicted.
     window
         Tokens up to a query whose exact latents it reads.
     sliding

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from recalkv.errors import ParameterError
-from recalkv.model.slots import check_positions
+from recalkv.model.rotary import check_positions
 from tests.tiny import compressed_pair, windows
 
 PREPARED = torch.ones(2, 1, 3, 9, dtype=torch.bool)

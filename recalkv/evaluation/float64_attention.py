@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from recalkv.model.attention import LatentAttention
 from recalkv.model.families import AttentionGeometry, head_order
 from recalkv.model.family import Family, family_of
-from recalkv.model.slots import SlotRotary
+from recalkv.model.rotary import SlotRotary
 
 
-def reference_output(
+def float64_output(
     layer: Any, slots: SlotRotary, states: Tensor, cached: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Attention of the last token to all in float64, over dense keys and values or those of ``L R``.
@@ -22,7 +22,7 @@ def reference_output(
     layer
         transformers' attention module, or :class:`recalkv.model.attention.LatentAttention`.
     slots
-        Of the layer, by :func:`recalkv.model.slots.layer_slots`.
+        Of the layer, by :func:`recalkv.model.rotary.layer_slots`.
     states : (1, tokens, m)
         Inputs of the module.
     cached
@@ -100,7 +100,7 @@ def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _dense_rows(
     layer: Any, family: Family, sizes: AttentionGeometry, inputs: Tensor
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Keys (tokens, n) before norm and RoPE, and values (tokens, d_h) of each key/value head."""
+    """Keys (tokens, n) before norm and RoPE, and values (tokens, d_h) of each KV head."""
     if family.fused is not None:
         joined = _linear(getattr(layer, family.fused), inputs)
         keys, values = joined[:, -2 * sizes.kv_width :].split(sizes.kv_width, dim=-1)

@@ -1,4 +1,4 @@
-"""Step 9, generation: the bytes of the cache that ``generate()`` filled, and what a model goes on with."""
+"""Step 9, generation: the bytes of the cache that ``generate()`` fills, and the tokens that a model goes on with."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
