@@ -33,6 +33,10 @@ _MODULES = {"compress": "recipe", "fit": "fitting"} | dict.fromkeys(
 )
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

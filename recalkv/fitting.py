@@ -28,6 +28,7 @@ from recalkv.text.chat import Document
 from recalkv.text.corpora import (
     calibration_windows,
     check_length,
+    check_tokenizer,
     given_calibration,
     held_out_windows,
     load_tokenizer,
@@ -112,6 +113,7 @@ def fit(
             f"model is a {type(model).__name__} without a config or weights; give an id, a folder, or what "
             f"AutoModelForCausalLM.from_pretrained returns."
         )
+    check_tokenizer(tokenizer, saved=False)
     calibration, texts = given_calibration(dataset, {"samples": samples, "length": length, "seed": seed})
     local = not isinstance(model, nn.Module) and model != EMBEDDED and Path(model).exists()
     folder = None if out is None else Path(out)
@@ -208,7 +210,9 @@ def fit_loaded(
             f"length={calibration.length}: a loss cannot be measured on windows of at most {WINDOW + SINKS} tokens, "
             f"which are kept exact; use longer ones."
         )
-    check_cached(model)
+    numbers = check_cached(model)
+    if isinstance(goal, Target):
+        goal.fixed_ratio(2 * numbers)  # refused before the work, but for what sliding windows save
     # Memory for a sequence is budgeted at its length: of a longer one, layers with a sliding window cache no more.
     budgeted = (goal.context if isinstance(goal, Target) else None) or context
     seed, tokens = calibration.seed, cached_tokens(model, budgeted)

@@ -22,7 +22,14 @@ from recalkv.model.source import EMBEDDED, checkpoint_dtype, resolve_model
 from recalkv.params import CalibrationParams, CompressionParams, Progress, RuntimeParams, parse_section, silent
 from recalkv.store.folders import check_output, writing_folder
 from recalkv.text.chat import Document
-from recalkv.text.corpora import calibration_windows, check_length, given_calibration, held_out_windows, tokenizer_of
+from recalkv.text.corpora import (
+    calibration_windows,
+    check_length,
+    check_tokenizer,
+    given_calibration,
+    held_out_windows,
+    tokenizer_of,
+)
 
 
 @torch.inference_mode(False)
@@ -107,10 +114,7 @@ def compress(
     folder = None if out is None else Path(out)
     name_or_path = None if isinstance(model, nn.Module) else str(model)
     saved = folder is not None or name_or_path is not None
-    if tokenizer is not None and not (callable(tokenizer) and (not saved or hasattr(tokenizer, "save_pretrained"))):
-        raise ParameterError(
-            f"tokenizer is a {type(tokenizer).__name__}, which cannot be called or saved; give one of transformers'."
-        )
+    check_tokenizer(tokenizer, saved)
     if folder is not None:
         local = name_or_path not in (None, EMBEDDED) and Path(str(model)).exists()
         check_output(folder, Path(str(model)) if local else None, overwrite=False)

@@ -18,6 +18,7 @@ from recalkv.errors import BudgetError, DataError, ModelUnavailableError, Parame
 from recalkv.evaluation.perplexity import window_losses
 from recalkv.fitting import divergence
 from recalkv.method.target import Target
+from recalkv.store.folders import CODEC, check_output
 from recalkv.text.windows import Windows
 from tests import raises
 from tests.commands import done, everything, refused
@@ -191,6 +192,8 @@ def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[Any], tmp_
     assert "--overwrite replaces codecs alone" in refuse(*settings, "--out", out, "--overwrite")
     assert everything(out) == before
     assert "is, holds or lies in the model's folder" in refuse(*settings, "--out", settings[0], "--overwrite")
+    check_output(other / "codec", other, overwrite=False, kind=CODEC)
+    raises(ParameterError, "lies in the model's folder", check_output, other / "latents", other, False)
 
 
 # ---- in Python
@@ -213,15 +216,16 @@ def test_models_of_families_that_latents_know_nothing_of(tiny_tokenizer: Any, tm
 
 def test_what_python_refuses(tiny_tokenizer: Any, tmp_path: Path) -> None:
     model = dense_model("llama-gqa")
-    with pytest.raises(ParameterError, match=r"bits=4 and target=0.5 are both given; give one of them"):
-        recalkv.fit(model, bits=4, target=0.5)
-    with pytest.raises(ParameterError, match="context=0 must be positive"):
-        recalkv.fit(model, tiny_tokenizer, ["text " * 400], context=0, length=32)
+    text = ["text " * 400]
+    raises(ParameterError, "bits=4 and target=0.5 are both given; give one", recalkv.fit, model, bits=4, target=0.5)
+    raises(ParameterError, "context=0 must be", recalkv.fit, model, tiny_tokenizer, text, context=0, length=32)
     adapted = type("PeftModelForCausalLM", (torch.nn.Module,), {"config": model.config, "peft_config": {}})()
     for without in (model, adapted):  # adapters are none of its business
         raises(ParameterError, "no tokenizer is given", recalkv.fit, without, None, ["text"])
     raises(UnsupportedModelError, "Linear without a config", recalkv.fit, torch.nn.Linear(2, 2), None, ["text"])
-    with pytest.raises(DataError):
-        recalkv.fit(model, tiny_tokenizer, ["short"], length=32)
-    with pytest.raises(ModelUnavailableError):
-        recalkv.fit(tmp_path, tiny_tokenizer, ["text"])
+    raises(ParameterError, "tokenizer is a list", recalkv.fit, model, ["text"])
+    raises(ParameterError, "in this order; given are a str and a LlamaFor", recalkv.use_codec, "codec", model)
+    bert = random_model("bert", hidden_size=48, num_attention_heads=6, num_hidden_layers=3, is_decoder=False)
+    raises(UnsupportedModelError, "of Bert.* causal", recalkv.fit, bert, tiny_tokenizer, text, length=32)
+    raises(DataError, "", recalkv.fit, model, tiny_tokenizer, ["short"], length=32)
+    raises(ModelUnavailableError, "", recalkv.fit, tmp_path, tiny_tokenizer, ["text"])

@@ -69,7 +69,7 @@ def test_bad_input_is_refused(codec: Path, tiny_folder: Path, tiny_tokenizer: An
         ([tiny_folder, "--codec", codec, "--dense", tiny_folder], "is measured on MODEL itself; leave out --dense"),
     ):
         assert message in refused("eval", *arguments, "--device", "cpu")
-    with pytest.raises(recalkv.errors.CheckpointError, match="fitted to a model of fingerprint"):
+    with pytest.raises(recalkv.errors.CheckpointError, match="fitted to another model, "):
         texts = {"one": Windows(windows(4, 60, 5), torch.arange(4))}
         compare(Codec.load(codec), tmp_path / "other", texts, windows(1, 500, 7)[0], SMALL, torch.device("cpu"))
 

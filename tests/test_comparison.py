@@ -248,7 +248,7 @@ def test_eval_says_what_to_do_without_the_recorded_model(compressed: Path, tmp_p
 
 def test_commands_want_what_they_need(compressed: Path, tiny_folder: Path) -> None:
     """A compressed model, a prompt, and a chat template."""
-    assert "no `recalkv` section" in refused("eval", tiny_folder, "--device", "cpu")
+    assert "is a dense model; name a checkpoint" in refused("eval", tiny_folder, "--device", "cpu")
     assert "the prompt '' has no tokens" in refused("generate", compressed, "", "--device", "cpu")
     assert "has no chat template" in refused("chat", compressed, "--device", "cpu")
 

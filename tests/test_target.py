@@ -39,7 +39,7 @@ def test_a_loss_has_no_ratio_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("1.0", "ratio=1.0 must be in"), (-0.1, "ratio=-0.1"), (math.nan, "ratio=nan"),
+        ("1.0", "1 is a ratio of bytes to remove"), (-0.1, "ratio=-0.1"), (math.nan, "ratio=nan"),
         ("small", "'small' cannot be read; write"), ("4GiB", "'4GiB' cannot be read"), ("4@128K", "cannot be read"),
         ("size=4", "'size=4' cannot be read"), ("max_excess=a", "'max_excess=a' cannot be read"),
         ("max_excess=0", "max_excess=0.0 must be a positive"),

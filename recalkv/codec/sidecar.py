@@ -8,7 +8,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,7 @@ class Codec:
         What it was fitted on, plain JSON values, for people.
     """
 
-    layers: Mapping[int, LayerCodec]
+    layers: Mapping[int, LayerCodec] = field(repr=False)
     window: int
     sinks: int
     context: int

@@ -91,10 +91,11 @@ def compress(
             writing.close()
             print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense 16-bit cache")
             asked = spec.parameters["ratio"]
-            if resolved.bits == "mixed" and goal.max_excess is None and spec.removed > asked + _CLEARLY:
+            if resolved.bits != 16 and goal.max_excess is None and spec.removed > asked + _CLEARLY:
+                most = "at most 8 bits" if resolved.bits == "mixed" else f"{resolved.bits} bits"
                 print(
-                    f"  more than the ratio {asked:.4g} asked for: mixed bits cache at most 8 bits an element; --bits "
-                    f"16 removes less"
+                    f"  more than the ratio {asked:.4g} asked for: all ranks are kept, in {most} an element; "
+                    f"--bits 16 removes less"
                 )
             if others := spec.geometry.others:
                 print(f"{others} of {others + spec.geometry.layers} layers keep a recurrent state, as before")

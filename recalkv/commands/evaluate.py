@@ -70,6 +70,9 @@ def evaluate(
         if codec is not None and dense:
             raise ParameterError(f"--codec {codec} is measured on MODEL itself; leave out --dense {dense}.")
         own = None if codec is None else Codec.load(codec)
+        for each, name in shown.items():
+            if own is not None and Path(each).is_file() and name in own.record.get("texts", ()):
+                typer.echo(f"warning: a file {name} was calibrated on, too; figures on it are too good", err=True)
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
             folder, reference = _models(small, dense, own, Path(scratch))
             tokenizer = load_tokenizer(folder)
@@ -98,7 +101,12 @@ def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tup
         return folder, folder
     folder = checkpoint_folder(small, scratch)
     register()
-    source = LatentSpec.from_config(load_config(folder, small)).source
+    config = load_config(folder, small)
+    if not hasattr(config, "recalkv"):
+        raise ParameterError(
+            f"{small} is a dense model; name a checkpoint of `recalkv compress`, or a codec of this model (--codec)."
+        )
+    source = LatentSpec.from_config(config).source
     named = dense or source.get("name")
     if not named:
         raise ParameterError(f"{small} does not say what it was made of; name the dense model (--dense).")

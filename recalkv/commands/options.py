@@ -27,7 +27,7 @@ def step_bar(unit: str) -> Iterator[Any]:
     """Progress bar; yields ``advance(step, done, total)``."""
     from tqdm import tqdm
 
-    with tqdm(unit=unit, mininterval=1.0) as bar:
+    with tqdm(unit=f" {unit}", mininterval=1.0, delay=0.5) as bar:
 
         def advance(step: str, done: int, total: int) -> None:
             if done == 1:

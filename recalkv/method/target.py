@@ -47,6 +47,8 @@ class Target:
         if len(given) != 1:
             raise ParameterError(f"target: {given or 'nothing'} is given; it must be exactly one of {SYNTAX}.")
         ((name, value),) = given.items()
+        if name == "ratio" and value >= 1:
+            raise ParameterError(f"target: {value:g} is a ratio of bytes to remove, which must be below 1, not bits.")
         if name == "ratio":
             check_ratio(value)
         elif not (math.isfinite(value) and value > 0):
@@ -105,6 +107,6 @@ class Target:
         if self.bytes_per_token >= dense_bytes:
             raise ParameterError(
                 f"target: {self.bytes_per_token:,.0f} bytes per token already hold the dense cache of "
-                f"{dense_bytes:,.10g} bytes; ask for less."
+                f"{dense_bytes:,.10g} bytes per token; choose a smaller budget."
             )
         return 1 - self.bytes_per_token / dense_bytes

@@ -252,6 +252,11 @@ def load_config(folder: Path, name: str) -> Any:
                 f"model.id={name!r} comes with code of its own, which is never run; use a model that transformers "
                 f"itself knows."
             ) from error
+        if '"model_type": "recalkv_' in path.read_text():
+            raise ModelUnavailableError(
+                f"{name} is a checkpoint of latents, whose cache is compressed already; give the dense model that it "
+                f"was made from."
+            ) from error
         raise ModelUnavailableError(
             f"model.id={name!r}: {path} is not a config that this version of transformers takes ({error}); correct it, "
             f"or update transformers."

@@ -112,8 +112,9 @@ def page(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> str:
     ]
     changes = advice(figures, spec)
     name = spec.record.get("model") if isinstance(spec, Codec) else spec.source.get("name")
+    form = f"with a codec of {spec.record['bits']:g} bits" if isinstance(spec, Codec) else "compressed"
     lines = [
-        f"# {public_name(name) if name else 'A model'}, compressed, beside the dense model",
+        f"# {public_name(name) if name else 'A model'}, {form}, against the dense model",
         "",
         *(f"- {line}" for line in changes or ["all metrics are within their limits"]),
         "",

@@ -66,12 +66,18 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     UnsupportedModelError
         If the model has no attention of transformers' interface.
     """
+    if not isinstance(model, nn.Module) or not isinstance(codec, Codec | str | Path):
+        raise ParameterError(
+            f"use_codec takes a loaded model and a codec or its folder, in this order; given are a "
+            f"{type(model).__name__} and a {type(codec).__name__}."
+        )
     own = codec if isinstance(codec, Codec) else Codec.load(codec)
     base = _base(model)
     if check and own.fingerprint and own.fingerprint != (found := model_fingerprint(base)):
         raise CheckpointError(
-            f"codec: it was fitted to a model of fingerprint {own.fingerprint}, and {type(base).__name__} has {found}; "
-            f"fit one to this model by `recalkv fit`."
+            f"codec: it was fitted to another model, {own.record.get('model') or 'whose name it does not have'} "
+            f"(fingerprint {own.fingerprint}), than this {type(base).__name__} ({found}); fit one to this model by "
+            f"`recalkv fit`."
         )
     if check:
         check_rope(own.record, base.config)
@@ -126,19 +132,37 @@ def codec_of(model: Any) -> Codec | None:
     return next((each.recalkv_codec for each in _base(model).modules() if hasattr(each, "recalkv_codec")), None)
 
 
+_SAME = 0.01
+"""Relative difference of keys that rounding explains."""
+
+
 @torch.no_grad()
-def check_cached(model: Any) -> None:
-    """Refuse a model whose cache does not hold the keys and values that its attention reads.
+def check_cached(model: Any) -> int:
+    """Refuse a model whose cache does not hold the keys and values that its attention reads; else numbers per token.
 
     Raises
     ------
     UnsupportedModelError
     """
-    cache, read = DynamicCache(config=model.config), dict[int, list[torch.Size]]()
-    with watching(model, lambda layer, key, _: read.setdefault(layer, []).append(key.shape)):
-        model(input_ids=torch.ones(1, 2, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    cache, read, seen = DynamicCache(config=model.config), dict[int, list[torch.Size]](), dict[int, Tensor]()
+
+    def watch(layer: int, key: Tensor, _: Tensor) -> None:
+        read.setdefault(layer, []).append(key.shape)
+        seen[layer] = key[:, :, 0].float()
+
+    # Two sequences that differ in their last token alone.
+    ids = torch.tensor([[1, 1], [1, 2]], device=model.device)
+    with watching(model, watch):
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    numbers = 0
     for index, shapes in read.items():
-        layer = cache.layers[index] if index < len(cache.layers) else None
+        first, second = seen[index]
+        if (first - second).norm() > _SAME * first.norm():
+            raise UnsupportedModelError(
+                f"codec: layer {index} of {type(model).__name__} has other keys of a token when a later one changes; "
+                f"only models with causal attention have a cache."
+            )
+        layer: Any = cache.layers[index] if index < len(cache.layers) else None
         held = getattr(layer, "keys", None)
         if type(layer) not in _REPLACED or held is None or shapes != [held.shape]:
             raise UnsupportedModelError(
@@ -146,6 +170,8 @@ def check_cached(model: Any) -> None:
                 f"repeated heads, keys of an earlier layer, or a cache of its own), which rows do not serve; use the "
                 f"dense cache."
             )
+        numbers += sum(each.shape[1] * each.shape[3] for each in (layer.keys, layer.values))
+    return numbers
 
 
 def codec_cache(model: Any, **settings: Any) -> Cache:

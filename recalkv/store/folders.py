@@ -164,7 +164,8 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
         raise ParameterError(f"output folder {out} is or holds the current folder; {remedy}.")
     if source is not None:
         dense = source.resolve()
-        if place.is_relative_to(dense) or dense.is_relative_to(place):
+        beside_weights = kind is CODEC and place.parent == dense  # where vLLM looks for one
+        if (place.is_relative_to(dense) and not beside_weights) or dense.is_relative_to(place):
             raise ParameterError(
                 f"output folder {out} is, holds or lies in the model's folder {source}; {remedy} elsewhere."
             )
@@ -176,7 +177,7 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
                 f"`recalkv {kind.command} --overwrite`."
             )
         if not kind.made(place) or inner:
-            found = f"the folder(s) {', '.join(inner)}" if inner else f"no {kind.name} of recalkv's"
+            found = f"the folder(s) {', '.join(inner)}" if inner else f"no {kind.name} of ReCalKV"
             raise ParameterError(
                 f"output folder {out} holds {found}: --overwrite replaces {kind.name}s alone; {remedy}."
             )

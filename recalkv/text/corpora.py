@@ -98,6 +98,19 @@ def given_calibration(
     return parse_section(CalibrationParams, given | {"text": name}, "calibration"), {name: given_documents(dataset)}
 
 
+def check_tokenizer(tokenizer: Any, saved: bool) -> None:
+    """Refuse what is no tokenizer of transformers, None excepted; one that is to be ``saved`` must be able to.
+
+    Raises
+    ------
+    ParameterError
+    """
+    if tokenizer is not None and not (callable(tokenizer) and (not saved or hasattr(tokenizer, "save_pretrained"))):
+        raise ParameterError(
+            f"tokenizer is a {type(tokenizer).__name__}, which cannot be called or saved; give one of transformers'."
+        )
+
+
 def tokenizer_of(model: Any) -> Any:
     """Tokenizer of the folder or id that a model was loaded from.
 

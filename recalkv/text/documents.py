@@ -238,7 +238,10 @@ def _embedded_documents(name: str, split: str) -> Iterator[str]:
     spec = importlib.util.find_spec("gensim")  # not imported: its dependencies may be absent
     package = Path(spec.origin).parent if spec and spec.origin else None
     if package is None or not (package / _ARTICLES).is_file():
-        raise DataError("the embedded text is a file of gensim: run `pip install --no-deps gensim==4.4.0`.")
+        raise DataError(
+            "the embedded text is a file of gensim: run `pip install --no-deps gensim==4.4.0`, or give a text of your "
+            "own, such as --text FILE or --text wikitext2."
+        )
     documents, period = _EMBEDDED[name]
     for index, document in enumerate(documents(package)):
         if (index % period == period - 1) == (split == "test"):

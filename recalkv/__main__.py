@@ -1,0 +1,5 @@
+"""``python -m recalkv``, the command."""
+
+from recalkv.cli import app
+
+app()
