@@ -286,7 +286,7 @@ def test_a_damaged_codec_is_refused(codec: Codec, tmp_path: Path, damage: Any, m
 
 
 def test_no_codec_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere holds no readable .* make them by `recalkv fit`"):
+    with pytest.raises(CheckpointError, match=r"nowhere is no folder; name the one that `recalkv fit` wrote"):
         Codec.load(tmp_path / "nowhere")
 
 

@@ -313,6 +313,8 @@ class Codec:
             If there is none, or it is damaged or of another format.
         """
         folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(f"codec: {folder} is no folder; name the one that `recalkv fit` wrote.")
         try:
             record = json.loads((folder / _RECORD).read_text())
             tensors = load_file(folder / _TENSORS)

@@ -364,7 +364,7 @@ def said() -> dict[str, str]:
         ("backend", "attention_backend=CPU_ATTN cannot read"),
         ("other", "was fitted to another model, "),
         ("rope", "was fitted to a model with RoPE"),
-        ("nowhere", "nowhere holds no readable codec.json"),
+        ("nowhere", "nowhere is no folder"),
     ],
 )
 def test_what_cannot_be_had_is_said(asked: str, message: str, said: dict[str, str]) -> None:
