@@ -21,7 +21,7 @@ from recalkv.method.target import Target
 from recalkv.model.device import device_of
 from recalkv.model.loading import load_model
 from recalkv.model.precision import resolve_precision
-from recalkv.model.source import EMBEDDED, resolve_model
+from recalkv.model.source import local_folder, resolve_model
 from recalkv.params import CalibrationParams, CodecParams, Progress, RuntimeParams, public_name, silent
 from recalkv.store.folders import CODEC, check_output, writing_folder
 from recalkv.text.chat import Document
@@ -115,10 +115,9 @@ def fit(
         )
     check_tokenizer(tokenizer, saved=False)
     calibration, texts = given_calibration(dataset, {"samples": samples, "length": length, "seed": seed})
-    local = not isinstance(model, nn.Module) and model != EMBEDDED and Path(model).exists()
     folder = None if out is None else Path(out)
     if folder is not None:
-        check_output(folder, Path(str(model)) if local else None, overwrite=False, kind=CODEC)
+        check_output(folder, None if isinstance(model, nn.Module) else local_folder(model), overwrite=False, kind=CODEC)
     with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
         loaded, own = (
             (model, None)

@@ -18,7 +18,7 @@ from recalkv.model.device import check_device, device_of
 from recalkv.model.layers import ModuleSource
 from recalkv.model.loading import check_causal, load_model
 from recalkv.model.precision import resolve_precision
-from recalkv.model.source import EMBEDDED, checkpoint_dtype, resolve_model
+from recalkv.model.source import checkpoint_dtype, local_folder, resolve_model
 from recalkv.params import CalibrationParams, CompressionParams, Progress, RuntimeParams, parse_section, silent
 from recalkv.store.folders import check_output, writing_folder
 from recalkv.text.chat import Document
@@ -116,8 +116,7 @@ def compress(
     saved = folder is not None or name_or_path is not None
     check_tokenizer(tokenizer, saved)
     if folder is not None:
-        local = name_or_path not in (None, EMBEDDED) and Path(str(model)).exists()
-        check_output(folder, Path(str(model)) if local else None, overwrite=False)
+        check_output(folder, None if name_or_path is None else local_folder(name_or_path), overwrite=False)
     if name_or_path is None:
         tokenizer = tokenizer or tokenizer_of(model)
         compressed = _in_memory(model, tokenizer, texts, calibration, parameters, goal, progress)

@@ -227,5 +227,5 @@ def test_what_python_refuses(tiny_tokenizer: Any, tmp_path: Path) -> None:
     raises(ParameterError, "in this order; given are a str and a LlamaFor", recalkv.use_codec, "codec", model)
     bert = random_model("bert", hidden_size=48, num_attention_heads=6, num_hidden_layers=3, is_decoder=False)
     raises(UnsupportedModelError, "of Bert.* causal", recalkv.fit, bert, tiny_tokenizer, text, length=32)
-    raises(DataError, "", recalkv.fit, model, tiny_tokenizer, ["short"], length=32)
-    raises(ModelUnavailableError, "", recalkv.fit, tmp_path, tiny_tokenizer, ["text"])
+    raises(DataError, "tokens", recalkv.fit, model, tiny_tokenizer, ["short"], length=32)
+    raises(ModelUnavailableError, "config.json", recalkv.fit, tmp_path, tiny_tokenizer, ["text"])

@@ -1,6 +1,5 @@
 """`recalkv compress`: a model and a text in, a checkpoint and its quick evaluation out."""
 
-import contextlib
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,12 +63,11 @@ def compress(
 
         goal = Target(ratio=parameters.ratio) if target is None else Target.of(target)
 
-        from recalkv.model.source import EMBEDDED
+        from recalkv.model.source import local_folder
         from recalkv.store.folders import check_output, writing_folder
 
-        local = source != EMBEDDED and Path(source).exists()
-        check_revision(source, revision, local or source == EMBEDDED)
-        check_output(out, Path(source) if local else None, overwrite)
+        check_revision(source, revision)
+        check_output(out, local_folder(source), overwrite)
 
         from recalkv.compression import compress_checkpoint
         from recalkv.method.methods import resolve_method
@@ -83,12 +81,13 @@ def compress(
         where = device_of(device)
         documents = calibration_documents(calibration)
         # The folder first, so that one that cannot be written is known before the work.
-        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, contextlib.ExitStack() as writing:
-            folder = writing.enter_context(writing_folder(out.resolve()))
-            reference = resolve_model(source, revision, Path(scratch))
-            with step_bar("layer") as advance:
-                spec = compress_checkpoint(reference, documents, calibration, parameters, where, folder, advance, goal)
-            writing.close()
+        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
+            with writing_folder(out.resolve()) as folder:
+                reference = resolve_model(source, revision, Path(scratch))
+                with step_bar("layer") as advance:
+                    spec = compress_checkpoint(
+                        reference, documents, calibration, parameters, where, folder, advance, goal
+                    )
             print(f"{out}: caches {1 - spec.removed:.2%} of the bytes per token of the dense 16-bit cache")
             asked = spec.parameters["ratio"]
             if resolved.bits != 16 and goal.max_excess is None and spec.removed > asked + _CLEARLY:

@@ -1,6 +1,5 @@
 """`recalkv fit`: a model and a text in, a codec out."""
 
-import contextlib
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -57,12 +56,11 @@ def fit(
 
         goal = own.bits if target is None else Target.of(target)
 
-        from recalkv.model.source import EMBEDDED
+        from recalkv.model.source import local_folder
         from recalkv.store.folders import CODEC, check_output, writing_folder
 
-        local = source != EMBEDDED and Path(source).exists()
-        check_revision(source, revision, local or source == EMBEDDED)
-        check_output(out, Path(source) if local else None, overwrite, CODEC)
+        check_revision(source, revision)
+        check_output(out, local_folder(source), overwrite, CODEC)
 
         from recalkv.fitting import fit_loaded, load_dense
         from recalkv.model.device import device_of
@@ -71,13 +69,11 @@ def fit(
         where = device_of(device)
         documents = calibration_documents(calibration)
         # The folder first, so that one that cannot be written is known before the work.
-        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, contextlib.ExitStack() as writing:
-            folder = writing.enter_context(writing_folder(out.resolve()))
+        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, writing_folder(out.resolve()) as folder:
             model, tokenizer = load_dense(source, revision, Path(scratch), where)
             with step_bar("window") as advance:
                 codec = fit_loaded(model, tokenizer, documents, calibration, goal, own.context, advance, heads)
             codec.write(folder)
-            writing.close()
         size = sum(file.stat().st_size for file in out.iterdir())
         kept = codec.window + codec.sinks
         print(

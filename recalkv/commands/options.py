@@ -16,9 +16,11 @@ def option(section: type[BaseModel], name: str, default: str | bool = True) -> A
     return typer.Option(help=describe(section.model_fields[name]), show_default=default)
 
 
-def check_revision(source: str, revision: str | None, local: bool) -> None:
+def check_revision(source: str, revision: str | None) -> None:
     """Refuse a revision of a model that is not the hub's."""
-    if local and revision is not None:
+    from recalkv.model.source import EMBEDDED, local_folder
+
+    if revision is not None and (source == EMBEDDED or local_folder(source)):
         raise ParameterError(f"--revision {revision} applies to hub models only, and {source} is local; leave it out.")
 
 

@@ -233,6 +233,11 @@ def _check_config(path: Path, name: str, any_family: bool) -> None:
         stored_weights(config)
 
 
+def local_folder(name: str | Path) -> Path | None:
+    """The path that a model's name is; None for ``embedded`` and ids of the hub."""
+    return Path(name) if str(name) != EMBEDDED and Path(name).exists() else None
+
+
 def load_config(folder: Path, name: str) -> Any:
     """Transformers' config of a model's folder.
 
