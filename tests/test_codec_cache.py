@@ -140,14 +140,15 @@ def test_a_cache_goes_on_outside_of_inference_mode() -> None:
         lambda cache: cache.reorder_cache(torch.arange(6)),
         lambda cache: cache.batch_repeat_interleave(1),
         lambda cache: cache.batch_select_indices(torch.arange(6)),
+        copy.deepcopy,
     ],
-    ids=["nothing", "reorder", "repeat", "select"],
+    ids=["nothing", "reorder", "repeat", "select", "copy"],
 )
 def test_sequences_changed_in_inference_mode_go_on_outside_of_it(change: Any) -> None:
     model, ids = coded_model(), token_ids()
     with torch.inference_mode():
         _, cache = in_chunks(model, ids, [30])
-        change(cache)
+        cache = change(cache) or cache
     found, _ = in_chunks(model, ids, [40, *range(41, 61)], cache)
     assert_agree(found.detach(), one_pass(model, ids)[:, 30:])
 

@@ -223,7 +223,7 @@ def test_generation_is_that_of_passes_without_a_cache(family: str, kind: str) ->
 @pytest.mark.parametrize("family", ["mistral-sliding", "gemma3"])
 def test_static_caches_take_chunks_shorter_than_a_sliding_window(family: str, chunk: int | None) -> None:
     model, ids = coded_model(family), token_ids(4, 5 if chunk is None else 40)
-    ids[1, :3] = 0  # a shorter prompt
+    ids[1, :3], ids[2, : ids.shape[1] - 3] = 0, 0  # shorter prompts
     settings = {"max_new_tokens": 30, "min_new_tokens": 30, "attention_mask": (ids != 0).long()}
     static: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": chunk}
     wanted = model.generate(ids, **settings, use_cache=False)
@@ -365,6 +365,9 @@ def test_masks_that_are_added_hide_what_those_of_bool_do(least: float) -> None:
     seen = causal_mask(ids, 10)
     added, wanted = torch.zeros(seen.shape).masked_fill(~seen, least), one_pass(model, ids, attention_mask=seen)
     assert torch.equal(one_pass(model, ids, attention_mask=added), wanted)
+    # A copy knows nothing of what was made of the other.
+    copied = copy.deepcopy(added)
+    assert vars(added)["_recalkv"] and not vars(copied)["_recalkv"]
     with pytest.raises(UnsupportedModelError, match="adds to the scores of tokens that it does not hide"):
         one_pass(model, ids, attention_mask=added + 0.5 * seen)
     with pytest.raises(UnsupportedModelError, match=r"the mask of \w+ is of torch.int64, which .*; give one of bool"):
@@ -384,14 +387,14 @@ def test_masks_of_single_heads() -> None:
             assert_agree(found, wanted[:, number : number + 1])
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma2-softcap"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2-softcap", "mistral-sliding"])
 def test_layers_without_a_code_attend_densely(family: str) -> None:
     """Also to the first slots of a static cache, of which a prompt fills a part."""
     whole = codec_of(family)
     part = dataclasses.replace(whole, layers={index: own for index, own in whole.layers.items() if index})
     model, ids = use_codec(dense(family), part), token_ids()
     static = StaticCache(config=model.config, max_cache_len=64)
-    found, wanted = in_chunks(model, ids, [40, 41, 60], static)[0], in_chunks(model, ids, [40, 41, 60])[0]
+    found, wanted = in_chunks(model, ids, [5, 6, 40, 41, 60], static)[0], in_chunks(model, ids, [40, 41, 60])[0]
     assert_agree(found, wanted)
     assert_agree(wanted, one_pass(model, ids))
 
@@ -540,4 +543,11 @@ def test_packed_sequences_are_refused() -> None:
         # As SDPA is told of them.
         raises(ParameterError, message, read, attention_mask=mask, use_cache=cached)
     wide = nn.functional.pad(mask, (0, 20))
-    raises(ParameterError, message, read, attention_mask=wide, past_key_values=room)
+    kinds = {"full_attention": mask, "sliding_attention": mask}
+    for each in (wide, torch.ones(1, 80).long(), kinds):
+        raises(ParameterError, message, read, attention_mask=each, past_key_values=room)
+    # A mask of all slots that there are to be, and padding.
+    ids[0, :9], told = 0, torch.ones(1, 80).long()
+    told[0, :9], place = 0, (torch.arange(60) - 9).clamp_min(0)[None]
+    found = model(ids, attention_mask=told, position_ids=place, past_key_values=room).logits[:, 9:]
+    assert_agree(found.detach(), one_pass(model, ids[:, 9:]))

@@ -46,6 +46,15 @@ def test_the_same_as_transformers(change: str, prompt: int) -> None:
     assert ours.values.shape == theirs.values.shape
 
 
+def test_types_are_promoted_and_inference_tensors_left_alone() -> None:
+    ours, theirs = GrowingLayer(), DynamicLayer()
+    for layer in (ours, theirs):
+        with torch.inference_mode():
+            layer.update(*(each.bfloat16() for each in states(9)))
+        layer.update(*states(3))
+    assert ours.keys.dtype == theirs.keys.dtype == torch.float32 and torch.equal(ours.keys, theirs.keys)
+
+
 @torch.no_grad()
 def test_memory_stays_where_it_is() -> None:
     layer = GrowingLayer()

@@ -39,7 +39,10 @@ class GrowingLayer(DynamicLayer):
         tokens = self.get_seq_length()
         total = tokens + key_states.shape[-2]
         if not self._has_room(key_states, total):
-            keys, values = _reserved(key_states, total), _reserved(value_states, total)
+            # As concatenation has it: what comes may be of another type, as behind autocast.
+            both = zip((self.keys, self.values), (key_states, value_states), strict=True)
+            like = [new.to(torch.promote_types(old.dtype, new.dtype)) if tokens else new for old, new in both]
+            keys, values = (_reserved(states, total) for states in like)
             if tokens:
                 keys[:, :, :tokens], values[:, :, :tokens] = self.keys, self.values
             self._memory = keys, values
@@ -54,6 +57,9 @@ class GrowingLayer(DynamicLayer):
         if self._memory is None or self.keys.dim() != states.dim():
             return False
         memory = self._memory[0]
+        written = torch.is_inference_mode_enabled() or not memory.is_inference()
+        if not written or torch.promote_types(memory.dtype, states.dtype) != memory.dtype:
+            return False
         same = self.keys.data_ptr() == memory.data_ptr() and self.keys.stride() == memory.stride()
         return same and self.keys.shape[0] == memory.shape[0] and total <= memory.shape[2]
 

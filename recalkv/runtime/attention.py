@@ -204,12 +204,11 @@ def _cached(
     _, skipped = layer.get_mask_sizes(count)
     visible = end - skipped
     if mask is not None:
-        # Masks of a static cache cover all its slots, those of a full one as many as there are.
+        # Masks of a static cache cover all its slots or its window, those of a full one as many as there are.
         static = layer.capacity if layer.capacity is not None and not layer.is_sliding else None
         width, covered = mask.shape[-1], visible if static is None else min(visible, static)
-        # transformers makes the first mask before it has coded layers: its own empty sliding ones cover their window.
-        first = layer.is_sliding and layer.capacity is not None and not layer.length and width == layer.get_max_length()
-        if width < covered or (static is None and width > covered and not (first and _is_empty(mask[..., visible:]))):
+        short = layer.is_sliding and layer.capacity is not None and width == layer.get_max_length()
+        if width < covered or (static is None and width > covered and not (short and _is_empty(mask[..., visible:]))):
             raise ParameterError(
                 f"codec: the mask covers {width} slots and must cover {covered}, the cached ones that this layer "
                 f"attends to and the new ones; leave it out, or give one of two dimensions."

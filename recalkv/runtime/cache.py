@@ -167,6 +167,8 @@ class CodecLayer(CacheLayerMixin):
         """Make ready for ``count`` new tokens: room, first slots and positions."""
         self.pending = self.given = None
         self.awaited = None if self.awaited is None else False
+        if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and self.values.is_inference():
+            self._change(Tensor.clone)  # copied or read in inference mode, outside of which it is written to
         start = self.length
         if self.capacity is not None and start + count > self.capacity and self.sliding_window is None:
             raise ParameterError(
@@ -326,7 +328,9 @@ class CodecLayer(CacheLayerMixin):
         if self.sliding_window is None:
             return (self.length + query_length if self.capacity is None else self.capacity), 0
         start = max(self.length - self.sliding_window + 1, 0)
-        return self.length - start + query_length, start
+        # A static layer's mask covers its window at least, as those of layers without a code beside it do.
+        least = 0 if self.capacity is None else self.sliding_window
+        return max(self.length - start + query_length, least), start
 
     def get_seq_length(self) -> int:
         """Slots so far."""

@@ -1,5 +1,6 @@
 """What layers make of one mask, once for all: a GPU is asked for a number once a forward pass, not once a layer."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -7,6 +8,16 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+class _Kept(dict[Any, Any]):
+    """What was made of a tensor. Copies and pickles of the tensor, which are written to apart, begin with nothing."""
+
+    def __deepcopy__(self, memo: Any) -> "_Kept":
+        return _Kept()
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # which torch.load takes
 
 
 def of_mask(mask: Tensor, name: Hashable, make: Callable[[], T]) -> T:
@@ -18,7 +29,9 @@ def of_mask(mask: Tensor, name: Hashable, make: Callable[[], T]) -> T:
     if torch.compiler.is_compiling() or mask.is_inference():
         return make()
     whole = mask if mask._base is None else mask._base
-    kept: dict[Any, Any] = whole.__dict__.setdefault("_recalkv", {})
+    kept = whole.__dict__.get("_recalkv")
+    if not isinstance(kept, _Kept):
+        kept = whole.__dict__["_recalkv"] = _Kept()
     key = name, mask._version, mask.storage_offset(), mask.shape, mask.stride()
     if key not in kept:
         kept[key] = make()

@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -363,8 +363,21 @@ class _CacheHook:
             return args, kwargs
         layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CodecLayer)]
         _check_lengths(layers)
+        mask = kwargs.get("attention_mask")
         if positions is not None:
-            _check_packed(positions, kwargs.get("attention_mask"), layers[0].length if layers else None)
+            start, count = layers[0].length if layers else 0, positions.shape[-1]
+            begin, read = start, layers[0] if layers else None
+            if isinstance(mask, Mapping):
+                # Of each kind of layers: that of full attention, if there is one, has all slots.
+                kinds = sorted(mask, key=lambda kind: kind != "full_attention")
+                kind = next((each for each in kinds if isinstance(mask[each], Tensor)), None)
+                mask = None if kind is None else mask[kind]
+                read = next((each for each in layers if each.is_sliding == (kind != "full_attention")), None)
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                mask = mask[:, : start + count]  # it may cover all slots that there are to be
+            elif read is not None:
+                begin = start - read.get_mask_sizes(count)[1]
+            _check_packed(positions, mask, begin if layers else None)
         if cache is None:
             GIVEN.positions = positions
         else:
@@ -372,7 +385,7 @@ class _CacheHook:
             for layer in layers:
                 layer.given = positions
             if layers and positions is not None:
-                _check_slots(layers[0], positions, kwargs.get("attention_mask"))
+                _check_slots(layers[0], positions, mask)
         return args, kwargs
 
     def __reduce_ex__(self, protocol: Any) -> Any:
