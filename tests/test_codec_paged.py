@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from recalkv.codec.sidecar import LayerCodec
-from recalkv.runtime import coded, paged
+from recalkv.runtime import coded, paged, prefill
 from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.trellis.rows import TILE
@@ -139,34 +137,23 @@ def test_tokens_and_chunks_in_any_order(
             torch.testing.assert_close(own.double(), expected[number][place], rtol=2e-3, atol=2e-3)
 
 
-class _Most(TorchDispatchMode):
-    """Elements of tensors that are made, but for those that are written in place: the cache."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        if not function.__name__.partition(".")[0].endswith("_"):
-            self.sizes += [each.numel() for each in tree_leaves(made) if isinstance(each, Tensor)]
-        return made
-
-
 @pytest.mark.parametrize(("longest", "starts"), [(1000, (126,)), (60, (0, 0))])
 def test_a_rehearsal_takes_what_chunks_take(
     monkeypatch: pytest.MonkeyPatch, longest: int, starts: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(paged, "layer_loops", lambda *_: None)
     monkeypatch.setattr(paged, "_PIECE", 32)
-    texts, count = _Sequences(_layer_codec(1), (200, 200), None, {}), 60
-    before = texts.layer.rows.clone()
-    query, key, value = (each[: count * len(starts)] for each in texts.states[0])
-    with _Most() as alone:
-        texts.layer.rehearse(query, key, value, torch.empty_like(query), longest)
-    assert torch.equal(texts.layer.rows, before)
+    texts, count, attend = _Sequences(_layer_codec(1), (200, 200), None, {}), 60, prefill.attend
+    seen: list[list[torch.Size]] = []
+
+    def watched(query: Tensor, rounded: tuple[Tensor, Tensor], *further: Any) -> Tensor:
+        seen.append([query.shape, *(each.shape for each in rounded)])
+        return attend(query, rounded, *further)
+
     if starts[0]:
         texts.attend([(0, 0, starts[0])])
-    with _Most() as real:
-        texts.attend([(number, start, count) for number, start in enumerate(starts)])
-    assert max(alone.sizes) == max(real.sizes)
+    monkeypatch.setattr(prefill, "attend", watched)
+    texts.attend([(number, start, count) for number, start in enumerate(starts)])
+    written = texts.layer.rows.clone()
+    query, key, value = (each[: count * len(starts)] for each in texts.states[0])
+    texts.layer.rehearse(query, key, value, torch.empty_like(query), longest)
+    assert seen[0] == seen[1] and torch.equal(texts.layer.rows, written)

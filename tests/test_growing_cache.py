@@ -46,6 +46,7 @@ def test_the_same_as_transformers(change: str, prompt: int) -> None:
     assert ours.values.shape == theirs.values.shape
 
 
+@torch.no_grad()
 def test_types_are_promoted_and_inference_tensors_left_alone() -> None:
     ours, theirs = GrowingLayer(), DynamicLayer()
     for layer in (ours, theirs):
