@@ -259,6 +259,25 @@ def _attends(module: Any) -> bool:
     return hasattr(module, "layer_idx") and module.layer_idx is not None and not isinstance(module, nn.ModuleList)
 
 
+def _widest(mask: Any, layers: Sequence[CodecLayer], count: int) -> tuple[Any, int | None]:
+    """Of the masks of a model's kinds of layers that of the most slots, up to ``count`` new ones.
+
+    Returns
+    -------
+    The mask, and its column of the first new token; None without a cache, where they are the last.
+    """
+    start, layer = (layers[0].length, layers[0]) if layers else (0, None)
+    if isinstance(mask, Mapping):
+        kinds = sorted(mask, key=lambda kind: kind != "full_attention")
+        kind = next((each for each in kinds if isinstance(mask[each], Tensor)), None)
+        mask = None if kind is None else mask[kind]
+        layer = next((each for each in layers if each.is_sliding == (kind != "full_attention")), None)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        mask = mask[:, : start + count]  # it may cover all slots that there are to be
+    skipped = 0 if layer is None else layer.get_mask_sizes(count)[1]
+    return mask, start - skipped if layers else None
+
+
 def _check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
     """Refuse positions (batch or 1, tokens) that do not go on where a sequence's tokens are.
 
@@ -365,19 +384,8 @@ class _CacheHook:
         _check_lengths(layers)
         mask = kwargs.get("attention_mask")
         if positions is not None:
-            start, count = layers[0].length if layers else 0, positions.shape[-1]
-            begin, read = start, layers[0] if layers else None
-            if isinstance(mask, Mapping):
-                # Of each kind of layers: that of full attention, if there is one, has all slots.
-                kinds = sorted(mask, key=lambda kind: kind != "full_attention")
-                kind = next((each for each in kinds if isinstance(mask[each], Tensor)), None)
-                mask = None if kind is None else mask[kind]
-                read = next((each for each in layers if each.is_sliding == (kind != "full_attention")), None)
-            if isinstance(mask, Tensor) and mask.dim() == 2:
-                mask = mask[:, : start + count]  # it may cover all slots that there are to be
-            elif read is not None:
-                begin = start - read.get_mask_sizes(count)[1]
-            _check_packed(positions, mask, begin if layers else None)
+            mask, begin = _widest(mask, layers, positions.shape[-1])
+            _check_packed(positions, mask, begin)
         if cache is None:
             GIVEN.positions = positions
         else:
