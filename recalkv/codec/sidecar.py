@@ -119,15 +119,15 @@ class LayerCodec:
 
     def is_like(self, other: "LayerCodec") -> bool:
         """Whether rows of one are rows of the other: of the same segments, bases, means and frequencies."""
-        if self.row_bytes != other.row_bytes or len(self.keys) != len(other.keys):
+        codes, others = (*self.keys, *self.values), (*other.keys, *other.values)
+        if [code.segments for code in codes] != [code.segments for code in others]:
             return False
-        codes = zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True)
-        return (
-            all(a.segments == b.segments and torch.equal(a.matrix.cpu(), b.matrix.cpu()) for a, b in codes)
-            and torch.equal(self.key_mean.cpu(), other.key_mean.cpu())
-            and torch.equal(self.value_mean.cpu(), other.value_mean.cpu())
-            and torch.equal(self.rotation.frequencies.cpu(), other.rotation.frequencies.cpu())
-        )
+        return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(self._tensors(), other._tensors(), strict=True))
+
+    def _tensors(self) -> list[Tensor]:
+        """All that its rows are written by, segments aside."""
+        matrices = [code.matrix for code in (*self.keys, *self.values)]
+        return [*matrices, self.key_mean, self.value_mean, self.rotation.pairs, self.rotation.frequencies]
 
     def on(self, device: torch.device) -> "LayerCodec":
         """The same with its tensors on a device, where steps that are captured into a graph can copy none."""

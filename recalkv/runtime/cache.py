@@ -16,7 +16,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
-from recalkv.runtime.loops import layer_loops
+from recalkv.runtime.cpu import layer_loops
+from recalkv.runtime.cpu.records import StepCache
 from recalkv.runtime.mask_cache import of_mask
 from recalkv.runtime.means import mean_keys
 from recalkv.trellis.rows import TILE, tiled, untiled
@@ -99,6 +100,11 @@ class CodecLayer(CacheLayerMixin):
     def ring(self) -> int:
         """Exact tokens that there is room for behind the sinks."""
         return self.window + SLACK
+
+    @property
+    def edge(self) -> int:
+        """First slot of the residual window: those before it, sinks aside, are read from rows."""
+        return max(self.length - self.window, self.written - self.ring, 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate what is of fixed size."""
@@ -231,9 +237,8 @@ class CodecLayer(CacheLayerMixin):
 
     def centered(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """States of slots from one on, float32, means taken off."""
-        assert self.offset is not None
-        mean = mean_keys(self.codec, start, keys.shape[2], self.offset, self.most if self.ragged else None)
-        return keys.float() - mean, values.float() - self.codec.value_mean.to(values.device)[:, None]
+        key_mean, value_mean = self._means(start, keys.shape[2])
+        return keys.float() - key_mean, values.float() - value_mean
 
     def rounded_new(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Keys and values of new tokens from a slot on as their rows would give them, which are not kept; float32."""
@@ -259,21 +264,23 @@ class CodecLayer(CacheLayerMixin):
 
     def _with_means(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Add to centered states, in place, what :meth:`centered` took off those of these slots."""
+        key_mean, value_mean = self._means(start, keys.shape[2])
+        return keys.add_(key_mean), values.add_(value_mean)
+
+    def _means(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Mean keys, rotated, and mean values of slots, to broadcast over (batch, kv heads, count, d)."""
         assert self.offset is not None
-        mean = mean_keys(self.codec, start, keys.shape[2], self.offset, self.most if self.ragged else None)
-        return keys.add_(mean), values.add_(self.codec.value_mean.to(values.device)[:, None])
+        key_mean = mean_keys(self.codec, start, count, self.offset, self.most if self.ragged else None)
+        return key_mean, self.codec.value_mean.to(self.device)[:, None]
 
     def _blocks(self) -> Tensor:
         """The one block of rows that each sequence has."""
         return torch.arange(len(self.keys), device="cpu")[:, None]
 
-    def step_cache(self, low: int) -> Any:
+    def step_cache(self, low: int) -> StepCache:
         """What compiled loops need for a step whose token is counted already, and attends to slots from one on."""
-        from recalkv.runtime.cpu.layer import StepCache
-
         assert self.first is not None and self.offset is not None
-        edge = max(self.length - self.window, self.written - self.ring, 0)
-        bounds = torch.tensor([[self.length, low, edge]], device="cpu").repeat(len(self.keys), 1)
+        bounds = torch.tensor([[self.length, low, self.edge]], device="cpu").repeat(len(self.keys), 1)
         return StepCache(
             self.keys, self._blocks(), bounds, self.length, self.values, None, self.first, self.offset, self.sinks,
             self.ring, self.base,

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.coded import attend_rows, kernel_serves
-from recalkv.runtime.loops import decoding_loops
+from recalkv.runtime.cpu import decoding_loops
 from recalkv.runtime.mask_cache import of_mask
-from recalkv.runtime.prefill import merge, partial_attention
+from recalkv.runtime.prefill import merge, partial_attention, with_aux
 
 
 def decode_step(
@@ -49,43 +49,39 @@ def decode_step(
         return output.to(query.dtype)[:, None]
     layer.append(key, value, seen, positions)
     assert layer.first is not None and layer.offset is not None
-    device, dims = query.device, (key.shape[-1], value.shape[-1])
-    newest = layer.exact_slots()
-    inside = (newest >= max(low, layer.length - layer.window)) & (newest >= 0)
-    slots = torch.arange(low, layer.length, device=device)
+    slots = torch.arange(low, layer.length, device=query.device)
     allowed = slots >= layer.first[:, None] if mask is None else mask[:, 0, 0]
     allowed = allowed.expand(query.shape[0], -1)
-    # Which slots are read from rows, and which places of the exact tokens are read.
-    sink_slots = layer.first[:, None] + torch.arange(layer.sinks, device=device)
-    sinks = (sink_slots < layer.length) & (sink_slots >= low)
-    sinks &= allowed.gather(1, (sink_slots - low).clamp(0, len(slots) - 1))
-    recent = inside & allowed.gather(1, (newest - low).clamp_min(0).expand(query.shape[0], -1))
-    recent &= (newest - layer.first[:, None]) >= layer.sinks
-    in_recent = torch.zeros(layer.length + 1, dtype=torch.bool, device=device)
-    in_recent[torch.where(inside, newest, layer.length)] = True
-    coded = allowed & ~in_recent[low : layer.length] & ((slots - layer.first[:, None]) >= layer.sinks)
-    exact = layer.values.to(query.dtype)
-    output, lse = partial_attention(
-        query, exact[..., : dims[0]], exact[..., dims[0] :], scale,
-        torch.cat([sinks, recent], 1)[:, None, None], softcap=softcap,
-    )  # fmt: skip
-    edge = max(layer.length - layer.window, layer.written - layer.ring, 0)
+    output, lse = _attend_exact(layer, query, low, allowed, scale, softcap)
     # Checking that the mask hides padding alone needs a sync with the device, so not while tracing.
     served = not torch.compiler.is_compiling() and kernel_serves(layer.codec, query)
     if served and (mask is None or _hides_padding_alone(mask, allowed, low, slots, layer.first)):
         begin = (layer.first + layer.sinks).clamp_min(max(low, layer.base)) - layer.base
-        end = torch.full_like(begin, edge - layer.base)
-        coded_part = attend_rows(
+        end = torch.full_like(begin, layer.edge - layer.base)
+        coded = attend_rows(
             layer.codec, layer.keys, query, begin.minimum(end), end, layer.offset + layer.base, scale, softcap
         )
-        output, lse = merge(output.float(), lse, *coded_part)
-    elif layer.length - low > 0:
-        keys, values = layer.rounded(low, layer.length)
-        pair = keys.to(query.dtype), values.to(query.dtype)
-        output, lse = merge(output, lse, *partial_attention(query, *pair, scale, coded[:, None, None], softcap=softcap))
-    if s_aux is not None:
-        output = output * torch.sigmoid(lse - s_aux.float().view(1, -1, 1)).to(output)[..., None]
-    return output.to(query.dtype).transpose(1, 2).contiguous()
+        output, lse = merge(output.float(), lse, *coded)
+    else:
+        behind = allowed & (slots < layer.edge) & (slots - layer.first[:, None] >= layer.sinks)
+        keys, values = (each.to(query.dtype) for each in layer.rounded(low, layer.length))
+        coded = partial_attention(query, keys, values, scale, behind[:, None, None], softcap=softcap)
+        output, lse = merge(output, lse, *coded)
+    return with_aux(output, lse, s_aux).to(query.dtype).transpose(1, 2).contiguous()
+
+
+def _attend_exact(
+    layer: CodecLayer, query: Tensor, low: int, allowed: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the sinks and the residual window, of the slots from ``low`` on that are ``allowed``."""
+    assert layer.first is not None
+    sinks, newest = layer.first[:, None] + torch.arange(layer.sinks, device=query.device), layer.exact_slots()
+    seen = (sinks < layer.length) & (sinks >= low)
+    seen &= allowed.gather(1, (sinks - low).clamp(0, allowed.shape[1] - 1))
+    recent = allowed.gather(1, (newest - low).clamp_min(0).expand(len(query), -1))
+    recent &= (newest >= max(low, layer.length - layer.window)) & (newest - layer.first[:, None] >= layer.sinks)
+    keys, values = layer.values.to(query.dtype).split(list(layer.codec.head_dims), -1)
+    return partial_attention(query, keys, values, scale, torch.cat([seen, recent], 1)[:, None, None], softcap=softcap)
 
 
 def _hides_padding_alone(mask: Tensor, allowed: Tensor, low: int, slots: Tensor, first: Tensor) -> bool:

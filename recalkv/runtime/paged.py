@@ -15,9 +15,11 @@ from torch import Tensor
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime import prefill
 from recalkv.runtime.coded import attend_rows, kernel_serves
-from recalkv.runtime.loops import decoding_loops, layer_loops
-from recalkv.runtime.means import mean_keys, mean_keys_at, turns
-from recalkv.runtime.prefill import merge, partial_attention
+from recalkv.runtime.cpu import decoding_loops, layer_loops
+from recalkv.runtime.cpu.records import StepCache
+from recalkv.runtime.means import mean_keys_at, turns
+from recalkv.runtime.prefill import merge, partial_attention, with_aux
+from recalkv.runtime.reference import coded_attention_torch
 from recalkv.trellis.rows import TILE, untiled
 
 _PIECE = 8192
@@ -163,7 +165,7 @@ class PagedLayer:
         if loops is not None:
             return self._decode_by_loops(loops, query, key, value, tokens)
         lengths, device = tokens.lengths.long(), query.device
-        low = torch.zeros_like(lengths) if self.sliding_window is None else (lengths - self.sliding_window).clamp_min(0)
+        low = self._lowest(lengths)
         first = torch.arange(self.sinks, device=device).expand(len(lengths), -1)
         newest = lengths[:, None] + torch.arange(-self.window, 0, device=device)
         slots = torch.cat([first, newest], 1)
@@ -177,17 +179,13 @@ class PagedLayer:
         )
         begin, end = low.clamp_min(self.sinks), (lengths - self.window).clamp_min(0)
         reach = -(-tokens.longest // (TILE * self.rows.shape[1]))
-        attention: Any = None
-        if not kernel_serves(self.codec, query):
-            from recalkv.runtime.reference import coded_attention_torch as attention
+        attention = None if kernel_serves(self.codec, query) else coded_attention_torch
         coded = attend_rows(
             self.codec, self.rows, query[:, :, None], begin.minimum(end), end, torch.zeros_like(end), self.scale,
             self.softcap, attention, tokens.rows[:, :reach],
         )  # fmt: skip
         output, lse = merge(output.float(), lse, *coded)
-        if self.s_aux is not None:
-            output = output * torch.sigmoid(lse - self.s_aux.float().view(1, -1, 1)).to(output)[..., None]
-        return output[:, :, 0].to(query.dtype)
+        return with_aux(output, lse, self.s_aux)[:, :, 0].to(query.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk], output: Tensor) -> None:
         """Attend from chunks whose tokens are written: prompts of similar length together, others one by one.
@@ -234,11 +232,8 @@ class PagedLayer:
             self.bind(*bound)
 
     def _decode_by_loops(self, loops: Any, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> Tensor:
-        from recalkv.runtime.cpu.layer import StepCache
-
         lengths = tokens.lengths
-        low = torch.zeros_like(lengths) if self.sliding_window is None else (lengths - self.sliding_window).clamp_min(0)
-        bounds = torch.stack([lengths, low, (lengths - self.window).clamp_min(0)], 1)
+        bounds = torch.stack([lengths, self._lowest(lengths), (lengths - self.window).clamp_min(0)], 1)
         nothing = torch.zeros_like(lengths)
         cache = StepCache(
             self.rows, tokens.rows, bounds, tokens.longest, self.exact, tokens.exact, nothing, nothing, self.sinks,
@@ -247,6 +242,12 @@ class PagedLayer:
         states = (each.to(self.exact.dtype).contiguous()[:, :, None] for each in (query, key, value))
         output: Tensor = loops.step(cache, *states, None, self.scale, self.softcap, self.s_aux)
         return output.to(query.dtype)
+
+    def _lowest(self, lengths: Tensor) -> Tensor:
+        """First slot that the last token of each length attends to."""
+        if self.sliding_window is None:
+            return torch.zeros_like(lengths)
+        return (lengths - self.sliding_window).clamp_min(0)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         """Chunks that all begin a sequence, padded behind, or one: (batch, heads, queries, d_v)."""
@@ -290,8 +291,8 @@ class PagedLayer:
         result = None
         for low in range(0, end, _PIECE):
             keys, values = (each[None].to(dtype) for each in self._rounded(chunk, low, low + _PIECE))
-            if not low:
-                self._put_sinks((keys, values), chunk, 0, self.sinks)
+            if low < self.sinks:
+                self._put_sinks((keys, values), chunk, low, min(self.sinks, low + _PIECE))
             output, lse = partial_attention(query, keys, values, self.scale, softcap=self.softcap)
             result = (output.float(), lse) if result is None else merge(*result, output.float(), lse)
         return result
@@ -314,8 +315,7 @@ class PagedLayer:
             own = self.rows[chunk.rows[begin : -(-end // size)].long()].flatten(0, 1)
             rows = untiled(own, end - begin * size)[low - begin * size :]
             keys, values = self.codec.unpack_centered(rows[None])
-        nowhere = torch.zeros(1, dtype=torch.int64, device=keys.device)
-        mean = mean_keys(self.codec, low, end - low, nowhere, None)
+        mean = mean_keys_at(self.codec, torch.arange(low, end, device=keys.device), self._turns)
         return (keys + mean)[0], (values + self.codec.value_mean.to(values.device)[:, None])[0]
 
     def _exact_states(self, blocks: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

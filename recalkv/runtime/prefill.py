@@ -81,9 +81,43 @@ def attend(
     output, lse = parts[0]
     for other in parts[1:]:
         output, lse = merge(output, lse, *other)
-    if s_aux is not None:
-        output = output * torch.sigmoid(lse - s_aux.float().view(1, -1, 1)).to(output)[..., None]
-    return output.to(query.dtype)
+    return with_aux(output, lse, s_aux).to(query.dtype)
+
+
+def with_aux(output: Tensor, lse: Tensor, s_aux: Tensor | None) -> Tensor:
+    """Attention (batch, heads, queries, d_v) with a learned attention-sink logit per head in the softmax, if any."""
+    if s_aux is None:
+        return output
+    return output * torch.sigmoid(lse - s_aux.float().view(1, -1, 1)).to(output)[..., None]
+
+
+def softmax(scores: Tensor, allowed: Tensor | None, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Soft-capped, masked softmax weights of float32 scores (..., slots), and their log-sum-exp (...)."""
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -math.inf)
+    lse = scores.logsumexp(-1)
+    return (scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp(), lse
+
+
+def _flash_serves(query: Tensor, value: Tensor, softcap: float | None) -> bool:
+    """Whether torch's fused attention for CPUs computes it."""
+    return query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, allowed: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """That attention; ``allowed`` (..., queries, slots) of at most four dimensions."""
+    bias = None
+    if allowed is not None:
+        bias = torch.zeros(allowed.shape, dtype=query.dtype, device="cpu").masked_fill_(~allowed, -math.inf)
+        bias = bias[(None,) * (4 - bias.dim())]
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return output, lse
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,27 +152,25 @@ def partial_attention(
         Zero and -inf where nothing is allowed.
     """
     repeats = query.shape[1] // key.shape[1]
-    if query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]:
-        if allowed is None and not causal:
-            # Fold the query heads of a KV head into the query dimension: larger products, and no state is copied.
-            own = query.unflatten(1, (key.shape[1], repeats)).flatten(2, 3)
-            output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                own, key, value, 0.0, False, scale=scale
-            )
-            return output.reshape(query.shape), lse.reshape(query.shape[:3])
-        key, value = (each.repeat_interleave(repeats, 1) if repeats > 1 else each for each in (key, value))
-        bias = None
-        if allowed is not None:
-            bias = torch.zeros(allowed.shape, dtype=query.dtype, device="cpu").masked_fill_(~allowed, -math.inf)
-            bias = bias if bias.dim() == 4 else bias.view(1, 1, *bias.shape)
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
-        )
-        if allowed is not None:
-            none = ~allowed.any(-1)
-            output, lse = output.masked_fill(none[..., None], 0), lse.masked_fill(none, -math.inf)
-        return output, lse
-    outputs, sums = [], []
+    if not _flash_serves(query, value, softcap):
+        return _attention_in_blocks(query, key, value, scale, allowed, causal, softcap)
+    if allowed is None and not causal:
+        # Fold the query heads of a KV head into the query dimension: larger products, and no state is copied.
+        output, lse = _flash(query.unflatten(1, (key.shape[1], repeats)).flatten(2, 3), key, value, scale)
+        return output.reshape(query.shape), lse.reshape(query.shape[:3])
+    key, value = (each.repeat_interleave(repeats, 1) if repeats > 1 else each for each in (key, value))
+    output, lse = _flash(query, key, value, scale, allowed, causal)
+    if allowed is not None:
+        none = ~allowed.any(-1)
+        output, lse = output.masked_fill(none[..., None], 0), lse.masked_fill(none, -math.inf)
+    return output, lse
+
+
+def _attention_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, allowed: Tensor | None, causal: bool, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, some queries and slots at a time (online softmax)."""
+    repeats, outputs, sums = query.shape[1] // key.shape[1], [], []
     for first in range(0, query.shape[2], _QUERIES):
         part = query[:, :, first : first + _QUERIES]
         last = min(key.shape[2], first + part.shape[2]) if causal else key.shape[2]
@@ -147,16 +179,12 @@ def partial_attention(
         for start in range(0, last, _SLOTS):
             end = min(last, start + _SLOTS)
             scores = products(own, key[:, :, start:end]).float().view(*part.shape[:3], end - start) * scale
-            if softcap is not None:
-                scores = softcap * (scores / softcap).tanh()
+            seen = None if allowed is None else allowed[..., first : first + _QUERIES, start:end]
             if causal:
-                hidden = torch.ones(part.shape[2], end - start, dtype=torch.bool, device=query.device)
-                scores = scores.masked_fill(hidden.triu(first - start + 1), -math.inf)
-            elif allowed is not None:
-                scores = scores.masked_fill(~allowed[..., first : first + _QUERIES, start:end], -math.inf)
-            lse = scores.logsumexp(-1)
-            weights = (scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp().to(value.dtype)
-            output = weights.view(*own.shape[:3], end - start) @ value[:, :, start:end]
+                ones = torch.ones(part.shape[2], end - start, dtype=torch.bool, device=query.device)
+                seen = ones.tril(first - start)
+            weights, lse = softmax(scores, seen, softcap)
+            output = weights.to(value.dtype).view(*own.shape[:3], end - start) @ value[:, :, start:end]
             parts.append((output.view(*part.shape[:3], value.shape[-1]), lse))
         output, lse = parts[0]
         for other in parts[1:]:
@@ -192,7 +220,7 @@ def _band(
     keys, values = cut(key), cut(value)
     place = torch.arange(size, device=device)[:, None], torch.arange(span, device=device)
     near = (place[1] >= place[0]) & (place[1] < place[0] + window)
-    if device.type == "cpu" and mask is None and softcap is None and query.shape[-1] == value.shape[-1]:
+    if mask is None and _flash_serves(query, value, softcap):
         # Slots before the first concern the first blocks alone, and those behind the last no query that is kept.
         early = min(blocks, max(0, -(-(window - 1 - start) // size)))
         parts = []
@@ -203,12 +231,10 @@ def _band(
             if first == 0 and early:
                 slots = start - window + 1 + size * torch.arange(last, device=device)[:, None, None] + place[1]
                 seen = seen & (slots >= 0)
-            bias = torch.zeros(seen.shape, dtype=query.dtype, device=device).masked_fill_(~seen, -math.inf)
-            bias = bias[:, None].repeat(query.shape[0] * key.shape[1], 1, 1, 1) if bias.dim() == 3 else bias
-            own = (each[:, :, first:last].flatten(0, 2)[:, None] for each in (queries, keys, values))
-            output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *own, 0.0, False, attn_mask=bias, scale=scale
-            )
+            if seen.dim() == 3:
+                seen = seen[:, None].repeat(query.shape[0] * key.shape[1], 1, 1, 1)
+            own = [each[:, :, first:last].flatten(0, 2)[:, None] for each in (queries, keys, values)]
+            output, lse = _flash(own[0], own[1], own[2], scale, seen)
             shape = (query.shape[0], key.shape[1], last - first, groups, size)
             parts.append((output[:, 0].unflatten(0, shape[:3]).unflatten(3, shape[3:]), lse[:, 0].view(shape)))
         output, lse = (torch.cat(each, 2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
@@ -224,10 +250,6 @@ def _band(
         near = near & mask[..., rows, slots.clamp(0, mask.shape[-1] - 1)[:, None]]
     scores = products(queries.flatten(1, 2), keys.flatten(1, 2)).float() * scale
     scores = scores.view(query.shape[0], key.shape[1], blocks, groups, size, span).transpose(2, 3).flatten(1, 2)
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~near, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp().to(value.dtype)
-    output = (weights.unflatten(1, (key.shape[1], groups)) @ values[:, :, None]).flatten(1, 2)
+    weights, lse = softmax(scores, near, softcap)
+    output = (weights.to(value.dtype).unflatten(1, (key.shape[1], groups)) @ values[:, :, None]).flatten(1, 2)
     return output.flatten(2, 3)[:, :, :count], lse.flatten(2, 3)[:, :, :count]

@@ -13,7 +13,7 @@ from torch import Tensor
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError
-from recalkv.runtime.prefill import merge
+from recalkv.runtime.prefill import merge, softmax
 from recalkv.trellis.rows import TILE, Segment, number_table, unpack
 
 BLOCK_N = 64
@@ -271,11 +271,7 @@ def coded_attention_torch(
                     values.append(numbers)
                 else:
                     scores[:, group] += queries[:, group, :, : numbers.shape[-1]].float() @ numbers.mT
-        if softcap is not None:
-            scores = softcap * (scores / softcap).tanh()
-        scores = scores.masked_fill(~allowed[:, None, None], -math.inf)
-        part_lse = scores.logsumexp(-1)
-        weights = (scores - part_lse.masked_fill(part_lse == -math.inf, 0)[..., None]).exp()
+        weights, part_lse = softmax(scores, allowed[:, None, None], softcap)
         part = torch.zeros_like(out)
         for group, numbers in enumerate(values):
             part[:, group, :, : numbers.shape[-1]] = weights[:, group] @ numbers

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from recalkv.runtime import coded, loops, paged
+from recalkv.runtime import coded, cpu, paged
 from recalkv.runtime.triton_decode import coded_attention
 from recalkv.vllm.backend import CodecImpl
 from recalkv.vllm.steps import Step
@@ -54,7 +54,7 @@ def main(names: list[str]) -> None:
         return lengths(step)
 
     # As on a device that has the kernel and no compiled loops.
-    for module in (paged, loops):
+    for module in (paged, cpu):
         module.layer_loops = lambda *_: None  # type: ignore[attr-defined]
     paged.kernel_serves = lambda *_: True
     coded.kernel = lambda: coded_attention

@@ -2,3 +2,28 @@
 
 ``step`` attends from a new token, and ``layer`` calls it, and the loops of rows, for a layer's codec.
 """
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recalkv.codec.sidecar import LayerCodec
+from recalkv.trellis.cpu import compiled, serves
+
+
+def layer_loops(codec: LayerCodec, tensor: Tensor) -> Any:
+    """The loops of a layer (:class:`recalkv.runtime.cpu.layer.LayerLoops`), or None where torch does the work.
+
+    Torch does it on other devices, in float64, while it compiles or traces what is done, and without Numba.
+    """
+    if not serves(tensor) or tensor.dtype == torch.float64:
+        return None
+    loops = compiled("recalkv.runtime.cpu.layer")
+    return None if loops is None else loops.loops_of(codec)
+
+
+def decoding_loops(codec: LayerCodec, tensor: Tensor) -> Any:
+    """The same once a step's loops are there, which are compiled when they are first asked for: packing needs none."""
+    loops = layer_loops(codec, tensor)
+    return None if loops is None or compiled("recalkv.runtime.cpu.step") is None else loops

@@ -3,14 +3,13 @@
 import functools
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from recalkv.codec.sidecar import LayerCodec
-from recalkv.runtime.cpu.records import CODE, COLUMNS, PIECE, STEP, partial_size, query_size, thread_size
+from recalkv.runtime.cpu.records import CODE, COLUMNS, PIECE, STEP, StepCache, partial_size, query_size, thread_size
 from recalkv.trellis.cpu import compiled
 from recalkv.trellis.cpu.codes import partner
 from recalkv.trellis.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles
@@ -50,45 +49,6 @@ def _partners(segments: Sequence[Segment]) -> np.ndarray:
             order += [start + number for number in pair]
         start += segment.width
     return np.array(order, np.int64)
-
-
-class StepCache(NamedTuple):
-    """Where a step finds and leaves rows and exact states.
-
-    Attributes
-    ----------
-    rows : (blocks, tiles, row bytes, TILE) uint8
-        Contiguous but for the first dimension.
-    pages : (batch, any) int64
-        Blocks of each sequence, in the order of its slots from ``base`` on.
-    bounds : (batch, 3) int64
-        Slots of each sequence, the new one included; the first that is attended to; the first that is read exactly.
-    longest
-        The largest of the first.
-    exact : (batch, kv heads, sinks + ring, d_k + d_v), or (blocks, slots, any)
-        Exact states: of the first tokens and of the newest, slot n at ``n % ring``, contiguous. Or, with
-        ``exact_pages``, those of all slots, of which one has all KV heads, each ``d_k + d_v``.
-    exact_pages : (batch, any) int64, or None
-        Their blocks.
-    first, offset : (batch,) int64
-        First slot of each sequence, and what is added to slots to give positions.
-    sinks, ring
-        First tokens, and newest ones, that can be read exactly.
-    base
-        First slot that there are rows of.
-    """
-
-    rows: Tensor
-    pages: Tensor
-    bounds: Tensor
-    longest: int
-    exact: Tensor
-    exact_pages: Tensor | None
-    first: Tensor
-    offset: Tensor
-    sinks: int
-    ring: int
-    base: int = 0
 
 
 class LayerLoops:
@@ -156,7 +116,7 @@ class LayerLoops:
         return found
 
     def step(
-        self, cache: "StepCache", query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
+        self, cache: StepCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
         softcap: float | None, s_aux: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Store a token of every sequence in a cache that has room for it, and attend: (batch, heads, d_v) float32.
@@ -201,7 +161,7 @@ class LayerLoops:
             "mask_row": mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, "real": real.ctypes.data,
             "aux": 0 if aux is None else aux.data_ptr(), "scratch": scratch.ctypes.data, "pieces": turns.ctypes.data,
         }  # fmt: skip
-        # Compiled at the first step (recalkv.runtime.loops.decoding_loops): packing alone needs none of it.
+        # Compiled at the first step (recalkv.runtime.cpu.decoding_loops): packing alone needs none of it.
         run(compiled("recalkv.runtime.cpu.step").attend, record(STEP, numbers))
         return out
 

@@ -1,6 +1,9 @@
 """What the compiled loops of a step are handed: records of counts and addresses, and the sizes of their memory."""
 
+from typing import NamedTuple
+
 import numpy as np
+from torch import Tensor
 
 from recalkv.trellis.rows import TILE
 
@@ -59,3 +62,42 @@ def thread_size(queries: int, kv: int, pairs: int, inner: int, head_dims: int, w
     """float32 numbers of memory in which one thread works on a piece, on the exact tokens, or merges sums."""
     piece = widest // 2 * ROOM + (2 * queries + 2) * PIECE + queries * (2 * pairs + padded(inner) + 1) + 48
     return piece + queries * exact + (queries + kv) * (head_dims + widest + 3 * COLUMNS)
+
+
+class StepCache(NamedTuple):
+    """Where a step finds and leaves rows and exact states.
+
+    Attributes
+    ----------
+    rows : (blocks, tiles, row bytes, TILE) uint8
+        Contiguous but for the first dimension.
+    pages : (batch, any) int64
+        Blocks of each sequence, in the order of its slots from ``base`` on.
+    bounds : (batch, 3) int64
+        Slots of each sequence, the new one included; the first that is attended to; the first that is read exactly.
+    longest
+        The largest of the first.
+    exact : (batch, kv heads, sinks + ring, d_k + d_v), or (blocks, slots, any)
+        Exact states: of the first tokens and of the newest, slot n at ``n % ring``, contiguous. Or, with
+        ``exact_pages``, those of all slots, of which one has all KV heads, each ``d_k + d_v``.
+    exact_pages : (batch, any) int64, or None
+        Their blocks.
+    first, offset : (batch,) int64
+        First slot of each sequence, and what is added to slots to give positions.
+    sinks, ring
+        First tokens, and newest ones, that can be read exactly.
+    base
+        First slot that there are rows of.
+    """
+
+    rows: Tensor
+    pages: Tensor
+    bounds: Tensor
+    longest: int
+    exact: Tensor
+    exact_pages: Tensor | None
+    first: Tensor
+    offset: Tensor
+    sinks: int
+    ring: int
+    base: int = 0

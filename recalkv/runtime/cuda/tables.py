@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recalkv.runtime.reference import DeviceLayout, DeviceRotation
 from recalkv.trellis.codes import CURVES, PLANES
-from recalkv.trellis.rows import Segment
+from recalkv.trellis.rows import Segment, codes_per_byte
 
 _LANES = 4
 """Lanes of a warp that share a row of a matrix product's operand."""
@@ -114,7 +114,7 @@ def _bits_of(number: float) -> int:
 
 def _columns(segment: Segment) -> tuple[int, int]:
     """Columns of a segment, and numbers of each."""
-    numbers = max(8 // PLANES[segment.bits][-1], 2)
+    numbers = codes_per_byte(segment.bits)
     return segment.width // numbers, numbers
 
 

@@ -25,7 +25,7 @@ from recalkv.trellis.cpu.vectors import (
     nested,
     splat,
 )
-from recalkv.trellis.rows import SCALE_STEPS, SCALE_ZERO, TILE
+from recalkv.trellis.rows import SCALE_STEPS, SCALE_ZERO, TILE, codes_per_byte
 
 CELLS = 2048
 """Cells of a grid of numbers, each of which knows how many levels lie below it: no two levels share one."""
@@ -137,7 +137,7 @@ def _decoder(bits: int, paired: bool) -> Any:
             wide = ir.VectorType(INT, TILE) if paired else ir.VectorType(SHORT, lanes)
             element, count_of = (INT, TILE) if paired else (SHORT, lanes)
             # How many numbers are in a byte of the last plane; bytes that hold one are taken with those behind half.
-            turns = max(8 // last, 2)
+            turns = codes_per_byte(bits)
             count = builder.udiv(width, ir.Constant(LONG, turns))
             sources = (first, second) if paired else (first,)
             # The two codes before: a pair of them in lanes of 32 bits, or two vectors.
@@ -197,7 +197,7 @@ def _decoder(bits: int, paired: bool) -> Any:
 
 def partner(width: int, bits: int) -> tuple[list[int], list[int]]:
     """Numbers that stand side by side in each row of a paired segment: the first ones, and the second ones."""
-    turns = max(8 // PLANES[bits][-1], 2)
+    turns = codes_per_byte(bits)
     count = width // turns
     rows = [(j + 2 * turn * count, j + (2 * turn + 1) * count) for turn in range(turns // 2) for j in range(count)]
     return [first for first, _ in rows], [second for _, second in rows]
