@@ -12,7 +12,7 @@ from transformers import DynamicCache, Qwen2VLConfig, Qwen2VLForConditionalGener
 from transformers.modeling_utils import local_torch_dtype
 
 import recalkv
-import recalkv.runtime.means
+import recalkv.runtime.mean_keys
 from recalkv.errors import CheckpointError, ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.models import check_cached, codec_cache, stop_codec, use_codec
@@ -110,7 +110,7 @@ def test_the_default_type_does_not_matter(dtype: torch.dtype, monkeypatch: pytes
     """Nor whatever else tables that are made in the first pass could take from around them."""
     ids, model, fresh = token_ids(), dense().to(dtype), copy.deepcopy(codec_of())
     wanted, _ = in_chunks(use_codec(copy.deepcopy(model), codec_of()), ids, STEPS)
-    monkeypatch.setattr(recalkv.runtime.means, "_tables", {})
+    monkeypatch.setattr(recalkv.runtime.mean_keys, "_tables", {})
     _kept_levels.cache_clear()
     use_codec(model, fresh)
     with local_torch_dtype(torch.bfloat16), torch.inference_mode():

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from recalkv.codec.rope import Rotation, no_rotation
 from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.runtime import cache as cache_module
-from recalkv.runtime import coded, decode
+from recalkv.runtime import decode, row_attention
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.mask_cache import of_mask
 from recalkv.runtime.models import use_codec
@@ -73,7 +73,7 @@ def test_kernels_agree_with_torch(
     monkeypatch.setattr(decode, "decoding_loops", lambda *_: None)
     results["torch"] = step(copy.deepcopy(layer))
     monkeypatch.setattr(decode, "kernel_serves", lambda *_: True)
-    monkeypatch.setattr(coded, "kernel", lambda: coded_attention_torch)
+    monkeypatch.setattr(row_attention, "kernel", lambda: coded_attention_torch)
     results["kernel"] = step(copy.deepcopy(layer))
     torch.testing.assert_close(results["kernel"], results["torch"], rtol=1e-4, atol=1e-5)
     # Queries and weights are integers of 16 bits in the loops.
@@ -115,7 +115,7 @@ class Questions(TorchDispatchMode):
 def test_a_step_of_padded_sequences_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once a layer: each time, a GPU would have to finish what it was given."""
     monkeypatch.setattr(decode, "kernel_serves", lambda *_: True)
-    monkeypatch.setattr(coded, "kernel", lambda: coded_attention_torch)
+    monkeypatch.setattr(row_attention, "kernel", lambda: coded_attention_torch)
     monkeypatch.setattr(cache_module, "layer_loops", lambda *_: None)
     monkeypatch.setattr(decode, "decoding_loops", lambda *_: None)
     model = dense("llama-gqa")

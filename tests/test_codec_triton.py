@@ -23,8 +23,8 @@ from recalkv.trellis.rows import TILE, Segment, pack, row_bytes, tiled, unpack
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from recalkv.runtime import triton_basis
-from recalkv.runtime.coded import coordinates_torch, outputs_torch
+from recalkv.runtime import triton_projections as projections
+from recalkv.runtime.row_attention import coordinates_torch, outputs_torch
 from recalkv.runtime.triton_decode import coded_attention, combine
 from recalkv.trellis.triton_pack import pack_rows
 
@@ -348,11 +348,11 @@ def test_products_around_attention(batch: int, per_head: int, dim: int, width: i
     query = torch.randn(batch, 5, kv_heads * per_head, dim, dtype=dtype, device=DEVICE)[:, 3]
     back, mean = torch.randn(kv_heads, dim, width, device=DEVICE), torch.randn(kv_heads, dim, device=DEVICE)
     given = query, back, mean, torch.arange(dim, device=DEVICE).view(-1, heads).T.contiguous(), groups, SCALE
-    for found, expected in zip(triton_basis.coordinates(*given), coordinates_torch(*given), strict=True):
+    for found, expected in zip(projections.coordinates(*given), coordinates_torch(*given), strict=True):
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
     numbers = torch.randn(batch, groups, heads * per_head, width, device=DEVICE)
     others = back.transpose(1, 2).contiguous(), mean
-    assert torch.allclose(triton_basis.outputs(numbers, *others), outputs_torch(numbers, *others), rtol=1e-4, atol=1e-3)
+    assert torch.allclose(projections.outputs(numbers, *others), outputs_torch(numbers, *others), rtol=1e-4, atol=1e-3)
 
 
 def test_tables_do_not_hang_on_defaults() -> None:

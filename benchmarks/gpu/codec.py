@@ -23,8 +23,8 @@ from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.evaluation.timing import time_calls
 from recalkv.model.families import AttentionGeometry
-from recalkv.runtime.coded import attend_rows
 from recalkv.runtime.reference import coded_attention_torch
+from recalkv.runtime.row_attention import attend_rows
 from recalkv.trellis.rows import TILE, Segment, pack, tiled
 
 CODED = "llama-3.1-8b", "qwen2.5-3b", "llama-2-7b"

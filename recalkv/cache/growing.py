@@ -26,7 +26,7 @@ class GrowingLayer(DynamicLayer):
     _memory: tuple[Tensor, Tensor] | None = None
 
     def activate_past_recording(self) -> None:
-        """Be ready to be cropped, in transformers' words."""
+        """Transformers' hook before crops; there is nothing to record."""
         self.record_past = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

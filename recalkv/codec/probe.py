@@ -83,7 +83,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(model: Any, watcher: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
-    """Call ``watcher(layer, keys, values)`` at every attention: keys behind RoPE, (batch, kv heads, tokens, d)."""
+    """Call ``watcher(layer, keys, values)`` at every attention: post-RoPE keys, (batch, kv heads, tokens, d)."""
     global _watcher
     with _watching:
         before = attention_names(model)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from recalkv.cache.scores import products
+from recalkv.cache.products import products
 from recalkv.model.families import AttentionGeometry
 
 MAX_EXPLICIT_QUERIES = 64

@@ -19,7 +19,7 @@ from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.runtime.cpu import layer_loops
 from recalkv.runtime.cpu.records import StepCache
 from recalkv.runtime.mask_cache import of_mask
-from recalkv.runtime.means import mean_keys
+from recalkv.runtime.mean_keys import mean_keys
 from recalkv.trellis.rows import TILE, tiled, untiled
 
 SLACK = 32
@@ -190,7 +190,7 @@ class CodecLayer(CacheLayerMixin):
         self.written = max(self.written, self.length)
 
     def _place(self, start: int, count: int, seen: Tensor | None, positions: Tensor | None) -> None:
-        """Learn where sequences begin and what their positions are."""
+        """Set each sequence's first slot, and its offset from slots to positions."""
         assert self.first is not None and self.offset is not None
         fresh = self.first == _UNSET if start else torch.ones_like(self.first, dtype=torch.bool)
         traced = torch.compiler.is_compiling()  # graphs know no flags that depend on tensors
@@ -411,7 +411,7 @@ class CodecLayer(CacheLayerMixin):
         self._change(lambda own: own.index_select(0, beam_idx.to(own.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence so many times."""
+        """Repeat every sequence ``repeats`` times."""
         self._change(lambda own: own.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from recalkv.runtime.cache import CodecLayer
-from recalkv.runtime.coded import attend_rows, kernel_serves
 from recalkv.runtime.cpu import decoding_loops
 from recalkv.runtime.mask_cache import of_mask
 from recalkv.runtime.prefill import merge, partial_attention, with_aux
+from recalkv.runtime.row_attention import attend_rows, kernel_serves
 
 
 def decode_step(

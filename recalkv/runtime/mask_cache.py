@@ -1,4 +1,4 @@
-"""What layers make of one mask, once for all: a GPU is asked for a number once a forward pass, not once a layer."""
+"""Values derived from a mask, computed once per forward pass and not per layer, as each waits for a GPU."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

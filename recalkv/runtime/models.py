@@ -24,7 +24,7 @@ from recalkv.codec.sidecar import Codec, LayerCodec
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
 from recalkv.runtime.attention import GIVEN, NAME, check_positions
 from recalkv.runtime.cache import CodecLayer
-from recalkv.runtime.coded import kernel
+from recalkv.runtime.row_attention import kernel
 
 
 def _no_continuous_batching(*args: Any, **kwargs: Any) -> None:
@@ -337,7 +337,7 @@ def _check_packed(positions: Tensor, mask: Any, start: int | None) -> None:
 
 
 def _check_lengths(layers: Sequence[CodecLayer]) -> None:
-    """Refuse a cache that a pass left halfway.
+    """Refuse a cache whose layers differ in length, as after a pass that failed.
 
     Raises
     ------

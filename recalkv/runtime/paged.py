@@ -14,12 +14,12 @@ from torch import Tensor
 
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime import prefill
-from recalkv.runtime.coded import attend_rows, kernel_serves
 from recalkv.runtime.cpu import decoding_loops, layer_loops
 from recalkv.runtime.cpu.records import StepCache
-from recalkv.runtime.means import mean_keys_at, turns
+from recalkv.runtime.mean_keys import mean_keys_at, turns
 from recalkv.runtime.prefill import merge, partial_attention, with_aux
 from recalkv.runtime.reference import coded_attention_torch
+from recalkv.runtime.row_attention import attend_rows, kernel_serves
 from recalkv.trellis.rows import TILE, untiled
 
 _PIECE = 8192
@@ -130,7 +130,7 @@ class PagedLayer:
         Parameters
         ----------
         key, value : (tokens, kv heads, d)
-            Keys behind RoPE.
+            Post-RoPE keys.
         positions, slots, exact_slots : (tokens,) int64
             Places in the sequences; and where rows and states go: block times its slots, plus the place in it.
             Negative slots are of padding, and write nothing, or to block 0 where kernels decode.

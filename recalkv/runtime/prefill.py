@@ -1,6 +1,6 @@
-"""Attention of chunks: every query finds older tokens rounded, and the newest and the first ones exact.
+"""Attention of chunks: each query reads the sinks and its residual window exactly, and older tokens dequantized.
 
-The scores fall in two parts that are attended to by themselves and merged by their log-sum-exp: the band of the newest
+The scores fall in two parts that are computed separately and merged by their log-sum-exp: the band of the newest
 ``window`` tokens before each query, exact, and all older ones, rounded, sinks put back in their places.
 """
 
@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from recalkv.cache.scores import products
+from recalkv.cache.products import products
 
 _BAND = 32
 """Queries of a block whose bands are attended to at once."""

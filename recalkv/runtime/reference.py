@@ -209,7 +209,7 @@ def check_rows(rows: Tensor, splits: int | None) -> None:
 
 
 def runs_for(device: torch.device, resident: int, programs: int, capacity: int, slots: int) -> int:
-    """Runs that a kernel cuts a sequence's slots into, from the capacity alone.
+    """Number of split-KV runs of a sequence, from the capacity alone.
 
     As many as fill the multiprocessors with ``resident`` programs each, beside ``programs`` of other sequences and
     groups; at most one for each ``slots``; 1 without CUDA.

@@ -132,7 +132,7 @@ def attend_kernel(
     most_ptr, sum_ptr : (batch, runs, groups, queries) float32
         Base-2 logarithm of what weights are relative to, and their sum; minus infinity and 0 for no slots.
     capacity
-        Slots that a sequence has room for; lengths beyond it are not believed.
+        Slots that a sequence has room for; longer lengths are clamped.
     BLOCK_H
         Pairs that are turned at once.
     VALUES

@@ -15,7 +15,7 @@ def shard(codec: LayerCodec, rank: int, ranks: int) -> LayerCodec:
     heads, size = codec.kv_heads, codec.kv_heads_per_code
     copies = max(1, ranks // heads)
     parts = ranks // copies
-    if heads % parts or (heads // parts) % size:
+    if ranks % copies or heads % parts or (heads // parts) % size:
         fitting = [each for each in range(1, heads + 1) if heads % each == 0 and heads // each % size == 0]
         raise ParameterError(
             f"codec: tensor_parallel_size={ranks} would cut groups of {size} of the {heads} KV heads, whose code is "

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from recalkv.runtime.coded import kernel
+from recalkv.runtime.row_attention import kernel
 
 DECODED = 8
 """New tokens of a request up to which each is decoded as a sequence of its own: drafts, above all. More are a chunk,

@@ -94,7 +94,7 @@ class ExactTokens(AttentionLayerBase):
         self._row_bytes = [0, 0]
 
     def add(self, layer: str, kv_heads: int, width: int, row_bytes: int, sliding_window: int | None) -> None:
-        """Give a layer its columns: of each KV head so many, its keys and values."""
+        """Reserve a layer's columns: ``width`` per KV head, its keys and values."""
         self._columns[layer] = self._width, kv_heads, width
         self._width += kv_heads * width
         self._row_bytes[sliding_window is not None] += row_bytes

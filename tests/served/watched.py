@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from recalkv.runtime import coded, cpu, paged
+from recalkv.runtime import cpu, paged, row_attention
 from recalkv.runtime.triton_decode import coded_attention
 from recalkv.vllm.backend import CodecImpl
 from recalkv.vllm.steps import Step
@@ -57,7 +57,7 @@ def main(names: list[str]) -> None:
     for module in (paged, cpu):
         module.layer_loops = lambda *_: None  # type: ignore[attr-defined]
     paged.kernel_serves = lambda *_: True
-    coded.kernel = lambda: coded_attention
+    row_attention.kernel = lambda: coded_attention
     CodecImpl.forward = watched  # type: ignore[method-assign]
     Step.seen = property(seen)  # type: ignore[assignment]
     serve(names, tokens=6)

@@ -44,7 +44,7 @@ CODE = np.dtype(
 
 
 def padded(width: int) -> int:
-    """Columns that a product of so many is computed in."""
+    """``width`` rounded up to a multiple of COLUMNS."""
     return -(-width // COLUMNS) * COLUMNS
 
 

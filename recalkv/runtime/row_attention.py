@@ -66,7 +66,7 @@ def attend_rows(
     own = _prepared(codec, query.device)
     coordinates, outputs = coordinates_torch, outputs_torch
     if query.is_cuda and attention is not coded_attention_torch:
-        from recalkv.runtime.triton_basis import coordinates, outputs
+        from recalkv.runtime.triton_projections import coordinates, outputs
     queries = coordinates(query[:, :, 0], own.key_back, own.key_mean, own.pairs, codec.groups, scale)
     numbers, lse = (attention or kernel())(
         rows, own.layout, *queries, own.rotation, first, length, offset, softcap=softcap, block_table=block_table
@@ -77,7 +77,7 @@ def attend_rows(
 def coordinates_torch(
     query: Tensor, back: Tensor, mean: Tensor, pairs: Tensor, groups: int, scale: float
 ) -> list[Tensor]:
-    """As :func:`recalkv.runtime.triton_basis.coordinates` has it."""
+    """As :func:`recalkv.runtime.triton_projections.coordinates` has it."""
     own = query.float().unflatten(1, (len(back), -1)) * scale
     codes = torch.einsum("bhrd,hdw->bhrw", own, back)
     (qa, qb), (ma, mb) = ((each[..., pairs[0]], each[..., pairs[1]]) for each in (own, mean[:, None]))
@@ -86,7 +86,7 @@ def coordinates_torch(
 
 
 def outputs_torch(numbers: Tensor, back: Tensor, mean: Tensor) -> Tensor:
-    """As :func:`recalkv.runtime.triton_basis.outputs` has it."""
+    """As :func:`recalkv.runtime.triton_projections.outputs` has it."""
     own = numbers.flatten(1, 2).unflatten(1, (len(back), -1))
     return (torch.einsum("bhrw,hwd->bhrd", own, back) + mean[:, None]).flatten(1, 2)
 
