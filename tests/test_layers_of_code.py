@@ -131,8 +131,7 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
     """Numba looks at a function's own file only; others are in the name that it is kept by."""
     shutil.copytree(ROOT / "recalkv/trellis", tmp_path / "trellis", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "records.py").touch()
-    # Loops are held: Numba looks for the module of one that is gone, and this one has none.
-    source, found, loops = "def loop(address): pass", dict[str, Any](), list[Any]()
+    source, found = "def loop(address): pass", dict[str, Any]()
     (tmp_path / "loops.py").write_text(source)
     exec(compile(source, tmp_path / "loops.py", "exec"), found)
 
@@ -140,8 +139,8 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
         spec = importlib.util.spec_from_file_location("loops_of_a_copy", tmp_path / "trellis/cpu/vectors.py")
         assert spec is not None and spec.loader is not None
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        loops.append(module.called(types.FunctionType(found["loop"].__code__, {})))
-        return str(loops[-1]._cache._cache_file._index_name)
+        loop = types.FunctionType(found["loop"].__code__, {"__name__": __name__})  # Numba imports a loop's module
+        return str(module.called(loop)._cache._cache_file._index_name)
 
     names = [kept_as(), kept_as()]
     for name in ("trellis/cpu/codes.py", "trellis/cpu/threads.py", "records.py"):

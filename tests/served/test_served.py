@@ -362,7 +362,7 @@ def said() -> dict[str, str]:
     [
         ("type", "kv_cache_dtype='fp8' cannot be applied"),
         ("backend", "attention_backend=CPU_ATTN cannot read"),
-        ("other", "was fitted to another model, "),
+        ("other", "was fitted to a model of fingerprint"),
         ("rope", "was fitted to a model with RoPE"),
         ("nowhere", "nowhere is no folder"),
     ],
