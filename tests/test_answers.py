@@ -46,8 +46,8 @@ def test_prompts_are_read(tmp_path: Path) -> None:
     assert [score(asked, text) for text in ("ab and cd", "AB", "x")] == [1, 0.5, 0]
     (news,) = read("multi_news", {"context": "It rained.", "answers": ["it rained today", "no"]})
     assert "News:\nIt rained." in news.text and news.tokens == 512
-    with pytest.raises(DataError, match="line 1: an answer that ends in `#### NUMBER` is needed"):
-        read("gsm8k", {"question": "?", "answer": "four"})
+    raises(DataError, "line 1: an answer that ends in", read, "gsm8k", {"question": "?", "answer": ["four"]})
+    raises(DataError, "line 1: task 'qa_1' must be one of", read, "ruler", needle | {"task": "qa_1"})
     with pytest.raises(DataError, match=r"none.jsonl does not exist; gsm8k needs a .jsonl file with question, answer"):
         read_prompts("gsm8k", tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="line 2: column 'outputs' does not exist; ruler needs input, outputs"):

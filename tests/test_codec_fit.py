@@ -185,6 +185,8 @@ def test_models_are_fitted_in_threads() -> None:
         found = list(pool.map(lambda model: fit(model, windows(3, 24)), models))
     for own, other in zip(found, expected, strict=True):
         assert all(layer.is_like(other.layers[index]) for index, layer in own.layers.items())
+    layer = expected[0].layers[0]
+    assert not layer.is_like(replace(layer, rotation=replace(layer.rotation, pairs=layer.rotation.pairs.flip(0))))
 
 
 # ---- the file

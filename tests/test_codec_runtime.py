@@ -366,8 +366,7 @@ def test_masks_that_are_added_hide_what_those_of_bool_do(least: float) -> None:
     added, wanted = torch.zeros(seen.shape).masked_fill(~seen, least), one_pass(model, ids, attention_mask=seen)
     assert torch.equal(one_pass(model, ids, attention_mask=added), wanted)
     # A copy knows nothing of what was made of the other.
-    copied = copy.deepcopy(added)
-    assert vars(added)["_recalkv"] and not vars(copied)["_recalkv"]
+    assert vars(added)["_recalkv"] and not vars(copy.deepcopy(added))["_recalkv"]
     with pytest.raises(UnsupportedModelError, match="adds to the scores of tokens that it does not hide"):
         one_pass(model, ids, attention_mask=added + 0.5 * seen)
     with pytest.raises(UnsupportedModelError, match=r"the mask of \w+ is of torch.int64, which .*; give one of bool"):
@@ -543,8 +542,7 @@ def test_packed_sequences_are_refused() -> None:
         # As SDPA is told of them.
         raises(ParameterError, message, read, attention_mask=mask, use_cache=cached)
     wide = nn.functional.pad(mask, (0, 20))
-    kinds = {"full_attention": mask, "sliding_attention": mask}
-    for each in (wide, torch.ones(1, 80).long(), kinds):
+    for each in (wide, torch.ones(1, 80).long(), {"full_attention": mask, "sliding_attention": mask}):
         raises(ParameterError, message, read, attention_mask=each, past_key_values=room)
     # A mask of all slots that there are to be, and padding.
     ids[0, :9], told = 0, torch.ones(1, 80).long()

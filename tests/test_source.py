@@ -364,7 +364,9 @@ def test_checkpoint_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     assert checkpoint_dtype(tmp_path) == dtype
     edit_config(tmp_path, dtype=None)
     assert checkpoint_dtype(tmp_path) == dtype
-    edit_config(tmp_path, torch_dtype="float16")
+    edit_config(tmp_path, torch_dtype="half4")
+    raises(ModelUnavailableError, "dtype 'half4' is none of torch's", checkpoint_dtype, tmp_path)
+    edit_config(tmp_path, torch_dtype="torch.float16")
     # As transformers loads it, whatever the files hold.
     assert checkpoint_dtype(tmp_path) == torch.float16
     edit_config(tmp_path, torch_dtype=None)

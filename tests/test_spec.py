@@ -116,6 +116,7 @@ def _set(content: dict[str, Any], path: str, value: Any) -> None:
         ("qk_norm", 1, "qk_norm=1 must be true or false"),
         ("latents_centered", "no", "latents_centered='no' must be true or false"),
         ("biases", ["q", "x"], r"biases=\['q', 'x'\] must be of q, k, v, o"),
+        ("biases", [["q"]], "must be of q, k, v, o"),
     ],
 )
 def test_a_section_that_does_not_fit_is_refused(path: str, value: Any, message: str) -> None:
