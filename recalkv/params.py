@@ -67,7 +67,9 @@ class CalibrationParams(_TextParams):
         "embedded (articles), embedded-news, embedded-code, wikitext2, ptb, c4, ultrachat, a hub data set (ID, "
         "ID:SUBSET or ID@REVISION), or a file",
     )
-    samples: int = Field(32, ge=1, description="token windows")
+    samples: int = Field(
+        32, ge=1, description="token windows; 16 suffice for latents of the embedded model, larger ones take 32 or more"
+    )
     length: int = Field(1024, ge=2, description="tokens per window")
     seed: int = Field(0, ge=0, description="random seed of window sampling, and of the labels sampled for the codec")
     recall: float = Field(

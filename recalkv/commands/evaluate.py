@@ -139,7 +139,7 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
 
     from recalkv.evaluation.comparison import QUICK, compare, positions_of, possible
     from recalkv.model.modeling import register
-    from recalkv.reports.comparison import advice, write
+    from recalkv.reports.comparison import WITHIN, advice, write
     from recalkv.text.corpora import held_out_windows
     from recalkv.text.windows import joined_tokens
 
@@ -167,9 +167,9 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
         f"{out / 'evaluation.md'}: perplexity {own['compressed']:.2f} ({own['dense']:.2f}), excess "
         f"{own['excess_nats']:.4f} ± {own['excess_standard_error_nats']:.4f} nats, KL {own['kl_nats']:.4f}, top-1 "
         f"{own['top1_agreement']:.1%}, {cache['compressed_bytes_per_token']:,.0f} bytes per token "
-        f"({cache['dense_bytes_per_token']:,.0f}){digits}; dense in brackets; {time.monotonic() - start:.0f} s"
+        f"({cache['reference_bytes_per_token']:,.0f}){digits}; dense in brackets; {time.monotonic() - start:.0f} s"
     )
-    for line in advice(figures, spec) or ["all metrics are within their limits; `recalkv eval` measures more"]:
+    for line in advice(figures, spec) or [f"{WITHIN}; `recalkv eval` measures more"]:
         print(f"  {line}")
 
 

@@ -145,7 +145,7 @@ def _evaluated(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             (
                 "live cache, bytes per token",
-                f"{live['dense_bytes_per_token']:,.0f} | {live['compressed_bytes_per_token']:,.0f}",
+                f"{live['reference_bytes_per_token']:,.0f} | {live['compressed_bytes_per_token']:,.0f}",
             )
         )
         own = metrics["perplexity"]

@@ -14,9 +14,6 @@ from pydantic.fields import FieldInfo
 from recalkv.errors import ParameterError
 from recalkv.params import Params, parse_params
 
-DEFAULT = "default"
-"""The preset that changes nothing: the embedded model with the defaults of :mod:`recalkv.params`."""
-
 _HEADER = """\
 # Every parameter of the pipeline, as recalkv/params.py checks and documents it. A missing or unknown key is an error.
 # `recalkv preset NAME` writes this file: `default`, `safe`, `small`, `tiny`, `paper`, `serve/MODEL` or `paper/MODEL`.
@@ -28,7 +25,7 @@ _COLUMN = 34
 
 def preset_names() -> list[str]:
     """Names of all presets."""
-    return [DEFAULT, *_overlays()]
+    return [*_overlays()]
 
 
 def preset(name: str, ratio: float | None = None) -> Params:
@@ -48,7 +45,7 @@ def preset(name: str, ratio: float | None = None) -> Params:
     """
     known = _overlays()
     own = name if name in known else f"paper/{name}"
-    if name != DEFAULT and own not in known:
+    if own not in known:
         raise ParameterError(f"preset {name!r} does not exist; choose one of: {', '.join(preset_names())}.")
     overlays = list(known.get(own, ()))
     if ratio is not None:

@@ -9,13 +9,16 @@ from recalkv.codec.sidecar import Codec
 from recalkv.model.card import CARD, model_card
 from recalkv.model.spec import LatentSpec
 from recalkv.params import public_name
-from recalkv.reports.tables import STATES, markdown
+from recalkv.reports.tables import STATES, counted_in, markdown
 from recalkv.store.folders import write_whole
 
 FIGURES = "evaluation.json"
 """What a checkpoint's folder has of its own evaluation, beside the page of the same name."""
 
 _EXCESS, _KL, _TOP1, _DIGITS = 0.05, 0.1, 0.9, 0.1
+WITHIN = f"all metrics are within their limits (excess {_EXCESS:g}, KL {_KL:g} nats; top-1 {_TOP1:.0%})"
+"""Of a page without advice."""
+
 _CALIBRATION_TOKENS = 32 * 1024
 """Of the defaults, on which the method was tried."""
 
@@ -110,24 +113,25 @@ def page(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> str:
         ]
         for name, own in texts.items()
     ]
+    (kind, scale), exact = counted_in(cache), cache["compressed_window_bytes"]
     changes = advice(figures, spec)
     name = spec.record.get("model") if isinstance(spec, Codec) else spec.source.get("name")
     form = f"with a codec of {spec.record['bits']:g} bits" if isinstance(spec, Codec) else "compressed"
     lines = [
         f"# {public_name(name) if name else 'A model'}, {form}, against the dense model",
         "",
-        *(f"- {line}" for line in changes or ["all metrics are within their limits"]),
+        *(f"- {line}" for line in changes or [WITHIN]),
         "",
         markdown(
-            ["live cache", "dense", "compressed", f"removed, of {cache['reference_bytes_per_token']:,.0f}"],
+            ["live cache", "dense", "compressed", "removed"],
             [
                 [
-                    "bytes per token",
-                    f"{cache['dense_bytes_per_token']:,.0f}",
+                    f"bytes per token{kind}",
+                    f"{cache['reference_bytes_per_token']:,.0f}",
                     f"{cache['compressed_bytes_per_token']:,.0f}",
                     f"{cache['compression_ratio']:.1%}",
                 ],
-                ["exact window, bytes per sequence", "0", f"{cache['compressed_window_bytes']:,.0f}", ""],
+                [f"exact window{kind}, bytes per sequence", "0", f"{scale * exact:,.0f}", ""],
                 *([[STATES, *[f"{cache['state_bytes']:,.0f}"] * 2, ""]] if "state_bytes" in cache else []),
             ],
         ),

@@ -24,16 +24,22 @@ def excess(row: Mapping[str, Any]) -> str:
     return f"{row['excess_nats']:.3f} ± {row['excess_standard_error_nats']:.3f}"
 
 
+def counted_in(cache: Mapping[str, Any]) -> tuple[str, float]:
+    """What elements of the dense cache are counted in, in words, and a cache's own bytes times what are bytes of it.
+
+    Of packed rows the reference is a dense cache of 16 bits, whatever the measured model's type.
+    """
+    dense, live = cache["reference_bytes_per_token"], cache["dense_bytes_per_token"]
+    return "" if dense == live else " in 16 bits" if dense < live else " in float32", dense / live
+
+
 def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
     """Perplexity, cache, parameters and speed of the pipeline's checkpoint, one attention module included."""
     cache = metrics["cache"]
-    # Of packed rows the reference is a dense cache of 16 bits, whatever the measured model's type.
-    dense = cache["reference_bytes_per_token"]
-    live = cache["dense_bytes_per_token"]
-    kind = "" if dense == live else " in 16 bits" if dense < live else " in float32"
-    live = {"dense": dense, "compressed": cache["compressed_bytes_per_token"]}
+    kind, scale = counted_in(cache)
+    live = {"dense": cache["reference_bytes_per_token"], "compressed": cache["compressed_bytes_per_token"]}
     window, states = (cache.get(name, 0) for name in ("compressed_window_bytes", "state_bytes"))
-    exact = {"dense": 0, "compressed": window * dense / cache["dense_bytes_per_token"]}
+    exact = {"dense": 0, "compressed": scale * window}
     sides = [
         ("perplexity", metrics["perplexity"], ".2f"),
         (f"cache{kind}, bytes per token", live, ",.0f"),
