@@ -158,78 +158,106 @@ def take_moments(
     samples, length = windows.shape
     if length <= SINKS + 1:
         raise DataError(f"codec: windows of {length} tokens leave none behind the {SINKS} sinks; use longer ones.")
-    if rotations is None:
-        # Long RoPE and dynamic scalings turn short windows otherwise than long contexts.
-        longer = measured_rotations(model, max(length, context))
-        own, served = (
-            longer if each >= max(length, context) else measured_rotations(model, each, longer)
-            for each in (length, context)
-        )
-    else:
-        own = served = rotations
+    own, served = (rotations, rotations) if rotations is not None else _measured(model, length, context)
     mixed = precision == "bfloat16" and next(model.parameters()).dtype is torch.float32
-    positions = torch.arange(SINKS, length, device="cpu")
-    sides: dict[int, tuple[_Side, _Side]] = {}
-    stopped: list[int] = []
+    sums, prior = _Sums(own), max(1, (samples + 1) // 2)
+    with watching(model, sums.add_means), torch.no_grad():
+        for number, window in enumerate(windows[:prior]):
+            _forward(model, window, mixed)
+            progress("means", number + 1, prior)
+    if not sums.sides:
+        raise UnsupportedModelError(
+            f"codec: no layer of {type(model).__name__} hands keys and values to transformers' attention interface."
+        )
+    sums.finish_means(heads)
+    sampler = torch.Generator("cpu").manual_seed(seed)
+    with watching(model, sums.add_moments), _gradients_of_inputs(model), torch.enable_grad():
+        for number, window in enumerate(windows):
+            _backward(model, window, sampler, mixed)
+            if sums.failed:
+                raise _not_finite(max(sums.failed), "gradients")
+            progress("moments", number + 1, samples)
+    # Sums of a layer go as its moments come: of wide models they are large.
+    return {layer: _finished(sums.sides.pop(layer), served.get(layer), context) for layer in sorted(sums.sides)}
 
-    def before_rope(layer: int, states: Tensor) -> Tensor:
-        rotation = own.get(layer) or no_rotation(states.shape[-1])
+
+def _measured(model: Any, length: int, context: int) -> tuple[dict[int, Rotation], dict[int, Rotation]]:
+    """Rotations within windows of a length, and within the context: long RoPE and dynamic scalings tell them apart."""
+    longest = max(length, context)
+    longer = measured_rotations(model, longest)
+    own, served = (longer if each >= longest else measured_rotations(model, each, longer) for each in (length, context))
+    return own, served
+
+
+class _Sums:
+    """Sums of all layers' keys and values, and what watches the attention function to add to them.
+
+    Parameters
+    ----------
+    rotations
+        Of each layer's keys, within the windows.
+
+    Attributes
+    ----------
+    sides
+        Sums of each layer's keys and values.
+    failed
+        Layers whose gradients were not finite: an exception in a hook would end the process.
+    """
+
+    def __init__(self, rotations: dict[int, Rotation]) -> None:
+        self.rotations, self.sides, self.failed = rotations, dict[int, tuple[_Side, _Side]](), list[int]()
+
+    def before_rope(self, layer: int, states: Tensor) -> Tensor:
+        """Keys, or gradients at them, turned back to before RoPE, sinks left out."""
+        rotation = self.rotations.get(layer) or no_rotation(states.shape[-1])
         wide = states.float() if states.element_size() < 4 else states
-        return rotation.turned(wide[:, :, SINKS:], positions.to(states.device), -1)
+        positions = torch.arange(SINKS, states.shape[2], device=states.device)
+        return rotation.turned(wide[:, :, SINKS:], positions, -1)
 
-    def first(layer: int, key: Tensor, value: Tensor) -> None:
-        pair = sides.setdefault(layer, (_Side(), _Side()))
+    def add_means(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Watch a forward pass."""
+        pair = self.sides.setdefault(layer, (_Side(), _Side()))
         if key.shape[-1] % 2:
             raise UnsupportedModelError(
                 f"codec: keys of layer {layer} have {key.shape[-1]} numbers, and only even sizes can be coded."
             )
-        for side, states in zip(pair, (before_rope(layer, key), value[:, :, SINKS:]), strict=True):
+        for side, states in zip(pair, (self.before_rope(layer, key), value[:, :, SINKS:]), strict=True):
             if not bool(torch.isfinite(states).all()):
                 raise _not_finite(layer, "keys or values")
             side.add_mean(states)
 
-    def second(layer: int, key: Tensor, value: Tensor) -> None:
+    def finish_means(self, heads: int | None) -> None:
+        """Go over to the second moments, of blocks of so many heads.
+
+        Raises
+        ------
+        ParameterError
+            If they do not divide a layer's.
+        """
+        for layer, pair in self.sides.items():
+            if heads and len(pair[0].mean) % heads:
+                raise ParameterError(
+                    f"codec: {heads} heads per code do not divide the {len(pair[0].mean)} KV heads of layer {layer}."
+                )
+            # As of the keys: values of other sizes are coded by the same groups of heads.
+            size = heads or heads_per_code(*pair[0].mean.shape)
+            for side in pair:
+                side.finish_mean(size)
+
+    def add_moments(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Watch a forward pass whose backward pass gives the gradients."""
         if not key.requires_grad or not torch.is_grad_enabled():
             return
         for number, states in enumerate((key, value)):
-            kept = states.detach()
+            states.register_hook(functools.partial(self._add, layer, number, states.detach()))
 
-            def add(gradient: Tensor, number: int = number, kept: Tensor = kept, layer: int = layer) -> None:
-                pair = [before_rope(layer, x) if number == 0 else x[:, :, SINKS:] for x in (kept, gradient)]
-                if not bool(torch.isfinite(pair[1]).all()):
-                    stopped.append(layer)
-                    return
-                sides[layer][number].add(*pair)
-
-            states.register_hook(add)
-
-    prior = max(1, (samples + 1) // 2)
-    with watching(model, first), torch.no_grad():
-        for number, window in enumerate(windows[:prior]):
-            _forward(model, window, mixed)
-            progress("means", number + 1, prior)
-    if not sides:
-        raise UnsupportedModelError(
-            f"codec: no layer of {type(model).__name__} hands keys and values to transformers' attention interface."
-        )
-    for layer, pair in sides.items():
-        if heads and len(pair[0].mean) % heads:
-            raise ParameterError(
-                f"codec: {heads} heads per code do not divide the {len(pair[0].mean)} KV heads of layer {layer}."
-            )
-        # As of the keys: values of other sizes are coded by the same groups of heads.
-        size = heads or heads_per_code(*pair[0].mean.shape)
-        for side in pair:
-            side.finish_mean(size)
-    sampler = torch.Generator("cpu").manual_seed(seed)
-    with watching(model, second), _gradients_of_inputs(model), torch.enable_grad():
-        for number, window in enumerate(windows):
-            _backward(model, window, sampler, mixed)
-            if stopped:
-                raise _not_finite(max(stopped), "gradients")
-            progress("moments", number + 1, samples)
-    # Sums of a layer go as its moments come: of wide models they are large.
-    return {layer: _finished(sides.pop(layer), served.get(layer), context) for layer in sorted(sides)}
+    def _add(self, layer: int, number: int, states: Tensor, gradient: Tensor) -> None:
+        pair = [self.before_rope(layer, x) if number == 0 else x[:, :, SINKS:] for x in (states, gradient)]
+        if bool(torch.isfinite(pair[1]).all()):
+            self.sides[layer][number].add(*pair)
+        else:
+            self.failed.append(layer)
 
 
 def _finished(pair: tuple[_Side, _Side], rotation: Rotation | None, context: int) -> LayerMoments:

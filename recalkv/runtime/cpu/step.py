@@ -63,6 +63,29 @@ def _bounds(a, b):
 
 
 @nested
+def _span(a, b, first):
+    """Slots of a sequence that are read from rows: the first, the end, the piece of the first, and how many pieces."""
+    bounds = _bounds(a, b)
+    begin, end = max(bounds[_LOW], a.base, first + a.sinks), bounds[_EDGE]
+    piece = (begin - a.base) // PIECE
+    return begin, end, piece, (end - 1 - a.base) // PIECE - piece + 1 if begin < end else 0
+
+
+@nested
+def _values_of(partial, queries, q, dv):
+    """A query's sum of exact values in a partial result (:func:`recalkv.runtime.cpu.records.partial_size`)."""
+    at = 3 * queries + q * dv
+    return partial[at : at + dv]
+
+
+@nested
+def _codes_of(partial, queries, q, dv, wv):
+    """A query's sum of coded values there, in code coordinates."""
+    at = queries * (3 + dv) + q * wv
+    return partial[at : at + wv]
+
+
+@nested
 def _tile_at(a, b, tile):
     """Address of a tile of a sequence."""
     block = array(a.pages + 8 * (b * a.pages_row + tile // a.tiles), 1, np.int64)[0]
@@ -190,10 +213,9 @@ def _weigh(scores, row, partial, queries, dv, wv, coded):
         before = np.float32(0) if peak <= LEAST else np.float32(np.exp(np.float64(peak) - np.float64(top)))
         partial[queries + row] *= before
         partial[2 * queries + row] *= before
-        values = partial[3 * queries + row * dv : 3 * queries + (row + 1) * dv]
+        values, codes = _values_of(partial, queries, row, dv), _codes_of(partial, queries, row, dv, wv)
         for i in range(dv):
             values[i] *= before
-        codes = partial[3 * queries + queries * dv + row * wv : 3 * queries + queries * dv + (row + 1) * wv]
         for i in range(wv):
             codes[i] *= before
         partial[row] = peak = top
@@ -250,7 +272,7 @@ def _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, su
 def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scale, products, scores, partial):
     """Add a piece's values times their weights, in code coordinates."""
     table = array(code.value_segments, code.value_count * 4, np.int64)
-    sums = partial[3 * queries + queries * a.dv :]
+    sums = partial[queries * (3 + a.dv) :]
     for each in range(code.value_count):
         byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
         for number in range(0, tiles, 2):
@@ -372,7 +394,7 @@ def _exact_piece(a, real, b, g, queries, partial, own):
                     for r in range(repeats):
                         q = h * repeats + r
                         weight = scores[q * places + place]
-                        values = partial[3 * queries + q * dv : 3 * queries + (q + 1) * dv]
+                        values = _values_of(partial, queries, q, dv)
                         for i in range(dv):
                             values[i] += weight * state[i]
         if step == 0:
@@ -410,10 +432,11 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
             weight = np.float32(np.exp(np.float64(part[q]) - np.float64(peak)))
             coded += weight * part[queries + q]
             exact += weight * part[2 * queries + q]
+            own_values, own_codes = _values_of(part, queries, q, dv), _codes_of(part, queries, q, dv, wv)
             for i in range(dv):
-                values[r * dv + i] += weight * part[3 * queries + q * dv + i]
+                values[r * dv + i] += weight * own_values[i]
             for i in range(width):
-                numbers[r * width + i] += weight * part[3 * queries + queries * dv + q * wv + i]
+                numbers[r * width + i] += weight * own_codes[i]
         for i in range(dv):
             values[r * dv + i] += coded * mean[i]
         totals[r] = coded + exact
@@ -456,17 +479,10 @@ def attend(address):
     first = array(a.first, batch, np.int64)
     total = 0
     for b in range(batch):
-        bounds = _bounds(a, b)
-        begin, edge, pieces = max(bounds[_LOW], a.base, first[b] + a.sinks), bounds[_EDGE], 0
-        if begin < edge:
-            pieces = (edge - 1 - a.base) // PIECE - (begin - a.base) // PIECE + 1
-        total += groups * (pieces + 1)
+        total += groups * (_span(a, b, first[b])[3] + 1)
     low, high, unit = total * me // many, total * (me + 1) // many, 0
     for b in range(batch):
-        bounds = _bounds(a, b)
-        begin, edge = max(bounds[_LOW], a.base, first[b] + a.sinks), bounds[_EDGE]
-        start = (begin - a.base) // PIECE
-        pieces = (edge - 1 - a.base) // PIECE - start + 1 if begin < edge else 0
+        begin, edge, start, pieces = _span(a, b, first[b])
         for g in range(groups):
             place = (b * groups + g) * size
             partial = mine[place : place + size]
