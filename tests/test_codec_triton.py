@@ -321,7 +321,7 @@ def test_rows_are_packed_as_plain_torch_does(tokens: int) -> None:
     width, generator = sum(segment.width for segment in segments), torch.Generator().manual_seed(tokens)
     numbers = torch.randn(tokens, width, generator=generator) * 2 ** torch.linspace(-3, 3, width)
     numbers[0, ::7], numbers[-1, 8:] = 40.0, 0.0
-    given = numbers.to(DEVICE), rows._places(segments), row_bytes(segments), rows._SCALES
+    given = numbers.to(DEVICE), rows._places(segments), row_bytes(segments)
     found, expected = pack_rows(*given).cpu(), pack(numbers, segments)
     assert found.dtype == expected.dtype and found.shape == expected.shape
     if DEVICE.type == "cpu":

@@ -37,8 +37,8 @@ from recalkv.runtime.reference import (
     check_rows,
     runs_for,
 )
-from recalkv.trellis.codes import GRAIN
-from recalkv.trellis.rows import SCALE_STEPS, SCALE_ZERO, TILE
+from recalkv.trellis.codes import GRAIN, SCALE_STEPS, SCALE_ZERO
+from recalkv.trellis.rows import TILE
 
 STAGES = 2
 _COLUMNS = 32

@@ -39,10 +39,26 @@ PLANES = {bits: tuple(plane for plane in (8, 4, 2, 1) if bits & plane) for bits 
 GRAIN = 512
 """Levels are rounded to multiples of ``1 / GRAIN``: integers of 16 bits, which kernels multiply exactly."""
 
+SCALE_STEPS, SCALE_ZERO = 8, 128
+"""A scale is 2^((byte - 128) / 8): 9 % apart, from 1.5e-5 to 6e4 times the usual one."""
+
+FITTED = 3
+"""From this many bits on, scales are tried around the one that the largest number fits; below, around the one of the
+root mean square. A number far beyond the levels would leave more error than all others."""
+
+TRIALS, FIRST_FITTED, FIRST = 8, -6, -3
+"""Scales that are tried, as many as a vector of float32 holds, and the first of them, in steps from there. The one of
+least error is taken, the first where several are. Costs nothing when rows are read, and a quarter of the error."""
+
 FROM = ((0, 1), (2, 3), (0, 1), (2, 3))
 SUBSETS = ((0, 2), (1, 3), (2, 0), (3, 1))
 """Of the four states ``2 low(c_n) + low(c_{n-1})``: the two that lead to each, and which of four levels in a row the
 number takes on either way, by the two lowest bits of its u."""
+
+
+def codes_per_byte(bits: int) -> int:
+    """Codes of a byte of the last plane; two where it holds one, of two bytes."""
+    return max(8 // PLANES[bits][-1], 2)
 
 
 def levels(bits: int, device: torch.device | None = None) -> Tensor:

@@ -21,29 +21,27 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from recalkv.errors import CheckpointError
-from recalkv.trellis.codes import BITS, CURVES, PLANES, decoded, levels, search
+from recalkv.trellis.codes import (
+    BITS,
+    CURVES,
+    FIRST,
+    FIRST_FITTED,
+    FITTED,
+    PLANES,
+    SCALE_STEPS,
+    SCALE_ZERO,
+    TRIALS,
+    codes_per_byte,
+    decoded,
+    levels,
+    search,
+)
 
 BLOCK = 8
 """Widths of segments are multiples of it."""
 
 TILE = 16
 """Tokens whose rows stand together."""
-
-SCALE_STEPS, SCALE_ZERO = 8, 128
-"""A scale is 2^((byte - 128) / 8): 9 % apart, from 1.5e-5 to 6e4 times the usual one."""
-
-FITTED = 3
-"""From this many bits on, scales are tried around the one that the largest number fits; below, around the one of the
-root mean square. A number far beyond the levels would leave more error than all others."""
-
-TRIALS, FIRST_FITTED, FIRST = 8, -6, -3
-"""Scales that are tried, as many as a vector of float32 holds, and the first of them, in steps from there. The one of
-least error is taken, the first where several are. Costs nothing when rows are read, and a quarter of the error."""
-
-_SCALES = {
-    "FITTED": FITTED, "FIRST": FIRST, "FIRST_FITTED": FIRST_FITTED, "STEPS": SCALE_STEPS, "ZERO": SCALE_ZERO,
-    "TRIALS": TRIALS,
-}  # fmt: skip
 
 _AT_ONCE = 1 << 17
 """Numbers that plain torch searches at once: it holds a hundred bytes a number and trial."""
@@ -94,6 +92,15 @@ def checked(
     return found
 
 
+def located(segments: Sequence[Segment], start: int = 0) -> list[tuple[Segment, int, int]]:
+    """Each segment with its first number, and its first byte in a row whose segments begin at a byte."""
+    found, number = [], 0
+    for segment in segments:
+        found.append((segment, number, start))
+        number, start = number + segment.width, start + segment.row_bytes
+    return found
+
+
 def row_bytes(segments: Sequence[Segment]) -> int:
     """Bytes of a row."""
     return sum(segment.row_bytes for segment in segments)
@@ -117,13 +124,11 @@ def _packed(numbers: Tensor, segments: list[int]) -> Tensor:
     own = _segments(segments)
     by_triton = _pack_by_triton(numbers.device) if numbers.device.type == "cuda" and own else None
     if by_triton is not None:
-        rows: Tensor = by_triton(numbers.flatten(0, -2), _places(own), row_bytes(own), _SCALES)
+        rows: Tensor = by_triton(numbers.flatten(0, -2), _places(own), row_bytes(own))
         return rows.unflatten(0, numbers.shape[:-1])
-    parts, start = [numbers.new_zeros((*numbers.shape[:-1], 0), dtype=torch.uint8)], 0
-    for segment in own:
-        part = numbers[..., start : start + segment.width]
-        start += segment.width
-        level, codes = _coded(part, segment.bits)
+    parts = [numbers.new_zeros((*numbers.shape[:-1], 0), dtype=torch.uint8)]
+    for segment, start, _ in located(own):
+        level, codes = _coded(numbers[..., start : start + segment.width], segment.bits)
         parts.append(level.to(torch.uint8))
         low = segment.bits
         for plane in PLANES[segment.bits]:
@@ -146,12 +151,10 @@ def _segments(numbers: Sequence[int]) -> tuple[Segment, ...]:
 @functools.cache
 def _places(segments: tuple[Segment, ...]) -> tuple[tuple[int, ...], ...]:
     """First number, width, bits, first byte, codes of a byte of the last plane and bits of two planes, of each."""
-    found, number, byte = [], 0, 0
-    for segment in segments:
-        planes = (*PLANES[segment.bits], 0)[:2]
-        found.append((number, *segment, byte, codes_per_byte(segment.bits), *planes))
-        number, byte = number + segment.width, byte + segment.row_bytes
-    return tuple(found)
+    return tuple(
+        (number, *segment, byte, codes_per_byte(segment.bits), *(*PLANES[segment.bits], 0)[:2])
+        for segment, number, byte in located(segments)
+    )
 
 
 @functools.cache
@@ -163,16 +166,11 @@ def _pack_by_triton(device: torch.device) -> Any:
         return None
     try:
         one = (Segment(8, 1),)
-        pack_rows(torch.zeros(1, 8, dtype=torch.float32, device=device), _places(one), row_bytes(one), _SCALES)
+        pack_rows(torch.zeros(1, 8, dtype=torch.float32, device=device), _places(one), row_bytes(one))
     except Exception as error:  # of a compiler, a driver, or a GPU that is too old
         warnings.warn(f"rows are packed in plain torch, which is slow: Triton fails ({error}).", stacklevel=2)
         return None
     return pack_rows
-
-
-def codes_per_byte(bits: int) -> int:
-    """Codes of a byte of the last plane; two where it holds one, of two bytes."""
-    return max(8 // PLANES[bits][-1], 2)
 
 
 def chained(numbers: Tensor, bits: int) -> Tensor:
@@ -217,8 +215,8 @@ def untiled(tiles: Tensor, tokens: int) -> Tensor:
 
 def unpack(rows: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Rows (..., row_bytes) uint8 to numbers (..., width) float32."""
-    parts, start = [], 0
-    for segment in segments:
+    parts = []
+    for segment, _, start in located(segments):
         scale = scales_of(rows[..., start : start + 1].float())
         start += 1
         codes = torch.zeros((), dtype=torch.int32, device=rows.device)
@@ -263,8 +261,8 @@ class NumberTable(NamedTuple):
 def number_table(segments: Sequence[Segment], start: int = 0) -> NumberTable:
     """Table of the segments of a row that begin at its byte ``start``: int32, and float32 for the last three."""
     columns: list[tuple[float, ...]] = []
-    for segment in segments:
-        scale, byte, planes = start, start + 1, PLANES[segment.bits]
+    for segment, _, scale in located(segments, start):
+        byte, planes = scale + 1, PLANES[segment.bits]
         begins = [byte + sum(planes[:i]) * segment.width // 8 for i in range(len(planes))]
         order = chained(torch.arange(segment.width, device="cpu"), segment.bits).tolist()
         rank = {number: place for place, number in enumerate(order)}
@@ -283,6 +281,5 @@ def number_table(segments: Sequence[Segment], start: int = 0) -> NumberTable:
                 there = rank[number] >= back
                 places += stands(order[rank[number] - back], planes[-1], begins[-1]) if there else (scale, 8)
             columns.append((*places, scale, *CURVES[segment.bits]))
-        start += segment.row_bytes
     whole = torch.tensor(columns, dtype=torch.float64).view(-1, 14).T
     return NumberTable(*whole[:11].int(), *whole[11:].float())

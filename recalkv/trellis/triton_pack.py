@@ -8,14 +8,13 @@ together; which state each state came from is kept in memory, and followed backw
 
 import contextlib
 import functools
-from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from recalkv.trellis.codes import BITS, levels
+from recalkv.trellis.codes import BITS, FIRST, FIRST_FITTED, FITTED, SCALE_STEPS, SCALE_ZERO, TRIALS, levels
 
 Segments = tuple[tuple[int, ...], ...]
 
@@ -153,7 +152,7 @@ def _table(segments: Segments, device: torch.device) -> Tensor:
         return torch.tensor([(*each, places[each[2]]) for each in segments], dtype=torch.int32, device=device)
 
 
-def pack_rows(numbers: Tensor, segments: Segments, octets: int, scales: Mapping[str, int]) -> Tensor:
+def pack_rows(numbers: Tensor, segments: Segments, octets: int) -> Tensor:
     """Rows (tokens, octets) uint8.
 
     Parameters
@@ -163,8 +162,6 @@ def pack_rows(numbers: Tensor, segments: Segments, octets: int, scales: Mapping[
         What the kernel is to know of each, without the place of its levels.
     octets
         Of a row.
-    scales
-        How scales are tried: ``FITTED``, ``FIRST``, ``FIRST_FITTED``, ``STEPS``, ``ZERO`` and ``TRIALS``.
     """
     tokens, width, device = *numbers.shape, numbers.device
     rows = torch.empty(tokens, octets, dtype=torch.uint8, device=device)
@@ -174,10 +171,11 @@ def pack_rows(numbers: Tensor, segments: Segments, octets: int, scales: Mapping[
         for own, out in zip(numbers.split(most), rows.split(most), strict=True):
             if not len(own):
                 continue
-            trail = torch.empty(len(own), width, scales["TRIALS"], dtype=torch.int32, device=device)
+            trail = torch.empty(len(own), width, TRIALS, dtype=torch.int32, device=device)
             codes = torch.empty(len(own), width, dtype=torch.int32, device=device)
             pack_kernel[triton.cdiv(len(own), _TOKENS), len(segments)](
                 own.contiguous(), table, values, trail, codes, out, len(own), width, octets,
-                **scales, TOKENS=_TOKENS, OCTETS=_OCTETS, num_warps=1,
+                FITTED=FITTED, FIRST=FIRST, FIRST_FITTED=FIRST_FITTED, STEPS=SCALE_STEPS, ZERO=SCALE_ZERO,
+                TRIALS=TRIALS, TOKENS=_TOKENS, OCTETS=_OCTETS, num_warps=1,
             )  # fmt: skip
     return rows

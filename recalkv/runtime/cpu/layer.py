@@ -14,7 +14,7 @@ from recalkv.trellis.cpu import compiled
 from recalkv.trellis.cpu.codes import partner
 from recalkv.trellis.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles
 from recalkv.trellis.cpu.threads import record, run, threads_of_torch
-from recalkv.trellis.rows import Segment
+from recalkv.trellis.rows import Segment, located
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -43,11 +43,10 @@ def _mean_table(frequencies: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 def _partners(segments: Sequence[Segment]) -> np.ndarray:
     """Numbers of a row in the order in which pairs of them are decoded: (width,) int64."""
-    order, start = list[int](), 0
-    for segment in segments:
+    order = list[int]()
+    for segment, start, _ in located(segments):
         for pair in zip(*partner(segment.width, segment.bits), strict=True):
             order += [start + number for number in pair]
-        start += segment.width
     return np.array(order, np.int64)
 
 

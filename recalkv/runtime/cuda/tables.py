@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from recalkv.runtime.reference import DeviceLayout, DeviceRotation
-from recalkv.trellis.codes import CURVES, PLANES
-from recalkv.trellis.rows import Segment, codes_per_byte
+from recalkv.trellis.codes import CURVES, PLANES, codes_per_byte
+from recalkv.trellis.rows import Segment
 
 _LANES = 4
 """Lanes of a warp that share a row of a matrix product's operand."""

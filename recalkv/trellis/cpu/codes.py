@@ -10,7 +10,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from recalkv.trellis.codes import BITS, CURVES, FROM, GRAIN, PLANES, SUBSETS, levels
+from recalkv.trellis.codes import (
+    BITS,
+    CURVES,
+    FROM,
+    GRAIN,
+    PLANES,
+    SCALE_STEPS,
+    SCALE_ZERO,
+    SUBSETS,
+    codes_per_byte,
+    levels,
+)
 from recalkv.trellis.cpu.vectors import (
     BYTE,
     FEATURES,
@@ -25,7 +36,7 @@ from recalkv.trellis.cpu.vectors import (
     nested,
     splat,
 )
-from recalkv.trellis.rows import SCALE_STEPS, SCALE_ZERO, TILE, codes_per_byte
+from recalkv.trellis.rows import TILE
 
 CELLS = 2048
 """Cells of a grid of numbers, each of which knows how many levels lie below it: no two levels share one."""

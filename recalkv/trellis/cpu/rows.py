@@ -9,23 +9,11 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from recalkv.trellis.codes import BITS, GRAIN, levels
+from recalkv.trellis.codes import BITS, FIRST, FIRST_FITTED, FITTED, GRAIN, SCALE_STEPS, SCALE_ZERO, TRIALS, levels
 from recalkv.trellis.cpu.codes import CELLS, decode, search
 from recalkv.trellis.cpu.threads import array, floats, record, run, thread_count, thread_number, threads_of_torch
 from recalkv.trellis.cpu.vectors import called, nested
-from recalkv.trellis.rows import (
-    FIRST,
-    FIRST_FITTED,
-    FITTED,
-    SCALE_STEPS,
-    SCALE_ZERO,
-    TILE,
-    TRIALS,
-    Segment,
-    row_bytes,
-    tiled,
-    untiled,
-)
+from recalkv.trellis.rows import TILE, Segment, located, row_bytes, tiled, untiled
 
 REACH = 6.0
 """The grid of :data:`recalkv.trellis.cpu.codes.CELLS` is from -REACH to REACH."""
@@ -71,11 +59,7 @@ def tables() -> _Tables:
 
 def segment_table(segments: Sequence[Segment], start: int) -> np.ndarray:
     """(segments, 4) int64: first byte in the row, numbers, bits, first number."""
-    rows, number = [], 0
-    for segment in segments:
-        rows.append((start, segment.width, segment.bits, number))
-        start += segment.row_bytes
-        number += segment.width
+    rows = [(byte, *segment, number) for segment, number, byte in located(segments, start)]
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
